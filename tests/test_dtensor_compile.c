@@ -1288,3 +1288,553 @@ static void nest(const way *how, int trains) {
 }
 TEST_P(dtensor_compile, make_fx_with_invoke_subgraph_dtensor, ways) { nest(row, 0); }
 TEST_P(dtensor_compile, aot_autograd_over_dynamo_dtensor_requires_grad, ways) { nest(row, 1); }
+
+/* ---- two layers, with tensor parallelism and FSDP -------------------------------------------- */
+
+/* PyTorch's SimpleModel: two MLPs 10-16-10. Ranks of tp cut the 16; row biases are replicated. With
+   sequence parallel (sp) they cut tokens between the layers, too. */
+enum { D = 10, H = 16, ROWS = 20, LAYERS = 2, MLP_PARAMS = 3, STEPS = 3 };
+enum { W1, B1, W2, B2, KINDS };
+typedef struct setup {
+    const char *name;
+    way how;
+    int dp, tp; /* dp 0: the mesh has no such dim */
+    int sp, no_bias, checkpoint, planned;
+} setup;
+typedef struct simple {
+    const setup *c;
+    int64_t full, wide; /* rows of a gathered input; of 16, mine */
+    fsdp_unit *rest, *mlp[LAYERS];
+    fsdp_redistribution *in[LAYERS], *out[LAYERS], *slice, *back_slice, *back_in, *back_out;
+    float *x, *dout;            /* what this rank is given */
+    float *act[LAYERS], *y[LAYERS], *part, *result, *dfull, *dmid, *dy0; /* as they travel */
+    float *h[LAYERS], *dh;
+    float *whole[LAYERS][KINDS], *want[LAYERS][KINDS], *want_out; /* one process */
+    uint64_t grads; /* of my shards' gradients */
+    int compares;   /* the gradients, gathered whole, with those of one process */
+} simple;
+
+static const int64_t kind_shapes[KINDS][2] = {{H, D}, {H, 0}, {D, H}, {D, 0}};
+static int64_t kind_numel(int kind) {
+    return kind_shapes[kind][0] * (kind_shapes[kind][1] ? kind_shapes[kind][1] : 1);
+}
+static fsdp_param_desc kind_desc(const char *name, int kind) {
+    return kind_shapes[kind][1] ? fsdp_mat(name, kind_shapes[kind][0], kind_shapes[kind][1])
+                                : fsdp_vec(name, kind_shapes[kind][0]);
+}
+
+static void simple_units(rig *r, simple *m) {
+    static const char *const names[LAYERS] = {"mlp_0", "mlp_1"};
+    static const fsdp_placement cut[MLP_PARAMS] = {
+        {FSDP_SHARD, 0, 0, 0}, {FSDP_SHARD, 0, 0, 0}, {FSDP_SHARD, 1, 0, 0}};
+    static const fsdp_placement whole[LAYERS] = {{FSDP_REPLICATE, 0, 0, 0},
+                                                 {FSDP_REPLICATE, 0, 0, 0}};
+    fsdp_tp_unit_desc d = FSDP_ZERO;
+    fsdp_param_desc p[MLP_PARAMS];
+    if (!m->c->no_bias) { /* one unit for all that is replicated, open around the others */
+        p[0] = kind_desc("mlp_0.b2", B2), p[1] = kind_desc("mlp_1.b2", B2);
+        d.unit.name = "rest", d.unit.params = p, d.unit.num_params = LAYERS, d.tp = whole;
+        d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
+        CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->rest));
+    }
+    for (int l = 0; l < LAYERS; l++) {
+        memset(&d, 0, sizeof d);
+        p[W1] = kind_desc("w1", W1), p[B1] = kind_desc("b1", B1), p[W2] = kind_desc("w2", W2);
+        d.unit.name = names[l], d.unit.params = p, d.unit.num_params = MLP_PARAMS, d.tp = cut;
+        CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->mlp[l]));
+    }
+    for (int l = 0; l < LAYERS; l++)
+        for (int k = 0; k < KINDS; k++) {
+            if (k == B2 && !m->rest) continue;
+            CALL(r->w, fsdp_tp_param_load(r->dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k,
+                                          m->whole[l][k]));
+        }
+}
+
+static void simple_redistributions(rig *r, simple *m) {
+    const char *const all = r->ndim == 1 ? "R" : "R R", *const sums = r->ndim == 1 ? "P" : "R P",
+               *const cut = r->ndim == 1 ? "S0" : "R S0";
+    const fsdp_spec whole = spec2(r, all, m->full, D), addends = spec2(r, sums, m->full, D),
+                    tokens = spec2(r, m->c->sp ? cut : all, m->full, D);
+    m->in[0] = redist(r, "mlp_0 in", tokens, whole);
+    m->out[0] = redist(r, "mlp_0 out", addends, tokens);
+    m->in[1] = redist(r, "mlp_1 in", tokens, whole);
+    m->out[1] = redist(r, "mlp_1 out", addends, whole);
+    m->slice = redist(r, "result", whole, tokens);
+    m->back_slice = backward_of(r, m->slice, NULL);
+    m->back_in = backward_of(r, m->in[1], &addends);
+    m->back_out = backward_of(r, m->out[0], NULL);
+    for (int l = 0; l < LAYERS; l++) {
+        m->act[l] = rig_shared(r, m->full * D), m->y[l] = rig_shared(r, m->full * D);
+        m->h[l] = values(0, m->full * m->wide);
+    }
+    m->dh = values(0, m->full * m->wide);
+    m->part = rig_shared(r, m->full * D), m->result = rig_shared(r, m->full * D);
+    m->dfull = rig_shared(r, m->full * D), m->dmid = rig_shared(r, m->full * D);
+    m->dy0 = rig_shared(r, m->full * D);
+    m->x = rig_shared(r, m->full * D), m->dout = rig_shared(r, m->full * D);
+}
+
+/* The same in one process, on the rows of every rank of dp; gradients are their mean. */
+static void simple_reference(rig *r, simple *m) {
+    const int dp = m->c->dp ? m->c->dp : 1, mine = m->c->dp ? r->coord[0] : 0;
+    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->ndim == 1 ? "R" : "R R" : "S0", m->full, D);
+    float *y[LAYERS], *h[LAYERS], *dh = values(0, m->full * H), *dx = values(0, m->full * D);
+    for (int l = 0; l < LAYERS; l++) {
+        y[l] = values(0, m->full * D), h[l] = values(0, m->full * H);
+        for (int k = 0; k < KINDS; k++)
+            m->want[l][k] = (float *)lab_zeros((size_t)kind_numel(k), sizeof(float));
+    }
+    for (int g = 0; g < dp; g++) {
+        float *x = values(100 + g, m->full * D), *dout = values(200 + g, m->full * D);
+        for (int l = 0; l < LAYERS; l++) {
+            float *const *p = m->whole[l];
+            mlp_forward(p[W1], p[B1], p[W2], l ? y[0] : x, h[l], y[l], m->full, D, H);
+            add_bias(y[l], m->rest ? p[B2] : NULL, m->full, D);
+        }
+        for (int l = LAYERS - 1; l >= 0; l--) {
+            float *const *p = m->whole[l], *const *g_ = m->want[l], *const dy = l ? dout : dx;
+            bias_grad(g_[B2], dy, m->full, D);
+            mlp_backward(p[W1], p[W2], l ? y[0] : x, h[l], dy, dh, g_[W1], g_[B1], g_[W2],
+                         l ? dx : NULL, m->full, D, H);
+        }
+        if (g == mine) {
+            put_part(r, &tokens, x, m->x), put_part(r, &tokens, dout, m->dout);
+            memcpy(m->want_out, y[1], (size_t)(m->full * D) * sizeof(float));
+        }
+        free(x), free(dout);
+    }
+    for (int l = 0; l < LAYERS; l++) {
+        for (int k = 0; k < KINDS; k++)
+            for (int64_t i = 0; i < kind_numel(k); i++) m->want[l][k][i] /= (float)dp;
+        free(y[l]), free(h[l]);
+    }
+    free(dh), free(dx);
+}
+
+static simple *simple_begin(rig *r, const setup *c) {
+    simple *m = (simple *)lab_zeros(1, sizeof *m);
+    m->c = c, m->full = c->sp ? ROWS * c->tp : ROWS, m->wide = H / c->tp;
+    for (int l = 0; l < LAYERS; l++)
+        for (int k = 0; k < KINDS; k++) m->whole[l][k] = values(10 * l + k, kind_numel(k));
+    m->want_out = values(0, m->full * D);
+    simple_units(r, m);
+    simple_redistributions(r, m);
+    simple_reference(r, m);
+    return m;
+}
+static void simple_end(simple *m) {
+    for (int l = 0; l < LAYERS; l++) {
+        for (int k = 0; k < KINDS; k++) free(m->whole[l][k]), free(m->want[l][k]);
+        free(m->h[l]);
+    }
+    free(m->dh), free(m->want_out), free(m);
+}
+
+static const float *data_of(const rig *r, fsdp_unit *unit, int i) {
+    const float *data = (const float *)fsdp_data(unit, i);
+    W_CHECK(data != NULL, "no data: %s", fsdp_last_error(r->w));
+    return data;
+}
+static float *grad_of(const rig *r, fsdp_unit *unit, int i) {
+    float *grad = (float *)fsdp_grad(unit, i);
+    W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(r->w));
+    return grad;
+}
+
+/* A layer, in forward or made again in backward; `whole`: its output is needed. */
+static void simple_layer(rig *r, simple *m, int l, int whole) {
+    fsdp_unit *u = m->mlp[l];
+    const float *in = l ? m->y[0] : m->x;
+    CALL(r->w, fsdp_pre_forward(u));
+    run_redist(r, m->in[l], m->act[l], in);
+    settle(r);
+    mlp_forward(data_of(r, u, W1), data_of(r, u, B1), data_of(r, u, W2), m->act[l], m->h[l],
+                whole ? m->part : NULL, m->full, D, m->wide);
+    if (whole) {
+        run_redist(r, m->out[l], m->y[l], m->part);
+        add_bias(m->y[l], m->rest ? data_of(r, m->rest, l) : NULL,
+                 info_of(r, m->out[l]).to.shape[0], D);
+    }
+    CALL(r->w, fsdp_post_forward(u));
+}
+static void simple_forward(rig *r, simple *m) {
+    if (m->rest) CALL(r->w, fsdp_pre_forward(m->rest));
+    simple_layer(r, m, 0, 1);
+    simple_layer(r, m, 1, 1);
+    run_redist(r, m->slice, m->result, m->y[1]);
+    if (m->rest) CALL(r->w, fsdp_post_forward(m->rest));
+    for (int l = 0; l < LAYERS && m->c->checkpoint; l++) { /* nothing but the input is kept */
+        memset(m->h[l], 0xff, (size_t)(m->full * m->wide) * sizeof(float));
+        memset(m->act[l], 0xff, (size_t)(m->full * D) * sizeof(float));
+        memset(m->y[l], 0xff, (size_t)(m->full * D) * sizeof(float));
+    }
+}
+static void simple_layer_backward(rig *r, simple *m, int l, const float *dy, float *dx) {
+    fsdp_unit *u = m->mlp[l];
+    if (m->rest) bias_grad(grad_of(r, m->rest, l), dy, m->full, D);
+    mlp_backward(data_of(r, u, W1), data_of(r, u, W2), m->act[l], m->h[l], dy, m->dh,
+                 grad_of(r, u, W1), grad_of(r, u, B1), grad_of(r, u, W2), dx, m->full, D, m->wide);
+    CALL(r->w, fsdp_post_backward(u));
+}
+static void simple_backward(rig *r, simple *m) {
+    if (m->rest) CALL(r->w, fsdp_pre_backward(m->rest));
+    CALL(r->w, fsdp_pre_backward(m->mlp[1]));
+    if (m->c->checkpoint) { /* the output of mlp_1 is not needed again */
+        CALL(r->w, fsdp_pre_backward(m->mlp[0]));
+        simple_layer(r, m, 0, 1);
+        simple_layer(r, m, 1, 0);
+    }
+    run_redist(r, m->back_slice, m->dfull, m->dout);
+    settle(r);
+    simple_layer_backward(r, m, 1, m->dfull, m->part);
+    run_redist(r, m->back_in, m->dmid, m->part);
+    if (!m->c->checkpoint) CALL(r->w, fsdp_pre_backward(m->mlp[0]));
+    run_redist(r, m->back_out, m->dy0, m->dmid);
+    settle(r);
+    simple_layer_backward(r, m, 0, m->dy0, NULL);
+    if (m->rest) CALL(r->w, fsdp_post_backward(m->rest));
+    CALL(r->w, fsdp_finalize_backward(r->model));
+    settle(r);
+}
+
+/* The collectives over tp; forward and backward apart. */
+static void check_tp(const rig *r, const simple *m, int from, int half, int end) {
+    const int tp = m->c->tp, mine = ROWS * D;
+    char forward[160], backward[160];
+    if (m->c->sp) {
+        snprintf(forward, sizeof forward, "AG %d/%d, RS %d/%d, AG %d/%d, AR %d/%d", mine, tp, mine,
+                 tp, mine, tp, mine * tp, tp);
+        snprintf(backward, sizeof backward, "AG %d/%d, RS %d/%d, AG %d/%d", mine, tp, mine, tp,
+                 mine, tp);
+    } else {
+        snprintf(forward, sizeof forward, "AR %d/%d, AR %d/%d", mine, tp, mine, tp);
+        snprintf(backward, sizeof backward, m->c->checkpoint ? "AR %d/%d, AR %d/%d" : "AR %d/%d",
+                 mine, tp, mine, tp);
+    }
+    CHECK_EQ_STR(records_in(r, from, half, COLLECTIVES), forward);
+    CHECK_EQ_STR(records_in(r, half, end, COLLECTIVES), backward);
+}
+static int unit_ops(const rig *r, int from, int end, int kind, int label, const fsdp_unit *unit) {
+    return lab_count_ops(&r->log, from, kind, label, unit) -
+           lab_count_ops(&r->log, end, kind, label, unit);
+}
+/* Those of FSDP over dp, and the sum of what is replicated over tp; no others. Groups of dp and of
+   tp are never mixed. */
+static void check_dp(const rig *r, const simple *m, int from, int half, int end) {
+    const int dp = m->c->dp > 1, reduced = m->c->sp ? 7 : 3 + m->c->checkpoint;
+    for (int l = 0; l < LAYERS; l++) {
+        const fsdp_unit *u = m->mlp[l];
+        CHECK_EQ_INT(unit_ops(r, from, half, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), dp);
+        CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), dp);
+        CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, u), dp);
+        CHECK_EQ_INT(unit_ops(r, from, end, FSDP_OP_ALL_REDUCE, -1, u), 0);
+    }
+    if (m->rest) {
+        CHECK_EQ_INT(unit_ops(r, from, half, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, m->rest), dp);
+        CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, m->rest), 0);
+        CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, m->rest), dp);
+        CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, m->rest), 1);
+    }
+    CHECK_EQ_INT(collectives_in(r, from, end), reduced + 6 * dp + (m->rest ? 2 * dp + 1 : 0));
+    fsdp_comm *tp;
+    CALL(r->w, fsdp_mesh_comm(r->mesh, r->ndim - 1, FSDP_STREAM_COMPUTE, &tp));
+    for (int i = from; i < end; i++) {
+        const fsdp_op *a = &r->log.ops[i];
+        if (a->kind < FSDP_OP_ALL_GATHER || a->kind > FSDP_OP_RECV) continue;
+        const int over_tp = a->label == r->label || a->label == FSDP_LABEL_REPLICAS;
+        CHECK_EQ_INT(a->group_size, over_tp ? m->c->tp : m->c->dp);
+        if (a->label == r->label) CHECK(a->comm == tp);
+        for (int k = from; k < end && !over_tp; k++)
+            if (r->log.ops[k].label == r->label || r->log.ops[k].label == FSDP_LABEL_REPLICAS)
+                CHECK(r->log.ops[k].kind > FSDP_OP_RECV || r->log.ops[k].kind < FSDP_OP_ALL_GATHER ||
+                      (r->log.ops[k].comm != a->comm &&
+                       r->log.ops[k].comm_number != a->comm_number));
+    }
+}
+
+/* Whole gradients, which are gathered in a step whose records are not compared. */
+static void simple_compare(rig *r, const simple *m) {
+    float full[H * D];
+    for (int l = 0; l < LAYERS; l++)
+        for (int k = 0; k < KINDS; k++) {
+            if (k == B2 && !m->rest) continue;
+            CALL(r->w, fsdp_tp_param_full(r->dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k, 1,
+                                          full));
+            check_same(full, m->want[l][k], kind_numel(k), "gradient");
+        }
+}
+
+/* One step. Its records, but for a plan's; its result, and the gradients of my shards. */
+static void simple_step(rig *r, void *arg) {
+    simple *m = (simple *)arg;
+    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->ndim == 1 ? "R" : "R R" : "S0", m->full, D);
+    fsdp_param_view v = FSDP_ZERO;
+    const int from = r->log.num;
+    simple_forward(r, m);
+    const int half = r->log.num;
+    simple_backward(r, m);
+    check_tp(r, m, from, half, r->log.num);
+    if (!m->c->planned) check_dp(r, m, from, half, r->log.num);
+    check_part(r, &tokens, m->want_out, m->result, "result");
+    rig_saw(r, m->result, info_of(r, m->slice).to.numel);
+    m->grads = 1;
+    while (fsdp_next_param(r->model, &v)) {
+        W_CHECK(v.shard_grad != NULL || !v.numel, "%s has no gradient", v.name);
+        lab_fold(&m->grads, v.shard_grad, (size_t)v.numel * sizeof(float));
+    }
+    lab_fold(&r->hash, &m->grads, sizeof m->grads);
+    if (m->compares) simple_compare(r, m);
+    CALL(r->w, fsdp_zero_grad(r->model));
+}
+
+/* Steps by calls: three of them, equal to the bit; the second and the third have equal records (the
+   first has no gradients to zero). */
+static uint64_t simple_by_calls(rig *r, simple *m) {
+    m->compares = 1;
+    r->hash = 1;
+    simple_step(r, m);
+    const uint64_t bits = r->hash;
+    m->compares = 0;
+    twice(r, simple_step, m);
+    W_CHECK(r->hash == bits, "the first step has other bits");
+    return bits;
+}
+
+/* With a plan. What is replicated has other groups than what is cut, so that a model of both is
+   refused; one of cut units alone is replayed. */
+static void simple_planned(rig *r, simple *m, uint64_t bits) {
+    fsdp_plan *plan;
+    fsdp_plan_report report;
+    setup again = *m->c;
+    again.planned = 1;
+    m->c = &again;
+    CALL(r->w, fsdp_plan_create(r->model, NULL, &plan));
+    for (int step = 0; step < 2 + STEPS; step++) {
+        fsdp_counters was, now;
+        r->hash = 1;
+        CALL(r->w, fsdp_model_counters(r->model, &was));
+        simple_step(r, m);
+        CALL(r->w, fsdp_model_counters(r->model, &now));
+        W_CHECK(r->hash == bits, "step %d with a plan has other bits", step);
+        if (step >= 2) CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
+        const fsdp_plan_mode want = step < 1  ? FSDP_PLAN_RECORDING /* of the next step */
+                                    : m->rest ? FSDP_PLAN_REFUSED
+                                              : FSDP_PLAN_REPLAYING;
+        W_CHECK(fsdp_plan_state(plan) == want, "step %d: mode %d: %s", step, fsdp_plan_state(plan),
+                fsdp_plan_why(plan));
+    }
+    if (m->rest) W_CHECK(strstr(fsdp_plan_why(plan), "has other groups of ranks than the model"), "%s",
+                         fsdp_plan_why(plan));
+    else {
+        CALL(r->w, fsdp_plan_report_get(plan, 0, &report));
+        CHECK(report.recorded == 1 && report.replayed == STEPS && report.left == 0);
+        CHECK_EQ_INT(report.gathers[0], m->c->dp > 1 ? 4 : 0);
+        h_message("%s gathers %d reductions %d %d", m->c->name, report.gathers[1], report.reductions[0], report.reductions[1]);
+    }
+    fsdp_plan_destroy(plan);
+}
+static void simple_body(rig *r) {
+    const setup *c = (const setup *)r->arg;
+    simple *m = simple_begin(r, c);
+    const uint64_t bits = simple_by_calls(r, m);
+    const uint64_t grads = m->grads;
+    if (c->checkpoint) { /* without it: the same gradients */
+        setup plain = *c;
+        plain.checkpoint = 0, m->c = &plain;
+        W_CHECK(simple_by_calls(r, m) == bits && m->grads == grads, "other bits without recompute");
+        m->c = c;
+    }
+    simple_planned(r, m, bits);
+    simple_end(m);
+}
+static void simple_run(const setup *c) {
+    task t = FSDP_ZERO;
+    t.body = simple_body, t.arg = c, t.ndim = c->dp ? 2 : 1;
+    t.mesh[0] = c->dp ? c->dp : c->tp, t.mesh[1] = c->dp ? c->tp : 0;
+    run_task(&c->how, &t);
+}
+#define INLINE    {"", 0, 0, RIG_RANKS}
+#define LANES     {"", 2, 0, RIG_RANKS}
+#define PROCESSES {"", 0, 1, RIG_RANKS}
+static const setup fullgraphs[] = {{"plain", INLINE, 0, 4, 0, 0, 0, 0},
+                                   {"plain,lanes", LANES, 0, 4, 0, 0, 0, 0},
+                                   {"plain,processes", PROCESSES, 0, 4, 0, 0, 0, 0},
+                                   {"plain,cut units", INLINE, 0, 4, 0, 1, 0, 0},
+                                   {"sequence", INLINE, 0, 4, 1, 0, 0, 0},
+                                   {"sequence,lanes", LANES, 0, 4, 1, 0, 0, 0},
+                                   {"sequence,processes", PROCESSES, 0, 4, 1, 0, 0, 0},
+                                   {"sequence,cut units", INLINE, 0, 4, 1, 1, 0, 0}};
+static const setup both[] = {{"inline", INLINE, 2, 2, 0, 0, 0, 0},
+                             {"lanes", LANES, 2, 2, 0, 0, 0, 0},
+                             {"processes", PROCESSES, 2, 2, 0, 0, 0, 0},
+                             {"cut units", INLINE, 2, 2, 0, 1, 0, 0},
+                             {"cut units,lanes", LANES, 2, 2, 0, 1, 0, 0}};
+static const setup checkpoints[] = {{"inline", INLINE, 2, 2, 0, 0, 1, 0},
+                                    {"lanes", LANES, 2, 2, 0, 0, 1, 0},
+                                    {"processes", PROCESSES, 2, 2, 0, 0, 1, 0},
+                                    {"cut units", INLINE, 2, 2, 0, 1, 1, 0},
+                                    {"cut units,lanes", LANES, 2, 2, 0, 1, 1, 0}};
+TEST_P(dtensor_compile, tp_compile_fullgraph, fullgraphs) { simple_run(row); }
+TEST_P(dtensor_compile, 2d_fsdp_tp_compile, both) { simple_run(row); }
+TEST_P(dtensor_compile, 2d_fsdp_tp_ac_compile, checkpoints) { simple_run(row); }
+
+/* x (8,4) cut along dim 0 times y (4,8) cut along dim 1, which all ranks give alike: one operand is
+   gathered, then the output; backward of the gather is a reduce-scatter. */
+typedef struct product {
+    fsdp_propagation p;
+    fsdp_redistribution *operand, *out, *back_out, *back;
+    float *x, *y, *full, *local, *z, *dz, *dlocal, *dfull, *dpart;
+    int gathers_x;
+} product;
+static void product_step(rig *r, void *arg) {
+    const product *q = (const product *)arg;
+    const int n = q->gathers_x ? 2 : 8; /* columns of my output, or all */
+    int at = r->log.num;
+    run_redist(r, q->operand, q->full, q->gathers_x ? q->x : q->y);
+    if (q->gathers_x) matmul(q->local, 0, q->full, 0, q->y, 0, 8, 4, 2);
+    else matmul(q->local, 0, q->x, 0, q->full, 0, 2, 4, 8);
+    run_redist(r, q->out, q->z, q->local);
+    check_text(r, at, "AG 8/4, AG 16/4");
+    for (int i = 0; i < 64; i++) { /* 4 x 4 tiles */
+        static const float tile[4] = {28, 34, 76, 98};
+        W_CHECK(q->z[i] == tile[i / 8 % 2 * 2 + i % 2], "out %d is %g", i, (double)q->z[i]);
+    }
+    at = r->log.num;
+    for (int i = 0; i < 64; i++) q->dz[i] = 1;
+    run_redist(r, q->back_out, q->dlocal, q->dz);
+    float *dx = q->gathers_x ? q->dfull : q->dpart, *dy = q->gathers_x ? q->dpart : q->dfull;
+    if (q->gathers_x) { /* dx has addends, dy is mine */
+        matmul(q->dfull, 0, q->dlocal, 0, q->y, 1, 8, n, 4);
+        matmul(dy, 0, q->full, 1, q->dlocal, 0, 4, 8, n);
+        run_redist(r, q->back, q->full, q->dfull), dx = q->full;
+    } else {
+        matmul(dx, 0, q->dlocal, 0, q->full, 1, 2, n, 4);
+        matmul(q->dfull, 0, q->x, 1, q->dlocal, 0, 4, 2, n);
+        run_redist(r, q->back, q->full, q->dfull), dy = q->full;
+    }
+    check_text(r, at, "RS 8/4");
+    for (int i = 0; i < 8; i++) {
+        static const float want_x[4] = {4, 20, 36, 52}, want_y[4] = {16, 24, 32, 40};
+        W_CHECK(dx[i] == want_x[i % 4], "dx %d is %g", i, (double)dx[i]);
+        W_CHECK(dy[i] == want_y[i / 2], "dy %d is %g", i, (double)dy[i]);
+    }
+    rig_saw(r, q->z, 64), rig_saw(r, dx, 8), rig_saw(r, dy, 8);
+}
+static void product_body(rig *r) {
+    const fsdp_spec x = spec2(r, "S0", 8, 4), y = spec2(r, "S1", 4, 8), all = spec2(r, "R", 8, 8);
+    product q;
+    q.p = propagate(FSDP_TENSOR_OP_MM, &x, &y, &no_args);
+    q.gathers_x = q.p.in[0].place[0].kind == FSDP_REPLICATE;
+    const fsdp_spec *given = q.gathers_x ? &x : &y, *kept = q.gathers_x ? &y : &x;
+    CHECK(same_spec(&q.p.in[q.gathers_x], kept)); /* the other one stays */
+    CHECK(q.p.in[!q.gathers_x].place[0].kind == FSDP_REPLICATE && q.p.cost_us > 0);
+    CHECK(cut_along(&q.p.out, 0, q.gathers_x ? 1 : 0));
+    CHECK(q.p.grad[!q.gathers_x].place[0].kind == FSDP_PARTIAL);
+    q.operand = redist(r, "operand", *given, q.p.in[!q.gathers_x]);
+    q.out = redist(r, "out", q.p.out, all);
+    q.back_out = backward_of(r, q.out, NULL);
+    q.back = backward_of(r, q.operand, &q.p.grad[!q.gathers_x]);
+    q.x = rig_own(r, 8), q.y = rig_own(r, 8), q.full = rig_own(r, 32), q.local = rig_own(r, 16);
+    q.z = rig_own(r, 64), q.dz = rig_own(r, 64), q.dlocal = rig_own(r, 16);
+    q.dfull = rig_own(r, 32), q.dpart = rig_own(r, 8);
+    for (int i = 0; i < 8; i++) q.x[i] = q.y[i] = (float)i;
+    twice(r, product_step, &q);
+}
+TEST_P(dtensor_compile, compile_dtensor_redistribute_backward, ways) {
+    run_on(row, 4, product_body);
+}
+
+/* Rows of an embedding are cut over ranks, most of which have none over 16. What a rank lacks is
+   zero; the sum is cut along the columns. */
+enum { VOCAB = 10, WIDTH = 20, IDS = 8 };
+typedef struct embedding {
+    fsdp_redistribution *out, *back;
+    fsdp_local part;
+    float *w, *sum, *y, *dy, *dout, mine[VOCAB * WIDTH], dw[VOCAB * WIDTH];
+} embedding;
+static const int64_t ids[IDS] = {0, 9, 3, 3, 6, 8, 0, 5};
+static void embedding_step(rig *r, void *arg) {
+    embedding *e = (embedding *)arg;
+    const int64_t first = e->part.start[0], rows = e->part.shape[0];
+    for (int i = 0; i < IDS * WIDTH; i++) {
+        const int64_t at = ids[i / WIDTH] - first;
+        e->sum[i] = at >= 0 && at < rows ? e->mine[at * WIDTH + i % WIDTH] : 0;
+    }
+    run_redist(r, e->out, e->y, e->sum);
+    rig_saw(r, e->y, info_of(r, e->out).to.numel);
+    run_redist(r, e->back, e->dout, e->dy);
+    memset(e->dw, 0, sizeof e->dw);
+    for (int i = 0; i < IDS * WIDTH; i++) {
+        const int64_t at = ids[i / WIDTH] - first;
+        if (at >= 0 && at < rows) e->dw[at * WIDTH + i % WIDTH] += e->dout[i];
+    }
+    rig_saw(r, e->dw, rows * WIDTH);
+}
+static void embedding_body(rig *r) {
+    const fsdp_spec w = spec2(r, "S0", VOCAB, WIDTH), which = spec1(r, "R", IDS);
+    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_EMBEDDING, &w, &which, &no_args);
+    const fsdp_spec columns = spec2(r, "S1", IDS, WIDTH);
+    embedding *e = (embedding *)lab_zeros(1, sizeof *e);
+    float *whole = values(1, VOCAB * WIDTH), *dout = values(2, IDS * WIDTH);
+    float want[IDS * WIDTH], dw[VOCAB * WIDTH] = {0};
+    char text[60];
+    CHECK(p.masked && p.cost_us == 0 && p.out.place[0].kind == FSDP_PARTIAL);
+    e->out = redist(r, "embedding", p.out, columns), e->back = backward_of(r, e->out, NULL);
+    CHECK_OK(fsdp_spec_local(&w, r->coord, &e->part));
+    if (r->ranks == 4) CHECK_EQ_INT(e->part.shape[0], r->rank < 3 ? 3 : 1);
+    else CHECK_EQ_INT(e->part.shape[0], r->rank < VOCAB);
+    put_part(r, &w, whole, e->mine);
+    const int each = (WIDTH + r->ranks - 1) / r->ranks * IDS;
+    e->sum = rig_own(r, IDS * WIDTH), e->dout = rig_own(r, IDS * WIDTH);
+    e->y = rig_own(r, each), e->dy = rig_own(r, each);
+    put_part(r, &columns, dout, e->dy);
+    embedding_step(r, e);
+    snprintf(text, sizeof text, "RS %d/%d, AG %d/%d", each, r->ranks, each, r->ranks);
+    check_text(r, 0, text);
+    twice(r, embedding_step, e);
+    for (int i = 0; i < IDS * WIDTH; i++) want[i] = whole[ids[i / WIDTH] * WIDTH + i % WIDTH];
+    for (int i = 0; i < IDS * WIDTH; i++) dw[ids[i / WIDTH] * WIDTH + i % WIDTH] += dout[i];
+    check_part(r, &columns, want, e->y, "embedding");
+    check_part(r, &w, dw, e->dw, "dw");
+    run_redist(r, redist(r, "all", columns, spec2(r, "R", IDS, WIDTH)), e->sum, e->y);
+    check_same(e->sum, want, IDS * WIDTH, "gathered");
+    free(whole), free(dout), free(e);
+}
+static const struct {
+    const char *name;
+    way how;
+    int ranks;
+} embeddings[] = {{"W=4", INLINE, 4},
+                  {"W=4,lanes", LANES, 4},
+                  {"W=4,processes", PROCESSES, 4},
+                  {"W=16", INLINE, 16}};
+TEST_P(dtensor_compile, compile_embedding_redistribute, embeddings) {
+    run_on(&row->how, row->ranks, embedding_body);
+}
+
+/* torch.split of a whole tensor: its pieces are rows of the caller's buffer. */
+static void split_body(rig *r) {
+    static const int counts[5] = {0, 0, 4, 3, 2};
+    const fsdp_spec x = spec2(r, "R", 8, 8);
+    float *whole = values(1, 64);
+    for (int size = 2; size <= 4; size++) {
+        int pieces = 0;
+        for (int at = 0; at < 8; at += size, pieces++) {
+            fsdp_tensor_op_args args = FSDP_ZERO;
+            args.num_dims = 1, args.shape[0] = size < 8 - at ? size : 8 - at;
+            const fsdp_propagation p = propagate(FSDP_TENSOR_OP_SLICE, &x, NULL, &args);
+            const fsdp_spec want = spec2(r, "R", args.shape[0], 8);
+            CHECK(p.cost_us == 0 && same_spec(&p.in[0], &x) && same_spec(&p.out, &want));
+            fsdp_redistribution *none = redist(r, "piece", p.out, p.out);
+            run_redist(r, none, whole + 8 * at, whole + 8 * at);
+            for (int i = 0; i < 8 * p.out.shape[0]; i++)
+                CHECK(whole[8 * at + i] == unit_value(1, 8 * at + i));
+        }
+        CHECK_EQ_INT(pieces, counts[size]);
+    }
+    CHECK_EQ_STR(records_from(r, 0, ALL_RECORDS), "");
+    CHECK_EQ_INT(collectives_in(r, 0, r->log.num), 0);
+    free(whole);
+}
+TEST_P(dtensor_compile, split_with_symint_split_size, ways) { run_on(row, 4, split_body); }
