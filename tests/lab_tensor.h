@@ -1,8 +1,8 @@
-/* lab_tensor.h - what tests of distributed tensors on ranks share: a rig, which is one rank of a mesh
-   with its tensors and an observer of records; steps that run twice; layers in one process.
+/* lab_tensor.h - what tests of distributed tensors on ranks share: a rig, which is one rank of a
+   mesh with its tensors and an observer of records; steps that run twice; layers in one process.
 
-   A body gets a rig and uses nothing but its world, so that it runs on threads, processes, lanes, or
-   as the one process that plays rank 0 while all other ranks hold what it holds (`alike`).
+   A body gets a rig and uses nothing but its world. So it runs on threads, processes, lanes, or as
+   the one process that plays rank 0 while all other ranks hold what it holds (rig_who).
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_TENSOR_H
@@ -89,11 +89,8 @@ H_FN void rig_close(rig *r) {
     free(r->log.ops);
 }
 
-typedef struct rig_play {
-    const task *t;
-} rig_play;
 H_FN void rig_on_rank(lab_rank *lr) {
-    const task *t = ((const rig_play *)lr->arg)->t;
+    const task *t = (const task *)lr->arg;
     rig *r = (rig *)lab_zeros(1, sizeof *r);
     rig_open(r, lr->w, t, NULL);
     t->body(r);
@@ -118,11 +115,10 @@ H_FN void rig_simulate(const task *t, int ranks, int streams) {
 
 H_FN void run_task(const way *how, const task *t) {
     lab_how h = FSDP_ZERO;
-    rig_play play = {t};
     int ranks = t->mesh[0] * (t->ndim > 1 ? t->mesh[1] : 1);
     h.lanes = how->lanes, h.processes = how->processes, h.job = "dtensor";
     if (how->played) rig_simulate(t, ranks, how->played == RIG_SIM_STREAMS);
-    else lab_run(ranks, &h, rig_on_rank, &play);
+    else lab_run(ranks, &h, rig_on_rank, (void *)(uintptr_t)t);
 }
 H_FN void run_on(const way *how, int ranks, void (*body)(rig *r)) {
     task t = FSDP_ZERO;
@@ -310,7 +306,8 @@ H_FN void check_records_again(const rig *r, int first, int second, int end) {
     CHECK_EQ_INT(second - first, end - second);
     for (int i = 0; i < end - second; i++) {
         const fsdp_op *a = &r->log.ops[first + i], *b = &r->log.ops[second + i];
-        W_CHECK(same_record(a, b), "record %d is %s %s of '%s', and was %s %s of '%s', or has other fields", i,
+        W_CHECK(same_record(a, b),
+                "record %d is %s %s of '%s', and was %s %s of '%s', or has other fields", i,
                 fsdp_op_name(b->kind), fsdp_op_label(b), b->what, fsdp_op_name(a->kind),
                 fsdp_op_label(a), a->what);
     }
@@ -346,7 +343,8 @@ H_FN void matmul(float *out, int add, const float *x, int tx, const float *y, in
         for (int64_t j = 0; j < n; j++) {
             double sum = add ? (double)out[i * n + j] : 0;
             for (int64_t l = 0; l < k; l++)
-                sum += (double)x[tx ? l * m + i : i * k + l] * (double)y[ty ? j * k + l : l * n + j];
+                sum += (double)x[tx ? l * m + i : i * k + l] *
+                       (double)y[ty ? j * k + l : l * n + j];
             out[i * n + j] = (float)sum;
         }
 }
