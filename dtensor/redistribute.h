@@ -501,7 +501,8 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        else if (!st->seg.count) continue; // no rank has an element of it
+        else if (!st->seg.count) run.factor *= st->factor; // no rank of the group has an element;
+                                                           // a later step may bring others' sums
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
     }
