@@ -194,13 +194,10 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
                          fsdp_mesh_size(info.mesh, -1), fsdp_mesh_size(d->mesh, -1));
     dm->mesh = d->mesh;
     dm->ndim = fsdp_mesh_ndim(d->mesh);
-    for (int32_t i = 0; i < dm->ndim && !status; i++) {
+    for (int i = 0; i < dm->ndim; i++) {
         dm->shape[i] = fsdp_mesh_size(d->mesh, i);
         dm->coord[i] = fsdp_mesh_rank(d->mesh, i);
-        const int32_t dim = i;
-        status = fsdp_mesh_slice(d->mesh, &dim, 1, &dm->dim_mesh[i]);
     }
-    if (status) return status;
     status = fsdpi_dt_find_dim(dm, "tp_dim", d->tp_dim, "tp", NULL, &dm->tp);
     if (!status)
         status = fsdpi_dt_find_dim(dm, "shard_dim", d->shard_dim, "dp_shard", "dp", &dm->shard);
@@ -290,6 +287,8 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     fsdp_status status = FSDP_OK;
     dm->overlap = d->overlap != 0;
     if (dm->overlap) dm->extension.call = fsdpi_dt_call; // only then is something under way
+    for (int32_t i = 0; i < dm->ndim && !status; i++) // not for a desc that is refused: they stay
+        status = fsdp_mesh_slice(dm->mesh, &i, 1, &dm->dim_mesh[i]);
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < dm->ndim && !status; i++)
             status = fsdp_mesh_comm(dm->mesh, i, streams[s], &dm->comm[s][i]);

@@ -174,12 +174,15 @@ static void fsdpi_dt_forget(fsdp_dmesh *dm) {
 
 static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistribution_desc *d) {
     const char *why = NULL;
-    int avg = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
+    int avg = 0, extreme = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
     fsdp_status status = fsdpi_dt_known("redistribution_create", &d->from);
     if (!status) status = fsdpi_dt_known("redistribution_create", &d->to);
     if (status) return status;
-    for (int m = 0; m < d->from.mesh_ndim; m++)
+    for (int m = 0; m < d->from.mesh_ndim; m++) {
+        const fsdp_placement *p = &d->to.place[m]; // its addends are those of `from`
         avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
+        extreme |= p->kind == FSDP_PARTIAL && (p->op == FSDP_MAX || p->op == FSDP_MIN);
+    }
     if (d->from.mesh_ndim != dm->ndim ||
         memcmp(d->from.mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0)
         why = "its specs are of a mesh of another shape: make them with the shape of dm's mesh";
@@ -189,6 +192,8 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
     else if (whole && (avg || d->scale != 0))
         why = "integers have neither a scale nor addends of AVG: use SUM, and divide yourself";
     else if (!(d->scale - d->scale == 0)) why = "scale is not finite: pass 0 for 1";
+    else if (d->scale < 0 && extreme)
+        why = "a negative scale turns addends of MAX into those of MIN: reduce them first";
     if (!why) return FSDP_OK;
     return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG, "[E011] redistribution_create: '%.63s': %s",
                      d->name ? d->name : "redistribute", why);

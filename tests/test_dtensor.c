@@ -8,6 +8,7 @@
 #include "lab.h"
 #include "golden.h"
 #include "lab_dtensor.h"
+#include "sim.h"
 #include "fsdp_dtensor.h"
 
 /* ---- a mesh of ranks ------------------------------------------------------------------------- */
@@ -52,6 +53,9 @@ static void bed_open(bed *b, fsdp_world *w, int ndim, const int32_t *shape, int 
 
 static double small_value(int64_t i) { return 1 + (double)(i % 13); }
 static double index_value(int64_t i) { return (double)i; }
+
+/* Backends of other hosts and devices have memory of their own, which is not counted here. */
+static int lab_runs_here(void) { return !getenv("FSDP_BACKEND"); }
 
 /* ---- one redistribution ---------------------------------------------------------------------- */
 
@@ -547,6 +551,882 @@ TEST_P_TIMEOUT(dtensor, random, wild_rows, 300) {
     how.lanes = row->lanes, how.processes = row->processes;
     lab_run(row->ranks, &how, wild_rank, (void *)(uintptr_t)row);
 }
+
+/* ---- records --------------------------------------------------------------------------------- */
+
+/* What one run on this mesh dim issues: Z zero, C copy, G all_gather, S reduce_scatter, R all_reduce,
+   A all_to_all, U use, W wrote, F call. */
+static char letter_of(const fsdp_op *op) {
+    switch (op->kind) {
+    case FSDP_OP_ZERO: return 'Z';
+    case FSDP_OP_COPY: return 'C';
+    case FSDP_OP_ALL_GATHER: return 'G';
+    case FSDP_OP_REDUCE_SCATTER: return 'S';
+    case FSDP_OP_ALL_REDUCE: return 'R';
+    case FSDP_OP_ALL_TO_ALL: return 'A';
+    case FSDP_OP_USE: return 'U';
+    case FSDP_OP_WROTE: return 'W';
+    case FSDP_OP_CALL: return 'F';
+    default: return '?';
+    }
+}
+
+/* Private memory; the begin of memory that peers read, with room for padding; and the middle of it,
+   where only the part is. */
+typedef struct counts_row {
+    const char *name;
+    const char *from, *to;
+    int ranks;
+    int ndim;
+    int64_t shape[3];
+    int op;                                     /* of P */
+    const char *private_, *shared, *inside;     /* records of most ranks */
+    const char *last_private, *last_shared, *last_inside; /* of the last one; NULL: the same */
+    int64_t count;                              /* of the collective, elements; 0: there is none */
+    int64_t wire;                               /* bytes: table 3.3 of f32 */
+} counts_row;
+
+/* Wire bytes of f32 by hand: (n-1)*c*rest*4 of a gather, (n-1)/n of the padded whole of a scatter or
+   an exchange, 2(n-1)/n of a sum. */
+static const counts_row counts_rows[] = {
+    /* dim 0, even: nothing is copied between memory that peers read */
+    {"S0-R even", "S0", "R", 2, 2, {4, 6}, 0, "CG", "G", "G", NULL, NULL, NULL, 12, 1 * 12 * 4},
+    {"S0-R even, 4", "S0", "R", 4, 2, {8, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 3 * 6 * 4},
+    /* ragged: rooms for padding save the copies; the last part is short */
+    {"S0-R ragged", "S0", "R", 2, 2, {5, 3}, 0, "CGC", "G", "GC", "CGC", "G", "CGC", 9, 1 * 9 * 4},
+    {"S0-R empty part", "S0", "R", 4, 2, {3, 3}, 0, "CGC", "G", "GC", "GC", "G", "GC", 3, 3 * 3 * 4},
+    /* a sequence dim: one copy behind a gather, one before a scatter, even in place */
+    {"S1-R even", "S1", "R", 2, 3, {2, 4, 3}, 0, "CGC", "GC", "GC", NULL, NULL, NULL, 12, 12 * 4},
+    {"S1-R of (1,S,D)", "S1", "R", 2, 3, {1, 4, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 6 * 4},
+    {"S1-R ragged", "S1", "R", 2, 3, {2, 5, 3}, 0, "CGC", "GC", "GC", "CGC", "GC", "CGC", 18, 18 * 4},
+    {"P-S0 even", "P", "S0", 2, 2, {4, 6}, FSDP_SUM, "CS", "S", "S", NULL, NULL, NULL, 12, 12 * 4},
+    {"P-S0 ragged", "P", "S0", 2, 2, {5, 3}, FSDP_SUM, "CS", "S", "CS", "CSC", "S", "CSC", 9, 9 * 4},
+    {"P-S0 AVG", "P", "S0", 2, 2, {4, 6}, FSDP_AVG, "CSC", "SC", "SC", NULL, NULL, NULL, 12, 12 * 4},
+    {"P-S1 even", "P", "S1", 2, 3, {2, 4, 3}, FSDP_SUM, "CS", "CS", "CS", NULL, NULL, NULL, 12, 12 * 4},
+    {"P-S1 ragged", "P", "S1", 2, 2, {1, 3}, FSDP_SUM, "CS", "S", "CS", "CSC", "S", "CSC", 2, 2 * 4},
+    {"P-R", "P", "R", 2, 2, {4, 6}, FSDP_SUM, "CRC", "CR", "CR", NULL, NULL, NULL, 24, 24 * 4},
+    {"P-R of 3", "P", "R", 3, 1, {7}, FSDP_MAX, "CRC", "CR", "CR", NULL, NULL, NULL, 7, 38},
+    {"P-R AVG", "P", "R", 2, 2, {4, 6}, FSDP_AVG, "CRC", "CRC", "CRC", NULL, NULL, NULL, 24, 24 * 4},
+    {"S0-S1 even", "S0", "S1", 2, 2, {4, 6}, 0, "CA", "CA", "CA", NULL, NULL, NULL, 6, 6 * 4},
+    {"S1-S0 even", "S1", "S0", 2, 2, {4, 6}, 0, "CAC", "AC", "AC", NULL, NULL, NULL, 6, 6 * 4},
+    {"S0-S1 ragged", "S0", "S1", 2, 2, {5, 3}, 0, "CAC", "CA", "CAC", "CAC", "CAC", "CAC", 6, 6 * 4},
+    {"MAX-S0", "P", "S0", 2, 2, {4, 6}, FSDP_MAX, "CRC", "CRC", "CRC", NULL, NULL, NULL, 24, 24 * 4},
+    /* no communication */
+    {"R-S0", "R", "S0", 2, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
+    {"R-S0, nothing for the last", "R", "S0", 4, 1, {5}, 0, "C", "C", "C", "", "", "", 0, 0},
+    {"S0-P", "S0", "P", 2, 2, {4, 6}, FSDP_SUM, "ZC", "ZC", "ZC", NULL, NULL, NULL, 0, 0},
+    {"R-P", "R", "P", 2, 2, {4, 6}, FSDP_SUM, "C", "C", "C", "Z", "Z", "Z", 0, 0},
+    {"R-R", "R", "R", 2, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
+    {"P-P", "P", "P", 2, 2, {4, 6}, FSDP_MIN, "C", "C", "C", NULL, NULL, NULL, 0, 0},
+    {"nothing at all", "S0", "R", 2, 2, {0, 6}, 0, "", "", "", NULL, NULL, NULL, 0, 0},
+    /* one rank: each placement is the same */
+    {"one rank S0-R", "S0", "R", 1, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
+    {"one rank P-S1", "P", "S1", 1, 2, {4, 6}, FSDP_SUM, "C", "C", "C", NULL, NULL, NULL, 0, 0},
+};
+
+static fsdp_spec spec_of(const bed *b, const char *words, int op, fsdp_dtype dtype, int ndim,
+                         const int64_t *shape) {
+    fsdp_placement place[DIMS];
+    fsdp_spec s;
+    memset(place, 0, sizeof place);
+    placements(words, NULL, place);
+    for (int m = 0; m < b->ndim; m++)
+        if (place[m].kind == FSDP_PARTIAL) place[m].op = (int8_t)op;
+    CHECK_OK(fsdp_spec_init(&s, b->ndim, b->shape, place, dtype, ndim, shape));
+    return s;
+}
+
+static fsdp_redistribution *make(bed *b, const char *name, const char *from, const char *to, int op,
+                                 int ndim, const int64_t *shape) {
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *r;
+    d.name = name;
+    d.from = spec_of(b, from, op, FSDP_F32, ndim, shape);
+    d.to = spec_of(b, to, op, FSDP_F32, ndim, shape);
+    CALL(b->w, fsdp_redistribution_create(b->dm, &d, &r));
+    return r;
+}
+
+static void check_counts(bed *b, const counts_row *row, const lab_log *log, int memory) {
+    const char *most[] = {row->private_, row->shared, row->inside};
+    const char *last[] = {row->last_private, row->last_shared, row->last_inside};
+    const int is_last = fsdp_rank(b->w) == row->ranks - 1;
+    const char *want = is_last && last[memory] ? last[memory] : most[memory];
+    char got[32];
+    int collectives = 0;
+    for (int i = 0; i < log->num; i++) got[i] = letter_of(&log->ops[i]);
+    got[log->num] = 0;
+    W_CHECK(!strcmp(got, want), "records '%s', expected '%s'", got, want);
+    for (int i = 0; i < log->num; i++) {
+        const fsdp_op *op = &log->ops[i];
+        CHECK_EQ_STR(op->what, row->name);
+        CHECK_EQ_STR(fsdp_op_label(op), "activation");
+        CHECK_EQ_INT(op->stream, FSDP_STREAM_COMPUTE);
+        if (!is_collective(op)) continue;
+        collectives++;
+        CHECK_EQ_INT(op->group_size, row->ranks);
+        CHECK_EQ_INT(op->count, row->count);
+        CHECK_EQ_INT(op->bytes, row->wire);
+    }
+    CHECK_EQ_INT(collectives, row->count > 0);
+}
+
+static void counts(lab_rank *r) {
+    const counts_row *row = (const counts_row *)r->arg;
+    const int32_t mesh[1] = {row->ranks};
+    fsdp_redistribution_info info;
+    lab_log log;
+    trial t;
+    bed b;
+    memset(&log, 0, sizeof log), memset(&t, 0, sizeof t);
+    bed_open(&b, r->w, 1, mesh, 0);
+    b.links.gbytes_per_s[0] = 1e-3; /* else a gather and a slice do the work of a small exchange */
+    bed_renew(&b);
+    lab_watch(&log, r->w, b.model);
+    fsdp_redistribution *run = make(&b, row->name, row->from, row->to, row->op, row->ndim,
+                                    row->shape);
+    CALL(b.w, fsdp_redistribution_get(run, &info));
+    if (row->shape[0]) CHECK_EQ_INT(info.route.num_collectives, row->count > 0);
+    if (row->shape[0]) CHECK_EQ_INT(info.route.wire_bytes, row->wire);
+    t.desc.from = spec_of(&b, row->from, row->op, FSDP_F32, row->ndim, row->shape);
+    t.desc.to = spec_of(&b, row->to, row->op, FSDP_F32, row->ndim, row->shape);
+    t.desc.name = row->name;
+    for (int memory = 0; memory < 3; memory++) {
+        const int64_t more = memory == 2 ? 128 : 0; /* in front of it */
+        const int kind = memory ? SHARED : PRIVATE;
+        char *src = (char *)part_memory(&b, kind, info.from.numel * 4, info.src_capacity + more);
+        char *dst = (char *)part_memory(&b, kind, info.to.numel * 4, info.dst_capacity + more);
+        src += more, dst += more;
+        snprintf(w_case, sizeof w_case, "%s, memory %d", row->name, memory);
+        fill_part(&t.desc.from, b.coord, small_value, src);
+        log.num = 0;
+        CALL(b.w, fsdp_redistribute(run, dst, src));
+        check_counts(&b, row, &log, memory);
+        CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+        check_part(&b, &t.desc.to, dst, small_value, 1, row->name);
+        if (memory == PRIVATE) free(src), free(dst);
+    }
+    fsdp_model_destroy(b.model);
+    free(log.ops);
+}
+TEST_P(dtensor, records, counts_rows) { lab_run(row->ranks, NULL, counts, (void *)(uintptr_t)row); }
+
+/* ---- a steady state -------------------------------------------------------------------------- */
+
+/* Equal in all fields but the number of the record, and the events that it waits for. */
+static void same_records(const lab_log *a, const lab_log *b) {
+    CHECK_EQ_INT(a->num, b->num);
+    for (int i = 0; i < a->num; i++) {
+        fsdp_op x = a->ops[i], y = b->ops[i];
+        for (int k = 0; k < x.num_waits && k < y.num_waits; k++)
+            CHECK_EQ_INT(x.wait[k].stream, y.wait[k].stream);
+        x.seq = y.seq = 0;
+        memset(x.wait, 0, sizeof x.wait), memset(y.wait, 0, sizeof y.wait);
+        CHECK_EQ_MEM(&x, &y, sizeof x);
+    }
+}
+
+enum { STEADY = 6 };
+static void steady_round(bed *b, fsdp_redistribution *const *runs, char *const *memory, int beside) {
+    for (int k = 0; k < STEADY; k++) {
+        char *src = memory[k % 2], *dst = memory[2 + k % 2];
+        if (k % 2 && beside) {
+            CALL(b->w, fsdp_redistribute_begin(runs[k], dst, src));
+            CALL(b->w, fsdp_redistribute_wait(runs[k]));
+        } else CALL(b->w, fsdp_redistribute(runs[k], dst, src));
+    }
+    CALL(b->w, fsdp_wait_stream(b->model, -1));
+}
+
+static int64_t allocations_of(const lab_rank *r, const fsdp_model *model) {
+    fsdp_counters c;
+    CALL(r->w, fsdp_model_counters(model, &c));
+    return (int64_t)c.allocations + (lib_on_streams(r->w) ? 0 : w_allocations(r->heap));
+}
+
+static void steady(lab_rank *r) {
+    static const char *const ways[STEADY][2] = {{"S0 S1", "S1 S0"}, {"P P", "S0 R"},
+                                                {"S0 S0", "R R"},   {"R P", "S1 R"},
+                                                {"S1 P", "R R"},    {"P S0", "S0 S1"}};
+    static const int32_t mesh[2] = {2, 2};
+    static const int64_t shape[2] = {9, 10};
+    const int beside = *(const int *)r->arg;
+    fsdp_redistribution *runs[STEADY];
+    char *memory[4];
+    lab_log log[2];
+    bed b;
+    memset(log, 0, sizeof log);
+    bed_open(&b, r->w, 2, mesh, beside);
+    for (int k = 0; k < 4; k++) /* of peers, and private */
+        if (k % 2) memory[k] = (char *)lab_zeros(4096, 1);
+        else CALL(b.w, fsdp_dmesh_alloc(b.dm, 4096, (void **)&memory[k]));
+    for (int k = 0; k < STEADY; k++)
+        runs[k] = make(&b, "steady", ways[k][0], ways[k][1], FSDP_SUM, 2, shape);
+    for (int k = 0; k < 2; k++) steady_round(&b, runs, memory, beside);
+    for (int k = 0; k < 2; k++) {
+        lab_watch(&log[k], r->w, b.model);
+        const int64_t before = allocations_of(r, b.model);
+        steady_round(&b, runs, memory, beside);
+        if (lab_runs_here()) CHECK_EQ_INT(allocations_of(r, b.model), before);
+        fsdp_extension watcher = FSDP_ZERO;
+        watcher.op = lab_saw, watcher.user = &log[k];
+        CALL(b.w, fsdp_detach(b.model, &watcher));
+    }
+    CHECK(log[0].num > STEADY);
+    same_records(&log[0], &log[1]);
+    fsdp_model_destroy(b.model);
+    for (int k = 0; k < 2; k++) free(memory[2 * k + 1]), free(log[k].ops);
+}
+static const struct {
+    const char *name;
+    int overlap, lanes;
+} ways_to_run[] = {{"inline", 0, 0}, {"inline, overlap", 1, 0}, {"1 lane", 1, 1}, {"2 lanes", 1, 2}};
+TEST_P(dtensor, steady_state, ways_to_run) {
+    lab_how how = FSDP_ZERO;
+    int beside = row->overlap;
+    how.lanes = row->lanes;
+    lab_run(4, &how, steady, &beside);
+}
+
+/* ---- other sizes ----------------------------------------------------------------------------- */
+
+static void resized(lab_rank *r) {
+    static const int32_t mesh[2] = {2, 2};
+    static const int64_t shape[2] = {8, 4};
+    fsdp_redistribution_info first, now;
+    lab_log log;
+    bed b;
+    void *src, *dst;
+    memset(&log, 0, sizeof log);
+    bed_open(&b, r->w, 2, mesh, 1);
+    fsdp_redistribution *run = make(&b, "tokens", "S0 P", "R S1", FSDP_SUM, 2, shape);
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, &src));
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, &dst));
+    CALL(b.w, fsdp_redistribution_get(run, &first));
+    lab_watch(&log, r->w, b.model);
+    CALL(b.w, fsdp_redistribute(run, dst, src));
+    const int64_t before = allocations_of(r, b.model);
+    const int num = log.num;
+    for (int64_t rows = 7; rows >= 0; rows--) {
+        const int64_t small[2] = {rows, 4};
+        const int begin = log.num;
+        const fsdp_spec from = spec_of(&b, "S0 P", FSDP_SUM, FSDP_F32, 2, small),
+                        to = spec_of(&b, "R S1", FSDP_SUM, FSDP_F32, 2, small);
+        CALL(b.w, fsdp_redistribution_resize(run, 0, rows));
+        CALL(b.w, fsdp_redistribution_get(run, &now));
+        CHECK_EQ_MEM(&now.route, &first.route, sizeof now.route);
+        CHECK_EQ_INT(now.routes, first.routes);
+        fill_part(&from, b.coord, small_value, src);
+        CALL(b.w, fsdp_redistribute(run, dst, src));
+        CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+        check_part(&b, &to, dst, small_value, 1, "resized");
+        for (int i = begin; rows == 4 && i < log.num; i++) { /* as even as 8 rows */
+            CHECK_EQ_INT(log.num - begin, num);
+            CHECK(log.ops[i].src_ptr == log.ops[i - begin].src_ptr);
+            CHECK(log.ops[i].dst_ptr == log.ops[i - begin].dst_ptr);
+            CHECK_EQ_INT(2 * log.ops[i].count, log.ops[i - begin].count);
+        }
+        if (!rows) CHECK_EQ_INT(log.num, begin);
+    }
+    if (lab_runs_here()) CHECK_EQ_INT(allocations_of(r, b.model), before);
+    CALL(b.w, fsdp_redistribution_resize(run, 0, 8));
+    REFUSED(b.w, fsdp_redistribution_resize(run, 0, 9), "[E014] redistribution_resize: 'tokens'");
+    REFUSED(b.w, fsdp_redistribution_resize(run, 0, -1), "dim 0 is to have -1 rows");
+    REFUSED(b.w, fsdp_redistribution_resize(run, 2, 1), "[E014]");
+    REFUSED(b.w, fsdp_redistribution_resize(run, -1, 1), "[E014]");
+    CALL(b.w, fsdp_redistribute_begin(run, dst, src));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, b.w, fsdp_redistribution_resize(run, 0, 4),
+               "[E015] redistribution_resize: 'tokens' is under way");
+    CALL(b.w, fsdp_redistribute_wait(run));
+    CALL(b.w, fsdp_redistribution_get(run, &now));
+    CHECK_EQ_INT(now.from.shape[0], first.from.shape[0]);
+    CHECK_EQ_INT(now.runs, 10);
+    fsdp_model_destroy(b.model);
+    free(log.ops);
+}
+TEST_P(dtensor, resize, ways_to_run) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes;
+    lab_run(4, &how, resized, NULL);
+}
+
+/* ---- beside the caller's stream -------------------------------------------------------------- */
+
+/* Sums of any numbers, whose bits depend on the order in which they are added. */
+static void fill_any(const lab_rank *r, float *to, int64_t numel, uint64_t seed) {
+    uint64_t state = seed * 1000 + (uint64_t)r->rank;
+    for (int64_t i = 0; i < numel; i++) to[i] = (float)lab_uniform(&state);
+}
+
+enum { BIG = 4096 };
+static void beside(lab_rank *r) {
+    static const char *const ways[3][2] = {{"P P", "R R"}, {"P S0", "S0 R"}, {"S0 P", "R S1"}};
+    static const int32_t mesh[2] = {2, 2};
+    static const int64_t shape[2] = {63, 31};
+    fsdp_redistribution *runs[3];
+    float *src[3], *dst[3], *want[3];
+    size_t bytes[3];
+    lab_log log;
+    bed b;
+    memset(&log, 0, sizeof log);
+    bed_open(&b, r->w, 2, mesh, 1);
+    lab_watch(&log, r->w, b.model);
+    for (int k = 0; k < 3; k++) {
+        char name[8];
+        fsdp_redistribution_info info;
+        snprintf(name, sizeof name, "way %d", k);
+        runs[k] = make(&b, name, ways[k][0], ways[k][1], FSDP_SUM, 2, shape);
+        CALL(b.w, fsdp_redistribution_get(runs[k], &info));
+        CALL(b.w, fsdp_dmesh_alloc(b.dm, BIG * 4, (void **)&src[k]));
+        bytes[k] = (size_t)info.to.numel * 4;
+        dst[k] = (float *)lab_zeros(BIG, 4), want[k] = (float *)lab_zeros(BIG, 4);
+        fill_any(r, src[k], info.from.numel, (uint64_t)k);
+        CALL(b.w, fsdp_redistribute(runs[k], want[k], src[k]));
+        CALL(b.w, fsdp_wait_stream(b.model, -1));
+        CALL(b.w, fsdp_redistribute_wait(runs[k])); /* nothing is under way */
+    }
+    CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_USE, -1, NULL), 0);
+    for (int round = 0; round < 20; round++) {
+        for (int k = 0; k < 3; k++) memset(dst[k], 0xff, bytes[k]);
+        log.num = 0;
+        CALL(b.w, fsdp_redistribute_begin(runs[0], dst[0], src[0]));
+        CALL(b.w, fsdp_redistribute_begin(runs[1], dst[1], src[1]));
+        for (int i = 0; i < log.num; i++)
+            CHECK_EQ_INT(log.ops[i].stream, log.ops[i].kind == FSDP_OP_WROTE
+                                                ? FSDP_STREAM_COMPUTE
+                                                : FSDP_STREAM_EXTENSION);
+        CALL(b.w, fsdp_redistribute(runs[2], dst[2], src[2])); /* meanwhile */
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, b.w, fsdp_redistribute(runs[0], dst[0], src[0]),
+                   "[E020] redistribute: 'way 0' is under way");
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, b.w, fsdp_redistribute_begin(runs[1], dst[1], src[1]),
+                   "[E020] redistribute: 'way 1' is under way");
+        const int num = log.num;
+        for (int k = 1; k >= 0; k--) { /* the other way round */
+            CALL(b.w, fsdp_redistribute_wait(runs[k]));
+            CALL(b.w, fsdp_redistribute_wait(runs[k]));
+        }
+        CHECK_EQ_INT(log.num, num + 2);
+        for (int i = num; i < log.num; i++) {
+            CHECK_EQ_INT(log.ops[i].kind, FSDP_OP_USE);
+            CHECK_EQ_INT(log.ops[i].stream, FSDP_STREAM_COMPUTE);
+            CHECK_EQ_STR(log.ops[i].what, i == num ? "way 1" : "way 0");
+        }
+        CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+        for (int k = 0; k < 3; k++) CHECK_EQ_MEM(dst[k], want[k], bytes[k]);
+    }
+    fsdp_model_destroy(b.model);
+    for (int k = 0; k < 3; k++) free(dst[k]), free(want[k]);
+    free(log.ops);
+}
+static const struct {
+    const char *name;
+    int lanes, processes;
+} lanes_rows[] = {{"inline", 0, 0}, {"1 lane", 1, 0}, {"2 lanes", 2, 0}, {"processes", 2, 1}};
+TEST_P(dtensor, begin_and_wait, lanes_rows) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes, how.processes = row->processes;
+    lab_run(4, &how, beside, NULL);
+}
+
+/* The model ends, or is reset, while something is under way. */
+static void ends_under_way(lab_rank *r) {
+    static const int32_t mesh[1] = {2};
+    static const int64_t shape[2] = {5, 7};
+    fsdp_redistribution_info info;
+    lab_log log;
+    for (int end = 0; end < 3; end++) {
+        bed b;
+        void *src, *dst;
+        memset(&log, 0, sizeof log);
+        bed_open(&b, r->w, 1, mesh, 1);
+        const fsdp_param_desc param = lab_desc(2, shape, 0, FSDP_F32, 0);
+        lab_unit(r->w, b.model, NULL, &param, 1); /* a model without units ignores a reset */
+        CALL(b.w, fsdp_model_commit(b.model));
+        fsdp_redistribution *run = make(&b, "late", "P", "R", FSDP_SUM, 2, shape);
+        const fsdp_spec from = spec_of(&b, "P", FSDP_SUM, FSDP_F32, 2, shape),
+                        to = spec_of(&b, "R", FSDP_SUM, FSDP_F32, 2, shape);
+        CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, &src));
+        CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, &dst));
+        lab_watch(&log, r->w, b.model);
+        fill_part(&from, b.coord, small_value, src);
+        CALL(b.w, fsdp_redistribute_begin(run, dst, src));
+        if (end == 0) fsdp_dmesh_destroy(b.dm);
+        if (end == 1) {
+            CALL(b.w, fsdp_model_reset(b.model));
+            log.num = 0;
+            CALL(b.w, fsdp_redistribute_wait(run)); /* nothing is under way */
+            CHECK_EQ_INT(log.num, 0);
+            CALL(b.w, fsdp_redistribution_resize(run, 0, 5));
+            for (int k = 0; k < 2; k++) {
+                CALL(b.w, fsdp_redistribute_begin(run, dst, src));
+                CALL(b.w, fsdp_redistribute_wait(run));
+            }
+            CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+            check_part(&b, &to, dst, small_value, 1, "after a reset");
+            CALL(b.w, fsdp_redistribution_get(run, &info));
+            CHECK_EQ_INT(info.runs, 3);
+        }
+        fsdp_model_destroy(b.model);
+        free(log.ops);
+    }
+}
+TEST_P(dtensor, ends_under_way, lanes_rows) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes, how.processes = row->processes;
+    lab_run(2, &how, ends_under_way, NULL);
+}
+
+/* ---- simulated streams ----------------------------------------------------------------------- */
+
+enum { READS_EARLY = 1, WRITES_EARLY, READS_OTHER };
+
+/* One rank of 4: writes src, begins, does other work, waits, reads dst. Returns the races; *waits:
+   how many there are. */
+static int raced(int fault, int64_t ignore, int64_t *waits) {
+    static const int32_t mesh[2] = {2, 2};
+    static const int64_t shape[2] = {6, 5};
+    fsdp_redistribution *runs[3];
+    char *src[3], *dst[3];
+    sim s;
+    bed b;
+    sim_init(&s, 4, 1);
+    s.checks = 1, s.moves = 0;
+    CHECK_MSG(sim_open(&s) != NULL, "%s", fsdp_last_error(NULL));
+    bed_open(&b, s.world, 2, mesh, 1);
+    runs[0] = make(&b, "a", "S0 P", "R S1", FSDP_SUM, 2, shape);
+    runs[1] = make(&b, "b", "P P", "R R", FSDP_SUM, 2, shape);
+    runs[2] = make(&b, "c", "S1 S0", "R R", FSDP_SUM, 2, shape);
+    for (int k = 0; k < 3; k++) {
+        CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&src[k]));
+        CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&dst[k]));
+    }
+    s.waits = 0, s.ignore_wait = ignore;
+    for (int round = 0; round < 2; round++) {
+        sim_write(&s, "the caller", src[0], 60);
+        CALL(b.w, fsdp_redistribute_begin(runs[0], dst[0], src[0]));
+        sim_write(&s, "the caller", src[1], 60);
+        CALL(b.w, fsdp_redistribute_begin(runs[1], dst[1], src[1]));
+        sim_write(&s, "the caller", src[2], 60);
+        CALL(b.w, fsdp_redistribute(runs[2], dst[2], src[2]));
+        sim_read(&s, "the caller", dst[2], 60);
+        if (fault == READS_EARLY) sim_read(&s, "the caller", dst[0], 60);
+        if (fault == WRITES_EARLY) sim_write(&s, "the caller", src[1], 60);
+        CALL(b.w, fsdp_redistribute_wait(runs[0]));
+        sim_read(&s, "the caller", dst[0], 60);
+        if (fault == READS_OTHER) sim_read(&s, "the caller", dst[1], 60);
+        CALL(b.w, fsdp_redistribute_wait(runs[1]));
+        sim_read(&s, "the caller", dst[1], 60);
+    }
+    *waits = s.waits;
+    const int races = s.races;
+    if (races && !fault && ignore < 0) h_message("%s", s.race);
+    CHECK_EQ_INT(sim_close(&s), 0);
+    return races;
+}
+TEST(dtensor, no_race) {
+    int64_t waits, none;
+    int found = 0;
+    CHECK_EQ_INT(raced(0, -1, &waits), 0);
+    CHECK(raced(READS_EARLY, -1, &none) > 0);
+    CHECK(raced(WRITES_EARLY, -1, &none) > 0);
+    CHECK(raced(READS_OTHER, -1, &none) > 0);
+    for (int64_t k = 0; k < waits; k++) found += raced(0, k, &none) > 0;
+    CHECK_MSG(waits >= 4 && found == waits, "%d of %d waits are needed", found, (int)waits);
+}
+
+/* Random redistributions of one rank of some: nothing is touched beyond its memory, and nothing is
+   raced for. */
+static void simulated(int ranks, int which, uint64_t seed, int cases) {
+    uint64_t state = seed;
+    wild_bed wb;
+    sim s;
+    memset(&wb, 0, sizeof wb);
+    sim_init(&s, ranks, (int)(seed % (uint64_t)ranks));
+    s.checks = 1, s.moves = 0;
+    CHECK_MSG(sim_open(&s) != NULL, "%s", fsdp_last_error(NULL));
+    bed_open(&wb.b, s.world, wild_meshes[ranks][which].ndim, wild_meshes[ranks][which].shape, 0);
+    for (int i = 0; i < cases; i++) {
+        fsdp_redistribution_info info;
+        fsdp_redistribution *r;
+        wild c;
+        if (i % 20 == 0) wild_renew(&wb, &state);
+        wild_draw(&wb.b, &state, i, &c);
+        wild_say(&wb.b, &c, "simulated");
+        CALL(wb.b.w, fsdp_redistribution_create(wb.b.dm, &c.desc, &r));
+        CALL(wb.b.w, fsdp_redistribution_get(r, &info));
+        const int64_t size = (int64_t)fsdp_dtype_size(c.desc.from.dtype);
+        char *at[2];
+        for (int k = 0; k < 2; k++) /* the begin, or the end */
+            at[k] = wb.arena[k] +
+                    (c.kind[k] == SHARED ? 0 : ARENA - (k ? info.to : info.from).numel * size);
+        sim_write(&s, "src", at[0], info.from.numel * size);
+        if (c.beside) CALL(wb.b.w, fsdp_redistribute_begin(r, at[1], at[0]));
+        else CALL(wb.b.w, fsdp_redistribute(r, at[1], at[0]));
+        CALL(wb.b.w, fsdp_redistribute_wait(r));
+        sim_read(&s, "dst", at[1], info.to.numel * size);
+        W_CHECK(!s.races, "%s", s.race);
+    }
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+static const int sim_ranks[] = {2, 3, 4, 6, 8};
+TEST(dtensor, simulated) {
+    for (int k = 0; k < 5; k++)
+        for (int which = 0; which < WILD_MESHES; which++)
+            for (uint64_t seed = 1; seed < 4; seed++)
+                simulated(sim_ranks[k], which, seed, W_SLOW ? 20 : 60);
+}
+
+/* ---- replicas -------------------------------------------------------------------------------- */
+
+enum { ROWS = 6, COLUMNS = 5 };
+
+/* A part of `words` whose elements are those of the whole, but for one of a rank. */
+static fsdp_status check_replicas(bed *b, const char *words, int64_t rows, int odd_rank) {
+    const int64_t shape[2] = {rows, COLUMNS};
+    const fsdp_spec s = spec_of(b, words, FSDP_SUM, FSDP_F32, 2, shape);
+    fsdp_local l;
+    CHECK_OK(fsdp_spec_local(&s, b->coord, &l));
+    float *data = (float *)lab_zeros((size_t)l.numel + 1, sizeof *data);
+    for (int64_t i = 0; i < l.numel; i++) data[i] = (float)small_value(whole_index(&s, &l, i));
+    if (fsdp_rank(b->w) == odd_rank && l.numel) data[l.numel - 1] += 1;
+    fsdp_status status = fsdp_dtensor_check(b->dm, &s, l.numel ? data : NULL, "norm.weight");
+    free(data);
+    return status;
+}
+
+static void replicas(lab_rank *r) {
+    static const int32_t mesh[2] = {2, 2}; /* ranks 0 1 / 2 3 */
+    bed b;
+    bed_open(&b, r->w, 2, mesh, 0);
+    for (int rank = -1; rank < 4; rank++) { /* rank -1: all are equal */
+        const int odd = rank >= 0;
+        char both[32];
+        CHECK_STATUS(check_replicas(&b, "R R", ROWS, rank), odd ? FSDP_ERR_CORRUPT : FSDP_OK);
+        snprintf(both, sizeof both, "ranks %d and %d ", rank ? 0 : 1, rank ? rank : 0);
+        if (odd) {
+            const char *text = fsdp_last_error(b.w);
+            char turned[32];
+            snprintf(turned, sizeof turned, "ranks %d and %d ", rank ? rank : 0, rank ? 0 : 1);
+            CHECK_MSG(strstr(text, "[E024] dtensor_check: 'norm.weight'"), "%s", text);
+            CHECK_MSG(strstr(text, both) || strstr(text, turned), "%s, expected %s", text, both);
+        }
+        CHECK_OK(fsdp_world_status(b.w)); /* the world goes on */
+        /* Cut by one dim: only the ranks of the other one are compared. */
+        const int mine = rank >= 0 && rank / 2 == r->rank / 2;
+        CHECK_STATUS(check_replicas(&b, "S0 R", ROWS, rank), mine ? FSDP_ERR_CORRUPT : FSDP_OK);
+        if (mine) {
+            char pair[2][32];
+            for (int k = 0; k < 2; k++)
+                snprintf(pair[k], sizeof pair[k], "ranks %d and %d ", rank / 2 * 2 + k,
+                         rank / 2 * 2 + 1 - k);
+            CHECK(strstr(fsdp_last_error(b.w), pair[0]) || strstr(fsdp_last_error(b.w), pair[1]));
+        }
+        /* Parts and addends differ anyway. */
+        CHECK_STATUS(check_replicas(&b, "S0 S1", ROWS, rank), FSDP_OK);
+        CHECK_STATUS(check_replicas(&b, "S1 P", ROWS, rank), FSDP_OK);
+        /* Of one row the second half of the ranks has nothing. */
+        const int has = rank >= 0 && rank < 2 && r->rank < 2;
+        CHECK_STATUS(check_replicas(&b, "S0 R", 1, rank), has ? FSDP_ERR_CORRUPT : FSDP_OK);
+        CHECK_STATUS(check_replicas(&b, "R R", 0, rank), FSDP_OK);
+    }
+    CALL(b.w, fsdp_barrier(b.w));
+}
+TEST(dtensor, replicas) { lab_run(4, NULL, replicas, NULL); }
+
+/* All bytes count, also those of a part of many chunks; and where they are. */
+static void replicas_of_bytes(lab_rank *r) {
+    enum { MANY = 3 * 4096 + 5 };
+    static const int32_t mesh[1] = {2};
+    const int64_t shape[1] = {MANY};
+    char *data = (char *)lab_zeros(MANY, 1);
+    bed b;
+    bed_open(&b, r->w, 1, mesh, 0);
+    const fsdp_spec s = spec_of(&b, "R", FSDP_SUM, FSDP_U8, 1, shape);
+    for (int at = 0; at < MANY; at += 4096 / 3) {
+        data[at] = (char)(r->rank + 1);
+        CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_ERR_CORRUPT);
+        data[at] = 7;
+        CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_OK);
+    }
+    data[MANY - 1] = (char)r->rank; /* the last one */
+    CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_ERR_CORRUPT);
+    data[MANY - 1] = 0;
+    data[3] = (char)r->rank, data[4] = (char)(1 - r->rank); /* the same bytes elsewhere */
+    CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_ERR_CORRUPT);
+    free(data);
+}
+TEST(dtensor, replicas_of_bytes) { lab_run(2, NULL, replicas_of_bytes, NULL); }
+
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+/* A model on all ranks, and a mesh that is to be refused: nothing is made. */
+static void refuse_mesh(const bed *b, const fsdp_dmesh_desc *d, fsdp_status status,
+                        const char *word) {
+    fsdp_dmesh *dm = b->dm;
+    REFUSED_AS(status, b->w, fsdp_dmesh_create(b->model, d, &dm), word);
+    CHECK(!dm);
+}
+
+static void refused_meshes(lab_rank *r) {
+    static const int32_t shape[2] = {2, 2};
+    static const char *const names[2] = {"dp", "tp"}, *const parts[3] = {"pp", "dp_replicate", "tp"};
+    static const int32_t deep[3] = {2, 2, 1}, two[1] = {2}, pair[2] = {0, 1};
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_dmesh *dm;
+    fsdp_mesh *slice, *half;
+    bed b;
+    memset(&b, 0, sizeof b);
+    b.w = r->w;
+    b.dm = (fsdp_dmesh *)&b; /* is overwritten with NULL */
+    b.mesh = lab_mesh(r->w, 2, shape, names, NULL);
+    b.model = lab_model(r->w, NULL);
+    const int64_t live = r->heap->live;
+    refuse_mesh(&b, NULL, FSDP_ERR_INVALID_ARG, "[E004] dmesh_create");
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E004] dmesh_create");
+    REFUSED(r->w, fsdp_dmesh_create(b.model, &d, NULL), "[E010] dmesh_create");
+    REFUSED(NULL, fsdp_dmesh_create(NULL, &d, &dm), "[E010] dmesh_create");
+    d.mesh = b.mesh;
+    d.tp_dim = "tensor";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
+                "[E003] dmesh_create: the mesh has no dim 'tensor', which tp_dim names");
+    d.tp_dim = NULL, d.shard_dim = "fsdp";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "'fsdp', which shard_dim names");
+    d.shard_dim = NULL, d.replicate_dim = "ddp";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "'ddp', which replicate_dim names");
+    d.replicate_dim = "dp";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E006] dmesh_create");
+    d.replicate_dim = "tp";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E006] dmesh_create");
+    d.replicate_dim = NULL, d.shard_dim = "tp";
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E006] dmesh_create");
+    d.shard_dim = NULL, d.staging_bytes = -1;
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E007] dmesh_create: staging_bytes is -1");
+    d.staging_bytes = 0, d.links.base_us = -1;
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "dmesh_create");
+    d.links.base_us = 0, d.start_canary = 1;
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "fsdp_dmesh_desc");
+    d.start_canary = 0;
+
+    /* One rank alone has a wrong desc: the others hear of it. */
+    d.tp_dim = r->rank == 1 ? "tensor" : "tp";
+    refuse_mesh(&b, &d, r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
+                r->rank == 1 ? "[E003]" : "[E008] dmesh_create: it failed on another rank");
+    d.tp_dim = NULL;
+    for (int k = 0; k < 7; k++) { /* or another one */
+        fsdp_dmesh_desc other = d;
+        if (k == 0) other.overlap = 1;
+        if (k == 1) other.staging_bytes = 4096;
+        if (k == 2) other.links.greedy = 1;
+        if (k == 3) other.links.no_all_to_all = 1;
+        if (k == 4) other.links.hop_us[1] = 3;
+        if (k == 5) other.links.gbytes_per_s[0] = 3;
+        if (k == 6) other.shard_dim = "tp", other.tp_dim = "dp";
+        refuse_mesh(&b, r->rank == 2 ? &other : &d, FSDP_ERR_MISMATCH,
+                    "[E009] dmesh_create: the ranks gave other descs");
+    }
+    if (lab_runs_here()) CHECK_EQ_INT(r->heap->live, live); /* nothing is left */
+
+    /* A mesh of another world, one without this rank, a model on a slice. */
+    fsdp_mesh *odd = lab_mesh(r->w, 1, two, NULL, pair);
+    d.mesh = odd;
+    refuse_mesh(&b, &d, r->rank > 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
+                r->rank > 1 ? "[E004]" : "[E008]");
+    slice = lab_slice(r->w, b.mesh, 0);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_model *all = b.model;
+    md.mesh = slice;
+    b.model = lab_model(r->w, &md);
+    d.mesh = b.mesh;
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
+                "[E005] dmesh_create: the model's mesh has 2 ranks and this one 4");
+    d.mesh = slice;
+    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* of the same ranks it may be */
+    b.model = all;
+
+    /* Replicas over tp of half of the world. */
+    static const int32_t inner[2] = {1, 2};
+    fsdp_mesh *whole = lab_mesh(r->w, 3, deep, parts, NULL);
+    CALL(r->w, fsdp_mesh_slice(whole, inner, 2, &half));
+    d.mesh = half;
+    refuse_mesh(&b, &d, FSDP_ERR_UNSUPPORTED,
+                "[E025] dmesh_create: a mesh with tp_dim and replicate_dim has 2 of 4 ranks");
+    d.mesh = b.mesh;
+    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* after all of this */
+    fsdp_dmesh_destroy(dm);
+    fsdp_dmesh_destroy(NULL);
+}
+TEST(dtensor_errors, meshes) { lab_run(4, NULL, refused_meshes, NULL); }
+
+static void other_world(lab_rank *r) {
+    static const int32_t shape[1] = {2};
+    fsdp_world *other = lab_world(r, 1, 0, NULL);
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    bed b;
+    memset(&b, 0, sizeof b);
+    b.w = r->w, b.model = lab_model(r->w, NULL), b.dm = (fsdp_dmesh *)&b;
+    d.mesh = lab_mesh(other, 1, shape, NULL, NULL);
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E004] dmesh_create");
+    CHECK_OK(fsdp_shutdown(other));
+}
+TEST(dtensor_errors, another_world) { lab_run(2, NULL, other_world, NULL); }
+
+static void refuse(bed *b, const fsdp_redistribution_desc *d, const char *word) {
+    fsdp_redistribution *out = (fsdp_redistribution *)b;
+    fsdp_status status = fsdp_redistribution_create(b->dm, d, &out);
+    const char *text = fsdp_last_error(b->w), *bare = fsdp_last_error(NULL);
+    CHECK_STATUS(status, FSDP_ERR_INVALID_ARG);
+    W_CHECK(strstr(text, word) || strstr(bare, word), "'%s' and '%s' do not say '%s'", text, bare,
+            word);
+    CHECK(!out);
+}
+
+static const char long_name[] = "012345678901234567890123456789012345678901234567890123456789012";
+
+static void refused_descs(lab_rank *r) {
+    static const int32_t mesh[2] = {2, 1}, turned[2] = {1, 2};
+    static const int64_t shape[2] = {4, 6}, longer[2] = {5, 6};
+    fsdp_redistribution_desc d = FSDP_ZERO, x;
+    fsdp_redistribution *run, *again;
+    fsdp_redistribution_info info;
+    fsdp_placement cut[2] = {{FSDP_SHARD, 0, 0, 0}, {FSDP_REPLICATE, 0, 0, 0}};
+    char name[70];
+    bed b;
+    bed_open(&b, r->w, 2, mesh, 0);
+    d.name = "mlp in";
+    d.from = spec_of(&b, "S0 R", FSDP_SUM, FSDP_F32, 2, shape);
+    d.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F32, 2, shape);
+    REFUSED(NULL, fsdp_redistribution_create(NULL, &d, &run), "[E012] redistribution_create");
+    REFUSED(b.w, fsdp_redistribution_create(b.dm, &d, NULL), "[E012]");
+    REFUSED(b.w, fsdp_redistribution_create(b.dm, NULL, &run), "[E012]");
+    x = d, x.end_canary = 1;
+    refuse(&b, &x, "fsdp_redistribution_desc");
+    x = d, memset(&x.from, 0, sizeof x.from);
+    refuse(&b, &x, "redistribution_create");
+    x = d, x.to.place[0].kind = 7;
+    refuse(&b, &x, "[E136] redistribution_create: mesh dim 0 has kind 7");
+    x = d, x.to.place[1].dim = 1; /* of REPLICATE */
+    refuse(&b, &x, "[E155] redistribution_create");
+    x = d;
+    CHECK_OK(fsdp_spec_init(&x.from, 2, turned, cut, FSDP_F32, 2, shape));
+    x.to = x.from;
+    refuse(&b, &x, "[E011] redistribution_create: 'mlp in': its specs are of a mesh of another shape");
+    x = d, x.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F32, 2, longer);
+    refuse(&b, &x, "route_find");
+    x = d, x.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F64, 2, shape);
+    refuse(&b, &x, "route_find");
+    x = d, x.to = spec_of(&b, "P R", FSDP_MAX, FSDP_F32, 2, shape);
+    refuse(&b, &x, "route_find");
+    snprintf(name, sizeof name, "%s!", long_name);
+    x = d, x.name = name;
+    refuse(&b, &x, "more than 63 bytes");
+    x = d, x.comm_dtype = FSDP_I32;
+    refuse(&b, &x, "[E011] redistribution_create: 'mlp in': comm_dtype");
+    x = d, x.comm_dtype = (fsdp_dtype)99;
+    refuse(&b, &x, "comm_dtype");
+    x = d, x.scale = LAB_NAN;
+    refuse(&b, &x, "scale is not finite");
+    x.scale = -LAB_INF;
+    refuse(&b, &x, "scale is not finite");
+    x = d, x.from = spec_of(&b, "S0 R", FSDP_SUM, FSDP_I64, 2, shape);
+    x.to = spec_of(&b, "R R", FSDP_SUM, FSDP_I64, 2, shape);
+    x.scale = 2;
+    refuse(&b, &x, "integers have neither a scale nor addends of AVG");
+    x.scale = 0, x.comm_dtype = FSDP_F32;
+    refuse(&b, &x, "comm_dtype is for tensors of a floating dtype");
+    x.comm_dtype = FSDP_DTYPE_KEEP, x.from = spec_of(&b, "P R", FSDP_AVG, FSDP_I64, 2, shape);
+    refuse(&b, &x, "integers have neither");
+    x = d, x.from = x.to = spec_of(&b, "P R", FSDP_MAX, FSDP_F32, 2, shape);
+    x.scale = -1;
+    refuse(&b, &x, "a negative scale");
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &run)); /* none of them has changed anything */
+    CALL(b.w, fsdp_redistribution_get(run, &info));
+    CHECK_EQ_INT(info.routes, 1);
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again == run);
+    d.scale = 1; /* the same as 0 */
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again == run);
+    d.name = long_name;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    CALL(b.w, fsdp_redistribution_get(again, &info));
+    CHECK_EQ_INT(info.routes, 1); /* the route is found once */
+    d.name = "mlp in", d.scale = 2;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    d.scale = 0, d.comm_dtype = FSDP_BF16;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    d.name = NULL;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+}
+TEST(dtensor_errors, descs) { lab_run(2, NULL, refused_descs, NULL); }
+
+static void refused_calls(lab_rank *r) {
+    static const int32_t mesh[1] = {2}, none[2] = {1, 2};
+    static const int64_t shape[1] = {8};
+    fsdp_placement place[2] = {{FSDP_REPLICATE, 0, 0, 0}, {FSDP_REPLICATE, 0, 0, 0}};
+    fsdp_redistribution_info info;
+    fsdp_redistribution *out;
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_dmesh *small;
+    fsdp_spec other, s;
+    float memory[32] = {0}, *x = memory;
+    void *ptr;
+    bed b;
+    bed_open(&b, r->w, 1, mesh, 0);
+    fsdp_redistribution *run = make(&b, "mlp in", "S0", "R", FSDP_SUM, 1, shape);
+    fsdp_redistribution *sum = make(&b, "mlp out", "P", "R", FSDP_SUM, 1, shape);
+    REFUSED(b.w, fsdp_dmesh_alloc(b.dm, 8, NULL), "[E002] dmesh_alloc");
+    REFUSED(b.w, fsdp_dmesh_alloc(b.dm, -8, &ptr), "[E002] dmesh_alloc");
+    REFUSED(NULL, fsdp_dmesh_alloc(NULL, 8, &ptr), "[E002] dmesh_alloc");
+    REFUSED(NULL, fsdp_redistribution_create_backward(NULL, NULL, &out), "[E013]");
+    REFUSED(b.w, fsdp_redistribution_create_backward(run, NULL, NULL), "[E013]");
+    REFUSED(NULL, fsdp_redistribution_resize(NULL, 0, 1), "[E014]");
+    REFUSED(NULL, fsdp_redistribution_get(NULL, &info), "[E016]");
+    REFUSED(b.w, fsdp_redistribution_get(run, NULL), "[E016]");
+    REFUSED(NULL, fsdp_redistribute(NULL, x, x), "[E017]");
+    REFUSED(NULL, fsdp_redistribute_begin(NULL, x, x), "[E017]");
+    REFUSED(NULL, fsdp_redistribute_wait(NULL), "[E021]");
+    REFUSED(b.w, fsdp_redistribute(run, x, NULL),
+            "[E018] redistribute: 'mlp in': src is NULL and its part has 4 elements");
+    REFUSED(b.w, fsdp_redistribute_begin(run, NULL, x),
+            "[E018] redistribute: 'mlp in': dst is NULL and its part has 8 elements");
+    REFUSED(b.w, fsdp_redistribute(run, x, x), "[E019] redistribute: 'mlp in': dst overlaps src");
+    REFUSED(b.w, fsdp_redistribute(run, x, x + 7), "[E019]");
+    REFUSED(b.w, fsdp_redistribute(run, x + 3, x), "[E019]");
+    REFUSED(b.w, fsdp_redistribute(sum, x, x + 1), "[E019]");
+    CALL(b.w, fsdp_redistribute(run, x, x + 8)); /* side by side */
+    CALL(b.w, fsdp_redistribute(run, x + 4, x));
+    CALL(b.w, fsdp_redistribute(sum, x, x));
+    CALL(b.w, fsdp_redistribution_get(run, &info));
+    CHECK_EQ_INT(info.runs, 2);
+
+    s = spec_of(&b, "R", FSDP_SUM, FSDP_F32, 1, shape);
+    CHECK_OK(fsdp_spec_init(&other, 2, none, place, FSDP_F32, 1, shape));
+    REFUSED(NULL, fsdp_dtensor_check(NULL, &s, x, "w"), "[E022]");
+    REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, x, NULL), "[E022]");
+    REFUSED(b.w, fsdp_dtensor_check(b.dm, &other, x, "w"), "[E023] dtensor_check: 'w'");
+    REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, NULL, "w"), "[E023]");
+    REFUSED(NULL, fsdp_dtensor_check(b.dm, NULL, x, "w"), "[E154] dtensor_check");
+
+    d.mesh = b.mesh, d.staging_bytes = 31; /* of 32 that are needed */
+    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
+    fsdp_redistribution_desc rd = FSDP_ZERO;
+    rd.name = "mlp in", rd.from = spec_of(&b, "S0", FSDP_SUM, FSDP_F32, 1, shape), rd.to = s;
+    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out),
+            "[E001] redistribution_create: 'mlp in' needs staging buffers of 32 bytes, and "
+            "fsdp_dmesh_desc.staging_bytes is 31");
+    CHECK(!out);
+    fsdp_dmesh_destroy(small);
+    d.staging_bytes = 32;
+    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
+    CALL(b.w, fsdp_redistribution_create(small, &rd, &out));
+    rd.comm_dtype = FSDP_F64; /* twice as many */
+    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out), "needs staging buffers of 64 bytes");
+    fsdp_dmesh_destroy(small);
+}
+TEST(dtensor_errors, calls) { lab_run(2, NULL, refused_calls, NULL); }
 
 /* ---- values of PyTorch ----------------------------------------------------------------------- */
 
