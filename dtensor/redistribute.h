@@ -203,6 +203,15 @@ static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
     return memcmp(a, b, sizeof *a) == 0;
 }
 
+// What ranks have to agree on. The sizes now are part of it: others may give as many elements.
+static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
+    r->hash = fsdpi_dt_hash(2, r->name, (int64_t)strlen(r->name));
+    r->hash = fsdpi_dt_hash(r->hash, &r->from, sizeof r->from);
+    r->hash = fsdpi_dt_hash(r->hash, &r->to, sizeof r->to);
+    r->hash = fsdpi_dt_hash(r->hash, &r->scale, sizeof r->scale);
+    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)r->desc_dtype);
+}
+
 // The route: that of an earlier redistribution between the same specs, or a new one.
 static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
     fsdp_dmesh *dm = r->dm;
@@ -266,9 +275,7 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     r->dtype = d.from.dtype;
     r->desc_dtype = d.comm_dtype;
     r->scale = d.scale;
-    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(2, name, (int64_t)strlen(name)), &d.from, sizeof d.from);
-    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(r->hash, &d.to, sizeof d.to), &d.scale, sizeof d.scale);
-    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)d.comm_dtype);
+    fsdpi_dt_set_hash(r);
     status = fsdpi_dt_find_route(r);
     r->comm_dtype = d.comm_dtype && r->route.num_collectives ? d.comm_dtype : r->dtype;
     if (!status) status = fsdpi_dt_prepare(r);
@@ -328,6 +335,7 @@ FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim,
     fsdp_status status = fsdp_wait_stream(r->dm->model, FSDP_STREAM_COMPUTE);
     if (status) return status;
     r->from.shape[dim] = r->to.shape[dim] = size;
+    fsdpi_dt_set_hash(r);
     fsdpi_dt_lay_all(r);
     return FSDP_OK;
 }

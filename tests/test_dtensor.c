@@ -347,8 +347,10 @@ static void wild_specs(const bed *b, uint64_t *state, wild *c, fsdp_dtype dtype)
 }
 
 static void wild_draw(const bed *b, uint64_t *state, int number, wild *c) {
-    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F32, FSDP_F64, FSDP_BF16, FSDP_I32, FSDP_I64};
-    static const fsdp_dtype comms[] = {FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_BF16, FSDP_F32, FSDP_F64};
+    static const fsdp_dtype dtypes[] = {FSDP_F32,  FSDP_F32, FSDP_F64,
+                                        FSDP_BF16, FSDP_I32, FSDP_I64};
+    static const fsdp_dtype comms[] = {FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_BF16, FSDP_F32,
+                                       FSDP_F64};
     static const double scales[] = {0, 1, 0.5, 2, 0.25};
     memset(c, 0, sizeof *c);
     snprintf(c->name, sizeof c->name, "wild %d", number);
@@ -391,8 +393,8 @@ static void wild_say(const bed *b, const wild *c, const char *when) {
         at += snprintf(w_case + at, sizeof w_case - (size_t)at, side ? " to" : ", from");
         for (int m = 0; m < b->ndim; m++) {
             const fsdp_placement *p = &s->place[m];
-            at += snprintf(w_case + at, sizeof w_case - (size_t)at, " %c%d.%d",
-                           "RSP"[p->kind], p->kind == FSDP_PARTIAL ? p->op : p->dim, p->order);
+            at += snprintf(w_case + at, sizeof w_case - (size_t)at, " %c%d.%d", "RSP"[p->kind],
+                           p -> kind == FSDP_PARTIAL ? p -> op : p -> dim, p -> order);
         }
     }
     for (int d = 0; d < c->desc.from.ndim; d++)
@@ -509,8 +511,7 @@ static void wild_renew(wild_bed *wb, uint64_t *state) {
     }
     b->overlap = lab_pick(state, 2);
     bed_renew(b);
-    for (int k = 0; k < 2; k++)
-        CALL(b->w, fsdp_dmesh_alloc(b->dm, ARENA, (void **)&wb->arena[k]));
+    for (int k = 0; k < 2; k++) CALL(b->w, fsdp_dmesh_alloc(b->dm, ARENA, (void **)&wb->arena[k]));
 }
 
 static void wild_rank(lab_rank *r) {
@@ -539,11 +540,16 @@ static void wild_rank(lab_rank *r) {
 }
 
 static const wild_row wild_rows[] = {
-    {"2 ranks", 1, 2, 3500, 0, 0},         {"3 ranks", 2, 3, 3500, 0, 0},
-    {"4 ranks", 3, 4, 6500, 0, 0},         {"8 ranks", 4, 8, 900, 0, 0},
-    {"6 ranks", 5, 6, 600, 0, 0},          {"2 ranks, 1 lane", 6, 2, 1500, 1, 0},
-    {"3 ranks, 2 lanes", 7, 3, 1200, 2, 0}, {"4 ranks, 2 lanes", 8, 4, 1500, 2, 0},
-    {"4 ranks, 1 lane", 9, 4, 500, 1, 0},  {"2 processes", 10, 2, 200, 0, 1},
+    {"2 ranks", 1, 2, 3500, 0, 0},
+    {"3 ranks", 2, 3, 3500, 0, 0},
+    {"4 ranks", 3, 4, 6500, 0, 0},
+    {"8 ranks", 4, 8, 900, 0, 0},
+    {"6 ranks", 5, 6, 600, 0, 0},
+    {"2 ranks, 1 lane", 6, 2, 1500, 1, 0},
+    {"3 ranks, 2 lanes", 7, 3, 1200, 2, 0},
+    {"4 ranks, 2 lanes", 8, 4, 1500, 2, 0},
+    {"4 ranks, 1 lane", 9, 4, 500, 1, 0},
+    {"2 processes", 10, 2, 200, 0, 1},
     {"4 processes, 1 lane", 11, 4, 100, 1, 1},
 };
 TEST_P_TIMEOUT(dtensor, random, wild_rows, 300) {
@@ -554,8 +560,8 @@ TEST_P_TIMEOUT(dtensor, random, wild_rows, 300) {
 
 /* ---- records --------------------------------------------------------------------------------- */
 
-/* What one run on this mesh dim issues: Z zero, C copy, G all_gather, S reduce_scatter, R all_reduce,
-   A all_to_all, U use, W wrote, F call. */
+/* What one run on this mesh dim issues: Z zero, C copy, G all_gather, S reduce_scatter, R
+   all_reduce, A all_to_all, U use, W wrote, F call. */
 static char letter_of(const fsdp_op *op) {
     switch (op->kind) {
     case FSDP_OP_ZERO: return 'Z';
@@ -579,38 +585,164 @@ typedef struct counts_row {
     int ranks;
     int ndim;
     int64_t shape[3];
-    int op;                                     /* of P */
-    const char *private_, *shared, *inside;     /* records of most ranks */
+    int op;                                               /* of P */
+    const char *private_, *shared, *inside;               /* records of most ranks */
     const char *last_private, *last_shared, *last_inside; /* of the last one; NULL: the same */
-    int64_t count;                              /* of the collective, elements; 0: there is none */
-    int64_t wire;                               /* bytes: table 3.3 of f32 */
+    int64_t count; /* of the collective, elements; 0: there is none */
+    int64_t wire;  /* bytes: table 3.3 of f32 */
 } counts_row;
 
-/* Wire bytes of f32 by hand: (n-1)*c*rest*4 of a gather, (n-1)/n of the padded whole of a scatter or
-   an exchange, 2(n-1)/n of a sum. */
+/* Wire bytes of f32 by hand: (n-1)*c*rest*4 of a gather, (n-1)/n of the padded whole of a scatter
+   or an exchange, 2(n-1)/n of a sum. */
 static const counts_row counts_rows[] = {
     /* dim 0, even: nothing is copied between memory that peers read */
     {"S0-R even", "S0", "R", 2, 2, {4, 6}, 0, "CG", "G", "G", NULL, NULL, NULL, 12, 1 * 12 * 4},
     {"S0-R even, 4", "S0", "R", 4, 2, {8, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 3 * 6 * 4},
     /* ragged: rooms for padding save the copies; the last part is short */
     {"S0-R ragged", "S0", "R", 2, 2, {5, 3}, 0, "CGC", "G", "GC", "CGC", "G", "CGC", 9, 1 * 9 * 4},
-    {"S0-R empty part", "S0", "R", 4, 2, {3, 3}, 0, "CGC", "G", "GC", "GC", "G", "GC", 3, 3 * 3 * 4},
+    {"S0-R empty part",
+     "S0",
+     "R",
+     4,
+     2,
+     {3, 3},
+     0,
+     "CGC",
+     "G",
+     "GC",
+     "GC",
+     "G",
+     "GC",
+     3,
+     3 * 3 * 4},
     /* a sequence dim: one copy behind a gather, one before a scatter, even in place */
     {"S1-R even", "S1", "R", 2, 3, {2, 4, 3}, 0, "CGC", "GC", "GC", NULL, NULL, NULL, 12, 12 * 4},
     {"S1-R of (1,S,D)", "S1", "R", 2, 3, {1, 4, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 6 * 4},
-    {"S1-R ragged", "S1", "R", 2, 3, {2, 5, 3}, 0, "CGC", "GC", "GC", "CGC", "GC", "CGC", 18, 18 * 4},
+    {"S1-R ragged",
+     "S1",
+     "R",
+     2,
+     3,
+     {2, 5, 3},
+     0,
+     "CGC",
+     "GC",
+     "GC",
+     "CGC",
+     "GC",
+     "CGC",
+     18,
+     18 * 4},
     {"P-S0 even", "P", "S0", 2, 2, {4, 6}, FSDP_SUM, "CS", "S", "S", NULL, NULL, NULL, 12, 12 * 4},
-    {"P-S0 ragged", "P", "S0", 2, 2, {5, 3}, FSDP_SUM, "CS", "S", "CS", "CSC", "S", "CSC", 9, 9 * 4},
-    {"P-S0 AVG", "P", "S0", 2, 2, {4, 6}, FSDP_AVG, "CSC", "SC", "SC", NULL, NULL, NULL, 12, 12 * 4},
-    {"P-S1 even", "P", "S1", 2, 3, {2, 4, 3}, FSDP_SUM, "CS", "CS", "CS", NULL, NULL, NULL, 12, 12 * 4},
-    {"P-S1 ragged", "P", "S1", 2, 2, {1, 3}, FSDP_SUM, "CS", "S", "CS", "CSC", "S", "CSC", 2, 2 * 4},
+    {"P-S0 ragged",
+     "P",
+     "S0",
+     2,
+     2,
+     {5, 3},
+     FSDP_SUM,
+     "CS",
+     "S",
+     "CS",
+     "CSC",
+     "S",
+     "CSC",
+     9,
+     9 * 4},
+    {"P-S0 AVG",
+     "P",
+     "S0",
+     2,
+     2,
+     {4, 6},
+     FSDP_AVG,
+     "CSC",
+     "SC",
+     "SC",
+     NULL,
+     NULL,
+     NULL,
+     12,
+     12 * 4},
+    {"P-S1 even",
+     "P",
+     "S1",
+     2,
+     3,
+     {2, 4, 3},
+     FSDP_SUM,
+     "CS",
+     "CS",
+     "CS",
+     NULL,
+     NULL,
+     NULL,
+     12,
+     12 * 4},
+    {"P-S1 ragged",
+     "P",
+     "S1",
+     2,
+     2,
+     {1, 3},
+     FSDP_SUM,
+     "CS",
+     "S",
+     "CS",
+     "CSC",
+     "S",
+     "CSC",
+     2,
+     2 * 4},
     {"P-R", "P", "R", 2, 2, {4, 6}, FSDP_SUM, "CRC", "CR", "CR", NULL, NULL, NULL, 24, 24 * 4},
     {"P-R of 3", "P", "R", 3, 1, {7}, FSDP_MAX, "CRC", "CR", "CR", NULL, NULL, NULL, 7, 38},
-    {"P-R AVG", "P", "R", 2, 2, {4, 6}, FSDP_AVG, "CRC", "CRC", "CRC", NULL, NULL, NULL, 24, 24 * 4},
+    {"P-R AVG",
+     "P",
+     "R",
+     2,
+     2,
+     {4, 6},
+     FSDP_AVG,
+     "CRC",
+     "CRC",
+     "CRC",
+     NULL,
+     NULL,
+     NULL,
+     24,
+     24 * 4},
     {"S0-S1 even", "S0", "S1", 2, 2, {4, 6}, 0, "CA", "CA", "CA", NULL, NULL, NULL, 6, 6 * 4},
     {"S1-S0 even", "S1", "S0", 2, 2, {4, 6}, 0, "CAC", "AC", "AC", NULL, NULL, NULL, 6, 6 * 4},
-    {"S0-S1 ragged", "S0", "S1", 2, 2, {5, 3}, 0, "CAC", "CA", "CAC", "CAC", "CAC", "CAC", 6, 6 * 4},
-    {"MAX-S0", "P", "S0", 2, 2, {4, 6}, FSDP_MAX, "CRC", "CRC", "CRC", NULL, NULL, NULL, 24, 24 * 4},
+    {"S0-S1 ragged",
+     "S0",
+     "S1",
+     2,
+     2,
+     {5, 3},
+     0,
+     "CAC",
+     "CA",
+     "CAC",
+     "CAC",
+     "CAC",
+     "CAC",
+     6,
+     6 * 4},
+    {"MAX-S0",
+     "P",
+     "S0",
+     2,
+     2,
+     {4, 6},
+     FSDP_MAX,
+     "CRC",
+     "CRC",
+     "CRC",
+     NULL,
+     NULL,
+     NULL,
+     24,
+     24 * 4},
     /* no communication */
     {"R-S0", "R", "S0", 2, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
     {"R-S0, nothing for the last", "R", "S0", 4, 1, {5}, 0, "C", "C", "C", "", "", "", 0, 0},
@@ -727,7 +859,8 @@ static void same_records(const lab_log *a, const lab_log *b) {
 }
 
 enum { STEADY = 6 };
-static void steady_round(bed *b, fsdp_redistribution *const *runs, char *const *memory, int beside) {
+static void steady_round(bed *b, fsdp_redistribution *const *runs, char *const *memory,
+                         int beside) {
     for (int k = 0; k < STEADY; k++) {
         char *src = memory[k % 2], *dst = memory[2 + k % 2];
         if (k % 2 && beside) {
@@ -780,7 +913,8 @@ static void steady(lab_rank *r) {
 static const struct {
     const char *name;
     int overlap, lanes;
-} ways_to_run[] = {{"inline", 0, 0}, {"inline, overlap", 1, 0}, {"1 lane", 1, 1}, {"2 lanes", 1, 2}};
+} ways_to_run[] = {
+    {"inline", 0, 0}, {"inline, overlap", 1, 0}, {"1 lane", 1, 1}, {"2 lanes", 1, 2}};
 TEST_P(dtensor, steady_state, ways_to_run) {
     lab_how how = FSDP_ZERO;
     int beside = row->overlap;
@@ -1169,7 +1303,8 @@ static void refuse_mesh(const bed *b, const fsdp_dmesh_desc *d, fsdp_status stat
 
 static void refused_meshes(lab_rank *r) {
     static const int32_t shape[2] = {2, 2};
-    static const char *const names[2] = {"dp", "tp"}, *const parts[3] = {"pp", "dp_replicate", "tp"};
+    static const char *const names[2] = {"dp", "tp"}, *const parts[3] = {"pp", "dp_replicate",
+                                                                         "tp"};
     static const int32_t deep[3] = {2, 2, 1}, two[1] = {2}, pair[2] = {0, 1};
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh *dm;
@@ -1309,7 +1444,8 @@ static void refused_descs(lab_rank *r) {
     x = d;
     CHECK_OK(fsdp_spec_init(&x.from, 2, turned, cut, FSDP_F32, 2, shape));
     x.to = x.from;
-    refuse(&b, &x, "[E011] redistribution_create: 'mlp in': its specs are of a mesh of another shape");
+    refuse(&b, &x,
+           "[E011] redistribution_create: 'mlp in': its specs are of a mesh of another shape");
     x = d, x.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F32, 2, longer);
     refuse(&b, &x, "route_find");
     x = d, x.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F64, 2, shape);
@@ -1427,6 +1563,274 @@ static void refused_calls(lab_rank *r) {
     fsdp_dmesh_destroy(small);
 }
 TEST(dtensor_errors, calls) { lab_run(2, NULL, refused_calls, NULL); }
+
+/* ---- ranks that disagree --------------------------------------------------------------------- */
+
+enum {
+    OTHER_NAME,
+    OTHER_SPECS,
+    OTHER_SIZE,
+    SAME_COUNT,
+    OTHER_SCALE,
+    OTHER_COMM,
+    OTHER_ORDER,
+    BESIDE
+};
+static const struct odd_row {
+    const char *name;
+    int what, lanes, processes;
+    const char *says[2]; /* in the texts of all ranks */
+} odd_rows[] = {
+    {"another name", OTHER_NAME, 0, 0, {"'in'", "'odd'"}},
+    {"other specs", OTHER_SPECS, 0, 0, {"all_gather of 'in'", "'in'"}},
+    {"another size", OTHER_SIZE, 0, 0, {"12 elements", "9 elements"}},
+    {"a size of as many elements", SAME_COUNT, 0, 0, {"'in'", "'in'"}},
+    {"another scale", OTHER_SCALE, 0, 0, {"'in'", "'in'"}},
+    {"another comm_dtype", OTHER_COMM, 0, 0, {"f32", "bf16"}},
+    {"another order", OTHER_ORDER, 0, 0, {"'in'", "'out'"}},
+    {"another order, processes", OTHER_ORDER, 0, 1, {"'in'", "'out'"}},
+    {"another order, 2 lanes", OTHER_ORDER, 2, 0, {"'in'", "'out'"}},
+    {"another order, begun", BESIDE, 2, 0, {"'in'", "'out'"}},
+};
+
+static void disagree(lab_rank *r) {
+    const struct odd_row *row = (const struct odd_row *)r->arg;
+    static const int32_t mesh[1] = {3};
+    static const int64_t shape[2] = {12, 3};
+    const int odd = r->rank == 1, orders = row->what == OTHER_ORDER || row->what == BESIDE;
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *in, *out;
+    float *src, *dst;
+    bed b;
+    bed_open(&b, r->w, 1, mesh, row->what == BESIDE);
+    d.name = odd && row->what == OTHER_NAME ? "odd" : "in";
+    d.from = spec_of(&b, "S0", 0, FSDP_F32, 2, shape),
+    d.to = spec_of(&b, "R", 0, FSDP_F32, 2, shape);
+    if (odd && row->what == OTHER_SPECS) d.from = spec_of(&b, "S1", 0, FSDP_F32, 2, shape);
+    if (odd && row->what == OTHER_SCALE) d.scale = 3;
+    if (odd && row->what == OTHER_COMM) d.comm_dtype = FSDP_BF16;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &in));
+    out = make(&b, "out", "S0", "R", 0, 2, shape);
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&src));
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&dst));
+    memset(dst, 0x55, 1024);
+    if (odd && row->what == OTHER_SIZE) CALL(b.w, fsdp_redistribution_resize(in, 0, 9));
+    if (odd && row->what == SAME_COUNT) CALL(b.w, fsdp_redistribution_resize(in, 0, 11));
+    fsdp_redistribution *first = odd && orders ? out : in;
+    fsdp_status status = row->what == BESIDE ? fsdp_redistribute_begin(first, dst, src)
+                                             : fsdp_redistribute(first, dst, src);
+    if (!status && row->what == BESIDE) status = fsdp_redistribute_wait(first);
+    if (!status) status = fsdp_wait_stream(b.model, -1);
+    CHECK_MSG(status == FSDP_ERR_MISMATCH, "%s: %s", fsdp_status_name(status),
+              fsdp_last_error(b.w));
+    for (int k = 0; k < 2; k++)
+        CHECK_MSG(strstr(fsdp_last_error(b.w), row->says[k]), "'%s' does not say %s",
+                  fsdp_last_error(b.w), row->says[k]);
+    CHECK_MSG(strstr(fsdp_last_error(b.w), "rank 1"), "%s", fsdp_last_error(b.w));
+    for (int k = 0; k < 1024; k++) CHECK_EQ_INT(((char *)dst)[k], 0x55); /* no byte has moved */
+    CHECK_STATUS(fsdp_redistribute(in, dst, src), FSDP_ERR_MISMATCH);
+    CHECK_STATUS(fsdp_redistribute_wait(in), FSDP_ERR_MISMATCH);
+    CHECK_STATUS(fsdp_redistribution_resize(in, 0, 3), FSDP_ERR_MISMATCH);
+}
+TEST_P(dtensor_errors, ranks_disagree, odd_rows) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes, how.processes = row->processes;
+    lab_run(3, &how, disagree, (void *)(uintptr_t)row);
+}
+
+/* A rank that leaves a redistribution out, and does the next one, or nothing, or dies. */
+enum { DOES_THE_NEXT, DOES_NOTHING, DIES };
+static const struct left_row {
+    const char *name;
+    int what, lanes;
+} left_rows[] = {{"does the next", DOES_THE_NEXT, 0},
+                 {"does nothing", DOES_NOTHING, 0},
+                 {"does nothing, 2 lanes", DOES_NOTHING, 2},
+                 {"dies", DIES, 0},
+                 {"dies, 2 lanes", DIES, 2}};
+
+static void leaves_out(lab_rank *r) {
+    const struct left_row *row = (const struct left_row *)r->arg;
+    static const int32_t mesh[1] = {3};
+    static const int64_t shape[2] = {6, 5};
+    const int odd = r->rank == 1;
+    fsdp_status status = FSDP_OK;
+    fsdp_world_desc wd = w_desc(r->rank, r->size, row->what == DIES ? NULL : &r->start->threads[0],
+                                w_job("left"), row->lanes);
+    float src[32] = {0}, dst[32];
+    bed b;
+    wd.timeout_ms = row->what == DOES_NOTHING ? 1500 : 30000;
+    wd.allocator = w_heap_allocator(r->heap);
+    CALL(NULL, fsdp_init(&wd, &r->w));
+    bed_open(&b, r->w, 1, mesh, row->lanes > 0);
+    fsdp_redistribution *in = make(&b, "in", "S0", "R", 0, 2, shape),
+                        *out = make(&b, "out", "S0", "R", 0, 2, shape);
+    for (int k = 0; k < 3; k++) CALL(b.w, fsdp_redistribute(in, dst, src)); /* all are there */
+    if (odd && row->what == DIES) h_die(SIGKILL);
+    if (odd && row->what == DOES_NOTHING) h_await_marks(0, 2); /* until the others know */
+    if (!odd && row->lanes) {
+        status = fsdp_redistribute_begin(in, dst, src);
+        if (!status) status = fsdp_redistribute_wait(in);
+        if (!status) status = fsdp_wait_stream(b.model, -1);
+    } else if (!odd) status = fsdp_redistribute(in, dst, src);
+    if (!status) status = fsdp_redistribute(out, dst, src);
+    if (!status) status = fsdp_wait_stream(b.model, -1);
+    if (!odd) h_mark(0);
+    const char *text = fsdp_last_error(b.w);
+    const fsdp_status want = row->what == DOES_THE_NEXT  ? FSDP_ERR_MISMATCH
+                             : row->what == DOES_NOTHING ? FSDP_ERR_TIMEOUT
+                                                         : FSDP_ERR_PEER_LOST;
+    CHECK_MSG(status == want, "%s: %s", fsdp_status_name(status), text);
+    CHECK_MSG(strstr(text, "rank 1"), "%s", text);
+    CHECK_MSG(odd || strstr(text, "'in'"), "%s", text);
+}
+TEST_P(dtensor_errors, a_rank_leaves_one_out, left_rows) {
+    lab_how how = FSDP_ZERO;
+    how.bare = 1, how.processes = row->what == DIES;
+    lab_run(3, &how, leaves_out, (void *)(uintptr_t)row);
+}
+
+/* ---- memory that is not there ---------------------------------------------------------------- */
+
+/* Mesh, memory and redistributions from the n-th allocation on that fails. */
+typedef struct starved {
+    fsdp_dmesh *dm;
+    fsdp_redistribution *run, *back;
+    void *ptr;
+} starved;
+
+static fsdp_status starve(bed *b, const fsdp_dmesh_desc *d, const fsdp_redistribution_desc *rd,
+                          starved *s) {
+    memset(s, 0, sizeof *s);
+    fsdp_status status = fsdp_dmesh_create(b->model, d, &s->dm);
+    if (!status) status = fsdp_dmesh_alloc(s->dm, 4096, &s->ptr);
+    if (!status) status = fsdp_redistribution_create(s->dm, rd, &s->run);
+    if (!status) status = fsdp_redistribution_create_backward(s->run, NULL, &s->back);
+    return status;
+}
+
+static fsdp_redistribution_desc gather_of(bed *b, const char *name, const int64_t *shape) {
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    d.name = name;
+    d.from = spec_of(b, "S1 R", 0, FSDP_F32, 2, shape);
+    d.to = spec_of(b, "R R", 0, FSDP_F32, 2, shape);
+    return d;
+}
+
+/* What is there goes on, if staging memory for a larger one cannot grow; then it can. */
+static void grow(bed *b, lab_rank *r, starved *s, const fsdp_redistribution_desc *rd, int64_t n) {
+    static const int64_t large[2] = {60, 50};
+    const fsdp_redistribution_desc more = gather_of(b, "large", large);
+    fsdp_redistribution *big;
+    float *src = (float *)lab_zeros(3000, 4), *dst = (float *)lab_zeros(3000, 4);
+    w_fail(r->heap, n);
+    fsdp_status status = fsdp_redistribution_create(s->dm, &more, &big);
+    w_fail(r->heap, -1);
+    W_CHECK(!status || (status == FSDP_ERR_OUT_OF_MEMORY && !big), "%s", fsdp_last_error(b->w));
+    fill_part(&rd->from, b->coord, small_value, src);
+    for (int k = 0; k < 2; k++) {
+        memset(dst, 0, 30 * 4);
+        if (k) CALL(b->w, fsdp_redistribute_begin(s->run, dst, src));
+        else CALL(b->w, fsdp_redistribute(s->run, dst, src));
+        CALL(b->w, fsdp_redistribute_wait(s->run));
+        CALL(b->w, fsdp_wait_stream(b->model, FSDP_STREAM_COMPUTE));
+        check_part(b, &rd->to, dst, small_value, 1, "after a failure");
+    }
+    CALL(b->w, fsdp_redistribution_create(s->dm, &more, &big));
+    fill_part(&more.from, b->coord, small_value, src);
+    CALL(b->w, fsdp_redistribute(big, dst, src));
+    CALL(b->w, fsdp_wait_stream(b->model, FSDP_STREAM_COMPUTE));
+    check_part(b, &more.to, dst, small_value, 1, "the large one");
+    free(src), free(dst);
+}
+
+/* All ranks lack the same allocation, each time in a new world: to fail in the middle of making a
+   group aborts it. */
+static void no_memory(lab_rank *r) {
+    const int32_t mesh[2] = {r->size, 1};
+    static const int64_t shape[2] = {6, 5};
+    static const char *const names[2] = {"dp_replicate", "tp"};
+    fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
+    int failures = 0, aborted = 0;
+    for (int n = 0; status; n++) {
+        fsdp_dmesh_desc d = FSDP_ZERO;
+        starved s;
+        bed b;
+        CHECK(n < LAB_WORLDS);
+        memset(&b, 0, sizeof b);
+        snprintf(w_case, sizeof w_case, "allocation %d", n);
+        b.w = lab_world(r, n, 0, NULL), b.ndim = 2;
+        d.mesh = b.mesh = lab_mesh(b.w, 2, mesh, names, NULL), d.overlap = 1;
+        for (int m = 0; m < 2; m++) b.shape[m] = mesh[m], b.coord[m] = fsdp_mesh_rank(b.mesh, m);
+        const fsdp_redistribution_desc rd = gather_of(&b, "in", shape);
+        b.model = lab_model(b.w, NULL);
+        w_fail(r->heap, n);
+        status = starve(&b, &d, &rd, &s);
+        w_fail(r->heap, -1);
+        const char *text = fsdp_last_error(b.w);
+        W_CHECK(!status || status == FSDP_ERR_OUT_OF_MEMORY, "%s: %s", fsdp_status_name(status),
+                text);
+        W_CHECK(!status || strstr(text, "allocat"), "%s", text);
+        if (status) failures++;
+        if (fsdp_world_status(b.w)) aborted++;
+        else {
+            if (status) {
+                fsdp_dmesh_destroy(s.dm);
+                CALL(b.w, starve(&b, &d, &rd, &s)); /* then it can be tried again */
+            }
+            grow(&b, r, &s, &rd, n);
+        }
+        (void)fsdp_shutdown(b.w);
+    }
+    CHECK(failures > 10 && aborted < failures / 2);
+    if (r->rank == 0) h_message("%d allocations failed, %d aborted the world", failures, aborted);
+}
+TEST(dtensor_errors, no_memory) {
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    lab_run(1, &how, no_memory, NULL);
+    lab_run(2, &how, no_memory, NULL);
+}
+
+/* One rank alone has no memory for a mesh: no rank gets one, and nobody hangs. If that rank could
+   not take part in making a group, the world is aborted. */
+static void one_without_memory(lab_rank *r) {
+    static const int32_t mesh[2] = {2, 1};
+    static const char *const names[2] = {"dp_replicate", "tp"};
+    fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
+    int goes_on = 0, hears = 0;
+    for (int n = 0; status; n++) {
+        fsdp_dmesh_desc d = FSDP_ZERO;
+        fsdp_dmesh *dm;
+        CHECK(n < LAB_WORLDS);
+        fsdp_world *w = lab_world(r, n, 0, NULL);
+        d.mesh = lab_mesh(w, 2, mesh, names, NULL), d.overlap = 1;
+        fsdp_model *model = lab_model(w, NULL);
+        snprintf(w_case, sizeof w_case, "allocation %d", n);
+        if (r->rank == 1) w_fail(r->heap, n);
+        status = fsdp_dmesh_create(model, &d, &dm);
+        w_fail(r->heap, -1);
+        if (r->rank == 1)
+            W_CHECK(!status || status == FSDP_ERR_OUT_OF_MEMORY, "%s", fsdp_last_error(w));
+        if (!fsdp_world_status(w)) {
+            int32_t failed = status != FSDP_OK;
+            CALL(w, fsdp_all_reduce(w, NULL, &failed, 1, FSDP_I32, FSDP_SUM));
+            W_CHECK(failed != 1, "one rank has a mesh and the other one not");
+            hears += status == FSDP_ERR_INVALID_STATE;
+            if (failed) goes_on++;
+            if (failed) CALL(w, fsdp_dmesh_create(model, &d, &dm)); /* it can be tried again */
+        }
+        (void)fsdp_shutdown(w);
+    }
+    CHECK(goes_on > 5);
+    CHECK_EQ_INT(hears, r->rank ? 0 : goes_on);
+    if (r->rank == 0) h_message("the world went on after %d failures", goes_on);
+}
+TEST(dtensor_errors, one_without_memory) {
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    lab_run(2, &how, one_without_memory, NULL);
+}
 
 /* ---- values of PyTorch ----------------------------------------------------------------------- */
 
