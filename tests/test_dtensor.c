@@ -1936,3 +1936,116 @@ TEST_TIMEOUT(dtensor, pytorchs_values, 600) {
     CHECK(g.missing || cases > 0);
     golden_close(&g);
 }
+
+/* The redistribute_* cases of dtensor.txt: a rank's elements before and after. A strided placement
+   has PyTorch's elements only if it cuts evenly: else its side is checked against the spec. */
+typedef struct old_case {
+    char name[64];
+    int ranks, is_strided[2], even;
+    fsdp_spec spec[2];
+    int64_t numel[2][16];
+    double *has[2][16];
+    int sides; /* that were compared with the file */
+} old_case;
+
+static void old_side(bed *b, old_case *c, int side, const float *part) {
+    const fsdp_spec *s = &c->spec[side];
+    fsdp_local l;
+    CHECK_OK(fsdp_spec_local(s, b->coord, &l));
+    double *x = lab_doubles(l.numel + 1), *want = lab_doubles(l.numel + 1);
+    const int rank = fsdp_rank(b->w), told = !c->is_strided[side] || c->even;
+    if (told) CHECK_EQ_INT(l.numel, c->numel[side][rank]);
+    for (int64_t i = 0; i < l.numel; i++) {
+        x[i] = (double)part[i];
+        want[i] = told ? c->has[side][rank][i] : index_value(whole_index(s, &l, i));
+        for (int m = 0; m < s->mesh_ndim && !told && side == 1; m++) /* sums of c + 1 */
+            if (c->spec[0].place[m].kind == FSDP_PARTIAL)
+                want[i] *= s->mesh_shape[m] * (s->mesh_shape[m] + 1) / 2;
+    }
+    if (side) join_addends(b, s, &l, x);
+    if (side && told) join_addends(b, s, &l, want);
+    for (int64_t i = 0; i < l.numel; i++)
+        W_CHECK(lab_same(x[i], want[i]), "side %d, element %lld: %g, expected %g", side,
+                (long long)i, x[i], want[i]);
+    if (told) __atomic_add_fetch(&c->sides, 1, __ATOMIC_RELAXED);
+    free(x), free(want);
+}
+
+static void old_rank(lab_rank *r) {
+    old_case *c = (old_case *)r->arg;
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *run;
+    fsdp_redistribution_info info;
+    bed b;
+    snprintf(w_case, sizeof w_case, "%s", c->name);
+    bed_open(&b, r->w, c->spec[0].mesh_ndim, c->spec[0].mesh_shape, 0);
+    d.from = c->spec[0], d.to = c->spec[1], d.name = c->name;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &run));
+    CALL(b.w, fsdp_redistribution_get(run, &info));
+    float *src = (float *)lab_zeros((size_t)info.from.numel + 1, sizeof *src);
+    float *dst = (float *)lab_zeros((size_t)info.to.numel + 1, sizeof *dst);
+    fill_as_file(&b, &c->spec[0], src);
+    old_side(&b, c, 0, src);
+    CALL(b.w, fsdp_redistribute(run, dst, src));
+    CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+    old_side(&b, c, 1, dst);
+    free(src), free(dst);
+}
+
+/* A placement with its factor, `2 D F`. */
+static int old_place(golden *g, fsdp_placement *p, int64_t *factor) {
+    const int64_t kind = golden_int(g), dim = golden_int(g), more = golden_int(g);
+    memset(p, 0, sizeof *p);
+    *factor = kind == 2 ? more : 1;
+    if (kind == 1 || kind == 2) p->kind = FSDP_SHARD, p->dim = (int8_t)dim;
+    if (kind == 3) {
+        static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_MAX, FSDP_MIN};
+        CHECK(more >= 0 && more < 4);
+        p->kind = FSDP_PARTIAL, p->op = ops[more];
+    }
+    return kind == 2;
+}
+
+static void old_read(golden *g, old_case *c) {
+    fsdp_spec frame;
+    memset(c, 0, sizeof *c), memset(&frame, 0, sizeof frame);
+    snprintf(c->name, sizeof c->name, "%s", g->name);
+    while (golden_line(g)) {
+        const int side = golden_is(g, "to") || golden_is(g, "after");
+        read_frame(g, &frame);
+        if (golden_is(g, "from") || golden_is(g, "to")) {
+            fsdp_placement place[DIMS];
+            int64_t factor[DIMS];
+            for (int m = 0; m < frame.mesh_ndim; m++)
+                c->is_strided[side] |= old_place(g, &place[m], &factor[m]);
+            CHECK_OK(fsdp_spec_init(&c->spec[side], frame.mesh_ndim, frame.mesh_shape, place,
+                                    FSDP_F32, frame.ndim, frame.shape));
+            CHECK_OK(fsdp_spec_from_strided(&c->spec[side], factor));
+        } else if (golden_is(g, "before") || golden_is(g, "after")) {
+            const int64_t rank = golden_int(g), numel = golden_int(g);
+            CHECK(rank >= 0 && rank < 16);
+            c->ranks = rank + 1 > c->ranks ? (int)rank + 1 : c->ranks;
+            c->numel[side][rank] = numel;
+            c->has[side][rank] = lab_doubles(numel + 1);
+            golden_nums(g, numel, c->has[side][rank]);
+        }
+    }
+    c->even = 1;
+    for (int d = 0; d < frame.ndim; d++) c->even &= frame.shape[d] % c->ranks == 0;
+}
+TEST_TIMEOUT(dtensor, pytorchs_older_values, 300) {
+    golden g;
+    int cases = 0, sides = 0, all = 0;
+    GOLDEN_OPEN(&g, "dtensor.txt", "dtensor");
+    while (golden_case(&g)) {
+        old_case c;
+        if (strncmp(g.name, "redistribute_", 13)) continue;
+        old_read(&g, &c);
+        lab_run(c.ranks, NULL, old_rank, &c);
+        for (int k = 0; k < c.ranks; k++) free(c.has[0][k]), free(c.has[1][k]);
+        cases++, sides += c.sides, all += 2 * c.ranks;
+    }
+    CHECK(strcmp(golden_dir(), GOLDEN_DIR) || (cases == 91 && sides > all * 9 / 10));
+    h_message("%d cases, %d of %d parts compared with the file", cases, sides, all);
+    GOLDEN_CLOSE(&g);
+}
