@@ -304,11 +304,12 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     if (dm->overlap) dm->extension.call = fsdpi_dt_call; // only then is something under way
     for (int32_t i = 0; i < dm->ndim && !status; i++) // not for a desc that is refused: they stay
         status = fsdp_mesh_slice(dm->mesh, &i, 1, &dm->dim_mesh[i]);
+    if (!status) status = fsdpi_dt_unit_meshes(dm);
+    status = fsdpi_dt_all_did(dm->world, status); // now come groups, which all ranks make together
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < dm->ndim && !status; i++)
             status = fsdp_mesh_comm(dm->mesh, i, streams[s], &dm->comm[s][i]);
     if (!fsdp_world_has(dm->world, FSDP_OP_ALL_TO_ALL)) dm->links.no_all_to_all = 1;
-    if (!status) status = fsdpi_dt_unit_meshes(dm);
     if (!status) status = fsdpi_dt_staging(dm, d->staging_bytes, "");
     dm->is_fixed = d->staging_bytes > 0;
     return status;
