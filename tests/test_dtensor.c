@@ -1226,6 +1226,108 @@ TEST(dtensor, simulated) {
                 simulated(sim_ranks[k], which, seed, W_SLOW ? 20 : 60);
 }
 
+/* ---- backward -------------------------------------------------------------------------------- */
+
+/* PyTorch's table: the gradient comes back as the source was, but for addends. The last copy
+   multiplies by the scale. */
+static const struct back_row {
+    const char *name, *from, *to, *grad, *ends, *records; /* grad NULL: the default */
+} back_rows[] = {
+    {"gather", "S0", "R", NULL, "S0", "C"},
+    {"gather, grad P", "S0", "R", "P", "S0", "CSC"},
+    {"slice", "R", "S0", NULL, "R", "CGC"},
+    {"slice, grad P", "R", "S0", "P", "R", "CRC"},
+    {"sum", "P", "R", NULL, "R", "C"},
+    {"sum, grad P", "P", "R", "P", "P", "C"},
+    {"scatter", "P", "S0", NULL, "R", "CGC"},
+    {"scatter, grad P", "P", "S0", "P", "P", "C"},
+    {"exchange", "S0", "S1", NULL, "S0", "CAC"},
+    {"exchange, grad P", "S0", "S1", "P", "S0", "CSC"},
+    {"nothing", "R", "R", NULL, "R", "C"},
+    {"nothing, grad P", "R", "R", "P", "R", "CRC"},
+    {"addends", "R", "P", NULL, "R", "C"},
+    {"pad", "S0", "P", NULL, "S0", "C"},
+    {"pad, grad P", "S0", "P", "P", "S0", "CSC"},
+    {"gather, grad cut", "S0", "R", "S1", "S0", "CAC"},
+};
+
+static void backward(lab_rank *r) {
+    const struct back_row *row = (const struct back_row *)r->arg;
+    static const int32_t mesh[1] = {2};
+    static const int64_t shape[2] = {4, 6};
+    const int defaults_to_r = !strcmp(row->to, "P");
+    fsdp_redistribution *forward, *back;
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution_info info;
+    lab_log log;
+    char got[32], *src, *dst;
+    bed b;
+    memset(&log, 0, sizeof log);
+    bed_open(&b, r->w, 1, mesh, 0);
+    b.links.gbytes_per_s[0] = 1e-3; /* so that an exchange is cheaper than a gather */
+    bed_renew(&b);
+    lab_watch(&log, r->w, b.model);
+    d.name = row->name, d.scale = 0.5;
+    d.from = spec_of(&b, row->from, 0, FSDP_F32, 2, shape);
+    d.to = spec_of(&b, row->to, 0, FSDP_F32, 2, shape);
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &forward));
+    const char *words = row->grad ? row->grad : defaults_to_r ? "R" : row->to;
+    const fsdp_spec grad = spec_of(&b, words, 0, FSDP_F32, 2, shape),
+                    ends = spec_of(&b, row->ends, 0, FSDP_F32, 2, shape);
+    CALL(b.w, fsdp_redistribution_create_backward(forward, row->grad ? &grad : NULL, &back));
+    CALL(b.w, fsdp_redistribution_get(back, &info));
+    src = (char *)own(&b, info.from.numel * 4), dst = (char *)own(&b, info.to.numel * 4);
+    fill_part(&grad, b.coord, small_value, src);
+    log.num = 0;
+    CALL(b.w, fsdp_redistribute(back, dst, src));
+    CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+    for (int i = 0; i < log.num; i++) {
+        char name[80];
+        snprintf(name, sizeof name, "%s backward", row->name);
+        CHECK_EQ_STR(log.ops[i].what, name);
+        got[i] = letter_of(&log.ops[i]);
+    }
+    got[log.num] = 0;
+    CHECK_EQ_STR(got, row->records);
+    check_part(&b, &ends, dst, small_value, 0.5, row->name);
+    own_free(&b, src, info.from.numel * 4), own_free(&b, dst, info.to.numel * 4);
+    free(log.ops);
+}
+TEST_P(dtensor, backward, back_rows) { lab_run(2, NULL, backward, (void *)(uintptr_t)row); }
+
+/* It has the comm_dtype of forward, a name that fits, and is made once. */
+static void backward_desc(lab_rank *r) {
+    static const int32_t mesh[1] = {2};
+    static const int64_t shape[1] = {8};
+    fsdp_redistribution *forward, *back, *again;
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    lab_log log;
+    float *x;
+    bed b;
+    memset(&log, 0, sizeof log);
+    bed_open(&b, r->w, 1, mesh, 0);
+    lab_watch(&log, r->w, b.model);
+    d.name = "012345678901234567890123456789012345678901234567890123456789012";
+    d.comm_dtype = FSDP_BF16;
+    d.from = spec_of(&b, "R", 0, FSDP_F32, 1, shape),
+    d.to = spec_of(&b, "S0", 0, FSDP_F32, 1, shape);
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &forward));
+    CALL(b.w, fsdp_redistribution_create_backward(forward, NULL, &back));
+    CALL(b.w, fsdp_redistribution_create_backward(forward, NULL, &again));
+    CHECK(back == again && back != forward);
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&x));
+    log.num = 0;
+    CALL(b.w, fsdp_redistribute(back, x + 64, x));
+    const int at = lab_next_op(&log, 0, FSDP_OP_ALL_GATHER, -1, NULL);
+    CHECK(at >= 0);
+    CHECK_EQ_INT(log.ops[at].dtype, FSDP_BF16);
+    CHECK_EQ_INT(log.ops[at].bytes, 4 * 2);
+    CHECK_EQ_STR(log.ops[at].what,
+                 "012345678901234567890123456789012345678901234567890123 backward");
+    free(log.ops);
+}
+TEST(dtensor, backward_desc) { lab_run(2, NULL, backward_desc, NULL); }
+
 /* ---- replicas -------------------------------------------------------------------------------- */
 
 enum { ROWS = 6, COLUMNS = 5 };
