@@ -74,6 +74,7 @@ static void fsdpi_dt_free(fsdp_model *m, void *ptr) { fsdp_free(m, FSDP_MEMORY_H
 
 // Staging buffers of at least so many bytes. Ranks come here alike, since routes are alike.
 static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *name) {
+    fsdp_buf *made[FSDPI_DT_STREAMS][2];
     fsdp_status status = FSDP_OK;
     if (bytes <= dm->staging_bytes) return FSDP_OK;
     if (dm->is_fixed)
@@ -81,12 +82,14 @@ static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *n
                          "[E001] redistribution_create: '%s' needs staging buffers of %lld bytes, "
                          "and fsdp_dmesh_desc.staging_bytes is %lld: pass more, or 0",
                          name, (long long)bytes, (long long)dm->staging_bytes);
-    dm->staging_bytes = 0;
+    memset(made, 0, sizeof made);
     for (int s = 0; s < 1 + dm->overlap; s++)
-        for (int i = 0; i < 2 && !status; i++) {
-            fsdp_buf_destroy(dm->model, dm->staging[s][i]);
-            status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, bytes,
-                                     &dm->staging[s][i]);
+        for (int i = 0; i < 2 && !status; i++)
+            status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, bytes, &made[s][i]);
+    for (int s = 0; s < 1 + dm->overlap; s++) // if one is missing, what was there goes on
+        for (int i = 0; i < 2; i++) {
+            fsdp_buf_destroy(dm->model, status ? made[s][i] : dm->staging[s][i]);
+            if (!status) dm->staging[s][i] = made[s][i];
         }
     if (!status) dm->staging_bytes = bytes;
     return status;
@@ -198,13 +201,10 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
                          fsdp_mesh_size(info.mesh, -1), fsdp_mesh_size(d->mesh, -1));
     dm->mesh = d->mesh;
     dm->ndim = fsdp_mesh_ndim(d->mesh);
-    for (int32_t i = 0; i < dm->ndim && !status; i++) {
+    for (int i = 0; i < dm->ndim; i++) {
         dm->shape[i] = fsdp_mesh_size(d->mesh, i);
         dm->coord[i] = fsdp_mesh_rank(d->mesh, i);
-        const int32_t dim = i;
-        status = fsdp_mesh_slice(d->mesh, &dim, 1, &dm->dim_mesh[i]);
     }
-    if (status) return status;
     status = fsdpi_dt_find_dim(dm, "tp_dim", d->tp_dim, "tp", NULL, &dm->tp);
     if (!status)
         status = fsdpi_dt_find_dim(dm, "shard_dim", d->shard_dim, "dp_shard", "dp", &dm->shard);
@@ -224,7 +224,21 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
     return status ? status : fsdpi_dt_read_links("dmesh_create", &d->links, &dm->links);
 }
 
-// Do all ranks give the same desc, and did all get so far? A rank that did not takes part.
+// It failed on another rank, which says there why.
+static fsdp_status fsdpi_dt_other_failed(fsdp_world *w) {
+    return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                     "[E008] dmesh_create: it failed on another rank: see its log");
+}
+
+// Did all ranks get so far? A rank that did not takes part.
+static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
+    int32_t all = !status;
+    fsdp_status reached = fsdp_all_reduce(w, NULL, &all, 1, FSDP_I32, FSDP_MIN);
+    if (reached || status) return reached ? reached : status;
+    return all ? FSDP_OK : fsdpi_dt_other_failed(w);
+}
+
+// The same, and do all ranks give the same desc?
 static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp_status status) {
     int32_t numbers[FSDP_MAX_DIMS + 6];
     memset(numbers, 0, sizeof numbers);
@@ -240,9 +254,7 @@ static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp
     int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
     fsdp_status reached = fsdp_all_reduce(dm->world, NULL, values, 3, FSDP_I64, FSDP_MIN);
     if (reached || status) return reached ? reached : status;
-    if (!values[0])
-        return fsdp_fail(dm->world, FSDP_ERR_INVALID_STATE,
-                         "[E008] dmesh_create: it failed on another rank: see its log");
+    if (!values[0]) return fsdpi_dt_other_failed(dm->world);
     if (values[1] == ~values[2]) return FSDP_OK;
     return fsdp_fail(dm->world, FSDP_ERR_MISMATCH,
                      "[E009] dmesh_create: the ranks gave other descs: give all the same names, "
@@ -294,44 +306,64 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     fsdp_status status = FSDP_OK;
     dm->overlap = d->overlap != 0;
     if (dm->overlap) dm->extension.call = fsdpi_dt_call; // only then is something under way
+    for (int32_t i = 0; i < dm->ndim && !status; i++) // not for a desc that is refused: they stay
+        status = fsdp_mesh_slice(dm->mesh, &i, 1, &dm->dim_mesh[i]);
+    if (!status) status = fsdpi_dt_unit_meshes(dm);
+    status = fsdpi_dt_all_did(dm->world, status); // now come groups, which all ranks make together
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < dm->ndim && !status; i++)
             status = fsdp_mesh_comm(dm->mesh, i, streams[s], &dm->comm[s][i]);
     if (!fsdp_world_has(dm->world, FSDP_OP_ALL_TO_ALL)) dm->links.no_all_to_all = 1;
-    if (!status) status = fsdpi_dt_unit_meshes(dm);
     if (!status) status = fsdpi_dt_staging(dm, d->staging_bytes, "");
     dm->is_fixed = d->staging_bytes > 0;
     return status;
 }
 
+// A new one with its desc, as far as this rank can make it alone.
+static fsdp_status fsdpi_dt_new(fsdp_model *model, const fsdp_dmesh_desc *d, fsdp_dmesh **out) {
+    fsdp_dmesh *dm;
+    fsdp_status status = fsdpi_dt_alloc(model, sizeof *dm, (void **)&dm);
+    *out = dm;
+    if (status) return status;
+    dm->model = model;
+    dm->world = fsdp_model_world(model);
+    dm->extension.name = "dtensor";
+    dm->extension.user = dm;
+    dm->extension.destroy = fsdpi_dt_end;
+    status = fsdpi_dt_check_mesh(dm, d);
+    dm->pool = fsdp_pool_register(model, "activations");
+    dm->label = fsdp_label_register(model, "activation");
+    if (!status && (dm->pool < 0 || dm->label < 0)) status = FSDP_ERR_INVALID_ARG;
+    return status ? status : fsdpi_dt_alloc(model, FSDP_ROUTE_SCRATCH, &dm->scratch);
+}
+
 FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc *desc,
                                        fsdp_dmesh **out) {
     fsdp_dmesh_desc d;
-    fsdp_dmesh *dm;
+    fsdp_dmesh *dm = NULL, none;
     if (!model || !out)
         return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
                          "[E010] dmesh_create: model or dm is NULL: pass both");
     *out = NULL;
     fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdpi_dt_alloc(model, sizeof *dm, (void **)&dm);
-    if (status) return status;
-    dm->model = model;
-    dm->world = w;
-    dm->extension.name = "dtensor";
-    dm->extension.user = dm;
-    dm->extension.destroy = fsdpi_dt_end;
+    memset(&none, 0, sizeof none); // speaks for a rank that has none
+    none.world = w;
     memset(&d, 0, sizeof d);
-    status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_dmesh_desc");
-    if (!status) status = fsdpi_dt_check_mesh(dm, &d);
-    dm->pool = fsdp_pool_register(model, "activations");
-    dm->label = fsdp_label_register(model, "activation");
-    if (!status && (dm->pool < 0 || dm->label < 0)) status = FSDP_ERR_INVALID_ARG;
-    if (!status) status = fsdpi_dt_alloc(model, FSDP_ROUTE_SCRATCH, &dm->scratch);
-    status = fsdpi_dt_agree(dm, &d, status);
-    if (!status) status = fsdpi_dt_open(dm, &d);
-    if (!status) status = fsdp_attach(model, &dm->extension);
-    if (status) fsdpi_dt_end(dm);
-    else *out = dm;
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_dmesh_desc");
+    if (!status) status = fsdpi_dt_new(model, &d, &dm);
+    status = fsdpi_dt_agree(dm ? dm : &none, &d, status);
+    if (!status) {
+        status = fsdpi_dt_open(dm, &d);
+        if (!status) status = fsdp_attach(model, &dm->extension);
+        int is_attached = !status;
+        status = fsdpi_dt_all_did(w, status);
+        if (status && is_attached) {
+            (void)fsdp_detach(model, &dm->extension); // ends it
+            return status;
+        }
+    }
+    if (!status) *out = dm;
+    else if (dm) fsdpi_dt_end(dm);
     return status;
 }
 

@@ -174,12 +174,15 @@ static void fsdpi_dt_forget(fsdp_dmesh *dm) {
 
 static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistribution_desc *d) {
     const char *why = NULL;
-    int avg = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
+    int avg = 0, extreme = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
     fsdp_status status = fsdpi_dt_known("redistribution_create", &d->from);
     if (!status) status = fsdpi_dt_known("redistribution_create", &d->to);
     if (status) return status;
-    for (int m = 0; m < d->from.mesh_ndim; m++)
+    for (int m = 0; m < d->from.mesh_ndim; m++) {
+        const fsdp_placement *p = &d->to.place[m]; // its addends are those of `from`
         avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
+        extreme |= p->kind == FSDP_PARTIAL && (p->op == FSDP_MAX || p->op == FSDP_MIN);
+    }
     if (d->from.mesh_ndim != dm->ndim ||
         memcmp(d->from.mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0)
         why = "its specs are of a mesh of another shape: make them with the shape of dm's mesh";
@@ -189,6 +192,8 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
     else if (whole && (avg || d->scale != 0))
         why = "integers have neither a scale nor addends of AVG: use SUM, and divide yourself";
     else if (!(d->scale - d->scale == 0)) why = "scale is not finite: pass 0 for 1";
+    else if (d->scale < 0 && extreme)
+        why = "a negative scale turns addends of MAX into those of MIN: reduce them first";
     if (!why) return FSDP_OK;
     return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG, "[E011] redistribution_create: '%.63s': %s",
                      d->name ? d->name : "redistribute", why);
@@ -196,6 +201,15 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
 
 static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
     return memcmp(a, b, sizeof *a) == 0;
+}
+
+// What ranks have to agree on. The sizes now are part of it: others may give as many elements.
+static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
+    r->hash = fsdpi_dt_hash(2, r->name, (int64_t)strlen(r->name));
+    r->hash = fsdpi_dt_hash(r->hash, &r->from, sizeof r->from);
+    r->hash = fsdpi_dt_hash(r->hash, &r->to, sizeof r->to);
+    r->hash = fsdpi_dt_hash(r->hash, &r->scale, sizeof r->scale);
+    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)r->desc_dtype);
 }
 
 // The route: that of an earlier redistribution between the same specs, or a new one.
@@ -261,9 +275,7 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     r->dtype = d.from.dtype;
     r->desc_dtype = d.comm_dtype;
     r->scale = d.scale;
-    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(2, name, (int64_t)strlen(name)), &d.from, sizeof d.from);
-    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(r->hash, &d.to, sizeof d.to), &d.scale, sizeof d.scale);
-    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)d.comm_dtype);
+    fsdpi_dt_set_hash(r);
     status = fsdpi_dt_find_route(r);
     r->comm_dtype = d.comm_dtype && r->route.num_collectives ? d.comm_dtype : r->dtype;
     if (!status) status = fsdpi_dt_prepare(r);
@@ -323,6 +335,7 @@ FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim,
     fsdp_status status = fsdp_wait_stream(r->dm->model, FSDP_STREAM_COMPUTE);
     if (status) return status;
     r->from.shape[dim] = r->to.shape[dim] = size;
+    fsdpi_dt_set_hash(r);
     fsdpi_dt_lay_all(r);
     return FSDP_OK;
 }
@@ -501,7 +514,8 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        else if (!st->seg.count) continue; // no rank has an element of it
+        else if (!st->seg.count) run.factor *= st->factor; // no rank of the group has an element;
+                                                           // a later step may bring others' sums
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
     }
