@@ -308,7 +308,8 @@ typedef struct fsdp_dmesh_desc {
    Result      FSDP_OK; INVALID_ARG (the text names the dim or the field): the mesh belongs to
                another world, a dim that desc names does not exist, two names are one dim, this rank
                is outside the mesh, the model's mesh has other ranks, so that norms would leave some
-               out; OUT_OF_MEMORY; MISMATCH (ranks gave other descs); collective errors
+               out; OUT_OF_MEMORY; INVALID_STATE (it failed on another rank); MISMATCH (ranks gave
+               other descs); collective errors. After a failure no rank has one
    Collective  yes: every rank of the world, each with a mesh that it is in, of the same shape
    Blocks      yes, at most timeout_ms      Allocates yes      Source torch: init_device_mesh */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_create(fsdp_model *model,
@@ -349,8 +350,9 @@ typedef struct fsdp_redistribution_desc {
    gives the same object again
    out         dm owns it
    Result      FSDP_OK; INVALID_ARG: as fsdp_spec_init and fsdp_route_find, a mesh shape that is not
-               dm's, a name that is too long, a comm_dtype or a factor for integers, staging_bytes
-               that are too few; OUT_OF_MEMORY; collective errors
+               dm's, a name that is too long, a comm_dtype or a factor for integers, a negative
+               scale if addends of MAX or MIN stay, staging_bytes that are too few; OUT_OF_MEMORY;
+               collective errors
    Collective  yes: every rank of dm's mesh, same descs, same order; the first run compares them
    Blocks      no      Allocates yes      Source torch: DTensor.redistribute */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(

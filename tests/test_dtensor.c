@@ -1419,14 +1419,59 @@ static void refuse_mesh(const bed *b, const fsdp_dmesh_desc *d, fsdp_status stat
     CHECK(!dm);
 }
 
+/* One rank alone has a wrong desc, and the others hear of it; or it has another one. */
+static void refused_alone(const bed *b, const lab_rank *r) {
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    d.mesh = b->mesh;
+    d.tp_dim = r->rank == 1 ? "tensor" : "tp";
+    refuse_mesh(b, &d, r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
+                r->rank == 1 ? "[E003]" : "[E008] dmesh_create: it failed on another rank");
+    d.tp_dim = NULL;
+    for (int k = 0; k < 7; k++) { /* or another one */
+        fsdp_dmesh_desc other = d;
+        if (k == 0) other.overlap = 1;
+        if (k == 1) other.staging_bytes = 4096;
+        if (k == 2) other.links.greedy = 1;
+        if (k == 3) other.links.no_all_to_all = 1;
+        if (k == 4) other.links.hop_us[1] = 3;
+        if (k == 5) other.links.gbytes_per_s[0] = 3;
+        if (k == 6) other.shard_dim = "tp", other.tp_dim = "dp";
+        refuse_mesh(b, r->rank == 2 ? &other : &d, FSDP_ERR_MISMATCH,
+                    "[E009] dmesh_create: the ranks gave other descs");
+    }
+}
+
+/* A mesh without some ranks, a model on a slice, replicas over tp of half of the world. */
+static void refused_slices(const bed *all, lab_rank *r) {
+    static const int32_t deep[3] = {2, 2, 1}, two[1] = {2}, pair[2] = {0, 1}, inner[2] = {1, 2};
+    static const char *const parts[3] = {"pp", "dp_replicate", "tp"};
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *half;
+    fsdp_dmesh *dm;
+    bed b = *all;
+    d.mesh = lab_mesh(r->w, 1, two, NULL, pair);
+    refuse_mesh(&b, &d, r->rank > 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
+                r->rank > 1 ? "[E004]" : "[E008]");
+    md.mesh = lab_slice(r->w, b.mesh, 0);
+    b.model = lab_model(r->w, &md);
+    d.mesh = b.mesh;
+    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
+                "[E005] dmesh_create: the model's mesh has 2 ranks and this one 4");
+    d.mesh = md.mesh;
+    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* of the same ranks it may be */
+    b.model = all->model;
+    CALL(r->w, fsdp_mesh_slice(lab_mesh(r->w, 3, deep, parts, NULL), inner, 2, &half));
+    d.mesh = half;
+    refuse_mesh(&b, &d, FSDP_ERR_UNSUPPORTED,
+                "[E025] dmesh_create: a mesh with tp_dim and replicate_dim has 2 of 4 ranks");
+}
+
 static void refused_meshes(lab_rank *r) {
     static const int32_t shape[2] = {2, 2};
-    static const char *const names[2] = {"dp", "tp"}, *const parts[3] = {"pp", "dp_replicate",
-                                                                         "tp"};
-    static const int32_t deep[3] = {2, 2, 1}, two[1] = {2}, pair[2] = {0, 1};
+    static const char *const names[2] = {"dp", "tp"};
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh *dm;
-    fsdp_mesh *slice, *half;
     bed b;
     memset(&b, 0, sizeof b);
     b.w = r->w;
@@ -1459,50 +1504,9 @@ static void refused_meshes(lab_rank *r) {
     d.links.base_us = 0, d.start_canary = 1;
     refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "fsdp_dmesh_desc");
     d.start_canary = 0;
-
-    /* One rank alone has a wrong desc: the others hear of it. */
-    d.tp_dim = r->rank == 1 ? "tensor" : "tp";
-    refuse_mesh(&b, &d, r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
-                r->rank == 1 ? "[E003]" : "[E008] dmesh_create: it failed on another rank");
-    d.tp_dim = NULL;
-    for (int k = 0; k < 7; k++) { /* or another one */
-        fsdp_dmesh_desc other = d;
-        if (k == 0) other.overlap = 1;
-        if (k == 1) other.staging_bytes = 4096;
-        if (k == 2) other.links.greedy = 1;
-        if (k == 3) other.links.no_all_to_all = 1;
-        if (k == 4) other.links.hop_us[1] = 3;
-        if (k == 5) other.links.gbytes_per_s[0] = 3;
-        if (k == 6) other.shard_dim = "tp", other.tp_dim = "dp";
-        refuse_mesh(&b, r->rank == 2 ? &other : &d, FSDP_ERR_MISMATCH,
-                    "[E009] dmesh_create: the ranks gave other descs");
-    }
+    refused_alone(&b, r);
     if (lab_runs_here()) CHECK_EQ_INT(r->heap->live, live); /* nothing is left */
-
-    /* A mesh of another world, one without this rank, a model on a slice. */
-    fsdp_mesh *odd = lab_mesh(r->w, 1, two, NULL, pair);
-    d.mesh = odd;
-    refuse_mesh(&b, &d, r->rank > 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
-                r->rank > 1 ? "[E004]" : "[E008]");
-    slice = lab_slice(r->w, b.mesh, 0);
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_model *all = b.model;
-    md.mesh = slice;
-    b.model = lab_model(r->w, &md);
-    d.mesh = b.mesh;
-    refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
-                "[E005] dmesh_create: the model's mesh has 2 ranks and this one 4");
-    d.mesh = slice;
-    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* of the same ranks it may be */
-    b.model = all;
-
-    /* Replicas over tp of half of the world. */
-    static const int32_t inner[2] = {1, 2};
-    fsdp_mesh *whole = lab_mesh(r->w, 3, deep, parts, NULL);
-    CALL(r->w, fsdp_mesh_slice(whole, inner, 2, &half));
-    d.mesh = half;
-    refuse_mesh(&b, &d, FSDP_ERR_UNSUPPORTED,
-                "[E025] dmesh_create: a mesh with tp_dim and replicate_dim has 2 of 4 ranks");
+    refused_slices(&b, r);
     d.mesh = b.mesh;
     CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* after all of this */
     fsdp_dmesh_destroy(dm);
@@ -1535,12 +1539,40 @@ static void refuse(bed *b, const fsdp_redistribution_desc *d, const char *word) 
 
 static const char long_name[] = "012345678901234567890123456789012345678901234567890123456789012";
 
+/* Refused descs have changed nothing, and the same desc gives the same object. */
+static void same_object(const bed *at, const fsdp_redistribution_desc *desc) {
+    fsdp_redistribution_desc d = *desc;
+    fsdp_redistribution *run, *again;
+    fsdp_redistribution_info info;
+    bed b = *at;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &run));
+    CALL(b.w, fsdp_redistribution_get(run, &info));
+    CHECK_EQ_INT(info.routes, 1);
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again == run);
+    d.scale = 1; /* the same as 0 */
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again == run);
+    d.name = long_name;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    CALL(b.w, fsdp_redistribution_get(again, &info));
+    CHECK_EQ_INT(info.routes, 1); /* the route is found once */
+    d.name = "mlp in", d.scale = 2;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    d.scale = 0, d.comm_dtype = FSDP_BF16;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    CHECK(again != run);
+    d.name = NULL;
+    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+}
+
 static void refused_descs(lab_rank *r) {
     static const int32_t mesh[2] = {2, 1}, turned[2] = {1, 2};
     static const int64_t shape[2] = {4, 6}, longer[2] = {5, 6};
     fsdp_redistribution_desc d = FSDP_ZERO, x;
-    fsdp_redistribution *run, *again;
-    fsdp_redistribution_info info;
+    fsdp_redistribution *run;
     fsdp_placement cut[2] = {{FSDP_SHARD, 0, 0, 0}, {FSDP_REPLICATE, 0, 0, 0}};
     char name[70];
     bed b;
@@ -1592,29 +1624,33 @@ static void refused_descs(lab_rank *r) {
     x = d, x.from = x.to = spec_of(&b, "P R", FSDP_MAX, FSDP_F32, 2, shape);
     x.scale = -1;
     refuse(&b, &x, "a negative scale");
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &run)); /* none of them has changed anything */
-    CALL(b.w, fsdp_redistribution_get(run, &info));
-    CHECK_EQ_INT(info.routes, 1);
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
-    CHECK(again == run);
-    d.scale = 1; /* the same as 0 */
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
-    CHECK(again == run);
-    d.name = long_name;
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
-    CHECK(again != run);
-    CALL(b.w, fsdp_redistribution_get(again, &info));
-    CHECK_EQ_INT(info.routes, 1); /* the route is found once */
-    d.name = "mlp in", d.scale = 2;
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
-    CHECK(again != run);
-    d.scale = 0, d.comm_dtype = FSDP_BF16;
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
-    CHECK(again != run);
-    d.name = NULL;
-    CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
+    same_object(&b, &d);
 }
 TEST(dtensor_errors, descs) { lab_run(2, NULL, refused_descs, NULL); }
+
+/* Staging memory whose size is given. */
+static void refused_staging(const bed *at, const int64_t *shape) {
+    fsdp_redistribution *out;
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_dmesh *small;
+    bed b = *at;
+    d.mesh = b.mesh, d.staging_bytes = 31; /* of 32 that are needed */
+    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
+    fsdp_redistribution_desc rd = FSDP_ZERO;
+    rd.name = "mlp in", rd.from = spec_of(&b, "S0", FSDP_SUM, FSDP_F32, 1, shape),
+    rd.to = spec_of(&b, "R", FSDP_SUM, FSDP_F32, 1, shape);
+    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out),
+            "[E001] redistribution_create: 'mlp in' needs staging buffers of 32 bytes, and "
+            "fsdp_dmesh_desc.staging_bytes is 31");
+    CHECK(!out);
+    fsdp_dmesh_destroy(small);
+    d.staging_bytes = 32;
+    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
+    CALL(b.w, fsdp_redistribution_create(small, &rd, &out));
+    rd.comm_dtype = FSDP_F64; /* twice as many */
+    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out), "needs staging buffers of 64 bytes");
+    fsdp_dmesh_destroy(small);
+}
 
 static void refused_calls(lab_rank *r) {
     static const int32_t mesh[1] = {2}, none[2] = {1, 2};
@@ -1622,8 +1658,6 @@ static void refused_calls(lab_rank *r) {
     fsdp_placement place[2] = {{FSDP_REPLICATE, 0, 0, 0}, {FSDP_REPLICATE, 0, 0, 0}};
     fsdp_redistribution_info info;
     fsdp_redistribution *out;
-    fsdp_dmesh_desc d = FSDP_ZERO;
-    fsdp_dmesh *small;
     fsdp_spec other, s;
     float *x;
     void *ptr;
@@ -1664,22 +1698,7 @@ static void refused_calls(lab_rank *r) {
     REFUSED(b.w, fsdp_dtensor_check(b.dm, &other, x, "w"), "[E023] dtensor_check: 'w'");
     REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, NULL, "w"), "[E023]");
     REFUSED(NULL, fsdp_dtensor_check(b.dm, NULL, x, "w"), "[E154] dtensor_check");
-
-    d.mesh = b.mesh, d.staging_bytes = 31; /* of 32 that are needed */
-    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
-    fsdp_redistribution_desc rd = FSDP_ZERO;
-    rd.name = "mlp in", rd.from = spec_of(&b, "S0", FSDP_SUM, FSDP_F32, 1, shape), rd.to = s;
-    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out),
-            "[E001] redistribution_create: 'mlp in' needs staging buffers of 32 bytes, and "
-            "fsdp_dmesh_desc.staging_bytes is 31");
-    CHECK(!out);
-    fsdp_dmesh_destroy(small);
-    d.staging_bytes = 32;
-    CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
-    CALL(b.w, fsdp_redistribution_create(small, &rd, &out));
-    rd.comm_dtype = FSDP_F64; /* twice as many */
-    REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out), "needs staging buffers of 64 bytes");
-    fsdp_dmesh_destroy(small);
+    refused_staging(&b, shape);
 }
 TEST(dtensor_errors, calls) { lab_run(2, NULL, refused_calls, NULL); }
 
