@@ -1357,6 +1357,13 @@ static void simple_units(rig *r, simple *m) {
         d.unit.name = names[l], d.unit.params = p, d.unit.num_params = MLP_PARAMS, d.tp = cut;
         CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->mlp[l]));
     }
+    for (int l = 0; l < LAYERS; l++) { /* what FSDP shards is this rank's part */
+        const fsdp_param_view w1 = lab_view(r->w, m->mlp[l], W1),
+                              b1 = lab_view(r->w, m->mlp[l], B1),
+                              w2 = lab_view(r->w, m->mlp[l], W2);
+        CHECK(w1.shape[0] == m->wide && w1.shape[1] == D && b1.shape[0] == m->wide);
+        CHECK(w2.shape[0] == D && w2.shape[1] == m->wide);
+    }
     for (int l = 0; l < LAYERS; l++)
         for (int k = 0; k < KINDS; k++) {
             if (k == B2 && !m->rest) continue;
