@@ -395,8 +395,8 @@ static void dynamic_body(rig *r) {
         CHECK_EQ_INT(info_of(r, d.gather).to.shape[0], 2 * d.rows);
         const int from = r->log.num;
         dynamic_step(r, &d);
-        snprintf(wire, sizeof wire, d.rows ? "AG %d/2" : "", (int)d.rows * 4);
-        check_text(r, from, wire);
+        snprintf(wire, sizeof wire, "AG %d/2", (int)d.rows * 4);
+        check_text(r, from, d.rows ? wire : "");
         CALL(r->w, fsdp_model_counters(r->model, &now));
         CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
         twice(r, dynamic_step, &d);
@@ -644,6 +644,10 @@ static void noncontiguous_body(rig *r) {
     check_same(out, want, ROWS * O, "output");
     for (int i = 0; i < ROWS * O; i++) ones[i] = 1; /* the gradient of the sum arrives whole */
     CHECK_EQ_INT(info_of(r, backward_of(r, sum, NULL)).route.num_steps, 0);
+    fsdp_redistribution *addend = redist(r, "z", z,
+                                         p.in[2]); /* local; its gradient is whole, too */
+    CHECK(info_of(r, addend).route.num_steps == 1 && !info_of(r, addend).route.num_collectives);
+    CHECK_EQ_INT(info_of(r, backward_of(r, addend, NULL)).route.num_steps, 0);
     float gx[ROWS * K / 2], gy[O * K / 2], gz[O] = {0};
     matmul(gx, 0, ones, 0, my, 0, ROWS, O, K / 2);
     matmul(gy, 0, ones, 1, mx, 0, O, ROWS, K / 2);
@@ -1140,6 +1144,8 @@ static void same_mesh_body(rig *r) {
         }
     }
     CHECK(first[0] != first[1]);
+    CHECK(redist(r, "y", spec2(r, "S1", 4, 4), spec2(r, "R", 4, 4)) != first[0]);
+    CHECK_EQ_INT(routes_of(r), 2); /* another name, the same route */
 }
 TEST_P(dtensor_compile, dtensor_dont_recompile_on_same_placement_devicemesh, ways) {
     run_on(row, 2, same_mesh_body);
@@ -1350,6 +1356,13 @@ static void simple_units(rig *r, simple *m) {
         p[W1] = kind_desc("w1", W1), p[B1] = kind_desc("b1", B1), p[W2] = kind_desc("w2", W2);
         d.unit.name = names[l], d.unit.params = p, d.unit.num_params = MLP_PARAMS, d.tp = cut;
         CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->mlp[l]));
+    }
+    for (int l = 0; l < LAYERS; l++) { /* what FSDP shards is this rank's part */
+        const fsdp_param_view w1 = lab_view(r->w, m->mlp[l], W1),
+                              b1 = lab_view(r->w, m->mlp[l], B1),
+                              w2 = lab_view(r->w, m->mlp[l], W2);
+        CHECK(w1.shape[0] == m->wide && w1.shape[1] == D && b1.shape[0] == m->wide);
+        CHECK(w2.shape[0] == D && w2.shape[1] == m->wide);
     }
     for (int l = 0; l < LAYERS; l++)
         for (int k = 0; k < KINDS; k++) {
