@@ -69,10 +69,10 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor test_dtensor_compile test_edges test_features test_fully_shard_comm:-*_fp?? \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:-*pytorchs* test_dtensor_compile test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
-              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp test_golden_train test_mesh \
-              test_dtensor_tp:*2x2*:*features*:*stages*:*before*:-*processes* \
+              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline:*1_lane test_golden_train test_mesh \
+              test_dtensor_tp:*parity*2x2*:*before*:*bf16*:-*processes* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
               test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
@@ -114,11 +114,11 @@ endif
 # above: not those that count host memory, compare with bits of another order of sums, or need more
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
-NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor test_dtensor_compile:-*W=16 test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:-*pytorchs* test_dtensor_compile:-*W=16 test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
-              test_fully_shard_others test_fully_shard_training test_golden_tp test_golden_train:-*replay/clip \
-              test_dtensor_tp:*2x2*:*clip*:*vocabulary*:*before*:-*processes* \
+              test_fully_shard_others test_fully_shard_training test_golden_tp:*inline test_golden_train:-*replay/clip \
+              test_dtensor_tp:*parity*2x2*:-*processes* \
               test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
