@@ -69,10 +69,10 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:-*pytorchs* test_dtensor_compile test_edges test_features test_fully_shard_comm:-*_fp?? \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* test_dtensor_compile \
+              test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
-              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline:*1_lane test_golden_train test_mesh \
-              test_dtensor_tp:*parity*2x2*:*before*:*bf16*:-*processes* \
+              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline test_golden_train test_mesh \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
               test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
@@ -114,11 +114,10 @@ endif
 # above: not those that count host memory, compare with bits of another order of sums, or need more
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
-NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:-*pytorchs* test_dtensor_compile:-*W=16 test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:*all_pairs*:*begin_and_wait* test_dtensor_compile:-*W=16 test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
-              test_fully_shard_others test_fully_shard_training test_golden_tp:*inline test_golden_train:-*replay/clip \
-              test_dtensor_tp:*parity*2x2*:-*processes* \
+              test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
               test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
@@ -267,8 +266,8 @@ RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCC
 SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
-# Arithmetic of trainings, and faults, which mostly wait: at night.
-NIGHT   := test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler
+# Arithmetic of trainings, faults, which mostly wait, and delays, which tsan sees: at night.
+NIGHT   := test_delays test_dtensor_tp test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
@@ -341,15 +340,19 @@ VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-
             --trace-children=yes
 LONG_gloo = $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
             $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults),$(WITHOUT_GLOO))
+NIGHT_NCCL := test_replicate_training test_dtensor test_dtensor_tp:-*processes* test_golden_tp
+NIGHT_GLOO := test_dtensor test_dtensor_tp test_golden_tp
 nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	$(call BUILD_ALL,$(TESTED) clang_ofast)
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh $(patsubst %,gate:%,$(call CHECK_SH,nightly)) \
 	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
-	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS=test_replicate_training
+	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS='$(NIGHT_NCCL)'
+	$(if $(HAVE_GLOO),@$(MAKE) -s --no-print-directory build-gloo GLOO_TESTS='$(NIGHT_GLOO)')
 	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-	    $(BUILD)/stub/tests/test_replicate_training
+	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
+	    $(NIGHT_GLOO:%=$(BUILD)/gloo/tests/%))
 	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \
 	    TSAN_TESTS='$(TSAN_TESTS) test_features test_fully_shard_training test_memory test_replicate test_train'

@@ -388,7 +388,6 @@ list() {
     echo errors && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
-    echo gpu_scripts
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'last.%s\n' c99 gnu99
@@ -411,6 +410,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nccl_header.%s\n' 22304 22703 22809
     printf 'nvcc.%s\n' c++{11,20}
     echo single_tests
+    echo gpu_scripts
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
