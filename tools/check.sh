@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 # check.sh - the gates of `make check`: what is asked of the sources, not of a run of the tests.
 #
-#   tools/check.sh --list ci|nightly [NAME...]   gates whose names begin so; none: all
+#   tools/check.sh --list ci|nightly [NAME...]   gates whose names begin so, with ci those of both;
+#                                                none: all of ci, or of nightly
 #   tools/check.sh --one NAME                    one gate, in GoogleTest's lines
 #
 # `nightly` are those that `ci` leaves out. A gate is a function gate_KIND; its name is KIND and the
@@ -434,7 +435,8 @@ mkdir -p "$work"
 unset MAKEFLAGS MFLAGS MAKELEVEL
 case ${1-} in
 --list)
-    { if [ "$2" = nightly ]; then list_nightly; else list; fi; } |
+    { if [ "$2" = ci ]; then list; fi
+      if [ "$2" = nightly ] || [ $# -gt 2 ]; then list_nightly; fi; } |
         awk -v wanted="${*:3}" 'BEGIN { n = split(wanted, w, " ") }
             { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = 1 } hit' ;;
 --one) one "$2" ;;
