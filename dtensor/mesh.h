@@ -268,7 +268,7 @@ static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     static const char *const names[2] = {"one", "rest"};
     int32_t *ranks, at[FSDP_MAX_DIMS];
     fsdp_mesh_desc d = FSDP_ZERO;
-    int size = fsdp_mesh_size(dm->mesh, -1), merged = 1;
+    int size = fsdp_mesh_size(dm->mesh, -1);
     if (dm->shard < 0 && dm->replicate < 0)
         return fsdp_mesh_unflatten(dm->mesh, 0, 1, names, &dm->unit_mesh);
     if (dm->replicate < 0 || dm->tp < 0) return FSDP_OK;
@@ -286,8 +286,7 @@ static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     for (int i = 0; i < dm->ndim; i++)
         if (i != dm->replicate && i != dm->tp) order[num++] = i, d.shape[d.ndim++] = dm->shape[i];
     order[num++] = dm->replicate, order[num++] = dm->tp;
-    merged = dm->shape[dm->replicate] * dm->shape[dm->tp];
-    d.shape[d.ndim++] = merged;
+    d.shape[d.ndim++] = dm->shape[dm->replicate] * dm->shape[dm->tp];
     memset(at, 0, sizeof at);
     for (int i = 0; i < size; i++) {
         int from = 0, k = num - 1;

@@ -48,6 +48,12 @@ static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_
 /* -------------------------------------------------------------------------------------------- */
 // How parts lie.
 
+// Is a spec of a mesh with dm's shape?
+static int fsdpi_dt_is_on(const fsdp_dmesh *dm, const fsdp_spec *s) {
+    return s->mesh_ndim == dm->ndim &&
+           memcmp(s->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) == 0;
+}
+
 // The length of a dim of this rank's part in a spec, with the cut of mesh dim `without` left out.
 static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int dim, int without) {
     fsdp_range range = {0, s->shape[dim], 0};
@@ -97,7 +103,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
     int m = step->mesh_dim, n = dm->shape[m], me = dm->coord[m], ndim = s->ndim;
     int i = step->from.kind == FSDP_SHARD ? step->from.dim : -1;
     int j = step->to.kind == FSDP_SHARD ? step->to.dim : -1;
-    int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], count = 1;
+    int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS];
     fsdp_range mine = {0, 0, 0};
     st->kind = step->kind, st->mesh_dim = m, st->redop = s->place[m].op, st->factor = 1;
     st->is_packed = st->is_whole = 1;
@@ -108,7 +114,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
         if (d == j) out[d] = mine.count;
         wide[d] = d == i || d == j ? fsdpi_dt_ceil(wide[d], n) : wide[d];
     }
-    count = fsdpi_dt_numel(ndim, wide); // of the largest piece
+    int64_t count = fsdpi_dt_numel(ndim, wide); // of the largest piece
     st->in = fsdpi_dt_numel(ndim, in), st->out = fsdpi_dt_numel(ndim, out);
     switch (st->kind) {
     case FSDP_STEP_SLICE: fsdpi_dt_piece(&st->before, 0, ndim, in, j, n, me, 0); break;
@@ -120,7 +126,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
         st->seg.count = count;
         if (i < 0 && st->redop == FSDP_AVG) st->factor = 1.0 / n;
     }
-    st->reads = i >= 0 && j < 0 ? count : j >= 0 ? n * count : count;
+    st->reads = j >= 0 ? n * count : count;
     st->writes = i >= 0 ? n * count : count;
     s->place[m] = step->to;
 }
@@ -183,8 +189,7 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
         avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
         extreme |= p->kind == FSDP_PARTIAL && (p->op == FSDP_MAX || p->op == FSDP_MIN);
     }
-    if (d->from.mesh_ndim != dm->ndim ||
-        memcmp(d->from.mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0)
+    if (!fsdpi_dt_is_on(dm, &d->from))
         why = "its specs are of a mesh of another shape: make them with the shape of dm's mesh";
     else if (d->name && strlen(d->name) >= FSDPI_DT_NAME) why = "its name has more than 63 bytes";
     else if (d->comm_dtype && (whole || !fsdp_dtype_is_float(d->comm_dtype)))
@@ -380,9 +385,12 @@ static int64_t fsdpi_dt_elements(const fsdpi_dt_run *run, const char *at, int64_
     return begins || room < part ? room : part;
 }
 
+static int fsdpi_dt_is_staged(const fsdpi_dt_run *run, const char *at) {
+    return at == run->staging[0] || at == run->staging[1];
+}
+
 static fsdp_dtype fsdpi_dt_dtype_at(const fsdpi_dt_run *run, const char *at) {
-    int is_staged = at == run->staging[0] || at == run->staging[1];
-    return is_staged ? run->r->comm_dtype : run->r->dtype;
+    return fsdpi_dt_is_staged(run, at) ? run->r->comm_dtype : run->r->dtype;
 }
 
 static char *fsdpi_dt_other(const fsdpi_dt_run *run, const char *at) {
@@ -467,8 +475,7 @@ static void fsdpi_dt_collective(fsdpi_dt_run *run, const fsdpi_dt_stage *st, int
 // In place where the part comes to lie, if peers may read there.
 static void fsdpi_dt_all_reduce(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
     const fsdp_redistribution *r = run->r;
-    int staged = run->at == run->staging[0] || run->at == run->staging[1];
-    char *home = staged ? run->at : run->staging[0];
+    char *home = fsdpi_dt_is_staged(run, run->at) ? run->at : run->staging[0];
     if (is_last && r->comm_dtype == r->dtype &&
         fsdpi_dt_elements(run, run->dst, st->out) >= st->out)
         home = run->dst;
@@ -514,8 +521,8 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        else if (!st->seg.count) run.factor *= st->factor; // no rank of the group has an element;
-                                                           // a later step may bring others' sums
+        // Where no rank of the group has an element, a later step may bring the sums of others.
+        else if (!st->seg.count) run.factor *= st->factor;
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
     }
@@ -622,8 +629,7 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
                          "[E022] dtensor_check: dm or what is NULL: pass both");
     fsdp_status status = fsdpi_dt_known("dtensor_check", spec);
     if (status) return status;
-    int other = spec->mesh_ndim != dm->ndim ||
-                memcmp(spec->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0;
+    int other = !fsdpi_dt_is_on(dm, spec);
     if (!other) status = fsdp_spec_local(spec, dm->coord, &part);
     if (!other && !status && part.numel && !data) other = 1;
     if (other)

@@ -10,6 +10,13 @@
 static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->tp < 0 ? 1 : dm->shape[dm->tp]; }
 static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->tp < 0 ? 0 : dm->coord[dm->tp]; }
 
+// The rows that this rank of tp has of so many. A negative number stays: fully_shard refuses it.
+static fsdp_range fsdpi_dt_tp_rows(const fsdp_dmesh *dm, int64_t size) {
+    fsdp_range mine = {0, size, 0};
+    (void)fsdp_shard_range(size, fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
+    return mine;
+}
+
 static const fsdpi_dt_unit *fsdpi_dt_find_unit(const fsdp_dmesh *dm, const fsdp_unit *unit) {
     const fsdpi_dt_unit *u = dm->units;
     while (u && u->unit != unit) u = u->next;
@@ -76,11 +83,9 @@ static void fsdpi_dt_cut_params(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d
     for (int i = 0; i < d->unit.num_params; i++) {
         fsdp_param_desc *p = &params[i];
         int dim = d->tp[i].dim < 0 ? d->tp[i].dim + p->ndim : d->tp[i].dim;
-        fsdp_range mine = {0, p->shape[dim], 0};
         u->dims[i] = dim;
-        u->sizes[i] = p->shape[dim]; // a negative one stays, and fully_shard refuses it
-        (void)fsdp_shard_range(p->shape[dim], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
-        p->shape[dim] = mine.count;
+        u->sizes[i] = p->shape[dim];
+        p->shape[dim] = fsdpi_dt_tp_rows(dm, p->shape[dim]).count;
     }
 }
 
@@ -154,9 +159,7 @@ FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *l
     *out = *local;
     if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
     int dim = u->dims[local->index];
-    fsdp_range mine = {0, 0, 0};
-    (void)fsdp_shard_range(u->sizes[local->index], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm),
-                           &mine);
+    fsdp_range mine = fsdpi_dt_tp_rows(dm, u->sizes[local->index]);
     out->shape[dim] = u->sizes[local->index];
     out->start[dim] += mine.start;
     return FSDP_OK;

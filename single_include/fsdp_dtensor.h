@@ -2211,7 +2211,7 @@ static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     static const char *const names[2] = {"one", "rest"};
     int32_t *ranks, at[FSDP_MAX_DIMS];
     fsdp_mesh_desc d = FSDP_ZERO;
-    int size = fsdp_mesh_size(dm->mesh, -1), merged = 1;
+    int size = fsdp_mesh_size(dm->mesh, -1);
     if (dm->shard < 0 && dm->replicate < 0)
         return fsdp_mesh_unflatten(dm->mesh, 0, 1, names, &dm->unit_mesh);
     if (dm->replicate < 0 || dm->tp < 0) return FSDP_OK;
@@ -2229,8 +2229,7 @@ static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     for (int i = 0; i < dm->ndim; i++)
         if (i != dm->replicate && i != dm->tp) order[num++] = i, d.shape[d.ndim++] = dm->shape[i];
     order[num++] = dm->replicate, order[num++] = dm->tp;
-    merged = dm->shape[dm->replicate] * dm->shape[dm->tp];
-    d.shape[d.ndim++] = merged;
+    d.shape[d.ndim++] = dm->shape[dm->replicate] * dm->shape[dm->tp];
     memset(at, 0, sizeof at);
     for (int i = 0; i < size; i++) {
         int from = 0, k = num - 1;
@@ -2364,6 +2363,12 @@ static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_
 /* -------------------------------------------------------------------------------------------- */
 // How parts lie.
 
+// Is a spec of a mesh with dm's shape?
+static int fsdpi_dt_is_on(const fsdp_dmesh *dm, const fsdp_spec *s) {
+    return s->mesh_ndim == dm->ndim &&
+           memcmp(s->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) == 0;
+}
+
 // The length of a dim of this rank's part in a spec, with the cut of mesh dim `without` left out.
 static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int dim, int without) {
     fsdp_range range = {0, s->shape[dim], 0};
@@ -2413,7 +2418,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
     int m = step->mesh_dim, n = dm->shape[m], me = dm->coord[m], ndim = s->ndim;
     int i = step->from.kind == FSDP_SHARD ? step->from.dim : -1;
     int j = step->to.kind == FSDP_SHARD ? step->to.dim : -1;
-    int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], count = 1;
+    int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS];
     fsdp_range mine = {0, 0, 0};
     st->kind = step->kind, st->mesh_dim = m, st->redop = s->place[m].op, st->factor = 1;
     st->is_packed = st->is_whole = 1;
@@ -2424,7 +2429,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
         if (d == j) out[d] = mine.count;
         wide[d] = d == i || d == j ? fsdpi_dt_ceil(wide[d], n) : wide[d];
     }
-    count = fsdpi_dt_numel(ndim, wide); // of the largest piece
+    int64_t count = fsdpi_dt_numel(ndim, wide); // of the largest piece
     st->in = fsdpi_dt_numel(ndim, in), st->out = fsdpi_dt_numel(ndim, out);
     switch (st->kind) {
     case FSDP_STEP_SLICE: fsdpi_dt_piece(&st->before, 0, ndim, in, j, n, me, 0); break;
@@ -2436,7 +2441,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
         st->seg.count = count;
         if (i < 0 && st->redop == FSDP_AVG) st->factor = 1.0 / n;
     }
-    st->reads = i >= 0 && j < 0 ? count : j >= 0 ? n * count : count;
+    st->reads = j >= 0 ? n * count : count;
     st->writes = i >= 0 ? n * count : count;
     s->place[m] = step->to;
 }
@@ -2499,8 +2504,7 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
         avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
         extreme |= p->kind == FSDP_PARTIAL && (p->op == FSDP_MAX || p->op == FSDP_MIN);
     }
-    if (d->from.mesh_ndim != dm->ndim ||
-        memcmp(d->from.mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0)
+    if (!fsdpi_dt_is_on(dm, &d->from))
         why = "its specs are of a mesh of another shape: make them with the shape of dm's mesh";
     else if (d->name && strlen(d->name) >= FSDPI_DT_NAME) why = "its name has more than 63 bytes";
     else if (d->comm_dtype && (whole || !fsdp_dtype_is_float(d->comm_dtype)))
@@ -2696,9 +2700,12 @@ static int64_t fsdpi_dt_elements(const fsdpi_dt_run *run, const char *at, int64_
     return begins || room < part ? room : part;
 }
 
+static int fsdpi_dt_is_staged(const fsdpi_dt_run *run, const char *at) {
+    return at == run->staging[0] || at == run->staging[1];
+}
+
 static fsdp_dtype fsdpi_dt_dtype_at(const fsdpi_dt_run *run, const char *at) {
-    int is_staged = at == run->staging[0] || at == run->staging[1];
-    return is_staged ? run->r->comm_dtype : run->r->dtype;
+    return fsdpi_dt_is_staged(run, at) ? run->r->comm_dtype : run->r->dtype;
 }
 
 static char *fsdpi_dt_other(const fsdpi_dt_run *run, const char *at) {
@@ -2783,8 +2790,7 @@ static void fsdpi_dt_collective(fsdpi_dt_run *run, const fsdpi_dt_stage *st, int
 // In place where the part comes to lie, if peers may read there.
 static void fsdpi_dt_all_reduce(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
     const fsdp_redistribution *r = run->r;
-    int staged = run->at == run->staging[0] || run->at == run->staging[1];
-    char *home = staged ? run->at : run->staging[0];
+    char *home = fsdpi_dt_is_staged(run, run->at) ? run->at : run->staging[0];
     if (is_last && r->comm_dtype == r->dtype &&
         fsdpi_dt_elements(run, run->dst, st->out) >= st->out)
         home = run->dst;
@@ -2830,8 +2836,8 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        else if (!st->seg.count) run.factor *= st->factor; // no rank of the group has an element;
-                                                           // a later step may bring others' sums
+        // Where no rank of the group has an element, a later step may bring the sums of others.
+        else if (!st->seg.count) run.factor *= st->factor;
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
     }
@@ -2938,8 +2944,7 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
                          "[E022] dtensor_check: dm or what is NULL: pass both");
     fsdp_status status = fsdpi_dt_known("dtensor_check", spec);
     if (status) return status;
-    int other = spec->mesh_ndim != dm->ndim ||
-                memcmp(spec->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0;
+    int other = !fsdpi_dt_is_on(dm, spec);
     if (!other) status = fsdp_spec_local(spec, dm->coord, &part);
     if (!other && !status && part.numel && !data) other = 1;
     if (other)
@@ -2973,6 +2978,13 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
 
 static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->tp < 0 ? 1 : dm->shape[dm->tp]; }
 static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->tp < 0 ? 0 : dm->coord[dm->tp]; }
+
+// The rows that this rank of tp has of so many. A negative number stays: fully_shard refuses it.
+static fsdp_range fsdpi_dt_tp_rows(const fsdp_dmesh *dm, int64_t size) {
+    fsdp_range mine = {0, size, 0};
+    (void)fsdp_shard_range(size, fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
+    return mine;
+}
 
 static const fsdpi_dt_unit *fsdpi_dt_find_unit(const fsdp_dmesh *dm, const fsdp_unit *unit) {
     const fsdpi_dt_unit *u = dm->units;
@@ -3040,11 +3052,9 @@ static void fsdpi_dt_cut_params(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d
     for (int i = 0; i < d->unit.num_params; i++) {
         fsdp_param_desc *p = &params[i];
         int dim = d->tp[i].dim < 0 ? d->tp[i].dim + p->ndim : d->tp[i].dim;
-        fsdp_range mine = {0, p->shape[dim], 0};
         u->dims[i] = dim;
-        u->sizes[i] = p->shape[dim]; // a negative one stays, and fully_shard refuses it
-        (void)fsdp_shard_range(p->shape[dim], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
-        p->shape[dim] = mine.count;
+        u->sizes[i] = p->shape[dim];
+        p->shape[dim] = fsdpi_dt_tp_rows(dm, p->shape[dim]).count;
     }
 }
 
@@ -3118,9 +3128,7 @@ FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *l
     *out = *local;
     if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
     int dim = u->dims[local->index];
-    fsdp_range mine = {0, 0, 0};
-    (void)fsdp_shard_range(u->sizes[local->index], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm),
-                           &mine);
+    fsdp_range mine = fsdpi_dt_tp_rows(dm, u->sizes[local->index]);
     out->shape[dim] = u->sizes[local->index];
     out->start[dim] += mine.start;
     return FSDP_OK;

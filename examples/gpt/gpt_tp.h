@@ -66,7 +66,7 @@ static int tp_share(int count, int n, int k, int *first) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* Divides memory among all arrays; with at NULL it only counts. */
+/* Divides memory among all arrays; with memory NULL it only counts. */
 static size_t tp_place(const trainer *t, tp_state *s, float *memory) {
     const size_t R = (size_t)s->tokens, r = (size_t)s->mine, C = (size_t)t->cfg.channels;
     const size_t F = (size_t)s->hidden, W = (size_t)s->width, L = (size_t)t->cfg.layers;
@@ -448,6 +448,13 @@ static void tp_columns_backward(const trainer *t, float *dx, float *dw, float *d
     (void)fsdp_redistribute(s->gather_grad, dx, s->wide);
 }
 
+/* dwide(R, C) = the gradients of all tokens, of which this rank has dx(r, C) */
+static void tp_all_tokens(const trainer *t) {
+    tp_state *s = tp_of(t);
+    memcpy(s->narrow, s->dx, (size_t)s->mine * (size_t)t->cfg.channels * sizeof(float));
+    (void)fsdp_redistribute(s->scatter_grad, s->dwide, s->narrow);
+}
+
 /* s->dx(r, C) holds the gradient of x_out and becomes that of x */
 static void tp_block_backward(const trainer *t, float *const *w, float *const *g, const tp_block *b,
                               const float *x) {
@@ -455,16 +462,14 @@ static void tp_block_backward(const trainer *t, float *const *w, float *const *g
     const gpt_config *cfg = &t->cfg;
     const int R = s->tokens, r = s->mine, C = cfg->channels, W = s->width, F = s->hidden;
     tp_bias_backward(g[GPT_FCPROJB], s->dx, r, C);
-    memcpy(s->narrow, s->dx, (size_t)r * (size_t)C * sizeof(float));
-    (void)fsdp_redistribute(s->scatter_grad, s->dwide, s->narrow);
+    tp_all_tokens(t);
     tp_product_backward(s->d4, g[GPT_FCPROJW], s->dwide, b->gelu, w[GPT_FCPROJW], R, F, C);
     gpt_gelu_backward(s->d4, b->fc, (ptrdiff_t)R * F);
     tp_columns_backward(t, s->d1, g[GPT_FCW], g[GPT_FCB], s->d4, b->ln2, w[GPT_FCW], F);
     gpt_layernorm_backward(s->dx, 1, g[GPT_LN2W], g[GPT_LN2B], s->d1, b->mid, w[GPT_LN2W],
                            b->ln2_mean, b->ln2_rstd, r, C);
     tp_bias_backward(g[GPT_ATTPROJB], s->dx, r, C);
-    memcpy(s->narrow, s->dx, (size_t)r * (size_t)C * sizeof(float));
-    (void)fsdp_redistribute(s->scatter_grad, s->dwide, s->narrow);
+    tp_all_tokens(t);
     if (W) {
         float *datty = s->wide; // free until the sum
         tp_product_backward(datty, g[GPT_ATTPROJW], s->dwide, b->atty, w[GPT_ATTPROJW], R, W, C);
@@ -499,8 +504,7 @@ static void tp_embed_backward(const trainer *t, float *const *g) {
         float *row = g[GPT_WPE] + (ptrdiff_t)((s->begin + i) % t->cfg.context) * C;
         for (int c = 0; c < C; c++) row[c] += s->dx[(ptrdiff_t)i * C + c];
     }
-    memcpy(s->narrow, s->dx, (size_t)s->mine * (size_t)C * sizeof(float));
-    (void)fsdp_redistribute(s->scatter_grad, s->dwide, s->narrow);
+    tp_all_tokens(t);
     for (int i = 0; i < s->tokens; i++) {
         const int row = t->inputs[i] - s->first;
         for (int c = 0; c < C && row >= 0 && row < s->vocab; c++)
