@@ -69,13 +69,11 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* test_dtensor_compile \
-              test_edges test_features test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
-              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline test_golden_train test_mesh \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
+              test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
+              test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline test_golden_train test_mesh \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
-              test_replicate test_replicate_faults test_replicate_training \
-              test_replicate_with_compiler test_scaler test_spawn test_uneven
+              test_replicate test_replicate_faults test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 
@@ -114,12 +112,10 @@ endif
 # above: not those that count host memory, compare with bits of another order of sums, or need more
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
-NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:*all_pairs*:*begin_and_wait* test_dtensor_compile:-*W=16 test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
-              test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
-              test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
-              test_plan:plan.net*:plan_kinds.* \
-              test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
+NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+              test_fully_shard_comm:-*_fp?? test_fully_shard_init \
+              test_fully_shard_training test_golden_train:-*replay/clip test_plan:plan.net*:plan_kinds.* \
+              test_replicate test_replicate_faults test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
@@ -267,13 +263,13 @@ SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
 # Arithmetic of trainings, faults, which mostly wait, and delays, which tsan sees: at night.
-NIGHT   := test_delays test_dtensor_tp test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler
+NIGHT   := test_delays test_dtensor_tp test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler test_store
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
+FEWER      := $(FEW):-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
@@ -289,7 +285,7 @@ RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
 MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
 GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
                      $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait
-FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults/W=2:-nccl.same_bits/[b-z]*:-copy.every_row_to*
+FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults*:-nccl.same_bits/[b-z]*:-copy.every_row_to*
 FEWEST_nccl     := $(FEW):-stub_graph.forbids*
 RUN_nccl_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/nccl_asan \
                    $(patsubst %,%:$(FEWER_nccl),$(filter-out \
@@ -340,12 +336,16 @@ VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-
             --trace-children=yes
 LONG_gloo = $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
             $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults),$(WITHOUT_GLOO))
-NIGHT_NCCL := test_replicate_training test_dtensor test_dtensor_tp:-*processes* test_golden_tp
-NIGHT_GLOO := test_dtensor test_dtensor_tp test_golden_tp
+NIGHT_NCCL := test_replicate_training test_dtensor test_dtensor_compile:-*W=16 test_dtensor_tp:-*processes* test_golden_tp \
+              test_fully_shard_compile test_fully_shard_mixed_precision:-*casts_are_fused* test_fully_shard_others \
+              test_replicate_with_compiler:-*DIM=*
+NIGHT_GLOO := test_dtensor test_dtensor_compile test_dtensor_tp test_golden_tp test_fully_shard_compile \
+              test_fully_shard_mixed_precision test_fully_shard_others test_replicate_training test_replicate_with_compiler
 nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	$(call BUILD_ALL,$(TESTED) clang_ofast)
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh $(patsubst %,gate:%,$(call CHECK_SH,nightly)) \
-	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
+	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/test_package.py \
+	    -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
 	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS='$(NIGHT_NCCL)'

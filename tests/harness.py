@@ -2,6 +2,7 @@
 """harness.py - what tests in Python share: they print the lines of harness.h, one test after the
 other, and end with its summary. A test is a function test_NAME that raises when something is wrong
 and raises Skip, with the reason, when this machine cannot run it."""
+import os
 import subprocess
 import sys
 import time
@@ -42,8 +43,11 @@ def one(name, test):
 
 
 def run(suite, names):
-    """Runs the functions test_* of a program's globals(), by name; ends it with the status."""
-    tests = sorted((n[5:], fn) for n, fn in names.items() if n.startswith("test_"))
+    """Runs the functions test_* of a program's globals(), by name; ends it with the status. With
+    FSDP_LONG in the environment it runs the functions long_* instead, as a suite of its own."""
+    prefix = "long_" if os.environ.get("FSDP_LONG") else "test_"
+    suite = "long_" + suite if prefix == "long_" else suite
+    tests = sorted((n[5:], fn) for n, fn in names.items() if n.startswith(prefix))
     start = time.monotonic()
     print(f"[==========] Running {len(tests)} tests.", flush=True)
     results = [(f"{suite}.{name}", one(f"{suite}.{name}", fn)) for name, fn in tests]

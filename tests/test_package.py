@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 """test_package.py - the library as other projects get it: one header, make install and pkg-config,
 cmake --install and find_package, add_subdirectory, FetchContent. Each test builds a program outside
-of this tree, in a directory of its own, and runs it on one rank and on several."""
+of this tree, in a directory of its own, and runs it on one rank and on several. The ways long_*
+run at night."""
 import contextlib
 import functools
 import os
@@ -143,7 +144,7 @@ def test_one_implementation():
 
 
 @needs()
-def test_one_header_gloo():
+def long_one_header_gloo():
     need_gloo()
     shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
     shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
@@ -209,7 +210,7 @@ def test_cmake_components():
 
 
 @needs("cmake")
-def test_cmake_nccl():
+def long_cmake_nccl():
     """Without a GPU the program tells so; nvcc's optimizers would take most of the time."""
     try:
         found = sh(f"{ROOT}/tools/find_nccl.sh")
@@ -228,14 +229,14 @@ def test_cmake_nccl():
 
 
 @needs("cmake")
-def test_cmake_subdirectory():
+def long_cmake_subdirectory():
     os.symlink(ROOT, "fsdp")
     project("add_subdirectory(fsdp fsdp-build)")
     trains("build/hello")
 
 
 @needs("cmake")
-def test_cmake_fetch_content():
+def long_cmake_fetch_content():
     need_gloo()
     project("include(FetchContent)\nset(FSDP_GLOO ON)\n"
             f"FetchContent_Declare(fsdp SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(fsdp)",

@@ -1556,6 +1556,14 @@ static void run_starved(int stride) {
 TEST(plan_errors, allocations) { run_starved(29); }
 TEST_TIMEOUT(long_plan, allocations, 300) { run_starved(W_SLOW ? 3 : 1); }
 
+/* Memory for collectives may end a little later, when a thread of the backend no longer looks at it:
+   before and after. A call that loses a block each time is found. */
+static void check_nothing_lost(const w_heap *heap, int64_t live) {
+    for (int i = 0; i < 10000 && __atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) > live; i++) usleep(1000);
+    CHECK_MSG(__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) <= live, "%lld blocks, %lld before", (long long)__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST),
+              (long long)live);
+}
+
 /* fsdp_plan_create likewise: nothing changes then, on no rank. */
 static void create_starved(lab_rank *r) {
     const plan_net net = plan_chain(3, 16, 4);
@@ -1570,11 +1578,11 @@ static void create_starved(lab_rank *r) {
         CHECK(status || n > 0); /* told of the other rank */
         if (!status) break;
         CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
-        CHECK_EQ_INT(r->heap->live, live);
+        check_nothing_lost(r->heap, live);
         CHECK(n < 100 && b.plan == NULL);
     }
     fsdp_plan_destroy(b.plan);
-    CHECK_EQ_INT(r->heap->live, live);
+    check_nothing_lost(r->heap, live);
 }
 TEST(plan_errors, create_without_memory) {
     lab_run(1, NULL, create_starved, NULL);

@@ -79,9 +79,9 @@ gate_last() { # STANDARD
 
 # A macro that cuts or selects something, alone.
 gate_option() { # MACRO
-    implement | compile gcc c99 "-D$1" -O1 -c -o /dev/null
+    implement | compile gcc c99 "-D$1" -O0 -c -o /dev/null
     implement | compile g++ c++11 "-D$1" -fsyntax-only
-    [ "$1" != NDEBUG ] || implement | compile clang c99 -DNDEBUG -O1 -c -o /dev/null
+    [ "$1" != NDEBUG ] || implement | compile clang c99 -DNDEBUG -O0 -c -o /dev/null
 }
 
 use='long long use(void); long long use(void) { fsdp_range r; r.start = 0;
@@ -399,7 +399,7 @@ list() {
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     echo gloo_header
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
-    printf 'nccl_header.%s\n' 21800 23003
+    echo nccl_header.21800
     echo nccl_real && echo nvcc_unit.c++17
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
 }
@@ -408,7 +408,7 @@ list_nightly() { # the rest of every language, compiler and version
         clang++.c++{11,14,17}
     printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
-    printf 'nccl_header.%s\n' 22304 22703 22809
+    printf 'nccl_header.%s\n' 22304 22703 22809 23003
     printf 'nvcc.%s\n' c++{11,20}
     echo single_tests
     echo gpu_scripts
