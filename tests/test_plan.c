@@ -1559,9 +1559,10 @@ TEST_TIMEOUT(long_plan, allocations, 300) { run_starved(W_SLOW ? 3 : 1); }
 /* Memory for collectives may end a little later, when a thread of the backend no longer looks at it:
    before and after. A call that loses a block each time is found. */
 static void check_nothing_lost(const w_heap *heap, int64_t live) {
-    for (int i = 0; i < 10000 && __atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) > live; i++) usleep(1000);
-    CHECK_MSG(__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) <= live, "%lld blocks, %lld before", (long long)__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST),
-              (long long)live);
+    for (int i = 0; i < 10000 && __atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) > live; i++)
+        usleep(1000);
+    CHECK_MSG(__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST) <= live, "%lld blocks, %lld before",
+              (long long)__atomic_load_n(&heap->live, __ATOMIC_SEQ_CST), (long long)live);
 }
 
 /* fsdp_plan_create likewise: nothing changes then, on no rank. */
