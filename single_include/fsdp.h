@@ -1399,7 +1399,7 @@ typedef struct fsdp_model_desc {
     const fsdp_mesh *mesh;         // NULL: 1-D over all ranks. 1-D: FSDP; 2-D with named dims: HSDP
     const fsdp_mesh_info *mesh_info; // for other dims, or to replicate only; then mesh is ignored
     fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
-    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the widest of the shard gradients'
+    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: one that holds all of the unit's
     fsdp_dtype grad_dtype;         // of shard gradients; KEEP: the parameter's own
     fsdp_dtype output_dtype;       // of fsdp_cast_forward_output; KEEP: no cast
     int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
