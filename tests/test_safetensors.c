@@ -179,6 +179,15 @@ static const struct {
     {"{\"a\xff\":1}", "at byte 11: byte 0xff is no UTF-8", 0},
     {"{\"a\n\":1}", "at byte 11: a string has byte 0x0a, which it may have as an escape", 0},
     {"{\"a\\x\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\ud83d\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\ud83dx\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\ud83d\\u0041\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\ud83d\\ud83d\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\ude00\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\u00g0\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\u00:0\":1}", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\u00", "at byte 11: an escape that JSON does not have", 0},
+    {"{\"a\\", "at byte 11: an escape that JSON does not have", 0},
     {"{\"a", "at byte 11: expected the end of a string, got the end", 0},
     {"{7:1}", "at byte 9: expected a string, got '7'", 0},
     {"{\"t\" 1}", "at byte 13: expected ':', got '1'", 0},
@@ -247,7 +256,10 @@ static const struct {
      0},
     {"{\"" LONG40 "01234567890123456789012\xc3\xa9g\":{}}",
      "tensor '" LONG40 "01234567890123456789012...' has no 'dtype'", 0},
-    {"{\"\\u001b[31m\\n\x7f\":{}}", "tensor '?[31m?" "?' has no 'dtype'", 0},
+    {"{\"\\u001b[31m\\n\x7f\":{}}",
+     "tensor '?[31m?"
+     "?' has no 'dtype'",
+     0},
     /* the sharding info: positions are those of its own text */
     {SHARDED("{\\\"t\\\":{\\\"saved_offsets\\\":[0,4]}}"), "", 16},
     {SHARDED(""), "DCP_SHARDING_INFO: at byte 0: expected '{', got the end", 16},
@@ -339,6 +351,44 @@ TEST(safetensors, short_rooms) {
     CHECK_STATUS(fsdp_safetensors_parse(h, sizeof h - 1, 0, NULL, NULL, &info, NULL, 10),
                  FSDP_ERR_CORRUPT);
     CHECK_EQ_INT(info.num_entries, 0);
+}
+
+/* Which bytes are UTF-8, by the code point that they give: the shortest form, no surrogate. */
+TEST(safetensors, utf8) {
+    static const uint8_t more[] = {0x22, 0x7f, 0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc0, 0xff};
+    int accepted = 0;
+    for (int lead = 0x80; lead < 256; lead++)
+        for (int k = 0; k < 1000; k++) {
+            uint8_t h[] = "{\"xxxx\":1}";
+            int size = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4, want = lead >= 0xC0 && lead < 0xF8;
+            uint32_t c = (uint32_t)lead & (size == 2 ? 0x1F : size == 3 ? 0x0F : 0x07);
+            h[2] = (uint8_t)lead, h[3] = more[k % 10], h[4] = more[k / 10 % 10],
+            h[5] = more[k / 100];
+            for (int i = 1; i < size; i++) {
+                want &= (h[2 + i] & 0xC0) == 0x80;
+                c = c << 6 | (h[2 + i] & 0x3F);
+            }
+            want &= c >= (size == 2 ? 0x80u : size == 3 ? 0x800u : 0x10000u) && c <= 0x10FFFF;
+            want &= c < 0xD800 || c > 0xDFFF;
+            for (int i = size; i < 4; i++) h[2 + i] = 'x';
+            st_list l = st_read(h, sizeof h - 1, 0);
+            CHECK_EQ_INT(!strstr(l.why, "is no UTF-8"), want);
+            accepted += want;
+            st_free(&l);
+        }
+    CHECK(accepted > 1000);
+    /* what stands behind the header is not looked at */
+    static const char cut[] = "{\"\xf0\x9f\x98\x80";
+    fsdp_safetensors_info info;
+    char why[100];
+    for (int64_t n = 3; n < 6; n++) {
+        CHECK_STATUS(fsdp_safetensors_parse(cut, n, 0, NULL, NULL, &info, why, sizeof why),
+                     FSDP_ERR_CORRUPT);
+        CHECK_EQ_STR(why, "at byte 10: byte 0xf0 is no UTF-8");
+    }
+    CHECK_STATUS(fsdp_safetensors_parse(cut, 6, 0, NULL, NULL, &info, why, sizeof why),
+                 FSDP_ERR_CORRUPT);
+    CHECK_EQ_STR(why, "at byte 14: expected the end of a string, got the end");
 }
 
 TEST(safetensors, arguments) {

@@ -2,7 +2,7 @@
 
        clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
            tests/private/fuzz_safetensors.c tests/library.c -o build/fuzz_safetensors -pthread -lm
-       FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0     # writes the golden cases there
+       mkdir build/seeds && FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0 # golden cases
        build/fuzz_safetensors -max_len=4096 -max_total_time=600 build/seeds
 
    An input is what it is (1 byte) and its rest. 0: a header, for as much data as it tells itself;
