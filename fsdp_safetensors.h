@@ -46,7 +46,8 @@
      All of it compiles with FSDP_MATH_ONLY. No function calls anything but mem* and str*.
    WHICH FILES ARE TAKEN
      Those that safetensors 0.8 takes, with these exceptions: a name has 1 to 4,096 bytes, no NUL,
-     and stands once; an entry is an object; a size is at most 2^62; DCP_SHARDING_INFO is checked.
+     and stands once; an entry is an object; a size is at most 2^62; DCP_SHARDING_INFO is checked; a
+     number that means nothing may be too large for a double.
    TEXTS OF FAILURES
      They have no rank and no file: they are to stand behind the name of a file. Bytes "of the data"
      are counted from the end of the header, all other ones from the begin of the file. */
@@ -124,8 +125,8 @@ FSDP_API fsdp_status fsdp_safetensors_parse(const char *header, int64_t header_b
    Result      bytes of the header. -1: a name that is there twice, is "__metadata__", has no byte
                or more than 4,096; a text that is not UTF-8; a dtype that is not the library's;
                a shape, start or whole that is not possible; keys that do not ascend, or
-               DCP_SHARDING_INFO among them; more than 100,000,000 bytes; NULL. Entries may then
-               have another order
+               DCP_SHARDING_INFO among them; more than 100,000,000 bytes; NULL. Entries may have
+               been moved then
    Collective  no      Blocks no      Allocates no      Thread any
    Source      safetensors: prepare; torch: HuggingFaceStorageWriter */
 FSDP_API int64_t fsdp_safetensors_print(fsdp_safetensors_entry *entries, int64_t num, int sharded,

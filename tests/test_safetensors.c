@@ -708,6 +708,27 @@ TEST(safetensors, refused_lists) {
     CHECK(refused(e, 3, 0) > 0);
 }
 
+/* A header has at most 100,000,000 bytes. */
+TEST(safetensors, largest) {
+    enum { CONTROLS = 16666662 }; /* of 6 bytes each; 25 are around them */
+    static const char *const key[] = {"a"};
+    char *text = (char *)lab_zeros(CONTROLS + 6, 1), why[100];
+    const char *value[1];
+    fsdp_safetensors_info info;
+    value[0] = text;
+    memset(text, 1, CONTROLS);
+    memset(text + CONTROLS, 'x', 3);
+    if (!W_SLOW)
+        CHECK_EQ_INT(fsdp_safetensors_print(NULL, 0, 0, key, value, 1, NULL, 0), 100000000);
+    text[CONTROLS + 3] = 'x';
+    if (!W_SLOW) CHECK_EQ_INT(fsdp_safetensors_print(NULL, 0, 0, key, value, 1, NULL, 0), -1);
+    free(text);
+    /* not looked at */
+    CHECK_STATUS(fsdp_safetensors_parse("", 100000001, 0, NULL, NULL, &info, why, sizeof why),
+                 FSDP_ERR_CORRUPT);
+    CHECK_EQ_STR(why, "header of 100000001 bytes, at most 100000000");
+}
+
 TEST(safetensors, refused_pairs) {
     static const struct {
         const char *keys[2], *values[2];
