@@ -1,7 +1,8 @@
 /* fuzz_safetensors.c - a libFuzzer target: headers, pairs of boxes, and printed lists
 
        clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
-           -fno-sanitize-recover=all tests/private/fuzz_safetensors.c tests/library.c -o build/fuzz_safetensors -pthread -lm
+           -fno-sanitize-recover=all tests/private/fuzz_safetensors.c tests/library.c \
+           -o build/fuzz_safetensors -pthread -lm
        mkdir build/seeds && FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0 # golden cases
        build/fuzz_safetensors -max_len=4096 -max_total_time=600 build/seeds
 
