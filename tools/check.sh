@@ -113,14 +113,17 @@ gate_units_static() {
 
 # FSDP_MATH_ONLY needs three headers and no function beyond mem* and str*.
 gate_math_only() {
-    local bad
+    local bad h allowed
     implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
     implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
-    implement fsdp_dtensor.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/dtensor.o"
-    implement fsdp_dtensor.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
-    bad=$(nm -u "$work/dtensor.o" |
-        awk '$2 !~ /^(mem|str|exp$|__stack_chk|_GLOBAL_OFFSET)/ {print $2}')
-    [ -z "$bad" ] || die "fsdp_dtensor.h calls:" $bad
+    for h in dtensor safetensors; do # exp: of losses. __cpu_model: data of the compiler's library
+        implement "fsdp_$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/$h.o"
+        implement "fsdp_$h.h" | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+        [ $h = dtensor ] && allowed='exp$' || allowed='__cpu_model$'
+        bad=$(nm -u "$work/$h.o" | awk -v allowed="^(mem|str|$allowed|__stack_chk|_GLOBAL_OFFSET)" \
+            '$2 !~ allowed {print $2}')
+        [ -z "$bad" ] || die "fsdp_$h.h calls:" $bad
+    done
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
              $2 ~ /(^|\/)core\// { part = length($1); next } # a part of fsdp.h, at this depth
