@@ -1,7 +1,7 @@
 /* test_dtensor_tp.c - tensor parallelism with FSDP, HSDP, DDP and alone, beside the same net on
-   whole tensors: losses and gradients of every step, norms, replicas. Whole tensors to and from the parts
-   of ranks; clipping of parts of different sizes; a mesh that is a slice; refusals; memory that is
-   not there.
+   whole tensors: losses and gradients of every step, norms, replicas. Whole
+   tensors to and from the parts of ranks; clipping of parts of different sizes; a mesh that is a
+   slice; refusals; memory that is not there.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -33,7 +33,7 @@ static void near_to(const tp_net *net, const char *what, int step, const double 
 static uint64_t hash_records(const tp_rank *t) {
     uint64_t hash = 1;
     for (int n = t->log_begin; n < t->log_end; n++) {
-        const fsdp_op *op = &t->log.ops[n];
+        const fsdp_op *op = &t->on.log.ops[n];
         const uint64_t is[] = {op->kind,     op->label, op->stream, op->dtype,
                                op->redop,    op->count, op->bytes,  (uint64_t)op->group_size,
                                op->what_hash};
@@ -46,7 +46,7 @@ static uint64_t hash_records(const tp_rank *t) {
 static void check_dtypes(const tp_rank *t) {
     const tp_net *net = t->net;
     for (int n = t->log_begin; n < t->log_end; n++) {
-        const fsdp_op *op = &t->log.ops[n];
+        const fsdp_op *op = &t->on.log.ops[n];
         if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
             CHECK_EQ_INT(op->dtype, tp_dtype(net));
         if (op->comm && (op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_REPLICAS))
@@ -241,31 +241,10 @@ TEST_P(dtensor_tp, stages, stage_rows) {
 
 /* ---- a mesh without a net ------------------------------------------------------------------- */
 
-typedef struct bed {
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_mesh *mesh;
-    fsdp_dmesh *dm;
-} bed;
-
 static void bed_open(bed *b, fsdp_world *w, int dp, int tp, fsdp_dtype grad) {
-    fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_model_desc md = FSDP_ZERO;
-    b->w = w;
-    b->mesh = lab_mesh2(w, dp, tp, "dp", "tp");
     md.grad_dtype = grad;
-    b->model = lab_model(w, &md);
-    d.mesh = b->mesh;
-    CALL(w, fsdp_dmesh_create(b->model, &d, &b->dm));
-}
-
-static fsdp_unit *bed_unit(bed *b, const fsdp_param_desc *params, const fsdp_placement *tp,
-                           int count, int partial) {
-    fsdp_tp_unit_desc d = FSDP_ZERO;
-    fsdp_unit *unit = NULL;
-    d.unit.params = params, d.unit.num_params = count, d.tp = tp, d.partial_grads = partial;
-    CALL(b->w, fsdp_tp_fully_shard(b->dm, &d, &unit));
-    return unit;
+    bed_begin(b, w, lab_mesh2(w, dp, tp, "dp", "tp"), &md);
 }
 
 /* ---- whole tensors -------------------------------------------------------------------------- */
