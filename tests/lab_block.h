@@ -6,9 +6,9 @@
        y = mid + tanh(n2 fcw^T + fcb) outw^T + outb
 
    Heads and hidden channels are cut. Norms, and biases behind a sum, are a replicated unit, which
-   stays open. Plain: a sum over tp behind each half, in backward in front of it. With `sp` each rank
-   has its part of the tokens where no linear needs all of them. With `overlap` the way of dX runs
-   beside the products that give dW.
+   stays open. Plain: a sum over tp behind each half, in backward in front of it. With `sp` each
+   rank has its part of the tokens where no linear needs all of them. With `overlap` the way of dX
+   runs beside the products that give dW.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_BLOCK_H
