@@ -197,8 +197,9 @@ $(BUILD)/bench/%: bench/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/bench
 	$Q$(BUILD_ONE)
 $(BUILD)/bench/bench_comm: private LDLIBS := $(RING_OBJ) $(LDLIBS)
 $(BUILD)/bench/bench_comm: $(RING_OBJ)
-$(BUILD)/bench/bench_step $(BUILD)/bench/bench_replicate: private CFLAGS += -O3 -march=native
-$(BUILD)/bench/bench_step: private LDLIBS := $(BLAS) $(LDLIBS)
+$(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step $(BUILD)/bench/bench_replicate: \
+    private CFLAGS += -O3 -march=native
+$(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step: private LDLIBS := $(BLAS) $(LDLIBS)
 tools/fsdprun: tools/fsdprun.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
@@ -370,7 +371,7 @@ bench: $(BENCHES) ## build the benchmarks and run each
 bench-gloo: ## the same over Gloo, and beside PyTorch where it is installed
 	@test -n "$(HAVE_GLOO)" || { echo "skipped: no Gloo (make deps)"; exit 1; }
 	@$(MAKE) -s --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes \
-	    $(addprefix $(BUILD)/gloo/bench/,bench_comm bench_plan bench_replicate bench_step)
+	    $(addprefix $(BUILD)/gloo/bench/,bench_comm bench_plan bench_replicate bench_step bench_tp_step)
 	FSDP_BUILD=$(BUILD)/gloo $(BUILD)/gloo/bench/bench_comm
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_step
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_replicate
@@ -379,7 +380,8 @@ bench-gloo: ## the same over Gloo, and beside PyTorch where it is installed
 	set -e; export FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo; \
 	$(PYTHON) bench/compare_torch.py --bench $(BUILD)/gloo/bench/bench_comm; \
 	$(PYTHON) bench/fsdp_step.py --bench $(BUILD)/gloo/bench/bench_step; \
-	$(PYTHON) bench/compare_ddp.py --bench $(BUILD)/gloo/bench/bench_replicate
+	$(PYTHON) bench/compare_ddp.py --bench $(BUILD)/gloo/bench/bench_replicate; \
+	$(PYTHON) bench/tp_step.py --bench $(BUILD)/gloo/bench/bench_tp_step
 
 quiet-deps: | $(BUILD)
 	@test $(DEPS) = no || test -e $(BUILD)/deps-tried || { : >$(BUILD)/deps-tried; tools/deps.sh; }

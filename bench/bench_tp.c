@@ -4,9 +4,10 @@
        build/bench/bench_tp            all
        build/bench/bench_tp --host     without ranks
 
-   Goals: 100 ns for one step in place, 150 ns with two copies, 200 ns for begin and wait; 5 us for a
-   route on two mesh dims; 1.1 times the bare collective from 64 KiB on. Writes
-   $FSDP_BUILD/bench_tp.csv.
+   Goals: 100 ns for one step in place, 150 ns with two copies, 200 ns for begin and wait; 1 us for
+   all redistributions of an MLP with sequence parallel, forward and backward, 0.3 us for those of a
+   loss; 5 us for a route on two mesh dims, 100 us in the mean of pairs on three; 1.1 times the bare
+   collective from 64 KiB on. Writes $FSDP_BUILD/bench_tp.csv.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
@@ -78,6 +79,61 @@ static double ns_of(void *arg) {
     return (double)(bench_now_ns() - begin) / LOOPS;
 }
 
+/* What a layer calls, one after the other. */
+typedef struct {
+    call calls[4];
+    int count;
+} layer;
+static double ns_of_layer(void *arg) {
+    const layer *l = (const layer *)arg;
+    int64_t begin = bench_now_ns();
+    for (int i = 0; i < LOOPS; i++)
+        for (int k = 0; k < l->count; k++)
+            (void)fsdp_redistribute(l->calls[k].r, l->calls[k].dst, l->calls[k].src);
+    return (double)(bench_now_ns() - begin) / LOOPS;
+}
+
+/* A number for each row: addends, or their sum. */
+static fsdp_redistribution *sum_of_rows(fsdp_dmesh *dm, int op, int64_t rows) {
+    const int32_t mesh[2] = {2, 2};
+    fsdp_placement from[2] = {place_of('R', 0), place_of('P', 0)}, to[2];
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *r;
+    from[1].op = (int8_t)op;
+    to[0] = to[1] = from[0];
+    if (fsdp_spec_init(&d.from, 2, mesh, from, FSDP_F32, 1, &rows)) exit(1);
+    if (fsdp_spec_init(&d.to, 2, mesh, to, FSDP_F32, 1, &rows)) exit(1);
+    if (fsdp_redistribution_create(dm, &d, &r)) exit(1);
+    return r;
+}
+
+/* What tensor parallelism adds to a pass: all in place, in memory that peers read. */
+static void layers(fsdp_dmesh *dm, void *const *at, int async) {
+    const char *how = async ? "streams" : "inline";
+    fsdp_redistribution *gather = way(dm, 2, 2, "S0", "R", ROWS), *gather_back, *scatter_back;
+    fsdp_redistribution *scatter = way(dm, 2, 2, "P", "S0", ROWS),
+                        *sum = way(dm, 2, 2, "P", "R", ROWS);
+    const fsdp_spec adds = spec_of(2, 2, "P", ROWS, COLS);
+    char name[80];
+    if (fsdp_redistribution_create_backward(gather, &adds, &gather_back)) exit(1);
+    if (fsdp_redistribution_create_backward(scatter, NULL, &scatter_back)) exit(1);
+    layer tokens = {{{gather, at[1], at[0], 0},
+                     {scatter, at[0], at[1], 0},
+                     {scatter_back, at[1], at[0], 0},
+                     {gather_back, at[0], at[1], 0}},
+                    4};
+    layer plain = {{{sum, at[1], at[1], 0}, {sum, at[1], at[1], 0}}, 2};
+    layer loss = {{{sum_of_rows(dm, FSDP_MAX, ROWS), at[0], at[0], 0},
+                   {sum_of_rows(dm, FSDP_SUM, 2 * ROWS), at[1], at[1], 0}},
+                  2};
+    snprintf(name, sizeof name, "%s, MLP, sequence parallel: 4 steps", how);
+    show(name, bench_run(ns_of_layer, &tokens, 3, 0.3, 300), "ns", 1000);
+    snprintf(name, sizeof name, "%s, MLP, plain: 2 sums", how);
+    show(name, bench_run(ns_of_layer, &plain, 3, 0.3, 300), "ns", 1000);
+    snprintf(name, sizeof name, "%s, loss: 2 sums", how);
+    show(name, bench_run(ns_of_layer, &loss, 3, 0.3, 300), "ns", 300);
+}
+
 static int host(int async) {
     static float mine[2][ROWS * COLS];
     static const struct {
@@ -119,6 +175,7 @@ static int host(int async) {
         snprintf(name, sizeof name, "%s, %s", async ? "streams" : "inline", cases[i].name);
         show(name, bench_run(ns_of, &c, 3, 0.3, 300), "ns", cases[i].goal);
     }
+    layers(dm, at, async);
     return sim_close(&s) != FSDP_OK;
 }
 
@@ -132,6 +189,36 @@ static double route_us(void *arg) {
     return (double)(bench_now_ns() - begin) / 200 / 1000;
 }
 
+/* Pairs of all placements without orders on 2 x 2 x 2: by number, as good as at random. */
+enum { PAIRS = 400, PLACES = 5 };
+static int pick_spec(fsdp_spec *s, int number) {
+    static const char kinds[PLACES] = {'R', 'P', 'S', 'S', 'S'};
+    const int32_t mesh[3] = {2, 2, 2};
+    const int64_t shape[3] = {8192, 512, 64};
+    fsdp_placement place[3];
+    for (int m = 0; m < 3; m++, number /= PLACES)
+        place[m] = place_of(kinds[number % PLACES], number % PLACES - 2);
+    return fsdp_spec_init(s, 3, mesh, place, FSDP_F32, 3, shape) == FSDP_OK;
+}
+static double routes_us(void *arg) {
+    static int64_t scratch[FSDP_ROUTE_SCRATCH / 8];
+    int64_t begin, ns = 0;
+    int found = 0;
+    for (unsigned i = 1; found < PAIRS; i++) {
+        fsdp_spec s[2];
+        fsdp_route r;
+        if (!pick_spec(&s[0], (int)(i * 7919 % 125)) ||
+            !pick_spec(&s[1], (int)(i * 104729 / 125 % 125)))
+            continue;
+        begin = bench_now_ns();
+        if (fsdp_route_find(&s[0], &s[1], NULL, scratch, sizeof scratch, &r)) continue;
+        ns += bench_now_ns() - begin;
+        found++;
+    }
+    (void)arg;
+    return (double)ns / found / 1000;
+}
+
 static void routes(void) {
     const int32_t mesh[2] = {4, 2};
     const int64_t shape[2] = {8192, 8192};
@@ -141,6 +228,7 @@ static void routes(void) {
     if (fsdp_spec_init(&s[0], 2, mesh, from, FSDP_F32, 2, shape)) exit(1);
     if (fsdp_spec_init(&s[1], 2, mesh, to, FSDP_F32, 2, shape)) exit(1);
     show("route [S0, S0] -> [R, S0] on 4 x 2", bench_run(route_us, s, 3, 0.3, 300), "us", 5);
+    show("route, mean of 400 pairs on 2 x 2 x 2", bench_run(routes_us, NULL, 1, 1, 50), "us", 100);
 }
 
 /* ---- ranks over shared memory ---------------------------------------------------------------- */

@@ -153,10 +153,11 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
-    if (status || model->layout == 0) return status;
+    if (status) return status;
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
         return status;
     fsdpi_drain(model->world);
+    if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
     status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, "model_reset", FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);

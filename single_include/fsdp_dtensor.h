@@ -2883,30 +2883,32 @@ FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const 
     return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
 }
 
-FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src) {
+// Orders what runs beside the caller's stream and that stream: WROTE before, USE behind it.
+static fsdp_status fsdpi_dt_mark(const fsdp_redistribution *r, int kind) {
     fsdp_op op;
+    fsdp_op_init(&op, r->dm->model, NULL, kind, r->dm->label, FSDP_STREAM_COMPUTE);
+    op.what = r->name;
+    if (kind == FSDP_OP_WROTE) op.dst = r->ticket;
+    else op.src = r->ticket;
+    return fsdp_emit(r->dm->model, &op);
+}
+
+FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src) {
     fsdp_status status = fsdpi_dt_check_run(r, dst, src);
     if (status || !r->ticket) return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
-    fsdp_op_init(&op, r->dm->model, NULL, FSDP_OP_WROTE, r->dm->label, FSDP_STREAM_COMPUTE);
-    op.what = r->name;
-    op.dst = r->ticket;
-    status = fsdp_emit(r->dm->model, &op);
+    status = fsdpi_dt_mark(r, FSDP_OP_WROTE);
     if (!status) status = fsdpi_dt_run_all(r, 1, dst, src);
     r->begun = !status;
     return status;
 }
 
 FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r) {
-    fsdp_op op;
     if (!r)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
                          "[E021] redistribute_wait: r is NULL: pass it");
     if (!r->begun) return fsdp_world_status(r->dm->world);
     r->begun = 0;
-    fsdp_op_init(&op, r->dm->model, NULL, FSDP_OP_USE, r->dm->label, FSDP_STREAM_COMPUTE);
-    op.what = r->name;
-    op.src = r->ticket;
-    return fsdp_emit(r->dm->model, &op);
+    return fsdpi_dt_mark(r, FSDP_OP_USE);
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -29,7 +29,7 @@ enum { FS_ITERS = 10 };
 /* What the model does: units that shard (and replicate, with replicas); units that replicate only;
    buckets of fsdp_replicate.h, which replicate. */
 enum { FS_SHARD, FS_REPLICATE, FS_BUCKETS };
-enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_SAVE, FS_ADD };
+enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_BIAS, FS_SAVE, FS_ADD };
 
 typedef struct fs_param {
     int ndim, shard_dim, frozen, keep_dtype;
@@ -129,6 +129,9 @@ struct fs_run {
     double lr;
     fsdp_world *world;
     fsdp_mesh *mesh, *other;   /* other: the caller's */
+    fsdp_mesh_info info;       /* of the model, if info.mesh is not NULL; else it is on `mesh` */
+    fsdp_dmesh *dm;            /* of units that tensor parallelism cuts; NULL: none */
+    void *own;                 /* the test's */
     fsdp_model *model;         /* NULL: this is the copy */
     fsdp_unit *unit[FS_UNITS]; /* FS_BUCKETS: the bucket of its first parameter */
     fsdp_replicate *rep;       /* FS_BUCKETS, with parameters in the order of units */
@@ -467,13 +470,15 @@ FS_FN void fs_layer_forward(fs_run *x, fs_tape *t, int at) {
     double *out = t->in[at + 1];
     int64_t batch = x->net->batch;
     int typed = l->kind == FS_LINEAR || l->kind == FS_NORM || l->kind == FS_EMBED ||
-                l->kind == FS_UNEMBED;
+                l->kind == FS_UNEMBED || l->kind == FS_BIAS;
     const double *w = typed ? fs_data(x, l->unit, l->p) : NULL;
     if (l->kind == FS_LINEAR) fs_matmul(x->net, l, w, fs_data(x, l->unit, l->p + 1), in, out);
     if (l->kind == FS_UNEMBED) fs_matmul(x->net, l, w, NULL, in, out);
     if (l->kind == FS_NORM) fs_norm_forward(x->net, l, w, fs_data(x, l->unit, l->p + 1), in, out);
     for (int64_t n = 0; l->kind == FS_EMBED && n < batch; n++)
         memcpy(out + n * l->out, w + t->tokens[n] * l->out, (size_t)l->out * sizeof *out);
+    for (int64_t i = 0; l->kind == FS_BIAS && i < batch * l->out; i++)
+        out[i] = in[i] + w[i % l->out];
     for (int64_t i = 0; !typed && i < batch * l->out; i++)
         out[i] = l->kind == FS_RELU && !(in[i] > 0) ? 0
                  : l->kind == FS_ADD                ? in[i] + t->in[l->from][i]
@@ -497,6 +502,12 @@ FS_FN void fs_layer_backward(fs_run *x, const fs_tape *t, int at) {
             for (int64_t i = 0; i < l->out; i++)
                 dw[t->tokens[n] * l->out + i] += x->dx[n * l->out + i];
         fs_add_grad(x, l->unit, l->p, dw);
+    }
+    if (l->kind == FS_BIAS) {
+        double *db = x->tmp + x->net->numel;
+        memset(db, 0, (size_t)l->out * sizeof *db);
+        for (int64_t i = 0; i < batch * l->out; i++) db[i % l->out] += x->dx[i];
+        fs_add_grad(x, l->unit, l->p, db);
     }
     for (int64_t i = 0; i < batch * l->in; i++) {
         if (l->kind == FS_RELU && !(in[i] > 0)) x->dx[i] = 0;
@@ -895,11 +906,18 @@ FS_FN int64_t fs_global(const fs_run *x, int unit, int p, int64_t element) {
 FS_FN int fs_view_unit(const fsdp_param_view *v) { return (int)(intptr_t)v->user / FS_PARAMS; }
 FS_FN int fs_view_param(const fsdp_param_view *v) { return (int)(intptr_t)v->user % FS_PARAMS; }
 
+/* As it lies in the whole tensor of a unit that tensor parallelism cuts. */
+FS_FN fsdp_param_view fs_whole_view(const fs_run *x, const fsdp_param_view *v) {
+    fsdp_param_view whole = *v;
+    if (x->dm) CALL(x->world, fsdp_tp_view(x->dm, v, &whole));
+    return whole;
+}
 FS_FN void fs_fill(void *user, const fsdp_param_view *block) {
     const fs_run *x = (const fs_run *)user;
+    const fsdp_param_view v = fs_whole_view(x, block);
     const int u = fs_view_unit(block), p = fs_view_param(block);
     for (int64_t k = 0; k < block->numel; k++) {
-        int64_t e = fs_global(x, u, p, fsdp_view_index(block, k));
+        int64_t e = fs_global(x, u, p, fsdp_view_index(&v, k));
         lab_put(block->data, block->dtype, k,
                 lab_round(block->dtype, fs_initial(x->whole, u, p, e)));
     }
@@ -972,8 +990,8 @@ FS_FN void fs_make_model(fs_run *x) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh_info info;
     if (c->how) CALL(x->world, fsdp_mesh_info_init(x->mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
-    md.mesh_info = c->how ? &info : NULL;
-    md.mesh = x->mesh;
+    md.mesh_info = x->info.mesh ? &x->info : c->how ? &info : NULL;
+    md.mesh = x->info.mesh ? NULL : x->mesh;
     md.param_dtype = c->param, md.reduce_dtype = c->reduce, md.grad_dtype = c->grad;
     md.reshard_after_forward = c->raf, md.cpu_offload = c->offload;
     md.implicit_prefetch = c->prefetch, md.direct_min = c->direct_min, md.debug = 1;
@@ -997,9 +1015,10 @@ FS_FN void fs_check_near(const fs_run *x, const char *what, int u, int p, int64_
 FS_FN void fs_compare(fs_run *x, const char *what, const fsdp_param_view *v, const void *data,
                       fsdp_dtype type, const double *want) {
     const int u = fs_view_unit(v), p = fs_view_param(v);
+    const fsdp_param_view whole = fs_whole_view(x, v);
     int64_t at = x->whole->units[u].params[p].at;
     for (int64_t k = 0; k < v->numel; k++) {
-        int64_t e = fs_global(x, u, p, fsdp_view_index(v, k));
+        int64_t e = fs_global(x, u, p, fsdp_view_index(&whole, k));
         fs_check_near(x, what, u, p, e, lab_get(data, type, k), want[at + e]);
     }
 }

@@ -9,26 +9,21 @@
 #define LAB_TENSOR_H
 #include "lab.h"
 #include "sim.h"
-#include "lab_dtensor.h"
+#include "lab_bed.h"
 
 /* ---- a rank of a mesh ------------------------------------------------------------------------ */
 
 enum { RIG_MEMORY = 96 };
 
 typedef struct rig {
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_mesh *mesh;
-    fsdp_dmesh *dm;
+    bed b;
     sim *s; /* that plays the device and all other ranks; NULL: real ones */
-    int32_t ndim, shape[DIMS], coord[DIMS];
     int ranks, rank;
-    lab_log log;
     uint64_t hash;                  /* of what the step in progress has found: rig_saw */
     const fsdp_redistribution *any; /* one of dm's */
     void *memory[RIG_MEMORY];
     int64_t bytes[RIG_MEMORY];
-    int num_memory, label;
+    int num_memory;
     const void *arg;
 } rig;
 
@@ -43,50 +38,47 @@ typedef struct task {
     const void *arg;
     int ndim;
     int32_t mesh[2];
-    int overlap;
+    int overlap, apart; /* apart: the model shards over dp alone */
 } task;
 
 /* Another mesh of tensors, without the redistributions of the one before. */
 H_FN void rig_renew(rig *r, int overlap) {
-    fsdp_dmesh_desc d = FSDP_ZERO;
-    fsdp_dmesh_destroy(r->dm);
-    d.mesh = r->mesh, d.overlap = overlap;
+    r->b.overlap = overlap;
     r->any = NULL;
-    CALL(r->w, fsdp_dmesh_create(r->model, &d, &r->dm));
+    bed_renew(&r->b);
 }
 
-/* A rank of a mesh. The model shards over dim 0 of `all`. */
-H_FN void rig_begin(rig *r, fsdp_world *w, fsdp_mesh *mesh, const fsdp_mesh *all, int overlap,
+/* A rank of a mesh, on which the model shards and replicates as `info` says. */
+H_FN void rig_begin(rig *r, fsdp_world *w, fsdp_mesh *mesh, const fsdp_mesh_info *info, int overlap,
                     sim *s) {
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_mesh_info info;
     memset(r, 0, sizeof *r);
-    r->w = w, r->s = s, r->mesh = mesh, r->ndim = fsdp_mesh_ndim(mesh);
-    r->ranks = fsdp_mesh_size(mesh, -1), r->rank = fsdp_rank(w);
+    r->s = s, r->ranks = fsdp_mesh_size(mesh, -1), r->rank = fsdp_rank(w);
     snprintf(w_case, sizeof w_case, "rank %d of %d", r->rank, fsdp_world_size(w));
-    for (int m = 0; m < r->ndim; m++)
-        r->shape[m] = fsdp_mesh_size(mesh, m), r->coord[m] = fsdp_mesh_rank(mesh, m);
-    CALL(w, fsdp_mesh_info_init(all, FSDP_MESH_INFO_FSDP, 0, -1, &info));
-    md.mesh_info = &info;
-    r->model = lab_model(w, &md);
-    rig_renew(r, overlap);
-    r->label = fsdp_label_register(r->model, "activation");
-    lab_watch(&r->log, w, r->model);
+    md.mesh_info = info;
+    bed_locate(&r->b, w, mesh);
+    bed_make(&r->b, info ? &md : NULL, overlap);
+    bed_watch(&r->b);
 }
-/* One dim is "tp", and the model shards over one rank; two are "dp", over which it does, and
-   "tp". */
+/* One dim is "tp", and two are "dp", which shards, and "tp". The ranks of tp are replicas of the
+   model, so that what it replicates has its groups. */
 H_FN void rig_open(rig *r, fsdp_world *w, const task *t, sim *s) {
-    static const char *const one[1] = {"tp"}, *const two[2] = {"dp", "tp"};
-    fsdp_mesh *mesh = lab_mesh(w, t->ndim, t->mesh, t->ndim == 1 ? one : two, NULL), *all = mesh;
-    if (t->ndim == 1) CALL(w, fsdp_mesh_unflatten(mesh, 0, 1, two, &all));
-    rig_begin(r, w, mesh, all, t->overlap, s);
+    static const char *const names[2] = {"dp", "tp"};
+    const int both = t->ndim > 1;
+    fsdp_mesh *mesh = lab_mesh(w, t->ndim, t->mesh, both ? names : names + 1, NULL);
+    fsdp_mesh_info info;
+    const int kind = t->apart ? FSDP_MESH_INFO_FSDP
+                     : both   ? FSDP_MESH_INFO_HSDP
+                              : FSDP_MESH_INFO_DDP;
+    CALL(w, fsdp_mesh_info_init(mesh, kind, both ? 0 : -1, t->apart ? -1 : both, &info));
+    rig_begin(r, w, mesh, &info, t->overlap, s);
     r->arg = t->arg;
 }
 H_FN void rig_close(rig *r) {
     for (int i = 0; i < r->num_memory; i++)
-        fsdp_free(r->model, FSDP_MEMORY_DEVICE, r->memory[i], r->bytes[i]);
-    fsdp_model_destroy(r->model);
-    free(r->log.ops);
+        fsdp_free(r->b.model, FSDP_MEMORY_DEVICE, r->memory[i], r->bytes[i]);
+    fsdp_model_destroy(r->b.model);
+    free(r->b.log.ops);
 }
 
 H_FN void rig_on_rank(lab_rank *lr) {
@@ -146,14 +138,14 @@ H_FN float *rig_own(rig *r, int64_t count) {
     void *ptr;
     const int64_t bytes = (count ? count : 1) * (int64_t)sizeof(float);
     CHECK(r->num_memory < RIG_MEMORY);
-    CALL(r->w, fsdp_alloc(r->model, FSDP_MEMORY_DEVICE, bytes, "a tensor", &ptr));
+    CALL(r->b.w, fsdp_alloc(r->b.model, FSDP_MEMORY_DEVICE, bytes, "a tensor", &ptr));
     r->bytes[r->num_memory] = bytes;
     r->memory[r->num_memory++] = ptr;
     return (float *)ptr;
 }
 H_FN float *rig_shared(rig *r, int64_t count) {
     void *ptr;
-    CALL(r->w, fsdp_dmesh_alloc(r->dm, count * (int64_t)sizeof(float), &ptr));
+    CALL(r->b.w, fsdp_dmesh_alloc(r->b.dm, count * (int64_t)sizeof(float), &ptr));
     return (float *)ptr;
 }
 
@@ -167,7 +159,7 @@ H_FN fsdp_spec spec3(const rig *r, const char *words, int64_t a, int64_t b, int6
     while (ndim < 3 && shape[ndim] >= 0) ndim++;
     memset(place, 0, sizeof place);
     placements(words, NULL, place);
-    CHECK_OK(fsdp_spec_init(&s, r->ndim, r->shape, place, FSDP_F32, ndim, shape));
+    CHECK_OK(fsdp_spec_init(&s, r->b.ndim, r->b.shape, place, FSDP_F32, ndim, shape));
     return s;
 }
 H_FN fsdp_spec spec2(const rig *r, const char *words, int64_t a, int64_t b) {
@@ -181,33 +173,33 @@ H_FN fsdp_redistribution *redist(rig *r, const char *name, fsdp_spec from, fsdp_
     fsdp_redistribution_desc d = FSDP_ZERO;
     fsdp_redistribution *out;
     d.name = name, d.from = from, d.to = to;
-    CALL(r->w, fsdp_redistribution_create(r->dm, &d, &out));
+    CALL(r->b.w, fsdp_redistribution_create(r->b.dm, &d, &out));
     r->any = out;
     return out;
 }
 H_FN fsdp_redistribution *backward_of(rig *r, fsdp_redistribution *forward, const fsdp_spec *grad) {
     fsdp_redistribution *out;
-    CALL(r->w, fsdp_redistribution_create_backward(forward, grad, &out));
+    CALL(r->b.w, fsdp_redistribution_create_backward(forward, grad, &out));
     return out;
 }
 H_FN fsdp_redistribution_info info_of(const rig *r, const fsdp_redistribution *x) {
     fsdp_redistribution_info info;
-    CALL(r->w, fsdp_redistribution_get(x, &info));
+    CALL(r->b.w, fsdp_redistribution_get(x, &info));
     return info;
 }
 H_FN int64_t routes_of(const rig *r) { return r->any ? (int64_t)info_of(r, r->any).routes : 0; }
 
 /* The caller's host reads what its stream has brought. */
 H_FN void settle(const rig *r) {
-    if (lib_on_streams(r->w)) CALL(r->w, fsdp_wait_stream(r->model, -1));
+    if (lib_on_streams(r->b.w)) CALL(r->b.w, fsdp_wait_stream(r->b.model, -1));
 }
 H_FN void run_redist(const rig *r, fsdp_redistribution *x, float *dst, const float *src) {
-    CALL(r->w, fsdp_redistribute(x, dst, src));
+    CALL(r->b.w, fsdp_redistribute(x, dst, src));
     settle(r);
 }
 H_FN void run_behind(const rig *r, fsdp_redistribution *x, float *dst, const float *src) {
-    CALL(r->w, fsdp_redistribute_begin(x, dst, src));
-    CALL(r->w, fsdp_redistribute_wait(x));
+    CALL(r->b.w, fsdp_redistribute_begin(x, dst, src));
+    CALL(r->b.w, fsdp_redistribute_wait(x));
     settle(r);
 }
 
@@ -223,14 +215,14 @@ H_FN float *values(int64_t seed, int64_t count) { /* the caller frees them */
 /* My part of a whole tensor: into `part`, or compared with it to the bit. */
 H_FN int64_t put_part(const rig *r, const fsdp_spec *s, const float *whole, float *part) {
     fsdp_local l;
-    CHECK_OK(fsdp_spec_local(s, r->coord, &l));
+    CHECK_OK(fsdp_spec_local(s, r->b.coord, &l));
     for (int64_t i = 0; i < l.numel; i++) part[i] = whole[whole_index(s, &l, i)];
     return l.numel;
 }
 H_FN void check_part(const rig *r, const fsdp_spec *s, const float *whole, const float *part,
                      const char *what) {
     fsdp_local l;
-    CHECK_OK(fsdp_spec_local(s, r->coord, &l));
+    CHECK_OK(fsdp_spec_local(s, r->b.coord, &l));
     for (int64_t i = 0; i < l.numel; i++)
         W_CHECK(lab_bits32(part[i]) == lab_bits32(whole[whole_index(s, &l, i)]) ||
                     (part[i] == 0 && whole[whole_index(s, &l, i)] == 0),
@@ -249,37 +241,17 @@ H_FN void rig_saw(rig *r, const float *x, int64_t count) {
 
 /* ---- records --------------------------------------------------------------------------------- */
 
-enum { COLLECTIVES, ALL_RECORDS };
-
-/* Records from number `from` on, of redistributions: "AG 16/2" is an all-gather of 16 elements of
-   each of 2 ranks. ALL_RECORDS: local copies and markers, too. */
 H_FN const char *records_in(const rig *r, int from, int end, int what) {
-    static const char *const names[] = {"copy", "zero", "norm", "AG", "RS", "AR", "bcast", "A2A"};
-    static __thread char text[600];
-    size_t used = 0;
-    text[0] = 0;
-    for (int i = from; i < end; i++) {
-        const fsdp_op *op = &r->log.ops[i];
-        int wire = op->kind >= FSDP_OP_ALL_GATHER && op->kind <= FSDP_OP_RECV;
-        if (op->label != r->label || (what == COLLECTIVES && !wire)) continue;
-        used += (size_t)snprintf(
-            text + used, sizeof text - used, "%s%s%s %lld", used ? ", " : "",
-            op->kind <= FSDP_OP_ALL_TO_ALL ? names[op->kind] : fsdp_op_name(op->kind),
-            op->kind == FSDP_OP_ALL_REDUCE && op->redop == FSDP_MAX ? " max" : "",
-            (long long)op->count);
-        if (wire) used += (size_t)snprintf(text + used, sizeof text - used, "/%d", op->group_size);
-        CHECK(used < sizeof text);
-    }
-    return text;
+    return bed_records(&r->b, from, end, what);
 }
 H_FN const char *records_from(const rig *r, int from, int what) {
-    return records_in(r, from, r->log.num, what);
+    return records_in(r, from, r->b.log.num, what);
 }
 /* All collectives, of whatever: every byte that leaves a rank is in one. */
 H_FN int collectives_in(const rig *r, int from, int end) {
     int count = 0;
     for (int i = from; i < end; i++)
-        count += r->log.ops[i].kind >= FSDP_OP_ALL_GATHER && r->log.ops[i].kind <= FSDP_OP_RECV;
+        count += r->b.log.ops[i].kind >= FSDP_OP_ALL_GATHER && r->b.log.ops[i].kind <= FSDP_OP_RECV;
     return count;
 }
 
@@ -305,7 +277,7 @@ H_FN int same_record(const fsdp_op *a, const fsdp_op *b) {
 H_FN void check_records_again(const rig *r, int first, int second, int end) {
     CHECK_EQ_INT(second - first, end - second);
     for (int i = 0; i < end - second; i++) {
-        const fsdp_op *a = &r->log.ops[first + i], *b = &r->log.ops[second + i];
+        const fsdp_op *a = &r->b.log.ops[first + i], *b = &r->b.log.ops[second + i];
         W_CHECK(same_record(a, b),
                 "record %d is %s %s of '%s', and was %s %s of '%s', or has other fields", i,
                 fsdp_op_name(b->kind), fsdp_op_label(b), b->what, fsdp_op_name(a->kind),
@@ -317,17 +289,17 @@ H_FN void check_records_again(const rig *r, int first, int second, int end) {
    one and the same bits; it allocates nothing and finds no route. Returns where the first began. */
 H_FN int twice(rig *r, void (*step)(rig *r, void *arg), void *arg) {
     fsdp_counters was, now;
-    const int first = r->log.num;
+    const int first = r->b.log.num;
     r->hash = 1;
     step(r, arg);
-    const int second = r->log.num;
+    const int second = r->b.log.num;
     const uint64_t bits = r->hash;
     const int64_t routes = routes_of(r);
-    CALL(r->w, fsdp_model_counters(r->model, &was));
+    CALL(r->b.w, fsdp_model_counters(r->b.model, &was));
     r->hash = 1;
     step(r, arg);
-    CALL(r->w, fsdp_model_counters(r->model, &now));
-    check_records_again(r, first, second, r->log.num);
+    CALL(r->b.w, fsdp_model_counters(r->b.model, &now));
+    check_records_again(r, first, second, r->b.log.num);
     CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
     CHECK_EQ_INT(routes_of(r), routes);
     W_CHECK(r->hash == bits, "the second run has other bits");

@@ -15,7 +15,7 @@
 #include <math.h> /* fabs, log */
 #include "lab.h"
 #include "golden.h"
-#include "lab_dtensor.h"
+#include "lab_bed.h"
 
 enum { TP_PARAMS = 64, TP_BLOCKS = 8, TP_STEPS = 32, TP_DATA = 8 };
 enum { TP_NORM, TP_W1, TP_B1, TP_W2, TP_B2, TP_EMB, TP_ROOT, TP_HEAD, TP_ROLES };
@@ -58,15 +58,12 @@ typedef struct tp_story {
 /* One rank, or (model NULL) the whole. */
 typedef struct tp_rank {
     const tp_net *net;
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_mesh *mesh, *tp_mesh; /* tp_mesh: that dim alone */
-    fsdp_dmesh *dm;
+    bed on;
     fsdp_unit *unit[TP_BLOCK + TP_BLOCKS];
     fsdp_adamw *adamw;
     fsdp_sgd *sgd;
-    int data, num_data, tp, num_tp; /* which data, and which part */
-    int64_t first, rows;            /* of this rank's tokens, in a sequence that is cut */
+    int data, num_data, tp, num_tp, tp_dim; /* which data, and which part of that mesh dim */
+    int64_t first, rows;                    /* of this rank's tokens, in a sequence that is cut */
     int64_t hidden, vocab, vocab_first;
     fsdp_redistribution *gather, *gather_back, *scatter, *scatter_back, *max, *sums;
     float *h[TP_BLOCKS + 1], *full[TP_BLOCKS], *z[TP_BLOCKS], *s[TP_BLOCKS];
@@ -75,9 +72,7 @@ typedef struct tp_rank {
     double *w1, *w2, *b, *g; /* [most] */
     float *value, *m, *v;    /* [total] of the whole: parameters, state of the optimizer */
     double *grad;            /* [total] of the whole */
-    lab_log log;
-    int label;              /* of records of activations */
-    int log_begin, log_end; /* of the last step, without what looks at its results */
+    int log_begin, log_end;  /* of the last step, without what looks at its results */
     w_heap *heap; /* NULL, or of the world: steps from the third one on allocate nothing */
     double *private_memory;
 } tp_rank;
@@ -151,13 +146,11 @@ enum { TP_ALL, TP_SEQUENCE, TP_ADDENDS }; /* how tp holds an activation */
 /* Each rank with data of its own has `rows` rows of the tensor. */
 H_FN fsdp_spec tp_spec(const tp_rank *t, int how, int op, int64_t rows, int64_t columns) {
     fsdp_placement place[DIMS];
-    int32_t shape[DIMS];
     const int64_t tensor[2] = {rows * t->num_data, columns};
-    int ndim = fsdp_mesh_ndim(t->mesh), tp = fsdp_mesh_dim(t->mesh, "tp");
+    const int ndim = t->on.ndim, tp = t->tp_dim;
     fsdp_spec s;
     memset(place, 0, sizeof place);
     for (int m = 0; m < ndim; m++) {
-        shape[m] = fsdp_mesh_size(t->mesh, m);
         place[m].kind = FSDP_SHARD; /* tp cuts last, wherever it is in the mesh */
         place[m].order = (int8_t)(m == tp ? ndim - 1 : m - (m > tp));
         if (m != tp) continue;
@@ -166,7 +159,7 @@ H_FN fsdp_spec tp_spec(const tp_rank *t, int how, int op, int64_t rows, int64_t 
                                                       : FSDP_PARTIAL);
         place[m].op = (int8_t)op;
     }
-    CHECK_OK(fsdp_spec_init(&s, ndim, shape, place, FSDP_F32, columns ? 2 : 1, tensor));
+    CHECK_OK(fsdp_spec_init(&s, ndim, t->on.shape, place, FSDP_F32, columns ? 2 : 1, tensor));
     return s;
 }
 
@@ -175,7 +168,7 @@ H_FN fsdp_redistribution *tp_way(tp_rank *t, const char *name, const fsdp_spec *
     fsdp_redistribution_desc d = FSDP_ZERO;
     fsdp_redistribution *r = NULL;
     d.name = name, d.from = *from, d.to = *to;
-    CALL(t->w, fsdp_redistribution_create(t->dm, &d, &r));
+    CALL(t->on.w, fsdp_redistribution_create(t->on.dm, &d, &r));
     return r;
 }
 
@@ -187,8 +180,8 @@ H_FN void tp_ways(tp_rank *t) {
     fsdp_spec adds = tp_spec(t, TP_ADDENDS, FSDP_SUM, net->tokens, net->d);
     t->gather = tp_way(t, "to a linear", &mine, &all);
     t->scatter = tp_way(t, "from a linear", &adds, &mine);
-    CALL(t->w, fsdp_redistribution_create_backward(t->gather, &adds, &t->gather_back));
-    CALL(t->w, fsdp_redistribution_create_backward(t->scatter, NULL, &t->scatter_back));
+    CALL(t->on.w, fsdp_redistribution_create_backward(t->gather, &adds, &t->gather_back));
+    CALL(t->on.w, fsdp_redistribution_create_backward(t->scatter, NULL, &t->scatter_back));
     fsdp_spec max = tp_spec(t, TP_ADDENDS, FSDP_MAX, net->tokens, 0);
     fsdp_spec sums = tp_spec(t, TP_ADDENDS, FSDP_SUM, 2 * net->tokens, 0);
     fsdp_spec max_all = tp_spec(t, TP_ALL, 0, net->tokens, 0);
@@ -202,7 +195,7 @@ H_FN void tp_fill(void *user, const fsdp_param_view *block) {
     tp_rank *t = (tp_rank *)user;
     const tp_param *p = (const tp_param *)block->user;
     fsdp_param_view v;
-    CALL(t->w, fsdp_tp_view(t->dm, block, &v));
+    CALL(t->on.w, fsdp_tp_view(t->on.dm, block, &v));
     for (int64_t k = 0; k < v.numel; k++) {
         uint64_t at = (uint64_t)fsdp_view_index(&v, k);
         CHECK(at < (uint64_t)p->numel);
@@ -212,7 +205,7 @@ H_FN void tp_fill(void *user, const fsdp_param_view *block) {
 
 /* The mesh: (stages, replicas, shards, tp), or tp first, without dims of size 0. A stage has a slice
    of it. */
-H_FN void tp_make_mesh(tp_rank *t, fsdp_model_desc *md, fsdp_mesh_info *info) {
+H_FN void tp_make_mesh(tp_rank *t, fsdp_world *w, fsdp_model_desc *md, fsdp_mesh_info *info) {
     const tp_net *net = t->net;
     const int order[2][4] = {{0, 1, 2, 3}, {3, 0, 1, 2}};
     const int sizes[4] = {net->stages, net->replicas, net->shards, net->tp};
@@ -226,15 +219,14 @@ H_FN void tp_make_mesh(tp_rank *t, fsdp_model_desc *md, fsdp_mesh_info *info) {
         if (i == 2) shard = ndim;
         dims[ndim] = ndim, names[ndim] = all[i], shape[ndim++] = sizes[i];
     }
-    fsdp_mesh *whole = lab_mesh(t->w, ndim, shape, names, NULL);
-    t->mesh = whole;
-    if (net->stages) CALL(t->w, fsdp_mesh_slice(whole, dims + 1, ndim - 1, &t->mesh));
-    t->tp_mesh = lab_slice(t->w, t->mesh, fsdp_mesh_dim(t->mesh, "tp"));
+    fsdp_mesh *whole = lab_mesh(w, ndim, shape, names, NULL), *mine = whole;
+    if (net->stages) CALL(w, fsdp_mesh_slice(whole, dims + 1, ndim - 1, &mine));
+    bed_locate(&t->on, w, mine);
     if (!net->given_mesh) return;
     int kind = shard < 0       ? FSDP_MESH_INFO_DDP
                : replicate < 0 ? FSDP_MESH_INFO_FSDP
                                : FSDP_MESH_INFO_HSDP;
-    CALL(t->w, fsdp_mesh_info_init(whole, kind, shard, replicate, info));
+    CALL(w, fsdp_mesh_info_init(whole, kind, shard, replicate, info));
     md->mesh_info = info;
 }
 
@@ -256,12 +248,13 @@ H_FN void tp_make_unit(tp_rank *t, int unit) {
     ud.unit.params = d, ud.unit.num_params = count, ud.tp = tp;
     if (unit < TP_BLOCK) ud.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
     ud.partial_grads = t->net->sp;
-    CALL(t->w, fsdp_tp_fully_shard(t->dm, &ud, &t->unit[unit]));
+    CALL(t->on.w, fsdp_tp_fully_shard(t->on.dm, &ud, &t->unit[unit]));
 }
 
 H_FN float *tp_floats(tp_rank *t, int64_t count) {
     void *ptr = NULL;
-    if (t->model) CALL(t->w, fsdp_dmesh_alloc(t->dm, count * (int64_t)sizeof(float), &ptr));
+    if (t->on.model)
+        CALL(t->on.w, fsdp_dmesh_alloc(t->on.dm, count * (int64_t)sizeof(float), &ptr));
     else ptr = lab_zeros((size_t)count, sizeof(float));
     return (float *)ptr;
 }
@@ -306,43 +299,39 @@ H_FN void tp_sizes(tp_rank *t) {
 
 H_FN void tp_open(tp_rank *t, const tp_net *net, fsdp_world *w, const tp_opt *o) {
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_dmesh_desc dd = FSDP_ZERO;
     fsdp_mesh_info info;
     fsdp_adamw_desc adamw = fsdp_adamw_defaults();
     fsdp_sgd_desc sgd = fsdp_sgd_defaults();
     memset(t, 0, sizeof *t);
-    t->net = net, t->w = w;
-    tp_make_mesh(t, &md, &info);
+    t->net = net;
+    tp_make_mesh(t, w, &md, &info);
     md.param_dtype = net->param_dtype, md.reduce_dtype = net->reduce_dtype;
     md.reshard_after_forward = net->raf;
     md.fill_bytes = 64; /* initial values come in several blocks */
-    t->model = lab_model(w, &md);
-    dd.mesh = t->mesh;
-    CALL(w, fsdp_dmesh_create(t->model, &dd, &t->dm));
-    int tp = fsdp_mesh_dim(t->mesh, "tp");
-    t->tp = fsdp_mesh_rank(t->mesh, tp), t->num_tp = fsdp_mesh_size(t->mesh, tp);
-    t->num_data = fsdp_mesh_size(t->mesh, -1) / t->num_tp;
+    bed_make(&t->on, &md, 0);
+    const int tp = t->tp_dim = fsdp_mesh_dim(t->on.mesh, "tp");
+    t->tp = t->on.coord[tp], t->num_tp = t->on.shape[tp];
+    t->num_data = fsdp_mesh_size(t->on.mesh, -1) / t->num_tp;
     t->data = 0; /* the other dims count data, row-major */
-    for (int m = 0; m < fsdp_mesh_ndim(t->mesh); m++)
-        if (m != tp) t->data = t->data * fsdp_mesh_size(t->mesh, m) + fsdp_mesh_rank(t->mesh, m);
+    for (int m = 0; m < t->on.ndim; m++)
+        if (m != tp) t->data = t->data * t->on.shape[m] + t->on.coord[m];
     tp_sizes(t);
     tp_ways(t);
     for (int u = 0; u < TP_BLOCK + net->blocks; u++) tp_make_unit(t, u);
-    CALL(w, fsdp_init_params(t->model, tp_fill, t));
+    CALL(w, fsdp_init_params(t->on.model, tp_fill, t));
     adamw.beta1 = o->a, adamw.beta2 = o->b, adamw.eps = o->c, adamw.weight_decay = o->decay;
     sgd.momentum = o->a, sgd.dampening = o->b, sgd.nesterov = o->c > 0, sgd.weight_decay = o->decay;
-    if (o->sgd) CALL(w, fsdp_sgd_create(t->model, &sgd, &t->sgd));
-    else CALL(w, fsdp_adamw_create(t->model, &adamw, &t->adamw));
+    if (o->sgd) CALL(w, fsdp_sgd_create(t->on.model, &sgd, &t->sgd));
+    else CALL(w, fsdp_adamw_create(t->on.model, &adamw, &t->adamw));
     tp_memory(t);
-    t->label = fsdp_label_register(t->model, "activation");
-    lab_watch(&t->log, w, t->model);
+    bed_watch(&t->on);
 }
-H_FN void tp_close(tp_rank *t) { free(t->ids), free(t->private_memory), free(t->log.ops); }
+H_FN void tp_close(tp_rank *t) { free(t->ids), free(t->private_memory), free(t->on.log.ops); }
 
 /* ---- what differs between a rank and the whole ---------------------------------------------- */
 
 H_FN void tp_hook(tp_rank *t, fsdp_status (*hook)(fsdp_unit *), int unit) {
-    if (t->model && t->unit[unit]) CALL(t->w, hook(t->unit[unit]));
+    if (t->on.model && t->unit[unit]) CALL(t->on.w, hook(t->unit[unit]));
 }
 
 /* Elements of this rank's part, which is what a unit gathers. */
@@ -361,7 +350,7 @@ H_FN void tp_load(tp_rank *t, int role, int block, double *out) {
     int i = tp_find(t->net, role, block);
     CHECK(i >= 0);
     const tp_param *p = &t->net->params[i];
-    if (t->model) {
+    if (t->on.model) {
         const void *data = fsdp_data(t->unit[p->unit], p->index);
         CHECK(data != NULL);
         lab_load(out, data, tp_dtype(t->net), tp_part(t, p));
@@ -375,8 +364,8 @@ H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
     const tp_param *p = &t->net->params[tp_find(t->net, role, block)];
     fsdp_dtype dtype = tp_dtype(t->net);
     if (p->frozen) return;
-    void *grad = t->model ? fsdp_grad(t->unit[p->unit], p->index) : NULL;
-    CHECK(!t->model || grad);
+    void *grad = t->on.model ? fsdp_grad(t->unit[p->unit], p->index) : NULL;
+    CHECK(!t->on.model || grad);
     for (int64_t k = 0; k < tp_part(t, p); k++)
         if (grad) lab_put(grad, dtype, k, lab_get(grad, dtype, k) + g[k]);
         else t->grad[p->at + k] += lab_round(dtype, g[k]) / t->num_data;
@@ -384,7 +373,7 @@ H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
 
 /* Bytes of the whole, which each way only copies. */
 H_FN void tp_move(tp_rank *t, fsdp_redistribution *r, float *dst, const float *src, int64_t count) {
-    if (t->model) CALL(t->w, fsdp_redistribute(r, dst, src));
+    if (t->on.model) CALL(t->on.w, fsdp_redistribute(r, dst, src));
     else if (dst != src) memcpy(dst, src, (size_t)count * sizeof *dst);
 }
 
@@ -548,8 +537,8 @@ H_FN double tp_square_error(tp_rank *t) {
         loss += off * off / all;
         t->branch[k] = (float)(2 * off / all);
     }
-    if (net->sp && t->model)
-        CALL(t->w, fsdp_all_reduce(t->w, t->tp_mesh, &loss, 1, FSDP_F64, FSDP_SUM));
+    if (net->sp && t->on.model)
+        CALL(t->on.w, fsdp_all_reduce(t->on.w, t->on.dim[t->tp_dim], &loss, 1, FSDP_F64, FSDP_SUM));
     return loss;
 }
 
@@ -586,7 +575,7 @@ H_FN double tp_micro(tp_rank *t, int step, int micro, int data) {
     for (int b = net->blocks - 1; b >= 0; b--) tp_block_back(t, b);
     if (net->vocab) tp_embed_back(t);
     tp_hook(t, fsdp_post_backward, TP_VOCAB), tp_hook(t, fsdp_post_backward, TP_REPLICATED);
-    if (t->model) CALL(t->w, fsdp_finalize_backward(t->model));
+    if (t->on.model) CALL(t->on.w, fsdp_finalize_backward(t->on.model));
     return loss;
 }
 
@@ -679,7 +668,7 @@ H_FN void tp_whole_tensors(tp_rank *t, int grad, double *out) {
     for (int i = 0; i < t->net->num_params; i++) {
         const tp_param *p = &t->net->params[i];
         if (grad && p->frozen) continue;
-        CALL(t->w, fsdp_tp_param_full(t->dm, t->unit[p->unit], p->index, grad, full));
+        CALL(t->on.w, fsdp_tp_param_full(t->on.dm, t->unit[p->unit], p->index, grad, full));
         for (int64_t k = 0; k < p->numel; k++) out[p->at + k] = (double)full[k];
     }
     free(full);
@@ -688,43 +677,39 @@ H_FN void tp_whole_tensors(tp_rank *t, int grad, double *out) {
 /* How the mesh holds a parameter: tp cuts before FSDP. */
 H_FN fsdp_spec tp_param_spec(const tp_rank *t, const tp_param *p) {
     fsdp_placement place[DIMS];
-    int32_t shape[DIMS];
-    int ndim = fsdp_mesh_ndim(t->mesh), tp = fsdp_mesh_dim(t->mesh, "tp");
-    int dp = fsdp_mesh_dim(t->mesh, t->net->replicas ? "dp_shard" : "dp");
+    const int tp = t->tp_dim;
+    int dp = fsdp_mesh_dim(t->on.mesh, t->net->replicas ? "dp_shard" : "dp");
     fsdp_spec s;
     memset(place, 0, sizeof place);
-    for (int m = 0; m < ndim; m++) shape[m] = fsdp_mesh_size(t->mesh, m);
     if (p->cut) place[tp].kind = FSDP_SHARD, place[tp].dim = (int8_t)tp_tp_dim(p);
     if (dp >= 0) {
         place[dp].kind = FSDP_SHARD, place[dp].dim = (int8_t)p->shard_dim;
         place[dp].order = p->cut && tp_tp_dim(p) == p->shard_dim;
     }
-    CHECK_OK(fsdp_spec_init(&s, ndim, shape, place, FSDP_F32, p->ndim, p->shape));
+    CHECK_OK(fsdp_spec_init(&s, t->on.ndim, t->on.shape, place, FSDP_F32, p->ndim, p->shape));
     return s;
 }
 
 /* Each shard is the part that its spec says, and replicas are equal. */
 H_FN void tp_check_shards(tp_rank *t) {
-    int32_t coord[DIMS];
-    for (int m = 0; m < fsdp_mesh_ndim(t->mesh); m++) coord[m] = fsdp_mesh_rank(t->mesh, m);
     for (int i = 0; i < t->net->num_params; i++) {
         const tp_param *p = &t->net->params[i];
         fsdp_spec s = tp_param_spec(t, p);
         fsdp_local l;
-        fsdp_param_view v = lab_view(t->w, t->unit[p->unit], p->index), whole;
-        CALL(t->w, fsdp_tp_view(t->dm, &v, &whole));
-        CHECK_OK(fsdp_spec_local(&s, coord, &l));
+        fsdp_param_view v = lab_view(t->on.w, t->unit[p->unit], p->index), whole;
+        CALL(t->on.w, fsdp_tp_view(t->on.dm, &v, &whole));
+        CHECK_OK(fsdp_spec_local(&s, t->on.coord, &l));
         CHECK_EQ_INT(v.numel, l.numel);
         CHECK_EQ_MEM(whole.shape, p->shape, (size_t)p->ndim * sizeof *p->shape);
         if (l.numel) CHECK_EQ_MEM(whole.start, l.start, (size_t)p->ndim * sizeof *l.start);
         if (l.numel) CHECK_EQ_MEM(whole.local_shape, l.shape, (size_t)p->ndim * sizeof *l.shape);
-        CALL(t->w, fsdp_dtensor_check(t->dm, &s, v.shard, p->name));
+        CALL(t->on.w, fsdp_dtensor_check(t->on.dm, &s, v.shard, p->name));
     }
 }
 
 /* Records of activations of this kind in the last step. */
 H_FN int tp_count(const tp_rank *t, int kind) {
-    return lab_count_ops(&t->log, t->log_begin, kind, t->label, NULL);
+    return lab_count_ops(&t->on.log, t->log_begin, kind, t->on.label, NULL);
 }
 
 /* Forward and backward of all microbatches, then clipping and the update; in between the whole
@@ -732,13 +717,13 @@ H_FN int tp_count(const tp_rank *t, int kind) {
 H_FN void tp_step(tp_rank *t, const tp_opt *o, int step, tp_story *out) {
     const tp_net *net = t->net;
     int64_t before = t->heap ? w_allocations(t->heap) : 0, after;
-    t->log_begin = t->log.num;
+    t->log_begin = t->on.log.num;
     for (int m = 0; m < net->micro; m++) {
         int sync = !net->no_sync || m == net->micro - 1;
-        CALL(t->w, fsdp_set_requires_gradient_sync(t->model, NULL, sync));
+        CALL(t->on.w, fsdp_set_requires_gradient_sync(t->on.model, NULL, sync));
         out->loss[step][t->data] += tp_micro(t, step, m, t->data);
     }
-    t->log_end = t->log.num;
+    t->log_end = t->on.log.num;
     after = t->heap ? w_allocations(t->heap) : 0;
     if (step > 1) CHECK_EQ_INT(after - before, 0);
     tp_whole_tensors(t, 1, out->grad[step]);
@@ -746,11 +731,11 @@ H_FN void tp_step(tp_rank *t, const tp_opt *o, int step, tp_story *out) {
     if (net->clip_p > 0) {
         fsdp_clip_desc clip = FSDP_ZERO;
         clip.max_norm = net->max_norm, clip.norm_type = net->clip_p;
-        CALL(t->w, fsdp_clip_grads(t->model, &clip, &out->norm[step]));
+        CALL(t->on.w, fsdp_clip_grads(t->on.model, &clip, &out->norm[step]));
     }
-    if (o->sgd) CALL(t->w, fsdp_sgd_step(t->sgd, o->lr));
-    else CALL(t->w, fsdp_adamw_step(t->adamw, o->lr));
-    CALL(t->w, fsdp_zero_grad(t->model));
+    if (o->sgd) CALL(t->on.w, fsdp_sgd_step(t->sgd, o->lr));
+    else CALL(t->on.w, fsdp_adamw_step(t->adamw, o->lr));
+    CALL(t->on.w, fsdp_zero_grad(t->on.model));
     after = t->heap ? w_allocations(t->heap) : 0;
     if (step > 1) CHECK_EQ_INT(after - before, 0);
     tp_check_shards(t);

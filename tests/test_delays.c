@@ -3,12 +3,13 @@
    are freed, and how long anything takes. Delays are injected before every collective, by a backend
    that wraps the shared-memory one, and between the calls of the trainer; they are pseudo-random,
    the same for the same --seed, and different on every rank. Nor do the bits depend on whether steps
-   go by calls or are replayed from a plan.
+   go by calls or are replayed from a plan, or on whether redistributions run beside other work.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
 #include "sim.h"
+#include "lab_block.h"
 
 enum { WIDTH = 8, UNITS = 8, PARAMS = 2, KINDS = 4, STEPS = 5 * KINDS, MICROS = 2 };
 enum { RANKS = 4, RUNS = 64 };
@@ -576,4 +577,100 @@ TEST_P(delays, planned_on_streams, kinds) {
     const int64_t replayed = streams(row, W_SLOW ? 3 : 10, STEPS);
     h_message("%lld steps were replayed", (long long)replayed);
     CHECK(replayed > 10);
+}
+
+/* ---- tensor parallelism ---------------------------------------------------------------------- */
+
+/* A transformer block on (dp, tp). Every second run begins its redistributions, computes the gradients
+   of weights, and waits. */
+typedef struct {
+    batch b;
+    block_net net;
+} tp_batch;
+
+static void run_block(int rank, int ranks, void *arg) {
+    tp_batch *t = (tp_batch *)arg;
+    batch *b = &t->b;
+    fsdp_comm_ops ops = lab_guard_ops();
+    for (int run = 0; run < b->runs; run++) {
+        way *w = (way *)malloc(sizeof *w);
+        blk *block = (blk *)lab_zeros(1, sizeof *block);
+        block_net mine = t->net;
+        fsdp_world *world;
+        uint64_t calls = 0;
+        char job[100], text[200];
+        CHECK(w);
+        *w = b->way[run];
+        w->guard.before = slow_comm, w->rank = rank;
+        mine.overlap = run % 2, mine.seed += (uint64_t)w->other_input;
+        describe(w, text, sizeof text);
+        snprintf(w_case, sizeof w_case, "run %d, overlap %d: %s", run, mine.overlap, text);
+        snprintf(job, sizeof job, "delays-tp-%d-%d", b->base, run);
+        fsdp_world_desc d = w_desc(rank, ranks, b->threaded ? &b->threads[run] : NULL, job,
+                                   w->lanes);
+        d.comm_ops = &ops, d.user = w;
+        CALL(NULL, fsdp_init(&d, &world));
+        block_open(block, &mine, world);
+        for (int step = 0; step < b->steps; step++) {
+            uint64_t *hash = &b->hash[run][rank][step];
+            const size_t bytes = (size_t)(block->rows * mine.d) * sizeof(float);
+            fsdp_param_view v = FSDP_ZERO;
+            *hash = 14695981039346656037u;
+            block_feed(block, block->on.coord[0]);
+            dawdle(w, AT_HOOK, 99, calls++);
+            block_forward(block);
+            dawdle(w, AT_HOOK, 99, calls++);
+            block_backward(block);
+            lab_fold(hash, block->y, bytes), lab_fold(hash, block->dx, bytes);
+            while (fsdp_next_param(block->on.model, &v))
+                for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+                    float *p = (float *)v.shard + k;
+                    *p -= 0.125f * ((const float *)v.shard_grad)[k];
+                    lab_fold(hash, p, sizeof *p);
+                }
+            CALL(world, fsdp_params_changed(block->on.model));
+            CALL(world, fsdp_zero_grad(block->on.model));
+        }
+        block_close(block);
+        CALL(NULL, fsdp_shutdown(world));
+        free(block), free(w);
+    }
+}
+
+static tp_batch *new_tp_batch(const block_net *of, int runs, int from, int threaded) {
+    tp_batch *t = (tp_batch *)mmap(NULL, sizeof *t, PROT_READ | PROT_WRITE,
+                                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK((void *)t != MAP_FAILED);
+    t->net = *of;
+    batch *b = &t->b;
+    b->ranks = of->dp * of->tp, b->shards = of->dp, b->kind = &kinds[0], b->runs = runs;
+    b->steps = KINDS, b->base = (int)getpid() * 2 + (from > 0), b->threaded = threaded;
+    for (int run = 0; run < runs; run++) {
+        b->way[run] = make_way(run ? run + from : 0, 1);
+        b->threads[run].size = b->ranks;
+    }
+    return t;
+}
+
+static const struct {
+    const char *name;
+    block_net net;
+} tp_rows[] = {{"2x2,plain", {2, 6, 10, 4, 4, 16, 2, 2, 0, 0, 5}},
+               {"2x2,sequence", {2, 6, 10, 4, 4, 16, 2, 2, 1, 0, 6}},
+               {"1x3,uneven", {2, 5, 10, 4, 4, 11, 1, 3, 1, 0, 7}}};
+TEST_P(delays, tensor_parallel, tp_rows) {
+    const int threads = W_SLOW ? 6 : 18, processes = W_SLOW ? 3 : 6;
+    tp_batch *a = new_tp_batch(&row->net, threads, 0, 1);
+    tp_batch *b = new_tp_batch(&row->net, processes, 1000, 0);
+    tp_batch *other = new_tp_batch(&row->net, 1, 0, 0);
+    const int ranks = a->b.ranks;
+    other->b.way[0].other_input = 1, other->b.base += 1000000;
+    h_ranks_proc(ranks, run_block, b); // before there are threads
+    h_ranks_proc(ranks, run_block, other);
+    h_ranks_thread(ranks, run_block, a);
+    compare(&a->b, &a->b);
+    compare(&a->b, &b->b);
+    for (int r = 0; r < ranks; r++)
+        for (int s = 0; s < KINDS; s++) CHECK(a->b.hash[0][r][s] != other->b.hash[0][r][s]);
+    munmap(a, sizeof *a), munmap(b, sizeof *b), munmap(other, sizeof *other);
 }

@@ -8,47 +8,16 @@
 #include "lab.h"
 #include "golden.h"
 #include "lab_dtensor.h"
+#include "lab_bed.h"
 #include "sim.h"
 #include "fsdp_dtensor.h"
 
 /* ---- a mesh of ranks ------------------------------------------------------------------------- */
 
-typedef struct bed { /* one rank */
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_mesh *mesh, *dim[DIMS]; /* dim: each one alone */
-    fsdp_dmesh *dm;
-    int32_t shape[DIMS], coord[DIMS], ndim;
-    int overlap;
-    fsdp_links links;
-    int checks; /* redistributions that were compared */
-} bed;
-
-/* Another dmesh, without the redistributions of the one before. */
-static void bed_renew(bed *b) {
-    fsdp_dmesh_desc d = FSDP_ZERO;
-    fsdp_dmesh_destroy(b->dm);
-    d.mesh = b->mesh, d.overlap = b->overlap, d.links = b->links;
-    CALL(b->w, fsdp_dmesh_create(b->model, &d, &b->dm));
-}
-
 static void bed_open(bed *b, fsdp_world *w, int ndim, const int32_t *shape, int overlap) {
     static const char *const names[DIMS] = {"a", "b", "c", "d"};
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_mesh_info info;
-    memset(b, 0, sizeof *b);
-    b->w = w, b->ndim = ndim;
-    b->mesh = lab_mesh(w, ndim, shape, names, NULL);
-    CALL(w, fsdp_mesh_info_init(b->mesh, FSDP_MESH_INFO_FSDP, 0, -1, &info));
-    md.mesh_info = &info;
-    b->model = lab_model(w, &md);
-    for (int m = 0; m < ndim; m++) {
-        b->shape[m] = shape[m];
-        b->coord[m] = fsdp_mesh_rank(b->mesh, m);
-        b->dim[m] = lab_slice(w, b->mesh, m);
-    }
-    b->overlap = overlap;
-    bed_renew(b);
+    bed_locate(b, w, lab_mesh(w, ndim, shape, names, NULL));
+    bed_make(b, NULL, overlap);
 }
 
 static double small_value(int64_t i) { return 1 + (double)(i % 13); }
@@ -230,7 +199,6 @@ typedef struct wild { /* one case */
 typedef struct wild_bed {
     bed b;
     char *arena[2];
-    lab_log log;
 } wild_bed;
 
 static int is_collective(const fsdp_op *op) {
@@ -421,8 +389,8 @@ static void wild_records(const wild_bed *wb, const fsdp_redistribution_info *inf
     int collectives = 0, even = 1, empty = lab_numel(s->ndim, s->shape) == 0;
     const int ranks = fsdp_world_size(wb->b.w);
     for (int d = 0; d < s->ndim; d++) even &= s->shape[d] % ranks == 0;
-    for (int i = 0; i < wb->log.num; i++) {
-        const fsdp_op *op = &wb->log.ops[i];
+    for (int i = 0; i < wb->b.log.num; i++) {
+        const fsdp_op *op = &wb->b.log.ops[i];
         if (!is_collective(op)) continue;
         W_CHECK(op->group_size > 1, "a collective of one rank");
         collectives++;
@@ -458,7 +426,7 @@ static void wild_run(wild_bed *wb, const wild *c, fsdp_redistribution *r, const 
     memset(dst + room, GUARD_BYTE, (size_t)guard);
     wild_fill(b, c, from, src);
     memcpy(was, src, (size_t)in);
-    wb->log.num = 0;
+    wb->b.log.num = 0;
     if (c->beside) {
         CALL(b->w, fsdp_redistribute_begin(r, dst, src));
         CALL(b->w, fsdp_redistribute_wait(r));
@@ -537,7 +505,7 @@ static void wild_rank(lab_rank *r) {
     for (int i = 0; i < WILD_MESHES; i++) {
         bed_open(&beds[i].b, r->w, wild_meshes[row->ranks][i].ndim,
                  wild_meshes[row->ranks][i].shape, 0);
-        lab_watch(&beds[i].log, r->w, beds[i].b.model);
+        bed_watch(&beds[i].b);
     }
     for (int done = 0, k = 0; done < cases; k++) {
         wild_bed *wb = &beds[k % WILD_MESHES];
@@ -547,7 +515,7 @@ static void wild_rank(lab_rank *r) {
     for (int i = 0; i < WILD_MESHES; i++) {
         checks += beds[i].b.checks;
         fsdp_model_destroy(beds[i].b.model);
-        free(beds[i].log.ops);
+        free(beds[i].b.log.ops);
     }
     CHECK(checks >= cases);
     free(beds);
@@ -1084,14 +1052,15 @@ static void ends_under_way(lab_rank *r) {
     static const int64_t shape[2] = {5, 7};
     fsdp_redistribution_info info;
     lab_log log;
-    for (int end = 0; end < 3; end++) {
+    for (int i = 0; i < 6; i++) {
+        const int end = i % 3, with_unit = i / 3;
         bed b;
         void *src, *dst;
         memset(&log, 0, sizeof log);
         bed_open(&b, r->w, 1, mesh, 1);
         const fsdp_param_desc param = lab_desc(2, shape, 0, FSDP_F32, 0);
-        lab_unit(r->w, b.model, NULL, &param, 1); /* a model without units ignores a reset */
-        CALL(b.w, fsdp_model_commit(b.model));
+        if (with_unit) lab_unit(r->w, b.model, NULL, &param, 1);
+        if (with_unit) CALL(b.w, fsdp_model_commit(b.model));
         fsdp_redistribution *run = make(&b, "late", "P", "R", FSDP_SUM, 2, shape);
         const fsdp_spec from = spec_of(&b, "P", FSDP_SUM, FSDP_F32, 2, shape),
                         to = spec_of(&b, "R", FSDP_SUM, FSDP_F32, 2, shape);

@@ -72,7 +72,7 @@ static void basic_body(rig *r) {
     fsdp_placement cut = {FSDP_SHARD, 0, 0, 0};
     basic b = FSDP_ZERO;
     fsdp_spec x;
-    CHECK_OK(fsdp_spec_infer(&x, 1, r->shape, &cut, FSDP_F32, 2, local));
+    CHECK_OK(fsdp_spec_infer(&x, 1, r->b.shape, &cut, FSDP_F32, 2, local));
     CHECK(x.shape[0] == 8 && x.shape[1] == 4);
     const fsdp_propagation square = propagate(FSDP_TENSOR_OP_MUL, &x, &x, &no_args),
                            plus = propagate(FSDP_TENSOR_OP_POINTWISE, &square.out, NULL, &no_args),
@@ -89,7 +89,7 @@ static void basic_body(rig *r) {
     b.back = backward_of(r, b.square, &square.grad[0]);
     const int from = twice(r, basic_step, &b);
     CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), "");
-    CHECK_EQ_INT(collectives_in(r, from, r->log.num), 0);
+    CHECK_EQ_INT(collectives_in(r, from, r->b.log.num), 0);
     CHECK_EQ_INT(routes_of(r), 0);
 }
 static void basic_task(const way *how, int trains) {
@@ -103,16 +103,16 @@ TEST_P(dtensor_compile, dynamo_dtensor, all_ways) { basic_task(row, 0); }
 /* Describing issues nothing; specs are plain values. The last lines show that the watcher sees. */
 static void export_body(rig *r) {
     fsdp_spec x = spec2(r, "S0", 8, 4), copy, whole = spec2(r, "R", 8, 4);
-    const int from = r->log.num;
+    const int from = r->b.log.num;
     fsdp_propagation p = propagate(FSDP_TENSOR_OP_ADD, &x, &x, &no_args);
     fsdp_local l;
     memset(&copy, 0x5a, sizeof copy);
     memcpy(&copy, &x, sizeof x);
     CHECK(same_spec(&copy, &x) && same_spec(&p.out, &x) && p.cost_us == 0);
-    CHECK_OK(fsdp_spec_local(&copy, r->coord, &l));
-    CHECK(l.shape[0] == 4 && l.start[0] == 4 * r->coord[0] && l.numel == 16);
+    CHECK_OK(fsdp_spec_local(&copy, r->b.coord, &l));
+    CHECK(l.shape[0] == 4 && l.start[0] == 4 * r->b.coord[0] && l.numel == 16);
     fsdp_redistribution *gather = redist(r, "x", copy, whole);
-    CHECK_EQ_INT(r->log.num, from);
+    CHECK_EQ_INT(r->b.log.num, from);
     run_redist(r, gather, rig_shared(r, 32), rig_shared(r, 16));
     CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), "AG 16/2");
 }
@@ -164,29 +164,29 @@ TEST(dtensor_compile, placement_compile) {
 
 static int sizes_of(const rig *r) {
     int32_t all[2] = {-1, -1};
-    CHECK_EQ_INT(fsdp_mesh_ranks(r->mesh, -1, all), 2);
+    CHECK_EQ_INT(fsdp_mesh_ranks(r->b.mesh, -1, all), 2);
     CHECK(all[0] == 0 && all[1] == 1);
-    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 0), r->rank);
-    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 1), 0);
-    return fsdp_mesh_size(r->mesh, -1) + fsdp_mesh_size(r->mesh, 0) +
-           fsdp_mesh_size(r->mesh, fsdp_mesh_dim(r->mesh, "dp"));
+    CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, 0), r->rank);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, 1), 0);
+    return fsdp_mesh_size(r->b.mesh, -1) + fsdp_mesh_size(r->b.mesh, 0) +
+           fsdp_mesh_size(r->b.mesh, fsdp_mesh_dim(r->b.mesh, "dp"));
 }
 static void mesh_body(rig *r) {
     const fsdp_param_desc p = fsdp_mat("w", 4, 4);
-    fsdp_unit *unit = lab_unit(r->w, r->model, NULL, &p, 1);
+    fsdp_unit *unit = lab_unit(r->b.w, r->b.model, NULL, &p, 1);
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh *other;
     fsdp_redistribution_desc rd = FSDP_ZERO;
     CHECK_EQ_INT(sizes_of(r), 6);
-    CALL(r->w, fsdp_pre_forward(unit));
+    CALL(r->b.w, fsdp_pre_forward(unit));
     CHECK_EQ_INT(sizes_of(r), 6);
-    CALL(r->w, fsdp_post_forward(unit));
-    d.mesh = lab_mesh2(r->w, 2, 1, "dp", "tp");
-    CHECK(d.mesh != r->mesh && fsdp_mesh_equal(d.mesh, r->mesh));
-    CALL(r->w, fsdp_dmesh_create(r->model, &d, &other));
+    CALL(r->b.w, fsdp_post_forward(unit));
+    d.mesh = lab_mesh2(r->b.w, 2, 1, "dp", "tp");
+    CHECK(d.mesh != r->b.mesh && fsdp_mesh_equal(d.mesh, r->b.mesh));
+    CALL(r->b.w, fsdp_dmesh_create(r->b.model, &d, &other));
     fsdp_redistribution *a = redist(r, "x", spec2(r, "S0 R", 4, 2), spec2(r, "R R", 4, 2)), *b;
     rd.name = "x", rd.from = spec2(r, "S0 R", 4, 2), rd.to = spec2(r, "R R", 4, 2);
-    CALL(r->w, fsdp_redistribution_create(other, &rd, &b));
+    CALL(r->b.w, fsdp_redistribution_create(other, &rd, &b));
     CHECK(a != b); /* they share nothing, and agree */
     CHECK(info_of(r, a).routes == 1 && info_of(r, b).routes == 1);
     float *x = rig_own(r, 4), *y = rig_own(r, 8), *z = rig_own(r, 8), *whole = values(3, 8);
@@ -204,17 +204,17 @@ TEST_P(dtensor_compile, device_mesh_compile, ways) { run_on2(row, 2, 1, mesh_bod
 static void local_rank_body(rig *r) {
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh *none;
-    const int32_t dp = fsdp_mesh_dim(r->mesh, "dp");
-    fsdp_mesh *alone = lab_slice(r->w, r->mesh, 0);
+    const int32_t dp = fsdp_mesh_dim(r->b.mesh, "dp");
+    fsdp_mesh *alone = lab_slice(r->b.w, r->b.mesh, 0);
     CHECK_EQ_INT(dp, 0);
-    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, dp), r->rank / 2);
-    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 0), r->rank / 2);
-    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, fsdp_mesh_dim(r->mesh, "tp")), r->rank % 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, dp), r->rank / 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, 0), r->rank / 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, fsdp_mesh_dim(r->b.mesh, "tp")), r->rank % 2);
     CHECK_EQ_INT(fsdp_mesh_rank(alone, 0), r->rank / 2);
     CHECK_EQ_INT(fsdp_mesh_rank(alone, -1), -1); /* a dim is always named */
-    CHECK_EQ_INT(fsdp_mesh_dim(r->mesh, "ep"), -1);
-    d.mesh = r->mesh, d.tp_dim = "ep";
-    REFUSED(r->w, fsdp_dmesh_create(r->model, &d, &none),
+    CHECK_EQ_INT(fsdp_mesh_dim(r->b.mesh, "ep"), -1);
+    d.mesh = r->b.mesh, d.tp_dim = "ep";
+    REFUSED(r->b.w, fsdp_dmesh_create(r->b.model, &d, &none),
             "the mesh has no dim 'ep', which tp_dim names");
     CHECK(none == NULL);
 }
@@ -223,7 +223,7 @@ TEST_P(dtensor_compile, get_local_rank_compile, ways) { run_on2(row, 2, 2, local
 /* From a spec to itself: no step, no record, and the memory may be the same. */
 static void identity_step(rig *r, void *arg) {
     float *x = (float *)arg;
-    CALL(r->w, fsdp_redistribute((fsdp_redistribution *)(uintptr_t)r->any, x, x));
+    CALL(r->b.w, fsdp_redistribute((fsdp_redistribution *)(uintptr_t)r->any, x, x));
     for (int i = 0; i < 4; i++) W_CHECK(x[i] == (float)i, "%g", (double)x[i]);
 }
 static void identity_body(rig *r) {
@@ -233,7 +233,7 @@ static void identity_body(rig *r) {
     for (int k = 0; k < 4; k++) x[k] = (float)k;
     CHECK(i.route.num_steps == 0 && i.route.wire_bytes == 0 && i.from.numel == 4);
     const int from = twice(r, identity_step, x);
-    CHECK_EQ_INT(r->log.num, from);
+    CHECK_EQ_INT(r->b.log.num, from);
     CHECK_EQ_INT((int64_t)info_of(r, r->any).runs, 2);
     CHECK_EQ_INT(routes_of(r), 0);
 }
@@ -264,7 +264,7 @@ static void mutations_body(rig *r) {
             const int64_t n = put_part(r, &from, whole, x);
             for (int64_t k = 0; k < n && rows[i].from[0] == 'P' && r->rank; k++) x[k] = 0;
             memcpy(kept, x, sizeof kept);
-            const int at = r->log.num;
+            const int at = r->b.log.num;
             run_redist(r, run, y, x);
             if (rows[i].wire) CHECK_EQ_STR(records_from(r, at, COLLECTIVES), rows[i].wire);
             CHECK_EQ_MEM(x, kept, sizeof kept);
@@ -295,7 +295,7 @@ TEST_P(dtensor_compile, dtensor_attribute_access_on_intermediate, ways) {
 /* A spec from its shape. Two placements are not for a mesh of one dim. */
 static void constructor_body(rig *r) {
     const int64_t local[2] = {64, 32}, whole[2] = {128, 32};
-    const int32_t mesh[2] = {1, 2}, coord[2] = {0, r->coord[0]};
+    const int32_t mesh[2] = {1, 2}, coord[2] = {0, r->b.coord[0]};
     const fsdp_placement place[2] = {{FSDP_REPLICATE, 0, 0, 0}, {FSDP_SHARD, 0, 0, 0}};
     fsdp_spec s, inferred;
     fsdp_local l;
@@ -305,12 +305,12 @@ static void constructor_body(rig *r) {
     CHECK_OK(fsdp_spec_infer(&inferred, 2, mesh, place, FSDP_F32, 2, local));
     CHECK(same_spec(&s, &inferred));
     CHECK_OK(fsdp_spec_local(&s, coord, &l));
-    CHECK(l.shape[0] == 64 && l.shape[1] == 32 && l.start[0] == 64 * r->coord[0]);
+    CHECK(l.shape[0] == 64 && l.shape[1] == 32 && l.start[0] == 64 * r->b.coord[0]);
     d.name = "raw", d.from = d.to = s;
-    REFUSED(r->w, fsdp_redistribution_create(r->dm, &d, &none),
+    REFUSED(r->b.w, fsdp_redistribution_create(r->b.dm, &d, &none),
             "'raw': its specs are of a mesh of another shape");
     CHECK(none == NULL);
-    CHECK_EQ_INT(r->log.num, 0);
+    CHECK_EQ_INT(r->b.log.num, 0);
 }
 TEST_P(dtensor_compile, dtensor_constructor_w_graph_break, ways) {
     run_on(row, 2, constructor_body);
@@ -361,7 +361,7 @@ static void check_text(const rig *r, int from, const char *wire) {
             records_from(r, from, COLLECTIVES), wire);
     int count = 0; /* and no other collective: every byte that leaves a rank is in these */
     for (const char *c = wire; *c; c++) count += *c == '/';
-    CHECK_EQ_INT(collectives_in(r, from, r->log.num), count);
+    CHECK_EQ_INT(collectives_in(r, from, r->b.log.num), count);
 }
 /* One size of a step that gathers rows: x * x is gathered; my first row is looked at. */
 typedef struct dynamic {
@@ -390,14 +390,14 @@ static void dynamic_body(rig *r) {
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         fsdp_counters was, now;
         d.rows = rows[i];
-        CALL(r->w, fsdp_model_counters(r->model, &was));
-        CALL(r->w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
+        CALL(r->b.w, fsdp_model_counters(r->b.model, &was));
+        CALL(r->b.w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
         CHECK_EQ_INT(info_of(r, d.gather).to.shape[0], 2 * d.rows);
-        const int from = r->log.num;
+        const int from = r->b.log.num;
         dynamic_step(r, &d);
         snprintf(wire, sizeof wire, "AG %d/2", (int)d.rows * 4);
         check_text(r, from, d.rows ? wire : "");
-        CALL(r->w, fsdp_model_counters(r->model, &now));
+        CALL(r->b.w, fsdp_model_counters(r->b.model, &now));
         CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
         twice(r, dynamic_step, &d);
         CHECK_EQ_INT(routes_of(r), 1);
@@ -413,7 +413,7 @@ static void slice_body(rig *r) {
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         const fsdp_spec s = spec2(r, "S0", rows[i], 4), all = spec2(r, "R", rows[i], 4);
         const int first = (rows[i] + 1) / 2; /* torch.tensor_split */
-        CALL(r->w, fsdp_redistribution_resize(gather, 0, rows[i]));
+        CALL(r->b.w, fsdp_redistribution_resize(gather, 0, rows[i]));
         for (int piece = 0; piece < 2; piece++) {
             fsdp_tensor_op_args args = FSDP_ZERO;
             args.num_dims = 1, args.shape[0] = piece ? rows[i] - first : first;
@@ -422,7 +422,7 @@ static void slice_body(rig *r) {
             CHECK(p.out.place[0].kind == FSDP_REPLICATE && p.out.shape[0] == args.shape[0]);
         }
         put_part(r, &s, whole, x);
-        const int from = r->log.num;
+        const int from = r->b.log.num;
         run_redist(r, gather, y, x);
         check_text(r, from, rows[i] == 8 ? "AG 16/2" : "AG 12/2");
         check_same(y, whole, 4, "row 0 of piece 0");
@@ -444,7 +444,7 @@ static float logit(const rig *r, int row, int column) { /* of the whole */
 }
 static void softmax_step(rig *r, void *arg) {
     const softmax *s = (const softmax *)arg;
-    const int64_t targets[4] = {0, 5, 3, 7}, first = 4 * r->coord[0];
+    const int64_t targets[4] = {0, 5, 3, 7}, first = 4 * r->b.coord[0];
     for (int i = 0; i < 16; i++) s->x[i] = logit(r, i / 4, (int)first + i % 4);
     CHECK_OK(fsdp_loss_parallel_max(s->x, FSDP_F32, 4, 4, s->in));
     run_redist(r, s->max, s->most, s->in);
@@ -474,7 +474,7 @@ static void softmax_body(rig *r) {
     s.gather = redist(r, "log_softmax", spec2(r, "S1", 4, 8), spec2(r, "R", 4, 8));
     s.x = rig_own(r, 16), s.logp = rig_own(r, 16), s.all = rig_own(r, 32);
     s.in = rig_own(r, 8), s.most = rig_own(r, 4), s.sums = rig_own(r, 8);
-    const int from = r->log.num;
+    const int from = r->b.log.num;
     softmax_step(r, &s);
     check_text(r, from, "AR max 4/2, AR 8/2, AG 16/2");
     twice(r, softmax_step, &s);
@@ -510,19 +510,19 @@ static void recompiles_body(rig *r) {
     d.x = rig_own(r, 100), d.y = rig_own(r, 200);
     for (int i = 0; i < 3; i++) {
         d.rows = shapes[i][0], d.columns = shapes[i][1];
-        CALL(r->w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
-        CALL(r->w, fsdp_redistribution_resize(d.gather, 1, d.columns));
+        CALL(r->b.w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
+        CALL(r->b.w, fsdp_redistribution_resize(d.gather, 1, d.columns));
         twice(r, dynamic_step, &d);
         CHECK_EQ_INT(routes_of(r), 1);
     }
-    CALL(r->w, fsdp_redistribution_resize(d.gather, 1, d.columns = 4));
+    CALL(r->b.w, fsdp_redistribution_resize(d.gather, 1, d.columns = 4));
     large.columns = 4, large.x = rig_own(r, 256), large.y = rig_own(r, 512);
     for (int i = 0; i < 5; i++) {
         dynamic *taken = rows[i] <= 16 ? &d : &large;
         if (taken == &large)
             large.gather = redist(r, "large", spec2(r, "S0", 128, 4), spec2(r, "R", 128, 4));
         taken->rows = rows[i] / 2;
-        CALL(r->w, fsdp_redistribution_resize(taken->gather, 0, rows[i]));
+        CALL(r->b.w, fsdp_redistribution_resize(taken->gather, 0, rows[i]));
         twice(r, dynamic_step, taken);
         CHECK_EQ_INT(routes_of(r), i < 2 ? 1 : 2);
     }
@@ -536,7 +536,7 @@ TEST(dtensor_compile, dtensor_unbacked_matmuls) {
     } rows[] = {{"R R", "R R", "R R"}, {"R S1", "R S0", "R P"}, {"R S0", "R R", "R S0"}};
     rig r = FSDP_ZERO;
     int cases = 0;
-    r.ndim = 2, r.shape[0] = r.shape[1] = 2;
+    r.b.ndim = 2, r.b.shape[0] = r.b.shape[1] = 2;
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
         for (int m = 0; m < 10; m++)
             for (int k = 0; k < 10; k++)
@@ -562,12 +562,12 @@ static void zero_shards_body(rig *r) {
         const fsdp_propagation p = propagate(FSDP_TENSOR_OP_MM, &x, &y, &no_args);
         const float mine[3] = {2, 3, 4}, w = 5;
         fsdp_local l;
-        CHECK_OK(fsdp_spec_local(&x, r->coord, &l));
-        CHECK_EQ_INT(l.shape[1], r->coord[1] == 0); /* k of 1 over 2 ranks */
-        CALL(r->w, fsdp_redistribution_resize(sum, 0, m));
+        CHECK_OK(fsdp_spec_local(&x, r->b.coord, &l));
+        CHECK_EQ_INT(l.shape[1], r->b.coord[1] == 0); /* k of 1 over 2 ranks */
+        CALL(r->b.w, fsdp_redistribution_resize(sum, 0, m));
         CHECK(p.out.shape[0] == m && p.out.shape[1] == 1 && p.out.place[1].kind == FSDP_PARTIAL);
         matmul(part, 0, mine, 0, &w, 0, m, l.shape[1], 1);
-        const int from = r->log.num;
+        const int from = r->b.log.num;
         run_redist(r, sum, m ? out : NULL, m ? part : NULL);
         check_text(r, from, m ? "AR 3/2" : "");
         for (int i = 0; i < m; i++) W_CHECK(out[i] == 5 * mine[i], "%g", (double)out[i]);
@@ -581,17 +581,17 @@ TEST_P(dtensor_compile, dtensor_matmul_zero_size_shards, ways) {
 /* Training needs one route more than evaluation, and uses the same forward. */
 static void requires_grad_body(rig *r) {
     const fsdp_param_desc p = fsdp_mat("w", 4, 4);
-    fsdp_unit *unit = lab_unit(r->w, r->model, NULL, &p, 1);
+    fsdp_unit *unit = lab_unit(r->b.w, r->b.model, NULL, &p, 1);
     const fsdp_spec cut = spec2(r, "S0", 4, 2), all = spec2(r, "R", 4, 2),
                     sums = spec2(r, "P", 4, 2);
     float *x = rig_own(r, 4), *y = rig_own(r, 8), *dx = rig_own(r, 4), *whole = values(5, 8);
     put_part(r, &cut, whole, x);
     for (int trains = 0; trains < 2; trains++) {
         fsdp_redistribution *forward = redist(r, "x", cut, all);
-        CALL(r->w, fsdp_set_grad_enabled(r->model, trains));
-        CALL(r->w, fsdp_pre_forward(unit));
+        CALL(r->b.w, fsdp_set_grad_enabled(r->b.model, trains));
+        CALL(r->b.w, fsdp_pre_forward(unit));
         run_redist(r, forward, y, x);
-        CALL(r->w, fsdp_post_forward(unit));
+        CALL(r->b.w, fsdp_post_forward(unit));
         check_same(y, whole, 8, "forward");
         CHECK_EQ_INT((int64_t)info_of(r, forward).runs, trains + 1);
         CHECK_EQ_INT(routes_of(r), 1);
@@ -599,10 +599,10 @@ static void requires_grad_body(rig *r) {
         fsdp_redistribution *back = backward_of(r, forward, &sums);
         CHECK(back == backward_of(r, forward, &sums));
         CHECK_EQ_INT(routes_of(r), 2);
-        CALL(r->w, fsdp_pre_backward(unit));
+        CALL(r->b.w, fsdp_pre_backward(unit));
         run_redist(r, back, dx, y);
-        CALL(r->w, fsdp_post_backward(unit));
-        CALL(r->w, fsdp_finalize_backward(r->model));
+        CALL(r->b.w, fsdp_post_backward(unit));
+        CALL(r->b.w, fsdp_finalize_backward(r->b.model));
         for (int i = 0; i < 4; i++) W_CHECK(dx[i] == 2 * x[i], "%g", (double)dx[i]);
         CHECK_EQ_STR(records_from(r, 0, COLLECTIVES), "AG 4/2, AG 4/2, RS 4/2");
     }
@@ -669,7 +669,7 @@ static void unbalanced_on(rig *r, int back) {
     const fsdp_spec from = spec3(r, "P", A, N, C), to = spec3(r, "S1", A, N, C);
     fsdp_redistribution *scatter = redist(r, "y", from, to);
     const fsdp_redistribution_info info = info_of(r, scatter);
-    const int last = r->coord[0] == 1, rows = last ? WIDE - 1 : WIDE;
+    const int last = r->b.coord[0] == 1, rows = last ? WIDE - 1 : WIDE;
     float *x = rig_own(r, A * N * C), *y = rig_own(r, A * WIDE * C);
     float *whole = (float *)lab_zeros(A * N * C, sizeof *whole);
     CHECK(info.to.shape[0] == A && info.to.shape[1] == rows && info.to.shape[2] == C);
@@ -677,16 +677,16 @@ static void unbalanced_on(rig *r, int back) {
     for (int64_t i = 0; i < A * N * C; i++) {
         float sum = 0;
         for (int k = 0; k < 2; k++) sum += unit_value(rig_who(r, k), i);
-        x[i] = unit_value(rig_who(r, r->coord[0]), i), whole[i] = sum;
+        x[i] = unit_value(rig_who(r, r->b.coord[0]), i), whole[i] = sum;
     }
-    int at = r->log.num;
+    int at = r->b.log.num;
     run_redist(r, scatter, y, x);
     check_text(r, at, "RS 206400/2"); /* 10 x 129 x 160 of 10 x 258 x 160 */
     /* Where all ranks are alike, mine is still the part that my coordinate has. */
     check_part(r, &to, whole, y, "scattered");
     if (back) {
         fsdp_redistribution *gather = backward_of(r, scatter, NULL);
-        at = r->log.num;
+        at = r->b.log.num;
         run_redist(r, gather, x, y);
         check_text(r, at, "AG 206400/2");
         check_same(x, whole, A * N * C, "gathered"); /* tight: 257 x 160 */
@@ -698,9 +698,10 @@ static void unbalanced_body(rig *r) {
     const int32_t ranks[4] = {0, 2, 1, 3}, shape[2] = {2, 2};
     rig *own = (rig *)lab_zeros(1, sizeof *own);
     if (!r->s) {
-        fsdp_mesh *both = lab_mesh(r->w, 2, shape, NULL, ranks), *mine = lab_slice(r->w, both, 1);
-        rig_begin(own, r->w, mine, mine, 0, NULL);
-        CHECK(own->ranks == 2 && own->coord[0] == r->rank / 2);
+        fsdp_mesh *both = lab_mesh(r->b.w, 2, shape, NULL, ranks),
+                  *mine = lab_slice(r->b.w, both, 1);
+        rig_begin(own, r->b.w, mine, NULL, 0, NULL);
+        CHECK(own->ranks == 2 && own->b.coord[0] == r->rank / 2);
         unbalanced_on(own, back);
         rig_close(own);
     } else unbalanced_on(r, back);
@@ -727,10 +728,10 @@ static void grad_step(rig *r, void *arg) {
     for (int i = 0; i < 2; i++) x[i] = 1;
     run_redist(r, run[0], y, x);
     for (int i = 0; i < 4; i++) W_CHECK(y[i] + 2 == 3, "%g", (double)y[i]);
-    for (int i = 0; i < 4; i++) y[i] = (float)(r->coord[0] + 1 + 4 * i);
+    for (int i = 0; i < 4; i++) y[i] = (float)(r->b.coord[0] + 1 + 4 * i);
     run_redist(r, run[1], dx, y);
     for (int i = 0; i < 2; i++) /* 1 and 2 are added */
-        W_CHECK(dx[i] == (float)(3 + 8 * (2 * r->coord[0] + i)), "%g", (double)dx[i]);
+        W_CHECK(dx[i] == (float)(3 + 8 * (2 * r->b.coord[0] + i)), "%g", (double)dx[i]);
     rig_saw(r, dx, 2);
 }
 static void grad_placements_body(rig *r) {
@@ -743,7 +744,7 @@ static void grad_placements_body(rig *r) {
     *heap = on_stack[0] = literal[0];
     if (kind == BY_NAME) /* place may be the spec's own */
         grad.place[0].kind = FSDP_PARTIAL;
-    CHECK_OK(fsdp_spec_init(&grad, 1, r->shape,
+    CHECK_OK(fsdp_spec_init(&grad, 1, r->b.shape,
                             kind == LITERAL       ? literal
                             : kind == OF_A_SPEC   ? sums.place
                             : kind == ON_HEAP     ? heap
@@ -789,17 +790,18 @@ static void custom_partial_body(rig *r) {
     const fsdp_spec cut = spec1(r, "S0", 4), all = spec1(r, "R", 4), sum = spec1(r, "P", 4);
     float *x = rig_own(r, 4), *y = rig_own(r, 4), *z = rig_own(r, 2);
     mean.place[0].op = FSDP_AVG;
-    for (int i = 0; i < 4; i++) x[i] = (float)((r->coord[0] + 1) * (i + 1)); /* 1, 2, 3, 4 times */
+    for (int i = 0; i < 4; i++)
+        x[i] = (float)((r->b.coord[0] + 1) * (i + 1)); /* 1, 2, 3, 4 times */
     run_redist(r, redist(r, "mean", mean, all), y, x);
     for (int i = 0; i < 4; i++) W_CHECK(y[i] == 2.5f * (float)(i + 1), "%g", (double)y[i]);
     d.name = "scaled", d.from = sum, d.to = all, d.scale = 1.0 / r->ranks;
-    CALL(r->w, fsdp_redistribution_create(r->dm, &d, &scaled));
+    CALL(r->b.w, fsdp_redistribution_create(r->b.dm, &d, &scaled));
     memset(y, 0, 4 * sizeof *y);
     run_redist(r, scaled, y, x);
     for (int i = 0; i < 4; i++) W_CHECK(y[i] == 2.5f * (float)(i + 1), "%g", (double)y[i]);
     fsdp_redistribution *gather = redist(r, "x", cut, all); /* as the placement of a gradient */
     run_redist(r, backward_of(r, gather, &mean), z, x);
-    W_CHECK(z[0] == 2.5f * (float)(r->coord[0] + 1), "%g", (double)z[0]);
+    W_CHECK(z[0] == 2.5f * (float)(r->b.coord[0] + 1), "%g", (double)z[0]);
     check_text(r, 0, "AR 4/4, AR 4/4, RS 1/4");
 }
 TEST_P(dtensor_compile, dynamo_to_local_custom_partial_placement, ways) {
@@ -867,10 +869,10 @@ static void different_grad_body(rig *r) {
     for (int i = 0; i < 3; i++) {
         const fsdp_spec g = spec3(r, arrives[i], 2, 3, 8);
         fsdp_redistribution *back = backward_of(r, gather, &g);
-        const int at = r->log.num;
+        const int at = r->b.log.num;
         put_part(r, &g, dout, grad);
         for (int k = 0; k < 48 && !i; k++) /* addends of it */
-            grad[k] = r->coord[0] ? dout[k] - 3 : 3;
+            grad[k] = r->b.coord[0] ? dout[k] - 3 : 3;
         memset(dx, 0x5a, 24 * sizeof *dx);
         run_redist(r, back, dx, grad);
         check_text(r, at, wires[i]);
@@ -924,18 +926,18 @@ static void async_body(rig *r) {
         a.run = redist(r, "x", spec2(r, pairs[i][0], 5, 12), spec2(r, pairs[i][1], 5, 12));
         a.out = info_of(r, a.run).to.numel;
         a.beside = 0;
-        int at = r->log.num;
+        int at = r->b.log.num;
         twice(r, async_step, &a);
         const uint64_t bits = r->hash;
         snprintf(wire, sizeof wire, "%s", records_from(r, at, COLLECTIVES));
         a.beside = 1;
-        at = r->log.num;
+        at = r->b.log.num;
         async_step(r, &a); /* the first one may start a worker */
         async_step(r, &a);
         CHECK_EQ_STR(records_from(r, at, COLLECTIVES), wire);
-        for (int k = at; k < r->log.num; k++)
-            if (r->log.ops[k].label == r->label && r->log.ops[k].kind <= FSDP_OP_ALL_TO_ALL)
-                CHECK_EQ_INT(r->log.ops[k].stream, FSDP_STREAM_EXTENSION);
+        for (int k = at; k < r->b.log.num; k++)
+            if (r->b.log.ops[k].label == r->b.label && r->b.log.ops[k].kind <= FSDP_OP_ALL_TO_ALL)
+                CHECK_EQ_INT(r->b.log.ops[k].stream, FSDP_STREAM_EXTENSION);
         twice(r, async_step, &a);
         W_CHECK(r->hash == bits, "%s to %s: other bits beside the stream", pairs[i][0],
                 pairs[i][1]);
@@ -951,20 +953,20 @@ static void in_flight_body(rig *r) {
     float *x = rig_shared(r, 2), *y = rig_shared(r, 4), z[4];
     const float value[2] = {(float)(1 + rig_who(r, 0)), (float)(1 + rig_who(r, 1))};
     for (int run = 0; run < 2; run++) {
-        int at = r->log.num;
+        int at = r->b.log.num;
         x[0] = x[1] = value[r->rank];
-        CALL(r->w, fsdp_redistribute_begin(gather, y, x));
+        CALL(r->b.w, fsdp_redistribute_begin(gather, y, x));
         CHECK_EQ_STR(records_from(r, at, ALL_RECORDS), "wrote 0, AG 2/2");
-        const int sent = lab_next_op(&r->log, at, FSDP_OP_ALL_GATHER, r->label, NULL);
-        CHECK_EQ_INT(r->log.ops[sent].stream, FSDP_STREAM_EXTENSION);
-        CHECK_EQ_INT(lab_count_ops(&r->log, at, FSDP_OP_USE, -1, NULL), 0);
-        at = r->log.num;
-        CALL(r->w, fsdp_redistribute_wait(gather));
-        CHECK_EQ_INT(r->log.num, at + 1);
-        CHECK_EQ_INT(r->log.ops[at].kind, FSDP_OP_USE);
-        CHECK_EQ_INT(r->log.ops[at].stream, FSDP_STREAM_COMPUTE);
-        CALL(r->w, fsdp_redistribute_wait(gather));
-        CHECK_EQ_INT(r->log.num, at + 1);
+        const int sent = lab_next_op(&r->b.log, at, FSDP_OP_ALL_GATHER, r->b.label, NULL);
+        CHECK_EQ_INT(r->b.log.ops[sent].stream, FSDP_STREAM_EXTENSION);
+        CHECK_EQ_INT(lab_count_ops(&r->b.log, at, FSDP_OP_USE, -1, NULL), 0);
+        at = r->b.log.num;
+        CALL(r->b.w, fsdp_redistribute_wait(gather));
+        CHECK_EQ_INT(r->b.log.num, at + 1);
+        CHECK_EQ_INT(r->b.log.ops[at].kind, FSDP_OP_USE);
+        CHECK_EQ_INT(r->b.log.ops[at].stream, FSDP_STREAM_COMPUTE);
+        CALL(r->b.w, fsdp_redistribute_wait(gather));
+        CHECK_EQ_INT(r->b.log.num, at + 1);
         settle(r);
         for (int i = 0; i < 4; i++) z[i] = (float)sin(sin((double)y[i]));
         for (int i = 0; i < 4; i++)
@@ -985,19 +987,19 @@ static void tangents_body(rig *r) {
     for (int run = 0; run < 2; run++) {
         for (int i = 0; i < 6; i++) x[i] = (float)((i + 1) * (1 + rig_who(r, r->rank)));
         for (int i = 0; i < 3; i++) y[i] = (float)(10 * rig_who(r, r->rank) + i);
-        CALL(r->w, fsdp_redistribute_begin(first, dx, x));
-        CALL(r->w, fsdp_redistribute_begin(second, dy, y));
-        CALL(r->w, fsdp_redistribute_wait(second));
+        CALL(r->b.w, fsdp_redistribute_begin(first, dx, x));
+        CALL(r->b.w, fsdp_redistribute_begin(second, dy, y));
+        CALL(r->b.w, fsdp_redistribute_wait(second));
         settle(r);
         for (int i = 0; i < 6; i++)
             W_CHECK(dy[i] == (float)(10 * rig_who(r, i / 3) + i % 3), "%g", (double)dy[i]);
-        CALL(r->w, fsdp_redistribute_wait(first));
+        CALL(r->b.w, fsdp_redistribute_wait(first));
         settle(r);
         for (int i = 0; i < 3; i++)
             W_CHECK(dx[i] == (float)((i + 1 + 3 * r->rank) * (2 + rig_who(r, 0) + rig_who(r, 1))),
                     "%g", (double)dx[i]);
     }
-    CALL(r->w, fsdp_redistribute_begin(first, dx, x));
+    CALL(r->b.w, fsdp_redistribute_begin(first, dx, x));
 }
 TEST_P(dtensor_compile, unwrap_async_collective_tensor_tangent, streams) {
     run_beside(row, 2, tangents_body);
@@ -1040,7 +1042,7 @@ static void from_local_body(rig *r) {
         fsdp_redistribution_desc d = FSDP_ZERO;
         fsdp_redistribution *again;
         d.name = "x", d.from = d.to = call ? spec1(r, "R", 4) : all;
-        CALL(r->w, fsdp_redistribution_create(r->dm, &d, &again));
+        CALL(r->b.w, fsdp_redistribution_create(r->b.dm, &d, &again));
         CHECK(again == stays);
         for (int i = 0; i < 4; i++) x[i] = (float)(r->rank + i);
         run_redist(r, again, x, x);
@@ -1080,15 +1082,17 @@ static void dynamic_shapes_body(rig *r) {
     z.x = rig_own(r, 96), z.y = rig_own(r, 192), z.whole = values(4, 192);
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
         memcpy(z.shape, shapes[i], sizeof z.shape);
-        for (int d = 0; d < 3; d++) CALL(r->w, fsdp_redistribution_resize(z.gather, d, z.shape[d]));
+        for (int d = 0; d < 3; d++)
+            CALL(r->b.w, fsdp_redistribution_resize(z.gather, d, z.shape[d]));
         twice(r, sized_step, &z);
         CHECK_EQ_INT(routes_of(r), 1);
     }
     for (int d = 0; d < 3; d++) {
-        REFUSED(r->w, fsdp_redistribution_resize(z.gather, d, z.shape[d] + 1), "at most the rows");
-        REFUSED(r->w, fsdp_redistribution_resize(z.gather, d, -1), "at most the rows");
+        REFUSED(r->b.w, fsdp_redistribution_resize(z.gather, d, z.shape[d] + 1),
+                "at most the rows");
+        REFUSED(r->b.w, fsdp_redistribution_resize(z.gather, d, -1), "at most the rows");
     }
-    REFUSED(r->w, fsdp_redistribution_resize(z.gather, 3, 1), "expected a dim of the tensor");
+    REFUSED(r->b.w, fsdp_redistribution_resize(z.gather, 3, 1), "expected a dim of the tensor");
     twice(r, sized_step, &z); /* nothing changed */
     free(z.whole);
 }
@@ -1121,7 +1125,7 @@ static void same_mesh_body(rig *r) {
     static const char *const one[1] = {"tp"};
     fsdp_redistribution *first[2] = {NULL, NULL}, *run;
     for (int pass = 0; pass < 3; pass++) {
-        fsdp_mesh *mesh = lab_mesh(r->w, 1, r->shape, one, NULL);
+        fsdp_mesh *mesh = lab_mesh(r->b.w, 1, r->b.shape, one, NULL);
         for (int kind = 0; kind < 2; kind++) {
             fsdp_placement *place = (fsdp_placement *)lab_zeros(1, sizeof *place);
             fsdp_redistribution_desc *d = (fsdp_redistribution_desc *)lab_zeros(1, sizeof *d);
@@ -1135,7 +1139,7 @@ static void same_mesh_body(rig *r) {
             place->dim = 1, place->op = FSDP_SUM, place->order = 0;
             CHECK_OK(fsdp_spec_init(&d->from, 1, &size, place, FSDP_F32, 2, shape));
             d->name = name;
-            CALL(r->w, fsdp_redistribution_create(r->dm, d, &run));
+            CALL(r->b.w, fsdp_redistribution_create(r->b.dm, d, &run));
             if (!pass) first[kind] = run;
             CHECK(run == first[kind]);
             r->any = run;
@@ -1215,11 +1219,11 @@ static void attention_forward(rig *r, attention *a) {
 }
 static void attention_step(rig *r, void *arg) {
     attention *a = (attention *)arg;
-    int at = r->log.num;
+    int at = r->b.log.num;
     if (a->split) attention_qkv(r, a), attention_out(r, a);
     else attention_forward(r, a);
     check_text(r, at, "AG 320/2, RS 320/2");
-    at = r->log.num;
+    at = r->b.log.num;
     run_redist(r, a->back_out, a->dfull, a->dy);
     matmul(a->dw[WO], 0, a->dfull, 1, a->heads, 0, DIM, 2 * TOKENS, HEAD);
     matmul(a->dheads, 0, a->dfull, 0, a->w[WO], 0, 2 * TOKENS, DIM, HEAD);
@@ -1314,6 +1318,7 @@ typedef struct setup {
     way how;
     int dp, tp; /* dp 0: the mesh has no such dim */
     int sp, no_bias, checkpoint, planned;
+    int apart; /* the model shards alone: see simple_planned */
 } setup;
 typedef struct simple {
     const setup *c;
@@ -1349,32 +1354,33 @@ static void simple_units(rig *r, simple *m) {
         p[0] = kind_desc("mlp_0.b2", B2), p[1] = kind_desc("mlp_1.b2", B2);
         d.unit.name = "rest", d.unit.params = p, d.unit.num_params = LAYERS, d.tp = whole;
         d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
-        CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->rest));
+        CALL(r->b.w, fsdp_tp_fully_shard(r->b.dm, &d, &m->rest));
     }
     for (int l = 0; l < LAYERS; l++) {
         memset(&d, 0, sizeof d);
         p[W1] = kind_desc("w1", W1), p[B1] = kind_desc("b1", B1), p[W2] = kind_desc("w2", W2);
         d.unit.name = names[l], d.unit.params = p, d.unit.num_params = MLP_PARAMS, d.tp = cut;
-        CALL(r->w, fsdp_tp_fully_shard(r->dm, &d, &m->mlp[l]));
+        CALL(r->b.w, fsdp_tp_fully_shard(r->b.dm, &d, &m->mlp[l]));
     }
     for (int l = 0; l < LAYERS; l++) { /* what FSDP shards is this rank's part */
-        const fsdp_param_view w1 = lab_view(r->w, m->mlp[l], W1),
-                              b1 = lab_view(r->w, m->mlp[l], B1),
-                              w2 = lab_view(r->w, m->mlp[l], W2);
+        const fsdp_param_view w1 = lab_view(r->b.w, m->mlp[l], W1),
+                              b1 = lab_view(r->b.w, m->mlp[l], B1),
+                              w2 = lab_view(r->b.w, m->mlp[l], W2);
         CHECK(w1.shape[0] == m->wide && w1.shape[1] == D && b1.shape[0] == m->wide);
         CHECK(w2.shape[0] == D && w2.shape[1] == m->wide);
     }
     for (int l = 0; l < LAYERS; l++)
         for (int k = 0; k < KINDS; k++) {
             if (k == B2 && !m->rest) continue;
-            CALL(r->w, fsdp_tp_param_load(r->dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k,
-                                          m->whole[l][k]));
+            CALL(r->b.w, fsdp_tp_param_load(r->b.dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k,
+                                            m->whole[l][k]));
         }
 }
 
 static void simple_redistributions(rig *r, simple *m) {
-    const char *const all = r->ndim == 1 ? "R" : "R R", *const sums = r->ndim == 1 ? "P" : "R P",
-                      *const cut = r->ndim == 1 ? "S0" : "R S0";
+    const char *const all = r->b.ndim == 1 ? "R" : "R R",
+                      *const sums = r->b.ndim == 1 ? "P" : "R P",
+                      *const cut = r->b.ndim == 1 ? "S0" : "R S0";
     const fsdp_spec whole = spec2(r, all, m->full, D), addends = spec2(r, sums, m->full, D),
                     tokens = spec2(r, m->c->sp ? cut : all, m->full, D);
     m->in[0] = redist(r, "mlp_0 in", tokens, whole);
@@ -1398,8 +1404,8 @@ static void simple_redistributions(rig *r, simple *m) {
 
 /* The same in one process, on the rows of every rank of dp; gradients are their mean. */
 static void simple_reference(rig *r, simple *m) {
-    const int dp = m->c->dp ? m->c->dp : 1, mine = m->c->dp ? r->coord[0] : 0;
-    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->ndim == 1 ? "R" : "R R" : "S0", m->full, D);
+    const int dp = m->c->dp ? m->c->dp : 1, mine = m->c->dp ? r->b.coord[0] : 0;
+    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->b.ndim == 1 ? "R" : "R R" : "S0", m->full, D);
     float *y[LAYERS], *h[LAYERS], *dh = values(0, m->full * H), *dx = values(0, m->full * D);
     for (int l = 0; l < LAYERS; l++) {
         y[l] = values(0, m->full * D), h[l] = values(0, m->full * H);
@@ -1454,12 +1460,12 @@ static void simple_end(simple *m) {
 
 static const float *data_of(const rig *r, fsdp_unit *unit, int i) {
     const float *data = (const float *)fsdp_data(unit, i);
-    W_CHECK(data != NULL, "no data: %s", fsdp_last_error(r->w));
+    W_CHECK(data != NULL, "no data: %s", fsdp_last_error(r->b.w));
     return data;
 }
 static float *grad_of(const rig *r, fsdp_unit *unit, int i) {
     float *grad = (float *)fsdp_grad(unit, i);
-    W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(r->w));
+    W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(r->b.w));
     return grad;
 }
 
@@ -1467,7 +1473,7 @@ static float *grad_of(const rig *r, fsdp_unit *unit, int i) {
 static void simple_layer(rig *r, simple *m, int l, int whole) {
     fsdp_unit *u = m->mlp[l];
     const float *in = l ? m->y[0] : m->x;
-    CALL(r->w, fsdp_pre_forward(u));
+    CALL(r->b.w, fsdp_pre_forward(u));
     run_redist(r, m->in[l], m->act[l], in);
     settle(r);
     mlp_forward(data_of(r, u, W1), data_of(r, u, B1), data_of(r, u, W2), m->act[l], m->h[l],
@@ -1477,14 +1483,14 @@ static void simple_layer(rig *r, simple *m, int l, int whole) {
         add_bias(m->y[l], m->rest ? data_of(r, m->rest, l) : NULL,
                  info_of(r, m->out[l]).to.shape[0], D);
     }
-    CALL(r->w, fsdp_post_forward(u));
+    CALL(r->b.w, fsdp_post_forward(u));
 }
 static void simple_forward(rig *r, simple *m) {
-    if (m->rest) CALL(r->w, fsdp_pre_forward(m->rest));
+    if (m->rest) CALL(r->b.w, fsdp_pre_forward(m->rest));
     simple_layer(r, m, 0, 1);
     simple_layer(r, m, 1, 1);
     run_redist(r, m->slice, m->result, m->y[1]);
-    if (m->rest) CALL(r->w, fsdp_post_forward(m->rest));
+    if (m->rest) CALL(r->b.w, fsdp_post_forward(m->rest));
     for (int l = 0; l < LAYERS && m->c->checkpoint; l++) { /* nothing but the input is kept */
         memset(m->h[l], 0xff, (size_t)(m->full * m->wide) * sizeof(float));
         memset(m->act[l], 0xff, (size_t)(m->full * D) * sizeof(float));
@@ -1496,13 +1502,13 @@ static void simple_layer_backward(rig *r, simple *m, int l, const float *dy, flo
     if (m->rest) bias_grad(grad_of(r, m->rest, l), dy, m->full, D);
     mlp_backward(data_of(r, u, W1), data_of(r, u, W2), m->act[l], m->h[l], dy, m->dh,
                  grad_of(r, u, W1), grad_of(r, u, B1), grad_of(r, u, W2), dx, m->full, D, m->wide);
-    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->b.w, fsdp_post_backward(u));
 }
 static void simple_backward(rig *r, simple *m) {
-    if (m->rest) CALL(r->w, fsdp_pre_backward(m->rest));
-    CALL(r->w, fsdp_pre_backward(m->mlp[1]));
+    if (m->rest) CALL(r->b.w, fsdp_pre_backward(m->rest));
+    CALL(r->b.w, fsdp_pre_backward(m->mlp[1]));
     if (m->c->checkpoint) { /* the output of mlp_1 is not needed again */
-        CALL(r->w, fsdp_pre_backward(m->mlp[0]));
+        CALL(r->b.w, fsdp_pre_backward(m->mlp[0]));
         simple_layer(r, m, 0, 1);
         simple_layer(r, m, 1, 0);
     }
@@ -1510,12 +1516,12 @@ static void simple_backward(rig *r, simple *m) {
     settle(r);
     simple_layer_backward(r, m, 1, m->dfull, m->part);
     run_redist(r, m->back_in, m->dmid, m->part);
-    if (!m->c->checkpoint) CALL(r->w, fsdp_pre_backward(m->mlp[0]));
+    if (!m->c->checkpoint) CALL(r->b.w, fsdp_pre_backward(m->mlp[0]));
     run_redist(r, m->back_out, m->dy0, m->dmid);
     settle(r);
     simple_layer_backward(r, m, 0, m->dy0, NULL);
-    if (m->rest) CALL(r->w, fsdp_post_backward(m->rest));
-    CALL(r->w, fsdp_finalize_backward(r->model));
+    if (m->rest) CALL(r->b.w, fsdp_post_backward(m->rest));
+    CALL(r->b.w, fsdp_finalize_backward(r->b.model));
     settle(r);
 }
 
@@ -1537,8 +1543,8 @@ static void check_tp(const rig *r, const simple *m, int from, int half, int end)
     CHECK_EQ_STR(records_in(r, half, end, COLLECTIVES), backward);
 }
 static int unit_ops(const rig *r, int from, int end, int kind, int label, const fsdp_unit *unit) {
-    return lab_count_ops(&r->log, from, kind, label, unit) -
-           lab_count_ops(&r->log, end, kind, label, unit);
+    return lab_count_ops(&r->b.log, from, kind, label, unit) -
+           lab_count_ops(&r->b.log, end, kind, label, unit);
 }
 /* Those of FSDP over dp, and the sum of what is replicated over tp; no others. Groups of dp and of
    tp are never mixed. */
@@ -1560,18 +1566,19 @@ static void check_dp(const rig *r, const simple *m, int from, int half, int end)
     }
     CHECK_EQ_INT(collectives_in(r, from, end), reduced + 6 * dp + (m->rest ? 2 * dp + 1 : 0));
     fsdp_comm *tp;
-    CALL(r->w, fsdp_mesh_comm(r->mesh, r->ndim - 1, FSDP_STREAM_COMPUTE, &tp));
+    CALL(r->b.w, fsdp_mesh_comm(r->b.mesh, r->b.ndim - 1, FSDP_STREAM_COMPUTE, &tp));
     for (int i = from; i < end; i++) {
-        const fsdp_op *a = &r->log.ops[i];
+        const fsdp_op *a = &r->b.log.ops[i];
         if (a->kind < FSDP_OP_ALL_GATHER || a->kind > FSDP_OP_RECV) continue;
-        const int over_tp = a->label == r->label || a->label == FSDP_LABEL_REPLICAS;
+        const int over_tp = a->label == r->b.label || a->label == FSDP_LABEL_REPLICAS;
         CHECK_EQ_INT(a->group_size, over_tp ? m->c->tp : m->c->dp);
-        if (a->label == r->label) CHECK(a->comm == tp);
+        if (a->label == r->b.label) CHECK(a->comm == tp);
         for (int k = from; k < end && !over_tp; k++)
-            if (r->log.ops[k].label == r->label || r->log.ops[k].label == FSDP_LABEL_REPLICAS)
-                CHECK(
-                    r->log.ops[k].kind > FSDP_OP_RECV || r->log.ops[k].kind < FSDP_OP_ALL_GATHER ||
-                    (r->log.ops[k].comm != a->comm && r->log.ops[k].comm_number != a->comm_number));
+            if (r->b.log.ops[k].label == r->b.label || r->b.log.ops[k].label == FSDP_LABEL_REPLICAS)
+                CHECK(r->b.log.ops[k].kind > FSDP_OP_RECV ||
+                      r->b.log.ops[k].kind < FSDP_OP_ALL_GATHER ||
+                      (r->b.log.ops[k].comm != a->comm &&
+                       r->b.log.ops[k].comm_number != a->comm_number));
     }
 }
 
@@ -1581,8 +1588,8 @@ static void simple_compare(rig *r, const simple *m) {
     for (int l = 0; l < LAYERS; l++)
         for (int k = 0; k < KINDS; k++) {
             if (k == B2 && !m->rest) continue;
-            CALL(r->w, fsdp_tp_param_full(r->dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k, 1,
-                                          full));
+            CALL(r->b.w, fsdp_tp_param_full(r->b.dm, k == B2 ? m->rest : m->mlp[l], k == B2 ? l : k,
+                                            1, full));
             check_same(full, m->want[l][k], kind_numel(k), "gradient");
         }
 }
@@ -1590,24 +1597,24 @@ static void simple_compare(rig *r, const simple *m) {
 /* One step. Its records, but for a plan's; its result, and the gradients of my shards. */
 static void simple_step(rig *r, void *arg) {
     simple *m = (simple *)arg;
-    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->ndim == 1 ? "R" : "R R" : "S0", m->full, D);
+    const fsdp_spec tokens = spec2(r, !m->c->sp ? r->b.ndim == 1 ? "R" : "R R" : "S0", m->full, D);
     fsdp_param_view v = FSDP_ZERO;
-    const int from = r->log.num;
+    const int from = r->b.log.num;
     simple_forward(r, m);
-    const int half = r->log.num;
+    const int half = r->b.log.num;
     simple_backward(r, m);
-    check_tp(r, m, from, half, r->log.num);
-    if (!m->c->planned) check_dp(r, m, from, half, r->log.num);
+    check_tp(r, m, from, half, r->b.log.num);
+    if (!m->c->planned) check_dp(r, m, from, half, r->b.log.num);
     check_part(r, &tokens, m->want_out, m->result, "result");
     rig_saw(r, m->result, info_of(r, m->slice).to.numel);
     m->grads = 1;
-    while (fsdp_next_param(r->model, &v)) {
+    while (fsdp_next_param(r->b.model, &v)) {
         W_CHECK(v.shard_grad != NULL || !v.numel, "%s has no gradient", v.name);
         lab_fold(&m->grads, v.shard_grad, (size_t)v.numel * sizeof(float));
     }
     lab_fold(&r->hash, &m->grads, sizeof m->grads);
     if (m->compares) simple_compare(r, m);
-    CALL(r->w, fsdp_zero_grad(r->model));
+    CALL(r->b.w, fsdp_zero_grad(r->b.model));
 }
 
 /* Steps by calls: three of them, equal to the bit; the second and the third have equal records (the
@@ -1623,41 +1630,44 @@ static uint64_t simple_by_calls(rig *r, simple *m) {
     return bits;
 }
 
-/* With a plan. What is replicated has other groups than what is cut, so that a model of both is
-   refused; one of cut units alone is replayed. */
+/* With a plan: what is cut and what is replicated have the groups of the model. If the ranks of tp
+   are no replicas of the model, what is replicated has others: the plan is refused, and steps go by
+   calls with the same bits. */
 static void simple_planned(rig *r, simple *m, uint64_t bits) {
     fsdp_plan *plan;
     fsdp_plan_report report;
     setup again = *m->c;
     again.planned = 1;
     m->c = &again;
-    CALL(r->w, fsdp_plan_create(r->model, NULL, &plan));
+    CALL(r->b.w, fsdp_plan_create(r->b.model, NULL, &plan));
     for (int step = 0; step < 2 + STEPS; step++) {
         fsdp_counters was, now;
         r->hash = 1;
-        CALL(r->w, fsdp_model_counters(r->model, &was));
+        CALL(r->b.w, fsdp_model_counters(r->b.model, &was));
         simple_step(r, m);
-        CALL(r->w, fsdp_model_counters(r->model, &now));
+        CALL(r->b.w, fsdp_model_counters(r->b.model, &now));
         W_CHECK(r->hash == bits, "step %d with a plan has other bits", step);
         if (step >= 2) CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
-        const fsdp_plan_mode want = step < 1  ? FSDP_PLAN_RECORDING /* of the next step */
-                                    : m->rest ? FSDP_PLAN_REFUSED
-                                              : FSDP_PLAN_REPLAYING;
+        const fsdp_plan_mode want = step < 1      ? FSDP_PLAN_RECORDING /* of the next step */
+                                    : m->c->apart ? FSDP_PLAN_REFUSED
+                                                  : FSDP_PLAN_REPLAYING;
         W_CHECK(fsdp_plan_state(plan) == want, "step %d: mode %d: %s", step, fsdp_plan_state(plan),
                 fsdp_plan_why(plan));
     }
-    if (m->rest)
-        W_CHECK(strstr(fsdp_plan_why(plan), "has other groups of ranks than the model"), "%s",
-                fsdp_plan_why(plan));
-    else {
-        CALL(r->w, fsdp_plan_report_get(plan, 0, &report));
-        CHECK(report.recorded == 1 && report.replayed == STEPS && report.left == 0);
-        CHECK_EQ_INT(report.gathers[0], m->c->dp > 1 ? 4 : 0);
-        /* inline and with lanes; where recompute opens both at once, they are not joined */
-        CHECK_EQ_INT(report.gathers[1], m->c->dp < 2 ? 0 : m->c->checkpoint ? 2 : 1);
-        CHECK_EQ_INT(report.reductions[0], m->c->dp > 1 ? 2 : 0);
-        CHECK_EQ_INT(report.reductions[1], m->c->dp > 1);
+    if (m->c->apart) {
+        W_CHECK(strstr(fsdp_plan_why(plan), "unit 'rest' has other groups of ranks than the model"),
+                "%s", fsdp_plan_why(plan));
+        fsdp_plan_destroy(plan);
+        return;
     }
+    const int rest = m->rest != NULL, mlps = m->c->dp > 1; /* `rest` is open in both passes */
+    CALL(r->b.w, fsdp_plan_report_get(plan, 0, &report));
+    CHECK(report.recorded == 1 && report.replayed == STEPS && report.left == 0);
+    CHECK_EQ_INT(report.gathers[0], mlps ? 4 + rest : 0);
+    /* inline and with lanes; where recompute opens both at once, they are not joined */
+    CHECK_EQ_INT(report.gathers[1], !mlps ? 0 : rest + (m->c->checkpoint ? 2 : 1));
+    CHECK_EQ_INT(report.reductions[0], mlps ? 2 + rest : 0);
+    CHECK_EQ_INT(report.reductions[1], mlps ? 1 + rest : 0);
     fsdp_plan_destroy(plan);
 }
 static void simple_body(rig *r) {
@@ -1676,7 +1686,7 @@ static void simple_body(rig *r) {
 }
 static void simple_run(const setup *c) {
     task t = FSDP_ZERO;
-    t.body = simple_body, t.arg = c, t.ndim = c->dp ? 2 : 1;
+    t.body = simple_body, t.arg = c, t.ndim = c->dp ? 2 : 1, t.apart = c->apart;
     t.mesh[0] = c->dp ? c->dp : c->tp, t.mesh[1] = c->dp ? c->tp : 0;
     run_task(&c->how, &t);
 }
@@ -1686,24 +1696,25 @@ static void simple_run(const setup *c) {
     { "", 2, 0, RIG_RANKS }
 #define PROCESSES                                                                                  \
     { "", 0, 1, RIG_RANKS }
-static const setup fullgraphs[] = {{"plain", INLINE, 0, 4, 0, 0, 0, 0},
-                                   {"plain,lanes", LANES, 0, 4, 0, 0, 0, 0},
-                                   {"plain,processes", PROCESSES, 0, 4, 0, 0, 0, 0},
-                                   {"plain,cut units", INLINE, 0, 4, 0, 1, 0, 0},
-                                   {"sequence", INLINE, 0, 4, 1, 0, 0, 0},
-                                   {"sequence,lanes", LANES, 0, 4, 1, 0, 0, 0},
-                                   {"sequence,processes", PROCESSES, 0, 4, 1, 0, 0, 0},
-                                   {"sequence,cut units", INLINE, 0, 4, 1, 1, 0, 0}};
-static const setup both[] = {{"inline", INLINE, 2, 2, 0, 0, 0, 0},
-                             {"lanes", LANES, 2, 2, 0, 0, 0, 0},
-                             {"processes", PROCESSES, 2, 2, 0, 0, 0, 0},
-                             {"cut units", INLINE, 2, 2, 0, 1, 0, 0},
-                             {"cut units,lanes", LANES, 2, 2, 0, 1, 0, 0}};
-static const setup checkpoints[] = {{"inline", INLINE, 2, 2, 0, 0, 1, 0},
-                                    {"lanes", LANES, 2, 2, 0, 0, 1, 0},
-                                    {"processes", PROCESSES, 2, 2, 0, 0, 1, 0},
-                                    {"cut units", INLINE, 2, 2, 0, 1, 1, 0},
-                                    {"cut units,lanes", LANES, 2, 2, 0, 1, 1, 0}};
+static const setup fullgraphs[] = {{"plain", INLINE, 0, 4, 0, 0, 0, 0, 0},
+                                   {"plain,lanes", LANES, 0, 4, 0, 0, 0, 0, 0},
+                                   {"plain,processes", PROCESSES, 0, 4, 0, 0, 0, 0, 0},
+                                   {"plain,cut units", INLINE, 0, 4, 0, 1, 0, 0, 0},
+                                   {"sequence", INLINE, 0, 4, 1, 0, 0, 0, 0},
+                                   {"sequence,lanes", LANES, 0, 4, 1, 0, 0, 0, 0},
+                                   {"sequence,processes", PROCESSES, 0, 4, 1, 0, 0, 0, 0},
+                                   {"sequence,cut units", INLINE, 0, 4, 1, 1, 0, 0, 0}};
+static const setup both[] = {{"inline", INLINE, 2, 2, 0, 0, 0, 0, 0},
+                             {"lanes", LANES, 2, 2, 0, 0, 0, 0, 0},
+                             {"processes", PROCESSES, 2, 2, 0, 0, 0, 0, 0},
+                             {"model shards alone", INLINE, 2, 2, 0, 0, 0, 0, 1},
+                             {"cut units", INLINE, 2, 2, 0, 1, 0, 0, 0},
+                             {"cut units,lanes", LANES, 2, 2, 0, 1, 0, 0, 0}};
+static const setup checkpoints[] = {{"inline", INLINE, 2, 2, 0, 0, 1, 0, 0},
+                                    {"lanes", LANES, 2, 2, 0, 0, 1, 0, 0},
+                                    {"processes", PROCESSES, 2, 2, 0, 0, 1, 0, 0},
+                                    {"cut units", INLINE, 2, 2, 0, 1, 1, 0, 0},
+                                    {"cut units,lanes", LANES, 2, 2, 0, 1, 1, 0, 0}};
 TEST_P(dtensor_compile, tp_compile_fullgraph, fullgraphs) { simple_run(row); }
 TEST_P(dtensor_compile, 2d_fsdp_tp_compile, both) { simple_run(row); }
 TEST_P(dtensor_compile, 2d_fsdp_tp_ac_compile, checkpoints) { simple_run(row); }
@@ -1719,7 +1730,7 @@ typedef struct product {
 static void product_step(rig *r, void *arg) {
     const product *q = (const product *)arg;
     const int n = q->gathers_x ? 2 : 8; /* columns of my output, or all */
-    int at = r->log.num;
+    int at = r->b.log.num;
     run_redist(r, q->operand, q->full, q->gathers_x ? q->x : q->y);
     if (q->gathers_x) matmul(q->local, 0, q->full, 0, q->y, 0, 8, 4, 2);
     else matmul(q->local, 0, q->x, 0, q->full, 0, 2, 4, 8);
@@ -1729,7 +1740,7 @@ static void product_step(rig *r, void *arg) {
         static const float tile[4] = {28, 34, 76, 98};
         W_CHECK(q->z[i] == tile[i / 8 % 2 * 2 + i % 2], "out %d is %g", i, (double)q->z[i]);
     }
-    at = r->log.num;
+    at = r->b.log.num;
     for (int i = 0; i < 64; i++) q->dz[i] = 1;
     run_redist(r, q->back_out, q->dlocal, q->dz);
     float *dx = q->gathers_x ? q->dfull : q->dpart, *dy = q->gathers_x ? q->dpart : q->dfull;
@@ -1810,7 +1821,7 @@ static void embedding_body(rig *r) {
     char text[60];
     CHECK(p.masked && p.cost_us == 0 && p.out.place[0].kind == FSDP_PARTIAL);
     e->out = redist(r, "embedding", p.out, columns), e->back = backward_of(r, e->out, NULL);
-    CHECK_OK(fsdp_spec_local(&w, r->coord, &e->part));
+    CHECK_OK(fsdp_spec_local(&w, r->b.coord, &e->part));
     if (r->ranks == 4) CHECK_EQ_INT(e->part.shape[0], r->rank < 3 ? 3 : 1);
     else CHECK_EQ_INT(e->part.shape[0], r->rank < VOCAB);
     put_part(r, &w, whole, e->mine);
@@ -1863,7 +1874,7 @@ static void split_body(rig *r) {
         CHECK_EQ_INT(pieces, counts[size]);
     }
     CHECK_EQ_STR(records_from(r, 0, ALL_RECORDS), "");
-    CHECK_EQ_INT(collectives_in(r, 0, r->log.num), 0);
+    CHECK_EQ_INT(collectives_in(r, 0, r->b.log.num), 0);
     free(whole);
 }
 TEST_P(dtensor_compile, split_with_symint_split_size, ways) { run_on(row, 4, split_body); }

@@ -1,11 +1,12 @@
 /* test_dtensor_tp.c - tensor parallelism with FSDP, HSDP, DDP and alone, beside the same net on
-   whole tensors: losses and gradients of every step, norms, replicas. Whole tensors to and from the parts
-   of ranks; clipping of parts of different sizes; a mesh that is a slice; refusals; memory that is
-   not there.
+   whole tensors: losses and gradients of every step, norms, replicas. A transformer block. Whole
+   tensors to and from the parts of ranks; clipping of parts of different sizes; a mesh that is a
+   slice; refusals; memory that is not there.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab_tp.h"
+#include "lab_block.h"
 
 /* ---- a net beside its whole ----------------------------------------------------------------- */
 
@@ -33,7 +34,7 @@ static void near_to(const tp_net *net, const char *what, int step, const double 
 static uint64_t hash_records(const tp_rank *t) {
     uint64_t hash = 1;
     for (int n = t->log_begin; n < t->log_end; n++) {
-        const fsdp_op *op = &t->log.ops[n];
+        const fsdp_op *op = &t->on.log.ops[n];
         const uint64_t is[] = {op->kind,     op->label, op->stream, op->dtype,
                                op->redop,    op->count, op->bytes,  (uint64_t)op->group_size,
                                op->what_hash};
@@ -46,7 +47,7 @@ static uint64_t hash_records(const tp_rank *t) {
 static void check_dtypes(const tp_rank *t) {
     const tp_net *net = t->net;
     for (int n = t->log_begin; n < t->log_end; n++) {
-        const fsdp_op *op = &t->log.ops[n];
+        const fsdp_op *op = &t->on.log.ops[n];
         if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
             CHECK_EQ_INT(op->dtype, tp_dtype(net));
         if (op->comm && (op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_REPLICAS))
@@ -239,33 +240,162 @@ TEST_P(dtensor_tp, stages, stage_rows) {
     }
 }
 
-/* ---- a mesh without a net ------------------------------------------------------------------- */
+/* ---- a transformer block -------------------------------------------------------------------- */
 
-typedef struct bed {
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_mesh *mesh;
-    fsdp_dmesh *dm;
-} bed;
+typedef struct block_row {
+    const char *name;
+    block_net net;
+    int lanes, processes;
+} block_row;
+typedef struct block_job {
+    const block_row *row;
+    float *y[4], *dx[4];     /* of each rank with data of its own */
+    double *grad[BK_PARAMS]; /* the mean */
+} block_job;
 
-static void bed_open(bed *b, fsdp_world *w, int dp, int tp, fsdp_dtype grad) {
-    fsdp_dmesh_desc d = FSDP_ZERO;
-    fsdp_model_desc md = FSDP_ZERO;
-    b->w = w;
-    b->mesh = lab_mesh2(w, dp, tp, "dp", "tp");
-    md.grad_dtype = grad;
-    b->model = lab_model(w, &md);
-    d.mesh = b->mesh;
-    CALL(w, fsdp_dmesh_create(b->model, &d, &b->dm));
+static void block_near(const float *got, const float *want, int64_t count, const char *what) {
+    double most = 1;
+    for (int64_t i = 0; i < count; i++)
+        if (fabs((double)want[i]) > most) most = fabs((double)want[i]);
+    for (int64_t i = 0; i < count; i++)
+        W_CHECK(fabs((double)got[i] - (double)want[i]) <= 4e-6 * most,
+                "%s, element %lld: %.9g, expected %.9g", what, (long long)i, (double)got[i],
+                (double)want[i]);
 }
 
-static fsdp_unit *bed_unit(bed *b, const fsdp_param_desc *params, const fsdp_placement *tp,
-                           int count, int partial) {
-    fsdp_tp_unit_desc d = FSDP_ZERO;
-    fsdp_unit *unit = NULL;
-    d.unit.params = params, d.unit.num_params = count, d.tp = tp, d.partial_grads = partial;
-    CALL(b->w, fsdp_tp_fully_shard(b->dm, &d, &unit));
-    return unit;
+/* One process, on the data of each rank of dp in turn. */
+static void block_tell(block_job *j, const block_net *net) {
+    block_net whole_net = *net;
+    blk b;
+    whole_net.tp = 1, whole_net.sp = 0;
+    block_open_whole(&b, &whole_net);
+    const int64_t count = b.tokens * net->d;
+    for (int data = 0; data < net->dp; data++) {
+        block_feed(&b, data);
+        block_forward(&b);
+        block_backward(&b);
+        j->y[data] = (float *)lab_zeros((size_t)count, sizeof(float));
+        j->dx[data] = (float *)lab_zeros((size_t)count, sizeof(float));
+        memcpy(j->y[data], b.y, (size_t)count * sizeof(float));
+        memcpy(j->dx[data], b.dx, (size_t)count * sizeof(float));
+    }
+    for (int k = 0; k < BK_PARAMS; k++) {
+        j->grad[k] = lab_doubles(block_numel(&b, k));
+        for (int64_t i = 0; i < block_numel(&b, k); i++)
+            j->grad[k][i] = (double)b.g[k][i] / net->dp;
+    }
+    block_close(&b);
+}
+
+/* The activations of a pass: as many elements as the scheme says, over tp alone, and no copy: all
+   of them are where peers read them. */
+static void block_counts(const blk *b, const char *pass, int from, int end, int sums) {
+    const block_net *net = b->net;
+    const int64_t piece = (b->tokens + net->tp - 1) / net->tp * net->d;
+    char want[160];
+    if (net->sp)
+        snprintf(want, sizeof want, "AG %lld/%d, RS %lld/%d, AG %lld/%d, RS %lld/%d",
+                 (long long)piece, net->tp, (long long)piece, net->tp, (long long)piece, net->tp,
+                 (long long)piece, net->tp);
+    else
+        snprintf(want, sizeof want, "AR %lld/%d, AR %lld/%d", (long long)(b->tokens * net->d),
+                 net->tp, (long long)(b->tokens * net->d), net->tp);
+    const char *got = bed_records(&b->on, from, end, COLLECTIVES);
+    W_CHECK(!strcmp(got, net->tp > 1 ? want : ""), "%s: %s, expected %s", pass, got, want);
+    W_CHECK(lab_count_ops(&b->on.log, from, -1, -1, NULL) > 0, "no record");
+    for (int i = from; i < end; i++) { /* of units: over dp, and of the replicated one over tp */
+        const fsdp_op *op = &b->on.log.ops[i];
+        if (op->kind < FSDP_OP_ALL_GATHER || op->kind > FSDP_OP_RECV || op->label == b->on.label)
+            continue;
+        sums -= op->label == FSDP_LABEL_REPLICAS;
+        CHECK_EQ_INT(op->group_size, op->label == FSDP_LABEL_REPLICAS ? net->tp : net->dp);
+    }
+    CHECK_EQ_INT(sums, 0);
+}
+
+static void block_rank(lab_rank *r) {
+    const block_job *j = (const block_job *)r->arg;
+    const block_net *net = &j->row->net;
+    uint64_t bits = 0;
+    blk *b = (blk *)lab_zeros(1, sizeof *b);
+    snprintf(w_case, sizeof w_case, "%s, rank %d", j->row->name, r->rank);
+    block_open(b, net, r->w);
+    bed_watch(&b->on);
+    const int data = b->on.coord[0];
+    const int64_t at = b->first * net->d, count = b->rows * net->d;
+    for (int step = 0; step < 3; step++) {
+        uint64_t hash = 1;
+        fsdp_param_view v = FSDP_ZERO;
+        block_feed(b, data);
+        const int from = b->on.log.num;
+        block_forward(b);
+        const int half = b->on.log.num;
+        block_backward(b);
+        const int end = b->on.log.num;
+        block_counts(b, "forward", from, half, 0);
+        block_counts(b, "backward", half, end, net->tp > 1);
+        block_near(b->y, j->y[data] + at, count, "y");
+        block_near(b->dx, j->dx[data] + at, count, "dx");
+        lab_fold(&hash, b->y, (size_t)count * sizeof(float));
+        lab_fold(&hash, b->dx, (size_t)count * sizeof(float));
+        while (fsdp_next_param(b->on.model, &v))
+            if (v.shard_grad) lab_fold(&hash, v.shard_grad, (size_t)v.numel * sizeof(float));
+        if (step) W_CHECK(hash == bits, "step %d has other bits", step);
+        bits = hash;
+        for (int k = 0; k < BK_PARAMS && step == 2; k++) {
+            int64_t shape[3];
+            block_shape(net, k, net->heads, net->hidden, shape);
+            const int64_t numel = lab_numel(3, shape);
+            float *full = (float *)lab_zeros((size_t)numel, sizeof *full);
+            float *want = (float *)lab_zeros((size_t)numel, sizeof *want);
+            for (int64_t i = 0; i < numel; i++) want[i] = (float)j->grad[k][i];
+            CALL(r->w, fsdp_tp_param_full(b->on.dm, b->unit[k >= BK_CUT],
+                                          k >= BK_CUT ? k - BK_CUT : k, 1, full));
+            block_near(full, want, numel, "a gradient");
+            free(full), free(want);
+        }
+        CALL(r->w, fsdp_zero_grad(b->on.model));
+    }
+    block_close(b);
+    lab_end(r);
+    free(b);
+}
+
+/* batch, context, d, heads, size, hidden, dp, tp, sp, overlap */
+#define BLOCK(dp, tp, sp, overlap, heads, hidden, context)                                         \
+    { 2, context, 10, heads, 4, hidden, dp, tp, sp, overlap, 77 }
+static const block_row block_rows[] = {
+    {"1x2,plain", BLOCK(1, 2, 0, 0, 4, 16, 6), 0, 0},
+    {"1x2,sequence", BLOCK(1, 2, 1, 0, 4, 16, 6), 0, 0},
+    {"1x4,sequence", BLOCK(1, 4, 1, 0, 4, 16, 6), 0, 0},
+    {"2x2,plain", BLOCK(2, 2, 0, 0, 4, 16, 6), 2, 0},
+    {"2x2,sequence", BLOCK(2, 2, 1, 0, 4, 16, 6), 0, 0},
+    {"2x2,plain,overlap", BLOCK(2, 2, 0, 1, 4, 16, 6), 1, 0},
+    {"2x2,sequence,overlap", BLOCK(2, 2, 1, 1, 4, 16, 6), 2, 0},
+    {"2x3,uneven,plain", BLOCK(2, 3, 0, 0, 4, 11, 5), 0, 0},
+    {"2x3,uneven,sequence", BLOCK(2, 3, 1, 0, 4, 11, 5), 1, 0},
+    {"1x3,a rank without heads", BLOCK(1, 3, 1, 1, 2, 2, 5), 2, 0},
+    {"2x1", BLOCK(2, 1, 1, 0, 3, 16, 6), 0, 0},
+    {"2x2,sequence,processes", BLOCK(2, 2, 1, 1, 4, 16, 6), 1, 1},
+};
+TEST_P(dtensor_tp, transformer_block, block_rows) {
+    lab_how how = FSDP_ZERO;
+    block_job j;
+    memset(&j, 0, sizeof j);
+    j.row = row;
+    block_tell(&j, &row->net);
+    how.job = "tp_block", how.lanes = row->lanes, how.processes = row->processes;
+    lab_run(row->net.dp * row->net.tp, &how, block_rank, &j);
+    for (int i = 0; i < row->net.dp; i++) free(j.y[i]), free(j.dx[i]);
+    for (int k = 0; k < BK_PARAMS; k++) free(j.grad[k]);
+}
+
+/* ---- a mesh without a net ------------------------------------------------------------------- */
+
+static void bed_open(bed *b, fsdp_world *w, int dp, int tp, fsdp_dtype grad) {
+    fsdp_model_desc md = FSDP_ZERO;
+    md.grad_dtype = grad;
+    bed_begin(b, w, lab_mesh2(w, dp, tp, "dp", "tp"), &md);
 }
 
 /* ---- whole tensors -------------------------------------------------------------------------- */

@@ -7,6 +7,7 @@
 #include "lab.h"
 #include "fully_shard.h"
 #include "trainings.h"
+#include "trainings_tp.h"
 
 /* ---- one unit -------------------------------------------------------------------------------- */
 
@@ -806,50 +807,58 @@ TEST(fully_shard_training, 1f1b_microbatching) { microbatching(FS_SHARD); }
 
 /* ---- other parallelism beside ---------------------------------------------------------------- */
 
-/* (pp, dp, tp): the pipelines train alike, for each takes its own dp slice. */
-TEST(fully_shard_training, 2d_mlp_with_nd_mesh) {
+/* (pp, dp, tp): the pipelines train alike, each on its own (dp, tp) slice. */
+TEST_TIMEOUT(fully_shard_training, 2d_mlp_with_nd_mesh, 120) {
     static parallel p = {.ndim = 3,
                          .shape = {2, 2, 2},
-                         .tp_dim = 2,
-                         .num_dp = 1,
-                         .dp_dims = {1, 0},
+                         .first = 1,
+                         .shard = 1,
+                         .replicate = -1,
                          .names = {"pp", "dp", "tp"}};
     train_beside_tp(&p);
 }
 
-TEST(fully_shard_training, 3d) {
+TEST_TIMEOUT(fully_shard_training, 3d, 120) {
     static parallel p = {.ndim = 3,
                          .shape = {2, 2, 2},
-                         .tp_dim = 2,
-                         .num_dp = 2,
-                         .dp_dims = {0, 1},
+                         .shard = 1,
+                         .replicate = 0,
                          .names = {"dp_replicate", "dp_shard", "tp"}};
     train_beside_tp(&p);
 }
 
-/* A mixture of two experts; row n of a batch goes to expert n % 2. The experts' weights are one
-   stacked parameter of the copy; a rank holds that of its place in the mesh ep. */
-enum { EP = 2, MOE = 8 };
+/* An MLP that tp cuts, and a mixture of two experts; row n of a batch goes to expert n % 2. The
+   experts' weights are one stacked parameter of the copy; a rank holds that of its place in the mesh
+   ep. Two meshes of the same ranks: (dp_replicate, dp_shard, tp), and with dp_shard split into
+   (efsdp, ep). */
+enum { EP = 2, MOE = 8, MOE_END = 3, MOE_RANKS = 8 };
+enum { MOE_SUM, MOE_GATHER, MOE_SCATTER, MOE_SCATTER_BACK };
+typedef struct {
+    fs_net local[TP];
+    int tp;
+} moe_case;
+typedef struct {
+    tp_own dense; /* its ways, also those of tokens */
+    bed sparse;
+} moe_own;
+static int moe_expert(const fs_run *x) { return ((const moe_own *)x->own)->sparse.coord[2]; }
+
 static int64_t moe_global(const fs_run *x, int unit, int p, int64_t element) {
     (void)p;
-    return unit == 1 ? element + fsdp_mesh_rank(x->other, 0) * MOE * MOE : element;
+    return unit == 1 ? element + moe_expert(x) * MOE * MOE : element;
 }
-static void moe_net(fs_net *net, int experts) {
+static void moe_net(fs_net *net, int experts, int tp, int place) {
+    fsdp_range mine;
+    CHECK_OK(fsdp_shard_range(2 * MOE, tp, place, &mine));
     fs_net_begin(net, 4, MOE);
     fs_unit_add(net, "dense"), fs_unit_add(net, "experts");
-    fs_linear(net, 0, MOE, MOE);
+    fs_linear(net, 0, MOE, mine.count);
     fs_relu(net);
+    fs_layer_add(net, FS_UNEMBED, 0, fs_param_add(net, 0, MOE, mine.count, 0), mine.count, MOE);
     fs_param_add(net, 1, experts * MOE, MOE, 0);
     net->wide = EP * MOE; /* room for the rows of all ranks of ep */
 }
 
-/* Rows of all ranks of ep beside each other. */
-static void moe_exchange(fs_run *x, const double *mine, double *all) {
-    int64_t count = x->net->batch * MOE;
-    memset(all, 0, (size_t)(EP * count) * sizeof *all);
-    memcpy(all + fsdp_mesh_rank(x->other, 0) * count, mine, (size_t)count * sizeof *all);
-    CALL(x->world, fsdp_all_reduce(x->world, x->other, all, EP * count, FSDP_F64, FSDP_SUM));
-}
 static void moe_rows(const double *w, const double *in, double *out) {
     for (int o = 0; o < MOE; o++)
         for (int i = 0; i < MOE; i++) out[o] += w[o * MOE + i] * in[i];
@@ -863,97 +872,141 @@ static void moe_rows_back(const double *w, const double *in, const double *dy, d
         }
 }
 
-/* in -> out [ranks of ep][batch][MOE]; the copy: its own rows, by all experts. */
-static void moe_run(fs_run *x, const double *in, const double *dy, double *out, double *dw) {
-    int64_t rows = x->net->batch * (x->model ? EP : 1);
+/* in -> out [batch][MOE]. On a rank: `all` becomes the rows of all ranks of ep, of which its expert
+   takes its own; the outputs are addends. With dy: its gradient, and that of the input. */
+static void moe_run(fs_run *x, const double *in, double *all, const double *dy, double *out,
+                    double *dw) {
+    const int64_t mine = x->net->batch * MOE, ranks = x->model ? EP : 1;
     const double *w = fs_data(x, 1, 0);
-    memset(out, 0, (size_t)(rows * MOE) * sizeof *out);
-    for (int64_t n = 0; n < rows; n++) {
-        int64_t e = n % x->net->batch % EP, at = x->model ? 0 : e * MOE * MOE;
-        if (x->model && e != fsdp_mesh_rank(x->other, 0)) continue;
-        if (dy) moe_rows_back(w + at, in + n * MOE, dy + n * MOE, dw + at, out + n * MOE);
-        else moe_rows(w + at, in + n * MOE, out + n * MOE);
+    double part[EP * 4 * MOE], dall[EP * 4 * MOE];
+    memset(part, 0, sizeof part);
+    CHECK(mine * EP == (int64_t)COUNT(part));
+    if (!x->model) memcpy(dy ? dall : all, dy ? dy : in, (size_t)mine * sizeof *all);
+    else tp_move(x, MOE_GATHER, dy ? dall : all, EP * mine, dy ? dy : in, mine);
+    for (int64_t n = 0; n < x->net->batch * ranks; n++) {
+        const int64_t e = n % x->net->batch % EP, at = x->model ? 0 : e * MOE * MOE;
+        if (x->model && e != moe_expert(x)) continue;
+        if (dy) moe_rows_back(w + at, all + n * MOE, dall + n * MOE, dw + at, part + n * MOE);
+        else moe_rows(w + at, all + n * MOE, part + n * MOE);
     }
-    if (!x->model) return;
-    CALL(x->world, fsdp_all_reduce(x->world, x->other, out, rows * MOE, FSDP_F64, FSDP_SUM));
+    if (!x->model) memcpy(out, part, (size_t)mine * sizeof *out);
+    else tp_move(x, dy ? MOE_SCATTER_BACK : MOE_SCATTER, out, mine, part, EP * mine);
 }
 
 static double moe_micro(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
-    int64_t count = x->net->batch * MOE, mine = x->model ? fsdp_mesh_rank(x->other, 0) * count : 0;
-    double *in = x->tape[1].in[0], *out = x->tape[1].in[1], *dy = x->tape[1].in[2], loss = 0;
+    const int64_t count = x->net->batch * MOE;
+    double *all = x->tape[1].in[0], *out = x->tape[1].in[1], *dy = x->tape[1].in[2], loss = 0;
     double dw[EP * MOE * MOE];
     (void)it, (void)m;
     fs_feed(x, t);
     fs_pre_forward(x, 0);
-    fs_layers_forward(x, t, 0, 0, 2);
+    fs_layers_forward(x, t, 0, 0, MOE_END);
+    tp_sum(x, MOE_SUM, t->in[MOE_END]);
     fs_post_forward(x, 0);
     fs_pre_forward(x, 1);
-    if (x->model) moe_exchange(x, t->in[2], in);
-    else memcpy(in, t->in[2], (size_t)count * sizeof *in);
-    moe_run(x, in, NULL, out, NULL);
+    moe_run(x, t->in[MOE_END], all, NULL, out, NULL);
     fs_post_forward(x, 1);
     for (int64_t i = 0; i < count; i++) {
-        double off = out[mine + i] - x->target[i];
+        double off = out[i] - x->target[i];
         loss += off * off / (double)count;
-        x->dx[i] = 2 * off / (double)count;
+        dy[i] = 2 * off / (double)count;
     }
     fs_pre_backward(x, 1);
-    if (x->model) moe_exchange(x, x->dx, dy);
-    else memcpy(dy, x->dx, (size_t)count * sizeof *dy);
     memset(dw, 0, sizeof dw);
-    moe_run(x, in, dy, out, dw);
+    moe_run(x, NULL, all, dy, x->dx, dw);
     fs_add_grad(x, 1, 0, dw);
     fs_post_backward(x, 1);
-    memcpy(x->dx, out + mine, (size_t)count * sizeof *out);
     fs_pre_backward(x, 0);
-    fs_layers_backward(x, t, 0, 2);
+    fs_layers_backward(x, t, 0, MOE_END);
     fs_post_backward(x, 0);
     return loss;
 }
-/* (dp, ep), or (replicate, dp, ep): dense parameters over all ranks, experts over dp alone; the
-   replicas hold both. */
+
+static void moe_locate(fs_run *x) {
+    static const char *const names[3] = {"dp_replicate", "dp_shard", "tp"};
+    static const char *const split[2] = {"efsdp", "ep"};
+    const moe_case *c = (const moe_case *)x->c->user;
+    const int32_t shape[3] = {x->c->replicas, x->c->shards, c->tp};
+    moe_own *own = (moe_own *)lab_zeros(1, sizeof *own);
+    fsdp_mesh *sparse;
+    x->mesh = lab_mesh(x->world, 3, shape, names, NULL);
+    CALL(x->world, fsdp_mesh_unflatten(x->mesh, 1, x->c->shards / EP, split, &sparse));
+    bed_locate(&own->dense.on, x->world, x->mesh);
+    bed_locate(&own->sparse, x->world, sparse);
+    CALL(x->world, fsdp_mesh_info_init(x->mesh, FSDP_MESH_INFO_HSDP, 1, 0, &x->info));
+    x->rank = own->dense.on.coord[0] * x->c->shards + own->dense.on.coord[1];
+    x->net = &c->local[own->dense.on.coord[2]], x->global = moe_global;
+    x->own = own;
+}
+/* Dense parameters over dp_shard and tp, experts over efsdp alone; the replicas hold both. */
 static void moe_make(fs_run *x) {
-    static const char *const names[3] = {"replicate", "dp", "ep"};
-    const int replicas = x->c->replicas, dp = x->size / EP / replicas;
-    const int32_t shape[3] = {replicas, dp, EP};
     const int32_t dims[2] = {0, 1};
-    fsdp_mesh *all = lab_mesh(x->world, 3, shape, names, NULL), *mine;
-    x->other = lab_slice(x->world, all, 2);
-    x->net = (const fs_net *)x->c->user, x->global = moe_global;
-    if (replicas == 1) {
-        fs_make_unit(x, 0, NULL);
-        fs_make_unit(x, 1, lab_slice(x->world, all, 1));
-        return;
-    }
-    CALL(x->world, fsdp_mesh_slice(all, dims, 2, &mine));
-    fs_make_unit(x, 0, NULL); /* over (replicate, shard), as the model */
+    moe_own *own = (moe_own *)x->own;
+    bed *on = &own->dense.on, *sparse = &own->sparse;
+    fsdp_mesh *mine;
+    on->model = sparse->model = x->model;
+    bed_renew(on), bed_renew(sparse);
+    x->dm = on->dm;
+    tp_make_unit(x, 0, tp_cuts, x->net->units[0].raf);
+    CALL(x->world, fsdp_mesh_slice(sparse->mesh, dims, 2, &mine));
     fs_make_unit(x, 1, mine);
+    fsdp_redistribution **way = own->dense.way;
+    const fsdp_spec rows = tp_rows(x, sparse, 2, FSDP_SHARD),
+                    all = tp_rows(x, sparse, 2, FSDP_REPLICATE),
+                    adds = tp_rows(x, sparse, 2, FSDP_PARTIAL);
+    way[MOE_SUM] = tp_way(x, on, "dense out", tp_rows(x, on, 2, FSDP_PARTIAL),
+                          tp_rows(x, on, 2, FSDP_REPLICATE));
+    way[MOE_GATHER] = tp_way(x, sparse, "tokens to experts", rows, all);
+    way[MOE_SCATTER] = tp_way(x, sparse, "tokens from experts", adds, rows);
+    CALL(x->world,
+         fsdp_redistribution_create_backward(way[MOE_GATHER], &adds, &way[MOE_SCATTER_BACK]));
+    tp_alloc(x, sparse, EP * x->net->batch * MOE);
+}
+/* The gathered expert is its part of the stack; it -1: before the first iteration. */
+static void moe_gathered(fs_run *x, int it) {
+    const fs_param *experts = &x->whole->units[1].params[0];
+    float full[2 * MOE * MOE];
+    for (int p = 0; p < 4; p++) {
+        const int unit = p == 3;
+        const fs_param *q = unit ? experts : &x->whole->units[0].params[p];
+        CALL(x->world, fsdp_tp_param_full(x->dm, x->unit[unit], unit ? 0 : p, 0, full));
+        for (int64_t i = 0; i < (unit ? MOE * MOE : q->numel); i++) {
+            const int64_t e = moe_global(x, unit, 0, i);
+            const double want = it < 0 ? fs_initial(x->whole, unit, unit ? 0 : p, e)
+                                       : x->story->param[it][q->at + e];
+            if (it < 0) CHECK(lab_same((double)full[i], want));
+            else fs_check_near(x, "gathered", unit, unit ? 0 : p, e, (double)full[i], want);
+        }
+    }
+    if (it + 1 < x->c->iters) return;
+    free(x->own);
+    x->own = NULL, x->global = NULL;
 }
 /* A sum over ep, and an average over dp and ep together. */
 static void moe_divide(fs_run *x) {
     CALL(x->world, fsdp_set_gradient_divide_factor(x->model, x->unit[1], x->size));
-}
-/* The gathered expert is its part of the stack. */
-static void moe_gathered(fs_run *x, int it) {
-    float full[MOE * MOE];
-    CALL(x->world, fsdp_param_full(x->unit[1], 0, full));
-    for (int64_t e = 0; e < MOE * MOE; e++)
-        fs_check_near(
-            x, "gathered expert", 1, 0, e, (double)full[e],
-            x->story->param[it][x->whole->units[1].params[0].at + moe_global(x, 1, 0, e)]);
+    moe_gathered(x, -1);
 }
 
-TEST(fully_shard_training, shard_placement_fn_tp_ep) {
-    static fs_net net, local;
-    moe_net(&net, EP);
-    moe_net(&local, 1);
-    for (int k = 0; k < 12; k++) { /* the reshard of what is not an expert: always, never, 2 */
-        local.units[0].raf = reshards[k / 4];
-        local.units[1].params[0].shard_dim = k & 1;
-        fs_conf c = fs_conf_of(&net, k & 2 ? 2 : 1, k & 2 ? 4 : 8);
+TEST_TIMEOUT(fully_shard_training, shard_placement_fn_tp_ep, 120) {
+    static fs_net net;
+    static moe_case m;
+    moe_net(&net, EP, 1, 0);
+    for (int k = 0; k < 24; k++) { /* the reshard of what is not an expert: always, never, 2 */
+        const int replicas = k & 2 ? 2 : 1;
+        m.tp = k & 4 ? TP : 1;
+        const int shards = MOE_RANKS / m.tp / replicas;
+        if (reshards[k / 8] == 2 && shards == 2) continue; /* that is always */
+        for (int place = 0; place < m.tp; place++) {
+            moe_net(&m.local[place], 1, m.tp, place);
+            m.local[place].units[0].raf = reshards[k / 8];
+            m.local[place].units[1].params[0].shard_dim = k & 1;
+        }
+        fs_conf c = fs_conf_of(&net, replicas, shards);
+        c.threads = MOE_RANKS, c.locate = moe_locate, c.user = &m;
         c.make = moe_make, c.build = moe_divide, c.micro = moe_micro, c.end = moe_gathered;
-        c.user = &local, c.iters = 5, c.rtol = 1e-5, c.atol = 1e-6;
+        c.iters = 5, c.rtol = 1e-5, c.atol = 1e-6;
         fs_train(&c);
     }
 }

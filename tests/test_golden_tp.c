@@ -151,8 +151,8 @@ static void near_to(const tp_rank *t, const char *what, int64_t i, double got, d
 static void check_shapes(tp_rank *t, const test_case *c) {
     for (int i = 0; i < t->net->num_params; i++) {
         const tp_param *p = &t->net->params[i];
-        const int64_t *want = c->shape[i][fsdp_rank(t->w)];
-        fsdp_param_view v = lab_view(t->w, t->unit[p->unit], p->index);
+        const int64_t *want = c->shape[i][fsdp_rank(t->on.w)];
+        fsdp_param_view v = lab_view(t->on.w, t->unit[p->unit], p->index);
         CHECK_MSG(!memcmp(v.local_shape, want, (size_t)p->ndim * sizeof *want),
                   "case %s: %s has %lld x .., expected %lld x ..", t->net->name, p->name,
                   (long long)v.local_shape[0], (long long)want[0]);
@@ -171,10 +171,10 @@ static void check_records(const tp_rank *t) {
     CHECK_EQ_INT(tp_count(t, FSDP_OP_REDUCE_SCATTER), net->sp && is_cut ? 2 * pairs : 0);
     CHECK_EQ_INT(tp_count(t, FSDP_OP_ALL_REDUCE), is_cut ? (net->sp ? 0 : 2 * pairs) + loss : 0);
     CHECK_EQ_INT(tp_count(t, FSDP_OP_ALL_TO_ALL), 0);
-    for (int n = t->log_begin; n < t->log.num; n++) {
-        const fsdp_op *op = &t->log.ops[n];
+    for (int n = t->log_begin; n < t->on.log.num; n++) {
+        const fsdp_op *op = &t->on.log.ops[n];
         int whole = op->kind == FSDP_OP_ALL_REDUCE;
-        if (op->label != t->label || !op->comm) continue;
+        if (op->label != t->on.label || !op->comm) continue;
         CHECK_EQ_INT(op->group_size, t->num_tp);
         if (strncmp(op->what, "loss", 4) != 0)
             CHECK_EQ_INT(op->count, whole ? net->tokens * net->d : piece);
@@ -182,13 +182,14 @@ static void check_records(const tp_rank *t) {
     /* Units: the replicated one and that of the vocabulary stay open in between. */
     int gathers = 1 + (net->vocab > 0) + 2 * net->blocks;
     units += net->vocab > 0;
-    CHECK_EQ_INT(lab_count_ops(&t->log, t->log_begin, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, NULL),
-                 dp ? gathers : 0);
     CHECK_EQ_INT(
-        lab_count_ops(&t->log, t->log_begin, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, NULL),
+        lab_count_ops(&t->on.log, t->log_begin, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, NULL),
+        dp ? gathers : 0);
+    CHECK_EQ_INT(
+        lab_count_ops(&t->on.log, t->log_begin, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, NULL),
         dp ? units : 0);
     CHECK_EQ_INT(
-        lab_count_ops(&t->log, t->log_begin, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
+        lab_count_ops(&t->on.log, t->log_begin, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
         is_cut); /* of the replicated one */
 }
 

@@ -8,6 +8,7 @@
 #include "lab.h"
 #include "fully_shard.h"
 #include "trainings.h"
+#include "trainings_tp.h"
 
 /* ---- test_replicate_training ----------------------------------------------------------------- */
 
@@ -105,12 +106,8 @@ TEST(replicate_training, 1f1b_microbatching) { microbatching(FS_REPLICATE); }
 TEST(replicate_training, register_fsdp_forward_method) { forward_method(FS_REPLICATE); }
 
 TEST(replicate_training, replicate_tp) {
-    static parallel p = {.how = FS_REPLICATE,
-                         .ndim = 2,
-                         .shape = {2, 2},
-                         .tp_dim = 1,
-                         .num_dp = 1,
-                         .names = {"dp_replicate", "tp"}};
+    static parallel p = {
+        .ndim = 2, .shape = {2, 2}, .shard = -1, .replicate = 0, .names = {"dp_replicate", "tp"}};
     train_beside_tp(&p);
 }
 
@@ -229,12 +226,11 @@ TEST(replicate_with_fsdp, train_replicate_fsdp) {
 }
 
 TEST(replicate_with_fsdp, train_parity_2d_mlp) {
-    static parallel p = {.how = FS_REPLICATE,
-                         .ndim = 3,
+    static parallel p = {.ndim = 3,
                          .shape = {2, 1, 2},
-                         .tp_dim = 2,
-                         .num_dp = 1,
-                         .names = {"replicate", "shard", "tp"}};
+                         .shard = 1,
+                         .replicate = 0,
+                         .names = {"dp_replicate", "dp_shard", "tp"}};
     train_beside_tp(&p);
 }
 
