@@ -135,6 +135,10 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
             return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+        const uint64_t *sort = act->what == FSDPI_PLAN_GATHER ? f->gathers : f->reduces;
+        if (i > 0 && fsdpi_plan_is_joined(act - 1, act) &&
+            (!sort[u] || sort[u] != sort[act[-1].unit]))
+            return fsdpi_plan_act_refused(p, act, "it cannot be joined with the one before it");
         if (act->call + 1 >= f->num_calls)
             return fsdpi_plan_act_refused(p, act, "nothing is decided in finalize_backward");
         if (act->what == FSDPI_PLAN_KEEP && !ends)

@@ -145,6 +145,9 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
     }
     fsdpi_plan_find_gathers(p, f, t);
     fsdpi_plan_find_reduces(f, t);
+    // A slot that outlasts the step has memory of its own, at another distance on each rank.
+    for (int i = 0; i < f->num_spans; i++)
+        if (f->spans[i].end >= f->num_calls) f->gathers[f->spans[i].owner] = 0;
     int kept = 0;
     for (int i = 0; i < f->num_spans; i++)
         if (f->managed[f->spans[i].owner]) f->spans[kept++] = f->spans[i];
