@@ -282,7 +282,9 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    fsdp_status status = fsdpi_plan_may_load(plan, text);
+    // States are those of the layout. All ranks are here, whatever they were given.
+    fsdp_status status = plan ? fsdp_model_commit(plan->model) : FSDP_OK;
+    if (!status) status = fsdpi_plan_may_load(plan, text);
     if (!plan) return status;
     if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
     if (!status) status = fsdpi_plan_check_model(plan, &given);
