@@ -161,8 +161,18 @@ static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int
         i = -1; // an earlier name may be the new one
     }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
-    l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
+}
+
+// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
+static void fsdpi_plan_size_grads(const fsdp_plan *p, fsdpi_plan_listing *l) {
+    fsdp_param_view v = FSDP_ZERO;
+    for (int u = 0; fsdp_next_param(p->model, &v);) {
+        int64_t numel = v.requires_grad;
+        while (p->units[u] != v.unit) u++;
+        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        if (numel) l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
+    }
 }
 
 // [0]: of calls, [1]: of the plan.
@@ -220,6 +230,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         status = fsdpi_plan_alloc(p->model, (size_t)k->num_calls * sizeof *l->calls,
                                   (void **)&l->calls);
     for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_name_unit(p, l, u);
+    if (!status) fsdpi_plan_size_grads(p, l);
     for (int c = 0; c < k->num_calls && !status; c++) {
         l->calls[c] = k->calls[c];
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)

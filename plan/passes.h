@@ -176,15 +176,16 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or behind one of the other, and never inside of it?
+// Is every span of one unit right before or behind one of the other, and never inside of one?
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
-    int pairs = 0;
+    int pairs = 0, ended = -1; // the last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
         const fsdpi_plan_span *span = &f->spans[i];
         if (span->owner != a && span->owner != b) continue;
         if (i + 1 == f->num_spans || span[1].owner != (span->owner == a ? b : a) ||
-            span->end >= span[1].begin)
+            span->end >= span[1].begin || span->begin <= ended)
             return 0;
+        ended = span[1].end;
         pairs++;
         i++;
     }

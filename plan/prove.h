@@ -263,6 +263,11 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     if (m->unit >= 0 && v->written[m->unit] == m->src) v->written[m->unit] = -1;
 }
 
+// Has a unit gradients with elements? What is in the slots of another one is not looked at.
+static int fsdpi_plan_has_grads(const fsdpi_plan_prover *v, int unit) {
+    return unit < 0 || v->l->units[unit].grad_bytes > 0;
+}
+
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
     fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
     if (!r) return;
@@ -275,7 +280,7 @@ static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *
     if (v->slots[m->dst].grads == FSDPI_PLAN_TAKEN)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "a reduction has read gradients: those of", m->unit,
                          m->dst);
-    v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
+    if (fsdpi_plan_has_grads(v, m->unit)) v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
 }
 
 // Gradients in a slot: zeroed, brought on, reduced.
@@ -286,13 +291,14 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     int sums = line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_REDUCE ||
                line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
                line->label == FSDP_LABEL_RED_OUT;
+    if (!fsdpi_plan_has_grads(v, m->unit)) return;
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
     if (dst && line->label == FSDP_LABEL_USERS && dst->grads != FSDPI_PLAN_FRESH)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->dst);
-    if (dst && dst->summed && line->kind != FSDP_OP_USE &&
+    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL &&
         (src == dst || line->label == FSDP_LABEL_USERS))
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
                          m->unit, m->dst);
@@ -390,10 +396,8 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
     int posts = call->call == FSDP_CALL_POST_FORWARD || call->call == FSDP_CALL_POST_BACKWARD;
-    int reads = u < 0                                  ? 0
-                : call->call == FSDP_CALL_PRE_FORWARD  ? v->l->units[u].reads & 1
-                : call->call == FSDP_CALL_PRE_BACKWARD ? v->l->units[u].reads & 2
-                                                       : 0;
+    int back = call->call == FSDP_CALL_PRE_BACKWARD || call->call == FSDP_CALL_POST_BACKWARD;
+    int reads = u >= 0 && call->call <= FSDP_CALL_POST_BACKWARD && v->l->units[u].reads & 1 << back;
     v->line = -1;
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
@@ -401,8 +405,10 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
             fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
                              FSDPI_PLAN_NONE);
         if (posts && u >= 0) v->opened[u] = 0;
-        if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
-        int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
+        if (posts && slot >= 0 && v->slots[slot].full > !reads) // else only what was waited for
+            fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        int writes = call->call == FSDP_CALL_POST_BACKWARD && fsdpi_plan_has_grads(v, u),
+            grads = u >= 0 && writes ? v->written[u] : -1;
         if (grads >= 0) {
             fsdpi_plan_access(v, u, grads, FSDP_STREAM_COMPUTE, -1, 1);
             if (v->slots[grads].grads == FSDPI_PLAN_TAKEN)
@@ -412,7 +418,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
         }
         return;
     }
-    if (!reads) return;
+    if (posts || !reads) return;
     if (slot < 0 || v->slots[slot].full < 2) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE,
                          slot < 0               ? "its parameters are not gathered:"
@@ -438,17 +444,22 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-// The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
+/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has waited
+   for (those that go on are waited for by fsdp_params_writable); then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
+    for (int i = 0; i < l->num_slots; i++)
+        if (v->slots[i].held && v->slots[i].full == 1)
+            fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
-        fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
+        if (fsdpi_plan_has_grads(v, u))
+            fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
         fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
         v->version[u]++;
     }
