@@ -16,7 +16,8 @@ static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long 
 // Is the text of this model, in a world like this one?
 static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
     fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
     if (l->num_units != p->num_units)
         return fsdpi_plan_other(p, "units", l->num_units, p->num_units);

@@ -419,18 +419,14 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
-    fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &all);
-    for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
-        status = fsdp_unit_mesh_info(p->units[i], &own);
-        if ((own.shard_comm && own.shard_comm != all.shard_comm) ||
-            (own.replicate_comm && own.replicate_comm != all.replicate_comm))
-            snprintf(text, sizeof text,
-                     "unit '%.120s' has other groups of ranks than the model: give the model the "
-                     "mesh of its units",
-                     fsdp_unit_name(p->units[i]));
-    }
+    fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
+    if (stranger)
+        snprintf(text, sizeof text,
+                 "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
+                 fsdp_unit_name(stranger));
     for (int i = 0; i < p->num_units && !text[0]; i++)
         if (fsdp_unit_follows_use(p->units[i]))
             snprintf(text, sizeof text,

@@ -1647,7 +1647,7 @@ static void simple_planned(rig *r, simple *m, uint64_t bits) {
                 fsdp_plan_why(plan));
     }
     if (m->rest)
-        W_CHECK(strstr(fsdp_plan_why(plan), "has other groups of ranks than the model"), "%s",
+        W_CHECK(strstr(fsdp_plan_why(plan), "has other groups of ranks than the others"), "%s",
                 fsdp_plan_why(plan));
     else {
         CALL(r->w, fsdp_plan_report_get(plan, 0, &report));
