@@ -39,21 +39,19 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     return FSDP_OK;
 }
 
-// The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+/* The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+   If units then hold slots, which no text tells, they are those that units hold now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdp_plan *p = s->plan;
     fsdp_status status = fsdpi_plan_play(user);
-    if (!status) status = fsdp_finalize_backward(s->plan->model);
-    if (!status) status = fsdp_params_changed(s->plan->model);
-    if (!status) status = fsdp_zero_grad(s->plan->model);
-    if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
-    const fsdp_unit *holder = fsdpi_plan_give_back(s);
-    if (!status && holder)
-        status = fsdp_fail(
-            s->plan->world, FSDP_ERR_INVALID_STATE,
-            "[E949] plan_load: unit '%.200s' holds slots when such a step ends, which "
-            "no text tells: let a step be recorded instead",
-            fsdp_unit_name(holder));
+    if (!status) s->call = s->kind->num_calls - 1;
+    if (!status) status = fsdp_finalize_backward(p->model);
+    if (!status) status = fsdp_params_changed(p->model);
+    if (!status) status = fsdp_zero_grad(p->model);
+    if (!status) fsdpi_plan_states_now(p, s->last);
+    s->lasts = fsdpi_plan_give_back(s) != NULL;
+    if (!status && !s->lasts) memcpy(s->kind->begin, s->last, (size_t)p->num_units * p->unit_bytes);
     return status;
 }
 
@@ -68,13 +66,17 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
             status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                                "[E940] plan_load: a unit holds a slot of a plan since a step that "
                                "left it: run a whole step, or call fsdp_model_reset, first");
-    k->num_older = 0;
     if (status) return status;
     status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
-    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
+    if (!show.lasts) k->num_older = 0;
+    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
+        const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
-                           "[E992] plan_load: call %d is not possible where the text has it",
-                           show.call);
+                           "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
+                           "has it: put the calls in the order of your program. %.300s",
+                           show.call, fsdpi_plan_call_name(at->call),
+                           at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
+    }
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;

@@ -102,6 +102,7 @@ typedef struct fsdpi_plan_show {
     int quiet;     // records are not looked at
     int call;      // that is made
     int own;       // the call whose own work is under way; -1
+    int lasts;     // units hold slots behind finalize
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
