@@ -41,12 +41,20 @@ enum {
     FSDPI_PLAN_TAKEN    // one has
 };
 
+// Slots of the arena by offset, to find those that share memory.
+typedef struct fsdpi_plan_reach {
+    int64_t offset, end; // end: the farthest one up to here
+    int32_t slot;
+} fsdpi_plan_reach;
+
 typedef struct fsdpi_plan_prover {
     fsdp_model *model;
     const fsdpi_plan_listing *l;
     fsdp_plan_proof *out;
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
+    fsdpi_plan_reach *reach;                   // [num_reach]
+    int32_t *upto, num_reach;                  // [slots] the last one in `reach` that may share
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     // By group and label: the first collective of this sort; tick 0: none.
@@ -138,6 +146,48 @@ static int fsdpi_plan_overlap(const fsdpi_plan_slot *a, const fsdpi_plan_slot *b
            b->offset < a->offset + a->bytes;
 }
 
+static int fsdpi_plan_by_offset(const void *a, const void *b) {
+    int64_t x = ((const fsdpi_plan_reach *)a)->offset, y = ((const fsdpi_plan_reach *)b)->offset;
+    return (x > y) - (x < y);
+}
+
+static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    size_t num = (size_t)l->num_slots;
+    fsdp_status status = fsdpi_plan_alloc(v->model, num * sizeof *v->reach, (void **)&v->reach);
+    if (!status) status = fsdpi_plan_alloc(v->model, num * sizeof *v->upto, (void **)&v->upto);
+    if (status) return status;
+    for (int i = 0; i < l->num_slots; i++) {
+        const fsdpi_plan_slot *slot = &l->slots[i];
+        fsdpi_plan_reach reach = {slot->offset, slot->offset + slot->bytes, i};
+        if (slot->offset >= 0) v->reach[v->num_reach++] = reach;
+    }
+    qsort(v->reach, (size_t)v->num_reach, sizeof *v->reach, fsdpi_plan_by_offset);
+    for (int i = 1; i < v->num_reach; i++)
+        if (v->reach[i].end < v->reach[i - 1].end) v->reach[i].end = v->reach[i - 1].end;
+    for (int i = 0; i < l->num_slots; i++) {
+        int64_t end = l->slots[i].offset + l->slots[i].bytes;
+        int low = 0, high = l->slots[i].offset >= 0 ? v->num_reach : 0;
+        while (low < high) { // how many begin before its end
+            int middle = low + (high - low) / 2;
+            if (v->reach[middle].offset < end) low = middle + 1;
+            else high = middle;
+        }
+        v->upto[i] = low - 1;
+    }
+    return FSDP_OK;
+}
+
+// The next slot, from `reach[*at]` down, that shares memory with one; -1: there is none.
+static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
+    const fsdpi_plan_slot *slot = &v->l->slots[place];
+    while (*at >= 0 && v->reach[*at].end > slot->offset) {
+        int i = v->reach[(*at)--].slot;
+        if (i != place && fsdpi_plan_overlap(&v->l->slots[i], slot)) return i;
+    }
+    return -1;
+}
+
 // An access of a unit's parameters or gradients, or of a slot: checked against all that share
 // memory.
 static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
@@ -151,9 +201,8 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                            : place == FSDPI_PLAN_SHARDS ? &v->shards[unit]
                                                         : &v->grads[unit];
     v->out->accesses++;
-    for (int i = 0; i < l->num_slots && place >= 0; i++)
-        if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
-            fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
+    for (int i, at = place >= 0 ? v->upto[place] : -1; (i = fsdpi_plan_shares(v, place, &at)) >= 0;)
+        fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
     fsdpi_plan_check_touch(v, r, place, &now, writes);
     if (writes) r->write = now;
     else r->read[stream] = now;
@@ -221,8 +270,8 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     fsdpi_plan_region *r = &v->slots[m->dst];
     const fsdpi_plan_slot *slot = &l->slots[m->dst];
     if (r->held) fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the slot is held by", r->unit, m->dst);
-    for (int i = 0; i < l->num_slots; i++)
-        if (i != m->dst && v->slots[i].held && fsdpi_plan_overlap(&l->slots[i], slot))
+    for (int i, at = v->upto[m->dst]; (i = fsdpi_plan_shares(v, m->dst, &at)) >= 0;)
+        if (v->slots[i].held)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "its memory is held by", v->slots[i].unit, i);
     if (slot->offset >= 0 && slot->offset + slot->bytes > v->arena)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
@@ -612,6 +661,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
     fsdp_status status = fsdpi_plan_alloc(m, slots, (void **)&v.slots);
+    if (!status) status = fsdpi_plan_find_reach(&v);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.shards);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.grads);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
@@ -629,6 +679,8 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
                  (long long)out->ops, (long long)out->accesses, v.walk, (long long)out->bytes,
                  (long long)l->bytes);
     fsdpi_plan_free(m, v.slots);
+    fsdpi_plan_free(m, v.reach);
+    fsdpi_plan_free(m, v.upto);
     fsdpi_plan_free(m, v.shards);
     fsdpi_plan_free(m, v.grads);
     fsdpi_plan_free(m, v.version);
