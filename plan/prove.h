@@ -180,10 +180,10 @@ static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
 
 // The next slot, from `reach[*at]` down, that shares memory with one; -1: there is none.
 static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
-    const fsdpi_plan_slot *slot = &v->l->slots[place];
-    while (*at >= 0 && v->reach[*at].end > slot->offset) {
+    const fsdpi_plan_slot *slots = v->l->slots;
+    while (*at >= 0 && v->reach[*at].end > slots[place].offset) {
         int i = v->reach[(*at)--].slot;
-        if (i != place && fsdpi_plan_overlap(&v->l->slots[i], slot)) return i;
+        if (i != place && fsdpi_plan_overlap(&slots[i], &slots[place])) return i;
     }
     return -1;
 }
