@@ -3306,7 +3306,12 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     int sums = line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_REDUCE ||
                line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
                line->label == FSDP_LABEL_RED_OUT;
-    if (!fsdpi_plan_has_grads(v, m->unit)) return;
+    if (!fsdpi_plan_has_grads(v, m->unit)) {
+        if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
+                             m->unit, FSDPI_PLAN_NONE);
+        return;
+    }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
