@@ -1,6 +1,7 @@
 /* bench_plan.c - what a plan saves: host time for each op, time of a step, and what making one takes
 
-       build/bench/bench_plan [--host] [--callgrind] [--steps] [--making] [--ranks 2,4] [--lanes 0]
+       build/bench/bench_plan [--host] [--callgrind] [--steps] [--making] [--prove] [--ranks 2,4]
+                              [--lanes 0]
        FSDP_BACKEND=gloo build/gloo/bench/bench_plan --steps
 
    --host      forward and backward of 16 units of 12 parameters, with a device and a comm that do
@@ -10,9 +11,11 @@
                calls, in buckets of 4, 8 and 16 units whose parameters are freed as by calls, and
                with the defaults. The caller only adds to gradients
    --making    what finalize of the recorded step takes more than that of others, by number of units
+   --prove     what the proof takes, which is a part of that, and is made for each text that is loaded
    Without any of them: all. All ways of a table take turns, step by step, in one order and its
    reverse, so that other work of the machine hits them alike; times are medians. The steps of all ways have to leave the same bits.
-   Writes $FSDP_BUILD/bench_plan_host.csv, bench_plan.csv and bench_plan_making.csv.
+   Writes $FSDP_BUILD/bench_plan_host.csv, bench_plan.csv, bench_plan_making.csv and
+   bench_plan_prove.csv.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
@@ -284,37 +287,51 @@ static int step_tables(const int *worlds, int num_worlds, const int *lanes, int 
 
 enum { MAKINGS = 15, MAKING_UNITS = 130, MAKING_PARAMS = 12 };
 
-static int making_of(FILE *csv, int units, int async) {
+typedef struct {
     sim s;
     fsdp_model *model;
     fsdp_plan *plan;
-    fsdp_plan_report r;
-    fsdp_unit *u[MAKING_UNITS];
+    fsdp_unit *units[MAKING_UNITS];
+    int num;
+} maker;
+
+// One rank of 8, whose device and comm do nothing.
+static int maker_open(maker *m, int units, int async) {
     fsdp_param_desc p[MAKING_PARAMS];
-    double made[MAKINGS], others[MAKINGS];
     for (int i = 0; i < MAKING_PARAMS; i++)
         p[i] = i % 2 ? fsdp_vec(NULL, 16) : fsdp_mat(NULL, 16, 16);
-    sim_init(&s, 8, 0);
-    s.async = async;
-    s.null = 1;
-    if (!sim_open(&s) || fsdp_model_create(s.world, NULL, &model)) return 1;
+    sim_init(&m->s, 8, 0);
+    m->s.async = async;
+    m->s.null = 1;
+    m->num = units;
+    if (!sim_open(&m->s) || fsdp_model_create(m->s.world, NULL, &m->model)) return 1;
     for (int i = 0; i < units; i++) {
         fsdp_unit_desc ud = FSDP_ZERO;
         ud.params = p, ud.num_params = MAKING_PARAMS;
-        if (fsdp_fully_shard(model, &ud, &u[i])) return 1;
+        if (fsdp_fully_shard(m->model, &ud, &m->units[i])) return 1;
     }
-    if (fsdp_plan_create(model, NULL, &plan)) return 1;
+    return fsdp_plan_create(m->model, NULL, &m->plan) != FSDP_OK;
+}
+static void maker_calls(maker *m) {
+    for (int i = 0; i < m->num; i++) fsdp_pre_forward(m->units[i]), fsdp_post_forward(m->units[i]);
+    for (int i = m->num; i-- > 0;) fsdp_pre_backward(m->units[i]), fsdp_post_backward(m->units[i]);
+}
+
+static int making_of(FILE *csv, int units, int async) {
+    static maker m;
+    fsdp_plan_report r;
+    double made[MAKINGS], others[MAKINGS];
+    if (maker_open(&m, units, async)) return 1;
     for (int step = 0; step < 2 * MAKINGS + 1; step++) { // the first one is a warm-up
-        for (int i = 0; i < units; i++) fsdp_pre_forward(u[i]), fsdp_post_forward(u[i]);
-        for (int i = units; i-- > 0;) fsdp_pre_backward(u[i]), fsdp_post_backward(u[i]);
+        maker_calls(&m);
         int64_t begin = bench_now_ns();
-        if (fsdp_finalize_backward(model)) return 1;
+        if (fsdp_finalize_backward(m.model)) return 1;
         double us = (double)(bench_now_ns() - begin) * 1e-3;
         if (step % 2) made[step / 2] = us;
         else if (step) others[step / 2 - 1] = us;
-        if (fsdp_zero_grad(model)) return 1;
-        if (step % 2 && fsdp_plan_report_get(plan, 0, &r)) return 1;
-        if (step && step % 2 == 0 && fsdp_plan_forget(plan)) return 1; // record the next one
+        if (fsdp_zero_grad(m.model)) return 1;
+        if (step % 2 && fsdp_plan_report_get(m.plan, 0, &r)) return 1;
+        if (step && step % 2 == 0 && fsdp_plan_forget(m.plan)) return 1; // record the next one
     }
     double us = bench_summarize(made, MAKINGS).median - bench_summarize(others, MAKINGS).median;
     printf("%-8s %5d %7d %9.2f %10lld %8.0f  %s\n", async ? "streams" : "inline", units, r.ops[1],
@@ -325,7 +342,7 @@ static int making_of(FILE *csv, int units, int async) {
     fprintf(csv, "%s,%d,%d,%.1f,%lld\n", async ? "streams" : "inline", units, r.ops[1], us,
             (long long)r.host_bytes);
     fflush(NULL);
-    (void)sim_close(&s);
+    (void)sim_close(&m.s);
     return 0;
 }
 
@@ -341,8 +358,48 @@ static int making_table(void) {
     return failed;
 }
 
+/* ---- proving --------------------------------------------------------------------------------- */
+
+static int prove_of(FILE *csv, int units, int async) {
+    static maker m;
+    fsdp_plan_proof p;
+    double us[MAKINGS];
+    if (maker_open(&m, units, async)) return 1;
+    for (int step = 0; step < 2; step++) { // a warm-up, and one that is recorded
+        maker_calls(&m);
+        if (fsdp_finalize_backward(m.model) || fsdp_zero_grad(m.model)) return 1;
+    }
+    for (int i = 0; i < MAKINGS; i++) {
+        int64_t begin = bench_now_ns();
+        if (fsdp_plan_prove(m.plan, 0, &p) || p.refuted) return 1;
+        us[i] = (double)(bench_now_ns() - begin) * 1e-3;
+    }
+    const bench_stats took = bench_summarize(us, MAKINGS);
+    printf("%-8s %5d %7lld %9lld %9.3f %9.3f  %s\n", async ? "streams" : "inline", units,
+           (long long)p.ops, (long long)p.accesses, took.median * 1e-3, took.min * 1e-3,
+           units != 100            ? ""
+           : took.median <= 1000.0 ? "goal met"
+                                   : "above the goal of 1 ms");
+    fprintf(csv, "%s,%d,%lld,%lld,%.1f,%.1f\n", async ? "streams" : "inline", units,
+            (long long)p.ops, (long long)p.accesses, took.median, took.min);
+    fflush(NULL);
+    (void)sim_close(&m.s);
+    return 0;
+}
+
+static int prove_table(void) {
+    static const int units[] = {10, 30, 100};
+    int failed = 0;
+    FILE *csv = bench_csv("bench_plan_prove", "mode,units,ops,accesses,median_us,min_us");
+    printf("%-8s %5s %7s %9s %9s %9s\n", "mode", "units", "ops", "accesses", "proof ms", "min");
+    for (int async = 0; async < 2; async++)
+        for (int i = 0; i < 3; i++) failed |= prove_of(csv, units[i], async);
+    fclose(csv);
+    return failed;
+}
+
 int main(int argc, char **argv) {
-    int host = 0, callgrind = 0, steps = 0, making = 0, failed = 0;
+    int host = 0, callgrind = 0, steps = 0, making = 0, prove = 0, failed = 0;
     int worlds[8] = {2, 4}, lanes[8] = {0}, num_worlds = 2, num_lanes = 1;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
@@ -350,6 +407,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--callgrind")) callgrind = host = 1;
         else if (!strcmp(argv[i], "--steps")) steps = 1;
         else if (!strcmp(argv[i], "--making")) making = 1;
+        else if (!strcmp(argv[i], "--prove")) prove = 1;
         else if (!strcmp(argv[i], "--ranks")) num_worlds = bench_parse_list(value, 1, 64, worlds);
         else if (!strcmp(argv[i], "--lanes")) num_lanes = bench_parse_list(value, 0, 2, lanes);
         else num_worlds = 0;
@@ -357,14 +415,15 @@ int main(int argc, char **argv) {
     }
     if (!num_worlds || !num_lanes) {
         fprintf(stderr,
-                "usage: %s [--host] [--callgrind] [--steps] [--making] [--ranks 2,4] "
+                "usage: %s [--host] [--callgrind] [--steps] [--making] [--prove] [--ranks 2,4] "
                 "[--lanes 0,2]\n",
                 argv[0]);
         return 2;
     }
-    if (!host && !steps && !making) host = steps = making = 1;
+    if (!host && !steps && !making && !prove) host = steps = making = prove = 1;
     if (host) failed |= host_tables(callgrind);
     if (steps) failed |= step_tables(worlds, num_worlds, lanes, num_lanes);
     if (making) failed |= making_table();
+    if (prove) failed |= prove_table();
     return failed;
 }

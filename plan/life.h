@@ -271,7 +271,9 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open) *status = fsdpi_plan_begin(p);
+    // Finalize is asked about before the core commits: a new layout comes before we look.
+    *status = fsdp_model_commit(model);
+    if (!*status && !p->open) *status = fsdpi_plan_begin(p);
     if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
@@ -324,7 +326,8 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     if (p->open && p->mode == FSDP_PLAN_REPLAYING) p->left++, p->broken = p->desc.strict;
     if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
         p->mode = fsdpi_plan_mode_now(p);
-    snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
+    if (p->mode != FSDP_PLAN_REFUSED) // it says why
+        snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {
     fsdp_plan *p = (fsdp_plan *)user;
@@ -530,6 +533,8 @@ static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdp_plan_cost c;
+    fsdp_status status = plan && by_calls ? fsdp_model_commit(plan->model) : FSDP_OK;
+    if (status) return status; // a new layout has dropped all plans by now
     if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(
             plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
@@ -537,7 +542,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
             "the number of plans, which is %d",
             index, fsdp_plan_count(plan));
     fsdp_plan *p = plan->kinds[index]->plan;
-    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
     if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,

@@ -161,8 +161,18 @@ static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int
         i = -1; // an earlier name may be the new one
     }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
-    l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
+}
+
+// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
+static void fsdpi_plan_size_grads(const fsdp_plan *p, fsdpi_plan_listing *l) {
+    fsdp_param_view v = FSDP_ZERO;
+    for (int u = 0; fsdp_next_param(p->model, &v);) {
+        int64_t numel = v.requires_grad;
+        while (p->units[u] != v.unit) u++;
+        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        if (numel) l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
+    }
 }
 
 // [0]: of calls, [1]: of the plan.
@@ -200,11 +210,36 @@ static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
     return h;
 }
 
+// Are a unit's groups of ranks, if it has some, those of a mesh?
+static int fsdpi_plan_is_within(const fsdp_mesh_info *unit, const fsdp_mesh_info *all) {
+    return (!unit->shard_comm || unit->shard_comm == all->shard_comm) &&
+           (!unit->replicate_comm || unit->replicate_comm == all->replicate_comm);
+}
+
+/* The one mesh that a plan knows: the model's; or the first unit's, if the units are on another one
+   (buckets of fsdp_replicate.h). *stranger: a unit that is on neither, or NULL. */
+static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
+                                        fsdp_unit **stranger) {
+    fsdp_mesh_info own = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    *stranger = p->units[0];
+    for (int way = 0; way < 2 && *stranger && !status; way++) {
+        *stranger = NULL;
+        status = way ? fsdp_unit_mesh_info(p->units[0], out) : fsdp_model_mesh_info(p->model, out);
+        for (int u = 0; u < p->num_units && !*stranger && !status; u++) {
+            status = fsdp_unit_mesh_info(p->units[u], &own);
+            if (!fsdpi_plan_is_within(&own, out)) *stranger = p->units[u];
+        }
+    }
+    return status;
+}
+
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
                                    fsdpi_plan_listing *l) {
     fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_unit *stranger;
     int group = 0;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     l->model = fsdpi_plan_model_hash(p);
     l->kind = fsdpi_plan_mix(k->settings, (uint64_t)k->num_calls);
     l->num_units = p->num_units;
@@ -220,6 +255,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         status = fsdpi_plan_alloc(p->model, (size_t)k->num_calls * sizeof *l->calls,
                                   (void **)&l->calls);
     for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_name_unit(p, l, u);
+    if (!status) fsdpi_plan_size_grads(p, l);
     for (int c = 0; c < k->num_calls && !status; c++) {
         l->calls[c] = k->calls[c];
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)

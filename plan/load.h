@@ -16,7 +16,8 @@ static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long 
 // Is the text of this model, in a world like this one?
 static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
     fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
     if (l->num_units != p->num_units)
         return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
@@ -38,21 +39,19 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     return FSDP_OK;
 }
 
-// The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+/* The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+   If units then hold slots, which no text tells, they are those that units hold now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdp_plan *p = s->plan;
     fsdp_status status = fsdpi_plan_play(user);
-    if (!status) status = fsdp_finalize_backward(s->plan->model);
-    if (!status) status = fsdp_params_changed(s->plan->model);
-    if (!status) status = fsdp_zero_grad(s->plan->model);
-    if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
-    const fsdp_unit *holder = fsdpi_plan_give_back(s);
-    if (!status && holder)
-        status = fsdp_fail(
-            s->plan->world, FSDP_ERR_INVALID_STATE,
-            "[E949] plan_load: unit '%.200s' holds slots when such a step ends, which "
-            "no text tells: let a step be recorded instead",
-            fsdp_unit_name(holder));
+    if (!status) s->call = s->kind->num_calls - 1;
+    if (!status) status = fsdp_finalize_backward(p->model);
+    if (!status) status = fsdp_params_changed(p->model);
+    if (!status) status = fsdp_zero_grad(p->model);
+    if (!status) fsdpi_plan_states_now(p, s->last);
+    s->lasts = fsdpi_plan_give_back(s) != NULL;
+    if (!status && !s->lasts) memcpy(s->kind->begin, s->last, (size_t)p->num_units * p->unit_bytes);
     return status;
 }
 
@@ -67,13 +66,17 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
             status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                                "[E940] plan_load: a unit holds a slot of a plan since a step that "
                                "left it: run a whole step, or call fsdp_model_reset, first");
-    k->num_older = 0;
     if (status) return status;
     status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
-    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
+    if (!show.lasts) k->num_older = 0;
+    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
+        const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
-                           "[E992] plan_load: call %d is not possible where the text has it",
-                           show.call);
+                           "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
+                           "has it: put the calls in the order of your program. %.300s",
+                           show.call, fsdpi_plan_call_name(at->call),
+                           at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
+    }
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
@@ -135,6 +138,10 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
             return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+        const uint64_t *sort = act->what == FSDPI_PLAN_GATHER ? f->gathers : f->reduces;
+        if (i > 0 && fsdpi_plan_is_joined(act - 1, act) &&
+            (!sort[u] || sort[u] != sort[act[-1].unit]))
+            return fsdpi_plan_act_refused(p, act, "it cannot be joined with the one before it");
         if (act->call + 1 >= f->num_calls)
             return fsdpi_plan_act_refused(p, act, "nothing is decided in finalize_backward");
         if (act->what == FSDPI_PLAN_KEEP && !ends)
@@ -278,7 +285,9 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    fsdp_status status = fsdpi_plan_may_load(plan, text);
+    // States are those of the layout. All ranks are here, whatever they were given.
+    fsdp_status status = plan ? fsdp_model_commit(plan->model) : FSDP_OK;
+    if (!status) status = fsdpi_plan_may_load(plan, text);
     if (!plan) return status;
     if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
     if (!status) status = fsdpi_plan_check_model(plan, &given);

@@ -419,18 +419,14 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
-    fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &all);
-    for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
-        status = fsdp_unit_mesh_info(p->units[i], &own);
-        if ((own.shard_comm && own.shard_comm != all.shard_comm) ||
-            (own.replicate_comm && own.replicate_comm != all.replicate_comm))
-            snprintf(text, sizeof text,
-                     "unit '%.120s' has other groups of ranks than the model: give the model the "
-                     "mesh of its units",
-                     fsdp_unit_name(p->units[i]));
-    }
+    fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
+    if (stranger)
+        snprintf(text, sizeof text,
+                 "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
+                 fsdp_unit_name(stranger));
     for (int i = 0; i < p->num_units && !text[0]; i++)
         if (fsdp_unit_follows_use(p->units[i]))
             snprintf(text, sizeof text,
@@ -456,21 +452,23 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
     // Units without elements gather nothing. What a unit brings along is not followed: its first
-    // use reads what another step gathered, and `reads` cannot tell it from later ones.
+    // use reads what another step gathered, and `reads` cannot tell it from later ones. Likewise
+    // where only some visits find a unit gathered (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
         int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
-        if (u >= 0) f->order[u] = !by_calls->held[u];
+        if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
-        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || !f->order[u]) continue;
-        if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
-        if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
+        int phase = call == FSDP_CALL_PRE_FORWARD ? 1 : call == FSDP_CALL_PRE_BACKWARD ? 2 : 0;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED) f->order[u] &= ~phase;
+        else k->listing.units[u].reads |= phase;
     }
+    for (int u = 0; u < p->num_units && !status; u++) k->listing.units[u].reads &= f->order[u];
     return status;
 }
 

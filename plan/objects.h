@@ -102,7 +102,7 @@ typedef struct fsdpi_plan_line {
 
 typedef struct fsdpi_plan_unit {
     char *name;                       // unique in the listing
-    int64_t gather_bytes, grad_bytes; // of its slots
+    int64_t gather_bytes, grad_bytes; // of its slots; grad 0: its gradients have no elements
     // Its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards, or were
     // gathered before the step.
     int32_t reads;

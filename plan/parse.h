@@ -16,9 +16,10 @@ typedef struct fsdpi_plan_in {
     fsdp_status status;
 } fsdpi_plan_in;
 
-// The first fault counts: where, and what was expected there.
+// The first fault counts: where, what was expected there, and what stands there.
 static void fsdpi_plan_expect(fsdpi_plan_in *in, const char *expected) {
-    int line = 1;
+    int line = 1, used = 0;
+    char got[48];
     const char *begin = in->text;
     if (in->status) return;
     for (const char *c = in->text; c < in->at; c++)
@@ -26,8 +27,18 @@ static void fsdpi_plan_expect(fsdpi_plan_in *in, const char *expected) {
             line++;
             begin = c + 1;
         }
-    in->status = fsdp_fail(in->world, FSDP_ERR_INVALID_ARG, "[E982] plan: %d:%d: expected %s", line,
-                           (int)(in->at - begin) + 1, expected);
+    for (const char *c = in->at; c < in->end && *c != '\n' && used < 40; c++)
+        got[used++] = *c < ' ' || *c > '~' ? '?' : *c;
+    got[used] = 0;
+    in->status = fsdp_fail(
+        in->world, FSDP_ERR_INVALID_ARG,
+        "[E982] plan: line %d, column %d: expected %s, got %s%s%s: correct it there, and end an "
+        "edited text with 'end 0000000000000000'",
+        line, (int)(in->at - begin) + 1, expected, used ? "'" : "",
+        used               ? got
+        : in->at < in->end ? "the end of the line"
+                           : "the last line",
+        used ? "'" : "");
 }
 
 static int fsdpi_plan_peek(const fsdpi_plan_in *in, const char *word) {
@@ -43,8 +54,10 @@ static int fsdpi_plan_take(fsdpi_plan_in *in, const char *word) {
 }
 static void fsdpi_plan_need(fsdpi_plan_in *in, const char *word) {
     if (fsdpi_plan_take(in, word)) return;
+    char words[48];
     if (*word == '\n' && !in->status && in->at < in->end && *in->at == '\n') in->at++, word++;
-    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : word);
+    snprintf(words, sizeof words, "'%s'", word);
+    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : words);
 }
 
 static uint64_t fsdpi_plan_hex(fsdpi_plan_in *in, int digits) {

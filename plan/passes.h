@@ -145,6 +145,9 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
     }
     fsdpi_plan_find_gathers(p, f, t);
     fsdpi_plan_find_reduces(f, t);
+    // A slot that outlasts the step has memory of its own, at another distance on each rank.
+    for (int i = 0; i < f->num_spans; i++)
+        if (f->spans[i].end >= f->num_calls) f->gathers[f->spans[i].owner] = 0;
     int kept = 0;
     for (int i = 0; i < f->num_spans; i++)
         if (f->managed[f->spans[i].owner]) f->spans[kept++] = f->spans[i];
@@ -173,15 +176,16 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or behind one of the other, and never inside of it?
+// Is every span of one unit right before or behind one of the other, and never inside of one?
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
-    int pairs = 0;
+    int pairs = 0, ended = -1; // the last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
         const fsdpi_plan_span *span = &f->spans[i];
         if (span->owner != a && span->owner != b) continue;
         if (i + 1 == f->num_spans || span[1].owner != (span->owner == a ? b : a) ||
-            span->end >= span[1].begin)
+            span->end >= span[1].begin || span->begin <= ended)
             return 0;
+        ended = span[1].end;
         pairs++;
         i++;
     }

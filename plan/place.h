@@ -207,7 +207,10 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             arena = pl.bytes;
         }
         fsdpi_plan_pool_fit(t, &pl, !inlined);
-        if (arena < pl.bytes - pl.bytes / 20) fsdpi_plan_best_fit(&pl);
+        if (arena < pl.bytes - pl.bytes / 20) {
+            for (int i = 0; i < pl.num; i++) pl.pieces[i].offset = pl.kept[i];
+            pl.bytes = arena;
+        }
     }
     for (int i = 0; i < pl.num && !status; i++) {
         int64_t at = pl.pieces[i].offset;

@@ -41,12 +41,20 @@ enum {
     FSDPI_PLAN_TAKEN    // one has
 };
 
+// Slots of the arena by offset, to find those that share memory.
+typedef struct fsdpi_plan_reach {
+    int64_t offset, end; // end: the farthest one up to here
+    int32_t slot;
+} fsdpi_plan_reach;
+
 typedef struct fsdpi_plan_prover {
     fsdp_model *model;
     const fsdpi_plan_listing *l;
     fsdp_plan_proof *out;
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
+    fsdpi_plan_reach *reach;                   // [num_reach]
+    int32_t *upto, num_reach;                  // [slots] the last one in `reach` that may share
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     // By group and label: the first collective of this sort; tick 0: none.
@@ -138,6 +146,48 @@ static int fsdpi_plan_overlap(const fsdpi_plan_slot *a, const fsdpi_plan_slot *b
            b->offset < a->offset + a->bytes;
 }
 
+static int fsdpi_plan_by_offset(const void *a, const void *b) {
+    int64_t x = ((const fsdpi_plan_reach *)a)->offset, y = ((const fsdpi_plan_reach *)b)->offset;
+    return (x > y) - (x < y);
+}
+
+static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    size_t num = (size_t)l->num_slots;
+    fsdp_status status = fsdpi_plan_alloc(v->model, num * sizeof *v->reach, (void **)&v->reach);
+    if (!status) status = fsdpi_plan_alloc(v->model, num * sizeof *v->upto, (void **)&v->upto);
+    if (status) return status;
+    for (int i = 0; i < l->num_slots; i++) {
+        const fsdpi_plan_slot *slot = &l->slots[i];
+        fsdpi_plan_reach reach = {slot->offset, slot->offset + slot->bytes, i};
+        if (slot->offset >= 0) v->reach[v->num_reach++] = reach;
+    }
+    qsort(v->reach, (size_t)v->num_reach, sizeof *v->reach, fsdpi_plan_by_offset);
+    for (int i = 1; i < v->num_reach; i++)
+        if (v->reach[i].end < v->reach[i - 1].end) v->reach[i].end = v->reach[i - 1].end;
+    for (int i = 0; i < l->num_slots; i++) {
+        int64_t end = l->slots[i].offset + l->slots[i].bytes;
+        int low = 0, high = l->slots[i].offset >= 0 ? v->num_reach : 0;
+        while (low < high) { // how many begin before its end
+            int middle = low + (high - low) / 2;
+            if (v->reach[middle].offset < end) low = middle + 1;
+            else high = middle;
+        }
+        v->upto[i] = low - 1;
+    }
+    return FSDP_OK;
+}
+
+// The next slot, from `reach[*at]` down, that shares memory with one; -1: there is none.
+static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
+    const fsdpi_plan_slot *slots = v->l->slots;
+    while (*at >= 0 && v->reach[*at].end > slots[place].offset) {
+        int i = v->reach[(*at)--].slot;
+        if (i != place && fsdpi_plan_overlap(&slots[i], &slots[place])) return i;
+    }
+    return -1;
+}
+
 // An access of a unit's parameters or gradients, or of a slot: checked against all that share
 // memory.
 static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
@@ -151,9 +201,8 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                            : place == FSDPI_PLAN_SHARDS ? &v->shards[unit]
                                                         : &v->grads[unit];
     v->out->accesses++;
-    for (int i = 0; i < l->num_slots && place >= 0; i++)
-        if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
-            fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
+    for (int i, at = place >= 0 ? v->upto[place] : -1; (i = fsdpi_plan_shares(v, place, &at)) >= 0;)
+        fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
     fsdpi_plan_check_touch(v, r, place, &now, writes);
     if (writes) r->write = now;
     else r->read[stream] = now;
@@ -221,8 +270,8 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     fsdpi_plan_region *r = &v->slots[m->dst];
     const fsdpi_plan_slot *slot = &l->slots[m->dst];
     if (r->held) fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the slot is held by", r->unit, m->dst);
-    for (int i = 0; i < l->num_slots; i++)
-        if (i != m->dst && v->slots[i].held && fsdpi_plan_overlap(&l->slots[i], slot))
+    for (int i, at = v->upto[m->dst]; (i = fsdpi_plan_shares(v, m->dst, &at)) >= 0;)
+        if (v->slots[i].held)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "its memory is held by", v->slots[i].unit, i);
     if (slot->offset >= 0 && slot->offset + slot->bytes > v->arena)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
@@ -263,6 +312,11 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     if (m->unit >= 0 && v->written[m->unit] == m->src) v->written[m->unit] = -1;
 }
 
+// Has a unit gradients with elements? What is in the slots of another one is not looked at.
+static int fsdpi_plan_has_grads(const fsdpi_plan_prover *v, int unit) {
+    return unit < 0 || v->l->units[unit].grad_bytes > 0;
+}
+
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
     fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
     if (!r) return;
@@ -275,7 +329,7 @@ static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *
     if (v->slots[m->dst].grads == FSDPI_PLAN_TAKEN)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "a reduction has read gradients: those of", m->unit,
                          m->dst);
-    v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
+    if (fsdpi_plan_has_grads(v, m->unit)) v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
 }
 
 // Gradients in a slot: zeroed, brought on, reduced.
@@ -286,13 +340,19 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     int sums = line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_REDUCE ||
                line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
                line->label == FSDP_LABEL_RED_OUT;
+    if (!fsdpi_plan_has_grads(v, m->unit)) {
+        if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
+                             m->unit, FSDPI_PLAN_NONE);
+        return;
+    }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
     if (dst && line->label == FSDP_LABEL_USERS && dst->grads != FSDPI_PLAN_FRESH)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->dst);
-    if (dst && dst->summed && line->kind != FSDP_OP_USE &&
+    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL &&
         (src == dst || line->label == FSDP_LABEL_USERS))
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
                          m->unit, m->dst);
@@ -390,10 +450,8 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
     int posts = call->call == FSDP_CALL_POST_FORWARD || call->call == FSDP_CALL_POST_BACKWARD;
-    int reads = u < 0                                  ? 0
-                : call->call == FSDP_CALL_PRE_FORWARD  ? v->l->units[u].reads & 1
-                : call->call == FSDP_CALL_PRE_BACKWARD ? v->l->units[u].reads & 2
-                                                       : 0;
+    int back = call->call == FSDP_CALL_PRE_BACKWARD || call->call == FSDP_CALL_POST_BACKWARD;
+    int reads = u >= 0 && call->call <= FSDP_CALL_POST_BACKWARD && v->l->units[u].reads & 1 << back;
     v->line = -1;
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
@@ -401,8 +459,10 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
             fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
                              FSDPI_PLAN_NONE);
         if (posts && u >= 0) v->opened[u] = 0;
-        if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
-        int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
+        if (posts && slot >= 0 && v->slots[slot].full > !reads) // else only what was waited for
+            fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        int writes = call->call == FSDP_CALL_POST_BACKWARD && fsdpi_plan_has_grads(v, u),
+            grads = u >= 0 && writes ? v->written[u] : -1;
         if (grads >= 0) {
             fsdpi_plan_access(v, u, grads, FSDP_STREAM_COMPUTE, -1, 1);
             if (v->slots[grads].grads == FSDPI_PLAN_TAKEN)
@@ -412,7 +472,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
         }
         return;
     }
-    if (!reads) return;
+    if (posts || !reads) return;
     if (slot < 0 || v->slots[slot].full < 2) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE,
                          slot < 0               ? "its parameters are not gathered:"
@@ -438,17 +498,22 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-// The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
+/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has waited
+   for (those that go on are waited for by fsdp_params_writable); then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
+    for (int i = 0; i < l->num_slots; i++)
+        if (v->slots[i].held && v->slots[i].full == 1)
+            fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
-        fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
+        if (fsdpi_plan_has_grads(v, u))
+            fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
         fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
         v->version[u]++;
     }
@@ -601,6 +666,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
     fsdp_status status = fsdpi_plan_alloc(m, slots, (void **)&v.slots);
+    if (!status) status = fsdpi_plan_find_reach(&v);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.shards);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.grads);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
@@ -618,6 +684,8 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
                  (long long)out->ops, (long long)out->accesses, v.walk, (long long)out->bytes,
                  (long long)l->bytes);
     fsdpi_plan_free(m, v.slots);
+    fsdpi_plan_free(m, v.reach);
+    fsdpi_plan_free(m, v.upto);
     fsdpi_plan_free(m, v.shards);
     fsdpi_plan_free(m, v.grads);
     fsdpi_plan_free(m, v.version);

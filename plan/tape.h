@@ -102,8 +102,10 @@ typedef struct fsdpi_plan_show {
     int quiet;     // records are not looked at
     int call;      // that is made
     int own;       // the call whose own work is under way; -1
+    int lasts;     // units hold slots behind finalize
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
+    uint8_t *seen; // [units] the same in outline; 0: there was a record or an act
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
 } fsdpi_plan_show;
 
@@ -142,9 +144,19 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
+// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that were
+// called, had a record or an act, or whose outline is another one.
+static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
+    return (uint8_t)(1 + fsdp_unit_state(unit) * FSDP_STORAGE_COUNT + fsdp_unit_storage(unit));
+}
+
 // `op` of a rehearsal.
 static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit
+                   ? -1 // it is called
+                   : fsdpi_plan_index(s->plan, op->unit);
+    if (unit >= 0) s->seen[unit] = 0;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
     if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
@@ -164,10 +176,25 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
 static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     fsdp_plan *p = s->plan;
     char *last = s->last + (size_t)unit * p->unit_bytes, now[FSDPI_PLAN_STATE];
+    s->seen[unit] = fsdpi_plan_outline(p->units[unit]);
     (void)fsdp_unit_snapshot(p->units[unit], now, sizeof now);
     if (memcmp(last, now, p->unit_bytes) == 0) return FSDP_OK;
     memcpy(last, now, p->unit_bytes);
     return fsdpi_plan_add_state(p, s->tape, unit, now);
+}
+
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
+    const fsdp_plan *p = s->plan;
+    char now[FSDPI_PLAN_STATE];
+    for (int u = 0; u < p->num_units; u++) {
+        (void)fsdp_unit_snapshot(p->units[u], now, sizeof now);
+        if (memcmp(s->last + (size_t)u * p->unit_bytes, now, p->unit_bytes) != 0)
+            return fsdp_fail(p->world, FSDP_ERR_INTERNAL,
+                             "[E929] plan: '%.200s' has changed without a record",
+                             fsdp_unit_name(p->units[u]));
+    }
+    return FSDP_OK;
 }
 
 static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
@@ -181,6 +208,7 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
     for (; *at < c->num_acts && c->acts[*at].call == call && !status; ++*at) {
         const fsdpi_plan_act *act = &c->acts[*at];
         if (fsdpi_plan_is_late(act) != late) break;
+        s->seen[act->unit] = 0;
         s->acts[2 * *at] = s->tape->num_ops;
         if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
@@ -221,9 +249,11 @@ static fsdp_status fsdpi_plan_play(void *user) {
     for (int i = 0; i < p->num_units && !status; i++)
         status = fsdp_unit_restore(p->units[i], k->begin + (size_t)i * p->unit_bytes,
                                    p->unit_bytes);
-    memcpy(s->last, k->begin, (size_t)p->num_units * p->unit_bytes);
-    for (int i = 0; i < p->num_units; i++)
+    fsdpi_plan_states_now(p, s->last); // a restored state is not in the order of forwards
+    for (int i = 0; i < p->num_units; i++) {
         t->held[i] = fsdp_unit_storage(p->units[i]) != FSDP_STORAGE_SHARDED;
+        s->seen[i] = fsdpi_plan_outline(p->units[i]);
+    }
     if (!status && s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
@@ -241,8 +271,11 @@ static fsdp_status fsdpi_plan_play(void *user) {
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
         if (!status && s->choice) status = fsdpi_plan_do_acts(s, i, &at, 1);
-        for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_note(s, u);
+        for (int u = 0; u < p->num_units && !status; u++)
+            if (u == call->index || s->seen[u] != fsdpi_plan_outline(p->units[u]))
+                status = fsdpi_plan_note(s, u);
     }
+    if (!status && !s->status) status = fsdpi_plan_all_noted(s);
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
     s->quiet = 1;
@@ -305,6 +338,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
                                   (void **)&s->last);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&s->seen);
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
@@ -320,5 +354,6 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
+    fsdpi_plan_free(s->plan->model, s->seen);
     fsdpi_plan_free(s->plan->model, s->acts);
 }

@@ -344,7 +344,7 @@ typedef struct fsdpi_plan_line {
 
 typedef struct fsdpi_plan_unit {
     char *name;                       // unique in the listing
-    int64_t gather_bytes, grad_bytes; // of its slots
+    int64_t gather_bytes, grad_bytes; // of its slots; grad 0: its gradients have no elements
     // Its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards, or were
     // gathered before the step.
     int32_t reads;
@@ -672,8 +672,10 @@ typedef struct fsdpi_plan_show {
     int quiet;     // records are not looked at
     int call;      // that is made
     int own;       // the call whose own work is under way; -1
+    int lasts;     // units hold slots behind finalize
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
+    uint8_t *seen; // [units] the same in outline; 0: there was a record or an act
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
 } fsdpi_plan_show;
 
@@ -712,9 +714,19 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
+// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that were
+// called, had a record or an act, or whose outline is another one.
+static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
+    return (uint8_t)(1 + fsdp_unit_state(unit) * FSDP_STORAGE_COUNT + fsdp_unit_storage(unit));
+}
+
 // `op` of a rehearsal.
 static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit
+                   ? -1 // it is called
+                   : fsdpi_plan_index(s->plan, op->unit);
+    if (unit >= 0) s->seen[unit] = 0;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
     if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
@@ -734,10 +746,25 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
 static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     fsdp_plan *p = s->plan;
     char *last = s->last + (size_t)unit * p->unit_bytes, now[FSDPI_PLAN_STATE];
+    s->seen[unit] = fsdpi_plan_outline(p->units[unit]);
     (void)fsdp_unit_snapshot(p->units[unit], now, sizeof now);
     if (memcmp(last, now, p->unit_bytes) == 0) return FSDP_OK;
     memcpy(last, now, p->unit_bytes);
     return fsdpi_plan_add_state(p, s->tape, unit, now);
+}
+
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
+    const fsdp_plan *p = s->plan;
+    char now[FSDPI_PLAN_STATE];
+    for (int u = 0; u < p->num_units; u++) {
+        (void)fsdp_unit_snapshot(p->units[u], now, sizeof now);
+        if (memcmp(s->last + (size_t)u * p->unit_bytes, now, p->unit_bytes) != 0)
+            return fsdp_fail(p->world, FSDP_ERR_INTERNAL,
+                             "[E929] plan: '%.200s' has changed without a record",
+                             fsdp_unit_name(p->units[u]));
+    }
+    return FSDP_OK;
 }
 
 static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
@@ -751,6 +778,7 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
     for (; *at < c->num_acts && c->acts[*at].call == call && !status; ++*at) {
         const fsdpi_plan_act *act = &c->acts[*at];
         if (fsdpi_plan_is_late(act) != late) break;
+        s->seen[act->unit] = 0;
         s->acts[2 * *at] = s->tape->num_ops;
         if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
@@ -791,9 +819,11 @@ static fsdp_status fsdpi_plan_play(void *user) {
     for (int i = 0; i < p->num_units && !status; i++)
         status = fsdp_unit_restore(p->units[i], k->begin + (size_t)i * p->unit_bytes,
                                    p->unit_bytes);
-    memcpy(s->last, k->begin, (size_t)p->num_units * p->unit_bytes);
-    for (int i = 0; i < p->num_units; i++)
+    fsdpi_plan_states_now(p, s->last); // a restored state is not in the order of forwards
+    for (int i = 0; i < p->num_units; i++) {
         t->held[i] = fsdp_unit_storage(p->units[i]) != FSDP_STORAGE_SHARDED;
+        s->seen[i] = fsdpi_plan_outline(p->units[i]);
+    }
     if (!status && s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
@@ -811,8 +841,11 @@ static fsdp_status fsdpi_plan_play(void *user) {
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
         if (!status && s->choice) status = fsdpi_plan_do_acts(s, i, &at, 1);
-        for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_note(s, u);
+        for (int u = 0; u < p->num_units && !status; u++)
+            if (u == call->index || s->seen[u] != fsdpi_plan_outline(p->units[u]))
+                status = fsdpi_plan_note(s, u);
     }
+    if (!status && !s->status) status = fsdpi_plan_all_noted(s);
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
     s->quiet = 1;
@@ -875,6 +908,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
                                   (void **)&s->last);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&s->seen);
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
@@ -890,6 +924,7 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
+    fsdpi_plan_free(s->plan->model, s->seen);
     fsdpi_plan_free(s->plan->model, s->acts);
 }
 
@@ -1335,6 +1370,9 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
     }
     fsdpi_plan_find_gathers(p, f, t);
     fsdpi_plan_find_reduces(f, t);
+    // A slot that outlasts the step has memory of its own, at another distance on each rank.
+    for (int i = 0; i < f->num_spans; i++)
+        if (f->spans[i].end >= f->num_calls) f->gathers[f->spans[i].owner] = 0;
     int kept = 0;
     for (int i = 0; i < f->num_spans; i++)
         if (f->managed[f->spans[i].owner]) f->spans[kept++] = f->spans[i];
@@ -1363,15 +1401,16 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or behind one of the other, and never inside of it?
+// Is every span of one unit right before or behind one of the other, and never inside of one?
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
-    int pairs = 0;
+    int pairs = 0, ended = -1; // the last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
         const fsdpi_plan_span *span = &f->spans[i];
         if (span->owner != a && span->owner != b) continue;
         if (i + 1 == f->num_spans || span[1].owner != (span->owner == a ? b : a) ||
-            span->end >= span[1].begin)
+            span->end >= span[1].begin || span->begin <= ended)
             return 0;
+        ended = span[1].end;
         pairs++;
         i++;
     }
@@ -1881,7 +1920,10 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             arena = pl.bytes;
         }
         fsdpi_plan_pool_fit(t, &pl, !inlined);
-        if (arena < pl.bytes - pl.bytes / 20) fsdpi_plan_best_fit(&pl);
+        if (arena < pl.bytes - pl.bytes / 20) {
+            for (int i = 0; i < pl.num; i++) pl.pieces[i].offset = pl.kept[i];
+            pl.bytes = arena;
+        }
     }
     for (int i = 0; i < pl.num && !status; i++) {
         int64_t at = pl.pieces[i].offset;
@@ -2058,8 +2100,18 @@ static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int
         i = -1; // an earlier name may be the new one
     }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
-    l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
+}
+
+// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
+static void fsdpi_plan_size_grads(const fsdp_plan *p, fsdpi_plan_listing *l) {
+    fsdp_param_view v = FSDP_ZERO;
+    for (int u = 0; fsdp_next_param(p->model, &v);) {
+        int64_t numel = v.requires_grad;
+        while (p->units[u] != v.unit) u++;
+        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        if (numel) l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
+    }
 }
 
 // [0]: of calls, [1]: of the plan.
@@ -2097,11 +2149,36 @@ static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
     return h;
 }
 
+// Are a unit's groups of ranks, if it has some, those of a mesh?
+static int fsdpi_plan_is_within(const fsdp_mesh_info *unit, const fsdp_mesh_info *all) {
+    return (!unit->shard_comm || unit->shard_comm == all->shard_comm) &&
+           (!unit->replicate_comm || unit->replicate_comm == all->replicate_comm);
+}
+
+/* The one mesh that a plan knows: the model's; or the first unit's, if the units are on another one
+   (buckets of fsdp_replicate.h). *stranger: a unit that is on neither, or NULL. */
+static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
+                                        fsdp_unit **stranger) {
+    fsdp_mesh_info own = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    *stranger = p->units[0];
+    for (int way = 0; way < 2 && *stranger && !status; way++) {
+        *stranger = NULL;
+        status = way ? fsdp_unit_mesh_info(p->units[0], out) : fsdp_model_mesh_info(p->model, out);
+        for (int u = 0; u < p->num_units && !*stranger && !status; u++) {
+            status = fsdp_unit_mesh_info(p->units[u], &own);
+            if (!fsdpi_plan_is_within(&own, out)) *stranger = p->units[u];
+        }
+    }
+    return status;
+}
+
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
                                    fsdpi_plan_listing *l) {
     fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_unit *stranger;
     int group = 0;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     l->model = fsdpi_plan_model_hash(p);
     l->kind = fsdpi_plan_mix(k->settings, (uint64_t)k->num_calls);
     l->num_units = p->num_units;
@@ -2117,6 +2194,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         status = fsdpi_plan_alloc(p->model, (size_t)k->num_calls * sizeof *l->calls,
                                   (void **)&l->calls);
     for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_name_unit(p, l, u);
+    if (!status) fsdpi_plan_size_grads(p, l);
     for (int c = 0; c < k->num_calls && !status; c++) {
         l->calls[c] = k->calls[c];
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
@@ -2398,9 +2476,10 @@ typedef struct fsdpi_plan_in {
     fsdp_status status;
 } fsdpi_plan_in;
 
-// The first fault counts: where, and what was expected there.
+// The first fault counts: where, what was expected there, and what stands there.
 static void fsdpi_plan_expect(fsdpi_plan_in *in, const char *expected) {
-    int line = 1;
+    int line = 1, used = 0;
+    char got[48];
     const char *begin = in->text;
     if (in->status) return;
     for (const char *c = in->text; c < in->at; c++)
@@ -2408,8 +2487,18 @@ static void fsdpi_plan_expect(fsdpi_plan_in *in, const char *expected) {
             line++;
             begin = c + 1;
         }
-    in->status = fsdp_fail(in->world, FSDP_ERR_INVALID_ARG, "[E982] plan: %d:%d: expected %s", line,
-                           (int)(in->at - begin) + 1, expected);
+    for (const char *c = in->at; c < in->end && *c != '\n' && used < 40; c++)
+        got[used++] = *c < ' ' || *c > '~' ? '?' : *c;
+    got[used] = 0;
+    in->status = fsdp_fail(
+        in->world, FSDP_ERR_INVALID_ARG,
+        "[E982] plan: line %d, column %d: expected %s, got %s%s%s: correct it there, and end an "
+        "edited text with 'end 0000000000000000'",
+        line, (int)(in->at - begin) + 1, expected, used ? "'" : "",
+        used               ? got
+        : in->at < in->end ? "the end of the line"
+                           : "the last line",
+        used ? "'" : "");
 }
 
 static int fsdpi_plan_peek(const fsdpi_plan_in *in, const char *word) {
@@ -2425,8 +2514,10 @@ static int fsdpi_plan_take(fsdpi_plan_in *in, const char *word) {
 }
 static void fsdpi_plan_need(fsdpi_plan_in *in, const char *word) {
     if (fsdpi_plan_take(in, word)) return;
+    char words[48];
     if (*word == '\n' && !in->status && in->at < in->end && *in->at == '\n') in->at++, word++;
-    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : word);
+    snprintf(words, sizeof words, "'%s'", word);
+    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : words);
 }
 
 static uint64_t fsdpi_plan_hex(fsdpi_plan_in *in, int digits) {
@@ -2916,12 +3007,20 @@ enum {
     FSDPI_PLAN_TAKEN    // one has
 };
 
+// Slots of the arena by offset, to find those that share memory.
+typedef struct fsdpi_plan_reach {
+    int64_t offset, end; // end: the farthest one up to here
+    int32_t slot;
+} fsdpi_plan_reach;
+
 typedef struct fsdpi_plan_prover {
     fsdp_model *model;
     const fsdpi_plan_listing *l;
     fsdp_plan_proof *out;
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
+    fsdpi_plan_reach *reach;                   // [num_reach]
+    int32_t *upto, num_reach;                  // [slots] the last one in `reach` that may share
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     // By group and label: the first collective of this sort; tick 0: none.
@@ -3013,6 +3112,48 @@ static int fsdpi_plan_overlap(const fsdpi_plan_slot *a, const fsdpi_plan_slot *b
            b->offset < a->offset + a->bytes;
 }
 
+static int fsdpi_plan_by_offset(const void *a, const void *b) {
+    int64_t x = ((const fsdpi_plan_reach *)a)->offset, y = ((const fsdpi_plan_reach *)b)->offset;
+    return (x > y) - (x < y);
+}
+
+static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    size_t num = (size_t)l->num_slots;
+    fsdp_status status = fsdpi_plan_alloc(v->model, num * sizeof *v->reach, (void **)&v->reach);
+    if (!status) status = fsdpi_plan_alloc(v->model, num * sizeof *v->upto, (void **)&v->upto);
+    if (status) return status;
+    for (int i = 0; i < l->num_slots; i++) {
+        const fsdpi_plan_slot *slot = &l->slots[i];
+        fsdpi_plan_reach reach = {slot->offset, slot->offset + slot->bytes, i};
+        if (slot->offset >= 0) v->reach[v->num_reach++] = reach;
+    }
+    qsort(v->reach, (size_t)v->num_reach, sizeof *v->reach, fsdpi_plan_by_offset);
+    for (int i = 1; i < v->num_reach; i++)
+        if (v->reach[i].end < v->reach[i - 1].end) v->reach[i].end = v->reach[i - 1].end;
+    for (int i = 0; i < l->num_slots; i++) {
+        int64_t end = l->slots[i].offset + l->slots[i].bytes;
+        int low = 0, high = l->slots[i].offset >= 0 ? v->num_reach : 0;
+        while (low < high) { // how many begin before its end
+            int middle = low + (high - low) / 2;
+            if (v->reach[middle].offset < end) low = middle + 1;
+            else high = middle;
+        }
+        v->upto[i] = low - 1;
+    }
+    return FSDP_OK;
+}
+
+// The next slot, from `reach[*at]` down, that shares memory with one; -1: there is none.
+static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
+    const fsdpi_plan_slot *slots = v->l->slots;
+    while (*at >= 0 && v->reach[*at].end > slots[place].offset) {
+        int i = v->reach[(*at)--].slot;
+        if (i != place && fsdpi_plan_overlap(&slots[i], &slots[place])) return i;
+    }
+    return -1;
+}
+
 // An access of a unit's parameters or gradients, or of a slot: checked against all that share
 // memory.
 static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
@@ -3026,9 +3167,8 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                            : place == FSDPI_PLAN_SHARDS ? &v->shards[unit]
                                                         : &v->grads[unit];
     v->out->accesses++;
-    for (int i = 0; i < l->num_slots && place >= 0; i++)
-        if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
-            fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
+    for (int i, at = place >= 0 ? v->upto[place] : -1; (i = fsdpi_plan_shares(v, place, &at)) >= 0;)
+        fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
     fsdpi_plan_check_touch(v, r, place, &now, writes);
     if (writes) r->write = now;
     else r->read[stream] = now;
@@ -3096,8 +3236,8 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     fsdpi_plan_region *r = &v->slots[m->dst];
     const fsdpi_plan_slot *slot = &l->slots[m->dst];
     if (r->held) fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the slot is held by", r->unit, m->dst);
-    for (int i = 0; i < l->num_slots; i++)
-        if (i != m->dst && v->slots[i].held && fsdpi_plan_overlap(&l->slots[i], slot))
+    for (int i, at = v->upto[m->dst]; (i = fsdpi_plan_shares(v, m->dst, &at)) >= 0;)
+        if (v->slots[i].held)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "its memory is held by", v->slots[i].unit, i);
     if (slot->offset >= 0 && slot->offset + slot->bytes > v->arena)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
@@ -3138,6 +3278,11 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     if (m->unit >= 0 && v->written[m->unit] == m->src) v->written[m->unit] = -1;
 }
 
+// Has a unit gradients with elements? What is in the slots of another one is not looked at.
+static int fsdpi_plan_has_grads(const fsdpi_plan_prover *v, int unit) {
+    return unit < 0 || v->l->units[unit].grad_bytes > 0;
+}
+
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
     fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
     if (!r) return;
@@ -3150,7 +3295,7 @@ static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *
     if (v->slots[m->dst].grads == FSDPI_PLAN_TAKEN)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "a reduction has read gradients: those of", m->unit,
                          m->dst);
-    v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
+    if (fsdpi_plan_has_grads(v, m->unit)) v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
 }
 
 // Gradients in a slot: zeroed, brought on, reduced.
@@ -3161,13 +3306,19 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     int sums = line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_REDUCE ||
                line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
                line->label == FSDP_LABEL_RED_OUT;
+    if (!fsdpi_plan_has_grads(v, m->unit)) {
+        if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
+                             m->unit, FSDPI_PLAN_NONE);
+        return;
+    }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
     if (dst && line->label == FSDP_LABEL_USERS && dst->grads != FSDPI_PLAN_FRESH)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->dst);
-    if (dst && dst->summed && line->kind != FSDP_OP_USE &&
+    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL &&
         (src == dst || line->label == FSDP_LABEL_USERS))
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
                          m->unit, m->dst);
@@ -3265,10 +3416,8 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
     int posts = call->call == FSDP_CALL_POST_FORWARD || call->call == FSDP_CALL_POST_BACKWARD;
-    int reads = u < 0                                  ? 0
-                : call->call == FSDP_CALL_PRE_FORWARD  ? v->l->units[u].reads & 1
-                : call->call == FSDP_CALL_PRE_BACKWARD ? v->l->units[u].reads & 2
-                                                       : 0;
+    int back = call->call == FSDP_CALL_PRE_BACKWARD || call->call == FSDP_CALL_POST_BACKWARD;
+    int reads = u >= 0 && call->call <= FSDP_CALL_POST_BACKWARD && v->l->units[u].reads & 1 << back;
     v->line = -1;
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
@@ -3276,8 +3425,10 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
             fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
                              FSDPI_PLAN_NONE);
         if (posts && u >= 0) v->opened[u] = 0;
-        if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
-        int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
+        if (posts && slot >= 0 && v->slots[slot].full > !reads) // else only what was waited for
+            fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        int writes = call->call == FSDP_CALL_POST_BACKWARD && fsdpi_plan_has_grads(v, u),
+            grads = u >= 0 && writes ? v->written[u] : -1;
         if (grads >= 0) {
             fsdpi_plan_access(v, u, grads, FSDP_STREAM_COMPUTE, -1, 1);
             if (v->slots[grads].grads == FSDPI_PLAN_TAKEN)
@@ -3287,7 +3438,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
         }
         return;
     }
-    if (!reads) return;
+    if (posts || !reads) return;
     if (slot < 0 || v->slots[slot].full < 2) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE,
                          slot < 0               ? "its parameters are not gathered:"
@@ -3313,17 +3464,22 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-// The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
+/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has waited
+   for (those that go on are waited for by fsdp_params_writable); then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
+    for (int i = 0; i < l->num_slots; i++)
+        if (v->slots[i].held && v->slots[i].full == 1)
+            fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
-        fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
+        if (fsdpi_plan_has_grads(v, u))
+            fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
         fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
         v->version[u]++;
     }
@@ -3476,6 +3632,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
     fsdp_status status = fsdpi_plan_alloc(m, slots, (void **)&v.slots);
+    if (!status) status = fsdpi_plan_find_reach(&v);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.shards);
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.grads);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
@@ -3493,6 +3650,8 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
                  (long long)out->ops, (long long)out->accesses, v.walk, (long long)out->bytes,
                  (long long)l->bytes);
     fsdpi_plan_free(m, v.slots);
+    fsdpi_plan_free(m, v.reach);
+    fsdpi_plan_free(m, v.upto);
     fsdpi_plan_free(m, v.shards);
     fsdpi_plan_free(m, v.grads);
     fsdpi_plan_free(m, v.version);
@@ -4330,18 +4489,14 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
-    fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &all);
-    for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
-        status = fsdp_unit_mesh_info(p->units[i], &own);
-        if ((own.shard_comm && own.shard_comm != all.shard_comm) ||
-            (own.replicate_comm && own.replicate_comm != all.replicate_comm))
-            snprintf(text, sizeof text,
-                     "unit '%.120s' has other groups of ranks than the model: give the model the "
-                     "mesh of its units",
-                     fsdp_unit_name(p->units[i]));
-    }
+    fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
+    if (stranger)
+        snprintf(text, sizeof text,
+                 "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
+                 fsdp_unit_name(stranger));
     for (int i = 0; i < p->num_units && !text[0]; i++)
         if (fsdp_unit_follows_use(p->units[i]))
             snprintf(text, sizeof text,
@@ -4367,21 +4522,23 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
     // Units without elements gather nothing. What a unit brings along is not followed: its first
-    // use reads what another step gathered, and `reads` cannot tell it from later ones.
+    // use reads what another step gathered, and `reads` cannot tell it from later ones. Likewise
+    // where only some visits find a unit gathered (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
         int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
-        if (u >= 0) f->order[u] = !by_calls->held[u];
+        if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
-        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || !f->order[u]) continue;
-        if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
-        if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
+        int phase = call == FSDP_CALL_PRE_FORWARD ? 1 : call == FSDP_CALL_PRE_BACKWARD ? 2 : 0;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED) f->order[u] &= ~phase;
+        else k->listing.units[u].reads |= phase;
     }
+    for (int u = 0; u < p->num_units && !status; u++) k->listing.units[u].reads &= f->order[u];
     return status;
 }
 
@@ -4461,7 +4618,8 @@ static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long 
 // Is the text of this model, in a world like this one?
 static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
     fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    fsdp_unit *stranger;
+    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     if (status) return status;
     if (l->num_units != p->num_units)
         return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
@@ -4483,21 +4641,19 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     return FSDP_OK;
 }
 
-// The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+/* The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+   If units then hold slots, which no text tells, they are those that units hold now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdp_plan *p = s->plan;
     fsdp_status status = fsdpi_plan_play(user);
-    if (!status) status = fsdp_finalize_backward(s->plan->model);
-    if (!status) status = fsdp_params_changed(s->plan->model);
-    if (!status) status = fsdp_zero_grad(s->plan->model);
-    if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
-    const fsdp_unit *holder = fsdpi_plan_give_back(s);
-    if (!status && holder)
-        status = fsdp_fail(
-            s->plan->world, FSDP_ERR_INVALID_STATE,
-            "[E949] plan_load: unit '%.200s' holds slots when such a step ends, which "
-            "no text tells: let a step be recorded instead",
-            fsdp_unit_name(holder));
+    if (!status) s->call = s->kind->num_calls - 1;
+    if (!status) status = fsdp_finalize_backward(p->model);
+    if (!status) status = fsdp_params_changed(p->model);
+    if (!status) status = fsdp_zero_grad(p->model);
+    if (!status) fsdpi_plan_states_now(p, s->last);
+    s->lasts = fsdpi_plan_give_back(s) != NULL;
+    if (!status && !s->lasts) memcpy(s->kind->begin, s->last, (size_t)p->num_units * p->unit_bytes);
     return status;
 }
 
@@ -4512,13 +4668,17 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
             status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                                "[E940] plan_load: a unit holds a slot of a plan since a step that "
                                "left it: run a whole step, or call fsdp_model_reset, first");
-    k->num_older = 0;
     if (status) return status;
     status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
-    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
+    if (!show.lasts) k->num_older = 0;
+    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
+        const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
-                           "[E992] plan_load: call %d is not possible where the text has it",
-                           show.call);
+                           "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
+                           "has it: put the calls in the order of your program. %.300s",
+                           show.call, fsdpi_plan_call_name(at->call),
+                           at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
+    }
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
@@ -4580,6 +4740,10 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
             return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+        const uint64_t *sort = act->what == FSDPI_PLAN_GATHER ? f->gathers : f->reduces;
+        if (i > 0 && fsdpi_plan_is_joined(act - 1, act) &&
+            (!sort[u] || sort[u] != sort[act[-1].unit]))
+            return fsdpi_plan_act_refused(p, act, "it cannot be joined with the one before it");
         if (act->call + 1 >= f->num_calls)
             return fsdpi_plan_act_refused(p, act, "nothing is decided in finalize_backward");
         if (act->what == FSDPI_PLAN_KEEP && !ends)
@@ -4723,7 +4887,9 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    fsdp_status status = fsdpi_plan_may_load(plan, text);
+    // States are those of the layout. All ranks are here, whatever they were given.
+    fsdp_status status = plan ? fsdp_model_commit(plan->model) : FSDP_OK;
+    if (!status) status = fsdpi_plan_may_load(plan, text);
     if (!plan) return status;
     if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
     if (!status) status = fsdpi_plan_check_model(plan, &given);
@@ -5024,7 +5190,9 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open) *status = fsdpi_plan_begin(p);
+    // Finalize is asked about before the core commits: a new layout comes before we look.
+    *status = fsdp_model_commit(model);
+    if (!*status && !p->open) *status = fsdpi_plan_begin(p);
     if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
@@ -5077,7 +5245,8 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     if (p->open && p->mode == FSDP_PLAN_REPLAYING) p->left++, p->broken = p->desc.strict;
     if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
         p->mode = fsdpi_plan_mode_now(p);
-    snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
+    if (p->mode != FSDP_PLAN_REFUSED) // it says why
+        snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {
     fsdp_plan *p = (fsdp_plan *)user;
@@ -5283,6 +5452,8 @@ static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdp_plan_cost c;
+    fsdp_status status = plan && by_calls ? fsdp_model_commit(plan->model) : FSDP_OK;
+    if (status) return status; // a new layout has dropped all plans by now
     if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(
             plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
@@ -5290,7 +5461,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
             "the number of plans, which is %d",
             index, fsdp_plan_count(plan));
     fsdp_plan *p = plan->kinds[index]->plan;
-    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
     if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,

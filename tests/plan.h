@@ -43,6 +43,8 @@ typedef struct plan_net {
     int keep[PLAN_PARAMS];          /* keep_dtype */
     int scaled;                     /* units differ in size: rows times 1 + unit % scaled */
     const char *const *names;       /* of units; NULL: h.0, h.1, ... */
+    int reshard[PLAN_UNITS];        /* reshard_after_forward of each unit; 0: as the model */
+    int empty;                      /* 1 + the unit whose parameters have no elements */
 } plan_net;
 
 typedef struct plan_result {
@@ -68,6 +70,7 @@ typedef struct plan_bed { /* one rank */
     int keeps_grads; /* steps do not call fsdp_zero_grad */
     int rests;       /* steps do not change parameters, so that they stay gathered */
     int is_partial;  /* steps may end without gradients */
+    int freezes;     /* parameters are frozen and thawed, so that nobody looks who has a gradient */
     int frozen_now;  /* parameter 0 of unit 1 is frozen now */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
 } plan_bed;
@@ -228,6 +231,7 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
         snprintf(name, sizeof name, "h.%d", u);
         for (int i = 0; i < net->num_params; i++) {
             int64_t rows = net->rows[i][0] * (net->scaled ? 1 + u % net->scaled : 1);
+            if (net->empty == u + 1) rows = 0;
             p[i] = net->rows[i][1] ? fsdp_mat(NULL, rows, net->rows[i][1]) : fsdp_vec(NULL, rows);
             p[i].frozen = net->frozen == i + 1 || net->frozen_unit == u + 1;
             p[i].dtype = net->dtypes[i];
@@ -237,7 +241,7 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
         }
         ud.name = net->names ? net->names[u] : name;
         ud.params = p, ud.num_params = net->num_params;
-        if (net->never == u + 1) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+        ud.reshard_after_forward = net->never == u + 1 ? FSDP_RESHARD_NEVER : net->reshard[u];
         CALL(w, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
     }
     CALL(w, fsdp_init_params(b->model, plan_fill, NULL));
@@ -273,7 +277,7 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
                            2 ==
                        0;
         void *grad = backward && !idle ? fsdp_grad(b->unit[unit], i) : NULL;
-        CHECK(!backward || idle ||
+        CHECK(!backward || idle || b->freezes ||
               (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
                                  (b->frozen_now && unit == 1 && i == 0)));
         if (grad) plan_write(b, grad, bytes);

@@ -428,7 +428,8 @@ H_FN void brute_op(brute *b, char **words, int num, const char *line) {
 /* The caller, between the pre_ and the post_ call of a unit. */
 H_FN void brute_caller(brute *b, int unit, int backward, int ends, const char *line) {
     if (unit < 0) return;
-    int slot = b->at[unit][0], grad = b->at[unit][1];
+    int slot = b->at[unit][0];
+    int grad = b->grad[unit] ? b->at[unit][1] : -1; /* 0: there is nothing to write */
     b->now[0][0]++;
     if (b->reads[unit] & (backward ? 2 : 1)) {
         if ((!ends || b->opened[unit]) && (slot < 0 || !b->slot[slot].filled))

@@ -758,6 +758,25 @@ static void all_programs(int longest, int samples) {
 TEST(plan_proof, all_programs) { all_programs(W_SLOW ? 1 : 2, 300); }
 TEST(long_plan_proof, all_programs) { all_programs(W_SLOW ? 2 : 4, W_SLOW ? 300 : 5000); }
 
+/* A head that says of a unit that its gradients have no elements, and a line that moves some. */
+TEST(plan_proof, head_of_gradients) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_net n = plan_chain(2, 8, 4);
+    char *text = texts_make(&n, &d, 2, TEXTS_STREAMS, FSDP_PLAN_TEXT_OPS), line[TEXTS_LINE];
+    texts_lines *t = texts_split(text);
+    const int at = texts_find(t, 0, "unit 1 ");
+    const char *grad = strstr(t->at[at], " grad ");
+    snprintf(line, sizeof line, "%.*s grad 0 reads both", (int)(grad - t->at[at]), t->at[at]);
+    t->at[at] = line;
+    char *edited = texts_join(t, 1);
+    const fsdp_plan_proof p = prove(edited);
+    CHECK_EQ_INT(p.refuted, FSDP_PROOF_USE);
+    CHECK_MSG(strstr(p.text, " copy 'h.1'\nits gradients have no elements, says the head: 'h.1'"),
+              "%s", p.text);
+    texts_free(t);
+    free(text), free(edited);
+}
+
 /* ---- what is proven runs without a race ------------------------------------------------------ */
 
 TEST(plan_proof, proven_plans_do_not_race) {

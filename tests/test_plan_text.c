@@ -303,7 +303,8 @@ static void told(fsdp_status status, int line, const char *what) {
     const char *error = fsdp_last_error(NULL), *at = strstr(error, "plan: ");
     int told_line = 0, column = 0;
     W_CHECK(status == FSDP_ERR_INVALID_ARG, "%s is %s", what, fsdp_status_name(status));
-    W_CHECK(at && sscanf(at, "plan: %d:%d: expected ", &told_line, &column) == 2 && column >= 1,
+    W_CHECK(at && sscanf(at, "plan: line %d, column %d: expected ", &told_line, &column) == 2 &&
+                column >= 1 && strstr(at, ", got ") && strstr(at, "end 0000000000000000"),
             "%s: no line and column in '%s'", what, error);
     if (line)
         W_CHECK(told_line == line, "%s: line %d, expected %d: %s", what, told_line, line, error);
@@ -544,7 +545,8 @@ static const struct {
      "call 12 finalize_backward\n  free 'h.1' why last use\n", NULL, NULL, 0,
      "nothing is decided in finalize_backward"},
     {"another_program", "call 1 post_forward 'h.0'", "call 1 post_backward 'h.0'", NULL, NULL, 0,
-     "call 1"},
+     "call 1, post_backward 'h.0', is not possible where the text has it: put the calls in the "
+     "order of your program."},
     {"numbers_follow", "count gathers 6 3", "count gathers 6 4", NULL, NULL, 3, ""},
     {"keeps_nothing", "  keep 'h.0' why next use at call 10",
      "  keep 'h.2' why next use at call 10", NULL, NULL, 0, "by calls it is not freed there"},
@@ -583,6 +585,24 @@ TEST_P(plan_text, edited, edits) {
         bed_close(d);
         free(text), free(now), free(two);
     }
+}
+
+/* What gathers in another way than its neighbour is not joined with it. */
+TEST(plan_text, joins_what_differs) {
+    plan_net n = plan_chain(2, 8, 4);
+    fsdp_plan_desc desc = FSDP_ZERO;
+    plan_result first;
+    n.sets = PLAN_CUSTOM; /* unit 0 */
+    desc.bucket_bytes = desc.ahead = -1;
+    char *text = recorded(&n, &desc, 2, 0, FSDP_PLAN_TEXT_DECISIONS, &first);
+    char *two = edited(text, "  gather 'h.0' why needed at call 0\n",
+                       "  gather 'h.0' 'h.1' why joined at call 0\n");
+    char *now = edited(two, "  gather 'h.1' why needed at call 2\n", "");
+    bed *d = bed_open(&n, &desc, 2, 0);
+    load_refused(d, now, FSDP_ERR_INVALID_ARG,
+                 "call 0, gather 'h.1': it cannot be joined with the one before it");
+    bed_close(d);
+    free(text), free(two), free(now);
 }
 
 /* So many kinds, recordings and replays; no step leaves; the first kind has slots that last. */
@@ -643,7 +663,7 @@ TEST(plan_text, ops_that_do_not_follow) {
         if (!texts_is_op(line)) continue;
         texts_move(t, i, -1);
         char *now = texts_join(t, 0);
-        snprintf(word, sizeof word, "plan: %d:", i + 1);
+        snprintf(word, sizeof word, "line %d, ", i + 1);
         snprintf(w_case, sizeof w_case, "without line %d", i + 1);
         load_refused(d, now, FSDP_ERR_INVALID_ARG, word);
         free(now);

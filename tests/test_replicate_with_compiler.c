@@ -18,7 +18,7 @@ enum { DIM = 2000, SMALL = 96 };
 static const double rate = 1e-3;
 
 /* How steps are run: by calls; or a plan replays them. In rows of a plan there is a unit for each
-   parameter, and the plan joins their reductions. */
+   parameter, and the plan joins their reductions; or there are buckets, which it replays. */
 enum { EAGER, PLANNED };
 static const char *const runs[] = {"eager", "planned"};
 
@@ -481,9 +481,9 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
     for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_RECV; kind++)
         if (kind != FSDP_OP_ALL_REDUCE) CHECK_EQ_INT(now.calls[kind] - was->calls[kind], 0);
     /* PyTorch divides 8 or 3 times and waits 8 or 3 times */
-    CHECK_EQ_INT(
-        lab_count_ops(&n->log, from, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, NULL),
-        reduced && (n->size > 1 || n->o->reduce || n->o->param || n->o->unsynced) ? n->units : 0);
+    CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, NULL),
+                 reduced && (n->size > 1 || n->o->reduce || n->o->param || n->micros > 1) ? n->units
+                                                                                          : 0);
     CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL), 1);
 }
 
@@ -687,8 +687,10 @@ static void train_all(lab_rank *r) {
 
 /* ---- with a plan --------------------------------------------------------------------------------- */
 
-enum { BY_CALLS, UNJOINED, JOINED, PLANS };
-static const char *const plans[PLANS] = {"by calls", "replayed", "joined"};
+enum { BY_CALLS, UNJOINED, JOINED, IN_BUCKETS, LATE_BUCKETS, PLANS };
+static const char *const plans[PLANS] = {"by calls", "replayed", "joined", "buckets replayed",
+                                         "late buckets replayed"};
+static const int planned_ways[PLANS] = {PARAMWISE, PARAMWISE, PARAMWISE, BUCKETED, LATE};
 
 /* The plan's reductions: one behind the last gradient of each bucket, over the messages of its units
    side by side. Others: one for each unit. */
@@ -719,7 +721,7 @@ static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode
     }
 }
 
-/* A unit for each parameter, in the order in which backward is done with them. */
+/* A unit for each parameter, in the order in which backward is done with them; or buckets. */
 static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     const job *j = (const job *)r->arg;
     net *n = (net *)lab_zeros(1, sizeof *n);
@@ -728,7 +730,7 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     int replayed = 0;
     memset(out, 0, sizeof *out);
     n->c = j->c, n->o = o, n->s = j->s, n->r = r->heap ? r : NULL;
-    net_begin(n, r->w, r->rank, r->size, PARAMWISE);
+    net_begin(n, r->w, r->rank, r->size, planned_ways[which]);
     const size_t length = strlen(w_case);
     snprintf(w_case + length, sizeof w_case - length, ", %s", plans[which]);
     int64_t caps[2]; /* PyTorch's */
@@ -737,6 +739,7 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     d.bucket_bytes = caps[1] * (int64_t)fsdp_dtype_size(full_dtype(n)) / 4;
     d.most_bytes = 1 << 30; /* gradients wait for others */
     if (which == UNJOINED) d.without = (1u << FSDP_PASS_COUNT) - 1;
+    if (n->rep) d.bucket_bytes = -1; /* they are buckets already */
     if (o->backward_only) d.ahead = -1, d.without |= 1u << FSDP_PASS_KEEP;
     if (which != BY_CALLS) CALL(r->w, fsdp_plan_create(n->m, &d, &n->plan));
     for (int it = 0; it < o->iters; it++) {
@@ -747,13 +750,17 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
         foresee(n);
         if (n->dim != DIM) tape_feed(&n->mine, n->dim, n->s ? 0 : n->rank, it);
         CALL(n->w, fsdp_set_requires_gradient_sync(n->m, NULL, sync));
+        fsdp_counters was;
+        CALL(n->w, fsdp_model_counters(n->m, &was));
         const int64_t allocated = allocations(n);
         forward(n); /* in a step the state is that of this step, behind it that of the next one */
         const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_BY_CALLS;
         backward(n);
         replayed += mode == FSDP_PLAN_REPLAYING;
         W_CHECK(mode != FSDP_PLAN_REPLAYING || allocations(n) == allocated, "a replay allocates");
-        check_planned(n, which, sync, mode);
+        if (!n->rep) check_planned(n, which, sync, mode);
+        else check_messages(n, sync, &was), check_issued(n, sync);
+        if (lib_on_streams(n->w) && n->rep && sync) check_streams(n);
         finish_iteration(n, sync, out);
         n->begin[it + 1] = n->log.num;
     }
@@ -771,7 +778,8 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     done(n);
 }
 
-/* By calls, replayed as it is, and with joined reductions: the same bits. Recompute changes none. */
+/* By calls, replayed as it is, with joined reductions, and buckets replayed: the same bits. Recompute
+   changes none. */
 static void train_plans(lab_rank *r) {
     const job *j = (const job *)r->arg;
     seen first, other;
@@ -779,7 +787,7 @@ static void train_plans(lab_rank *r) {
     /* without sync the last two have it: a third kind of step, which needs a larger arena */
     o.iters = j->c->dim == DIM ? 3 : o.unsynced || o.kept ? ITERS : 5;
     for (int which = 0; which < PLANS; which++) {
-        if (j->c->dim == DIM && which != JOINED) continue;
+        if (j->c->dim == DIM && which != JOINED && which != IN_BUCKETS) continue;
         train_planned(r, &o, which, which ? &other : &first);
         const int exact = j->s || lab_divides() || (r->size <= 2 && !o.reduce);
         if (which && exact && j->c->dim != DIM) CHECK_EQ_MEM(&other, &first, sizeof first);
@@ -800,11 +808,12 @@ static void simulate(void (*body)(lab_rank *r), job *j) {
     CHECK_EQ_INT(sim_close(&s), 0);
 }
 
+static void tp_train(lab_rank *r);
 static void launch(const setting *c, void (*body)(lab_rank *r), job j) {
     lab_how how = FSDP_ZERO;
     how.job = "replicate", how.processes = c->processes, how.lanes = c->lanes;
     j.c = c;
-    if (c->run == PLANNED) body = train_plans;
+    if (c->run == PLANNED && body != tp_train) body = train_plans;
     if (c->simulated) simulate(body, &j);
     else lab_run(c->ranks, &how, body, &j);
 }
@@ -969,6 +978,7 @@ typedef struct tp_rank {
     fsdp_mesh *dp, *tp;
     fsdp_model *m;
     fsdp_replicate *rep;
+    fsdp_plan *plan;
     lab_log log;
     tape mine;
     int sums; /* over tp */
@@ -1053,11 +1063,13 @@ static void tp_backward(tp_rank *x) {
     CALL(x->w, fsdp_finalize_backward(x->m));
 }
 
-/* Two all-reduces over dp; three over tp, which are the world's. */
-static void tp_counts(const tp_rank *x, int from) {
+/* Two all-reduces over dp; three over tp, which are the world's. Where a plan is made the ranks agree
+   on it, by some more of the world's. */
+static void tp_counts(const tp_rank *x, int from, int makes) {
     CHECK_EQ_INT(x->sums, 3);
-    CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, -1, NULL), 2 + 3);
-    CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, NULL), 3);
+    const int worlds = lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, NULL);
+    CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, -1, NULL), 2 + worlds);
+    CHECK(makes ? worlds > 3 : worlds == 3);
     for (int k = 0, at = from; k < 2; k++, at++) {
         at = lab_next_op(&x->log, at, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
         W_CHECK(at >= 0 && x->log.ops[at].group_size == 2, "all-reduce %d", k);
@@ -1120,25 +1132,59 @@ static void tp_check(const tp_rank *x, const tape *all) {
     free(other);
 }
 
-static void tp_train(lab_rank *r) {
+/* This rank's gradients. */
+static uint64_t tp_digest(const tp_rank *x) {
+    uint64_t hash = 1;
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(x->m, &v))
+        lab_fold(&hash, v.shard_grad, (size_t)v.numel * sizeof(float));
+    return hash;
+}
+
+/* The model is on all ranks, its buckets over dp: a plan knows the mesh of its units. */
+static void tp_plan(tp_rank *x) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.bucket_bytes = -1; /* they are buckets already */
+    CALL(x->w, fsdp_plan_create(x->m, &d, &x->plan));
+}
+
+static void tp_train_as(lab_rank *r, int planned, uint64_t *bits) {
+    const job *j = (const job *)r->arg;
+    const int iters = j->c->run == PLANNED ? 5 : 2;
     tape all[2];
     tp_rank *x = (tp_rank *)lab_zeros(1, sizeof *x);
     tp_begin(x, r->w, SMALL);
+    if (planned) tp_plan(x);
     for (int i = 0; i < 2; i++) tape_begin(&all[i], SMALL);
-    for (int it = 0; it < 2; it++) {
+    for (int it = 0; it < iters; it++) {
         const int from = x->log.num;
         dense(all, SMALL, it);
         tape_feed(&x->mine, SMALL, fsdp_mesh_rank(x->dp, 0), it);
         x->sums = 0;
         tp_forward(x);
         tp_backward(x);
-        tp_counts(x, from);
+        tp_counts(x, from, planned && it == 1);
         tp_check(x, all);
+        if (planned) W_CHECK(tp_digest(x) == bits[it], "iteration %d has other bits", it);
+        else bits[it] = tp_digest(x);
         CALL(x->w, fsdp_zero_grad(x->m));
+    }
+    if (planned) {
+        fsdp_plan_report report;
+        W_CHECK(fsdp_plan_state(x->plan) == FSDP_PLAN_REPLAYING, "%s", fsdp_plan_why(x->plan));
+        CALL(x->w, fsdp_plan_report_get(x->plan, 0, &report));
+        CHECK(report.recorded == 1 && report.replayed == 3 && report.left == 0);
+        CHECK(report.replicas[0] == 2 && report.replicas[1] == 2);
     }
     for (int i = 0; i < 2; i++) tape_end(&all[i]);
     tp_end(x);
     free(x);
+}
+static void tp_train(lab_rank *r) {
+    const job *j = (const job *)r->arg;
+    uint64_t bits[ITERS];
+    for (int planned = 0; planned <= (j->c->run == PLANNED); planned++)
+        tp_train_as(r, planned, bits);
 }
 
 /* One rank, of which the others do nothing: only what is communicated. */
@@ -1151,7 +1197,7 @@ static void tp_alone(void) {
     tp_begin(x, s.world, DIM);
     tp_forward(x);
     tp_backward(x);
-    tp_counts(x, 0);
+    tp_counts(x, 0, 0);
     CHECK_EQ_INT(s.colls[FSDP_OP_ALL_REDUCE], 2 + 3);
     CHECK_EQ_INT(s.colls[FSDP_OP_ALL_GATHER] + s.colls[FSDP_OP_REDUCE_SCATTER], 0);
     tp_end(x);
@@ -1162,6 +1208,8 @@ static void tp_alone(void) {
 static const setting tp_rows[] = {{"W=4", SMALL, 4, 0, 0, EAGER, 0},
                                   {"W=4,lanes", SMALL, 4, 0, 2, EAGER, 0},
                                   {"W=4,processes", SMALL, 4, 1, 0, EAGER, 0},
+                                  {"planned,W=4", SMALL, 4, 0, 0, PLANNED, 0},
+                                  {"planned,W=4,lanes", SMALL, 4, 0, 2, PLANNED, 0},
                                   {"DIM=2000,simulated", DIM, 4, 0, 0, EAGER, 1}};
 TEST_P(ddp_tp, test_ddp_tp, tp_rows) {
     const job none = FSDP_ZERO;

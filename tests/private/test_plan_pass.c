@@ -1001,6 +1001,11 @@ TEST(plan_pass, bucketing_of_nested_lives) {
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "0[12]0[21]");
     g.never[0] = 1;
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "0[12][21]");
+    g.num_calls = 0,
+    g.num_units = 2; /* nor where the pairs are in order: 0 is open over the second */
+    for (const char *f = "101000"; *f; f++) visit(&g, *f - '0', 0);
+    for (const char *b = "000101"; *b; b++) visit(&g, *b - '0', 1);
+    CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "10100101");
 }
 
 /* test_compute_comm_reordering: a gather is issued before the work that does not need it; not before
