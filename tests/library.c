@@ -32,3 +32,7 @@ const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel) {
     *numel = block->numel - block->train_numel;
     return *numel ? block->shard->ptr + (size_t)block->train_numel * fsdp_dtype_size(dtype) : NULL;
 }
+uint32_t lib_crc32c_by_table(uint32_t crc, const void *data, int64_t nbytes) {
+    return ~fsdpi_crc_by_table(~crc, (const unsigned char *)data, nbytes);
+}
+int lib_has_crc32c(void) { return fsdpi_crc_has_instruction(); }

@@ -8,6 +8,7 @@
 #include "fsdp_replicate.h"
 #include "fsdp_plan.h"
 #include "fsdp_dtensor.h"
+#include "fsdp_safetensors.h"
 #if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
 #include "backends/fsdp_shm.h"
 #endif
@@ -31,5 +32,7 @@ void lib_drain(fsdp_world *w);               // until no lane has anything to do
 int lib_on_streams(const fsdp_world *w);     // ops run on streams of the device
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);
 const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // of its own shards
+uint32_t lib_crc32c_by_table(uint32_t crc, const void *data, int64_t nbytes);
+int lib_has_crc32c(void); // fsdp_crc32c uses an instruction
 
 #endif
