@@ -37,7 +37,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h backends/*.h) # what they include
+PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
@@ -145,6 +145,7 @@ single: ## single_include/*.h, the one header to drop into a program, and extens
 	tools/amalgamate.py -o single_include/fsdp.h
 	tools/amalgamate.py --of fsdp_plan.h -o single_include/fsdp_plan.h
 	tools/amalgamate.py --of fsdp_dtensor.h -o single_include/fsdp_dtensor.h
+	tools/amalgamate.py --of fsdp_checkpoint.h -o single_include/fsdp_checkpoint.h
 errors: ## docs/errors.md, the table of error texts
 	tools/errors -o docs/errors.md
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
@@ -388,11 +389,12 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 
 install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
 	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/plan \
-	    include/fsdp/dtensor include/fsdp/backends share/pkgconfig)
+	    include/fsdp/dtensor include/fsdp/checkpoint include/fsdp/backends share/pkgconfig)
 	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
 	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
 	install -m 644 plan/*.h $(DESTDIR)$(PREFIX)/include/fsdp/plan
 	install -m 644 dtensor/*.h $(DESTDIR)$(PREFIX)/include/fsdp/dtensor
+	install -m 644 checkpoint/*.h $(DESTDIR)$(PREFIX)/include/fsdp/checkpoint
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
 	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \

@@ -315,7 +315,6 @@ extern "C" {
 #include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/load.h"
-#include "checkpoint/export.h"
 #include "checkpoint/life.h"
 
 #ifdef __cplusplus

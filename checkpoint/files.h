@@ -11,12 +11,12 @@ extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
 extern int fsdpi_ck_fsync(int fd) __asm__("fsync");
 
 enum {
-    FSDPI_CK_O_CLOEXEC = 02000000,  // what fcntl.h hides in strict C99
-    FSDPI_CK_PIECE = 4 << 20,       // bytes of one file call, and of a copy through memory
-    FSDPI_CK_BLOCK = 1 << 20,       // bytes of data that share a checksum
-    FSDPI_CK_LEAF = 96,             // a name in a directory that is ours, with its end
+    FSDPI_CK_O_CLOEXEC = 02000000, // what fcntl.h hides in strict C99
+    FSDPI_CK_PIECE = 4 << 20,      // bytes of one file call, and of a copy through memory
+    FSDPI_CK_BLOCK = 1 << 20,      // bytes of data that share a checksum
+    FSDPI_CK_LEAF = 96,            // a name in a directory that is ours, with its end
     FSDPI_CK_MOST_HEADER = 100000000,
-    FSDPI_CK_MOST_TEXT = 64 << 20,  // bytes of a manifest or an index
+    FSDPI_CK_MOST_TEXT = 64 << 20, // bytes of a manifest or an index
     FSDPI_CK_MOST_FILES = 1000000
 };
 
@@ -122,11 +122,11 @@ static const fsdp_file_ops fsdpi_ck_os_files = {
 typedef struct fsdpi_ck_disk {
     const fsdp_file_ops *ops;
     void *user;
-    uint32_t moves;      // file calls that have ended: a worker that stands still is seen by it
-    const char *doing;   // the file call under way, and its path: for the text of one that stalls
+    uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
+    const char *doing; // the file call under way, and its path: for the text of one that stalls
     const char *path;
-    fsdp_status status;  // of the first failure
-    int error;           // its errno value; 0: none
+    fsdp_status status; // of the first failure
+    int error;          // its errno value; 0: none
     char text[FSDP_CHECKPOINT_PATH + 256];
 } fsdpi_ck_disk;
 

@@ -50,10 +50,10 @@ static fsdp_status fsdpi_ck_copy_blobs(fsdp_checkpoint *ck, const char *call) {
 
 static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
-    fsdpi_ck_room *rooms[] = {&ck->blobs, &ck->steps, &ck->table.tensors, &ck->table.text,
-                              &ck->table.order, &ck->table.base, &s->entries, &s->names,
-                              &s->header, &s->spans, &s->numbers, &s->sizes, &s->crcs,
-                              &s->manifest, &s->stage};
+    fsdpi_ck_room *rooms[] = {
+        &ck->blobs,      &ck->steps,  &ck->table.tensors, &ck->table.text, &ck->table.order,
+        &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
+        &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
     if (ck->stuck) return; // a thread still looks at it
     fsdpi_ck_stop(&ck->worker);
@@ -86,11 +86,12 @@ static fsdp_status fsdpi_ck_init(fsdp_checkpoint *ck, fsdp_model *model,
     if (status) return status;
     if (!*(const unsigned char *)&one)
         return fsdp_fail(ck->world, FSDP_ERR_UNSUPPORTED,
-                         "[E444] %s: this host is big-endian and the files are little-endian", call);
+                         "[E444] %s: this host is big-endian and the files are little-endian",
+                         call);
     if (ck->desc.keep < 0 || ck->desc.keep_every < 0 || ck->desc.stall_ms < 0 ||
         ck->desc.stage_bytes < 0 ||
-        (ck->desc.files && (ck->desc.files->version != 1 ||
-                            ck->desc.files->size != sizeof(fsdp_file_ops))))
+        (ck->desc.files &&
+         (ck->desc.files->version != 1 || ck->desc.files->size != sizeof(fsdp_file_ops))))
         return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E445] %s: keep, keep_every, stall_ms or stage_bytes is negative, or "
                          "files is not of version 1: zero the desc, then set what you need",
@@ -113,8 +114,7 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
                                             fsdp_checkpoint **out) {
     static const char *const call = "checkpoint_create";
     void *room = NULL;
-    if (!model || !out)
-        return fsdpi_ck_null(fsdp_model_world(model), call, "model or ck");
+    if (!model || !out) return fsdpi_ck_null(fsdp_model_world(model), call, "model or ck");
     *out = NULL;
     fsdp_status mine = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof(fsdp_checkpoint),
                                   "checkpoint_create: no memory", &room);
@@ -198,14 +198,13 @@ FSDP_API fsdp_status fsdp_checkpoint_save_async(fsdp_checkpoint *ck, const char 
 FSDP_API fsdp_status fsdp_checkpoint_poll(fsdp_checkpoint *ck, int *busy) {
     fsdp_status status = FSDP_OK;
     if (!ck) return fsdpi_ck_null(NULL, "checkpoint_poll", "ck");
-    if (ck->save.stage_of != FSDPI_CK_IDLE)
-        status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
+    if (ck->save.stage_of != FSDPI_CK_IDLE) status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
     if (busy) *busy = ck->save.stage_of != FSDPI_CK_IDLE;
     return status;
 }
 FSDP_API fsdp_status fsdp_checkpoint_wait(fsdp_checkpoint *ck) {
-    return ck ? fsdpi_ck_finish(ck, "checkpoint_wait") : fsdpi_ck_null(NULL, "checkpoint_wait",
-                                                                       "ck");
+    return ck ? fsdpi_ck_finish(ck, "checkpoint_wait")
+              : fsdpi_ck_null(NULL, "checkpoint_wait", "ck");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -319,8 +318,9 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                          "[E447] %s: path is empty or too long: pass a checkpoint's directory, or "
                          "a .safetensors file",
                          call);
-    if (!mine) mine = ck->stuck ? fsdpi_ck_told(ck, call)
-                                : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
+    if (!mine)
+        mine = ck->stuck ? fsdpi_ck_told(ck, call)
+                         : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
     status = fsdpi_ck_agree(ck, call, mine);
     if (!status) {
         l->ck = ck;

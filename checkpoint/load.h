@@ -11,8 +11,8 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_io *io;
     fsdpi_ck_opened opened;
     fsdpi_ck_reader reader;
-    fsdpi_ck_room numbers;    // f64 or i64 as they were read, for the numbers of extensions
-    fsdpi_ck_room flags;      // of each tensor of the table: FSDPI_CK_*
+    fsdpi_ck_room numbers; // f64 or i64 as they were read, for the numbers of extensions
+    fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512];
     int num_missing, num_extra, num_unknown;
@@ -24,16 +24,15 @@ enum { FSDPI_CK_LEFT = 0, FSDPI_CK_READ, FSDPI_CK_INTEGER, FSDPI_CK_ZERO };
 // At most three names in a text.
 static void fsdpi_ck_name_some(char *text, size_t cap, int count, const char *name) {
     size_t used = strlen(text);
-    if (count <= 3)
-        snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
+    if (count <= 3) snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
     else if (count == 4) snprintf(text + used, cap - used, ", ...");
 }
 
 static void fsdpi_ck_shape_text(char *out, size_t cap, fsdp_dtype dtype, int ndim,
                                 const int64_t *shape) {
-    size_t used = (size_t)snprintf(out, cap, "%s [", dtype == FSDP_SAFETENSORS_OTHER
-                                                         ? "another dtype"
-                                                         : fsdp_dtype_name(dtype));
+    size_t used = (size_t)snprintf(out, cap, "%s [",
+                                   dtype == FSDP_SAFETENSORS_OTHER ? "another dtype"
+                                                                   : fsdp_dtype_name(dtype));
     for (int d = 0; d < ndim && d < FSDP_MAX_DIMS && used < cap; d++)
         used += (size_t)snprintf(out + used, cap - used, d ? ", %lld" : "%lld",
                                  (long long)shape[d]);
@@ -215,11 +214,12 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
     if (status) return status;
     fsdpi_ck_count_extra(l);
     if (!l->num_missing || l->desc.partial) return FSDP_OK;
-    return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
-                     "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
-                     "set partial to leave them as they are, or give desc.source",
-                     l->io->call, l->opened.dir, l->num_missing, l->ck->table.num, l->missing,
-                     l->num_extra, l->num_extra ? ": " : "", l->extra);
+    return fsdp_fail(
+        l->ck->world, FSDP_ERR_INVALID_ARG,
+        "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
+        "set partial to leave them as they are, or give desc.source",
+        l->io->call, l->opened.dir, l->num_missing, l->ck->table.num, l->missing, l->num_extra,
+        l->num_extra ? ": " : "", l->extra);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -233,8 +233,8 @@ static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     if (status) return status;
     status = fsdp_broadcast(ck->world, NULL, &l->opened.bulk.used, 8, 0);
     if (status) return status;
-    mine = fsdpi_ck_reserve(ck->model, &l->opened.bulk.room, l->opened.bulk.used, ck->rank == 0
-                                ? l->opened.bulk.used : 0);
+    mine = fsdpi_ck_reserve(ck->model, &l->opened.bulk.room, l->opened.bulk.used,
+                            ck->rank == 0 ? l->opened.bulk.used : 0);
     status = fsdpi_ck_agree(ck, l->io->call, mine);
     if (!status && ck->size > 1)
         status = fsdp_broadcast(ck->world, NULL, l->opened.bulk.room.ptr, l->opened.bulk.used, 0);
@@ -270,7 +270,8 @@ static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
             memset(l->reader.scratch.ptr, 0, FSDPI_CK_PIECE);
             for (int64_t at = 0, n; at < nbytes && !status; at += n) {
                 n = fsdpi_ck_less(nbytes - at, FSDPI_CK_PIECE);
-                status = fsdp_transfer(l->ck->model, (char *)x->data + at, l->reader.scratch.ptr, n);
+                status = fsdp_transfer(l->ck->model, (char *)x->data + at, l->reader.scratch.ptr,
+                                       n);
             }
         } else if (flag == FSDPI_CK_ZERO) {
             memset(x->data, 0, (size_t)nbytes);

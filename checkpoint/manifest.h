@@ -48,15 +48,19 @@ static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int size, const 
     fsdpi_ck_print p = {buf, 0};
     const char *between = "";
     char name[FSDPI_CK_LEAF];
-    fsdpi_ck_say(&p, "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%d,\n\"block\":%d,\n"
-                 "\"files\":[", (long long)step, size, FSDPI_CK_BLOCK);
+    fsdpi_ck_say(&p,
+                 "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%d,\n\"block\":%d,\n"
+                 "\"files\":[",
+                 (long long)step, size, FSDPI_CK_BLOCK);
     for (int r = 0; r < size; r++) {
         const int64_t *s = sizes + 3 * (int64_t)r;
         if (!s[0]) continue;
         fsdpi_ck_shard_name(name, r);
-        fsdpi_ck_say(&p, "%s\n{\"name\":\"%s\",\"bytes\":%lld,\"header\":%lld,\"header_crc\":"
-                     "\"%08x\",\"crc\":\"", between, name, (long long)(s[0] + s[1]),
-                     (long long)(s[0] - 8), (unsigned)s[2]);
+        fsdpi_ck_say(&p,
+                     "%s\n{\"name\":\"%s\",\"bytes\":%lld,\"header\":%lld,\"header_crc\":"
+                     "\"%08x\",\"crc\":\"",
+                     between, name, (long long)(s[0] + s[1]), (long long)(s[0] - 8),
+                     (unsigned)s[2]);
         for (int64_t b = fsdpi_ck_blocks(s[1]); b > 0; b--) fsdpi_ck_say(&p, "%08x", *crcs++);
         fsdpi_ck_say(&p, "\"}");
         between = ",";
@@ -67,12 +71,13 @@ static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int size, const 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Reading: what stands in the file is of strangers. A text is read twice: to measure, and with room.
+// Reading: what stands in the file is of strangers. It is read twice: to measure, with room.
 
 // A name of a data file: no path, no dot at its begin, of safetensors.
 static int fsdpi_ck_is_leaf(const char *name) {
     size_t n = strlen(name), end = strlen(".safetensors");
-    if (n <= end || n > 255 || *name == '.' || strcmp(name + n - end, ".safetensors") != 0) return 0;
+    if (n <= end || n > 255 || *name == '.' || strcmp(name + n - end, ".safetensors") != 0)
+        return 0;
     for (const char *c = name; *c; c++)
         if (!((*c >= 'a' && *c <= 'z') || (*c >= 'A' && *c <= 'Z') || (*c >= '0' && *c <= '9') ||
               *c == '.' || *c == '_' || *c == '-'))
@@ -112,7 +117,8 @@ static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t *count
         bad = high < 0 || low < 0;
         if (crcs && !bad) crcs[i] = (uint32_t)high << 16 | (uint32_t)low;
     }
-    return bad ? fsdpi_st_wrong(r, "before byte %p: a checksum that is not 8 hexadecimal digits") : 1;
+    return bad ? fsdpi_st_wrong(r, "before byte %p: a checksum that is not 8 hexadecimal digits")
+               : 1;
 }
 
 static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
@@ -126,9 +132,12 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
     memset(&f, 0, sizeof f);
     if (!fsdpi_st_took(r, '{')) return fsdpi_st_expected(r, "'{'");
     while ((more = fsdpi_st_read_member(r, &members, &key)) > 0) {
-        int which = fsdpi_st_is(r, &key, "name") ? 1 : fsdpi_st_is(r, &key, "bytes") ? 2
-                    : fsdpi_st_is(r, &key, "header") ? 4 : fsdpi_st_is(r, &key, "header_crc") ? 8
-                    : fsdpi_st_is(r, &key, "crc") ? 16 : 0;
+        int which = fsdpi_st_is(r, &key, "name")         ? 1
+                    : fsdpi_st_is(r, &key, "bytes")      ? 2
+                    : fsdpi_st_is(r, &key, "header")     ? 4
+                    : fsdpi_st_is(r, &key, "header_crc") ? 8
+                    : fsdpi_st_is(r, &key, "crc")        ? 16
+                                                         : 0;
         int ok = which == 1   ? fsdpi_ck_read_leaf(r, name)
                  : which == 2 ? fsdpi_st_read_integer(r, &f.bytes)
                  : which == 4 ? fsdpi_st_read_integer(r, &f.header)
@@ -179,9 +188,12 @@ static int fsdpi_ck_read_members(fsdpi_ck_manifest *m, int64_t *version) {
     int more, seen = 0;
     if (!fsdpi_st_took(r, '{')) return fsdpi_st_expected(r, "'{'");
     while ((more = fsdpi_st_read_member(r, &members, &key)) > 0) {
-        int which = fsdpi_st_is(r, &key, "fsdp_checkpoint") ? 1 : fsdpi_st_is(r, &key, "step") ? 2
-                    : fsdpi_st_is(r, &key, "world") ? 4 : fsdpi_st_is(r, &key, "block") ? 8
-                    : fsdpi_st_is(r, &key, "files") ? 16 : 0;
+        int which = fsdpi_st_is(r, &key, "fsdp_checkpoint") ? 1
+                    : fsdpi_st_is(r, &key, "step")          ? 2
+                    : fsdpi_st_is(r, &key, "world")         ? 4
+                    : fsdpi_st_is(r, &key, "block")         ? 8
+                    : fsdpi_st_is(r, &key, "files")         ? 16
+                                                            : 0;
         if (seen & which) return fsdpi_st_expected(r, "each member once");
         seen |= which;
         int ok = which == 1    ? fsdpi_st_read_integer(r, version)
@@ -293,7 +305,8 @@ static fsdp_status fsdpi_ck_parse_index(fsdpi_ck_index *x, const char *text, int
         if (more < 0) ok = 0;
     }
     if (more < 0) ok = 0;
-    if (ok && (!seen || fsdpi_st_peek(&r) != -1)) ok = fsdpi_st_expected(&r, "weight_map, then the end");
+    if (ok && (!seen || fsdpi_st_peek(&r) != -1))
+        ok = fsdpi_st_expected(&r, "weight_map, then the end");
     fsdpi_st_end(&out);
     return ok ? FSDP_OK : FSDP_ERR_CORRUPT;
 }

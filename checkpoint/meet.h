@@ -29,8 +29,7 @@ static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_st
     if (status || first >= ck->size) return status;
     memset(&told, 0, sizeof told);
     told.status = mine;
-    if (ck->rank == first)
-        snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
+    if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
     status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
     if (status) return status;
     if (ck->rank == first) return mine;
@@ -46,9 +45,9 @@ static fsdp_status fsdpi_ck_told(fsdp_checkpoint *ck, const char *call) {
                          "[E422] %s: no progress for %d ms in %s of %s: the file system hangs; "
                          "this object cannot be used any more",
                          call, ck->desc.stall_ms, ck->disk.doing, ck->disk.path);
-    return ck->disk.status ? fsdp_fail(ck->world, ck->disk.status, "[E423] %s: %s", call,
-                                       ck->disk.text)
-                           : FSDP_OK;
+    return ck->disk.status
+               ? fsdp_fail(ck->world, ck->disk.status, "[E423] %s: %s", call, ck->disk.text)
+               : FSDP_OK;
 }
 
 // Has the worker stood still for too long?

@@ -36,20 +36,21 @@ static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_room *room, int64_t 
 
 // One tensor of this rank: its box in the whole tensor, and where the box lies in memory.
 typedef struct fsdpi_ck_tensor {
-    const char *name;      // in files
-    int64_t name_at;       // of it in the table's text
-    fsdp_dtype dtype;      // in memory
-    fsdp_dtype file_dtype; // in files: a number of an extension, an I64, is an F64 as PyTorch's step
+    const char *name; // in files
+    int64_t name_at;  // of it in the table's text
+    fsdp_dtype dtype; // in memory
+    fsdp_dtype
+        file_dtype; // in files: a number of an extension, an I64, is an F64 as PyTorch's step
     int32_t ndim;
-    int32_t memory;        // FSDP_MEMORY_*, of data
-    int32_t ordinal;       // of its parameter; -1: of none
-    int32_t place;         // 0: a parameter; 1, 2, ...: the states of that parameter
-    int32_t blob;          // index of a blob; -1: it is none
+    int32_t memory;              // FSDP_MEMORY_*, of data
+    int32_t ordinal;             // of its parameter; -1: of none
+    int32_t place;               // 0: a parameter; 1, 2, ...: the states of that parameter
+    int32_t blob;                // index of a blob; -1: it is none
     int32_t holder, num_holders; // of the ranks that hold this very box, which one this is
     int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS], whole[FSDP_MAX_DIMS];
-    int64_t numel;         // of the box
+    int64_t numel; // of the box
     void *data;
-    fsdp_param_view view;  // of a parameter, for `source`
+    fsdp_param_view view; // of a parameter, for `source`
 } fsdpi_ck_tensor;
 
 // All tensors of a rank: what a save writes and a load fills.
@@ -69,7 +70,7 @@ typedef struct fsdpi_ck_span {
 typedef struct fsdpi_ck_listing {
     int64_t *steps; // [FSDPI_CK_MOST_STEPS], those from the newest one down
     int32_t num;
-    int64_t below;  // only steps < below
+    int64_t below; // only steps < below
 } fsdpi_ck_listing;
 
 // File calls of a find or a load, as jobs of the worker.
@@ -112,15 +113,15 @@ typedef struct fsdpi_ck_io {
 enum { FSDPI_CK_IDLE = 0, FSDPI_CK_WRITING, FSDPI_CK_COMMITTING }; // what a save is about to do
 
 typedef struct fsdpi_ck_save {
-    int stage_of;               // FSDPI_CK_*
+    int stage_of; // FSDPI_CK_*
     int64_t step, begin_ns;
     fsdpi_ck_room entries, names, header, spans, numbers;
     int32_t num_entries, num_spans;
     int64_t header_bytes, data_bytes; // of this rank's file: 8 + N, and behind it
     uint32_t header_crc;
-    uint64_t layout;            // hash of all that has been checked: 0: nothing yet
-    fsdpi_ck_room sizes;        // [3 ranks]: of each rank header bytes, data bytes, header CRC
-    fsdpi_ck_room crcs;         // of all blocks of all files; this rank fills in its own
+    uint64_t layout;     // hash of all that has been checked: 0: nothing yet
+    fsdpi_ck_room sizes; // [3 ranks]: of each rank header bytes, data bytes, header CRC
+    fsdpi_ck_room crcs;  // of all blocks of all files; this rank fills in its own
     int64_t num_crcs, first_crc;
     fsdpi_ck_room manifest;     // rank 0's
     fsdpi_ck_room stage;        // a ring of copies; none: the worker writes from the tensors
@@ -129,9 +130,9 @@ typedef struct fsdpi_ck_save {
     uint32_t given_up;          // 1: the producer has failed
     char dir[FSDP_CHECKPOINT_PATH], tmp[FSDP_CHECKPOINT_PATH], final[FSDP_CHECKPOINT_PATH];
     char file[FSDP_CHECKPOINT_PATH], scratch[FSDP_CHECKPOINT_PATH];
-    fsdpi_ck_watch watch;       // of polls
-    int warned;                 // the checkpoint is complete, but its directory was not synced, or
-                                // an old one was not removed
+    fsdpi_ck_watch watch; // of polls
+    int warned;           // the checkpoint is complete, but its directory was not synced, or
+                          // an old one was not removed
 } fsdpi_ck_save;
 
 struct fsdp_checkpoint {
@@ -140,14 +141,14 @@ struct fsdp_checkpoint {
     fsdp_world *world;
     int32_t rank, size;
     fsdp_checkpoint_desc desc;
-    fsdpi_ck_room blobs;      // copies of desc.blobs, and their names
+    fsdpi_ck_room blobs; // copies of desc.blobs, and their names
     fsdpi_ck_disk disk;
     fsdpi_ck_worker worker;
-    int stuck;                // the worker did not come back: its memory stays
+    int stuck; // the worker did not come back: its memory stays
     fsdpi_ck_table table;
     fsdpi_ck_save save;
-    fsdpi_ck_io io;           // of find and load
-    fsdpi_ck_room steps;      // for keep and find
+    fsdpi_ck_io io;      // of find and load
+    fsdpi_ck_room steps; // for keep and find
     fsdpi_ck_listing found;
     fsdp_checkpoint_report report;
 };

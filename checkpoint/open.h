@@ -39,17 +39,17 @@ static void fsdpi_ck_list_leaves(void *arg) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     j->used = j->num = 0;
     if (fsdpi_ck_begin(j->disk, "list", j->path)) return;
-    (void)fsdpi_ck_end(j->disk,
-                       j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j), j->path);
+    (void)fsdpi_ck_end(j->disk, j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j),
+                       j->path);
 }
 
 static fsdp_status fsdpi_ck_do(fsdpi_ck_io *io, fsdpi_ck_job job, void *arg) {
     if (io->ck) return fsdpi_ck_run(io->ck, io->call, job, arg);
     fsdpi_ck_forget(io->disk);
     job(arg);
-    return io->disk->status ? fsdp_fail(io->world, io->disk->status, "[E434] %s: %s", io->call,
-                                        io->disk->text)
-                            : FSDP_OK;
+    return io->disk->status
+               ? fsdp_fail(io->world, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
+               : FSDP_OK;
 }
 static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const char *name,
                                    const char *why) {
@@ -83,8 +83,8 @@ static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
 
 /* -------------------------------------------------------------------------------------------- */
 // The block of bytes. Each piece is a number of bytes (-1: there is no such piece), then the bytes,
-// padded to 8: 1 if the path is a file and no directory; manifest, index; then of each data file its name, its size as a piece of 8 bytes,
-// and its header.
+// padded to 8. Pieces: 1 if the path is a file and no directory; the manifest; the index; then of
+// each data file its name, its size as 8 bytes, and its header with the 8 bytes before it.
 
 typedef struct fsdpi_ck_bulk {
     fsdpi_ck_room room;
@@ -314,23 +314,23 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bu
 
 typedef struct fsdpi_ck_part { // a data file
     const char *name;
-    int64_t bytes, header;     // of the file; 8 + N
-    int64_t first, num;        // its entries
-    const char *text;          // of the header, from the first byte of the file on
-    const uint32_t *crcs;      // NULL: nothing tells them
+    int64_t bytes, header; // of the file; 8 + N
+    int64_t first, num;    // its entries
+    const char *text;      // of the header, from the first byte of the file on
+    const uint32_t *crcs;  // NULL: nothing tells them
 } fsdpi_ck_part;
 
 typedef struct fsdpi_ck_opened {
     fsdpi_ck_bulk bulk;
-    fsdpi_ck_room told, work;  // of manifest or index; entries, boxes, parts, names
-    int64_t step;              // -1: no manifest tells it
-    int64_t world;             // ranks that saved it; 0: not told
+    fsdpi_ck_room told, work; // of manifest or index; entries, boxes, parts, names
+    int64_t step;             // -1: no manifest tells it
+    int64_t world;            // ranks that saved it; 0: not told
     int64_t num_parts, num_boxes, total_bytes;
     fsdpi_ck_part *parts;
     fsdp_safetensors_entry *entries;
-    fsdpi_ck_box *boxes;       // sorted by name and start
-    const char *dir;           // the path
-    int64_t is_file;           // 1: the path is the only part itself
+    fsdpi_ck_box *boxes; // sorted by name and start
+    const char *dir;     // the path
+    int64_t is_file;     // 1: the path is the only part itself
 } fsdpi_ck_opened;
 
 static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
@@ -437,7 +437,8 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
         int64_t boxes = (o->num_boxes + 1) * (int64_t)sizeof *o->boxes;
         int64_t parts = (o->num_parts + 1) * (int64_t)sizeof *o->parts;
         char *text = NULL;
-        if (pass) status = fsdpi_ck_reserve(io->model, &o->work, entries + boxes + parts + chars + 1, 0);
+        if (pass)
+            status = fsdpi_ck_reserve(io->model, &o->work, entries + boxes + parts + chars + 1, 0);
         if (status) return status;
         if (pass) {
             text = (char *)o->work.ptr;

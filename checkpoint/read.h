@@ -3,18 +3,18 @@
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: reading. What is wanted is a list of items, each of them what a box of a file and a box in
-// memory share. The list is sorted by place in the files, so that every byte is read once, and every
-// block of checksums is looked at once.
+// memory share. The list is sorted by place in the files, so that every byte is read once, and
+// every block of checksums is looked at once.
 
 enum {
-    FSDPI_CK_READS = 256,   // of one job of the worker
-    FSDPI_CK_RUNS = 4096,   // copies behind it
-    FSDPI_CK_SHORT = 4096   // a run of less bytes is read together with its neighbours
+    FSDPI_CK_READS = 256, // of one job of the worker
+    FSDPI_CK_RUNS = 4096, // copies behind it
+    FSDPI_CK_SHORT = 4096 // a run of less bytes is read together with its neighbours
 };
 
 // A box in memory that is filled from one tensor of the files.
 typedef struct fsdpi_ck_want {
-    char *to;                // its first element
+    char *to; // its first element
     fsdp_dtype dtype;
     int32_t memory, ndim, transpose;
     int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS]; // in that tensor; before transposing
@@ -22,19 +22,19 @@ typedef struct fsdpi_ck_want {
 
 typedef struct fsdpi_ck_item {
     int32_t want, part;
-    int64_t box, at;         // index of the box; place of its first run, in the data of the file
+    int64_t box, at; // index of the box; place of its first run, in the data of the file
 } fsdpi_ck_item;
 
 typedef struct fsdpi_ck_read_op { // one read of the worker
     int32_t part;
-    int64_t at, nbytes;      // in the data of the file
+    int64_t at, nbytes; // in the data of the file
     char *to;
 } fsdpi_ck_read_op;
 
 typedef struct fsdpi_ck_run_op { // and what is copied behind it
     const char *from;
     char *to;
-    int64_t elements, step;  // step: elements of `to` from one to the next
+    int64_t elements, step; // step: elements of `to` from one to the next
     fsdp_dtype from_dtype, to_dtype;
     int32_t memory;
 } fsdpi_ck_run_op;
@@ -48,12 +48,12 @@ typedef struct fsdpi_ck_reader {
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
     fsdpi_ck_run_op runs[FSDPI_CK_RUNS];
     int32_t num_reads, num_runs, reads_done;
-    int64_t used;            // of scratch
-    int check;               // 1: checksums
-    int last;                // 1: there is no job behind this one
-    int32_t part;            // that is open; -1: none
+    int64_t used; // of scratch
+    int check;    // 1: checksums
+    int last;     // 1: there is no job behind this one
+    int32_t part; // that is open; -1: none
     void *file;
-    int64_t next;            // of the block whose checksum is under way; -1: none
+    int64_t next; // of the block whose checksum is under way; -1: none
     uint32_t crc;
     char path[FSDP_CHECKPOINT_PATH];
     int64_t read_bytes, calls;
@@ -101,7 +101,8 @@ static void fsdpi_ck_fill_up(fsdpi_ck_reader *r, int64_t to) {
 }
 // The block under way to its end.
 static void fsdpi_ck_end_block(fsdpi_ck_reader *r) {
-    if (r->next >= 0 && r->next % FSDPI_CK_BLOCK) fsdpi_ck_fill_up(r, fsdpi_ck_block_end(r, r->next - 1));
+    if (r->next >= 0 && r->next % FSDPI_CK_BLOCK)
+        fsdpi_ck_fill_up(r, fsdpi_ck_block_end(r, r->next - 1));
     r->next = -1;
 }
 
@@ -123,9 +124,10 @@ static void fsdpi_ck_enter_part(fsdpi_ck_reader *r, int32_t part) {
     r->part = part;
     r->next = -1;
     if (nbytes != p->bytes)
-        (void)fsdpi_ck_fault(r->io->disk, FSDP_ERR_CORRUPT, "%s has %lld bytes, %lld before: it "
-                             "was changed while it was read", r->path, (long long)nbytes,
-                             (long long)p->bytes);
+        (void)fsdpi_ck_fault(r->io->disk, FSDP_ERR_CORRUPT,
+                             "%s has %lld bytes, %lld before: it "
+                             "was changed while it was read",
+                             r->path, (long long)nbytes, (long long)p->bytes);
 }
 
 static void fsdpi_ck_read_ops(void *arg) {

@@ -210,8 +210,8 @@ static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
     if (!status) {
         fsdp_status mine = FSDP_OK;
         if (ck->rank == 0)
-            mine = fsdpi_ck_check_headers(ck, call, (const char *)text.ptr,
-                                          (const int64_t *)at.ptr, &work);
+            mine = fsdpi_ck_check_headers(ck, call, (const char *)text.ptr, (const int64_t *)at.ptr,
+                                          &work);
         status = fsdpi_ck_agree(ck, call, mine);
     }
     fsdpi_ck_free(ck->model, &text);
@@ -366,8 +366,7 @@ static void fsdpi_ck_commit(void *arg) {
     if (fsdpi_ck_rename(d, s->tmp, s->final)) return;
     if (!ck->desc.no_sync && fsdpi_ck_sync_dir(d, s->dir)) s->warned = 1;
     int error = s->warned ? 0
-                          : fsdpi_ck_keep(d, &ck->desc, s->dir, s->step,
-                                          (int64_t *)ck->steps.ptr);
+                          : fsdpi_ck_keep(d, &ck->desc, s->dir, s->step, (int64_t *)ck->steps.ptr);
     if (error) {
         (void)fsdpi_ck_fault(d, FSDP_ERR_IO, "removing old checkpoints in %s: %s (%d)", s->dir,
                              strerror(error), error);
@@ -534,9 +533,9 @@ static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
 // The checksums of all ranks come together: each rank has filled in its own.
 static fsdp_status fsdpi_ck_share_crcs(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
-    return s->num_crcs ? fsdp_all_reduce(ck->world, NULL, s->crcs.ptr, s->num_crcs, FSDP_I32,
-                                         FSDP_SUM)
-                       : FSDP_OK;
+    return s->num_crcs
+               ? fsdp_all_reduce(ck->world, NULL, s->crcs.ptr, s->num_crcs, FSDP_I32, FSDP_SUM)
+               : FSDP_OK;
 }
 
 static void fsdpi_ck_report_save(fsdp_checkpoint *ck) {

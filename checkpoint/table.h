@@ -45,14 +45,16 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
     int n = snprintf(p->name, sizeof p->name, "%s%s%s", unit ? v->unit_name : "", unit ? "." : "",
                      v->name);
     if (n < 0 || n >= FSDP_CHECKPOINT_NAME)
-        return fsdpi_ck_bad(ck, call, p->name, "the name is longer than 511 bytes: shorten the "
-                                               "names of unit and parameter, or give desc.place");
+        return fsdpi_ck_bad(ck, call, p->name,
+                            "the name is longer than 511 bytes: shorten the "
+                            "names of unit and parameter, or give desc.place");
     if (ck->desc.place) ck->desc.place(ck->desc.user, v, p);
     p->name[FSDP_CHECKPOINT_NAME - 1] = 0;
     if (!*p->name) return FSDP_OK;
     if (fsdpi_ck_is_reserved(p->name))
-        return fsdpi_ck_bad(ck, call, p->name, "names that begin with 'optim.state.' or 'fsdp.' "
-                                               "are the library's: give the parameter another one");
+        return fsdpi_ck_bad(ck, call, p->name,
+                            "names that begin with 'optim.state.' or 'fsdp.' "
+                            "are the library's: give the parameter another one");
     if (p->num_replicas < 1 || p->replica < 0 || p->replica >= p->num_replicas)
         return fsdpi_ck_bad(ck, call, p->name, "place: expected 0 <= replica < num_replicas");
     for (int d = 0; d < v->ndim; d++)
@@ -108,8 +110,8 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     if (item->ordinal >= 0 && of < 0) return FSDP_OK; // the parameter is left out
     if (of >= 0) p = *fsdpi_ck_tensor_at(&ck->table, of);
     const char *owner = of >= 0 ? (char *)ck->table.text.ptr + p.name_at : item->extension;
-    int n = snprintf(name, sizeof name, "%s%s.%s", of >= 0 ? "optim.state." : "fsdp.",
-                     owner, item->name);
+    int n = snprintf(name, sizeof name, "%s%s.%s", of >= 0 ? "optim.state." : "fsdp.", owner,
+                     item->name);
     if (n < 0 || n >= (int)sizeof name)
         return fsdpi_ck_bad(ck, call, item->name, "the name of the state is too long");
     fsdp_status status = fsdpi_ck_add(ck, &x, name);

@@ -74,7 +74,7 @@ static fsdp_status fsdpi_ck_overlap(fsdpi_ck_tiling *t, const fsdpi_ck_box *a,
              "desc.place must tell replicas apart",
              a->entry->name, t->files[a->file], t->files[b->file],
              (long long)(a->entry->start[dim] > b->entry->start[dim] ? a->entry->start[dim]
-                                                                      : b->entry->start[dim]),
+                                                                     : b->entry->start[dim]),
              dim);
     return FSDP_ERR_CORRUPT;
 }
@@ -111,8 +111,7 @@ static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *box
     if (volume == fsdpi_ck_volume(first->ndim, whole)) return FSDP_OK;
     snprintf(t->why, sizeof t->why,
              "tensor '%s': its boxes hold %lld of %lld elements, so some rows are in no file",
-             first->name, (long long)volume,
-             (long long)fsdpi_ck_volume(first->ndim, whole));
+             first->name, (long long)volume, (long long)fsdpi_ck_volume(first->ndim, whole));
     return FSDP_ERR_CORRUPT;
 }
 
