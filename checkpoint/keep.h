@@ -57,6 +57,7 @@ typedef struct fsdpi_ck_removal {
 static int fsdpi_ck_remove_file(void *arg, const char *name) {
     fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
     if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
+    __atomic_add_fetch(&r->d->moves, 1, __ATOMIC_RELEASE);
     return 0;
 }
 /* Remove a directory and its files as far as that goes. Returns an errno value. */

@@ -122,7 +122,8 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     fsdp_status status = ck->rank == 0 ? fsdpi_ck_reserve(ck->model, text, total + 1, 0)
                                        : fsdpi_ck_reserve(ck->model, &mine, most + 1, 0);
     status = fsdpi_ck_agree(ck, call, status);
-    for (int r = 0, begin = 0; r < ck->size && !status; begin += (int)sizes[3 * r++]) {
+    int64_t begin = 0;
+    for (int r = 0; r < ck->size && !status; begin += sizes[3 * r++]) {
         char *to = ck->rank == 0 ? (char *)text->ptr + begin : (char *)mine.ptr;
         at[r] = begin;
         if (ck->rank == r && sizes[3 * r]) memcpy(to, ck->save.header.ptr, (size_t)sizes[3 * r]);
@@ -223,27 +224,39 @@ static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
 /* -------------------------------------------------------------------------------------------- */
 // The worker's jobs.
 
-static int fsdpi_ck_note_any(void *arg, const char *name) {
-    (void)name;
-    *(int *)arg = 1;
+static int fsdpi_ck_stop_at_once(void *arg, const char *name) {
+    (void)arg, (void)name;
     return 1;
+}
+// The directory in which a path's last part is.
+static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') n--;
+    while (n > 0 && path[n - 1] != '/') n--;
+    while (n > 1 && path[n - 1] == '/') n--;
+    memcpy(out, n ? path : ".", n ? n : 1);
+    out[n ? n : 1] = 0;
 }
 /* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int any = 0;
     if (fsdpi_ck_begin(d, "mkdir", s->dir)) return;
     int error = d->ops->make_dir(d->user, s->dir);
     if (error != EEXIST && fsdpi_ck_end(d, error, s->dir)) return;
+    if (!error && !ck->desc.no_sync) {
+        fsdpi_ck_parent(s->scratch, s->dir);
+        if (fsdpi_ck_sync_dir(d, s->scratch)) return;
+    }
     if (fsdpi_ck_begin(d, "list", s->final)) return;
-    error = d->ops->list(d->user, s->final, fsdpi_ck_note_any, &any);
-    if (error != ENOENT) {
+    error = d->ops->list(d->user, s->final, fsdpi_ck_stop_at_once, NULL);
+    if (!error || error == ENOTDIR) {
         (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                              "%s is there already: choose another step or directory", s->final);
         return;
     }
+    if (error != ENOENT && fsdpi_ck_end(d, error, s->final)) return;
     if (fsdpi_ck_begin(d, "mkdir", s->tmp)) return;
     (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, s->tmp), s->tmp);
 }
