@@ -24,6 +24,7 @@ static void fsdpi_ck_read_bytes(void *arg) {
 static void fsdpi_ck_close_file(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     (void)fsdpi_ck_close(j->disk, j->file, j->path);
+    if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
@@ -77,6 +78,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
+    io->open.quiet = status != 0; // the text of the first failure stays
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;
 }

@@ -390,6 +390,7 @@ static void fsdpi_ck_commit(void *arg) {
 /* Rank 0: nothing is left of a save that failed. */
 static void fsdpi_ck_clean(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
+    (void)fsdpi_ck_begin(&ck->disk, "removal", ck->save.tmp);
     (void)fsdpi_ck_remove_dir(&ck->disk, ck->save.tmp);
 }
 
@@ -574,6 +575,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
         fsdp_status status = fsdpi_ck_share_crcs(ck);
         if (!status && ck->rank == 0) status = fsdpi_ck_hand(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
+        memset(&s->watch, 0, sizeof s->watch); // the commit has its own time
         return status;
     }
     if (s->warned)
