@@ -40,6 +40,7 @@ struct bed { /* one rank */
     fsdp_checkpoint *ck;
     shake s;
     int rank, size, timeout_ms;
+    int system;   /* the library's own file calls */
     int64_t rows; /* of the large parameter; 0: there is none */
     const fsdp_allocator *allocator;
     char dir[400];
@@ -90,7 +91,7 @@ static fsdp_status bed_create(bed *b, const fsdp_checkpoint_desc *like) {
                                      {"own", b->own, OWN, 1, 0}};
     if (like) d = *like;
     d.blobs = blobs, d.num_blobs = 2;
-    d.files = &shake_ops, d.files_user = &b->s;
+    if (!b->system) d.files = &shake_ops, d.files_user = &b->s;
     return fsdp_checkpoint_create(b->model, &d, &b->ck);
 }
 static void bed_open(bed *b, lab_rank *r, stage *all, int number,
@@ -634,3 +635,538 @@ static const kill_row some_kills[] = {{"W=2", 2, 0}};
 TEST_P_TIMEOUT(checkpoint_faults, kill, some_kills, 120) { run_kills(row); }
 static const kill_row all_kills[] = {{"W=2", 2, 1}, {"W=3", 3, 1}};
 TEST_P_TIMEOUT(long_checkpoint_faults, kill, all_kills, 600) { run_kills(row); }
+
+/* ---- the power goes -------------------------------------------------------------------------- */
+
+enum { POWER_SAVES = 3, SEEN = 1 << 14 };
+typedef struct power_row {
+    const char *name;
+    int lost, no_sync, subsets; /* lost: syncs that do nothing */
+} power_row;
+
+static void power_save(lab_rank *r) {
+    stage *all = (stage *)r->arg;
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    bed b;
+    memset(&b, 0, sizeof b);
+    d.keep = 1;
+    d.no_sync = ((const power_row *)all->row)->no_sync;
+    bed_open(&b, r, all, 0, &d);
+    for (int64_t step = 0; step < POWER_SAVES; step++) {
+        (void)values(&b, step, 1, 0);
+        CALL(b.w, call_op(&b, step == 1 ? ASYNC : SAVE, step));
+        meet(&b);
+        if (r->rank == 0) disk_mark(all->d, (int)step); /* it has returned */
+        meet(&b);
+    }
+    bed_close(&b);
+}
+
+/* What is wrong behind a cut: NULL, or what. `done` is the newest step whose save had returned. */
+static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
+    char path[FSDP_CHECKPOINT_PATH];
+    int64_t found = -2;
+    b->s.user = cut;
+    fsdp_status status = fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found);
+    if (status) return "find fails";
+    if (!no_sync && found != done && found != done + 1) return "neither old nor new is found";
+    if (found < 0) return NULL;
+    scramble(b);
+    status = fsdp_checkpoint_load(b->ck, path, NULL);
+    if (!status) return values(b, found, 0, 1) ? "WRONG VALUES" : NULL;
+    return no_sync && status == FSDP_ERR_CORRUPT ? NULL : "what is found does not load";
+}
+
+/* Which effects of a cut happen: number i of `count` choices. */
+static void power_choose(unsigned char *chosen, int effects, int i, int all, uint64_t *seed) {
+    static const int of_8[] = {0, 8, 4, 7, 1, 4, 6, 2};
+    for (int e = 0; e < effects; e++)
+        chosen[e] = (unsigned char)(all ? i >> e & 1 : lab_pick(seed, 8) < of_8[i % 8]);
+    if (!all && effects && i % 8 == 5) /* all but one */
+        memset(chosen, 1, (size_t)effects), chosen[lab_pick(seed, effects)] = 0;
+}
+
+typedef struct power_tally {
+    int64_t cuts, disks;
+    int points;
+    const char *bad;
+    uint64_t seen[SEEN];
+} power_tally;
+
+static int power_is_new(power_tally *t, uint64_t hash) {
+    uint64_t at = hash % SEEN;
+    for (; t->seen[at]; at = (at + 1) % SEEN)
+        if (t->seen[at] == hash) return 0;
+    t->seen[at] = hash;
+    CHECK(++t->disks < SEEN / 2);
+    return 1;
+}
+
+/* Cuts behind every entry of the log. Ends at the first bad one. */
+static void power_cuts(bed *b, const disk *d, const power_row *row, power_tally *t) {
+    uint64_t seed = h_seed() * 77 + (uint64_t)row->lost;
+    int64_t done = -1;
+    for (int upto = 0; upto <= d->num_log; upto++) {
+        if (upto && d->log[upto - 1].kind == DISK_MARK) done = d->log[upto - 1].node;
+        int effects = disk_num_effects(d, upto, row->lost), all = effects <= 10;
+        int count = !all ? row->subsets : 1 << effects;
+        unsigned char *chosen = (unsigned char *)lab_zeros((size_t)effects, 1);
+        t->points++;
+        for (int i = 0; i < count; i++) {
+            power_choose(chosen, effects, i, all, &seed);
+            disk *cut = disk_cut(d, upto, row->lost, chosen);
+            t->cuts++;
+            if (power_is_new(t, lab_hash(disk_hash(cut, 0), (uint64_t)(done + 1), 0, 0) | 1))
+                t->bad = power_verdict(b, cut, done, row->no_sync);
+            b->s.user = NULL;
+            disk_free(cut);
+            if (!t->bad) continue;
+            snprintf(w_case, sizeof w_case, "cut behind entry %d of %d, %d effects, choice %d",
+                     upto, d->num_log, effects, i);
+            break;
+        }
+        free(chosen);
+        if (t->bad) return;
+    }
+}
+static void power_look(lab_rank *r) {
+    stage *all = (stage *)r->arg;
+    const power_row *row = (const power_row *)all->row;
+    power_tally *t = (power_tally *)lab_zeros(1, sizeof *t);
+    bed b;
+    memset(&b, 0, sizeof b);
+    bed_open(&b, r, all, 0, NULL);
+    power_cuts(&b, all->d, row, t);
+    if (row->lost) {
+        W_CHECK(t->bad,
+                "%lld cuts without the syncs of %s, and nothing was lost: does this test "
+                "see anything?",
+                (long long)t->cuts, row->name);
+        h_message("without the sync of %s: %s, at power cut %lld", row->name, t->bad,
+                  (long long)t->cuts);
+    } else {
+        W_CHECK(!t->bad, "%s", t->bad);
+        h_message("%lld power cuts behind %d places, %lld different disks: 0 wrong, 0 mixtures",
+                  (long long)t->cuts, t->points, (long long)t->disks);
+    }
+    free(t);
+    bed_close(&b);
+}
+static void run_power(const power_row *row) {
+    stage *all = (stage *)lab_zeros(1, sizeof *all);
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    all->d = disk_new();
+    all->row = row;
+    lab_run(2, &how, power_save, all);
+    all->d->quiet = 1;
+    lab_run(1, &how, power_look, all);
+    disk_free(all->d);
+    free(all);
+}
+static const power_row some_power[] = {{"sync", 0, 0, 300}, {"no_sync", 0, 1, 300}};
+TEST_P(checkpoint_faults, power_cut, some_power) { run_power(row); }
+static const power_row all_power[] = {{"sync", 0, 0, 1000}, {"no_sync", 0, 1, 1000}};
+TEST_P_TIMEOUT(long_checkpoint_faults, power_cut, all_power, 600) { run_power(row); }
+/* Each of the syncs is needed, or the model of a disk sees nothing. */
+static const power_row lost_syncs[] = {{"data files", DISK_OF_DATA, 0, 60},
+                                       {"manifest", DISK_OF_MANIFEST, 0, 60},
+                                       {"temporary directory", DISK_OF_TEMPORARY, 0, 60},
+                                       {"directory", DISK_OF_RUN, 0, 60},
+                                       {"parent", DISK_OF_PARENT, 0, 60}};
+TEST_P(checkpoint_faults, power_cut_without_sync, lost_syncs) { run_power(row); }
+
+/* ---- bytes of the files change --------------------------------------------------------------- */
+
+enum { FLIP, TRUNCATE, REMOVE, SWAP };
+typedef struct damage_row {
+    const char *name;
+    int size, verify, stride;
+} damage_row;
+static const char *const damaged[3] = {"manifest.json",
+                                       "shard-00001-model-00001-of-00001.safetensors",
+                                       "shard-00002-model-00001-of-00001.safetensors"};
+
+static void damage_save(lab_rank *r) {
+    stage *all = (stage *)r->arg;
+    bed b;
+    memset(&b, 0, sizeof b);
+    bed_open(&b, r, all, 0, NULL);
+    for (int64_t step = 0; step < 2; step++) {
+        (void)values(&b, step, 1, 0);
+        CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, step));
+    }
+    bed_close(&b);
+}
+static disk_node *damage_node(const stage *all, int step, int file) {
+    char path[200];
+    snprintf(path, sizeof path, "run/step-%08d/%s", step, damaged[file]);
+    int node = disk_node_at(all->d, path);
+    CHECK(node >= 0);
+    return &all->d->nodes[node];
+}
+static void swap_nodes(disk_node *a, disk_node *b) {
+    disk_node x = *a;
+    *a = *b, *b = x;
+}
+/* Load step 1 as it is now: its values, or a failure that names one of the files. 1: it failed. */
+static int damage_load(bed *b, const damage_row *row, const char *file, const char *other) {
+    fsdp_checkpoint_load_desc d = FSDP_ZERO;
+    int foreign = b->size != 2 || (disk_node_at(b->all->d, "run/step-00000001/manifest.json") < 0);
+    d.verify = row->verify;
+    scramble(b);
+    fsdp_status status = fsdp_checkpoint_load(b->ck, "run/step-00000001", &d);
+    const char *text = fsdp_last_error(b->w);
+    W_CHECK(!status || status == FSDP_ERR_CORRUPT || status == FSDP_ERR_IO, "%s: %s",
+            fsdp_status_name(status), text);
+    W_CHECK(!status || strstr(text, file) || (other && strstr(text, other)), "no name: %s", text);
+    if (!status) W_CHECK(!values(b, 1, 0, foreign), "WRONG VALUES");
+    CHECK_EQ_INT(b->s.files, 0);
+    return status != FSDP_OK;
+}
+/* One damage, which rank 0 does and undoes. */
+static int damage(bed *b, const damage_row *row, int kind, int file, int64_t at) {
+    stage *all = b->all;
+    disk_node *x = damage_node(all, 1, file);
+    char path[FSDP_CHECKPOINT_PATH];
+    const unsigned char bit = (unsigned char)(1 << lab_hash((uint64_t)at, 1, h_seed(), 0) % 8);
+    const int64_t size = x->size;
+    const int dir = disk_node_at(all->d, "run/step-00000001"), node = (int)(x - all->d->nodes);
+    disk_node *with = kind != SWAP ? NULL
+                      : at         ? damage_node(all, 1, 3 - file)
+                                   : damage_node(all, 0, file);
+    snprintf(w_case, sizeof w_case, "%s of %s, %lld",
+             kind == FLIP       ? "flip"
+             : kind == TRUNCATE ? "truncation"
+             : kind == REMOVE   ? "removal"
+                                : "swap",
+             damaged[file], (long long)at);
+    meet(b);
+    if (b->rank == 0 && kind == FLIP) x->data[at] ^= bit;
+    if (b->rank == 0 && kind == TRUNCATE) x->size = at;
+    if (b->rank == 0 && kind == REMOVE) disk_drop_name(all->d, dir, damaged[file]);
+    if (b->rank == 0 && kind == SWAP) swap_nodes(x, with);
+    meet(b);
+    int failed = damage_load(b, row, damaged[file],
+                             kind != SWAP ? NULL
+                             : file       ? damaged[3 - file]
+                                          : "shard-"); /* the data is not that of the manifest */
+    if (kind == TRUNCATE || kind == REMOVE) CHECK_EQ_INT(find(b, path), 0); /* the one before */
+    meet(b);
+    if (b->rank == 0 && kind == FLIP) x->data[at] ^= bit;
+    if (b->rank == 0 && kind == TRUNCATE) x->size = size;
+    if (b->rank == 0 && kind == REMOVE) disk_put_name(all->d, dir, damaged[file], node);
+    if (b->rank == 0 && kind == SWAP) swap_nodes(x, with);
+    meet(b);
+    return failed;
+}
+static void damage_body(lab_rank *r) {
+    stage *all = (stage *)r->arg;
+    const damage_row *row = (const damage_row *)all->row;
+    int64_t first = (int64_t)(h_seed() % (uint64_t)row->stride);
+    int tries = 0, failed = 0;
+    bed b;
+    memset(&b, 0, sizeof b);
+    bed_open(&b, r, all, 0, NULL);
+    CHECK_EQ_INT(damage_load(&b, row, "", NULL), 0);
+    for (int file = 0; file < 3; file++) {
+        for (int64_t at = first; at < damage_node(all, 1, file)->size; at += row->stride) {
+            tries += 2;
+            failed += damage(&b, row, FLIP, file, at);
+            W_CHECK(damage(&b, row, TRUNCATE, file, at), "it loads");
+            failed++;
+        }
+        tries += 2;
+        failed += damage(&b, row, REMOVE, file, 0);
+        failed += damage(&b, row, SWAP, file, 0); /* with that of another step */
+    }
+    failed += damage(&b, row, SWAP, 1, 1); /* with that of another rank */
+    CHECK_EQ_INT(damage_load(&b, row, "", NULL), 0);
+    CHECK(failed > tries - tries / 20 - 3); /* few bits have no meaning */
+    if (r->rank == 0)
+        h_message("%d damaged files: %d times CORRUPT or IO, else equal bits; 0 wrong", tries + 1,
+                  failed);
+    bed_close(&b);
+}
+static void run_damage(const damage_row *row) {
+    stage *all = (stage *)lab_zeros(1, sizeof *all);
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    all->d = disk_new();
+    all->d->quiet = 1;
+    all->row = row;
+    lab_run(2, &how, damage_save, all);
+    memset(all->bed, 0, sizeof all->bed);
+    lab_run(row->size, &how, damage_body, all);
+    disk_free(all->d);
+    free(all);
+}
+static const damage_row some_damage[] = {{"same_ranks", 2, FSDP_VERIFY_READ, 37},
+                                         {"one_rank", 1, FSDP_VERIFY_READ, 17},
+                                         {"three_ranks_all", 3, FSDP_VERIFY_ALL, 71}};
+TEST_P(checkpoint_faults, damage, some_damage) { run_damage(row); }
+static const damage_row all_damage[] = {{"same_ranks", 2, FSDP_VERIFY_READ, 1},
+                                        {"one_rank", 1, FSDP_VERIFY_READ, 1},
+                                        {"one_rank_all", 1, FSDP_VERIFY_ALL, 1},
+                                        {"three_ranks", 3, FSDP_VERIFY_READ, 5},
+                                        {"three_ranks_all", 3, FSDP_VERIFY_ALL, 5}};
+TEST_P_TIMEOUT(long_checkpoint_faults, damage, all_damage, 900) { run_damage(row); }
+
+/* ---- memory runs out ------------------------------------------------------------------------- */
+
+typedef struct memory_row {
+    const char *name;
+    int op; /* or -1: create; -2: create of a model that is not committed */
+} memory_row;
+
+static fsdp_status memory_call(bed *b, int op) {
+    return op < 0 ? bed_create(b, NULL) : call_op(b, op, op <= KEEP ? 1 : 0);
+}
+/* Allocation number n of a rank fails in one call. 1: there was such an allocation. */
+static int memory_try(bed *b, lab_rank *r, int op, int rank, int n) {
+    stage *all = b->all;
+    snprintf(w_case, sizeof w_case, "allocation %d of rank %d", n, rank);
+    snprintf(b->dir, sizeof b->dir, "run%d", all->tries);
+    if (op == -2) {
+        fsdp_param_desc p = fsdp_vec("w", 7);
+        b->model = lab_model(b->w, NULL);
+        lab_unit(b->w, b->model, NULL, &p, 1);
+    }
+    const int64_t live = r->heap->live, failures = r->heap->failures;
+    if (op >= 0) {
+        CALL(b->w, bed_create(b, NULL));
+        if (op >= LOAD) { /* by another object: this one has not made its tables yet */
+            fsdp_checkpoint *mine = b->ck;
+            CALL(b->w, bed_create(b, NULL));
+            (void)values(b, 0, 1, 0);
+            CALL(b->w, fsdp_checkpoint_save(b->ck, b->dir, 0));
+            fsdp_checkpoint_destroy(b->ck);
+            b->ck = mine;
+        }
+        (void)values(b, op <= KEEP ? 1 : 0, 1, 0);
+    }
+    meet(b);
+    if (r->rank == rank) w_fail(r->heap, n);
+    all->status[r->rank] = (int)memory_call(b, op);
+    snprintf(all->text[r->rank], TEXT, "%s", fsdp_last_error(b->w));
+    w_fail(r->heap, -1);
+    if (r->rank == rank) all->faults = r->heap->failures > failures;
+    meet(b);
+    const int fired = all->faults;
+    char who[24];
+    snprintf(who, sizeof who, "rank %d", rank);
+    for (int q = 0; q < r->size; q++) {
+        W_CHECK(all->status[q] == (fired ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK), "rank %d got %s: %s",
+                q, fsdp_status_name((fsdp_status)all->status[q]), all->text[q]);
+        W_CHECK(!fired || strstr(all->text[q], who), "rank %d does not name %s: %s", q, who,
+                all->text[q]);
+    }
+    if (fired) CALL(b->w, memory_call(b, op)); /* the next one works */
+    if (op >= 0 && op <= KEEP) has(b, 1);
+    if (op == LOAD) W_CHECK(!values(b, 0, 0, 0), "wrong values");
+    fsdp_checkpoint_destroy(b->ck);
+    if (op != -2)
+        W_CHECK(r->heap->live == live, "%lld blocks, %lld before", (long long)r->heap->live,
+                (long long)live);
+    else fsdp_model_destroy(b->model);
+    b->ck = NULL;
+    meet(b);
+    if (r->rank == 0) all->tries++;
+    meet(b);
+    return fired;
+}
+static void memory_body(lab_rank *r) {
+    stage *all = (stage *)r->arg;
+    const int op = ((const memory_row *)all->row)->op;
+    int fired = 0;
+    bed b;
+    memset(&b, 0, sizeof b);
+    bed_open(&b, r, all, 0, NULL);
+    fsdp_checkpoint_destroy(b.ck);
+    for (int rank = 0; rank < r->size; rank++)
+        /* memory that a commit lacks ends the world, so only those before it: object, blobs, steps */
+        for (int n = 0; op != -2 || n < 3 - rank; n++) {
+            int was_there = memory_try(&b, r, op, rank, n);
+            CHECK(was_there || op != -2);
+            if (!was_there) break;
+            fired++;
+        }
+    CHECK(fired > 1);
+    if (r->rank == 0) h_message("%d allocations failed: OUT_OF_MEMORY on all, 0 leaks", fired);
+    b.ck = NULL;
+    bed_close(&b);
+}
+static const memory_row memory_rows[] = {{"create", -1}, {"create_and_commit", -2},
+                                         {"save", SAVE}, {"save_async", ASYNC},
+                                         {"load", LOAD}, {"find", FIND}};
+TEST_P(checkpoint_faults, out_of_memory, memory_rows) {
+    stage *all = (stage *)lab_zeros(1, sizeof *all);
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    all->d = disk_new();
+    all->d->quiet = 1;
+    all->row = row;
+    lab_run(2, &how, memory_body, all);
+    disk_free(all->d);
+    free(all);
+}
+
+/* ---- the disk is full ------------------------------------------------------------------------ */
+
+enum { FULL_BYTES = 4 << 20 };
+typedef struct full_case {
+    const char *dir;
+    int64_t rows;
+    int saved;
+} full_case;
+
+static void full_empty(const char *dir) {
+    h_remove_tree(dir);
+    CHECK(mkdir(dir, 0700) == 0 || errno == EEXIST || errno == EBUSY);
+}
+static void full_body(lab_rank *r) {
+    full_case *c = (full_case *)r->arg;
+    static stage all;
+    bed b;
+    memset(&b, 0, sizeof b);
+    b.system = 1;
+    b.rows = c->rows;
+    snprintf(b.dir, sizeof b.dir, "%s/run", c->dir);
+    bed_open(&b, r, &all, 0, NULL);
+    (void)values(&b, 0, 1, 0);
+    fsdp_status status = fsdp_checkpoint_save(b.ck, b.dir, 0);
+    W_CHECK(!status ||
+                (status == FSDP_ERR_IO && strstr(fsdp_last_error(b.w), "No space left on device")),
+            "%s", fsdp_last_error(b.w));
+    const int first = !status;
+    has(&b, first ? 0 : -1);
+    if (first) { /* and another one beside it */
+        (void)values(&b, 1, 1, 0);
+        status = fsdp_checkpoint_save(b.ck, b.dir, 1);
+        W_CHECK(!status || (status == FSDP_ERR_IO &&
+                            strstr(fsdp_last_error(b.w), "No space left on device")),
+                "%s", fsdp_last_error(b.w));
+        has(&b, status ? 0 : 1);
+    }
+    int entries = h_entries(b.dir) - 2; /* nothing is left of those that failed */
+    W_CHECK(entries == first + (first && !status), "%d names in %s", entries, b.dir);
+    if (r->rank == 0) c->saved = first + (first && !status);
+    meet(&b);
+    if (status && r->rank == 0) h_remove_tree(b.dir); /* with room, the same save works */
+    meet(&b);
+    if (status && first) {
+        (void)values(&b, 1, 1, 0);
+        CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, 1));
+        has(&b, 1);
+    }
+    bed_close(&b);
+}
+TEST(checkpoint_faults, full_disk) {
+    full_case c = {h_tmpdir(), 0, 0};
+    int count[3] = {0, 0, 0};
+    lab_how how;
+    char options[40];
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    snprintf(options, sizeof options, "size=%d", FULL_BYTES);
+    if (unshare(CLONE_NEWNS) || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+        mount("tmpfs", c.dir, "tmpfs", 0, options))
+        SKIP("a file system cannot be mounted here");
+    for (int half = 1; half <= 2; half++) /* one or two checkpoints fill it */
+        for (int64_t i = -3; i <= 2; i++) {
+            c.rows = (FULL_BYTES / (3 - half) + i * 8192 + 700) / 4;
+            snprintf(w_case, sizeof w_case, "%lld bytes", (long long)c.rows * 4);
+            lab_run(2, &how, full_body, &c);
+            count[c.saved]++;
+            full_empty(c.dir);
+        }
+    h_message("%d checkpoints did not fit, %d had no room for a second, %d had", count[0], count[1],
+              count[2]);
+    CHECK(count[0] && count[1] && count[2]);
+}
+
+/* ---- a rank dies, stops, or stays away while others wait for files --------------------------- */
+
+enum { DIES, STOPS, LEAVES, LOST_MS = 3000, MEETS = 1, TOLD = 2 };
+typedef struct lost_case { /* in memory of all processes */
+    int how, op;
+    pid_t victim;
+    char dir[400];
+} lost_case;
+typedef struct lost_row {
+    const char *name;
+    int how, op;
+} lost_row;
+
+/* In a file call of the victim: when rank 0 has met the others in some rounds. */
+static void lost_event(shake *s) {
+    const lost_case *c = (const lost_case *)s->arg;
+    h_await_marks(MEETS, 8);
+    h_rank = s->rank;
+    if (c->how == DIES) h_die(SIGKILL);
+    h_shared->state[s->rank + 1] = H_DIES; /* by the hand of rank 0 */
+    raise(SIGSTOP);
+}
+static void lost_body(lab_rank *r) {
+    lost_case *c = (lost_case *)r->arg;
+    stage all;
+    bed b;
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    memset(&all, 0, sizeof all);
+    memset(&b, 0, sizeof b);
+    d.no_sync = 1;
+    snprintf(b.dir, sizeof b.dir, "%s", c->dir);
+    shake_init(&b.s, &system_ops, NULL, r->rank);
+    b.s.event = lost_event, b.s.arg = c;
+    b.timeout_ms = LOST_MS;
+    bed_open(&b, r, &all, 0, &d);
+    (void)values(&b, 0, 1, 0);
+    CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, 0));
+    (void)values(&b, 1, 1, 0);
+    meet(&b);
+    int64_t begin = h_calm_ms();
+    if (r->rank == 0) b.counter.marks = MEETS;
+    if (r->rank == 1) c->victim = getpid();
+    if (r->rank == 1 && c->how != LEAVES) shake_arm(&b.s, 1, SHAKE_WAIT, 0);
+    fsdp_status status;
+    if (c->how == LEAVES) { /* it begins a save, and does not complete it */
+        CALL(b.w, fsdp_checkpoint_save_async(b.ck, b.dir, 1));
+        if (r->rank == 1) h_await_marks(TOLD, r->size - 1);
+        status = fsdp_checkpoint_wait(b.ck);
+    } else {
+        status = call_op(&b, c->op, c->op == LOAD ? 0 : 1);
+    }
+    int64_t took = h_calm_ms() - begin;
+    CHECK_MSG(r->rank == 1 || status == (c->how == DIES ? FSDP_ERR_PEER_LOST : FSDP_ERR_TIMEOUT),
+              "%s: %s", fsdp_status_name(status), fsdp_last_error(b.w));
+    CHECK_MSG(r->rank == 1 || strstr(fsdp_last_error(b.w), "rank 1"), "%s", fsdp_last_error(b.w));
+    CHECK_MSG(r->rank == 1 || took < 3 * LOST_MS, "after %d ms", (int)took);
+    h_mark(TOLD);
+    if (r->rank == 0 && c->how == STOPS) {
+        h_await_marks(TOLD, r->size - 1);
+        kill(c->victim, SIGKILL);
+    }
+    (void)fsdp_shutdown(b.w);
+}
+static void run_lost(const lost_row *row) {
+    lost_case *c = (lost_case *)mmap(NULL, sizeof *c, PROT_READ | PROT_WRITE,
+                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    lab_how how;
+    CHECK(c != MAP_FAILED);
+    memset(&how, 0, sizeof how);
+    how.bare = how.processes = 1;
+    how.job = "lost";
+    c->how = row->how, c->op = row->op;
+    snprintf(c->dir, sizeof c->dir, "%s/run", h_tmpdir());
+    lab_run(3, &how, lost_body, c);
+    (void)look(c->dir, 0, 0); /* the old one is there */
+}
+static const lost_row lost_rows[] = {{"dies", DIES, SAVE},
+                                     {"dies/load", DIES, LOAD},
+                                     {"stops", STOPS, SAVE},
+                                     {"stops/load", STOPS, LOAD},
+                                     {"leaves", LEAVES, ASYNC}};
+TEST_P(checkpoint_faults, lost_rank, lost_rows) { run_lost(row); }
