@@ -180,8 +180,10 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         }
         fsdpi_ck_tensor number = *x;
         if (x->file_dtype != x->dtype) {
+            fsdp_dtype there = l->opened.boxes[first].entry->dtype;
             number.memory = FSDP_MEMORY_HOST;
-            number.dtype = l->opened.boxes[first].entry->dtype == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
         fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;
