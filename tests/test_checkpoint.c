@@ -562,3 +562,927 @@ static void gpt2(lab_rank *r) {
     ck_end(&m);
 }
 TEST_P(checkpoint, of_transformers, sizes) { lab_run(row->size, NULL, gpt2, NULL); }
+
+/* ---- loads that are refused ------------------------------------------------------------------ */
+
+static const ck_param base_rows[] = {{0, "w", FSDP_F32, 2, {6, 4}, 0, 0, 0},
+                                     {0, "b", FSDP_F32, 1, {3}, 0, 0, 0},
+                                     {1, "f", FSDP_BF16, 1, {5}, 0, 1, 0},
+                                     {1, "i", FSDP_I32, 1, {4}, 0, 1, 0}};
+static const ck_net base = {base_rows, COUNT(base_rows)};
+static const ck_layout adamw_2 = {"adamw_2", 2, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
+static const ck_layout plain_2 = {"plain_2", 2, CK_FSDP, 0, 0, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
+
+/* On every rank, with the same text; nothing has changed. */
+static void refuse_load(ck_model *m, const char *path, const fsdp_checkpoint_load_desc *d,
+                        fsdp_status status, const char *text) {
+    const uint64_t before = ck_digest(m);
+    REFUSED_AS(status, m->w, fsdp_checkpoint_load(m->ck, path, d), text);
+    CHECK_MSG(ck_digest(m) == before, "a load that was refused has changed the model: %s", text);
+}
+
+/* Saves the base net with AdamW as step 1 of a directory. */
+static const char *save_base(lab_rank *r, char dir[512]) {
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "base"), 1);
+    ck_end(&m);
+    return ck_step_path(dir, 1);
+}
+
+typedef struct other_model {
+    const char *name;
+    ck_param rows[6];
+    int count, optim;
+    const char *text; /* of a load without a desc; NULL: it succeeds */
+    int convert;      /* then: with this desc it succeeds */
+    int partial, params_only, missing, extra;
+} other_model;
+#define ROW_W                                                                                      \
+    { 0, "w", FSDP_F32, 2, {6, 4}, 0, 0, 0 }
+#define ROW_B                                                                                      \
+    { 0, "b", FSDP_F32, 1, {3}, 0, 0, 0 }
+#define ROW_F                                                                                      \
+    { 1, "f", FSDP_BF16, 1, {5}, 0, 1, 0 }
+#define ROW_I                                                                                      \
+    { 1, "i", FSDP_I32, 1, {4}, 0, 1, 0 }
+static const other_model others[] = {
+    {"same", {ROW_W, ROW_B, ROW_F, ROW_I}, 4, CK_ADAMW, NULL, 0, 0, 0, 0, 0},
+    {"fewer", {ROW_W, ROW_F}, 2, CK_ADAMW, NULL, 0, 0, 0, 0, 5},
+    {"no_optimizer", {ROW_W, ROW_B, ROW_F, ROW_I}, 4, CK_NONE, NULL, 0, 0, 0, 0, 6},
+    {"more",
+     {ROW_W, ROW_B, ROW_F, ROW_I, {1, "x", FSDP_F32, 1, {2}, 0, 0, 0}},
+     5,
+     CK_ADAMW,
+     "lacks 1 of 16 tensors: 'h.1.x'; it has 0 that nobody asks for: set partial to leave them as "
+     "they are, or give desc.source",
+     0,
+     1,
+     0,
+     1,
+     0},
+    {"renamed",
+     {ROW_W, {0, "c", FSDP_F32, 1, {3}, 0, 0, 0}, ROW_F, ROW_I},
+     4,
+     CK_ADAMW,
+     "lacks 1 of 12 tensors: 'h.0.c'; it has 4 that nobody asks for: 'h.0.b', "
+     "'optim.state.h.0.b.exp_avg', 'optim.state.h.0.b.exp_avg_sq', ...: set partial",
+     0,
+     1,
+     0,
+     1,
+     4},
+    {"sgd",
+     {ROW_W, ROW_B, ROW_F, ROW_I},
+     4,
+     CK_MOMENTUM,
+     "lacks 2 of 10 tensors: 'optim.state.h.0.w.momentum_buffer', "
+     "'optim.state.h.0.b.momentum_buffer'; it has 4 that nobody asks for: "
+     "'optim.state.h.0.b.exp_avg', 'optim.state.h.0.b.exp_avg_sq', 'optim.state.h.0.w.exp_avg', "
+     "...: set partial",
+     0,
+     0,
+     1,
+     0,
+     0},
+    {"longer",
+     {{0, "w", FSDP_F32, 2, {7, 4}, 0, 0, 0}, ROW_B, ROW_F, ROW_I},
+     4,
+     CK_ADAMW,
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and f32 [7, 4] here",
+     -1,
+     0,
+     0,
+     0,
+     0},
+    {"flat",
+     {{0, "w", FSDP_F32, 1, {24}, 0, 0, 0}, ROW_B, ROW_F, ROW_I},
+     4,
+     CK_ADAMW,
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and f32 [24] here",
+     -1,
+     0,
+     0,
+     0,
+     0},
+    {"bf16",
+     {{0, "w", FSDP_BF16, 2, {6, 4}, 0, 0, 0}, ROW_B, ROW_F, ROW_I},
+     4,
+     CK_ADAMW,
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and bf16 [6, 4] here: set convert",
+     1,
+     0,
+     0,
+     0,
+     0},
+    {"integer",
+     {ROW_W, ROW_B, ROW_F, {1, "i", FSDP_F32, 1, {4}, 0, 1, 0}},
+     4,
+     CK_ADAMW,
+     "[E436] checkpoint_load: 'h.1.i' is i32 [4] there, and f32 [4] here",
+     -1,
+     0,
+     0,
+     0,
+     0},
+    {"short_integer",
+     {ROW_W, ROW_B, ROW_F, {1, "i", FSDP_I16, 1, {4}, 0, 1, 0}},
+     4,
+     CK_ADAMW,
+     "[E436] checkpoint_load: 'h.1.i' is i32 [4] there, and i16 [4] here",
+     -1,
+     0,
+     0,
+     0,
+     0},
+};
+
+/* What had to come is there, converted or not; what was not there is as it was. */
+static void check_other(ck_model *m) {
+    fsdp_param_view v = FSDP_ZERO;
+    char name[32];
+    while (fsdp_next_param(m->model, &v)) {
+        const ck_param *row = ck_row(&v), *saved = NULL;
+        snprintf(name, sizeof name, "h.%d.%s", row->unit, row->name);
+        for (int p = 0; p < base.count; p++)
+            if (!strcmp(base_rows[p].name, row->name)) saved = &base_rows[p];
+        for (int64_t k = 0; k < v.numel; k++) {
+            uint64_t bits = lab_hash(saved ? 1 : 2, ck_name_hash(name),
+                                     (uint64_t)fsdp_view_index(&v, k), 0);
+            unsigned char want[8];
+            size_t size = fsdp_dtype_size(v.dtype);
+            if (saved && saved->dtype != v.dtype)
+                CHECK_OK(fsdp_convert(want, v.dtype, &bits, saved->dtype, 1));
+            else memcpy(want, &bits, size);
+            W_CHECK(!memcmp(lab_at(v.shard, v.dtype, k), want, size), "'%s' at %lld", name,
+                    (long long)k);
+        }
+    }
+}
+static void load_other(lab_rank *r) {
+    const other_model *o = (const other_model *)r->arg;
+    const ck_net net = {o->rows, o->count};
+    ck_layout at = adamw_2;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    char dir[512], path[600];
+    ck_model m;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    at.optim = o->optim;
+    ck_begin(&m, r, r->w, &net, &at);
+    ck_fill(&m, 2);
+    if (o->text) {
+        refuse_load(&m, path, NULL, FSDP_ERR_INVALID_ARG, o->text);
+        refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, o->text);
+    }
+    ld.partial = o->partial, ld.params_only = o->params_only, ld.convert = o->convert > 0;
+    if (o->convert < 0) {
+        ld.convert = ld.partial = 1;
+        refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, o->text);
+    } else {
+        CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+        check_other(&m);
+        CHECK_EQ_INT(ck_report(&m).num_missing, o->missing);
+        CHECK_EQ_INT(ck_report(&m).num_extra, o->extra);
+        if (ld.params_only) { /* states and blobs are as they were */
+            ck_visit t = {CK_CHECK, 2, -1, 0, 0};
+            ck_visit_states(&m, &t);
+            ck_visit_blobs(&m, &t, 1);
+        } else {
+            ck_visit t = {CK_CHECK, 1, -1, 0, 0};
+            ck_visit_blobs(&m, &t, 1);
+        }
+    }
+    ck_end(&m);
+}
+TEST_P(checkpoint, other_models, others) { lab_run(2, NULL, load_other, (void *)(uintptr_t)row); }
+
+/* From a run without an optimizer: nothing has states. */
+static void of_plain(lab_rank *r) {
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &plain_2);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "plain"), 1);
+    ck_end(&m);
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 2);
+    refuse_load(&m, ck_step_path(dir, 1), NULL, FSDP_ERR_INVALID_ARG,
+                "lacks 6 of 12 tensors: 'optim.state.h.0.w.exp_avg', "
+                "'optim.state.h.0.w.exp_avg_sq', 'optim.state.h.0.w.step', ...; it has 0");
+    ld.params_only = 1, ld.verify = FSDP_VERIFY_NONE;
+    CALL(r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 1), &ld));
+    ck_check_params(&m, 1);
+    ck_visit t = {CK_CHECK, 2, -1, 0, 0};
+    ck_visit_states(&m, &t);
+    ck_visit_blobs(&m, &t, 1);
+    CHECK_EQ_INT(ck_report(&m).bytes, 6 * 4 * 4 / 2 + (r->rank ? 4 : 8) + (r->rank ? 4 : 6) + 8);
+    ck_end(&m);
+}
+TEST(checkpoint, params_only) { lab_run(2, NULL, of_plain, NULL); }
+
+static void blobs_differ(lab_rank *r) {
+    char dir[512], path[600], data[8] = "1234567";
+    fsdp_checkpoint_blob blobs[3] = {
+        {"loader", data, 4, 0, 0}, {"extra", data, 2, 0, 0}, {"mine", data + 4, 2, 1, 0}};
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    ck_model m;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    d.blobs = blobs, d.num_blobs = 1;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    refuse_load(&m, path, NULL, FSDP_ERR_INVALID_ARG,
+                "'fsdp.blob.loader' is u8 [5] there, and u8 [4] here");
+    fsdp_checkpoint_destroy(m.ck);
+    d.num_blobs = 3;
+    blobs[0].name = "other";
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    refuse_load(&m, path, NULL, FSDP_ERR_INVALID_ARG,
+                "lacks 3 of 13 tensors: 'fsdp.blob.other', 'fsdp.blob.extra', 'fsdp.blob.mine.0'");
+    fsdp_checkpoint_destroy(m.ck);
+    for (int i = 0; i < 3; i++) blobs[i].optional = 1;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
+    CHECK_EQ_MEM(data, "1234567", 7);
+    ck_end(&m);
+}
+TEST(checkpoint, blobs_that_differ) { lab_run(2, NULL, blobs_differ, NULL); }
+
+/* ---- sources --------------------------------------------------------------------------------- */
+
+typedef struct bad_sources {
+    const char *name;
+    int count; /* returned; of 9 or more none is filled in */
+    fsdp_checkpoint_source at[2];
+    const char *text;
+} bad_sources;
+#define SOURCE(name, transpose, first, rows)                                                       \
+    { name, transpose, 0, first, rows }
+static const bad_sources bad_lists[] = {
+    {"nine",
+     9,
+     {SOURCE("", 0, 0, 0), SOURCE("", 0, 0, 0)},
+     "[E438] checkpoint_load: desc.source gives 9 sources of 'h.0.w', expected 0 to 8"},
+    {"negative",
+     -1,
+     {SOURCE("", 0, 0, 0), SOURCE("", 0, 0, 0)},
+     "[E438] checkpoint_load: desc.source gives -1 sources of 'h.0.w'"},
+    {"too_few_rows",
+     1,
+     {SOURCE("h.0.w", 0, 1, 4), SOURCE("", 0, 0, 0)},
+     "[E439] checkpoint_load: the sources of 'h.0.w' have 4 rows, expected 6"},
+    {"too_many_rows",
+     2,
+     {SOURCE("h.0.w", 0, 0, 0), SOURCE("h.0.w", 0, 5, 1)},
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and f32 [6, 4] here"},
+    {"beyond",
+     1,
+     {SOURCE("h.0.w", 0, 2, 5), SOURCE("", 0, 0, 0)},
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and f32 [6, 4] here"},
+    {"begins_before",
+     1,
+     {SOURCE("h.0.w", 0, -1, 6), SOURCE("", 0, 0, 0)},
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there"},
+    {"transposed",
+     1,
+     {SOURCE("h.0.w", 1, 0, 0), SOURCE("", 0, 0, 0)},
+     "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there"},
+    {"vector",
+     1,
+     {SOURCE("h.0.b", 0, 0, 0), SOURCE("", 0, 0, 0)},
+     "[E436] checkpoint_load: 'h.0.b' is f32 [3] there, and f32 [6, 4] here"},
+    {"unknown",
+     2,
+     {SOURCE("h.0.w", 0, 0, 3), SOURCE("there.is.none", 0, 0, 0)},
+     "[E440] checkpoint_load: "},
+    {"all_unknown",
+     1,
+     {SOURCE("no.such", 0, 0, 0), SOURCE("", 0, 0, 0)},
+     "lacks 1 of 4 tensors: 'no.such'; it has "},
+};
+static int bad_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    const bad_sources *b = (const bad_sources *)user;
+    if (strcmp(ck_row(v)->name, "w") != 0) return 0;
+    for (int i = 0; i < b->count && b->count <= 2; i++) out[i] = b->at[i];
+    return b->count;
+}
+static void sources_body(lab_rank *r) {
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    char dir[512], path[600];
+    ck_model m;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 2);
+    ld.source = bad_source, ld.user = r->arg;
+    refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, ((const bad_sources *)r->arg)->text);
+    ck_end(&m);
+}
+TEST_P(checkpoint, sources, bad_lists) { lab_run(2, NULL, sources_body, (void *)(uintptr_t)row); }
+
+/* ---- checksums ------------------------------------------------------------------------------- */
+
+static const ck_param long_rows[] = {{0, "w", FSDP_F32, 2, {3000, 100}, 0, 0, 0}};
+static const ck_net long_net = {long_rows, 1};
+static const ck_layout long_at = {"long", 1, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
+enum { LONG_FLIP = (2 << 20) + 77 }; /* in block 2 of 4: exp_avg, and a bit of exp_avg_sq */
+
+static void save_long(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &long_net, &long_at);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "long"), 1);
+    ck_end(&m);
+}
+static void flip(const char *path, int64_t at_data) {
+    int64_t nbytes, header = 0;
+    char *file = ck_slurp(path, &nbytes);
+    CHECK(file != NULL);
+    memcpy(&header, file, 8);
+    CHECK(8 + header + at_data < nbytes);
+    file[8 + header + at_data] ^= 16;
+    ck_spit(path, file, nbytes);
+    free(file);
+}
+static void load_long(lab_rank *r) {
+    static const char text[] = "block 2 (bytes 2097152..3145728 of the data) has CRC ";
+    ck_layout at = long_at;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    char dir[512];
+    ck_model m;
+    at.size = r->size;
+    ck_begin(&m, r, r->w, &long_net, &at);
+    ck_fill(&m, 2);
+    const char *path = ck_step_path(ck_dir(dir, "long"), 1);
+    ld.verify = FSDP_VERIFY_ALL;
+    refuse_load(&m, path, &ld, FSDP_ERR_CORRUPT, text); /* before anything is changed */
+    ld.params_only = 1;
+    refuse_load(&m, path, &ld, FSDP_ERR_CORRUPT, text);
+    ld.verify = FSDP_VERIFY_READ; /* the damage is not in a block that is read */
+    CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+    ck_check_params(&m, 1);
+    CHECK_EQ_INT(ck_report(&m).verified, 1);
+    CHECK(ck_report(&m).bytes >= 1200000 / r->size && ck_report(&m).bytes <= 2 << 20);
+    REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, path, NULL), text);
+    ld.params_only = 0, ld.verify = FSDP_VERIFY_NONE;
+    CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld)); /* nobody looks */
+    CHECK_EQ_INT(ck_report(&m).verified, 0);
+    ck_check_params(&m, 1);
+    ck_end(&m);
+}
+TEST_P(checkpoint, verify, sizes) {
+    char dir[512];
+    lab_run(1, NULL, save_long, NULL);
+    flip(ck_shard_path(ck_dir(dir, "long"), 1, 0), LONG_FLIP);
+    lab_run(row->size, NULL, load_long, NULL);
+}
+
+/* ---- what create, save, find and load refuse ------------------------------------------------- */
+
+typedef struct bad_place {
+    const char *name, *text;
+    int on_save; /* create takes it */
+} bad_place;
+enum {
+    P_TWICE,
+    P_RESERVED,
+    P_FSDP,
+    P_REPLICA,
+    P_REPLICAS,
+    P_BEFORE,
+    P_BEYOND,
+    P_HOLE,
+    P_OVERLAP,
+    P_SHAPES,
+    P_UTF8
+};
+static const bad_place bad_places[] = {
+    {"twice",
+     "[E425] checkpoint_create: 'optim.state.same.exp_avg': two tensors have this name: give units",
+     0},
+    {"reserved", "[E425] checkpoint_create: 'optim.state.x': names that begin with", 0},
+    {"fsdp", "[E425] checkpoint_create: 'fsdp.x': names that begin with 'optim.state.' or 'fsdp.'",
+     0},
+    {"replica", "[E425] checkpoint_create: 'h.0.w': place: expected 0 <= replica < num_replicas",
+     0},
+    {"replicas", "[E425] checkpoint_create: 'h.0.w': place: expected 0 <= replica", 0},
+    {"before",
+     "[E426] checkpoint_create: place of 'h.0.w': dim 0 begins at -1 and has 6 of 6 rows: start + "
+     "rows must lie in the whole tensor",
+     0},
+    {"beyond", "[E426] checkpoint_create: place of 'h.0.w': dim 1 begins at 2 and has 4 of 5 rows",
+     0},
+    {"hole",
+     "[E429] checkpoint_save: tensor 'h.0.w': its boxes hold 24 of 32 elements, so some rows are "
+     "in no file",
+     1},
+    {"overlap",
+     "[E429] checkpoint_save: tensor 'h.0.w': rank 0 and rank 1 both hold row 3 of dim 0: if ranks "
+     "hold copies, desc.place must tell replicas apart",
+     1},
+    {"shapes",
+     "[E429] checkpoint_save: tensor 'h.0.w' has another dtype, rank or whole shape in rank 1 than "
+     "in rank 0",
+     1},
+    {"utf8",
+     "[E427] checkpoint_save: the header of 10 tensors cannot be written: a name is not "
+     "UTF-8",
+     1},
+};
+static void place_badly(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *p) {
+    const int how = (int)((const bad_place *)user - bad_places);
+    const int second = v->start[0] > 0; /* rank 1 */
+    if (v->ordinal > 1) return;
+    if (how == P_TWICE) snprintf(p->name, sizeof p->name, "same");
+    if (v->ordinal) return;
+    if (how == P_RESERVED) snprintf(p->name, sizeof p->name, "optim.state.x");
+    if (how == P_FSDP) snprintf(p->name, sizeof p->name, "fsdp.x");
+    if (how == P_REPLICA) p->replica = 2, p->num_replicas = 2;
+    if (how == P_REPLICAS) p->num_replicas = 0;
+    if (how == P_BEFORE) p->start[0] = -1;
+    if (how == P_BEYOND) p->start[1] = 2, p->shape[1] = 5;
+    if (how == P_HOLE) p->shape[0] = 8;
+    if (how == P_OVERLAP) p->shape[0] = 7, p->start[0] = second ? 0 : 1;
+    if (how == P_SHAPES) p->shape[0] = second ? 7 : 6;
+    if (how == P_UTF8) snprintf(p->name, sizeof p->name, "a\xff");
+}
+static void bad_place_body(lab_rank *r) {
+    const bad_place *b = (const bad_place *)r->arg;
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    fsdp_checkpoint *ck = NULL;
+    char dir[512];
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    d.place = place_badly, d.user = r->arg;
+    if (b->on_save) {
+        CALL(r->w, fsdp_checkpoint_create(m.model, &d, &ck));
+        for (int again = 0; again < 2; again++)
+            REFUSED(r->w, fsdp_checkpoint_save(ck, ck_dir(dir, "run"), 1), b->text);
+        CHECK_EQ_INT(ck_num_names(dir), -1);
+        fsdp_checkpoint_destroy(ck);
+    } else {
+        REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), b->text);
+        CHECK(ck == NULL);
+    }
+    ck_open(&m, NULL); /* the model is as before */
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_ALL);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST_P(checkpoint_errors, place, bad_places) {
+    lab_run(2, NULL, bad_place_body, (void *)(uintptr_t)row);
+}
+
+static void long_name(lab_rank *r) {
+    char name[600];
+    fsdp_param_desc p = fsdp_vec("w", 3);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_checkpoint *ck;
+    fsdp_model *model = lab_model(r->w, NULL);
+    memset(name, 'n', sizeof name);
+    name[509] = 0;
+    p.name = name, ud.name = "uu";
+    lab_unit(r->w, model, &ud, &p, 1);
+    REFUSED(r->w, fsdp_checkpoint_create(model, NULL, &ck),
+            "the name is longer than 511 bytes: shorten the names of unit and parameter");
+    fsdp_model_destroy(model);
+    model = lab_model(r->w, NULL);
+    name[508] = 0;
+    lab_unit(r->w, model, &ud, &p, 1);
+    CALL(r->w, fsdp_checkpoint_create(model, NULL, &ck));
+    fsdp_model_destroy(model); /* ends it, too */
+}
+TEST(checkpoint_errors, long_name) { lab_run(2, NULL, long_name, NULL); }
+
+static void bad_descs(lab_rank *r) {
+    static const char *const names[] = {
+        NULL, "", "a b", "a/b",
+        "a2345678901234567890123456789012345678901234567890123456789"
+        "012345"};
+    const fsdp_checkpoint_desc zero = FSDP_ZERO;
+    fsdp_checkpoint_desc d = zero;
+    fsdp_file_ops ops = ck_file_ops;
+    fsdp_checkpoint *ck = (fsdp_checkpoint *)(uintptr_t)8;
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    REFUSED(NULL, fsdp_checkpoint_create(NULL, NULL, &ck),
+            "[E441] checkpoint_create: model or ck is NULL");
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, NULL, NULL),
+            "[E441] checkpoint_create: model or");
+    int32_t *const numbers[] = {&d.keep, &d.keep_every, &d.stall_ms};
+    for (int i = 0; i < 3; i++) {
+        *numbers[i] = -1;
+        REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
+                "[E445] checkpoint_create: keep, keep_every, stall_ms or stage_bytes is negative");
+        CHECK(ck == NULL);
+        d = zero;
+    }
+    d.stage_bytes = -1;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E445]");
+    d = zero, d.files = &ops, ops.version = 2;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "or files is not of version 1");
+    ops = ck_file_ops, ops.size--;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E445]");
+    d = zero, d.start_canary = 7;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "fsdp_checkpoint_desc");
+    d = zero, d.num_blobs = 1;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
+            "[E441] checkpoint_create: desc.blobs is NULL");
+    d.num_blobs = -1, d.blobs = m.blobs;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E441]");
+    d.num_blobs = 2;
+    m.blobs[0].name = "x";
+    for (int i = 0; i < COUNT(names); i++) {
+        char text[64];
+        m.blobs[1].name = names[i];
+        snprintf(text, sizeof text, "[E442] checkpoint_create: blob 1: expected a name of 1 to 64");
+        REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), text);
+    }
+    m.blobs[1].name = "y", m.blobs[1].nbytes = 1;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E442]");
+    m.blobs[1].nbytes = -1;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E442]");
+    m.blobs[1].name = "x", m.blobs[1].nbytes = 0;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
+            "[E443] checkpoint_create: blobs 0 and 1 are both called 'x': give one of them");
+    /* One rank is enough. */
+    d = zero, d.keep = r->rank ? -1 : 0;
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
+            "rank 1: [E445] checkpoint_create: keep, keep_every");
+    d = zero;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &ck));
+    CHECK(ck != NULL);
+    fsdp_model_destroy(m.model);
+}
+TEST(checkpoint_errors, descs) { lab_run(2, NULL, bad_descs, NULL); }
+
+static void bad_calls(lab_rank *r) {
+    static char long_path[5000];
+    char dir[512], path[600];
+    int busy = 7;
+    int64_t step = 7;
+    fsdp_checkpoint_report report;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    REFUSED(NULL, fsdp_checkpoint_save(NULL, dir, 1), "[E441] checkpoint_save: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_save_async(NULL, dir, 1), "checkpoint_save_async: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_poll(NULL, &busy), "checkpoint_poll: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_wait(NULL), "checkpoint_wait: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_load(NULL, dir, NULL), "checkpoint_load: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_find(NULL, dir, -1, path, 600, &step), "checkpoint_find: ck is");
+    REFUSED(NULL, fsdp_checkpoint_last_report(NULL, &report), "checkpoint_last_report: ck or out");
+    REFUSED(r->w, fsdp_checkpoint_last_report(m.ck, NULL), "checkpoint_last_report: ck or out");
+    CHECK_EQ_INT(fsdp_checkpoint_nbytes(NULL), -1);
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, NULL, 1),
+            "[E432] checkpoint_save: dir is empty or step");
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, "", 1), "[E432]");
+    REFUSED(r->w, fsdp_checkpoint_save_async(m.ck, dir, -1),
+            "step is -1: pass a directory and a step");
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, dir, r->rank - 1),
+            "rank 0: [E432] checkpoint_save: dir");
+    memset(long_path, '/', sizeof long_path - 1);
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, long_path, 1),
+            "[E431] checkpoint_save: the path of the directory is longer than 3936 bytes");
+    REFUSED(r->w, fsdp_checkpoint_load(m.ck, long_path, NULL),
+            "[E447] checkpoint_load: path is empty");
+    REFUSED(r->w, fsdp_checkpoint_load(m.ck, "", NULL),
+            "[E447] checkpoint_load: path is empty or too");
+    REFUSED(r->w, fsdp_checkpoint_load(m.ck, NULL, NULL), "[E447]");
+    ld.end_canary = 9;
+    REFUSED(r->w, fsdp_checkpoint_load(m.ck, dir, &ld), "fsdp_checkpoint_load_desc");
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, NULL, -1, path, 600, &step),
+            "[E441] checkpoint_find: dir, path or step is NULL");
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, NULL, 600, &step), "[E441]");
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, 600, NULL), "[E441]");
+    snprintf(path, sizeof path,
+             "[E446] checkpoint_find: a path in dir does not fit: pass room for "
+             "%d bytes",
+             (int)strlen(dir) + 96);
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path + 300, strlen(dir) + 95, &step), path);
+    CHECK_EQ_INT(ck_num_names(dir), -1);
+    CALL(r->w, fsdp_checkpoint_poll(m.ck, &busy)); /* no save is under way */
+    CHECK_EQ_INT(busy, 0);
+    CALL(r->w, fsdp_checkpoint_poll(m.ck, NULL));
+    CALL(r->w, fsdp_checkpoint_wait(m.ck));
+    ck_save(&m, dir, 1);
+    snprintf(path, sizeof path, "%.500s is there already: choose another step or directory",
+             ck_step_path(dir, 1));
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, dir, 1), path);
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, dir, 1), "[E423] checkpoint_save: ");
+    REFUSED(r->w, fsdp_checkpoint_save_async(m.ck, dir, 1), path);
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    ck_save(&m, dir, 2);
+    CHECK_EQ_INT(ck_num_names(dir), 2);
+    ck_end(&m);
+}
+TEST(checkpoint_errors, calls) { lab_run(2, NULL, bad_calls, NULL); }
+
+/* In each state of a step: possible exactly when all units are idle and hold no gradients. */
+static void in_state(ck_model *m, const char *dir, int64_t *step, int possible, const char *text) {
+    fsdp_world *w = m->w;
+    if (possible) {
+        ck_save(m, dir, ++*step);
+        CALL(w, fsdp_checkpoint_save_async(m->ck, dir, ++*step));
+        CALL(w, fsdp_checkpoint_wait(m->ck));
+        ck_load(m, dir, *step, FSDP_VERIFY_READ);
+        return;
+    }
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_save(m->ck, dir, *step + 1), text);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_save_async(m->ck, dir, *step + 1), text);
+    if (!strstr(text, "E430"))
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, w,
+                   fsdp_checkpoint_load(m->ck, ck_step_path(dir, 1), NULL), text);
+}
+static void states(lab_rank *r) {
+    static const char unit_0[] = "checkpoint_", held[] = "[E430] checkpoint_save";
+    fsdp_world *w = r->w;
+    const ck_layout at = {
+        "states", r->size, r->size > 2 ? CK_HSDP : CK_FSDP, 2, 2, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
+    const ck_net net = {base_rows, 2};
+    char dir[512];
+    int64_t step = 0;
+    ck_model m;
+    ck_begin(&m, r, w, &net, &at);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    in_state(&m, dir, &step, 1, "");
+    fsdp_unit *u = m.unit[0];
+    for (int round = 0; round < 2; round++) { /* 0: the unit is resharded after its forward */
+        CALL(w, fsdp_set_reshard_after_forward(m.model, NULL, round ? FSDP_RESHARD_NEVER : 1));
+        CALL(w, fsdp_pre_forward(u));
+        in_state(&m, dir, &step, 0, unit_0);
+        CALL(w, fsdp_post_forward(u));
+        in_state(&m, dir, &step, 1, "");
+        CALL(w, fsdp_pre_backward(u));
+        in_state(&m, dir, &step, 0, unit_0);
+        CALL(w, fsdp_post_backward(u));
+        in_state(&m, dir, &step, 0, unit_0);
+        CALL(w, fsdp_finalize_backward(m.model));
+        in_state(&m, dir, &step, 1, "");
+        CALL(w, fsdp_zero_grad(m.model));
+        in_state(&m, dir, &step, 1, "");
+    }
+    CALL(w, fsdp_unshard(u));
+    CALL(w, fsdp_wait(u));
+    in_state(&m, dir, &step, 1, "");
+    CALL(w, fsdp_reshard(u));
+    CALL(w, fsdp_set_requires_gradient_sync(m.model, NULL, 0));
+    lab_forward(w, u);
+    lab_backward(w, u);
+    CALL(w, fsdp_finalize_backward(m.model));
+    in_state(&m, dir, &step, 0, held);
+    CALL(w, fsdp_set_requires_gradient_sync(m.model, NULL, 1));
+    if (r->size > 2) CALL(w, fsdp_set_requires_all_reduce(m.model, NULL, 0));
+    lab_forward(w, u);
+    lab_backward(w, u);
+    CALL(w, fsdp_finalize_backward(m.model));
+    in_state(&m, dir, &step, r->size == 2, held); /* HSDP: sums of the shards are held */
+    CALL(w, fsdp_set_requires_all_reduce(m.model, NULL, 1));
+    lab_forward(w, u);
+    lab_backward(w, u);
+    CALL(w, fsdp_finalize_backward(m.model));
+    in_state(&m, dir, &step, 1, "");
+    ck_end(&m);
+}
+static const struct {
+    const char *name;
+    int size;
+} state_sizes[] = {{"fsdp_2", 2}, {"hsdp_2x2", 4}};
+TEST_P(checkpoint_errors, states, state_sizes) { lab_run(row->size, NULL, states, NULL); }
+
+/* ---- files that fail, and what is found ------------------------------------------------------ */
+
+/* Fails one kind of call on a path that has this word, on one rank. */
+typedef struct fault {
+    const char *name;
+    int rank;
+    const char *call, *word;
+    int error;
+    const char *text; /* of the save; NULL: it succeeds, with a warning */
+} fault;
+static const fault faults[] = {
+    {"no_space", 1, "write", "shard-00002", ENOSPC, "rank 1: [E423] checkpoint_save: write of "},
+    {"fsync", 1, "sync", "shard-00002", EIO, "rank 1: [E423] checkpoint_save: fsync of "},
+    {"close", 0, "close", "shard-00001", EIO, "rank 0: [E423] checkpoint_save: close of "},
+    {"create", 1, "create", "shard-00002", EACCES, "rank 1: [E423] checkpoint_save: create of "},
+    {"mkdir", 0, "make_dir", ".tmp-step-", EROFS, "rank 0: [E423] checkpoint_save: mkdir of "},
+    {"manifest", 0, "write", "manifest.json", ENOSPC, "rank 0: [E423] checkpoint_save: write of "},
+    {"sync_dir", 0, "sync_dir", ".tmp-step-", EIO,
+     "rank 0: [E423] checkpoint_save: fsync of the directory of "},
+    {"rename", 0, "rename", "step-00000002", EIO, "rank 0: [E423] checkpoint_save: rename of "},
+    {"late", 0, "sync_dir", "", EIO, NULL},
+    {"remove", 0, "rename", ".tmp-delete-", EPERM, NULL},
+};
+static int fail_call(ck_files *f, const char *call, const char *path) {
+    const fault *x = (const fault *)f->user;
+    if (!x || f->rank != x->rank || strcmp(call, x->call) != 0 || !strstr(path, x->word)) return 0;
+    return *x->word || !strstr(path, ".tmp-") ? x->error : 0; /* "": the directory of the run */
+}
+static void fault_body(lab_rank *r) {
+    const fault *x = (const fault *)r->arg;
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    ck_files files;
+    char dir[512];
+    ck_model m;
+    memset(&files, 0, sizeof files);
+    files.before = fail_call, files.rank = r->rank;
+    d.files = &ck_file_ops, d.files_user = &files, d.keep = 1;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    ck_open(&m, &d);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    files.user = r->arg;
+    if (x->text) {
+        REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, dir, 2), x->text);
+        REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, dir, 2), strerror(x->error));
+        CALL(r->w, fsdp_barrier(r->w));
+        CHECK_EQ_INT(ck_num_names(dir), 1); /* nothing of it is left */
+        files.user = NULL;
+    } else {
+        ck_save(&m, dir, 2);
+        if (r->rank == 0)
+            W_CHECK(strstr(fsdp_last_error(r->w), "[E433] checkpoint_save: ") &&
+                        strstr(fsdp_last_error(r->w), "step-00000002 is complete, but: "),
+                    "%s", fsdp_last_error(r->w));
+        CHECK_EQ_INT(ck_report(&m).step, 2);
+        CHECK_EQ_INT(ck_num_names(dir), 2); /* the old one stays */
+        files.user = NULL;
+    }
+    ck_save(&m, dir, 3);
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 3, FSDP_VERIFY_ALL);
+    ck_visit t = {CK_CHECK, 1, -1, 0, 0};
+    ck_visit_params(&m, &t);
+    ck_visit_states(&m, &t);
+    ck_end(&m);
+}
+TEST_P(checkpoint_errors, files, faults) { lab_run(2, NULL, fault_body, (void *)(uintptr_t)row); }
+
+static void make_dir(const char *dir, const char *name) {
+    char path[1024];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    CHECK(!mkdir(path, 0755));
+}
+static void make_file(const char *dir, const char *name, const char *text) {
+    char path[1024];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    ck_spit(path, text, (int64_t)strlen(text));
+}
+/* A bit per name of the list: it is there. */
+static unsigned there(const char *dir, const char *const *names, int count) {
+    unsigned bits = 0;
+    char path[1024];
+    for (int i = 0; i < count; i++) {
+        snprintf(path, sizeof path, "%s/%s", dir, names[i]);
+        bits |= (unsigned)ck_exists(path) << i;
+    }
+    return bits;
+}
+
+static void keep_body(lab_rank *r) {
+    static const char *const foreign[] = {"step-2",
+                                          "step-0000000x",
+                                          "step-00000003.old",
+                                          "notes",
+                                          ".hidden",
+                                          ".tmp-other",
+                                          "step-00000099",
+                                          "step-000000004",
+                                          ".tmp-step-00000001-00ff",
+                                          ".tmp-delete-00000001"};
+    const int num = COUNT(foreign);
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    char dir[512], path[600];
+    int64_t step;
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    d.keep = 2, d.keep_every = 3;
+    ck_open(&m, &d);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    if (r->rank == 0) {
+        CHECK(!mkdir(dir, 0755));
+        for (int i = 0; i < num; i++)
+            if (i == 3) make_file(dir, foreign[i], "a note");
+            else make_dir(dir, foreign[i]);
+        make_file(dir, "step-00000099/manifest.json", "is broken");
+        make_file(dir, ".tmp-step-00000001-00ff/shard", "of a job that was killed");
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    for (step = 0; step <= 7; step++) ck_save(&m, dir, step);
+    for (step = 0; step <= 7; step++) /* every third, and the newest two of the others */
+        W_CHECK(ck_exists(ck_step_path(dir, step)) == (step % 3 == 0 || step == 5 || step == 7),
+                "step %d", (int)step);
+    CHECK_EQ_INT(there(dir, foreign, num), 0xff); /* what jobs have left is removed, no more */
+    CHECK_EQ_INT(ck_num_names(dir), 5 + 8);
+    CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
+    CHECK_EQ_INT(step, 7); /* not the broken one */
+    ck_save(&m, dir, 2);   /* older than others: newer ones stay */
+    CHECK(ck_exists(ck_step_path(dir, 7)) && ck_exists(ck_step_path(dir, 5)));
+    ck_load(&m, dir, 0, FSDP_VERIFY_ALL);
+    ck_end(&m);
+}
+TEST(checkpoint, keep) { lab_run(2, NULL, keep_body, NULL); }
+
+/* keep 0: nothing is ever removed. */
+static void keep_all(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    if (r->rank == 0) {
+        CHECK(!mkdir(dir, 0755));
+        make_dir(dir, ".tmp-step-00000001-00ff");
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    for (int step = 0; step < 5; step++) ck_save(&m, dir, step);
+    CHECK_EQ_INT(ck_num_names(dir), 6);
+    ck_end(&m);
+}
+TEST(checkpoint, keep_all) { lab_run(2, NULL, keep_all, NULL); }
+
+static void find_is(ck_model *m, const char *dir, int64_t max_step, int64_t want) {
+    char path[700], text[700] = "";
+    int64_t step = 77;
+    memset(path, 'x', sizeof path);
+    CALL(m->w, fsdp_checkpoint_find(m->ck, dir, max_step, path, sizeof path, &step));
+    if (want >= 0) snprintf(text, sizeof text, "%s", ck_step_path(dir, want));
+    W_CHECK(step == want && !strcmp(path, text), "found %lld in '%s', expected %lld",
+            (long long)step, path, (long long)want);
+}
+static void change_manifest(const char *dir, int64_t step, const char *from, const char *to) {
+    char path[700], *at;
+    int64_t nbytes;
+    snprintf(path, sizeof path, "%s/manifest.json", ck_step_path(dir, step));
+    char *text = ck_slurp(path, &nbytes);
+    CHECK(text && (at = strstr(text, from)) != NULL && strlen(from) == strlen(to));
+    memcpy(at, to, strlen(to));
+    snprintf(text + nbytes - 11, 12, "%08x\"}\n",
+             (unsigned)fsdp_crc32c(0, text, nbytes - 23)); /* as if it had been written so */
+    ck_spit(path, text, nbytes);
+    free(text);
+}
+static void find_body(lab_rank *r) {
+    char dir[512], path[700];
+    int64_t nbytes;
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    find_is(&m, dir, -1, -1); /* there is no such directory yet */
+    for (int step = 1; step <= 9; step += 2) ck_save(&m, dir, step);
+    ck_save(&m, dir, 100000000);
+    if (r->rank == 0) {
+        make_dir(dir, "step-00000004"); /* without a manifest */
+        make_dir(dir, ".tmp-step-00000200-0123456789abcdef");
+        make_file(dir, "step-00000300", "is no directory");
+        make_dir(dir, "step-123");
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    find_is(&m, dir, -1, 100000000);
+    find_is(&m, dir, 99999999, 9);
+    for (int64_t max_step = 0; max_step < 11; max_step++)
+        find_is(&m, dir, max_step,
+                max_step == 0  ? -1
+                : max_step > 9 ? 9
+                               : (max_step + 1) / 2 * 2 - 1);
+    CALL(r->w, fsdp_barrier(r->w));
+    if (r->rank == 0) {
+        remove(ck_shard_path(dir, 100000000, 1));                 /* a file is missing */
+        char *text = ck_slurp(ck_shard_path(dir, 9, 0), &nbytes); /* one is cut off */
+        ck_spit(ck_shard_path(dir, 9, 0), text, nbytes - 1);
+        free(text);
+        snprintf(path, sizeof path, "%s/manifest.json", ck_step_path(dir, 7)); /* a changed digit */
+        text = ck_slurp(path, &nbytes);
+        text[30] ^= 1;
+        ck_spit(path, text, nbytes);
+        free(text);
+        change_manifest(dir, 5, "\"fsdp_checkpoint\":1", "\"fsdp_checkpoint\":2");
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    find_is(&m, dir, -1, 3);
+    find_is(&m, dir, 2, 1);
+    REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 9), NULL),
+               "shard-00001-model-00001-of-00001.safetensors: is cut off: ");
+    REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 7), NULL),
+               "[E435] checkpoint_load: manifest.json: the manifest was changed");
+    REFUSED_AS(FSDP_ERR_UNSUPPORTED, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 5), NULL),
+               "manifest version 2, this library reads 1");
+    ck_load(&m, dir, 3, FSDP_VERIFY_ALL);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint, find) { lab_run(2, NULL, find_body, NULL); }
