@@ -1486,3 +1486,265 @@ static void find_body(lab_rank *r) {
     ck_end(&m);
 }
 TEST(checkpoint, find) { lab_run(2, NULL, find_body, NULL); }
+
+/* ---- directories and files that are not what they should be ---------------------------------- */
+
+static void spit_safetensors(const char *path, const char *header, int64_t data) {
+    char file[1024];
+    uint64_t n = strlen(header);
+    memset(file, 0, sizeof file);
+    memcpy(file, &n, 8);
+    memcpy(file + 8, header, (size_t)n);
+    ck_spit(path, file, 8 + (int64_t)n + data);
+}
+#define ENTRY(name, dtype, shape, begin, end)                                                      \
+    "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" begin "," end \
+    "]}"
+#define BOX(name, start, whole)                                                                    \
+    "\\\"" name "\\\":{\\\"saved_offsets\\\":[" start "],\\\"global_shape\\\":[" whole "]}"
+#define SHARDED(boxes) "\"__metadata__\":{\"DCP_SHARDING_INFO\":\"{" boxes "}\"},"
+
+typedef struct odd {
+    const char *name;
+    const char *file, *header; /* in a directory; NULL: none */
+    int64_t data;
+    const char *second, *second_header;
+    int64_t second_data;
+    const char *index; /* model.safetensors.index.json, or, of .metadata, its name */
+    fsdp_status status;
+    const char *text;
+} odd;
+static const odd odds[] = {
+    {"nothing", NULL, NULL, 0, NULL, NULL, 0, NULL, FSDP_ERR_CORRUPT,
+     "/odd: it has no manifest.json and no .safetensors file: is it a checkpoint?"},
+    {"pickled", NULL, NULL, 0, NULL, NULL, 0, ".metadata", FSDP_ERR_UNSUPPORTED,
+     "/odd: a checkpoint of PyTorch in pickled form: save it with "
+     "HuggingFaceStorageWriter(save_distributed=True)"},
+    {"no_json", "a.safetensors", "[]", 0, NULL, NULL, 0, NULL, FSDP_ERR_CORRUPT,
+     "[E435] checkpoint_load: a.safetensors: "},
+    {"cut_off", "a.safetensors", "{" ENTRY("v", "F32", "2", "0", "8") "}", 7, NULL, NULL, 0, NULL,
+     FSDP_ERR_CORRUPT, "a.safetensors: is cut off: 7 bytes of data, the header tells 8"},
+    {"boolean", "a.safetensors", "{" ENTRY("v", "BOOL", "2", "0", "2") "}", 2, NULL, NULL, 0, NULL,
+     FSDP_ERR_UNSUPPORTED,
+     "[E437] checkpoint_load: 'v' is BOOL with 1 dims there, which the library does not have"},
+    {"nine_dims", "a.safetensors", "{" ENTRY("v", "F32", "1,1,1,1,1,1,1,1,2", "0", "8") "}", 8,
+     NULL, NULL, 0, NULL, FSDP_ERR_UNSUPPORTED, "'v' is F32 with 9 dims there"},
+    {"hole", "a.safetensors", "{" SHARDED(BOX("v", "0", "2")) ENTRY("v", "F32", "1", "0", "4") "}",
+     4, NULL, NULL, 0, NULL, FSDP_ERR_CORRUPT,
+     "/odd: tensor 'v': its boxes hold 1 of 2 elements, so some rows are in no file"},
+    {"overlap", "a.safetensors",
+     "{" SHARDED(BOX("v", "0", "3")) ENTRY("v", "F32", "2", "0", "8") "}", 8, "b.safetensors",
+     "{" SHARDED(BOX("v", "1", "3")) ENTRY("v", "F32", "2", "0", "8") "}", 8, NULL,
+     FSDP_ERR_CORRUPT, "tensor 'v': a.safetensors and b.safetensors both hold row 1 of dim 0"},
+    {"dtypes", "a.safetensors",
+     "{" SHARDED(BOX("v", "0", "2")) ENTRY("v", "F32", "1", "0", "4") "}", 4, "b.safetensors",
+     "{" SHARDED(BOX("v", "1", "2")) ENTRY("v", "F16", "1", "0", "2") "}", 2, NULL,
+     FSDP_ERR_CORRUPT,
+     "tensor 'v' has another dtype, rank or whole shape in b.safetensors than in a.safetensors"},
+    {"index_lies", "a.safetensors", "{" ENTRY("v", "F32", "2", "0", "8") "}", 8, NULL, NULL, 0,
+     "{\"weight_map\":{\"v\":\"a.safetensors\",\"x\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
+     "model.safetensors.index.json: it names tensor 'x', which is in no file"},
+    {"index_lacks", "a.safetensors",
+     "{" ENTRY("v", "F32", "2", "0", "8") "," ENTRY("y", "U8", "1", "8", "9") "}", 9, NULL, NULL, 0,
+     "{\"weight_map\":{\"v\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
+     "model.safetensors.index.json: tensor 'y' is in a file, and the index does not name it"},
+    {"index_swaps", "a.safetensors", "{" ENTRY("v", "F32", "2", "0", "8") "}", 8, "b.safetensors",
+     "{" ENTRY("y", "U8", "1", "0", "1") "}", 1,
+     "{\"weight_map\":{\"v\":\"b.safetensors\",\"y\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
+     "tensor 'v' is in another file than the index says"},
+    {"index_without_file", NULL, NULL, 0, NULL, NULL, 0,
+     "{\"weight_map\":{\"v\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
+     "/odd/a.safetensors: No such file or directory"},
+    {"index_of_paths", NULL, NULL, 0, NULL, NULL, 0,
+     "{\"weight_map\":{\"v\":\"../a.safetensors\"}}", FSDP_ERR_CORRUPT,
+     "model.safetensors.index.json: "},
+    {"index_is_empty", NULL, NULL, 0, NULL, NULL, 0, "{}", FSDP_ERR_CORRUPT,
+     "expected weight_map, then the end"},
+};
+static const ck_param vector_rows[] = {{0, "v", FSDP_F32, 1, {2}, 0, 0, 0}};
+static const ck_net vector = {vector_rows, 1};
+static void name_v(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *p) {
+    (void)user, (void)v;
+    snprintf(p->name, sizeof p->name, "v");
+}
+static void make_odd(const odd *o, const char *dir) {
+    char path[700];
+    CHECK(!mkdir(dir, 0755));
+    snprintf(path, sizeof path, "%s/%s", dir, o->file ? o->file : "");
+    if (o->file) spit_safetensors(path, o->header, o->data);
+    snprintf(path, sizeof path, "%s/%s", dir, o->second ? o->second : "");
+    if (o->second) spit_safetensors(path, o->second_header, o->second_data);
+    if (o->index && *o->index == '.') make_file(dir, o->index, "");
+    else if (o->index) make_file(dir, "model.safetensors.index.json", o->index);
+    make_file(dir, ".a.safetensors", "is hidden");
+    make_file(dir, "a b.safetensors", "has another name");
+}
+static void odd_body(lab_rank *r) {
+    const odd *o = (const odd *)r->arg;
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    char dir[512];
+    ck_model m;
+    ck_make(&m, r, r->w, &vector, &plain_2);
+    d.place = name_v;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    ck_fill(&m, 1);
+    ck_dir(dir, "odd");
+    if (r->rank == 0) make_odd(o, dir);
+    CALL(r->w, fsdp_barrier(r->w));
+    refuse_load(&m, dir, NULL, o->status, o->text);
+    ck_end(&m);
+}
+TEST_P(checkpoint_errors, directories, odds) { lab_run(2, NULL, odd_body, (void *)(uintptr_t)row); }
+
+/* One file; boxes that are there twice; a path that is nothing. */
+static void plain_files(lab_rank *r) {
+    static const char twice[] = "{" SHARDED(BOX("v", "0", "2"))
+        ENTRY("v", "F32", "2", "0", "8") "}";
+    const float want[2] = {1.5f, -2};
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    char dir[512], path[700];
+    ck_model m;
+    ck_make(&m, r, r->w, &vector, &plain_2);
+    d.place = name_v;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    ck_fill(&m, 1);
+    ck_dir(dir, "files");
+    if (r->rank == 0) {
+        CHECK(!mkdir(dir, 0755));
+        for (int i = 0; i < 2; i++) {
+            int64_t nbytes;
+            snprintf(path, sizeof path, "%s/%d.safetensors", dir, i);
+            spit_safetensors(path, twice, 8);
+            char *file = ck_slurp(path, &nbytes);
+            memcpy(file + nbytes - 8, want, 8);
+            ck_spit(path, file, nbytes);
+            free(file);
+        }
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    for (int way = 0; way < 2; way++) {
+        fsdp_param_view v = lab_view(r->w, m.unit[0], 0);
+        ck_fill(&m, 1);
+        snprintf(path, sizeof path, "%s%s", dir, way ? "/1.safetensors" : "");
+        CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
+        CHECK_EQ_INT(v.numel, 1);
+        CHECK_EQ_MEM(v.shard, &want[r->rank], 4);
+        CHECK_EQ_INT(ck_report(&m).bytes, 4); /* once, and from one of the two */
+    }
+    snprintf(path, sizeof path, "%s/none", dir);
+    refuse_load(&m, path, NULL, FSDP_ERR_IO, "none: there is no such file or directory");
+    snprintf(path, sizeof path, "%s/0.safetensors/x", dir);
+    refuse_load(&m, path, NULL, FSDP_ERR_IO, "x: there is no such file or directory");
+    ck_end(&m);
+}
+TEST(checkpoint, plain_files) { lab_run(2, NULL, plain_files, NULL); }
+
+/* ---- freeze and thaw ------------------------------------------------------------------------- */
+
+static void check_state(const ck_model *m, int ordinal, uint64_t seed) { /* seed 0: zeros */
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_optim_state s;
+    char name[64];
+    CALL(m->w, fsdp_param_at(m->model, ordinal, &v));
+    CALL(m->w, fsdp_adamw_state(m->adamw, ordinal, &s));
+    CHECK_EQ_INT(s.numel, v.numel);
+    ck_visit t = {CK_CHECK, seed, -1, 0, 0};
+    snprintf(name, sizeof name, "h.%d.%s.exp_avg", ck_row(&v)->unit, ck_row(&v)->name);
+    for (int64_t k = 0; k < s.numel && !seed; k++)
+        CHECK(((float *)s.first)[k] == 0 && ((float *)s.second)[k] == 0);
+    if (seed) ck_array(m, &t, name, s.dtype, FSDP_MEMORY_DEVICE, s.first, s.numel, &v);
+    snprintf(name, sizeof name, "h.%d.%s.step", ck_row(&v)->unit, ck_row(&v)->name);
+    if (seed) ck_number(&t, name, s.step, 0);
+    else CHECK_EQ_INT(*s.step, 0);
+}
+static void freeze_thaw(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    /* The object is older than the optimizer. */
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_open(&m, NULL);
+    ck_optimizers(&m);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 0)); /* 'b' is frozen now */
+    ck_fill(&m, 2);
+    ck_save(&m, dir, 2);
+    ck_end(&m);
+
+    ck_begin(&m, r, r->w, &base, &adamw_2); /* saved frozen, loaded thawed */
+    ck_fill(&m, 3);
+    ck_load(&m, dir, 2, FSDP_VERIFY_READ);
+    ck_check_params(&m, 2);
+    check_state(&m, 0, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+
+    ck_make(&m, r, r->w, &base, &adamw_2); /* saved thawed, loaded frozen, then thawed */
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 0));
+    ck_optimizers(&m);
+    ck_open(&m, NULL);
+    ck_fill(&m, 3);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    CHECK_EQ_INT(ck_report(&m).num_extra, 3);
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 1));
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    CHECK_EQ_INT(ck_report(&m).num_extra, 0);
+    CALL(r->w, fsdp_set_requires_grad(m.unit[1], 0, 1)); /* a parameter that never had states */
+    ck_fill(&m, 5);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check_params(&m, 1);
+    check_state(&m, 2, 0);
+    check_state(&m, 1, 1);
+    ck_fill(&m, 6);
+    ck_save(&m, dir, 3); /* the layout is a new one */
+    ck_fill(&m, 7);
+    ck_load(&m, dir, 3, FSDP_VERIFY_ALL);
+    ck_check(&m, 6, 1);
+    ck_end(&m);
+}
+TEST_P(checkpoint, freeze_thaw, sizes) { lab_run(row->size, NULL, freeze_thaw, NULL); }
+
+/* Frozen parameters are left out on request; a model cast to another dtype is saved as it is. */
+static void skip_frozen(lab_rank *r) {
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    char dir[512];
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    d.skip_frozen = d.no_sync = 1, d.num_blobs = 2;
+    ck_open(&m, &d);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    CHECK_EQ_INT(ck_report(&m).total_bytes, 3 * (24 + 3) * 4 + 2 * 8 + 5 + 3 * r->size);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(m.model, &v)) {
+        char name[16];
+        ck_visit t = {CK_CHECK, v.requires_grad ? 1u : 2u, -1, 0, 0};
+        snprintf(name, sizeof name, "h.%d.%s", ck_row(&v)->unit, ck_row(&v)->name);
+        ck_array(&m, &t, name, v.dtype, FSDP_MEMORY_DEVICE, v.shard, v.numel, &v);
+    }
+    ck_end(&m);
+}
+TEST(checkpoint, skip_frozen) { lab_run(2, NULL, skip_frozen, NULL); }
+
+/* A model whose only trainable parameter has no elements: it has a step, and no rank a part. */
+static const ck_param empty_rows[] = {{0, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},
+                                      {0, "i", FSDP_I32, 1, {4}, 0, 1, 0}};
+static const ck_net empty_net = {empty_rows, 2};
+static void empty_body(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &empty_net, &adamw_2);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint, without_elements) { lab_run(2, NULL, empty_body, NULL); }
