@@ -154,6 +154,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
     x->ndim = 1;
+    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
