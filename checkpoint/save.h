@@ -69,12 +69,12 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[2] = {"format", "fsdp.writer"};
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
     char writer[32];
-    const char *values[2] = {"pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank, ck->size);
+    const char *values[3] = {"1.0", "pt", writer};
+    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -86,7 +86,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     s->header_bytes = 0;
     if (s->num_entries) {
         int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               2, NULL, 0);
+                                               3, NULL, 0);
         if (bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
@@ -97,7 +97,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         if (status) return status;
         char *header = (char *)s->header.ptr;
         for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 2,
+        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
                                      header + 8, bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
