@@ -989,7 +989,7 @@ static fsdp_status open_csv(trainer *t) {
     int step;
     double loss;
     if (t->rank != 0 || !path) return FSDP_OK;
-    t->csv = fopen(path, t->first ? "r+" : "w");
+    t->csv = fopen(path, t->first ? "r+" : "w+");
     if (!t->csv) {
         fprintf(stderr, PROGRAM ": --csv %s: %s\n", path, strerror(errno));
         return FSDP_ERR_IO;

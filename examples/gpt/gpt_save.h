@@ -83,14 +83,14 @@ static fsdp_status open_save(trainer *t) {
     return FSDP_OK;
 }
 
-/* A disk that is full, or a file system that fails, ends no training: the checkpoint before stays,
-   and the reason has been logged. */
+/* A disk that is full, or a file system that fails, ends no training before its last step: the
+   checkpoint before stays, and the reason has been logged. */
 static fsdp_status save_done(trainer *t, fsdp_status status) {
     fsdp_checkpoint_report r = FSDP_ZERO;
     char text[32];
     const int step = t->saving;
     t->saving = 0;
-    if (status && status != FSDP_ERR_IO) return status;
+    if (status && (status != FSDP_ERR_IO || step == t->j->opt.steps)) return status;
     if (t->rank != 0) return FSDP_OK;
     if (isatty(STDOUT_FILENO)) printf("\r\033[K"); // in place of the progress line
     if (status) {
