@@ -250,6 +250,11 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
 
 // DIR/LEAF. 0: it is too long.
 static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const char *leaf) {
-    int n = snprintf(out, FSDP_CHECKPOINT_PATH, "%s/%s", dir, leaf);
-    return n > 0 && n < FSDP_CHECKPOINT_PATH;
+    size_t a = strlen(dir), b = strlen(leaf);
+    out[0] = 0;
+    if (a + b + 2 > FSDP_CHECKPOINT_PATH) return 0;
+    memcpy(out, dir, a);
+    out[a] = '/';
+    memcpy(out + a + 1, leaf, b + 1);
+    return 1;
 }

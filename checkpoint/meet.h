@@ -22,7 +22,7 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
 static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
-        char text[1020];
+        char text[1024]; // as a world's last error
     } told;
     int32_t first = mine ? ck->rank : ck->size;
     fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);

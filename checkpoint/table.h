@@ -70,7 +70,7 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
 static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
                                       const fsdp_param_view *v) {
     fsdp_checkpoint_place p;
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     fsdpi_ck_tensor *x;
     int32_t *base = (int32_t *)ck->table.base.ptr + v->ordinal;
     *base = -1;
@@ -223,7 +223,7 @@ static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int 
 /* The rows of a tensor's box that this rank writes: ranks with the same box take turns, or share
    its rows. Returns their number; 0: none. */
 static int64_t fsdpi_ck_my_rows(const fsdpi_ck_tensor *x, int64_t *first) {
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     int64_t rows = x->ndim ? x->shape[0] : 1;
     int64_t nbytes = x->numel * (int64_t)fsdp_dtype_size(x->file_dtype);
     *first = 0;
