@@ -102,6 +102,8 @@ typedef struct fsdpi_ck_io {
     fsdp_checkpoint *ck; // NULL: alone
     fsdp_model *model;   // whose memory; NULL: calloc
     fsdp_world *world;   // for texts; NULL: none
+    char *text;          // alone: where texts of failures go; NULL: nowhere
+    size_t cap;
     fsdpi_ck_disk *disk;
     const char *call;
     fsdpi_ck_open_job open;

@@ -365,7 +365,7 @@ static void fsdpi_ck_commit(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size,
+    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size, ck->size,
                                              (const int64_t *)s->sizes.ptr,
                                              (const uint32_t *)s->crcs.ptr);
     int64_t ignored;
