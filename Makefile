@@ -37,7 +37,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h backends/*.h) # what they include
+PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
@@ -50,6 +50,7 @@ BENCHES  := $(patsubst bench/%.c,$(BUILD)/bench/%,$(filter-out bench/bench_gpu.c
               $(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := $(patsubst %.c,%,$(wildcard tools/fsdprun.c))
+TOOLS    := $(patsubst %.c,%,$(wildcard tools/fsdp*.c))# launcher, checkpoints
 SHARED   := $(if $(HEADERS),$(BUILD)/libfsdp.so)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
@@ -145,6 +146,7 @@ single: ## single_include/*.h, the one header to drop into a program, and extens
 	tools/amalgamate.py -o single_include/fsdp.h
 	tools/amalgamate.py --of fsdp_plan.h -o single_include/fsdp_plan.h
 	tools/amalgamate.py --of fsdp_dtensor.h -o single_include/fsdp_dtensor.h
+	tools/amalgamate.py --of fsdp_checkpoint.h -o single_include/fsdp_checkpoint.h
 errors: ## docs/errors.md, the table of error texts
 	tools/errors -o docs/errors.md
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
@@ -200,7 +202,7 @@ $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step $(BUILD)/bench/bench_replicate: \
     private CFLAGS += -O3 -march=native
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step: private LDLIBS := $(BLAS) $(LDLIBS)
-tools/fsdprun: tools/fsdprun.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
+tools/fsdprun tools/fsdpck: %: %.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) \
@@ -219,8 +221,10 @@ $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
 
-run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, one to two minutes
-	examples/gpt/train_gpt --ranks 4
+run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, one to two minutes; 3 ranks go on from its checkpoint
+	@rm -rf $(BUILD)/run
+	examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
+	examples/gpt/train_gpt --ranks 3 --save $(BUILD)/run --resume --steps 1510
 
 gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 	@test -n "$(HAVE_GLOO)" || \
@@ -390,11 +394,12 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 
 install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
 	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/plan \
-	    include/fsdp/dtensor include/fsdp/backends share/pkgconfig)
+	    include/fsdp/dtensor include/fsdp/checkpoint include/fsdp/backends share/pkgconfig)
 	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
 	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
 	install -m 644 plan/*.h $(DESTDIR)$(PREFIX)/include/fsdp/plan
 	install -m 644 dtensor/*.h $(DESTDIR)$(PREFIX)/include/fsdp/dtensor
+	install -m 644 checkpoint/*.h $(DESTDIR)$(PREFIX)/include/fsdp/checkpoint
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
 	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \

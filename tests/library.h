@@ -8,6 +8,7 @@
 #include "fsdp_replicate.h"
 #include "fsdp_plan.h"
 #include "fsdp_dtensor.h"
+#include "fsdp_checkpoint.h"
 #include "fsdp_safetensors.h"
 #if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
 #include "backends/fsdp_shm.h"

@@ -239,7 +239,8 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan|dtensor)/' "$program.d" || die "$1 was not compiled with the one header"
+    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$program.d" ||
+        die "$1 was not compiled with the one header"
     "$program"
 }
 gate_single_tests() {
@@ -247,7 +248,7 @@ gate_single_tests() {
     single_folder "$dir"
     make -s --no-print-directory BUILD="$build/single" CC="gcc -I$dir" \
         $(printf "$build/single/tests/%s " $SINGLE_TESTS)
-    ! grep -qE ' (core|plan|dtensor)/' "$build"/single/tests/*.d ||
+    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$build"/single/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $SINGLE_TESTS; do
         "$build/single/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||

@@ -29,7 +29,8 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
-PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h"))  # parts of extensions
+PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h") +
+              glob.glob("checkpoint/*.h"))  # parts of extensions
 DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]

@@ -1,0 +1,120 @@
+/* checkpoint/keep.h - which directories are checkpoints, and the end of old ones
+
+   A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: the names in the directory of a run, and what is removed. Runs in rank 0's worker. An old
+// checkpoint is renamed first, so that nobody finds half of one.
+
+enum { FSDPI_CK_MOST_STEPS = 4096 }; // looked at in one pass; a later save sees the rest
+
+// step-NNNNNNNN: its number; -1: another name.
+static int64_t fsdpi_ck_step_of(const char *name) {
+    char again[FSDPI_CK_LEAF];
+    int64_t step = 0;
+    if (strncmp(name, "step-", 5) != 0) return -1;
+    for (const char *c = name + 5; *c; c++) {
+        if (*c < '0' || *c > '9' || step > (INT64_MAX - 9) / 10) return -1;
+        step = 10 * step + (*c - '0');
+    }
+    fsdpi_ck_step_name(again, step);
+    return strcmp(again, name) == 0 ? step : -1;
+}
+
+static int fsdpi_ck_by_step(const void *a, const void *b) { // newest first
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x > y ? -1 : x < y;
+}
+// Of more steps than there is room for, the newest stay.
+static int fsdpi_ck_note_step(void *arg, const char *name) {
+    fsdpi_ck_listing *l = (fsdpi_ck_listing *)arg;
+    int64_t step = fsdpi_ck_step_of(name);
+    if (step < 0 || step >= l->below) return 0;
+    if (l->num < FSDPI_CK_MOST_STEPS) {
+        l->steps[l->num++] = step;
+        return 0;
+    }
+    int32_t oldest = 0;
+    for (int32_t i = 1; i < l->num; i++)
+        if (l->steps[i] < l->steps[oldest]) oldest = i;
+    if (step > l->steps[oldest]) l->steps[oldest] = step;
+    return 0;
+}
+/* The steps in dir, newest first. */
+static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_ck_listing *l) {
+    l->num = 0;
+    if (fsdpi_ck_begin(d, "list", dir)) return d->status;
+    int error = d->ops->list(d->user, dir, fsdpi_ck_note_step, l);
+    if (l->num) qsort(l->steps, (size_t)l->num, sizeof *l->steps, fsdpi_ck_by_step);
+    return fsdpi_ck_end(d, error, dir);
+}
+
+typedef struct fsdpi_ck_removal {
+    fsdpi_ck_disk *d;
+    const char *dir;
+    char path[FSDP_CHECKPOINT_PATH];
+} fsdpi_ck_removal;
+
+static int fsdpi_ck_remove_file(void *arg, const char *name) {
+    fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
+    if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
+    return !fsdpi_ck_moved(r->d);
+}
+/* Remove a directory and its files as far as that goes. Returns an errno value. */
+static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+    fsdpi_ck_removal r;
+    int error = 0;
+    r.d = d;
+    r.dir = dir;
+    for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
+        error = d->ops->list(d->user, dir, fsdpi_ck_remove_file, &r);
+        if (!fsdpi_ck_moved(d)) return EIO;
+        if (!error) error = d->ops->remove(d->user, dir, 1);
+        if (!error || error == ENOENT) return 0;
+    }
+    return error;
+}
+
+typedef struct fsdpi_ck_leftovers {
+    fsdpi_ck_disk *d;
+    const char *dir;
+    char path[FSDP_CHECKPOINT_PATH];
+    int error;
+} fsdpi_ck_leftovers;
+
+// What a killed job or a failed removal has left. The caller owns the directory (desc.keep).
+static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
+    fsdpi_ck_leftovers *l = (fsdpi_ck_leftovers *)arg;
+    if (strncmp(name, ".tmp-step-", 10) != 0 && strncmp(name, ".tmp-delete-", 12) != 0) return 0;
+    int error = fsdpi_ck_join(l->path, l->dir, name) ? fsdpi_ck_remove_dir(l->d, l->path) : 0;
+    if (error) l->error = error;
+    return 0;
+}
+
+/* Remove what desc.keep does not keep, behind the commit of `step`. Returns an errno value: then
+   something old is left. */
+static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, const char *dir,
+                         int64_t step, int64_t *steps) {
+    fsdpi_ck_listing l = {steps, 0, step};
+    fsdpi_ck_leftovers left;
+    char from[FSDP_CHECKPOINT_PATH], to[FSDP_CHECKPOINT_PATH], name[FSDPI_CK_LEAF];
+    int error = 0, others = 0;
+    if (desc->keep <= 0) return 0;
+    if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
+    if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
+    for (int32_t i = 0; i < l.num; i++) {
+        if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
+        if (others++ < desc->keep - 1) continue;
+        fsdpi_ck_step_name(name, l.steps[i]);
+        int fits = fsdpi_ck_join(from, dir, name);
+        snprintf(name, sizeof name, ".tmp-delete-%lld", (long long)l.steps[i]);
+        fits = fits && fsdpi_ck_join(to, dir, name);
+        int failed = fits ? d->ops->rename(d->user, from, to) : ENAMETOOLONG;
+        if (failed) error = failed;
+        if (!fsdpi_ck_moved(d)) return EIO;
+    }
+    left.d = d;
+    left.dir = dir;
+    left.error = 0;
+    int failed = d->ops->list(d->user, dir, fsdpi_ck_remove_leftover, &left);
+    return failed ? failed : left.error ? left.error : error;
+}

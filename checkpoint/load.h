@@ -1,0 +1,333 @@
+/* checkpoint/load.h - a load: what this rank wants, from which tensor of the files
+
+   A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: the plan of a load. Everything that can be wrong about names, shapes and dtypes is found
+// before anything is changed; the ranks agree on it.
+
+typedef struct fsdpi_ck_load {
+    fsdp_checkpoint *ck;
+    fsdp_checkpoint_load_desc desc;
+    fsdpi_ck_io *io;
+    fsdpi_ck_opened opened;
+    fsdpi_ck_reader reader;
+    fsdpi_ck_room numbers; // f64 or i64 as they were read, for the numbers of extensions
+    fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
+    fsdpi_ck_verify_job verify;
+    char missing[512], extra[512];
+    int num_missing, num_extra, num_unknown;
+} fsdpi_ck_load;
+
+// What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.
+enum { FSDPI_CK_LEFT = 0, FSDPI_CK_READ, FSDPI_CK_INTEGER, FSDPI_CK_ZERO };
+
+// At most three names in a text.
+static void fsdpi_ck_name_some(char *text, size_t cap, int count, const char *name) {
+    size_t used = strlen(text);
+    if (count <= 3) snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
+    else if (count == 4) snprintf(text + used, cap - used, ", ...");
+}
+
+static void fsdpi_ck_shape_text(char *out, size_t cap, fsdp_dtype dtype, int ndim,
+                                const int64_t *shape) {
+    size_t used = (size_t)snprintf(out, cap, "%s [",
+                                   dtype == FSDP_SAFETENSORS_OTHER ? "another dtype"
+                                                                   : fsdp_dtype_name(dtype));
+    for (int d = 0; d < ndim && d < FSDP_MAX_DIMS && used < cap; d++)
+        used += (size_t)snprintf(out + used, cap - used, d ? ", %lld" : "%lld",
+                                 (long long)shape[d]);
+    if (used < cap) snprintf(out + used, cap - used, "]");
+}
+
+static fsdp_status fsdpi_ck_differs(fsdpi_ck_load *l, const char *name, fsdp_dtype there,
+                                    int there_ndim, const int64_t *there_shape,
+                                    const fsdpi_ck_tensor *x, const char *hint) {
+    char a[160], b[160];
+    fsdpi_ck_shape_text(a, sizeof a, there, there_ndim, there_shape);
+    fsdpi_ck_shape_text(b, sizeof b, x->file_dtype, x->ndim, x->whole);
+    return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                     "[E436] %s: '%s' is %s there, and %s here%s", l->io->call, name, a, b, hint);
+}
+
+// May elements of dtype `there` become elements of x?
+static int fsdpi_ck_takes(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x, fsdp_dtype there) {
+    if (there == x->file_dtype) return 1;
+    if (x->file_dtype != x->dtype) return there == FSDP_F32 || there == FSDP_I64; // a number
+    return l->desc.convert && there != FSDP_SAFETENSORS_OTHER && fsdp_dtype_is_float(there) &&
+           fsdp_dtype_is_float(x->file_dtype);
+}
+
+/* One source of a tensor: rows of dim 0 (after transposing) that begin at `row` of the whole. */
+static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
+                                        const fsdp_checkpoint_source *s, int64_t first_box,
+                                        int64_t count, int64_t *row, char *to) {
+    const fsdpi_ck_box *boxes = l->opened.boxes + first_box;
+    const fsdp_safetensors_entry *e = boxes[0].entry;
+    int64_t whole[FSDP_MAX_DIMS] = {0}, there[FSDP_MAX_DIMS] = {0};
+    fsdpi_ck_want w;
+    memset(&w, 0, sizeof w);
+    if (e->ndim > FSDP_MAX_DIMS || e->dtype == FSDP_SAFETENSORS_OTHER)
+        return fsdp_fail(l->ck->world, FSDP_ERR_UNSUPPORTED,
+                         "[E437] %s: '%s' is %s with %d dims there, which the library does not "
+                         "have: leave it out by desc.source",
+                         l->io->call, s->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
+    fsdpi_ck_whole(boxes, (int)count, there);
+    memcpy(whole, there, sizeof whole);
+    if (s->transpose && e->ndim == 2) whole[0] = there[1], whole[1] = there[0];
+    int64_t rows = s->rows ? s->rows : whole[0] - s->first;
+    int same = e->ndim == x->ndim && (!s->transpose || x->ndim == 2) && s->first >= 0 && rows >= 0;
+    for (int d = 0; d < x->ndim && same; d++)
+        same = d ? whole[d] == x->whole[d]
+                 : rows <= whole[0] - s->first && rows <= x->whole[0] - *row &&
+                       (l->desc.source || rows == x->whole[0]);
+    if (!same) return fsdpi_ck_differs(l, s->name, e->dtype, e->ndim, there, x, "");
+    if (!fsdpi_ck_takes(l, x, e->dtype))
+        return fsdpi_ck_differs(l, s->name, e->dtype, e->ndim, there, x,
+                                fsdp_dtype_is_float(e->dtype) && fsdp_dtype_is_float(x->file_dtype)
+                                    ? ": set convert"
+                                    : "");
+    w.ndim = x->ndim;
+    w.memory = x->memory;
+    w.dtype = x->dtype;
+    w.transpose = s->transpose;
+    w.to = to;
+    memcpy(w.start, x->start, sizeof w.start);
+    memcpy(w.shape, x->shape, sizeof w.shape);
+    if (x->ndim) { // rows [*row, *row + rows) of the whole, as far as they are in this rank's box
+        int64_t begin = x->start[0] > *row ? x->start[0] : *row;
+        int64_t end = x->start[0] + x->shape[0] < *row + rows ? x->start[0] + x->shape[0]
+                                                              : *row + rows;
+        w.start[0] = begin - *row + s->first;
+        w.shape[0] = end > begin ? end - begin : 0;
+        w.to += (begin - x->start[0]) * fsdpi_ck_volume(x->ndim - 1, x->shape + 1) *
+                (int64_t)fsdp_dtype_size(x->dtype);
+        if (!w.shape[0]) w.to = to;
+    }
+    *row += rows;
+    if (s->transpose) {
+        int64_t start = w.start[0], shape = w.shape[0];
+        w.start[0] = w.start[1], w.shape[0] = w.shape[1];
+        w.start[1] = start, w.shape[1] = shape;
+    }
+    if (!fsdpi_ck_volume(x->ndim, w.shape)) return FSDP_OK;
+    return fsdpi_ck_add_want(&l->reader, &w, first_box, count);
+}
+
+// Which sources a tensor has: those of the trainer, or its own name.
+static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
+                            fsdp_checkpoint_source *out) {
+    memset(out, 0, FSDP_CHECKPOINT_SOURCES * sizeof *out);
+    snprintf(out[0].name, sizeof out[0].name, "%s", x->name);
+    if (!l->desc.source || x->place != 0 || x->blob >= 0) return 1;
+    return l->desc.source(l->desc.user, &x->view, out);
+}
+
+// Does the checkpoint have states of any parameter at all?
+static int fsdpi_ck_has_states(const fsdpi_ck_opened *o) {
+    int64_t first;
+    (void)fsdpi_ck_boxes_of(o, "optim.state.", &first);
+    return first < o->num_boxes && strncmp(o->boxes[first].entry->name, "optim.state.", 12) == 0;
+}
+// Does it have any of this parameter?
+static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x) {
+    const fsdpi_ck_tensor *p = fsdpi_ck_tensor_at(
+        &l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    char prefix[FSDP_CHECKPOINT_NAME + 32];
+    int64_t first;
+    int n = snprintf(prefix, sizeof prefix, "optim.state.%s.", p->name);
+    (void)fsdpi_ck_boxes_of(&l->opened, prefix, &first);
+    return first < l->opened.num_boxes &&
+           strncmp(l->opened.boxes[first].entry->name, prefix, (size_t)n) == 0;
+}
+
+// The checkpoint lacks a tensor: what becomes of it?
+static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
+    const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
+    if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
+    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_states(&l->opened) &&
+        !fsdpi_ck_has_states_of(l, x))
+        return FSDPI_CK_ZERO;
+    fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
+    return FSDPI_CK_LEFT;
+}
+
+static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
+    fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(&l->ck->table, index);
+    char *flag = (char *)l->flags.ptr + index;
+    fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
+    int64_t row = 0, first = 0;
+    *flag = FSDPI_CK_LEFT;
+    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
+    if (x->ordinal >= 0)
+        p = fsdpi_ck_tensor_at(&l->ck->table,
+                               ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
+    const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
+    if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
+    int num = fsdpi_ck_sources(l, x, s), found = 0;
+    if (num < 0 || num > FSDP_CHECKPOINT_SOURCES)
+        return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                         "[E438] %s: desc.source gives %d sources of '%s', expected 0 to %d",
+                         l->io->call, num, x->name, FSDP_CHECKPOINT_SOURCES);
+    for (int i = 0; i < num; i++) found += fsdpi_ck_boxes_of(&l->opened, s[i].name, &first) > 0;
+    if (num && !found) {
+        *flag = (char)fsdpi_ck_without(l, x, s[0].name);
+        return FSDP_OK;
+    }
+    char *to = (char *)x->data;
+    if (x->file_dtype != x->dtype) to = (char *)l->numbers.ptr + 8 * (int64_t)index;
+    for (int i = 0; i < num; i++) {
+        int64_t count = fsdpi_ck_boxes_of(&l->opened, s[i].name, &first);
+        if (!count) {
+            fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, s[i].name);
+            continue;
+        }
+        fsdpi_ck_tensor number = *x;
+        if (x->file_dtype != x->dtype) {
+            fsdp_dtype there = l->opened.boxes[first].entry->dtype;
+            number.memory = FSDP_MEMORY_HOST;
+            number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
+        }
+        fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
+        if (status) return status;
+        *flag = x->file_dtype != x->dtype && number.dtype == FSDP_I64 ? FSDPI_CK_INTEGER
+                                                                      : FSDPI_CK_READ;
+    }
+    if (num && x->ndim && row != x->whole[0] && !l->num_missing)
+        return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                         "[E439] %s: the sources of '%s' have %lld rows, expected %lld",
+                         l->io->call, x->name, (long long)row, (long long)x->whole[0]);
+    return FSDP_OK;
+}
+
+// Names that nobody on this rank has asked for.
+static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
+    const fsdpi_ck_opened *o = &l->opened;
+    for (int64_t i = 0; i < o->num_boxes; i++) {
+        const char *name = o->boxes[i].entry->name;
+        if (i && strcmp(o->boxes[i - 1].entry->name, name) == 0) continue;
+        if (strncmp(name, "fsdp.blob.", 10) == 0 || fsdpi_ck_find_tensor(&l->ck->table, name))
+            continue;
+        if (l->desc.params_only && fsdpi_ck_is_reserved(name)) continue;
+        fsdpi_ck_name_some(l->extra, sizeof l->extra, ++l->num_extra, name);
+    }
+}
+
+static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < l->ck->table.num && !status; i++) status = fsdpi_ck_plan_tensor(l, i);
+    if (status) return status;
+    fsdpi_ck_count_extra(l);
+    if (!l->num_missing || l->desc.partial) return FSDP_OK;
+    return fsdp_fail(
+        l->ck->world, FSDP_ERR_INVALID_ARG,
+        "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
+        "set partial to leave them as they are, or give desc.source",
+        l->io->call, l->opened.dir, l->num_missing, l->ck->table.num, l->missing, l->num_extra,
+        l->num_extra ? ": " : "", l->extra);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Phases. In each of them a rank does its own part and then follows the others.
+
+// Rank 0 fetches the headers, all get them.
+static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
+    fsdp_checkpoint *ck = l->ck;
+    fsdp_status mine = ck->rank == 0 ? fsdpi_ck_fetch(l->io, path, &l->opened.bulk) : FSDP_OK;
+    fsdp_status status = fsdpi_ck_follow(ck, l->io->call, mine);
+    if (status) return status;
+    status = fsdp_broadcast(ck->world, NULL, &l->opened.bulk.used, 8, 0);
+    if (status) return status;
+    mine = fsdpi_ck_reserve(ck->model, &l->opened.bulk.room, l->opened.bulk.used,
+                            ck->rank == 0 ? l->opened.bulk.used : 0);
+    status = fsdpi_ck_agree(ck, l->io->call, mine);
+    if (!status && ck->size > 1)
+        status = fsdp_broadcast(ck->world, NULL, l->opened.bulk.room.ptr, l->opened.bulk.used, 0);
+    return status;
+}
+
+static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
+    fsdp_checkpoint *ck = l->ck;
+    int check = l->desc.verify != FSDP_VERIFY_NONE;
+    fsdp_status status = fsdpi_ck_understand(l->io, &l->opened);
+    if (!status) status = fsdpi_ck_tabulate(ck, l->io->call, l->desc.params_only || l->desc.source);
+    if (!status) status = fsdpi_ck_reader_init(&l->reader, l->io, &l->opened, check);
+    if (!status) status = fsdpi_ck_reserve(ck->model, &l->numbers, 8 * (ck->table.num + 1), 0);
+    if (!status) status = fsdpi_ck_reserve(ck->model, &l->flags, ck->table.num + 1, 0);
+    return status ? status : fsdpi_ck_plan(l);
+}
+
+static fsdp_status fsdpi_ck_verify_all(fsdpi_ck_load *l) {
+    l->verify.r = &l->reader;
+    l->verify.mine = l->ck->rank, l->verify.of = l->ck->size;
+    return fsdpi_ck_do(l->io, fsdpi_ck_verify_blocks, &l->verify);
+}
+
+// Zeros for states that the checkpoint lacks; numbers to where they belong.
+static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < l->ck->table.num && !status; i++) {
+        fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(&l->ck->table, i);
+        char flag = ((const char *)l->flags.ptr)[i];
+        char *number = (char *)l->numbers.ptr + 8 * (int64_t)i;
+        int64_t nbytes = x->numel * (int64_t)fsdp_dtype_size(x->dtype);
+        if (flag == FSDPI_CK_ZERO && x->memory == FSDP_MEMORY_DEVICE) {
+            memset(l->reader.scratch.ptr, 0, FSDPI_CK_PIECE);
+            for (int64_t at = 0, n; at < nbytes && !status; at += n) {
+                n = fsdpi_ck_less(nbytes - at, FSDPI_CK_PIECE);
+                status = fsdp_transfer(l->ck->model, (char *)x->data + at, l->reader.scratch.ptr,
+                                       n);
+            }
+        } else if (flag == FSDPI_CK_ZERO) {
+            memset(x->data, 0, (size_t)nbytes);
+        } else if (x->file_dtype != x->dtype && flag == FSDPI_CK_READ) {
+            double value;
+            memcpy(&value, number, 8);
+            *(int64_t *)x->data = value >= 0 && value <= 9007199254740992.0 ? (int64_t)value : -1;
+        } else if (flag == FSDPI_CK_INTEGER) {
+            memcpy(x->data, number, 8);
+        }
+    }
+    return status;
+}
+
+// Read into the model. From here on a failure leaves it undefined.
+static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
+    fsdp_status status = fsdp_params_writable(l->ck->model);
+    if (!status) status = fsdpi_ck_read_all(&l->reader);
+    return status ? status : fsdpi_ck_settle(l);
+}
+
+static void fsdpi_ck_report_load(fsdpi_ck_load *l, int64_t begin_ns) {
+    fsdp_checkpoint_report *r = &l->ck->report;
+    int rank_blobs = 1;
+    for (int i = 0; i < l->ck->desc.num_blobs; i++)
+        if (fsdpi_ck_blob(l->ck, i)->per_rank && l->opened.world != l->ck->size) rank_blobs = 0;
+    memset(r, 0, sizeof *r);
+    r->step = l->opened.step;
+    r->bytes = l->reader.read_bytes;
+    r->total_bytes = l->opened.total_bytes;
+    r->blocked_ns = r->total_ns = fsdpi_ck_now() - begin_ns;
+    r->num_reads = l->reader.calls;
+    r->num_missing = l->num_missing;
+    r->num_extra = l->num_extra;
+    r->per_rank_blobs = rank_blobs;
+    r->verified = l->opened.step >= 0 && l->desc.verify != FSDP_VERIFY_NONE;
+}
+
+static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
+    fsdp_checkpoint *ck = l->ck;
+    const char *call = l->io->call;
+    fsdp_status status = fsdpi_ck_share_bulk(l, path);
+    if (status) return status;
+    l->opened.dir = path;
+    status = fsdpi_ck_agree(ck, call, fsdpi_ck_understand_and_plan(l));
+    if (!status && l->desc.verify == FSDP_VERIFY_ALL)
+        status = fsdpi_ck_follow(ck, call, fsdpi_ck_verify_all(l));
+    if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
+    if (status) return status;
+    status = l->desc.params_only || l->desc.source ? FSDP_OK : fsdp_state_written(ck->model);
+    if (!status) status = fsdp_params_changed(ck->model);
+    return fsdpi_ck_agree(ck, call, status);
+}

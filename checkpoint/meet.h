@@ -1,0 +1,115 @@
+/* checkpoint/meet.h - ranks that wait for files meet every 100 ms, and fail together
+
+   A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: rounds. In a phase each rank makes file calls of its own. It meets the others in small
+// collectives until none is busy: so no collective waits for a disk longer than a nap.
+
+#define FSDPI_CK_NAP INT64_C(100000000) // nanoseconds between two rounds of a rank that waits
+
+/* One round: is any rank busy, has any failed? */
+static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int *any_busy,
+                                  int *any_failed) {
+    int32_t v[2] = {busy, failed};
+    fsdp_status status = fsdp_all_reduce(ck->world, NULL, v, 2, FSDP_I32, FSDP_MAX);
+    *any_busy = status ? 0 : v[0];
+    *any_failed = status ? 1 : v[1];
+    return status;
+}
+
+/* If `mine` is a failure on any rank, all return the failure of the lowest one. Its text is that
+   of the rank's last error. */
+static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
+    struct {
+        int32_t status;
+        char text[1024]; // as a world's last error
+    } told;
+    int32_t first = mine ? ck->rank : ck->size;
+    fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
+    if (status || first >= ck->size) return status;
+    memset(&told, 0, sizeof told);
+    told.status = mine;
+    if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
+    status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
+    if (status) return status;
+    if (ck->rank == first) return mine;
+    return fsdp_fail(ck->world, (fsdp_status)told.status, "[E421] %s failed on %s", call,
+                     told.text);
+}
+
+/* The worker's failure becomes this call's. A worker whose file call does not move for stall_ms is
+   left behind with all its memory. */
+static fsdp_status fsdpi_ck_told(fsdp_checkpoint *ck, const char *call) {
+    if (ck->stuck)
+        return fsdp_fail(ck->world, FSDP_ERR_IO,
+                         "[E422] %s: no progress for %d ms in %s of %s: the file system hangs; "
+                         "this object cannot be used any more",
+                         call, ck->desc.stall_ms, ck->disk.doing, ck->disk.path);
+    return ck->disk.status
+               ? fsdp_fail(ck->world, ck->disk.status, "[E423] %s: %s", call, ck->disk.text)
+               : FSDP_OK;
+}
+
+// Has the worker stood still for too long?
+static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
+    uint32_t moves = FSDPI_CK_GET(&ck->disk.moves);
+    int64_t now = fsdpi_ck_now();
+    if (!watch->since || moves != watch->moves) {
+        watch->moves = moves;
+        watch->since = now;
+    }
+    if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
+    ck->stuck = 1;
+    FSDPI_CK_PUT(&ck->disk.left, 1);
+}
+
+/* Begin a job of the worker. */
+static fsdp_status fsdpi_ck_hand(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
+                                 void *arg) {
+    int error = fsdpi_ck_start(&ck->worker);
+    if (error)
+        return fsdp_fail(ck->world, FSDP_ERR_OUT_OF_MEMORY,
+                         "[E424] %s: cannot start a worker thread: %s (%d)", call, strerror(error),
+                         error);
+    fsdpi_ck_forget(&ck->disk);
+    fsdpi_ck_give(&ck->worker, job, arg);
+    return FSDP_OK;
+}
+
+/* Wait for the worker, and meet the others meanwhile: they wait for their own, or follow. */
+static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
+    fsdpi_ck_watch watch = {0, 0};
+    int any_busy, any_failed;
+    fsdp_status status = FSDP_OK;
+    while (!ck->stuck && fsdpi_ck_is_busy(&ck->worker)) {
+        int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
+        while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_ck_now()) < end)
+            fsdpi_ck_nap(&ck->worker, end - now);
+        if (!fsdpi_ck_is_busy(&ck->worker)) break;
+        fsdpi_ck_look(ck, &watch);
+        if (!ck->stuck && !status) status = fsdpi_ck_round(ck, 1, 0, &any_busy, &any_failed);
+    }
+    return status;
+}
+
+/* One job of the worker from begin to end: a step of a phase. */
+static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
+                                void *arg) {
+    fsdp_status status = fsdpi_ck_hand(ck, call, job, arg);
+    if (!status) status = fsdpi_ck_await(ck);
+    return status ? status : fsdpi_ck_told(ck, call);
+}
+
+/* This rank's part of a phase has ended with `mine`: meet the others until theirs have, too. */
+static fsdp_status fsdpi_ck_gather_in(fsdp_checkpoint *ck, fsdp_status mine, int *any_failed) {
+    int any_busy = 1;
+    fsdp_status status = FSDP_OK;
+    while (!status && any_busy) status = fsdpi_ck_round(ck, 0, mine != 0, &any_busy, any_failed);
+    return status;
+}
+/* The same; all return OK, or the failure of the lowest rank that failed. */
+static fsdp_status fsdpi_ck_follow(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
+    int any_failed = 0;
+    fsdp_status status = fsdpi_ck_gather_in(ck, mine, &any_failed);
+    return status ? status : any_failed ? fsdpi_ck_agree(ck, call, mine) : FSDP_OK;
+}
