@@ -317,7 +317,7 @@ static int64_t peak_of(ck_model *m, peak_heap *h, int is_async, const char *dir,
 static void memory(lab_rank *r) {
     const async_case *c = (const async_case *)r->arg;
     fsdp_checkpoint_desc d = FSDP_ZERO;
-    int64_t count, all, tables;
+    int64_t count, all, tables, more, copies = 0;
     char dir[512];
     peak_heap h;
     ck_model m;
@@ -331,14 +331,20 @@ static void memory(lab_rank *r) {
     d.no_sync = 1, d.num_blobs = 2, d.stage_bytes = c->stage < 0 ? all : c->stage;
     ck_open(&m, &d);
     ck_dir(dir, "run");
-    tables = peak_of(&m, &h, 0, dir, 1, &count); /* on host memory no copies */
-    CHECK_MSG(tables < 100000, "a save took %lld bytes", (long long)tables);
+    tables = peak_of(&m, &h, 0, dir, 1, &count);
+    if (lib_on_streams(w)) { /* two pieces, or less */
+        copies = d.stage_bytes ? d.stage_bytes : 8 << 20;
+        if (copies > all) copies = all;
+    } /* on host memory no copies */
+    CHECK_MSG(tables - copies < 100000 && tables >= copies, "a save took %lld bytes",
+              (long long)tables);
     CHECK(count > 0);
     CHECK_EQ_INT(peak_of(&m, &h, 0, dir, 2, &count), 0);
     CHECK_EQ_INT(count, 0);
-    CHECK_EQ_INT(peak_of(&m, &h, 1, dir, 3, &count), /* and what fsdp_alloc puts before a block */
-                 fsdp_checkpoint_nbytes(m.ck) + 64);
-    CHECK_EQ_INT(count, 1);
+    more = fsdp_checkpoint_nbytes(m.ck);
+    more = more > copies ? more + 64 : 0; /* what fsdp_alloc puts before a block is 64 bytes */
+    CHECK_EQ_INT(peak_of(&m, &h, 1, dir, 3, &count), more);
+    CHECK_EQ_INT(count, more > 0);
     for (int step = 4; step < 8; step++) {
         CHECK_EQ_INT(peak_of(&m, &h, step & 1, dir, step, &count), 0);
         CHECK_EQ_INT(count, 0);
