@@ -123,6 +123,7 @@ typedef struct fsdpi_ck_disk {
     const fsdp_file_ops *ops;
     void *user;
     uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
+    uint32_t left;     // 1: the caller has left the worker behind, and may free what it works on
     const char *doing; // the file call under way, and its path: for the text of one that stalls
     const char *path;
     fsdp_status status; // of the first failure
@@ -157,9 +158,14 @@ static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const cha
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
+// A file call has ended. A worker that was left behind stops: its memory may be gone.
+static int fsdpi_ck_moved(fsdpi_ck_disk *d, int error) {
+    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    return __atomic_load_n(&d->left, __ATOMIC_ACQUIRE) ? ECANCELED : error;
+}
 // A file call has returned `error`: IO with what, where and why.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
-    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    error = fsdpi_ck_moved(d, error);
     if (!error) return FSDP_OK;
     if (!d->status) d->error = error;
     return fsdpi_ck_fault(d, FSDP_ERR_IO, "%s of %s: %s (%d)", d->doing, path, strerror(error),
@@ -204,8 +210,7 @@ static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path
     const char *from = (const char *)data;
     while (nbytes > 0 && !fsdpi_ck_begin(d, "write", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
-        int error = d->ops->write(d->user, file, from, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        int error = fsdpi_ck_moved(d, d->ops->write(d->user, file, from, piece, at, &done));
         if (error == EINTR) continue;
         if (!error && done <= 0) error = ENOSPC;
         if (error) {
@@ -222,8 +227,7 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
     char *to = (char *)data;
     while (nbytes > 0 && !fsdpi_ck_begin(d, "read", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
-        int error = d->ops->read(d->user, file, to, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        int error = fsdpi_ck_moved(d, d->ops->read(d->user, file, to, piece, at, &done));
         if (error == EINTR) continue;
         if (error) {
             if (!d->status) d->error = error;

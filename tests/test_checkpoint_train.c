@@ -517,20 +517,38 @@ TEST(long_checkpoint_slow, rename) { on_hasty(3, slow_body, &slow_calls[2]); }
 TEST(checkpoint_slow, read) { on_hasty(3, slow_body, &slow_calls[3]); }
 TEST(long_checkpoint_slow, open) { on_hasty(3, slow_body, &slow_calls[4]); }
 
-/* A file call that never ends: all ranks fail, the object is of no use any more, and the world is. */
+/* A file call that does not end: all ranks fail, the object is of no use any more, and the world is.
+   If it ends after all, its thread touches neither files nor the model any more. */
+static const struct stall {
+    const char *name, *call;
+} stalls[] = {{"save", "write"}, {"load", "read"}};
+static int calls_behind; /* the one that hung, and not of close */
 static int hang(ck_files *f, const char *call, const char *path) {
+    const struct stall *s = (const struct stall *)f->user;
     (void)path;
-    if (f->rank == 1 && f->user && !strcmp(call, "write")) h_await_marks(1, 1);
+    if (f->rank != 1 || !s) return 0;
+    if (!strcmp(call, "close")) {
+        h_mark(2);
+        return 0;
+    }
+    calls_behind++;
+    if (!strcmp(call, s->call)) h_await_marks(1, 1);
     return 0;
+}
+static void end_hang(void) {
+    h_mark(1);
+    h_await_marks(2, 1);
+    CHECK_EQ_INT(calls_behind, 2); /* open or create, and the one that hung */
 }
 static void stalled(lab_rank *r) {
     static const ck_layout at = FSDP(2, CK_ADAMW, 0, 0, 0);
+    const struct stall *s = (const struct stall *)r->arg;
     fsdp_checkpoint_desc d = FSDP_ZERO;
     static ck_files files[2]; /* the thread that is left looks at it */
-    char dir[512];
+    char dir[512], text[100];
     ck_model m;
     fsdp_world *w = hasty_world(r);
-    ck_make(&m, r, w, &small, &at);
+    ck_make(&m, r, w, &large, &at);
     ck_optimizers(&m);
     memset(&files[r->rank], 0, sizeof *files);
     files[r->rank].before = hang, files[r->rank].rank = r->rank;
@@ -538,9 +556,13 @@ static void stalled(lab_rank *r) {
     ck_open(&m, &d);
     ck_fill(&m, 1);
     ck_save(&m, ck_dir(dir, "run"), 1);
-    files[r->rank].user = &m;
-    REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_save(m.ck, dir, 2),
-               "rank 1: [E422] checkpoint_save: no progress for 300 ms in write of ");
+    files[r->rank].user = r->arg;
+    const int is_load = !strcmp(s->name, "load");
+    snprintf(text, sizeof text, "rank 1: [E422] checkpoint_%s: no progress for 300 ms in %s of ",
+             s->name, s->call);
+    if (is_load)
+        REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 1), NULL), text);
+    else REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_save(m.ck, dir, 2), text);
     REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_save_async(m.ck, dir, 2),
                "rank 1: [E422] checkpoint_save_async: no progress");
     REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 1), NULL),
@@ -553,11 +575,12 @@ static void stalled(lab_rank *r) {
     ck_load(&m, dir, 1, FSDP_VERIFY_ALL);
     ck_check(&m, 1, 1);
     CALL(w, fsdp_barrier(w));
-    if (r->rank == 0) h_mark(1);
+    if (is_load && r->rank) end_hang(); /* this call itself writes into the model */
     ck_end(&m);
     CHECK_OK(fsdp_shutdown(w));
+    if (!is_load && r->rank) end_hang();
 }
-TEST(checkpoint_slow, stalled) { on_hasty(2, stalled, NULL); }
+TEST_P(checkpoint_slow, stalled, stalls) { on_hasty(2, stalled, row); }
 
 /* ---- state dicts through files: PyTorch's test_fully_shard_state_dict ------------------------- */
 
