@@ -24,12 +24,12 @@ typedef struct ck_net {
 } ck_net;
 
 /* How ranks hold it. MIXED: the first unit on replicas of shards, the others on all ranks. */
-enum { CK_FSDP, CK_HSDP, CK_DDP, CK_MIXED, CK_TP, CK_BUCKETS };
+enum { CK_FSDP, CK_HSDP, CK_DDP, CK_MIXED, CK_TP, CK_BUCKETS, CK_HSDP_TP };
 enum { CK_NONE, CK_ADAMW, CK_SGD, CK_MOMENTUM };
 
 typedef struct ck_layout {
     const char *name;
-    int size, kind, a, b; /* a times b: replicas and shards, or dp and tp */
+    int size, kind, a, b; /* a times b: replicas and shards, or dp and tp; HSDP_TP: see there */
     int64_t cap;          /* BUCKETS: bytes of each */
     int optim, scaler, averages, offload, gather, lanes, processes;
 } ck_layout;
@@ -185,6 +185,13 @@ H_FN void ck_make(ck_model *m, lab_rank *r, fsdp_world *w, const ck_net *net, co
     if (at->kind == CK_TP) {
         fsdp_dmesh_desc dd = FSDP_ZERO;
         dd.mesh = lab_mesh2(w, at->a, at->b, "dp", "tp");
+        CALL(w, fsdp_dmesh_create(m->model, &dd, &m->dm));
+    }
+    if (at->kind == CK_HSDP_TP) { /* a replicas of 2 shards of b parts */
+        static const char *const names[] = {"dp_replicate", "dp_shard", "tp"};
+        const int32_t shape[] = {at->a, 2, at->b};
+        fsdp_dmesh_desc dd = FSDP_ZERO;
+        dd.mesh = lab_mesh(w, 3, shape, names, NULL);
         CALL(w, fsdp_dmesh_create(m->model, &dd, &m->dm));
     }
     if (at->kind == CK_BUCKETS) {
