@@ -205,6 +205,7 @@ enum { NUM_FAULTS = (int)(sizeof faults / sizeof *faults) };
 typedef struct calls_row {
     const char *name;
     int op, size, all; /* all: every fault at every call */
+    int64_t stage_bytes;
 } calls_row;
 
 /* A file call takes long: until each other rank has met this one in three more rounds. */
@@ -344,6 +345,7 @@ static void calls_body(lab_rank *r) {
     int64_t last = -1;
     memset(&b, 0, sizeof b);
     if (row->op == KEEP) d.keep = 2;
+    d.stage_bytes = row->stage_bytes;
     bed_open(&b, r, all, 0, &d);
     b.s.event = slow_event, b.s.arg = all;
     for (int64_t step = 0; step < 2; step++) { /* there is an old one, and one before */
@@ -374,15 +376,22 @@ static void run_calls(const calls_row *row) {
     disk_free(all->d);
     free(all);
 }
-static const calls_row some_calls[] = {{"save", SAVE, 2, 0},   {"save_async", ASYNC, 2, 0},
-                                       {"first", FIRST, 2, 0}, {"keep", KEEP, 2, 0},
-                                       {"load", LOAD, 2, 0},   {"find", FIND, 2, 0}};
+static const calls_row some_calls[] = {{"save", SAVE, 2, 0, 0},
+                                       {"save_async", ASYNC, 2, 0, 0},
+                                       {"save_async_ring", ASYNC, 2, 0, 100},
+                                       {"first", FIRST, 2, 0, 0},
+                                       {"keep", KEEP, 2, 0, 0},
+                                       {"load", LOAD, 2, 0, 0},
+                                       {"find", FIND, 2, 0, 0}};
 TEST_P(checkpoint_faults, every_call, some_calls) { run_calls(row); }
 static const calls_row all_calls[] = {
-    {"save/W=2", SAVE, 2, 1}, {"save_async/W=2", ASYNC, 2, 1}, {"first/W=2", FIRST, 2, 1},
-    {"keep/W=2", KEEP, 2, 1}, {"load/W=2", LOAD, 2, 1},        {"find/W=2", FIND, 2, 1},
-    {"save/W=3", SAVE, 3, 1}, {"save_async/W=3", ASYNC, 3, 1}, {"first/W=3", FIRST, 3, 1},
-    {"keep/W=3", KEEP, 3, 1}, {"load/W=3", LOAD, 3, 1},        {"find/W=3", FIND, 3, 1}};
+    {"save/W=2", SAVE, 2, 1, 0},        {"save_async/W=2", ASYNC, 2, 1, 0},
+    {"first/W=2", FIRST, 2, 1, 0},      {"keep/W=2", KEEP, 2, 1, 0},
+    {"load/W=2", LOAD, 2, 1, 0},        {"find/W=2", FIND, 2, 1, 0},
+    {"save/W=3", SAVE, 3, 1, 0},        {"save_async/W=3", ASYNC, 3, 1, 0},
+    {"first/W=3", FIRST, 3, 1, 0},      {"keep/W=3", KEEP, 3, 1, 0},
+    {"load/W=3", LOAD, 3, 1, 0},        {"find/W=3", FIND, 3, 1, 0},
+    {"save_async_ring", ASYNC, 2, 1, 8}};
 TEST_P_TIMEOUT(long_checkpoint_faults, every_call, all_calls, 600) { run_calls(row); }
 
 /* ---- a file call that never returns ---------------------------------------------------------- */
@@ -612,6 +621,11 @@ static int64_t look(const char *dir, int64_t older, int64_t newer) {
     lab_run(1, &how, look_body, &l);
     return l.found;
 }
+static int kill_no_leftover(void *arg, const char *name) {
+    (void)arg;
+    CHECK_MSG(name[0] != '.', "%s was left", name);
+    return 0;
+}
 static void run_kills(const kill_row *row) {
     kill_case *c = (kill_case *)mmap(NULL, sizeof *c, PROT_READ | PROT_WRITE,
                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -641,6 +655,7 @@ static void run_kills(const kill_row *row) {
         if (c->calls >= 0) at = 0, round++;
     }
     CHECK(kills > 2 * row->size);
+    (void)system_ops.list(NULL, c->dir, kill_no_leftover, NULL); /* the last save kept order */
     h_message("%d ranks killed at a file call; %d times the new checkpoint was there, else the "
               "old one; 0 wrong, 0 mixtures",
               kills, news);
@@ -827,6 +842,7 @@ static void swap_nodes(disk_node *a, disk_node *b) {
 /* Load step 1 as it is now: its values, or a failure that names one of the files. 1: it failed. */
 static int damage_load(bed *b, const damage_row *row, const char *file, const char *other) {
     fsdp_checkpoint_load_desc d = FSDP_ZERO;
+    fsdp_checkpoint_report report;
     int foreign = b->size != 2 || (disk_node_at(b->all->d, "run/step-00000001/manifest.json") < 0);
     d.verify = row->verify;
     scramble(b);
@@ -836,6 +852,10 @@ static int damage_load(bed *b, const damage_row *row, const char *file, const ch
             fsdp_status_name(status), text);
     W_CHECK(!status || strstr(text, file) || (other && strstr(text, other)), "no name: %s", text);
     if (!status) W_CHECK(!values(b, 1, 0, foreign), "WRONG VALUES");
+    if (!status && !strstr(w_case, "removal")) {
+        CALL(b->w, fsdp_checkpoint_last_report(b->ck, &report));
+        CHECK_EQ_INT(report.step, 1);
+    }
     CHECK_EQ_INT(b->s.files, 0);
     return status != FSDP_OK;
 }
