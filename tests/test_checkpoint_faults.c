@@ -12,6 +12,7 @@
 #include "disk.h"
 #include "fsdp_checkpoint.h"
 #include "fsdp_optim.h"
+#include "private/fuzz_checkpoint.c"
 
 enum { MOST = 3, COMMON = 24, OWN = 8, TEXT = 1100 };
 
@@ -699,7 +700,11 @@ static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
     fsdp_status status = fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found);
     if (status) return "find fails";
     if (!no_sync && found != done && found != done + 1) return "neither old nor new is found";
+    snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)done + 1);
+    if (!no_sync && disk_node_at(cut, path) >= 0 && found != done + 1)
+        return "a directory has its name, and is not complete";
     if (found < 0) return NULL;
+    snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)found);
     scramble(b);
     status = fsdp_checkpoint_load(b->ck, path, NULL);
     if (!status) return values(b, found, 0, 1) ? "WRONG VALUES" : NULL;
@@ -1230,3 +1235,68 @@ static const lost_row lost_rows[] = {{"dies", DIES, SAVE},
                                      {"stops/load", STOPS, LOAD},
                                      {"leaves", LEAVES, ASYNC}};
 TEST_P(checkpoint_faults, lost_rank, lost_rows) { run_lost(row); }
+
+/* ---- what strangers write -------------------------------------------------------------------- */
+
+typedef struct seeds {
+    uint8_t *input[8];
+    size_t size[8];
+    int num;
+} seeds;
+static void keep_seed(const char *name, const uint8_t *input, size_t size, void *arg) {
+    seeds *s = (seeds *)arg;
+    (void)name;
+    CHECK(s->num < 8);
+    s->input[s->num] = (uint8_t *)malloc(size);
+    CHECK(s->input[s->num] != NULL);
+    memcpy(s->input[s->num], input, size);
+    s->size[s->num++] = size;
+}
+/* One to four changes: a bit, a byte, a number more or less, bytes moved or left out. */
+static size_t mutate(uint8_t *in, size_t size, uint64_t *random) {
+    static const char chars[] = "\"{}[],:0123456789aefx\\ -.";
+    for (int i = 1 + lab_pick(random, 4); i > 0 && size > 8; i--) {
+        size_t at = 1 + (size_t)lab_pick(random, (int)size - 1), n;
+        switch (lab_pick(random, 6)) {
+        case 0: in[at] ^= (uint8_t)(1 << lab_pick(random, 8)); break;
+        case 1: in[at] = (uint8_t)h_rand64(random); break;
+        case 2: in[at] = (uint8_t)chars[lab_pick(random, (int)sizeof chars - 1)]; break;
+        case 3: in[at] = (uint8_t)(in[at] + lab_pick(random, 3) - 1); break;
+        case 4:
+            n = (size_t)lab_pick(random, 9);
+            if (at + n < size) memmove(in + at, in + at + n, size - at - n), size -= n;
+            break;
+        default:
+            n = (size_t)lab_pick(random, 9);
+            memmove(in + at + n, in + at, size - at), size += n;
+            break;
+        }
+    }
+    return size;
+}
+static void run_fuzz(int count) {
+    uint64_t random = h_seed() * 31 + 5;
+    uint8_t *in = (uint8_t *)lab_zeros(1 << 17, 1);
+    seeds s;
+    memset(&s, 0, sizeof s);
+    fuzz_seeds(keep_seed, &s);
+    for (int i = 0; i < s.num; i++) {
+        int64_t peak;
+        (void)LLVMFuzzerTestOneInput(s.input[i], s.size[i]);
+        CHECK_MSG(fuzz_load(s.input[i][1], &peak) == FSDP_OK, "seed %d: %s", i,
+                  fsdp_last_error(fuzz.w));
+    }
+    for (int i = 0; i < count; i++) {
+        int which = i % s.num;
+        memcpy(in, s.input[which], s.size[which]);
+        (void)LLVMFuzzerTestOneInput(in, mutate(in, s.size[which], &random));
+    }
+    h_message("%d directories of strangers: no fault, the same verdict twice", count);
+    CHECK_OK(fsdp_shutdown(fuzz.w));
+    for (int i = 0; i < s.num; i++) free(s.input[i]);
+    for (int i = 0; i < 3; i++) free(fuzz.example[i]);
+    disk_free(fuzz.d);
+    free(in);
+}
+TEST(checkpoint_faults, fuzz) { run_fuzz(W_SLOW ? 2000 : 10000); }
+TEST_TIMEOUT(long_checkpoint_faults, fuzz, 600) { run_fuzz(1000000); }
