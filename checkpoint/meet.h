@@ -72,6 +72,7 @@ static fsdp_status fsdpi_ck_hand(fsdp_checkpoint *ck, const char *call, fsdpi_ck
                          "[E424] %s: cannot start a worker thread: %s (%d)", call, strerror(error),
                          error);
     fsdpi_ck_forget(&ck->disk);
+    ck->disk.doing = "the start", ck->disk.path = "the worker thread"; // for a stall before a call
     fsdpi_ck_give(&ck->worker, job, arg);
     return FSDP_OK;
 }

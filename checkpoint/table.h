@@ -153,6 +153,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     fsdp_status status = fsdpi_ck_add(ck, &x, name);
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
+    x->memory = FSDP_MEMORY_HOST;
     x->ndim = 1;
     x->memory = FSDP_MEMORY_HOST;
     x->blob = index;

@@ -12,6 +12,7 @@
 #include "disk.h"
 #include "fsdp_checkpoint.h"
 #include "fsdp_optim.h"
+#include "private/fuzz_checkpoint.c"
 
 enum { MOST = 3, COMMON = 24, OWN = 8, TEXT = 1100 };
 
@@ -205,6 +206,7 @@ enum { NUM_FAULTS = (int)(sizeof faults / sizeof *faults) };
 typedef struct calls_row {
     const char *name;
     int op, size, all; /* all: every fault at every call */
+    int64_t stage_bytes;
 } calls_row;
 
 /* A file call takes long: until each other rank has met this one in three more rounds. */
@@ -344,6 +346,7 @@ static void calls_body(lab_rank *r) {
     int64_t last = -1;
     memset(&b, 0, sizeof b);
     if (row->op == KEEP) d.keep = 2;
+    d.stage_bytes = row->stage_bytes;
     bed_open(&b, r, all, 0, &d);
     b.s.event = slow_event, b.s.arg = all;
     for (int64_t step = 0; step < 2; step++) { /* there is an old one, and one before */
@@ -374,20 +377,25 @@ static void run_calls(const calls_row *row) {
     disk_free(all->d);
     free(all);
 }
-static const calls_row some_calls[] = {{"save", SAVE, 2, 0},   {"save_async", ASYNC, 2, 0},
-                                       {"first", FIRST, 2, 0}, {"keep", KEEP, 2, 0},
-                                       {"load", LOAD, 2, 0},   {"find", FIND, 2, 0}};
+static const calls_row some_calls[] = {{"save", SAVE, 2, 0, 0},
+                                       {"save_async", ASYNC, 2, 0, 0},
+                                       {"save_async_ring", ASYNC, 2, 0, 100},
+                                       {"first", FIRST, 2, 0, 0},
+                                       {"keep", KEEP, 2, 0, 0},
+                                       {"load", LOAD, 2, 0, 0},
+                                       {"find", FIND, 2, 0, 0}};
 TEST_P(checkpoint_faults, every_call, some_calls) { run_calls(row); }
 static const calls_row all_calls[] = {
-    {"save/W=2", SAVE, 2, 1}, {"save_async/W=2", ASYNC, 2, 1}, {"first/W=2", FIRST, 2, 1},
-    {"keep/W=2", KEEP, 2, 1}, {"load/W=2", LOAD, 2, 1},        {"find/W=2", FIND, 2, 1},
-    {"save/W=3", SAVE, 3, 1}, {"save_async/W=3", ASYNC, 3, 1}, {"first/W=3", FIRST, 3, 1},
-    {"keep/W=3", KEEP, 3, 1}, {"load/W=3", LOAD, 3, 1},        {"find/W=3", FIND, 3, 1}};
+    {"save/W=2", SAVE, 2, 1, 0},        {"save_async/W=2", ASYNC, 2, 1, 0},
+    {"first/W=2", FIRST, 2, 1, 0},      {"keep/W=2", KEEP, 2, 1, 0},
+    {"load/W=2", LOAD, 2, 1, 0},        {"find/W=2", FIND, 2, 1, 0},
+    {"save/W=3", SAVE, 3, 1, 0},        {"save_async/W=3", ASYNC, 3, 1, 0},
+    {"first/W=3", FIRST, 3, 1, 0},      {"keep/W=3", KEEP, 3, 1, 0},
+    {"load/W=3", LOAD, 3, 1, 0},        {"find/W=3", FIND, 3, 1, 0},
+    {"save_async_ring", ASYNC, 2, 1, 8}};
 TEST_P_TIMEOUT(long_checkpoint_faults, every_call, all_calls, 600) { run_calls(row); }
 
 /* ---- a file call that never returns ---------------------------------------------------------- */
-
-enum { STALL_MS = 150 };
 
 /* Blocks that are not freed because a thread looks at them are in a list, for leak checkers. */
 static void *kept[1 << 16];
@@ -420,86 +428,102 @@ static void hang_event(shake *s) {
     long ns = 0;
     while (!__atomic_load_n(&all->gate, __ATOMIC_SEQ_CST)) h_nap(&ns);
 }
+/* On a busy machine a call that does not hang may take too long as well: then it is slow, and the
+   case is repeated with more time, at last with enough for any machine. */
+enum { STALL_MS = 150, STALL_MOST_MS = 9600 };
 typedef struct stall_case {
     stage all;
-    int rank, at, calls;
+    int rank, at, calls, stall_ms, slow;
 } stall_case;
 
+/* Are these the texts that a hang of this call has to give? */
+static int stall_is_told(const stall_case *c, int size) {
+    const stage *all = &c->all;
+    const shake *s = &all->bed[c->rank]->s;
+    char who[24], told[40];
+    int good = 1;
+    snprintf(who, sizeof who, "rank %d", c->rank);
+    snprintf(told, sizeof told, "no progress for %d ms", c->stall_ms);
+    for (int q = 0; q < size && good; q++)
+        good = !s->fired ? !all->status[q]
+                         : all->status[q] == FSDP_ERR_IO && strstr(all->text[q], who) &&
+                               strstr(all->text[q], told) &&
+                               (s->committed ||
+                                (strstr(all->text[q], s->call) && strstr(all->text[q], s->path)));
+    return good;
+}
+/* The object says why, and touches nothing that the thread may look at. */
+static void stall_again(bed *b, const stall_case *c) {
+    char path[FSDP_CHECKPOINT_PATH];
+    int64_t found;
+    REFUSED_AS(FSDP_ERR_IO, b->w, fsdp_checkpoint_save(b->ck, b->dir, 9), "no progress");
+    REFUSED_AS(FSDP_ERR_IO, b->w,
+               fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found), "no progress");
+    REFUSED_AS(FSDP_ERR_IO, b->w, fsdp_checkpoint_load(b->ck, "run/step-00000000", NULL),
+               "no progress");
+    if (b->rank == c->rank) CHECK_EQ_INT(fsdp_checkpoint_nbytes(b->ck), -1);
+}
 static void stall_body(lab_rank *r) {
     stall_case *c = (stall_case *)r->arg;
     stage *all = &c->all;
     const stall_row *row = (const stall_row *)all->row;
     fsdp_checkpoint_desc d = FSDP_ZERO;
-    char path[FSDP_CHECKPOINT_PATH];
-    int64_t found;
     fsdp_allocator keeps = FSDP_ZERO;
     bed *b = (bed *)lab_zeros(1, sizeof *b); /* a thread may look at it when all is over */
     kept_swap(NULL, b);
     keeps.alloc = kept_alloc, keeps.free = kept_free;
     b->allocator = &keeps;
     if (row->op == KEEP) d.keep = 1;
-    d.stall_ms = STALL_MS;
+    d.stall_ms = c->stall_ms;
     bed_open(b, r, all, 0, &d);
     b->s.event = hang_event, b->s.arg = all;
     (void)values(b, 0, 1, 0);
-    CALL(b->w, fsdp_checkpoint_save(b->ck, b->dir, 0));
-    if (row->op <= KEEP) (void)values(b, 1, 1, 0);
+    if (fsdp_checkpoint_save(b->ck, b->dir, 0)) c->slow = 1;
     meet(b);
-    shake_arm(&b->s, b->rank == c->rank ? c->at : -1, SHAKE_HANG, c->at & 1 ? EIO : 0);
-    all->status[b->rank] = (int)call_op(b, row->op, row->op <= KEEP ? 1 : 0);
-    snprintf(all->text[b->rank], TEXT, "%s", fsdp_last_error(b->w));
-    c->calls = c->rank == b->rank ? b->s.calls : c->calls;
-    meet(b);
-    const shake *s = &all->bed[c->rank]->s;
-    if (s->fired) {
-        char who[24];
-        snprintf(who, sizeof who, "rank %d", c->rank);
-        for (int q = 0; q < b->size; q++) {
-            W_CHECK(all->status[q] == FSDP_ERR_IO, "rank %d got %s: %s", q,
-                    fsdp_status_name((fsdp_status)all->status[q]), all->text[q]);
-            W_CHECK(strstr(all->text[q], who) && strstr(all->text[q], "no progress for 150 ms"),
-                    "%s", all->text[q]);
-            W_CHECK(s->committed ||
-                        (strstr(all->text[q], s->call) && strstr(all->text[q], s->path)),
-                    "%s of %.200s: %s", s->call, s->path, all->text[q]);
-        }
-        /* The object says why, and touches nothing that the thread may look at. */
-        REFUSED_AS(FSDP_ERR_IO, b->w, fsdp_checkpoint_save(b->ck, b->dir, 9), "no progress");
-        REFUSED_AS(FSDP_ERR_IO, b->w,
-                   fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found),
-                   "no progress");
-        REFUSED_AS(FSDP_ERR_IO, b->w, fsdp_checkpoint_load(b->ck, "run/step-00000000", NULL),
-                   "no progress");
-        if (b->rank == c->rank) CHECK_EQ_INT(fsdp_checkpoint_nbytes(b->ck), -1);
+    if (!c->slow) {
+        if (row->op <= KEEP) (void)values(b, 1, 1, 0);
+        meet(b);
+        const int kind = (c->at + 1) % (row->op <= KEEP ? 3 : 2); /* how it comes back */
+        shake_arm(&b->s, b->rank == c->rank ? c->at : -1, kind == 2 ? SHAKE_WAIT : SHAKE_HANG,
+                  kind ? 0 : EIO);
+        all->status[b->rank] = (int)call_op(b, row->op, row->op <= KEEP ? 1 : 0);
+        snprintf(all->text[b->rank], TEXT, "%s", fsdp_last_error(b->w));
+        if (c->rank == b->rank) c->calls = b->s.calls;
+        meet(b);
+        const int told = stall_is_told(c, b->size);
+        W_CHECK(told || c->stall_ms < STALL_MOST_MS, "%s of %.200s: %s", all->bed[c->rank]->s.call,
+                all->bed[c->rank]->s.path, all->text[b->rank]);
+        if (told && all->bed[c->rank]->s.fired) stall_again(b, c);
+        meet(b);
+        if (!told) c->slow = 1;
     }
-    meet(b);
     CHECK_OK(fsdp_shutdown(b->w)); /* the model ends, and the object with it */
-    h_mark(0);
-    if (b->rank == 0) { /* what the thread finds when its call comes back is still there */
-        h_await_marks(0, r->size);
+    if (__atomic_add_fetch(&all->tries, 1, __ATOMIC_SEQ_CST) == r->size) /* all have ended */
         __atomic_store_n(&all->gate, 1, __ATOMIC_SEQ_CST);
-    }
 }
 
 /* One hang in a process of its own threads. Returns how many file calls the rank has made. */
 static int stall(const stall_row *row, int rank, int at, int *fired) {
-    stall_case *c = (stall_case *)lab_zeros(1, sizeof *c);
     const int threads = h_entries("/proc/self/task");
-    lab_how how;
-    long ns = 0;
-    snprintf(w_case, sizeof w_case, "%s: call %d of rank %d hangs", row->name, at, rank);
-    memset(&how, 0, sizeof how);
-    how.bare = 1;
-    kept_swap(NULL, c);
-    c->rank = rank, c->at = at;
-    c->all.row = row;
-    c->all.d = disk_new();
-    c->all.d->quiet = 1;
-    lab_run(row->size, &how, stall_body, c);
-    while (h_entries("/proc/self/task") > threads) h_nap(&ns); /* it came back, and has ended */
-    *fired += c->all.bed[rank]->s.fired;
-    disk_free(c->all.d);
-    return c->calls;
+    for (int ms = STALL_MS;; ms *= 4) {
+        stall_case *c = (stall_case *)lab_zeros(1, sizeof *c);
+        lab_how how;
+        long ns = 0;
+        snprintf(w_case, sizeof w_case, "%s: call %d of rank %d hangs", row->name, at, rank);
+        memset(&how, 0, sizeof how);
+        how.bare = 1;
+        kept_swap(NULL, c);
+        c->rank = rank, c->at = at, c->stall_ms = ms;
+        c->all.row = row;
+        c->all.d = disk_new();
+        c->all.d->quiet = 1;
+        lab_run(row->size, &how, stall_body, c);
+        while (h_entries("/proc/self/task") > threads) h_nap(&ns); /* it came back, and ended */
+        disk_free(c->all.d);
+        if (c->slow) continue;
+        *fired += c->all.bed[rank]->s.fired;
+        return c->calls;
+    }
 }
 static void run_stall(const stall_row *row) {
     int fired = 0, tries = 0;
@@ -598,6 +622,11 @@ static int64_t look(const char *dir, int64_t older, int64_t newer) {
     lab_run(1, &how, look_body, &l);
     return l.found;
 }
+static int kill_no_leftover(void *arg, const char *name) {
+    (void)arg;
+    CHECK_MSG(name[0] != '.', "%s was left", name);
+    return 0;
+}
 static void run_kills(const kill_row *row) {
     kill_case *c = (kill_case *)mmap(NULL, sizeof *c, PROT_READ | PROT_WRITE,
                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -627,6 +656,7 @@ static void run_kills(const kill_row *row) {
         if (c->calls >= 0) at = 0, round++;
     }
     CHECK(kills > 2 * row->size);
+    (void)system_ops.list(NULL, c->dir, kill_no_leftover, NULL); /* the last save kept order */
     h_message("%d ranks killed at a file call; %d times the new checkpoint was there, else the "
               "old one; 0 wrong, 0 mixtures",
               kills, news);
@@ -670,7 +700,11 @@ static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
     fsdp_status status = fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found);
     if (status) return "find fails";
     if (!no_sync && found != done && found != done + 1) return "neither old nor new is found";
+    snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)done + 1);
+    if (!no_sync && disk_node_at(cut, path) >= 0 && found != done + 1)
+        return "a directory has its name, and is not complete";
     if (found < 0) return NULL;
+    snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)found);
     scramble(b);
     status = fsdp_checkpoint_load(b->ck, path, NULL);
     if (!status) return values(b, found, 0, 1) ? "WRONG VALUES" : NULL;
@@ -813,6 +847,7 @@ static void swap_nodes(disk_node *a, disk_node *b) {
 /* Load step 1 as it is now: its values, or a failure that names one of the files. 1: it failed. */
 static int damage_load(bed *b, const damage_row *row, const char *file, const char *other) {
     fsdp_checkpoint_load_desc d = FSDP_ZERO;
+    fsdp_checkpoint_report report;
     int foreign = b->size != 2 || (disk_node_at(b->all->d, "run/step-00000001/manifest.json") < 0);
     d.verify = row->verify;
     scramble(b);
@@ -822,6 +857,10 @@ static int damage_load(bed *b, const damage_row *row, const char *file, const ch
             fsdp_status_name(status), text);
     W_CHECK(!status || strstr(text, file) || (other && strstr(text, other)), "no name: %s", text);
     if (!status) W_CHECK(!values(b, 1, 0, foreign), "WRONG VALUES");
+    if (!status && !strstr(w_case, "removal")) {
+        CALL(b->w, fsdp_checkpoint_last_report(b->ck, &report));
+        CHECK_EQ_INT(report.step, 1);
+    }
     CHECK_EQ_INT(b->s.files, 0);
     return status != FSDP_OK;
 }
@@ -1014,6 +1053,32 @@ TEST_P(checkpoint_faults, out_of_memory, memory_rows) {
     free(all);
 }
 
+/* On host memory a save takes no copies, a save_async one block of them. */
+static void copies_body(lab_rank *r) {
+    bed b;
+    memset(&b, 0, sizeof b);
+    bed_open(&b, r, (stage *)r->arg, 0, NULL);
+    CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, 0));
+    const int64_t live = r->heap->live, nbytes = r->heap->live_bytes, total = r->heap->total;
+    CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, 1));
+    CHECK_EQ_INT(r->heap->total, total);
+    CALL(b.w, fsdp_checkpoint_save_async(b.ck, b.dir, 2));
+    CALL(b.w, fsdp_checkpoint_wait(b.ck));
+    CHECK_EQ_INT(r->heap->live, live + 1);
+    CHECK(r->heap->live_bytes >= nbytes + fsdp_checkpoint_nbytes(b.ck));
+    bed_close(&b);
+}
+TEST(checkpoint_faults, copies) {
+    stage *all = (stage *)lab_zeros(1, sizeof *all);
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    all->d = disk_new();
+    lab_run(2, &how, copies_body, all);
+    disk_free(all->d);
+    free(all);
+}
+
 /* ---- the disk is full ------------------------------------------------------------------------ */
 
 enum { FULL_BYTES = 4 << 20 };
@@ -1170,3 +1235,68 @@ static const lost_row lost_rows[] = {{"dies", DIES, SAVE},
                                      {"stops/load", STOPS, LOAD},
                                      {"leaves", LEAVES, ASYNC}};
 TEST_P(checkpoint_faults, lost_rank, lost_rows) { run_lost(row); }
+
+/* ---- what strangers write -------------------------------------------------------------------- */
+
+typedef struct seeds {
+    uint8_t *input[8];
+    size_t size[8];
+    int num;
+} seeds;
+static void keep_seed(const char *name, const uint8_t *input, size_t size, void *arg) {
+    seeds *s = (seeds *)arg;
+    (void)name;
+    CHECK(s->num < 8);
+    s->input[s->num] = (uint8_t *)malloc(size);
+    CHECK(s->input[s->num] != NULL);
+    memcpy(s->input[s->num], input, size);
+    s->size[s->num++] = size;
+}
+/* One to four changes: a bit, a byte, a number more or less, bytes moved or left out. */
+static size_t mutate(uint8_t *in, size_t size, uint64_t *random) {
+    static const char chars[] = "\"{}[],:0123456789aefx\\ -.";
+    for (int i = 1 + lab_pick(random, 4); i > 0 && size > 8; i--) {
+        size_t at = 1 + (size_t)lab_pick(random, (int)size - 1), n;
+        switch (lab_pick(random, 6)) {
+        case 0: in[at] ^= (uint8_t)(1 << lab_pick(random, 8)); break;
+        case 1: in[at] = (uint8_t)h_rand64(random); break;
+        case 2: in[at] = (uint8_t)chars[lab_pick(random, (int)sizeof chars - 1)]; break;
+        case 3: in[at] = (uint8_t)(in[at] + lab_pick(random, 3) - 1); break;
+        case 4:
+            n = (size_t)lab_pick(random, 9);
+            if (at + n < size) memmove(in + at, in + at + n, size - at - n), size -= n;
+            break;
+        default:
+            n = (size_t)lab_pick(random, 9);
+            memmove(in + at + n, in + at, size - at), size += n;
+            break;
+        }
+    }
+    return size;
+}
+static void run_fuzz(int count) {
+    uint64_t random = h_seed() * 31 + 5;
+    uint8_t *in = (uint8_t *)lab_zeros(1 << 17, 1);
+    seeds s;
+    memset(&s, 0, sizeof s);
+    fuzz_seeds(keep_seed, &s);
+    for (int i = 0; i < s.num; i++) {
+        int64_t peak;
+        (void)LLVMFuzzerTestOneInput(s.input[i], s.size[i]);
+        CHECK_MSG(fuzz_load(s.input[i][1], &peak) == FSDP_OK, "seed %d: %s", i,
+                  fsdp_last_error(fuzz.w));
+    }
+    for (int i = 0; i < count; i++) {
+        int which = i % s.num;
+        memcpy(in, s.input[which], s.size[which]);
+        (void)LLVMFuzzerTestOneInput(in, mutate(in, s.size[which], &random));
+    }
+    h_message("%d directories of strangers: no fault, the same verdict twice", count);
+    CHECK_OK(fsdp_shutdown(fuzz.w));
+    for (int i = 0; i < s.num; i++) free(s.input[i]);
+    for (int i = 0; i < 3; i++) free(fuzz.example[i]);
+    disk_free(fuzz.d);
+    free(in);
+}
+TEST(checkpoint_faults, fuzz) { run_fuzz(W_SLOW ? 2000 : 10000); }
+TEST_TIMEOUT(long_checkpoint_faults, fuzz, 600) { run_fuzz(1000000); }
