@@ -131,7 +131,7 @@ static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int f
     const int64_t rows = fsdpi_ck_entry_of(x->in, o->tensor)->ndim
                              ? fsdpi_ck_whole_at(x->in, o->tensor)->shape[0]
                              : 1;
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     *first = 0;
     if (!x->sharded) return o->file == file ? rows : -1;
     if (rows < x->num_files || o->nbytes < 65536 * (int64_t)x->num_files)
@@ -352,7 +352,7 @@ static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
         p.used += fsdpi_ck_put_ascii(p.buf + p.used, o->name);
         fsdpi_ck_say(&p, "\": \"%s\"%s\n", leaf, i + 1 < x->num_outs ? "," : "");
     }
-    fsdpi_ck_say(&p, "  }\n}\n");
+    fsdpi_ck_say(&p, "  }\n}");
     return fsdpi_ck_write_text(x, "model.safetensors.index.json", p.used);
 }
 static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
