@@ -387,10 +387,9 @@ static fsdp_status fsdpi_ck_export_paths(fsdpi_ck_export *x, const char *out) {
 
 static fsdp_status fsdpi_ck_make_export(fsdpi_ck_export *x) {
     fsdpi_ck_disk *d = &x->in->disk;
-    int any = 0;
     fsdpi_ck_forget(d);
     (void)fsdpi_ck_begin(d, "list", x->out);
-    int error = d->ops->list(d->user, x->out, fsdpi_ck_note_any, &any);
+    int error = d->ops->list(d->user, x->out, fsdpi_ck_stop_at_once, NULL);
     if (!error || error == ENOTDIR)
         return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
                              "[E464] %s: %s is there already: choose another name", x->call,

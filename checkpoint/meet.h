@@ -22,7 +22,7 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
 static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
-        char text[1020];
+        char text[1024]; // as a world's last error
     } told;
     int32_t first = mine ? ck->rank : ck->size;
     fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
@@ -58,7 +58,9 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
         watch->moves = moves;
         watch->since = now;
     }
-    ck->stuck = now - watch->since > (int64_t)ck->desc.stall_ms * 1000000;
+    if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
+    ck->stuck = 1;
+    FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
 /* Begin a job of the worker. */

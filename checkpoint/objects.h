@@ -79,7 +79,7 @@ typedef struct fsdpi_ck_open_job { // open a file, or find out that there is non
     const char *path;
     void *file;
     int64_t nbytes;
-    int error;
+    int error, quiet; // quiet: a failure of close does not count
 } fsdpi_ck_open_job;
 
 typedef struct fsdpi_ck_read_job {

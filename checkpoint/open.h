@@ -24,6 +24,7 @@ static void fsdpi_ck_read_bytes(void *arg) {
 static void fsdpi_ck_close_file(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     (void)fsdpi_ck_close(j->disk, j->file, j->path);
+    if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
@@ -93,6 +94,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
+    io->open.quiet = status != 0; // the text of the first failure stays
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;
 }
@@ -358,7 +360,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
 // One data file of the block: its pieces, parsed; measure if there is no room yet.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
-    const char *name = "", *size, *header = NULL;
+    const char *name = "", *size = NULL, *header = NULL;
     char why[256] = "";
     fsdp_safetensors_info info;
     int64_t bytes = 0;

@@ -70,7 +70,7 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
 static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
                                       const fsdp_param_view *v) {
     fsdp_checkpoint_place p;
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     fsdpi_ck_tensor *x;
     int32_t *base = (int32_t *)ck->table.base.ptr + v->ordinal;
     *base = -1;
@@ -139,7 +139,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
-    x->num_holders = first && of >= 0 ? p.num_holders : 2;
+    x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
     if (!first) x->place = -1; // never its turn
     return FSDP_OK;
 }
@@ -154,6 +154,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
     x->ndim = 1;
+    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
@@ -222,7 +223,7 @@ static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int 
 /* The rows of a tensor's box that this rank writes: ranks with the same box take turns, or share
    its rows. Returns their number; 0: none. */
 static int64_t fsdpi_ck_my_rows(const fsdpi_ck_tensor *x, int64_t *first) {
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     int64_t rows = x->ndim ? x->shape[0] : 1;
     int64_t nbytes = x->numel * (int64_t)fsdp_dtype_size(x->file_dtype);
     *first = 0;

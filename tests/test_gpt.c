@@ -4,7 +4,8 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 
-#include <math.h> // fabs
+#include <math.h>      // fabs
+#include <sys/prctl.h> // prctl
 
 enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, ROWS_MAX = 64 };
 
@@ -359,27 +360,30 @@ static const struct {
               {"ranks=3", "--ranks 3", 3},
               {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4}};
 
-TEST_P(gpt, tables, tables) {
+static void check_tables(int ranks, int reshard) {
     static const char *const rows[] = {"  shards ", "  shard gradients ", "  total "};
-    curve c;
-    train("", row->options, &c);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const char *at = after(rows[i]);
         const int64_t predicted = number(&at), measured = number(&at), whole = number(&at);
         // With reshard 0 the prediction takes blocks for units that stay open around others.
-        if (strstr(row->options, "--reshard 0")) CHECK(predicted >= measured);
+        if (!reshard) CHECK(predicted >= measured);
         else CHECK_EQ_INT(predicted, measured);
-        if (i < 2)
-            CHECK(measured >= whole / row->ranks && measured <= whole / row->ranks * 11 / 10);
+        if (i < 2) CHECK(measured >= whole / ranks && measured <= whole / ranks * 11 / 10);
     }
     const char *at = after("  all_gather ");
     int64_t measured = number(&at);
     CHECK_EQ_INT(measured, number(&at));
-    CHECK((measured == 0) == (row->ranks == 1));
+    CHECK((measured == 0) == (ranks == 1));
     at = after("  reduce_scatter ");
     measured = number(&at);
     CHECK_EQ_INT(measured, number(&at));
-    CHECK((measured == 0) == (row->ranks == 1));
+    CHECK((measured == 0) == (ranks == 1));
+}
+
+TEST_P(gpt, tables, tables) {
+    curve c;
+    train("", row->options, &c);
+    check_tables(row->ranks, !strstr(row->options, "--reshard 0"));
 }
 
 /* ---- refusals -------------------------------------------------------------------------------- */
@@ -416,6 +420,11 @@ static const struct {
     {"value_unwanted", "--threads=4", "--threads=4"},
     {"no_option", "--ranks 2 text.txt", "text.txt"},
     {"csv_unwritable", "--csv /nowhere/x.csv", "/nowhere/x.csv"},
+    {"resume_of_nothing", "--resume", "--resume needs --save"},
+    {"save_every_nowhere", "--save-every 5", "--save-every needs --save"},
+    {"async_nowhere", "--async", "--async needs --save"},
+    {"save_nowhere", "--save ''", "--save"},
+    {"keep_negative", "--save run --keep -1", "--keep -1"},
     {"plan_unwritable", "--plan-out /nowhere/x", "/nowhere/x"},
 };
 
@@ -457,10 +466,10 @@ TEST(gpt, refuses_ranks_in_a_launchers_job) {
 TEST(gpt, help) {
     CHECK_EQ_INT(run("--help"), 0);
     CHECK_EQ_STR(err_text, "");
-    static const char *const options[] = {"--data",     "--ranks",   "--threads", "--steps",
-                                          "--batch",    "--context", "--layers",  "--heads",
-                                          "--channels", "--lr",      "--seed",    "--csv",
-                                          "--sample",   "--reshard", "--plan ",   "--plan-out"};
+    static const char *const options[] = {
+        "--data",  "--ranks",    "--threads", "--steps",      "--batch", "--context", "--layers",
+        "--heads", "--channels", "--lr",      "--seed",       "--csv",   "--sample",  "--reshard",
+        "--plan ", "--plan-out", "--save ",   "--save-every", "--keep",  "--async",   "--resume"};
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         CHECK_MSG(strstr(out_text, options[i]) != NULL, "%s is not explained", options[i]);
     }
@@ -513,4 +522,302 @@ TEST_P(gpt, killed_rank, victims) {
     snprintf(name, sizeof name, "rank %d", row->victim);
     CHECK_MSG(strstr(err_text, name) != NULL, "expected '%s' in: %s", name, err_text);
     for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // nobody is left
+}
+
+/* ---- checkpoints ----------------------------------------------------------------------------- */
+
+/* A training of 50 steps that saves behind each 20 of them and at its end into the directory `dir`
+   of the test; `options` may say otherwise. Its csv is `dir`.csv, which a resumed run goes on with. */
+static void saved_args(char *args, size_t size, const char *dir, const char *options) {
+    char text[512], csv[512], run_dir[512], name[64], more[1024];
+    snprintf(name, sizeof name, "%s.csv", dir);
+    snprintf(more, sizeof more, "--save %s --save-every 20 %s", in_tmpdir(run_dir, dir), options);
+    snprintf(args, size, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, name), more);
+}
+
+static void saved(const char *dir, const char *options, curve *c) {
+    char args[3072], csv[512], name[64];
+    saved_args(args, sizeof args, dir, options);
+    CHECK_EQ_INT(run(args), 0);
+    CHECK_EQ_STR(err_text, "");
+    snprintf(name, sizeof name, "%s.csv", dir);
+    read_csv(in_tmpdir(csv, name), c);
+}
+
+static void shell(const char *in_tmpdir_do) {
+    char command[1024];
+    snprintf(command, sizeof command, "cd %s && %s", h_tmpdir(), in_tmpdir_do);
+    CHECK_EQ_INT(system(command), 0);
+}
+
+/* Manifests have the checksums of all bytes: parameters, states, and how far the training is. */
+static void check_same_checkpoint(const char *a, const char *b) {
+    static char text[2][OUTPUT_NBYTES];
+    char path[512];
+    read_file(in_tmpdir(path, a), text[0]);
+    read_file(in_tmpdir(path, b), text[1]);
+    CHECK(strstr(text[0], "\"step\":50,") != NULL);
+    CHECK_EQ_STR(text[0], text[1]);
+}
+
+static const struct {
+    const char *name, *options, *async;
+    int ranks; // with tables of memory and traffic; else 0
+} same[] = {{"ranks=1", "--ranks 1", "", 1},
+            {"ranks=3", "--ranks 3", "", 3},
+            {"threads=4", "--ranks 4 --threads", "", 4},
+            {"ranks=4,tp=2", "--ranks 4 --tp 2", "", 0},
+            {"ranks=3,tp=3", "--ranks 3 --tp 3", "", 0}, // 2 heads: a rank has none
+            {"ranks=2,async", "--ranks 2", "--async", 2},
+            {"ranks=4,tp=2,async", "--ranks 4 --tp 2", "--async", 0},
+            {"ranks=2,plan", "--ranks 2 --plan", "", 0}};
+
+/* 30 steps and a new process with 20 more are 50: every bit of every gradient, and of all that is
+   saved at the end. The warm-up does not depend on --steps. */
+TEST_P(resume, same_ranks, same) {
+    curve whole, part, plain;
+    char options[256];
+    train("", row->options, &plain);
+    snprintf(options, sizeof options, "%s %s", row->options, row->async);
+    saved("whole", options, &whole);
+    CHECK_EQ_INT(whole.count, 50);
+    if (row->ranks) check_tables(row->ranks, 1);
+    check_same(&plain, &whole); // q, k and v have other shapes, which another sum of a norm shows
+    after("/whole/step-00000020: ");
+    after("/whole/step-00000040: ");
+    after("/whole/step-00000050: ");
+    shell("test ! -e whole/step-00000020"); // two stay
+    snprintf(options, sizeof options, "%s %s --steps 30", row->options, row->async);
+    saved("part", options, &part);
+    CHECK_EQ_INT(part.count, 30);
+    snprintf(options, sizeof options, "%s %s --resume", row->options, row->async);
+    saved("part", options, &part);
+    after("/part/step-00000030: ");
+    CHECK(strstr(out_text, "resume ") != NULL && strstr(out_text, "checksums are right") != NULL);
+    CHECK_EQ_INT(part.count, 50);
+    if (row->ranks) check_tables(row->ranks, 1);
+    check_bits(&whole, &part);
+    check_same_checkpoint("whole/step-00000050/manifest.json", "part/step-00000050/manifest.json");
+}
+
+/* All (dp, tp) of 1 to 4 ranks */
+static const char *const meshes[] = {"--ranks 1",        "--ranks 2",        "--ranks 2 --tp 2",
+                                     "--ranks 3",        "--ranks 3 --tp 3", "--ranks 4",
+                                     "--ranks 4 --tp 2", "--ranks 4 --tp 4"};
+enum { MESHES = sizeof meshes / sizeof *meshes };
+
+/* What is in the directory "from", behind 30 steps, goes on as `to`. */
+static void check_resumes(const curve *whole, const char *to) {
+    curve both;
+    char options[256];
+    shell("rm -rf to to.csv && cp -r from to && cp from.csv to.csv");
+    snprintf(options, sizeof options, "%s --resume", to);
+    saved("to", options, &both);
+    after("/to/step-00000030: ");
+    CHECK_EQ_INT(both.count, 50);
+    check_same(whole, &both);
+}
+
+static void save_30(const char *mesh, curve *c) {
+    char options[256];
+    shell("rm -rf from from.csv");
+    snprintf(options, sizeof options, "%s --steps 30", mesh);
+    saved("from", options, c);
+    CHECK_EQ_INT(c->count, 30);
+}
+
+static const struct {
+    const char *name, *from, *to;
+} pairs[] = {{"3_to_2", "--ranks 3", "--ranks 2"},
+             {"1_to_4", "--ranks 1", "--ranks 4 --threads"},
+             {"2_to_4,tp=2", "--ranks 2", "--ranks 4 --tp 2"},
+             {"4,tp=2_to_3", "--ranks 4 --tp 2 --async", "--ranks 3"},
+             {"4,tp=4_to_3,tp=3", "--ranks 4 --tp 4", "--ranks 3 --tp 3"}};
+
+TEST_P(resume, other_ranks, pairs) {
+    curve whole, part;
+    train("", "--ranks 1", &whole);
+    save_30(row->from, &part);
+    check_resumes(&whole, row->to);
+}
+
+TEST_TIMEOUT(long_gpt, resume_pairs, 1800) {
+    curve whole, part;
+    train("", "--ranks 1", &whole);
+    for (int from = 0; from < MESHES; from++) {
+        save_30(meshes[from], &part);
+        for (int to = 0; to < MESHES; to++) check_resumes(&whole, meshes[to]);
+    }
+}
+
+/* A checkpoint that the job does not fit, and none at all. */
+TEST(resume, of_others) {
+    curve c;
+    char args[3072];
+    saved("run", "--ranks 2 --steps 10 --resume", &c);
+    after("resume nothing: there is no complete checkpoint in ");
+    CHECK_EQ_INT(c.count, 10);
+    static const struct {
+        const char *options, *words;
+    } others[] = {{"--ranks 2 --steps 20 --resume --seed 2", "another --seed"},
+                  {"--ranks 3 --steps 20 --resume --lr 0.02", "another --lr"},
+                  {"--ranks 2 --steps 20 --resume --batch 6", "another --batch"},
+                  {"--ranks 2 --steps 9 --resume", "another --steps: it has done more steps"},
+                  {"--ranks 2 --steps 20 --resume --layers 3", "lacks 12 of"},
+                  {"--ranks 2 --steps 20 --resume --channels 40", "[256, 38]"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        saved_args(args, sizeof args, "run", others[i].options);
+        CHECK_EQ_INT(run(args), 1);
+        CHECK_MSG(strstr(err_text, others[i].words) != NULL, "no '%s'", others[i].words);
+        CHECK(strstr(out_text, "step ") == NULL);
+    }
+    saved("run", "--ranks 2 --steps 10 --resume", &c); // nothing is left to do, and all is there
+    CHECK_EQ_INT(c.count, 10);
+}
+
+/* A save that fails ends no training; but if nothing is there at its end, the program tells. */
+TEST(resume, unwritable) {
+    char text[512], args[3072];
+    snprintf(args, sizeof args,
+             "--data %s --steps 50 --batch 4 --context 16 --layers 1 --heads 2 "
+             "--channels 16 --ranks 2 --save /nowhere/run --save-every 20",
+             write_text(text, TEXT_NBYTES));
+    CHECK_EQ_INT(run(args), 1);
+    after("\nsave   behind step 20: failed, training goes on\n");
+    after("\nsave   behind step 40: failed, training goes on\n");
+    after("\nstep  50/50 ");
+    CHECK(strstr(err_text, "/nowhere/run") != NULL && strstr(err_text, "No such file") != NULL);
+}
+
+/* ---- kill -9 --------------------------------------------------------------------------------- */
+
+/* The newest directory with the name of a checkpoint, or -1; names that begin with a dot. */
+static int newest_step(const char *dir, int *leftovers) {
+    char path[512];
+    int newest = -1;
+    *leftovers = 0;
+    DIR *d = opendir(in_tmpdir(path, dir));
+    if (!d) return -1;
+    for (struct dirent *e; (e = readdir(d)) != NULL;) {
+        int step, end = 0;
+        if (strncmp(e->d_name, ".tmp", 4) == 0) ++*leftovers;
+        if (sscanf(e->d_name, "step-%8d%n", &step, &end) == 1 && !e->d_name[end] && step > newest)
+            newest = step;
+    }
+    closedir(d);
+    return newest;
+}
+
+/* The step of the last line `head` STEP in what a run has printed, or -1. */
+static int last_step(const char *head) {
+    int step = -1;
+    for (const char *at = out_text; (at = strstr(at, head)) != NULL; at += strlen(head)) {
+        const char *name = strstr(at, "/step-"), *end = strchr(at + 1, '\n');
+        if (name && (!end || name < end)) CHECK_EQ_INT(sscanf(name, "/step-%8d:", &step), 1);
+    }
+    return step;
+}
+
+/* Kills the parent and its ranks; returns when none is left, as this process inherits the ranks.
+   0: the job had come to its end before. */
+static int kill_job(pid_t pid) {
+    pid_t ranks[8];
+    int status, other;
+    CHECK_EQ_INT(kill(pid, SIGSTOP), 0); // it starts no more
+    CHECK_EQ_INT(waitpid(pid, &status, WUNTRACED), pid);
+    if (WIFSTOPPED(status)) {
+        const int count = children(pid, ranks, 8);
+        for (int r = 0; r < count; r++) (void)kill(ranks[r], SIGKILL);
+        CHECK_EQ_INT(kill(pid, SIGKILL), 0);
+    } else {
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    while (waitpid(-1, &other, 0) > 0 || errno == EINTR) continue;
+    return WIFSTOPPED(status);
+}
+
+typedef struct {
+    int kills, found_old, found_new, leftovers; // the newest one was told as saved, or is newer
+    int jobs;
+    curve whole;
+    int64_t took_ms; // of the training that nobody kills
+    uint64_t random;
+} campaign;
+
+/* Saves behind every second step, every other job asynchronously. Starts it. */
+static pid_t start_job(campaign *c) {
+    char args[3072], options[128];
+    snprintf(options, sizeof options, "--ranks 3 --save-every 2 --sample 0 --resume%s",
+             c->jobs++ % 2 ? " --async" : "");
+    saved_args(args, sizeof args, "run", options);
+    return start("", args);
+}
+
+/* What a killed job has left: a newest checkpoint that is not older than the one that was told last
+   (`told`). If it has resumed, then from the newest that was there. */
+static void look_at_remains(campaign *c, int before, int *told) {
+    char path[512];
+    int left;
+    read_file(in_tmpdir(path, "out"), out_text);
+    const int resumed = last_step("\nresume "), saves = last_step("\nsave ");
+    const int newest = newest_step("run", &left);
+    if (resumed >= 0) CHECK_EQ_INT(resumed, before);
+    if (saves > *told) *told = saves;
+    CHECK_MSG(newest >= *told, "step %d was told, and %d is the newest", *told, newest);
+    *(newest > *told ? &c->found_new : &c->found_old) += 1;
+    c->leftovers += left > 0;
+    c->kills++;
+}
+
+/* One training to its end, killed again and again. Then all is as if nobody had killed it. */
+static void killed_training(campaign *c, int kills) {
+    char path[512];
+    int told = -1, left, before;
+    curve part;
+    shell("rm -rf run run.csv");
+    for (;;) {
+        before = newest_step("run", &left);
+        const pid_t pid = start_job(c);
+        if (c->kills >= kills) {
+            CHECK_EQ_INT(finish(pid), 0);
+            break;
+        }
+        usleep((useconds_t)(h_rand64(&c->random) % (uint64_t)(c->took_ms * 1000)));
+        if (!kill_job(pid)) break;
+        look_at_remains(c, before, &told);
+    }
+    read_file(in_tmpdir(path, "out"), out_text);
+    if (last_step("\nsave ") == 50) {
+        CHECK_EQ_INT(newest_step("run", &left), 50);
+        CHECK_EQ_INT(left, 0); // a save removes what killed ones have left
+    }
+    read_csv(in_tmpdir(path, "run.csv"), &part);
+    CHECK_EQ_INT(part.count, 50);
+    check_bits(&c->whole, &part);
+    check_same_checkpoint("whole/step-00000050/manifest.json", "run/step-00000050/manifest.json");
+}
+
+static void run_campaign(campaign *c, int kills) {
+    memset(c, 0, sizeof *c);
+    c->random = h_seed();
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) SKIP("no PR_SET_CHILD_SUBREAPER");
+    const int64_t begin = h_now_ms();
+    saved("whole", "--ranks 3 --save-every 2 --sample 0", &c->whole);
+    c->took_ms = h_now_ms() - begin;
+    while (c->kills < kills) killed_training(c, kills);
+    h_message("%d kills: found old %d, found new %d, wrong 0; %d left files behind, which the next "
+              "save removed",
+              c->kills, c->found_old, c->found_new, c->leftovers);
+    CHECK_EQ_INT(c->kills, kills);
+}
+
+TEST_TIMEOUT(resume, killed, 120) {
+    campaign c;
+    run_campaign(&c, 10);
+}
+
+TEST_TIMEOUT(long_gpt, kill_campaign, 3600) {
+    campaign c;
+    run_campaign(&c, 300);
+    CHECK(c.leftovers > 0 && c.found_new > 0); // kills have come in the middle of saves
 }

@@ -4,8 +4,8 @@
    A program includes fsdp.h, fsdp_optim.h and gpt.h, defines PROGRAM, its name in messages, and
    then includes this file. It defines the five functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
-   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans,
-   behind fsdp_dtensor.h that of tensor parallelism.
+   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans, behind fsdp_dtensor.h that of
+   tensor parallelism, behind fsdp_checkpoint.h those of gpt_save.h.
 
    Parameters, batches and text depend on --seed and neither on the number of ranks nor on the
    program.
@@ -60,6 +60,11 @@ typedef struct {
     uint64_t seed;
     const char *data_path; // NULL: the project's own sources and documents
     const char *csv_path;  // NULL: none
+    const char *save_dir;  // these five: behind fsdp_checkpoint.h. NULL: none
+    int save_every;        // 0: only at the end
+    int keep;
+    int resume;
+    int async;
 } options;
 
 typedef struct {
@@ -262,6 +267,14 @@ static const char HELP[] =
     "  --plan           record the second step and replay it from the third one on\n"
     "  --plan-out FILE  the same, and write the plan as text\n"
 #endif
+#ifdef FSDP_CHECKPOINT_H
+    "  --save DIR       save checkpoints below DIR: at the end, and while it trains\n"
+    "  --save-every N   after every N steps (0: only at the end)\n"
+    "  --keep K         the newest K stay; 0: all (2)\n"
+    "  --async          go on with training while files are written\n"
+    "  --resume         go on from the newest complete checkpoint in DIR, if there is one; the\n"
+    "                   ranks may be more or fewer than those that saved it\n"
+#endif
 #ifdef GPT_ON_GPU
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
     "  --bf16           gather parameters and multiply in bf16\n"
@@ -286,6 +299,7 @@ static options default_options(void) {
     opt.reshard = 1;
     opt.tp = 1;
     opt.log_every = 1;
+    opt.keep = 2;
     opt.lr = 2e-3;
     opt.seed = 1;
     return opt;
@@ -345,6 +359,11 @@ static int check_options(const options *opt) {
                           (int)MAX_TOKENS);
     }
     if (opt->threads && opt->ranks == 0) return impossible("--threads needs --ranks");
+    if (!opt->save_dir && (opt->save_every || opt->resume || opt->async)) {
+        return impossible("%s needs --save DIR", opt->resume       ? "--resume"
+                                                 : opt->save_every ? "--save-every"
+                                                                   : "--async");
+    }
     const char *launched = getenv("WORLD_SIZE");
     if (opt->ranks > 0 && launched && strcmp(launched, "1") != 0) {
         return impossible("--ranks %d inside a launcher's job of WORLD_SIZE=%s: leave it out",
@@ -391,6 +410,10 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
 #ifdef FSDP_DTENSOR_H
         {"tp", &opt->tp, 1, 4096},
 #endif
+#ifdef FSDP_CHECKPOINT_H
+        {"save-every", &opt->save_every, 0, 100000000},
+        {"keep", &opt->keep, 0, 1 << 20},
+#endif
 #ifdef GPT_ON_GPU
         {"log-every", &opt->log_every, 1, 1 << 20},
 #endif
@@ -401,6 +424,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'},  {"help", 0, NULL, 'h'},
 #ifdef FSDP_PLAN_H
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
+#endif
+#ifdef FSDP_CHECKPOINT_H
+        {"save", 1, NULL, 'w'}, {"resume", 0, NULL, 'u'},   {"async", 0, NULL, 'a'},
 #endif
 #ifdef GPT_ON_GPU
         {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},    {"graph", 0, NULL, 'g'},
@@ -448,6 +474,13 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         } else if (c == 'o') {
             opt->plan = 1;
             opt->plan_out = optarg;
+        } else if (c == 'w') {
+            if (!*optarg) bad = impossible("--save '': expected the name of a directory");
+            opt->save_dir = optarg;
+        } else if (c == 'u') {
+            opt->resume = 1;
+        } else if (c == 'a') {
+            opt->async = 1;
         } else if (c == 'h') {
             show_help();
             return EXIT_DONE;
@@ -482,13 +515,32 @@ typedef struct {
     uint8_t *inputs;     // (B, T)
     uint8_t *targets;    // (B, T)
     double *losses;      // [steps], rank 0; negative: not looked at
+    int first;           // steps that were done before this run began
     FILE *csv;           // rank 0
     double start, shown; // of the training; when the progress line was last written, since then
     fsdp_memory predicted;
 #ifdef FSDP_PLAN_H
     fsdp_plan *plan;
 #endif
+#ifdef FSDP_CHECKPOINT_H
+    fsdp_checkpoint *ck;
+    int64_t progress[6]; // gpt_save.h
+    int saving;          // a save is under way: behind so many steps
+    double blocked;      // seconds of the calls that began it
+#endif
 } trainer;
+
+/* q, k and v as dims of their own, and heads: FSDP cuts along the last dim. Tensor parallelism cuts
+   by heads, so that each rank has a box; in checkpoints shapes are those, with and without it. */
+static void apart(const trainer *t, int which, fsdp_param_desc *d) {
+    const int64_t C = t->cfg.channels, H = t->cfg.heads;
+    if (which != GPT_QKVW && which != GPT_QKVB && which != GPT_ATTPROJW) return;
+    d->ndim = 3;
+    d->shape[0] = which == GPT_ATTPROJW ? C : 3;
+    d->shape[1] = H;
+    d->shape[2] = which == GPT_QKVW ? C / H * C : C / H;
+    d->shard_dim = which == GPT_ATTPROJW ? 0 : 2; // FSDP needs rows; three are too few
+}
 
 static fsdp_status add_unit(trainer *t, const char *name, gpt_param_spec *specs, int count,
                             int reshard, fsdp_unit **unit) {
@@ -498,6 +550,7 @@ static fsdp_status add_unit(trainer *t, const char *name, gpt_param_spec *specs,
         params[i] = specs[i].cols ? fsdp_mat(specs[i].name, specs[i].rows, specs[i].cols)
                                   : fsdp_vec(specs[i].name, specs[i].rows);
         params[i].user = &specs[i];
+        if (t->j->opt.save_dir && specs == t->block_specs) apart(t, i, &params[i]);
     }
     desc.name = name;
     desc.params = params;
@@ -552,9 +605,14 @@ static double learning_rate(const options *opt, int step) {
 static int64_t param_bytes(const trainer *t, const gpt_param_spec *specs, int count, int padded) {
     int64_t nbytes = 0;
     for (int i = 0; i < count; i++) {
-        int64_t rows = specs[i].rows;
+        int64_t rows = specs[i].rows, width = specs[i].cols ? specs[i].cols : 1;
+        if (t->j->opt.save_dir && specs == t->block_specs && (i == GPT_QKVW || i == GPT_QKVB)) {
+            const int64_t others = 3 * t->cfg.heads; // see apart()
+            rows = rows * width / others;
+            width = others;
+        }
         if (padded) rows = (rows + t->num_ranks - 1) / t->num_ranks * t->num_ranks;
-        nbytes += rows * (specs[i].cols ? specs[i].cols : 1) * (int64_t)sizeof(float);
+        nbytes += rows * width * (int64_t)sizeof(float);
     }
     return nbytes;
 }
@@ -594,16 +652,17 @@ static void show_progress(trainer *t, int step, double loss, double norm) {
     const int steps = t->j->opt.steps, width = (int)sizeof bar - 1;
     const double seconds = now_seconds() - t->start;
     const double tokens = (double)t->j->opt.gpt.batch * t->cfg.context;
-    const double speed = seconds > 0.0 ? step * tokens / seconds : 0.0;
-    const int left = (int)(seconds / step * (steps - step) + 0.5);
+    const int done = step - t->first; // in this run
+    const double speed = seconds > 0.0 ? done * tokens / seconds : 0.0;
+    const int left = (int)(seconds / done * (steps - step) + 0.5);
     if (isatty(STDOUT_FILENO)) {
-        if (seconds - t->shown < 0.1 && step > 1 && step < steps) return;
+        if (seconds - t->shown < 0.1 && done > 1 && step < steps) return;
         t->shown = seconds;
         printf("\r[%-*.*s] step %d/%d  loss %.6f  %.0f tokens/s  %d:%02d left\033[K%s", width,
                (int)((int64_t)width * step / steps), bar, step, steps, loss, speed, left / 60,
                left % 60, step == steps ? "\n" : "");
         fflush(stdout);
-    } else if (step <= 3 || step == steps || step % ((steps + 9) / 10) == 0) {
+    } else if (done <= 3 || step == steps || step % ((steps + 9) / 10) == 0) {
         printf("step %*d/%d  loss %.6f  grad norm %.4f  %.0f tokens/s\n", steps < 1000 ? 3 : 5,
                step, steps, loss, norm, speed);
         fflush(stdout);
@@ -694,7 +753,8 @@ static void show_traffic_of_tp(const fsdp_counters *c) {
 
 /* Bytes that this rank read from others in training, against the formula; the same on all ranks. */
 static void show_traffic(const trainer *t, const fsdp_counters *c) {
-    const int64_t W = t->num_ranks, steps = t->j->opt.steps, gathers = t->j->opt.reshard ? 2 : 1;
+    const int64_t W = t->num_ranks, steps = t->j->opt.steps - t->first;
+    const int64_t gathers = t->j->opt.reshard ? 2 : 1;
     const int64_t embed = embed_bytes(t, 1) / W * (W - 1);
     const int64_t blocks = blocks_bytes(t, 1) / W * (W - 1);
     // A reduction also carries one number per parameter: how many ranks used it.
@@ -745,16 +805,17 @@ static fsdp_status show_plan(const trainer *t) {
 
 static fsdp_status look_at_plan(const trainer *t, int step) {
     fsdp_plan_report r;
-    if (!t->plan || t->rank != 0 || (step != 3 && step != t->j->opt.steps)) return FSDP_OK;
+    const int done = step - t->first;
+    if (!t->plan || t->rank != 0 || (done != 3 && step != t->j->opt.steps)) return FSDP_OK;
     if (isatty(STDOUT_FILENO)) printf("\r\033[K"); // in place of the progress line
     if (!fsdp_plan_count(t->plan)) {
         if (step == t->j->opt.steps) printf("plan: there is none: %s\n", fsdp_plan_why(t->plan));
         return FSDP_OK;
     }
-    fsdp_status status = step == 3 ? show_plan(t) : FSDP_OK;
+    fsdp_status status = done == 3 ? show_plan(t) : FSDP_OK;
     if (!status) status = fsdp_plan_report_get(t->plan, 0, &r);
     if (!status && step == t->j->opt.steps)
-        printf("plan: %llu of %d steps were replayed\n", (unsigned long long)r.replayed, step);
+        printf("plan: %llu of %d steps were replayed\n", (unsigned long long)r.replayed, done);
     return status;
 }
 #endif
@@ -779,9 +840,10 @@ static void plot_path(const trainer *t, char *path, size_t size) {
 /* At most 2000 points of the losses that were looked at, or of their running mean. */
 static void plot_losses(const trainer *t, FILE *plot, int smooth) {
     const int steps = t->j->opt.steps, stride = steps / t->j->opt.log_every / 2000 + 1;
-    double mean = t->losses[0];
+    double mean = 0.0;
     for (int s = 0, count = 0; s < steps; s++) {
         if (t->losses[s] < 0.0) continue;
+        if (count == 0) mean = t->losses[s];
         const double share = count < 10 ? 1.0 / (count + 1) : 0.1;
         mean += share * (t->losses[s] - mean);
         if (count++ % stride == 0) fprintf(plot, "%d %.6f\n", s + 1, smooth ? mean : t->losses[s]);
@@ -792,6 +854,7 @@ static void plot_losses(const trainer *t, FILE *plot, int smooth) {
 /* The loss curve through gnuplot, and its running mean. */
 static void write_plot(const trainer *t) {
     char path[PATH_MAX];
+    if (t->first && !t->csv) return; // the losses before are not known
     plot_path(t, path, sizeof path);
     if (system("command -v gnuplot >/dev/null 2>&1") != 0) {
         printf("\nno picture of the losses: gnuplot is not installed\n");
@@ -832,28 +895,43 @@ static fsdp_status build_model(trainer *t);
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm);
 // logits(V) that follow the `length` bytes in t->inputs; on rank 0, but all ranks call it.
 static fsdp_status next_logits(trainer *t, int length, const float **logits);
+#ifdef FSDP_CHECKPOINT_H
+// What a parameter is called in checkpoints, and where it lies in the whole: as desc.place.
+static void place_param(void *user, const fsdp_param_view *param, fsdp_checkpoint_place *place);
+#include "examples/gpt/gpt_save.h"
+#endif
+
+static void show_step(trainer *t, int count, int look, double loss, double norm) {
+    t->losses[count - 1] = look ? loss : -1.0;
+    if (!look) return;
+    if (t->csv) {
+        // All digits of the norm: whether two runs are equal to the bit can be seen.
+        fprintf(t->csv, "%d,%.6f,%.17g,%.6f\n", count, loss, norm, now_seconds() - t->start);
+    }
+    show_progress(t, count, loss, norm);
+}
 
 static fsdp_status train_steps(trainer *t) {
     const options *opt = &t->j->opt;
     fsdp_status status = FSDP_OK;
     t->start = now_seconds();
-    for (int step = 0; step < opt->steps && !status; step++) {
+    for (int step = t->first; step < opt->steps && !status; step++) {
         const int count = step + 1;
-        const int look = count <= 3 || count == opt->steps || count % opt->log_every == 0;
+        const int look = count - t->first <= 3 || count == opt->steps ||
+                         count % opt->log_every == 0;
         double loss = 0.0, norm = 0.0;
         status = train_step(t, step, look, &loss, &norm);
 #ifdef FSDP_PLAN_H
         if (!status) status = look_at_plan(t, count);
 #endif
-        if (status || t->rank != 0) continue;
-        t->losses[step] = look ? loss : -1.0;
-        if (!look) continue;
-        if (t->csv) {
-            // All digits of the norm: whether two runs are equal to the bit can be seen.
-            fprintf(t->csv, "%d,%.6f,%.17g,%.6f\n", count, loss, norm, now_seconds() - t->start);
-        }
-        show_progress(t, count, loss, norm);
+        if (!status && t->rank == 0) show_step(t, count, look, loss, norm);
+#ifdef FSDP_CHECKPOINT_H
+        if (!status) status = save_step(t, count);
+#endif
     }
+#ifdef FSDP_CHECKPOINT_H
+    if (!status) status = save_end(t);
+#endif
     return status;
 }
 
@@ -899,21 +977,41 @@ static fsdp_status open_rank(trainer *t) {
         fprintf(stderr, PROGRAM ": rank %d: no memory for the batches\n", t->rank);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
-    const fsdp_status status = open_math(t);
-    if (status) return status;
-    if (t->rank == 0 && opt->csv_path) {
-        t->csv = fopen(opt->csv_path, "w");
-        if (!t->csv) {
-            fprintf(stderr, PROGRAM ": --csv %s: %s\n", opt->csv_path, strerror(errno));
-            return FSDP_ERR_IO;
-        }
-        fprintf(t->csv, "step,loss,grad_norm,seconds\n");
+    return open_math(t);
+}
+
+/* A new csv; of a run that is resumed the old one, without the rows behind the checkpoint. */
+static fsdp_status open_csv(trainer *t) {
+    static const char head[] = "step,loss,grad_norm,seconds\n";
+    const char *path = t->j->opt.csv_path;
+    char line[256];
+    long end;
+    int step;
+    double loss;
+    if (t->rank != 0 || !path) return FSDP_OK;
+    t->csv = fopen(path, t->first ? "r+" : "w+");
+    if (!t->csv) {
+        fprintf(stderr, PROGRAM ": --csv %s: %s\n", path, strerror(errno));
+        return FSDP_ERR_IO;
     }
-    return FSDP_OK;
+    if (!t->first || !fgets(line, sizeof line, t->csv) || strcmp(line, head) != 0) {
+        rewind(t->csv);
+        fputs(head, t->csv);
+    }
+    for (end = ftell(t->csv); fgets(line, sizeof line, t->csv); end = ftell(t->csv)) {
+        if (sscanf(line, "%d,%lf", &step, &loss) != 2 || step < 1 || step > t->first) break;
+        t->losses[step - 1] = loss;
+    }
+    (void)fseek(t->csv, end, SEEK_SET);
+    if (!fflush(t->csv) && !ftruncate(fileno(t->csv), (off_t)end)) return FSDP_OK;
+    fprintf(stderr, PROGRAM ": --csv %s: %s\n", path, strerror(errno));
+    return FSDP_ERR_IO;
 }
 
 static fsdp_status close_rank(trainer *t, fsdp_status status) {
-    if (t->csv && (ferror(t->csv) | fclose(t->csv)) != 0 && !status) {
+    int bad = t->csv ? ferror(t->csv) : 0;
+    if (t->csv) bad |= fclose(t->csv);
+    if (bad && !status) {
         fprintf(stderr, PROGRAM ": --csv %s: could not be written\n", t->j->opt.csv_path);
         status = FSDP_ERR_IO;
     }
@@ -944,6 +1042,10 @@ static int run_rank(fsdp_world *world, void *arg) {
     fsdp_status status = open_rank(t);
     if (!status) status = build_model(t);
     if (!status && t->rank == 0) show_start(t);
+#ifdef FSDP_CHECKPOINT_H
+    if (!status) status = open_save(t);
+#endif
+    if (!status) status = open_csv(t);
     if (!status) status = train_steps(t);
     if (!status && t->model) status = fsdp_model_counters(t->model, &counters);
     if (!status && t->model) status = fsdp_set_grad_enabled(t->model, 0);
@@ -968,8 +1070,12 @@ static int ranks_agree(fsdp_world *world, const job *j) {
                               j->text_nbytes,          (uint64_t)j->opt.reshard,
                               (uint64_t)j->opt.sample, (uint64_t)(j->opt.lr * 1e12),
                               (uint64_t)j->opt.bf16,   (uint64_t)j->opt.log_every,
-                              (uint64_t)j->opt.plan,   (uint64_t)j->opt.tp};
+                              (uint64_t)j->opt.plan,   (uint64_t)j->opt.tp,
+                              (uint64_t)j->opt.keep,   (uint64_t)j->opt.save_every,
+                              (uint64_t)j->opt.resume, (uint64_t)j->opt.async};
+    const char *dir = j->opt.save_dir;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) h = splitmix64(h ^ parts[i]);
+    for (; dir && *dir; dir++) h = splitmix64(h ^ (uint64_t)*dir);
     for (size_t i = 0; i < j->text_nbytes; i++) h = splitmix64(h ^ j->text[i]);
     const int64_t mine = (int64_t)(h >> 1);
     int64_t most[2] = {mine, -mine}; // largest, and minus the smallest

@@ -133,18 +133,11 @@ static void tp_close_math(trainer *t) {
 
 /* ---- the model, cut and sharded -------------------------------------------------------------- */
 
-/* A parameter with the shape in which it is cut: q, k and v apart, and heads a dim of their own. */
+/* A parameter with the shape in which it is cut. */
 static fsdp_param_desc tp_desc(const trainer *t, tp_param *p, int which) {
-    const int64_t C = t->cfg.channels, H = t->cfg.heads;
     fsdp_param_desc d = p->spec.cols ? fsdp_mat(p->spec.name, p->spec.rows, p->spec.cols)
                                      : fsdp_vec(p->spec.name, p->spec.rows);
-    if (which == GPT_QKVW || which == GPT_QKVB || which == GPT_ATTPROJW) {
-        d.ndim = 3;
-        d.shape[0] = which == GPT_ATTPROJW ? C : 3;
-        d.shape[1] = H;
-        d.shape[2] = which == GPT_QKVW ? C / H * C : C / H;
-        d.shard_dim = which == GPT_ATTPROJW ? 0 : 2; // FSDP needs rows; three are too few
-    }
+    apart(t, which, &d);
     d.user = p;
     return d;
 }
@@ -299,6 +292,21 @@ static fsdp_status tp_build_model(trainer *t) {
     if (!status) status = create_optimizer(t);
     if (!status && t->j->opt.plan) status = fsdp_plan_create(t->model, NULL, &t->plan);
     return status;
+}
+
+/* The place of this rank's part in the whole, and the names of a model without tensor parallelism:
+   what is whole belongs to `rest` here, and there to embed and to the blocks. */
+static void place_param(void *user, const fsdp_param_view *param, fsdp_checkpoint_place *place) {
+    const trainer *t = (const trainer *)user;
+    fsdp_param_view v;
+    if (t->tp == 1 || fsdp_tp_view(tp_of(t)->dm, param, &v)) return;
+    for (int d = 0; d < param->ndim; d++) {
+        place->shape[d] = v.shape[d];
+        place->start[d] = v.start[d] - param->start[d];
+    }
+    if (param->unit == tp_of(t)->rest)
+        snprintf(place->name, sizeof place->name, "%s%s",
+                 param->index < TP_EMBED_WHOLE ? "embed." : "", param->name);
 }
 
 /* Pointers of a block's parameters, or of their gradients, in the order of enum gpt_block_param. */

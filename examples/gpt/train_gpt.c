@@ -11,6 +11,8 @@
    Run:
        ./train_gpt --ranks 4                   processes of this host, no launcher needed
        tools/fsdprun -n 4 ./train_gpt          or torchrun --no-python: the environment tells
+       ./train_gpt --ranks 4 --save run --save-every 500
+       ./train_gpt --ranks 3 --save run --save-every 500 --resume
        ./train_gpt --help                      all options
 
    Parameters, batches and text depend on --seed and not on the number of ranks, so that runs on 1,
@@ -25,10 +27,11 @@
 #include "examples/gpt/gpt.h" // gpt_*
 
 #define FSDP_IMPLEMENTATION
-#include "fsdp.h"         // fsdp_*
-#include "fsdp_optim.h"   // fsdp_adamw_*
-#include "fsdp_plan.h"    // fsdp_plan_*
-#include "fsdp_dtensor.h" // fsdp_tp_*, fsdp_redistribute
+#include "fsdp.h"            // fsdp_*
+#include "fsdp_optim.h"      // fsdp_adamw_*
+#include "fsdp_plan.h"       // fsdp_plan_*
+#include "fsdp_dtensor.h"    // fsdp_tp_*, fsdp_redistribute
+#include "fsdp_checkpoint.h" // fsdp_checkpoint_*
 
 #define PROGRAM "train_gpt"
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
