@@ -23,8 +23,8 @@ static uint64_t seed_of(const char *name) {
 }
 
 /* Writes a tensor of this rank, or compares it: 1: it has other values, and is not all 0. */
-static int visit(const char *name, const fsdp_param_view *v, fsdp_dtype dtype, void *data, int write,
-                 int *found) {
+static int visit(const char *name, const fsdp_param_view *v, fsdp_dtype dtype, void *data,
+                 int write, int *found) {
     const int64_t size = (int64_t)fsdp_dtype_size(dtype);
     int same = 1, zero = 1;
     for (int64_t k = 0; k < v->numel; k++) {

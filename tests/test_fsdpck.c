@@ -8,6 +8,10 @@
 #include "golden.h"
 #include "fsdp_checkpoint.h"
 
+static const char *const example_files[3] = {"manifest.json",
+                                             "shard-00001-model-00001-of-00001.safetensors",
+                                             "shard-00002-model-00001-of-00001.safetensors"};
+
 typedef struct blob {
     char *at;
     int64_t size;
@@ -477,7 +481,7 @@ TEST(fsdpck, cut_anew) {
                 {"d//", 9, 7, 17},
                 {"step-400", 1, 1, 17}};
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
-    char from[600], to[600], whole[600], again[600], name[40];
+    char from[600], to[600], whole[600], again[600], name[80];
     golden_path(from, "example/step-00000017");
     d.with_optimizer = 1;
     export_to(from, path_of(whole, "whole"), &d);
@@ -491,6 +495,11 @@ TEST(fsdpck, cut_anew) {
         CHECK_EQ_INT(c.num_files, cuts[i].files);
         fsdp_checkpoint_close(r);
         CHECK_OK(fsdp_checkpoint_verify(to, NULL, NULL, SAID));
+        blob b = load(to, example_files[1]);
+        snprintf(name, sizeof name, "\"1.0\",\"format\":\"pt\",\"fsdp.writer\":\"1/%d\"}",
+                 cuts[i].ranks);
+        CHECK_MSG(strstr(b.at + 8, name) != NULL, "%s is not in %s", name, b.at + 8);
+        free(b.at);
         d.num_ranks = 0, d.with_optimizer = 1;
         snprintf(name, sizeof name, "again%d", i);
         export_to(to, path_of(again, name), &d);
@@ -571,10 +580,6 @@ TEST(fsdpck, export_beside_the_working_directory) {
 }
 
 /* ---- damage ---------------------------------------------------------------------------------- */
-
-static const char *const example_files[3] = {"manifest.json",
-                                             "shard-00001-model-00001-of-00001.safetensors",
-                                             "shard-00002-model-00001-of-00001.safetensors"};
 
 static void copy_example(const char *dir) {
     char from[600];
