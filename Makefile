@@ -138,7 +138,7 @@ BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS)
 
 .PHONY: all tests examples single errors plan-svg gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
-all: examples tests $(FSDPRUN) ## examples, tests and tools
+all: examples tests $(TOOLS) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
@@ -251,7 +251,7 @@ gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 # ---- tests ---------------------------------------------------------------------------------------
 
 # A variant of the tests: variables of a make of its own, what is built, and words for run_tests.sh.
-GOALS_shm := tests examples shared $(FSDPRUN)
+GOALS_shm := tests examples shared $(TOOLS)
 RUN_shm   := FSDP_BUILD=$(BUILD) $(TESTS)
 MAKE_gloo  := BUILD=$(BUILD)/gloo GLOO=yes
 GOALS_gloo := examples $(GLOO_PROGRAMS)
@@ -392,7 +392,7 @@ quiet-deps: | $(BUILD)
 deps: ## install what tests and figures use (Debian, as root or by sudo)
 	@tools/deps.sh
 
-install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
+install: ## headers, tools and fsdp.pc below $DESTDIR$PREFIX
 	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/plan \
 	    include/fsdp/dtensor include/fsdp/checkpoint include/fsdp/backends share/pkgconfig)
 	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
@@ -404,16 +404,17 @@ install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
 	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \
 	    >$(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc
-	$(if $(FSDPRUN),$(MAKE) $(FSDPRUN) && \
-	    install -D -m 755 $(FSDPRUN) $(DESTDIR)$(PREFIX)/bin/fsdprun)
+	$(if $(TOOLS),$(MAKE) $(TOOLS) && install -d $(DESTDIR)$(PREFIX)/bin && \
+	    install -m 755 $(TOOLS) $(DESTDIR)$(PREFIX)/bin)
 uninstall:
 	rm -rf $(DESTDIR)$(PREFIX)/include/fsdp
-	rm -f $(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc $(DESTDIR)$(PREFIX)/bin/fsdprun
+	rm -f $(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc \
+	    $(patsubst tools/%,$(DESTDIR)$(PREFIX)/bin/%,$(TOOLS))
 
 format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] examples/*.[ch] \
 	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c)
 clean:
-	rm -rf $(BUILD) tools/fsdprun examples/gpt/train_gpt
+	rm -rf $(BUILD) $(TOOLS) examples/gpt/train_gpt
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile

@@ -131,7 +131,7 @@ static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int f
     const int64_t rows = fsdpi_ck_entry_of(x->in, o->tensor)->ndim
                              ? fsdpi_ck_whole_at(x->in, o->tensor)->shape[0]
                              : 1;
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     *first = 0;
     if (!x->sharded) return o->file == file ? rows : -1;
     if (rows < x->num_files || o->nbytes < 65536 * (int64_t)x->num_files)
@@ -254,14 +254,15 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
 
 // The header of a file, and its sizes.
 static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num) {
-    static const char *const keys[2] = {"format", "fsdp.writer"};
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdp_safetensors_entry *entries = (fsdp_safetensors_entry *)x->entries.ptr;
     int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
     char writer[32];
-    const char *values[2] = {"pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", file, (int)x->num_files);
-    int64_t n = fsdp_safetensors_print(entries, num, x->sharded, keys, values, 1 + x->sharded, NULL,
-                                       0);
+    const char *values[3] = {"1.0", "pt", writer};
+    const int skip = !x->sharded, pairs = x->sharded ? 3 : 1; // else the format alone
+    snprintf(writer, sizeof writer, "%d/%d", file + 1, (int)x->num_files);
+    int64_t n = fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
+                                       NULL, 0);
     if (n < 0)
         return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
                              "[E466] %s: the header of %lld tensors cannot be written: a name is "
@@ -272,8 +273,8 @@ static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num
     if (status) return status;
     char *header = (char *)x->header.ptr;
     for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)n >> (8 * i) & 255);
-    (void)fsdp_safetensors_print(entries, num, x->sharded, keys, values, 1 + x->sharded, header + 8,
-                                 n);
+    (void)fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
+                                 header + 8, n);
     sizes[0] = 8 + n;
     sizes[1] = entries[num - 1].end;
     sizes[2] = (int64_t)fsdp_crc32c(0, header, 8 + n);
@@ -352,7 +353,7 @@ static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
         p.used += fsdpi_ck_put_ascii(p.buf + p.used, o->name);
         fsdpi_ck_say(&p, "\": \"%s\"%s\n", leaf, i + 1 < x->num_outs ? "," : "");
     }
-    fsdpi_ck_say(&p, "  }\n}\n");
+    fsdpi_ck_say(&p, "  }\n}");
     return fsdpi_ck_write_text(x, "model.safetensors.index.json", p.used);
 }
 static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
