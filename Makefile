@@ -50,6 +50,7 @@ BENCHES  := $(patsubst bench/%.c,$(BUILD)/bench/%,$(filter-out bench/bench_gpu.c
               $(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := $(patsubst %.c,%,$(wildcard tools/fsdprun.c))
+TOOLS    := $(patsubst %.c,%,$(wildcard tools/fsdp*.c))# launcher, checkpoints
 SHARED   := $(if $(HEADERS),$(BUILD)/libfsdp.so)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
@@ -200,7 +201,7 @@ $(BUILD)/bench/bench_comm: private LDLIBS := $(RING_OBJ) $(LDLIBS)
 $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_replicate: private CFLAGS += -O3 -march=native
 $(BUILD)/bench/bench_step: private LDLIBS := $(BLAS) $(LDLIBS)
-tools/fsdprun: tools/fsdprun.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
+tools/fsdprun tools/fsdpck: %: %.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) \

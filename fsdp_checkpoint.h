@@ -245,12 +245,74 @@ FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
                                                  fsdp_checkpoint_report *out);
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck);
 
+/* Without a world, in one process: what tools/fsdpck does. All of these calls:
+   path        as for load
+   files       NULL: the operating system
+   text        [cap] out: why it failed; else "". May be NULL. Nothing is logged
+   Collective  no: one process, without or with a world. In a running job the other ranks wait
+   Thread any: one at a time for the same reader */
+
+typedef struct fsdp_checkpoint_reader fsdp_checkpoint_reader;
+
+typedef struct fsdp_checkpoint_contents {
+    int64_t step;                       // of the manifest; -1: there is none
+    int64_t world;                      // ranks whose blobs it has; 0: not told
+    int64_t num_files, num_tensors, num_boxes;
+    int64_t data_bytes;                 // of all files, without headers
+    int32_t has_checksums, reserved;
+} fsdp_checkpoint_contents;
+
+typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
+    const char *name;                   // as strangers wrote it; lives as long as the reader
+    fsdp_dtype dtype;                   // FSDP_SAFETENSORS_OTHER: it cannot be read
+    int32_t ndim, file_dtype;           // file_dtype: for fsdp_safetensors_dtype_name
+    int32_t num_boxes;                  // copies count once
+    int64_t shape[FSDP_MAX_DIMS], nbytes;
+} fsdp_checkpoint_tensor;
+
+/* fsdp_checkpoint_open  - read and check manifest, index and headers: coverage of every tensor, too
+   fsdp_checkpoint_close - NULL is allowed
+   reader      out: you own it: end it with fsdp_checkpoint_close. NULL after a failure
+   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG, OUT_OF_MEMORY
+   Collective  no      Blocks while headers are read      Allocates headers, tables, 5 MiB */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_open(const char *path,
+                                                          const fsdp_file_ops *files,
+                                                          void *files_user,
+                                                          fsdp_checkpoint_reader **reader,
+                                                          char *text, size_t cap);
+FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *reader);
+
+/* fsdp_checkpoint_contents_of - what there is
+   fsdp_checkpoint_tensor_at   - a tensor: 0 .. num_tensors - 1, by the bytes of their names
+   Result      FSDP_OK; INVALID_ARG (NULL, no such tensor)
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_checkpoint_contents_of(const fsdp_checkpoint_reader *reader,
+                                                 fsdp_checkpoint_contents *out);
+FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *reader, int64_t index,
+                                               fsdp_checkpoint_tensor *out);
+
+/* fsdp_checkpoint_read - a box of a tensor, row-major; checksums of the blocks that it touches are
+               checked
+   start, shape  [ndim] in the tensor; both NULL: all of it
+   dtype       KEEP: as it is; a floating tensor as another floating dtype is converted
+   to          out: room for the box, aligned to dtype
+   Result      FSDP_OK; CORRUPT, IO; UNSUPPORTED (a dtype or dims that the library does not have);
+               INVALID_ARG; OUT_OF_MEMORY. After a failure the content of `to` is undefined
+   Collective  no      Blocks while files are read      Allocates tables */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *reader,
+                                                          int64_t index, const int64_t *start,
+                                                          const int64_t *shape, fsdp_dtype dtype,
+                                                          void *to, char *text, size_t cap);
+
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
-    fsdp_dtype dtype;                   // of floating tensors; KEEP: as they are
-    int32_t with_optimizer;             // 0: names that begin with "optim." or "fsdp." are left out
+    fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
+    int32_t with_optimizer;             // 0: without names that begin with "optim." or "fsdp.". With
+                                        // num_ranks they are always written
+    int32_t num_ranks, reserved;        // > 0: a checkpoint of ours in so many data files
     int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
                                         // 0: 5,000,000,000
+                                        // Not with num_ranks
     // The name there: 1, out is [FSDP_CHECKPOINT_NAME]. 0: leave the tensor out. NULL: as it is.
     int (*rename)(void *user, const char *name, char *out);
     void *user;
@@ -259,16 +321,22 @@ typedef struct fsdp_checkpoint_export_desc {
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
 
-/* Without a world, in one process: what tools/fsdpck does
-   fsdp_checkpoint_verify - check manifest, headers, coverage of every tensor, and every checksum
-   fsdp_checkpoint_export - write the whole tensors to a new directory in the form of Hugging Face:
-               model.safetensors; or model-0000i-of-0000n.safetensors and an index
-   path        as for load
-   text        [cap] out: verify: what was checked, or the first fault. export: why it failed
-   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG (out is there already; two tensors of
-               one name), OUT_OF_MEMORY
-   Collective  no: one process, without or with a world. In a running job the other ranks wait
-   Blocks      while files are read and written      Allocates tables, 8 MiB      Thread any
+/* fsdp_checkpoint_verify - check manifest, headers, coverage of every tensor, and every checksum
+   fsdp_checkpoint_export - write the tensors to a new directory.
+               In the form of Hugging Face: model.safetensors, the bytes that safetensors' save_file
+               writes; or model-0000i-of-0000n.safetensors and an index, split as huggingface_hub
+               splits tensors in the order of their names.
+               With num_ranks as a checkpoint of ours: each file has its rows of every tensor;
+               tensors with few rows or bytes are in one file. The step is that of the name
+               step-NNNNNNNN of out, else that of path, else 0. Blobs stay those of the ranks that
+               saved them
+   out         made; its parent must be there. It gets its name when it is complete
+   text        verify: also what was checked, if nothing is wrong
+   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (a dtype that the library does not have),
+               INVALID_ARG (out is there already; two tensors of one name; nothing to write),
+               OUT_OF_MEMORY. After a failure out is not there, and nothing beside it if files can
+               be removed. Only if the last sync of its parent fails (IO) it is there
+   Collective  no      Blocks while files are read and written      Allocates headers, tables, 9 MiB
    Source      torch: consolidate_safetensors_files */
 FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_ops *files,
                                             void *files_user, char *text, size_t cap);
@@ -316,6 +384,8 @@ extern "C" {
 #include "checkpoint/read.h"
 #include "checkpoint/load.h"
 #include "checkpoint/life.h"
+#include "checkpoint/alone.h"
+#include "checkpoint/export.h"
 
 #ifdef __cplusplus
 }

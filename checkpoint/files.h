@@ -125,6 +125,7 @@ typedef struct fsdpi_ck_disk {
     uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
     const char *doing; // the file call under way, and its path: for the text of one that stalls
     const char *path;
+    uint32_t left;      // 1: the caller has given the worker up, and ends what it works with
     fsdp_status status; // of the first failure
     int error;          // its errno value; 0: none
     char text[FSDP_CHECKPOINT_PATH + 256];
@@ -152,14 +153,23 @@ static fsdp_status fsdpi_ck_fault(fsdpi_ck_disk *d, fsdp_status status, const ch
     return d->status = status;
 }
 
+// A file call has come back. If the caller has left meanwhile, there is no further one.
+static int fsdpi_ck_moved(fsdpi_ck_disk *d) {
+    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    if (!__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) return 1;
+    (void)fsdpi_ck_fault(d, FSDP_ERR_IO, "nobody waits any more");
+    return 0;
+}
 static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const char *path) {
+    if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE))
+        return fsdpi_ck_fault(d, FSDP_ERR_IO, "nobody waits any more");
     __atomic_store_n(&d->path, path, __ATOMIC_RELAXED);
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
 // A file call has returned `error`: IO with what, where and why.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
-    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    if (!fsdpi_ck_moved(d)) return d->status;
     if (!error) return FSDP_OK;
     if (!d->status) d->error = error;
     return fsdpi_ck_fault(d, FSDP_ERR_IO, "%s of %s: %s (%d)", d->doing, path, strerror(error),
@@ -205,7 +215,7 @@ static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path
     while (nbytes > 0 && !fsdpi_ck_begin(d, "write", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
         int error = d->ops->write(d->user, file, from, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        if (!fsdpi_ck_moved(d)) return d->status;
         if (error == EINTR) continue;
         if (!error && done <= 0) error = ENOSPC;
         if (error) {
@@ -223,7 +233,7 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
     while (nbytes > 0 && !fsdpi_ck_begin(d, "read", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
         int error = d->ops->read(d->user, file, to, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        if (!fsdpi_ck_moved(d)) return d->status;
         if (error == EINTR) continue;
         if (error) {
             if (!d->status) d->error = error;

@@ -57,7 +57,7 @@ typedef struct fsdpi_ck_removal {
 static int fsdpi_ck_remove_file(void *arg, const char *name) {
     fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
     if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
-    return 0;
+    return !fsdpi_ck_moved(r->d);
 }
 /* Remove a directory and its files as far as that goes. Returns an errno value. */
 static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
@@ -67,6 +67,7 @@ static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
     r.dir = dir;
     for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
         error = d->ops->list(d->user, dir, fsdpi_ck_remove_file, &r);
+        if (!fsdpi_ck_moved(d)) return EIO;
         if (!error) error = d->ops->remove(d->user, dir, 1);
         if (!error || error == ENOENT) return 0;
     }
@@ -99,6 +100,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     int error = 0, others = 0;
     if (desc->keep <= 0) return 0;
     if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
+    if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
     for (int32_t i = 0; i < l.num; i++) {
         if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
         if (others++ < desc->keep - 1) continue;
@@ -108,6 +110,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
         fits = fits && fsdpi_ck_join(to, dir, name);
         int failed = fits ? d->ops->rename(d->user, from, to) : ENAMETOOLONG;
         if (failed) error = failed;
+        if (!fsdpi_ck_moved(d)) return EIO;
     }
     left.d = d;
     left.dir = dir;

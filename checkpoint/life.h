@@ -55,7 +55,11 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
-    if (ck->stuck) return; // a thread still looks at it
+    if (ck->stuck) { // a thread still looks at it, and ends when its file call comes back
+        FSDPI_CK_PUT(&ck->worker.stop, 1);
+        (void)pthread_detach(ck->worker.thread);
+        return;
+    }
     fsdpi_ck_stop(&ck->worker);
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(m, rooms[i]);
     fsdp_free(m, FSDP_MEMORY_HOST, ck, (int64_t)sizeof *ck);
@@ -102,8 +106,6 @@ static fsdp_status fsdpi_ck_init(fsdp_checkpoint *ck, fsdp_model *model,
     if (!status && ck->rank == 0)
         status = fsdpi_ck_reserve(model, &ck->steps, FSDPI_CK_MOST_STEPS * (int64_t)sizeof(int64_t),
                                   0);
-    if (!status) status = fsdp_model_commit(model);
-    if (!status) status = fsdpi_ck_tabulate(ck, call, 0);
     ck->extension.name = "checkpoint";
     ck->extension.user = ck;
     ck->extension.destroy = fsdpi_ck_end_of_model;
@@ -114,19 +116,26 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
                                             fsdp_checkpoint **out) {
     static const char *const call = "checkpoint_create";
     void *room = NULL;
+    int attached = 0;
     if (!model || !out) return fsdpi_ck_null(fsdp_model_world(model), call, "model or ck");
     *out = NULL;
     fsdp_status mine = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof(fsdp_checkpoint),
                                   "checkpoint_create: no memory", &room);
     fsdp_checkpoint *ck = (fsdp_checkpoint *)room, told;
     if (!mine) mine = fsdpi_ck_init(ck, model, desc);
-    if (!mine) mine = fsdp_attach(model, &ck->extension);
     memset(&told, 0, sizeof told);
     told.world = fsdp_model_world(model);
     told.rank = fsdp_rank(told.world), told.size = fsdp_world_size(told.world);
-    fsdp_status status = fsdpi_ck_agree(&told, call, mine);
+    fsdp_status status = fsdpi_ck_agree(&told, call, mine); // a commit is for all ranks or none
+    if (!status) {
+        mine = fsdp_model_commit(model);
+        if (!mine) mine = fsdpi_ck_tabulate(ck, call, 0);
+        if (!mine) mine = fsdp_attach(model, &ck->extension);
+        attached = !mine;
+        status = fsdpi_ck_agree(&told, call, mine);
+    }
     if (!status) *out = ck;
-    else if (ck && !mine) (void)fsdp_detach(model, &ck->extension);
+    else if (attached) (void)fsdp_detach(model, &ck->extension);
     else if (ck) fsdpi_ck_free_all(ck);
     return status;
 }
@@ -278,7 +287,9 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
-    if (!dir || !path || !step || !cap) mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
+    if (ck->stuck) mine = fsdpi_ck_told(ck, call);
+    else if (!dir || !path || !step || !cap)
+        mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
     else if (strlen(dir) + FSDPI_CK_LEAF > cap || strlen(dir) + FSDPI_CK_LEAF > sizeof found)
         mine = fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E446] %s: a path in dir does not fit: pass room for %llu bytes", call,
@@ -309,7 +320,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
     fsdpi_ck_load *l = (fsdpi_ck_load *)room.ptr;
     if (!mine) memset(l, 0, sizeof *l);
-    fsdpi_ck_io_of(ck, call);
+    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // else a thread still looks at it
     if (!mine)
         mine = fsdp_desc_read(ck->world, &l->desc, desc, sizeof l->desc,
                               "fsdp_checkpoint_load_desc");
@@ -346,7 +357,8 @@ FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
 
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck) {
     uint64_t layout;
-    if (!ck || ck->save.stage_of != FSDPI_CK_IDLE) return ck ? ck->save.stage_bytes : -1;
+    if (!ck || ck->stuck) return -1;
+    if (ck->save.stage_of != FSDPI_CK_IDLE) return ck->save.stage_bytes;
     if (fsdpi_ck_prepare(ck, "checkpoint_nbytes", &layout)) return -1;
     return fsdpi_ck_stage_for(ck, 1);
 }

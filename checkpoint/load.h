@@ -157,7 +157,11 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    if (fsdpi_ck_volume(x->ndim, x->whole) == 0) return FSDP_OK;
+    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
+    if (x->ordinal >= 0)
+        p = fsdpi_ck_tensor_at(&l->ck->table,
+                               ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
     int num = fsdpi_ck_sources(l, x, s), found = 0;
@@ -180,8 +184,10 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         }
         fsdpi_ck_tensor number = *x;
         if (x->file_dtype != x->dtype) {
+            fsdp_dtype there = l->opened.boxes[first].entry->dtype;
             number.memory = FSDP_MEMORY_HOST;
-            number.dtype = l->opened.boxes[first].entry->dtype == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
         fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;

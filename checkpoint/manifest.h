@@ -41,17 +41,18 @@ FSDP_PRINTF(2, 3) static void fsdpi_ck_say(fsdpi_ck_print *p, const char *format
     p->used += n > 0 ? n : 0;
 }
 
-/* The manifest of `size` ranks. sizes: of each rank bytes of its header with the first 8, of its
-   data, CRC of the header; a rank without data has no file. Returns the bytes of the text. */
-static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int size, const int64_t *sizes,
-                                       const uint32_t *crcs) {
+/* The manifest of `size` files. world: ranks whose blobs are in them. sizes: of each file bytes of
+   its header with the first 8, of its data, CRC of the header; without data there is no file.
+   Returns the bytes of the text. */
+static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, int size,
+                                       const int64_t *sizes, const uint32_t *crcs) {
     fsdpi_ck_print p = {buf, 0};
     const char *between = "";
     char name[FSDPI_CK_LEAF];
     fsdpi_ck_say(&p,
-                 "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%d,\n\"block\":%d,\n"
+                 "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%lld,\n\"block\":%d,\n"
                  "\"files\":[",
-                 (long long)step, size, FSDPI_CK_BLOCK);
+                 (long long)step, (long long)world, FSDPI_CK_BLOCK);
     for (int r = 0; r < size; r++) {
         const int64_t *s = sizes + 3 * (int64_t)r;
         if (!s[0]) continue;

@@ -58,7 +58,9 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
         watch->moves = moves;
         watch->since = now;
     }
-    ck->stuck = now - watch->since > (int64_t)ck->desc.stall_ms * 1000000;
+    if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
+    ck->stuck = 1;
+    FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
 /* Begin a job of the worker. */

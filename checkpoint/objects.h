@@ -79,7 +79,7 @@ typedef struct fsdpi_ck_open_job { // open a file, or find out that there is non
     const char *path;
     void *file;
     int64_t nbytes;
-    int error;
+    int error, quiet; // quiet: a failure of close does not count
 } fsdpi_ck_open_job;
 
 typedef struct fsdpi_ck_read_job {
@@ -102,6 +102,8 @@ typedef struct fsdpi_ck_io {
     fsdp_checkpoint *ck; // NULL: alone
     fsdp_model *model;   // whose memory; NULL: calloc
     fsdp_world *world;   // for texts; NULL: none
+    char *text;          // alone: where texts of failures go; NULL: nowhere
+    size_t cap;
     fsdpi_ck_disk *disk;
     const char *call;
     fsdpi_ck_open_job open;

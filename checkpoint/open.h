@@ -24,6 +24,7 @@ static void fsdpi_ck_read_bytes(void *arg) {
 static void fsdpi_ck_close_file(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     (void)fsdpi_ck_close(j->disk, j->file, j->path);
+    if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
@@ -43,17 +44,33 @@ static void fsdpi_ck_list_leaves(void *arg) {
                        j->path);
 }
 
+// A failure: of the world; alone it goes to the caller's text and not to a log.
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char *format, ...) {
+    char text[FSDP_CHECKPOINT_PATH + 512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (io->ck) return fsdp_fail(io->world, status, "%s", text);
+    if (io->cap) snprintf(io->text, io->cap, "%s", text);
+    return status;
+}
+// The disk's failure becomes that of a call without a worker.
+static fsdp_status fsdpi_ck_told_alone(fsdpi_ck_io *io) {
+    return io->disk->status
+               ? fsdpi_ck_fail(io, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
+               : FSDP_OK;
+}
 static fsdp_status fsdpi_ck_do(fsdpi_ck_io *io, fsdpi_ck_job job, void *arg) {
     if (io->ck) return fsdpi_ck_run(io->ck, io->call, job, arg);
     fsdpi_ck_forget(io->disk);
     job(arg);
-    return io->disk->status
-               ? fsdp_fail(io->world, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
-               : FSDP_OK;
+    return fsdpi_ck_told_alone(io);
 }
 static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const char *name,
                                    const char *why) {
-    return fsdp_fail(io->world, status, "[E435] %s: %s: %s", io->call, name, why);
+    return fsdpi_ck_fail(io, status, "[E435] %s: %s: %s", io->call, name, why);
 }
 
 // Memory that a worker that hangs may still use is left to the end of the process.
@@ -77,6 +94,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
+    io->open.quiet = status != 0; // the text of the first failure stays
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;
 }

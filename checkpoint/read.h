@@ -251,6 +251,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
             int64_t at = e->begin + (o.src + k) * size, dst = o.dst + k;
             n = o.elements - k < most ? o.elements - k : most;
+            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // of one row
             if (straight && o.elements * size >= FSDPI_CK_SHORT) n = o.elements;
             if (straight && (o.rows == 1 || o.elements * size >= FSDPI_CK_SHORT)) {
                 status = fsdpi_ck_read_straight(r, item->part, at, n * size, w->to + dst * size);

@@ -69,12 +69,12 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[2] = {"format", "fsdp.writer"};
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
     char writer[32];
-    const char *values[2] = {"pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank, ck->size);
+    const char *values[3] = {"1.0", "pt", writer};
+    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -86,7 +86,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     s->header_bytes = 0;
     if (s->num_entries) {
         int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               2, NULL, 0);
+                                               3, NULL, 0);
         if (bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
@@ -97,7 +97,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         if (status) return status;
         char *header = (char *)s->header.ptr;
         for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 2,
+        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
                                      header + 8, bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
@@ -122,7 +122,8 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     fsdp_status status = ck->rank == 0 ? fsdpi_ck_reserve(ck->model, text, total + 1, 0)
                                        : fsdpi_ck_reserve(ck->model, &mine, most + 1, 0);
     status = fsdpi_ck_agree(ck, call, status);
-    for (int r = 0, begin = 0; r < ck->size && !status; begin += (int)sizes[3 * r++]) {
+    int64_t begin = 0;
+    for (int r = 0; r < ck->size && !status; begin += sizes[3 * r++]) {
         char *to = ck->rank == 0 ? (char *)text->ptr + begin : (char *)mine.ptr;
         at[r] = begin;
         if (ck->rank == r && sizes[3 * r]) memcpy(to, ck->save.header.ptr, (size_t)sizes[3 * r]);
@@ -223,27 +224,39 @@ static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
 /* -------------------------------------------------------------------------------------------- */
 // The worker's jobs.
 
-static int fsdpi_ck_note_any(void *arg, const char *name) {
-    (void)name;
-    *(int *)arg = 1;
+static int fsdpi_ck_stop_at_once(void *arg, const char *name) {
+    (void)arg, (void)name;
     return 1;
+}
+// The directory in which a path's last part is.
+static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') n--;
+    while (n > 0 && path[n - 1] != '/') n--;
+    while (n > 1 && path[n - 1] == '/') n--;
+    memcpy(out, n ? path : ".", n ? n : 1);
+    out[n ? n : 1] = 0;
 }
 /* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int any = 0;
     if (fsdpi_ck_begin(d, "mkdir", s->dir)) return;
     int error = d->ops->make_dir(d->user, s->dir);
     if (error != EEXIST && fsdpi_ck_end(d, error, s->dir)) return;
+    if (!error && !ck->desc.no_sync) {
+        fsdpi_ck_parent(s->scratch, s->dir);
+        if (fsdpi_ck_sync_dir(d, s->scratch)) return;
+    }
     if (fsdpi_ck_begin(d, "list", s->final)) return;
-    error = d->ops->list(d->user, s->final, fsdpi_ck_note_any, &any);
-    if (error != ENOENT) {
+    error = d->ops->list(d->user, s->final, fsdpi_ck_stop_at_once, NULL);
+    if (!error || error == ENOTDIR) {
         (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                              "%s is there already: choose another step or directory", s->final);
         return;
     }
+    if (error != ENOENT && fsdpi_ck_end(d, error, s->final)) return;
     if (fsdpi_ck_begin(d, "mkdir", s->tmp)) return;
     (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, s->tmp), s->tmp);
 }
@@ -352,7 +365,7 @@ static void fsdpi_ck_commit(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size,
+    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size, ck->size,
                                              (const int64_t *)s->sizes.ptr,
                                              (const uint32_t *)s->crcs.ptr);
     int64_t ignored;
@@ -377,6 +390,7 @@ static void fsdpi_ck_commit(void *arg) {
 /* Rank 0: nothing is left of a save that failed. */
 static void fsdpi_ck_clean(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
+    (void)fsdpi_ck_begin(&ck->disk, "removal", ck->save.tmp);
     (void)fsdpi_ck_remove_dir(&ck->disk, ck->save.tmp);
 }
 
@@ -561,6 +575,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
         fsdp_status status = fsdpi_ck_share_crcs(ck);
         if (!status && ck->rank == 0) status = fsdpi_ck_hand(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
+        memset(&s->watch, 0, sizeof s->watch); // the commit has its own time
         return status;
     }
     if (s->warned)

@@ -139,7 +139,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
-    x->num_holders = first && of >= 0 ? p.num_holders : 2;
+    x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
     if (!first) x->place = -1; // never its turn
     return FSDP_OK;
 }
@@ -154,6 +154,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
     x->ndim = 1;
+    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;

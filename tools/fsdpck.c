@@ -1,0 +1,470 @@
+/* fsdpck.c - look at checkpoints, check, compare, cut anew, export and import them: one process,
+   without a job.
+
+       cc -O2 -o fsdpck tools/fsdpck.c -pthread -lm
+       ./fsdpck verify run/step-00001000
+
+   It reads what fsdp_checkpoint_load reads. See usage() for the rest. Names in files are of
+   strangers: what is not printable ASCII is printed as \xNN. Linux.
+
+   SPDX-License-Identifier: MIT */
+#define _GNU_SOURCE
+#define FSDP_IMPLEMENTATION
+#define FSDP_STATIC
+#define FSDP_NO_BACKEND
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
+#include "../fsdp_checkpoint.h"
+#pragma GCC diagnostic pop
+#include <stdio.h>  // printf
+#include <stdlib.h> // malloc, strtoll
+#include <string.h> // strcmp
+#include <unistd.h> // isatty
+
+enum { EXIT_DIFFERS = 1, EXIT_USAGE = 2, EXIT_IO = 3 };
+enum { PIECE = 1 << 20 }; // elements that diff compares at once
+
+// What the user wants.
+typedef struct request {
+    const struct verb *verb;
+    const char *paths[2];
+    int num_paths, help;
+    int64_t ranks, max_file_bytes; // 0: not given
+    fsdp_dtype dtype;
+    int with_optimizer;
+    char text[FSDP_CHECKPOINT_PATH + 1024];
+} request;
+
+typedef struct verb {
+    const char *name, *operands, *options;
+    int num_paths;
+    int (*run)(request *q);
+    const char *help;
+} verb;
+
+/* ---- what is printed ------------------------------------------------------------------------- */
+
+// Text of strangers: it moves no cursor, and looks like nothing that it is not.
+static void put_safe(FILE *to, const char *text) {
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if (*c == '\\') fputs("\\\\", to);
+        else if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
+        else fprintf(to, "\\x%02x", *c);
+    }
+}
+
+static struct {
+    int64_t done, total, shown_ns;
+    int on, drawn;
+} bar;
+
+static void end_bar(void) {
+    if (bar.drawn) fputs("\r\033[K", stderr);
+    bar.drawn = 0;
+}
+static void draw_bar(void) {
+    char cells[41];
+    int64_t now = fsdpi_ck_now();
+    if (!bar.on || bar.total <= 0 || (bar.drawn && now - bar.shown_ns < 100000000)) return;
+    double part = (double)bar.done / (double)bar.total;
+    if (part > 1) part = 1; // blocks at the borders of boxes are read twice
+    for (int i = 0; i < 40; i++) cells[i] = i < (int)(40 * part) ? '#' : '.';
+    cells[40] = 0;
+    fprintf(stderr, "\r[%s] %3d %%", cells, (int)(100 * part));
+    fflush(stderr);
+    bar.drawn = 1;
+    bar.shown_ns = now;
+}
+
+// The file calls of the system; reads are counted.
+static int counted_read(void *user, void *file, void *data, int64_t nbytes, int64_t at,
+                        int64_t *done) {
+    int error = fsdpi_ck_os_read(user, file, data, nbytes, at, done);
+    bar.done += *done;
+    draw_bar();
+    return error;
+}
+static fsdp_file_ops counted;
+
+static int complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static int complain(const char *format, ...) {
+    char text[FSDP_CHECKPOINT_PATH + 1200];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    fputs("fsdpck: ", stderr);
+    put_safe(stderr, text);
+    fputs("\n", stderr);
+    return EXIT_USAGE;
+}
+
+static int unknown(const char *what, const char *word) {
+    return complain("[E468] unknown %s '%s'; --help explains", what, word);
+}
+static int expected(const char *where, const char *what) {
+    return complain("[E469] %s: expected %s; --help explains", where, what);
+}
+
+// The end of a verb: what went wrong, and the exit status for it.
+static int finish(const request *q, fsdp_status status) {
+    end_bar();
+    if (!status) return 0;
+    fflush(stdout);
+    fprintf(stderr, "fsdpck %s: ", q->verb->name);
+    put_safe(stderr, q->text[0] ? q->text : fsdp_status_text(status));
+    fputs("\n", stderr);
+    if (status == FSDP_ERR_CORRUPT) return EXIT_DIFFERS;
+    return status == FSDP_ERR_INVALID_ARG || status == FSDP_ERR_UNSUPPORTED ? EXIT_USAGE : EXIT_IO;
+}
+
+static void put_shape(const fsdp_checkpoint_tensor *t) {
+    printf("%s [", fsdp_safetensors_dtype_name(t->file_dtype));
+    for (int d = 0; d < t->ndim && d < FSDP_MAX_DIMS; d++)
+        printf(d ? ", %lld" : "%lld", (long long)t->shape[d]);
+    printf(t->ndim > FSDP_MAX_DIMS ? ", ...]" : "]");
+}
+
+/* ---- verbs ----------------------------------------------------------------------------------- */
+
+static fsdp_status open_path(request *q, int which, fsdp_checkpoint_reader **r,
+                             fsdp_checkpoint_contents *c) {
+    fsdp_status status = fsdp_checkpoint_open(q->paths[which], &counted, NULL, r, q->text,
+                                              sizeof q->text);
+    if (!status) status = fsdp_checkpoint_contents_of(*r, c);
+    bar.done = 0;
+    return status;
+}
+
+static int list(request *q) {
+    fsdp_checkpoint_reader *r;
+    fsdp_checkpoint_contents c;
+    fsdp_checkpoint_tensor t;
+    fsdp_status status = open_path(q, 0, &r, &c);
+    if (status) return finish(q, status);
+    put_safe(stdout, q->paths[0]);
+    if (c.step >= 0) printf(": step %lld of %lld ranks", (long long)c.step, (long long)c.world);
+    else printf(": no manifest");
+    printf(", %lld tensors, %lld files, %lld bytes\n", (long long)c.num_tensors,
+           (long long)c.num_files, (long long)c.data_bytes);
+    for (int64_t i = 0; i < c.num_tensors; i++) {
+        (void)fsdp_checkpoint_tensor_at(r, i, &t);
+        printf("%12lld  %3d  ", (long long)t.nbytes, t.num_boxes);
+        put_safe(stdout, t.name);
+        printf("  ");
+        put_shape(&t);
+        printf("\n");
+    }
+    fsdp_checkpoint_close(r);
+    return finish(q, FSDP_OK);
+}
+
+static int verify(request *q) {
+    fsdp_checkpoint_reader *r;
+    fsdp_checkpoint_contents c;
+    fsdp_status status = open_path(q, 0, &r, &c);
+    if (status) return finish(q, status);
+    fsdp_checkpoint_close(r);
+    bar.total = c.data_bytes;
+    status = fsdp_checkpoint_verify(q->paths[0], &counted, NULL, q->text, sizeof q->text);
+    end_bar();
+    if (status) return finish(q, status);
+    put_safe(stdout, q->paths[0]);
+    printf(": %s\n", q->text);
+    return 0;
+}
+
+static int write_new(request *q, int num_ranks) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_reader *r;
+    fsdp_checkpoint_contents c;
+    fsdp_status status = open_path(q, 0, &r, &c);
+    if (status) return finish(q, status);
+    fsdp_checkpoint_close(r);
+    if (!strcmp(q->verb->name, "reshard") && c.step < 0)
+        return expected("reshard", "a checkpoint with a manifest; import takes others");
+    bar.total = c.data_bytes;
+    d.dtype = q->dtype;
+    d.with_optimizer = q->with_optimizer;
+    d.max_file_bytes = q->max_file_bytes;
+    d.num_ranks = num_ranks;
+    d.files = &counted;
+    return finish(q, fsdp_checkpoint_export(q->paths[0], q->paths[1], &d, q->text, sizeof q->text));
+}
+static int export_it(request *q) { return write_new(q, 0); }
+static int import_it(request *q) { return write_new(q, q->ranks ? (int)q->ranks : 1); }
+static int reshard(request *q) {
+    if (!q->ranks) return expected("reshard", "--ranks N");
+    return write_new(q, (int)q->ranks);
+}
+
+/* ---- diff ------------------------------------------------------------------------------------ */
+
+typedef struct comparison {
+    fsdp_checkpoint_reader *a, *b;
+    fsdp_checkpoint_tensor ta, tb;
+    char *room; // two pieces of elements, and two of doubles
+    int64_t different, first, tensors;
+    double values[2], largest;
+} comparison;
+
+// Elements k .. of a piece, which begins with element `at` of the tensor.
+static void compare_piece(comparison *c, int64_t at, int64_t n) {
+    const int64_t size = (int64_t)fsdp_dtype_size(c->ta.dtype);
+    char *x = c->room, *y = x + 8 * PIECE;
+    double *dx = (double *)(void *)(y + 8 * PIECE), *dy = dx + PIECE;
+    if (!memcmp(x, y, (size_t)(n * size))) return;
+    int is_float = fsdp_dtype_is_float(c->ta.dtype);
+    if (is_float) (void)fsdp_convert(dx, FSDP_F64, x, c->ta.dtype, n);
+    if (is_float) (void)fsdp_convert(dy, FSDP_F64, y, c->ta.dtype, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (!memcmp(x + i * size, y + i * size, (size_t)size)) continue;
+        if (is_float) {
+            double d = dx[i] > dy[i] ? dx[i] - dy[i] : dy[i] - dx[i];
+            if (d > c->largest) c->largest = d;
+            if (!c->different) c->values[0] = dx[i], c->values[1] = dy[i];
+        }
+        if (!c->different++) c->first = at + i;
+    }
+}
+
+static fsdp_status compare_values(request *q, comparison *c, int64_t i, int64_t k) {
+    int64_t numel = 1, start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS], n;
+    fsdp_status status = FSDP_OK;
+    for (int d = 0; d < c->ta.ndim && d < FSDP_MAX_DIMS; d++) numel *= c->ta.shape[d];
+    c->different = 0;
+    c->largest = 0;
+    for (int64_t at = 0; at < numel && !status; at += n) {
+        n = fsdpi_ck_next_box(c->ta.ndim, c->ta.shape, at, PIECE, start, shape);
+        status = fsdp_checkpoint_read(c->a, i, start, shape, FSDP_DTYPE_KEEP, c->room, q->text,
+                                      sizeof q->text);
+        if (!status)
+            status = fsdp_checkpoint_read(c->b, k, start, shape, FSDP_DTYPE_KEEP,
+                                          c->room + 8 * PIECE, q->text, sizeof q->text);
+        if (!status) compare_piece(c, at, n);
+    }
+    if (status || !c->different) return status;
+    end_bar();
+    put_safe(stdout, c->ta.name);
+    printf(": %lld of %lld elements differ, the first at [", (long long)c->different,
+           (long long)numel);
+    for (int d = 0; d < c->ta.ndim; d++) {
+        numel /= c->ta.shape[d];
+        printf(d ? ", %lld" : "%lld", (long long)(c->first / numel));
+        c->first %= numel;
+    }
+    printf("]");
+    if (fsdp_dtype_is_float(c->ta.dtype))
+        printf(": %.9g and %.9g; the largest difference is %.9g", c->values[0], c->values[1],
+               c->largest);
+    printf("\n");
+    c->tensors++;
+    return FSDP_OK;
+}
+
+// A tensor that is in both.
+static fsdp_status compare_tensor(request *q, comparison *c, int64_t i, int64_t k) {
+    int same = c->ta.file_dtype == c->tb.file_dtype && c->ta.ndim == c->tb.ndim &&
+               !memcmp(c->ta.shape, c->tb.shape, sizeof c->ta.shape);
+    if (same && c->ta.dtype == FSDP_SAFETENSORS_OTHER) // says why this is impossible
+        return fsdp_checkpoint_read(c->a, i, NULL, NULL, FSDP_DTYPE_KEEP, c->room, q->text,
+                                    sizeof q->text);
+    if (same) return compare_values(q, c, i, k);
+    end_bar();
+    put_safe(stdout, c->ta.name);
+    printf(": ");
+    put_shape(&c->ta);
+    printf(" and ");
+    put_shape(&c->tb);
+    printf("\n");
+    c->tensors++;
+    return FSDP_OK;
+}
+
+static void only_in(const request *q, comparison *c, int which) {
+    end_bar();
+    printf("only in ");
+    put_safe(stdout, q->paths[which]);
+    printf(": ");
+    put_safe(stdout, which ? c->tb.name : c->ta.name);
+    printf("\n");
+    c->tensors++;
+}
+
+static int diff(request *q) {
+    comparison c = FSDP_ZERO;
+    fsdp_checkpoint_contents in[2];
+    fsdp_status status = open_path(q, 0, &c.a, &in[0]);
+    if (!status) status = open_path(q, 1, &c.b, &in[1]);
+    if (!status && !(c.room = (char *)malloc(32 * PIECE))) status = FSDP_ERR_OUT_OF_MEMORY;
+    int64_t i = 0, k = 0, all = 0;
+    if (!status) bar.total = in[0].data_bytes + in[1].data_bytes;
+    while (!status && (i < in[0].num_tensors || k < in[1].num_tensors)) { // both by name
+        if (i < in[0].num_tensors) (void)fsdp_checkpoint_tensor_at(c.a, i, &c.ta);
+        if (k < in[1].num_tensors) (void)fsdp_checkpoint_tensor_at(c.b, k, &c.tb);
+        int order = i >= in[0].num_tensors   ? 1
+                    : k >= in[1].num_tensors ? -1
+                                             : strcmp(c.ta.name, c.tb.name);
+        if (order) only_in(q, &c, order > 0);
+        else status = compare_tensor(q, &c, i, k);
+        i += order <= 0;
+        k += order >= 0;
+        all++;
+    }
+    free(c.room);
+    fsdp_checkpoint_close(c.a);
+    fsdp_checkpoint_close(c.b);
+    end_bar();
+    if (status) return finish(q, status);
+    if (c.tensors) printf("%lld of %lld tensors differ\n", (long long)c.tensors, (long long)all);
+    else printf("%lld tensors, all equal\n", (long long)all);
+    return c.tensors ? EXIT_DIFFERS : 0;
+}
+
+/* ---- what the user wants --------------------------------------------------------------------- */
+
+static const verb verbs[] = {
+    {"ls", "PATH", "", 1, list,
+     "Lists the tensors: bytes, boxes, name, dtype and shape. Reads and checks headers alone.\n"},
+    {"verify", "PATH", "", 1, verify,
+     "Checks the manifest, sizes, headers, the coverage of every tensor, and every checksum. Says\n"
+     "what was checked, or the first fault. Files of others have no checksums.\n"},
+    {"diff", "A B", "", 2, diff,
+     "Compares tensors: names, dtypes, shapes, and values bit by bit, however they are cut. "
+     "Prints\n"
+     "a line for each difference. It does not compare steps of manifests.\n"},
+    {"reshard", "PATH OUT", "--ranks N", 2, reshard,
+     "Writes a checkpoint of ours again in N data files, so that each of N ranks mostly reads "
+     "one.\n"
+     "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
+     "those of the ranks that saved them.\n"},
+    {"export", "PATH OUT", "[--dtype D] [--with-optimizer] [--max-file-bytes N]", 2, export_it,
+     "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
+     "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
+     "  --with-optimizer     also what is called optim.* and fsdp.*\n"
+     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n"},
+    {"import", "PATH OUT", "[--ranks N]", 2, import_it,
+     "Makes a checkpoint of ours of any PATH, with checksums, in N data files (default 1). Call "
+     "OUT\n"
+     "step-NNNNNNNN, and it has that step; a job finds it in its directory.\n"},
+};
+enum { VERBS = sizeof verbs / sizeof *verbs };
+
+static void usage(FILE *to) {
+    fputs("usage: fsdpck VERB PATH...\n\n", to);
+    for (int i = 0; i < VERBS; i++)
+        fprintf(to, "  fsdpck %s %s%s%s\n", verbs[i].name, verbs[i].operands,
+                *verbs[i].options ? " " : "", verbs[i].options);
+    fputs(
+        "\nfsdpck VERB --help explains each. PATH, A and B: a checkpoint directory of fsdp.h, one\n"
+        "of PyTorch's in safetensors form, a directory of Hugging Face, or one .safetensors file.\n"
+        "OUT: a new directory; it gets its name when it is complete and on the disk. A killed\n"
+        "fsdpck leaves .tmp-export-* beside it, which you may remove.\n"
+        "\n"
+        "Exit status: 0 right; 1 damaged, or (diff) different; 2 wrong use, or a format that\n"
+        "fsdpck does not read; 3 a file call failed, or no memory. Faults go to the standard "
+        "error,\n"
+        "and, if that is a terminal, a bar of progress. In names, what is not printable ASCII is\n"
+        "\\xNN.\n",
+        to);
+}
+static void verb_help(const verb *v) {
+    printf(
+        "usage: fsdpck %s %s%s%s\n\n%s\n"
+        "Exit status: 0 right; 1 damaged%s; 2 wrong use, or a format that fsdpck does not read;\n"
+        "3 a file call failed, or no memory\n",
+        v->name, v->operands, *v->options ? " " : "", v->options, v->help,
+        v->run == diff ? ", or different" : "");
+}
+
+static int number(const char *option, const char *text, int64_t most, int units, int64_t *out) {
+    static const char *const names[] = {"", "KB", "MB", "GB"};
+    char *end = NULL;
+    int64_t scale = 1;
+    errno = 0;
+    *out = *text >= '0' && *text <= '9' ? strtoll(text, &end, 10) : -1;
+    for (int i = 0; i < (units ? 4 : 1) && end; i++, scale *= 1000)
+        if (!strcmp(end, names[i])) {
+            if (!errno && *out > 0 && *out <= most / scale) {
+                *out *= scale;
+                return 0;
+            }
+            break;
+        }
+    char what[100];
+    snprintf(what, sizeof what, "a number from 1 to %lld%s", (long long)most,
+             units ? ", or one with KB, MB or GB" : "");
+    return expected(option, what);
+}
+static int dtype_of(request *q, const char *text) {
+    static const fsdp_dtype known[] = {FSDP_F32, FSDP_BF16, FSDP_F16, FSDP_F64};
+    for (int i = 0; i < 4; i++)
+        if (!strcmp(text, fsdp_dtype_name(known[i]))) {
+            q->dtype = known[i];
+            return 0;
+        }
+    return expected("--dtype", "f32, bf16, f16 or f64");
+}
+
+// The value of the option `name` in argv[*i] or behind it; NULL: another option, or not the verb's.
+static const char *option(const request *q, const char *name, char **argv, int *i) {
+    const size_t length = strlen(name);
+    const char *rest = argv[*i] + length;
+    if (strncmp(argv[*i], name, length) != 0 || !strstr(q->verb->options, name)) return NULL;
+    if (!*rest) return argv[*i + 1] ? argv[++*i] : "";
+    return *rest == '=' ? rest + 1 : NULL;
+}
+
+// 0: go on. Else an exit status.
+static int read_arguments(request *q, int argc, char **argv) {
+    const char *v;
+    int bad = 0, only_paths = 0;
+    for (int i = 2; i < argc && !bad; i++) {
+        if (only_paths || argv[i][0] != '-') {
+            if (q->num_paths < q->verb->num_paths) q->paths[q->num_paths] = argv[i];
+            q->num_paths++;
+        } else if (!strcmp(argv[i], "--")) {
+            only_paths = 1;
+        } else if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) {
+            q->help = 1;
+        } else if (!strcmp(argv[i], "--with-optimizer") &&
+                   strstr(q->verb->options, "--with-optimizer")) {
+            q->with_optimizer = 1;
+        } else if ((v = option(q, "--ranks", argv, &i)) != NULL) {
+            bad = number("--ranks", v, 99999, 0, &q->ranks);
+        } else if ((v = option(q, "--max-file-bytes", argv, &i)) != NULL) {
+            bad = number("--max-file-bytes", v, INT64_MAX, 1, &q->max_file_bytes);
+        } else if ((v = option(q, "--dtype", argv, &i)) != NULL) {
+            bad = dtype_of(q, v);
+        } else {
+            bad = unknown("option", argv[i]);
+        }
+    }
+    if (bad || q->help || q->num_paths == q->verb->num_paths) return bad;
+    return expected(q->verb->name, q->verb->operands);
+}
+
+int main(int argc, char **argv) {
+    static request q;
+    if (argc > 1 && (!strcmp(argv[1], "-h") || !strcmp(argv[1], "--help"))) {
+        usage(stdout);
+        return fflush(stdout) ? EXIT_IO : 0;
+    }
+    for (int i = 0; i < VERBS && argc > 1; i++)
+        if (!strcmp(argv[1], verbs[i].name)) q.verb = &verbs[i];
+    if (argc < 2) usage(stderr);
+    if (argc < 2) return EXIT_USAGE;
+    if (!q.verb) return unknown("verb", argv[1]);
+    int result = read_arguments(&q, argc, argv);
+    if (result) return result;
+    counted = fsdpi_ck_os_files;
+    counted.read = counted_read;
+    bar.on = isatty(STDERR_FILENO) != 0;
+    if (q.help) verb_help(q.verb);
+    else result = q.verb->run(&q);
+    if ((fflush(stdout) || ferror(stdout)) && result < EXIT_USAGE) {
+        perror("fsdpck: standard output");
+        return EXIT_IO;
+    }
+    return result;
+}
