@@ -131,7 +131,7 @@ static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int f
     const int64_t rows = fsdpi_ck_entry_of(x->in, o->tensor)->ndim
                              ? fsdpi_ck_whole_at(x->in, o->tensor)->shape[0]
                              : 1;
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     *first = 0;
     if (!x->sharded) return o->file == file ? rows : -1;
     if (rows < x->num_files || o->nbytes < 65536 * (int64_t)x->num_files)
