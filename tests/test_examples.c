@@ -192,6 +192,23 @@ TEST(examples, tp) {
     CHECK(apart <= 1e-5 && fabs(loss[0][0] - loss[1][0]) <= 1e-5 && loss[1][1] < loss[1][0] / 2);
 }
 
+/* A training that goes on from a checkpoint: its bits, with fewer ranks its losses. Three matrices
+   of 32*32 with two moments in f32, a step of 8 bytes each, and the place in the data. */
+TEST(examples, checkpoint) {
+    double first, last, apart;
+    int bytes;
+    run("09_checkpoint", 0);
+    CHECK_EQ_INT(lines(), 3);
+    CHECK_EQ_INT(sscanf(line("4 ranks: loss "), "%lf -> %lf, saved 4 times %d bytes", &first, &last,
+                        &bytes),
+                 3);
+    CHECK_EQ_INT(bytes, 3 * (3 * 32 * 32 * 4 + 8) + 8);
+    CHECK(last < first / 2);
+    line("again from step 20, 4 ranks: the same bits\n");
+    CHECK_EQ_INT(sscanf(line("again from step 20, 3 ranks: at most "), "%lf", &apart), 1);
+    CHECK(apart <= 1e-5);
+}
+
 /* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
    two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
    16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */
