@@ -22,7 +22,7 @@ SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
                   test_fully_shard_comm test_plan test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
-SLOW := long_*:fully_shard_compile.*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*:plan.leave*:cluster.*:extension.more*:shard.random*:reset.*:norm.slices:faults.*lanes:shm_faults.rank_missing*:store_launcher.late*:fully_shard_training.partial*:fully_shard_training.gradient*
+SLOW := long_*:fully_shard_compile.*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*:plan.leave*:cluster.*:extension.more*:shard.random*:reset.*:checkpoint.reshard*:checkpoint_slow.*:norm.slices:faults.*lanes:shm_faults.rank_missing*:store_launcher.late*:fully_shard_training.partial*:fully_shard_training.gradient*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
@@ -70,7 +70,7 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
               test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training test_gloo test_gloo_faults test_golden_tp:*inline test_golden_train test_mesh \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
@@ -113,7 +113,8 @@ endif
 # above: not those that count host memory, compare with bits of another order of sums, or need more
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
-NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.roundtrip*:*freeze_thaw* \
+              test_checkpoint_train:checkpoint_async.values* test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training test_golden_train:-*replay/clip test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_scaler

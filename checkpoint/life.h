@@ -333,7 +333,8 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
         mine = ck->stuck ? fsdpi_ck_told(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
     status = fsdpi_ck_agree(ck, call, mine);
-    if (!status) {
+    int began = !status; // only then may a worker that hangs look into the room
+    if (began) {
         l->ck = ck;
         l->io = &ck->io;
         status = fsdpi_ck_load_all(l, path);
@@ -343,7 +344,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
         fsdpi_ck_drop(l->io, &l->numbers);
         fsdpi_ck_drop(l->io, &l->flags);
     }
-    if (!ck->stuck) fsdpi_ck_free(ck->model, &room);
+    if (!ck->stuck || !began) fsdpi_ck_free(ck->model, &room);
     return status;
 }
 

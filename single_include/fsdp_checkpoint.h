@@ -1801,6 +1801,7 @@ typedef struct fsdpi_ck_disk {
     const fsdp_file_ops *ops;
     void *user;
     uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
+    uint32_t left;     // 1: the caller has left the worker behind, and may free what it works on
     const char *doing; // the file call under way, and its path: for the text of one that stalls
     const char *path;
     fsdp_status status; // of the first failure
@@ -1835,9 +1836,14 @@ static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const cha
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
+// A file call has ended. A worker that was left behind stops: its memory may be gone.
+static int fsdpi_ck_moved(fsdpi_ck_disk *d, int error) {
+    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    return __atomic_load_n(&d->left, __ATOMIC_ACQUIRE) ? ECANCELED : error;
+}
 // A file call has returned `error`: IO with what, where and why.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
-    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    error = fsdpi_ck_moved(d, error);
     if (!error) return FSDP_OK;
     if (!d->status) d->error = error;
     return fsdpi_ck_fault(d, FSDP_ERR_IO, "%s of %s: %s (%d)", d->doing, path, strerror(error),
@@ -1882,8 +1888,7 @@ static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path
     const char *from = (const char *)data;
     while (nbytes > 0 && !fsdpi_ck_begin(d, "write", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
-        int error = d->ops->write(d->user, file, from, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        int error = fsdpi_ck_moved(d, d->ops->write(d->user, file, from, piece, at, &done));
         if (error == EINTR) continue;
         if (!error && done <= 0) error = ENOSPC;
         if (error) {
@@ -1900,8 +1905,7 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
     char *to = (char *)data;
     while (nbytes > 0 && !fsdpi_ck_begin(d, "read", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
-        int error = d->ops->read(d->user, file, to, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        int error = fsdpi_ck_moved(d, d->ops->read(d->user, file, to, piece, at, &done));
         if (error == EINTR) continue;
         if (error) {
             if (!d->status) d->error = error;
@@ -2240,7 +2244,9 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
         watch->moves = moves;
         watch->since = now;
     }
-    ck->stuck = now - watch->since > (int64_t)ck->desc.stall_ms * 1000000;
+    if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
+    ck->stuck = 1;
+    FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
 /* Begin a job of the worker. */
@@ -2435,7 +2441,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
-    x->num_holders = first && of >= 0 ? p.num_holders : 2;
+    x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
     if (!first) x->place = -1; // never its turn
     return FSDP_OK;
 }
@@ -2450,6 +2456,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
     x->ndim = 1;
+    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
@@ -3164,12 +3171,12 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[2] = {"format", "fsdp.writer"};
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
     char writer[32];
-    const char *values[2] = {"pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank, ck->size);
+    const char *values[3] = {"1.0", "pt", writer};
+    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -3181,7 +3188,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     s->header_bytes = 0;
     if (s->num_entries) {
         int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               2, NULL, 0);
+                                               3, NULL, 0);
         if (bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
@@ -3192,7 +3199,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         if (status) return status;
         char *header = (char *)s->header.ptr;
         for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 2,
+        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
                                      header + 8, bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
@@ -4413,6 +4420,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
             int64_t at = e->begin + (o.src + k) * size, dst = o.dst + k;
             n = o.elements - k < most ? o.elements - k : most;
+            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // of one row
             if (straight && o.elements * size >= FSDPI_CK_SHORT) n = o.elements;
             if (straight && (o.rows == 1 || o.elements * size >= FSDPI_CK_SHORT)) {
                 status = fsdpi_ck_read_straight(r, item->part, at, n * size, w->to + dst * size);
@@ -4683,7 +4691,11 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    if (fsdpi_ck_volume(x->ndim, x->whole) == 0) return FSDP_OK;
+    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
+    if (x->ordinal >= 0)
+        p = fsdpi_ck_tensor_at(&l->ck->table,
+                               ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
     int num = fsdpi_ck_sources(l, x, s), found = 0;
@@ -4706,8 +4718,10 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         }
         fsdpi_ck_tensor number = *x;
         if (x->file_dtype != x->dtype) {
+            fsdp_dtype there = l->opened.boxes[first].entry->dtype;
             number.memory = FSDP_MEMORY_HOST;
-            number.dtype = l->opened.boxes[first].entry->dtype == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
         fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;
@@ -5176,7 +5190,8 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
         mine = ck->stuck ? fsdpi_ck_told(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
     status = fsdpi_ck_agree(ck, call, mine);
-    if (!status) {
+    int began = !status; // only then may a worker that hangs look into the room
+    if (began) {
         l->ck = ck;
         l->io = &ck->io;
         status = fsdpi_ck_load_all(l, path);
@@ -5186,7 +5201,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
         fsdpi_ck_drop(l->io, &l->numbers);
         fsdpi_ck_drop(l->io, &l->flags);
     }
-    if (!ck->stuck) fsdpi_ck_free(ck->model, &room);
+    if (!ck->stuck || !began) fsdpi_ck_free(ck->model, &room);
     return status;
 }
 

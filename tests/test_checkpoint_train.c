@@ -434,6 +434,14 @@ static void given_up(lab_rank *r) {
     CALL(r->w, fsdp_checkpoint_wait(m.ck));
     CALL(r->w, fsdp_barrier(r->w));
     CHECK_EQ_INT(ck_num_names(dir), 1);
+    fsdp_checkpoint_destroy(m.ck);
+    d.stage_bytes = 64; /* the worker fails while the call still copies, or a moment later */
+    ck_open(&m, &d);
+    status = fsdp_checkpoint_save_async(m.ck, dir, 3);
+    if (!status) status = fsdp_checkpoint_wait(m.ck);
+    CHECK_STATUS(status, FSDP_ERR_IO);
+    CALL(r->w, fsdp_barrier(r->w));
+    CHECK_EQ_INT(ck_num_names(dir), 1);
     files.user = NULL;
     CALL(r->w, fsdp_checkpoint_save_async(m.ck, dir, 4));
     CALL(r->w, fsdp_checkpoint_wait(m.ck));
