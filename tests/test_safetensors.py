@@ -234,18 +234,21 @@ def test_dcp_reads_c(folder):
 
 @needs("torch", "safetensors")
 def test_torch_consolidates_c(folder):
-    """Its consolidator takes no tensors of integers; here there are none."""
+    """Its consolidator takes no tensors of integers, and makes those without dims 0, also of its own
+    files: so steps are not compared."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint._consolidate_hf_safetensors import (
         consolidate_safetensors_files)
     want = expected()
+    os.mkdir(f"{folder}/out")
     consolidate_safetensors_files(saved(folder), f"{folder}/out", {name: 1 for name in want})
     got = {}
     for file in glob.glob(f"{folder}/out/*.safetensors"):
         got.update(load_file(file))
     check(sorted(got) == sorted(want), str(sorted(got)))
     for name, tensor in want.items():
-        same(got[name], tensor, name)
+        if tensor.dim():
+            same(got[name], tensor, name)
 
 
 def fsdp2_model():
@@ -357,6 +360,8 @@ def test_c_loads_what_fsdp2_saved(folder):
 def round_trip(folder, model):
     """A model of transformers to a checkpoint of ours and back, in one file, in several, in bf16."""
     import torch
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(fill(name, parameter.shape))
@@ -386,7 +391,8 @@ def round_trip(folder, model):
 def test_transformers_gpt2(folder):
     from transformers import GPT2Config, GPT2LMHeadModel
     round_trip(folder, GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=131,
-                                                  n_positions=24)))
+                                                  n_positions=24, bos_token_id=0,
+                                                  eos_token_id=0)))
 
 
 @needs("torch", "safetensors", "transformers")
