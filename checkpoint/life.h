@@ -121,18 +121,16 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
     *out = NULL;
     fsdp_status mine = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof(fsdp_checkpoint),
                                   "checkpoint_create: no memory", &room);
-    fsdp_checkpoint *ck = (fsdp_checkpoint *)room, told;
+    fsdp_checkpoint *ck = (fsdp_checkpoint *)room;
+    fsdp_world *world = fsdp_model_world(model);
     if (!mine) mine = fsdpi_ck_init(ck, model, desc);
-    memset(&told, 0, sizeof told);
-    told.world = fsdp_model_world(model);
-    told.rank = fsdp_rank(told.world), told.size = fsdp_world_size(told.world);
-    fsdp_status status = fsdpi_ck_agree(&told, call, mine); // a commit is for all ranks or none
+    fsdp_status status = fsdpi_ck_agree(world, call, mine); // a commit is for all ranks or none
     if (!status) {
         mine = fsdp_model_commit(model);
         if (!mine) mine = fsdpi_ck_tabulate(ck, call, 0);
         if (!mine) mine = fsdp_attach(model, &ck->extension);
         attached = !mine;
-        status = fsdpi_ck_agree(&told, call, mine);
+        status = fsdpi_ck_agree(world, call, mine);
     }
     if (!status) *out = ck;
     else if (attached) (void)fsdp_detach(model, &ck->extension);
@@ -162,7 +160,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     int32_t is_new;
     s->begin_ns = fsdpi_ck_now();
     fsdp_status status = fsdpi_ck_agree(
-        ck, call, fsdpi_ck_check_save(ck, call, dir, step, is_async, &layout));
+        ck->world, call, fsdpi_ck_check_save(ck, call, dir, step, is_async, &layout));
     if (status) return status;
     is_new = layout != s->layout;
     s->layout = 0;
@@ -294,7 +292,7 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
         mine = fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E446] %s: a path in dir does not fit: pass room for %llu bytes", call,
                          (unsigned long long)(strlen(dir) + FSDPI_CK_LEAF));
-    status = fsdpi_ck_agree(ck, call, mine);
+    status = fsdpi_ck_agree(ck->world, call, mine);
     if (status) return status;
     fsdpi_ck_io_of(ck, call);
     if (ck->rank == 0) mine = fsdpi_ck_find_here(ck, dir, max_step, found, &newest);
@@ -332,7 +330,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     if (!mine)
         mine = ck->stuck ? fsdpi_ck_told(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
-    status = fsdpi_ck_agree(ck, call, mine);
+    status = fsdpi_ck_agree(ck->world, call, mine);
     int began = !status; // only then may a worker that hangs look into the room
     if (began) {
         l->ck = ck;

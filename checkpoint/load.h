@@ -159,8 +159,7 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     *flag = FSDPI_CK_LEFT;
     const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
     if (x->ordinal >= 0)
-        p = fsdpi_ck_tensor_at(&l->ck->table,
-                               ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+        p = fsdpi_ck_tensor_at(&l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
     if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
@@ -241,7 +240,7 @@ static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     if (status) return status;
     mine = fsdpi_ck_reserve(ck->model, &l->opened.bulk.room, l->opened.bulk.used,
                             ck->rank == 0 ? l->opened.bulk.used : 0);
-    status = fsdpi_ck_agree(ck, l->io->call, mine);
+    status = fsdpi_ck_agree(ck->world, l->io->call, mine);
     if (!status && ck->size > 1)
         status = fsdp_broadcast(ck->world, NULL, l->opened.bulk.room.ptr, l->opened.bulk.used, 0);
     return status;
@@ -322,12 +321,12 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     fsdp_status status = fsdpi_ck_share_bulk(l, path);
     if (status) return status;
     l->opened.dir = path;
-    status = fsdpi_ck_agree(ck, call, fsdpi_ck_understand_and_plan(l));
+    status = fsdpi_ck_agree(ck->world, call, fsdpi_ck_understand_and_plan(l));
     if (!status && l->desc.verify == FSDP_VERIFY_ALL)
         status = fsdpi_ck_follow(ck, call, fsdpi_ck_verify_all(l));
     if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
     status = l->desc.params_only || l->desc.source ? FSDP_OK : fsdp_state_written(ck->model);
     if (!status) status = fsdp_params_changed(ck->model);
-    return fsdpi_ck_agree(ck, call, status);
+    return fsdpi_ck_agree(ck->world, call, status);
 }

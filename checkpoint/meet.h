@@ -19,22 +19,22 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
 
 /* If `mine` is a failure on any rank, all return the failure of the lowest one. Its text is that
    of the rank's last error. */
-static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
+static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
         char text[1024]; // as a world's last error
     } told;
-    int32_t first = mine ? ck->rank : ck->size;
-    fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
-    if (status || first >= ck->size) return status;
+    const int32_t rank = fsdp_rank(world), size = fsdp_world_size(world);
+    int32_t first = mine ? rank : size;
+    fsdp_status status = fsdp_all_reduce(world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
+    if (status || first >= size) return status;
     memset(&told, 0, sizeof told);
     told.status = mine;
-    if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
-    status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
+    if (rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(world));
+    status = fsdp_broadcast(world, NULL, &told, sizeof told, first);
     if (status) return status;
-    if (ck->rank == first) return mine;
-    return fsdp_fail(ck->world, (fsdp_status)told.status, "[E421] %s failed on %s", call,
-                     told.text);
+    if (rank == first) return mine;
+    return fsdp_fail(world, (fsdp_status)told.status, "[E421] %s failed on %s", call, told.text);
 }
 
 /* The worker's failure becomes this call's. A worker whose file call does not move for stall_ms is
@@ -112,5 +112,5 @@ static fsdp_status fsdpi_ck_gather_in(fsdp_checkpoint *ck, fsdp_status mine, int
 static fsdp_status fsdpi_ck_follow(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed = 0;
     fsdp_status status = fsdpi_ck_gather_in(ck, mine, &any_failed);
-    return status ? status : any_failed ? fsdpi_ck_agree(ck, call, mine) : FSDP_OK;
+    return status ? status : any_failed ? fsdpi_ck_agree(ck->world, call, mine) : FSDP_OK;
 }

@@ -121,7 +121,7 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     }
     fsdp_status status = ck->rank == 0 ? fsdpi_ck_reserve(ck->model, text, total + 1, 0)
                                        : fsdpi_ck_reserve(ck->model, &mine, most + 1, 0);
-    status = fsdpi_ck_agree(ck, call, status);
+    status = fsdpi_ck_agree(ck->world, call, status);
     int64_t begin = 0;
     for (int r = 0; r < ck->size && !status; begin += sizes[3 * r++]) {
         char *to = ck->rank == 0 ? (char *)text->ptr + begin : (char *)mine.ptr;
@@ -179,7 +179,7 @@ static fsdp_status fsdpi_ck_share_sizes(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_save *s = &ck->save;
     int64_t num = 3 * (int64_t)ck->size;
     fsdp_status status = fsdpi_ck_agree(
-        ck, call, fsdpi_ck_reserve(ck->model, &s->sizes, num * (int64_t)sizeof(int64_t), 0));
+        ck->world, call, fsdpi_ck_reserve(ck->model, &s->sizes, num * (int64_t)sizeof(int64_t), 0));
     if (status) return status;
     int64_t *sizes = (int64_t *)s->sizes.ptr;
     memset(sizes, 0, (size_t)num * sizeof *sizes);
@@ -198,7 +198,7 @@ static fsdp_status fsdpi_ck_share_sizes(fsdp_checkpoint *ck, const char *call) {
     if (!status && ck->rank == 0)
         status = fsdpi_ck_reserve(ck->model, &s->manifest,
                                   fsdpi_ck_manifest_room(ck->size, s->num_crcs), 0);
-    return fsdpi_ck_agree(ck, call, status);
+    return fsdpi_ck_agree(ck->world, call, status);
 }
 
 static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
@@ -206,14 +206,14 @@ static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
     fsdp_status status = fsdpi_ck_share_sizes(ck, call);
     if (status) return status;
     status = fsdpi_ck_agree(
-        ck, call, fsdpi_ck_reserve(ck->model, &at, ck->size * (int64_t)sizeof(int64_t), 0));
+        ck->world, call, fsdpi_ck_reserve(ck->model, &at, ck->size * (int64_t)sizeof(int64_t), 0));
     if (!status) status = fsdpi_ck_gather_headers(ck, call, &text, (int64_t *)at.ptr);
     if (!status) {
         fsdp_status mine = FSDP_OK;
         if (ck->rank == 0)
             mine = fsdpi_ck_check_headers(ck, call, (const char *)text.ptr, (const int64_t *)at.ptr,
                                           &work);
-        status = fsdpi_ck_agree(ck, call, mine);
+        status = fsdpi_ck_agree(ck->world, call, mine);
     }
     fsdpi_ck_free(ck->model, &text);
     fsdpi_ck_free(ck->model, &work);
@@ -412,7 +412,7 @@ static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_
         status = fsdpi_ck_await(ck);
     }
     if (!status) status = fsdpi_ck_gather_in(ck, FSDP_OK, &any_failed);
-    return status ? status : fsdpi_ck_agree(ck, call, mine);
+    return status ? status : fsdpi_ck_agree(ck->world, call, mine);
 }
 
 static fsdp_status fsdpi_ck_check_units(fsdp_checkpoint *ck, const char *call) {
