@@ -1618,12 +1618,74 @@ FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
                                                  fsdp_checkpoint_report *out);
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck);
 
+/* Without a world, in one process: what tools/fsdpck does. All of these calls:
+   path        as for load
+   files       NULL: the operating system
+   text        [cap] out: why it failed; else "". May be NULL. Nothing is logged
+   Collective  no: one process, without or with a world. In a running job the other ranks wait
+   Thread any: one at a time for the same reader */
+
+typedef struct fsdp_checkpoint_reader fsdp_checkpoint_reader;
+
+typedef struct fsdp_checkpoint_contents {
+    int64_t step;                       // of the manifest; -1: there is none
+    int64_t world;                      // ranks whose blobs it has; 0: not told
+    int64_t num_files, num_tensors, num_boxes;
+    int64_t data_bytes;                 // of all files, without headers
+    int32_t has_checksums, reserved;
+} fsdp_checkpoint_contents;
+
+typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
+    const char *name;                   // as strangers wrote it; lives as long as the reader
+    fsdp_dtype dtype;                   // FSDP_SAFETENSORS_OTHER: it cannot be read
+    int32_t ndim, file_dtype;           // file_dtype: for fsdp_safetensors_dtype_name
+    int32_t num_boxes;                  // copies count once
+    int64_t shape[FSDP_MAX_DIMS], nbytes;
+} fsdp_checkpoint_tensor;
+
+/* fsdp_checkpoint_open  - read and check manifest, index and headers: coverage of every tensor, too
+   fsdp_checkpoint_close - NULL is allowed
+   reader      out: you own it: end it with fsdp_checkpoint_close. NULL after a failure
+   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG, OUT_OF_MEMORY
+   Collective  no      Blocks while headers are read      Allocates headers, tables, 5 MiB */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_open(const char *path,
+                                                          const fsdp_file_ops *files,
+                                                          void *files_user,
+                                                          fsdp_checkpoint_reader **reader,
+                                                          char *text, size_t cap);
+FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *reader);
+
+/* fsdp_checkpoint_contents_of - what there is
+   fsdp_checkpoint_tensor_at   - a tensor: 0 .. num_tensors - 1, by the bytes of their names
+   Result      FSDP_OK; INVALID_ARG (NULL, no such tensor)
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_checkpoint_contents_of(const fsdp_checkpoint_reader *reader,
+                                                 fsdp_checkpoint_contents *out);
+FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *reader, int64_t index,
+                                               fsdp_checkpoint_tensor *out);
+
+/* fsdp_checkpoint_read - a box of a tensor, row-major; checksums of the blocks that it touches are
+               checked
+   start, shape  [ndim] in the tensor; both NULL: all of it
+   dtype       KEEP: as it is; a floating tensor as another floating dtype is converted
+   to          out: room for the box, aligned to dtype
+   Result      FSDP_OK; CORRUPT, IO; UNSUPPORTED (a dtype or dims that the library does not have);
+               INVALID_ARG; OUT_OF_MEMORY. After a failure the content of `to` is undefined
+   Collective  no      Blocks while files are read      Allocates tables */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *reader,
+                                                          int64_t index, const int64_t *start,
+                                                          const int64_t *shape, fsdp_dtype dtype,
+                                                          void *to, char *text, size_t cap);
+
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
-    fsdp_dtype dtype;                   // of floating tensors; KEEP: as they are
-    int32_t with_optimizer;             // 0: names that begin with "optim." or "fsdp." are left out
+    fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
+    int32_t with_optimizer;             // 0: without names that begin with "optim." or "fsdp.". With
+                                        // num_ranks they are always written
+    int32_t num_ranks, reserved;        // > 0: a checkpoint of ours in so many data files
     int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
                                         // 0: 5,000,000,000
+                                        // Not with num_ranks
     // The name there: 1, out is [FSDP_CHECKPOINT_NAME]. 0: leave the tensor out. NULL: as it is.
     int (*rename)(void *user, const char *name, char *out);
     void *user;
@@ -1632,16 +1694,22 @@ typedef struct fsdp_checkpoint_export_desc {
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
 
-/* Without a world, in one process: what tools/fsdpck does
-   fsdp_checkpoint_verify - check manifest, headers, coverage of every tensor, and every checksum
-   fsdp_checkpoint_export - write the whole tensors to a new directory in the form of Hugging Face:
-               model.safetensors; or model-0000i-of-0000n.safetensors and an index
-   path        as for load
-   text        [cap] out: verify: what was checked, or the first fault. export: why it failed
-   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG (out is there already; two tensors of
-               one name), OUT_OF_MEMORY
-   Collective  no: one process, without or with a world. In a running job the other ranks wait
-   Blocks      while files are read and written      Allocates tables, 8 MiB      Thread any
+/* fsdp_checkpoint_verify - check manifest, headers, coverage of every tensor, and every checksum
+   fsdp_checkpoint_export - write the tensors to a new directory.
+               In the form of Hugging Face: model.safetensors, the bytes that safetensors' save_file
+               writes; or model-0000i-of-0000n.safetensors and an index, split as huggingface_hub
+               splits tensors in the order of their names.
+               With num_ranks as a checkpoint of ours: each file has its rows of every tensor;
+               tensors with few rows or bytes are in one file. The step is that of the name
+               step-NNNNNNNN of out, else that of path, else 0. Blobs stay those of the ranks that
+               saved them
+   out         made; its parent must be there. It gets its name when it is complete
+   text        verify: also what was checked, if nothing is wrong
+   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (a dtype that the library does not have),
+               INVALID_ARG (out is there already; two tensors of one name; nothing to write),
+               OUT_OF_MEMORY. After a failure out is not there, and nothing beside it if files can
+               be removed. Only if the last sync of its parent fails (IO) it is there
+   Collective  no      Blocks while files are read and written      Allocates headers, tables, 9 MiB
    Source      torch: consolidate_safetensors_files */
 FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_ops *files,
                                             void *files_user, char *text, size_t cap);
@@ -1803,6 +1871,7 @@ typedef struct fsdpi_ck_disk {
     uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
     const char *doing; // the file call under way, and its path: for the text of one that stalls
     const char *path;
+    uint32_t left;      // 1: the caller has given the worker up, and ends what it works with
     fsdp_status status; // of the first failure
     int error;          // its errno value; 0: none
     char text[FSDP_CHECKPOINT_PATH + 256];
@@ -1830,14 +1899,23 @@ static fsdp_status fsdpi_ck_fault(fsdpi_ck_disk *d, fsdp_status status, const ch
     return d->status = status;
 }
 
+// A file call has come back. If the caller has left meanwhile, there is no further one.
+static int fsdpi_ck_moved(fsdpi_ck_disk *d) {
+    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    if (!__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) return 1;
+    (void)fsdpi_ck_fault(d, FSDP_ERR_IO, "nobody waits any more");
+    return 0;
+}
 static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const char *path) {
+    if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE))
+        return fsdpi_ck_fault(d, FSDP_ERR_IO, "nobody waits any more");
     __atomic_store_n(&d->path, path, __ATOMIC_RELAXED);
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
 // A file call has returned `error`: IO with what, where and why.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
-    __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+    if (!fsdpi_ck_moved(d)) return d->status;
     if (!error) return FSDP_OK;
     if (!d->status) d->error = error;
     return fsdpi_ck_fault(d, FSDP_ERR_IO, "%s of %s: %s (%d)", d->doing, path, strerror(error),
@@ -1883,7 +1961,7 @@ static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path
     while (nbytes > 0 && !fsdpi_ck_begin(d, "write", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
         int error = d->ops->write(d->user, file, from, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        if (!fsdpi_ck_moved(d)) return d->status;
         if (error == EINTR) continue;
         if (!error && done <= 0) error = ENOSPC;
         if (error) {
@@ -1901,7 +1979,7 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
     while (nbytes > 0 && !fsdpi_ck_begin(d, "read", path)) {
         int64_t done = 0, piece = fsdpi_ck_less(nbytes, FSDPI_CK_PIECE);
         int error = d->ops->read(d->user, file, to, piece, at, &done);
-        __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
+        if (!fsdpi_ck_moved(d)) return d->status;
         if (error == EINTR) continue;
         if (error) {
             if (!d->status) d->error = error;
@@ -1918,8 +1996,13 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
 
 // DIR/LEAF. 0: it is too long.
 static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const char *leaf) {
-    int n = snprintf(out, FSDP_CHECKPOINT_PATH, "%s/%s", dir, leaf);
-    return n > 0 && n < FSDP_CHECKPOINT_PATH;
+    size_t a = strlen(dir), b = strlen(leaf);
+    out[0] = 0;
+    if (a + b + 2 > FSDP_CHECKPOINT_PATH) return 0;
+    memcpy(out, dir, a);
+    out[a] = '/';
+    memcpy(out + a + 1, leaf, b + 1);
+    return 1;
 }
 
 
@@ -2099,7 +2182,7 @@ typedef struct fsdpi_ck_open_job { // open a file, or find out that there is non
     const char *path;
     void *file;
     int64_t nbytes;
-    int error;
+    int error, quiet; // quiet: a failure of close does not count
 } fsdpi_ck_open_job;
 
 typedef struct fsdpi_ck_read_job {
@@ -2122,6 +2205,8 @@ typedef struct fsdpi_ck_io {
     fsdp_checkpoint *ck; // NULL: alone
     fsdp_model *model;   // whose memory; NULL: calloc
     fsdp_world *world;   // for texts; NULL: none
+    char *text;          // alone: where texts of failures go; NULL: nowhere
+    size_t cap;
     fsdpi_ck_disk *disk;
     const char *call;
     fsdpi_ck_open_job open;
@@ -2204,13 +2289,13 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
 static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
-        char text[1020];
+        char text[1024]; // as a world's last error
     } told;
     int32_t first = mine ? ck->rank : ck->size;
     fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
     if (status || first >= ck->size) return status;
     memset(&told, 0, sizeof told);
-    told.status = mine;
+    told.status = (int32_t)mine;
     if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
     status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
     if (status) return status;
@@ -2240,7 +2325,9 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
         watch->moves = moves;
         watch->since = now;
     }
-    ck->stuck = now - watch->since > (int64_t)ck->desc.stall_ms * 1000000;
+    if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
+    ck->stuck = 1;
+    FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
 /* Begin a job of the worker. */
@@ -2366,7 +2453,7 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
 static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
                                       const fsdp_param_view *v) {
     fsdp_checkpoint_place p;
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     fsdpi_ck_tensor *x;
     int32_t *base = (int32_t *)ck->table.base.ptr + v->ordinal;
     *base = -1;
@@ -2435,7 +2522,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
-    x->num_holders = first && of >= 0 ? p.num_holders : 2;
+    x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
     if (!first) x->place = -1; // never its turn
     return FSDP_OK;
 }
@@ -2450,6 +2537,7 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     if (status) return status;
     x->dtype = x->file_dtype = FSDP_U8;
     x->ndim = 1;
+    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
@@ -2518,7 +2606,7 @@ static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int 
 /* The rows of a tensor's box that this rank writes: ranks with the same box take turns, or share
    its rows. Returns their number; 0: none. */
 static int64_t fsdpi_ck_my_rows(const fsdpi_ck_tensor *x, int64_t *first) {
-    fsdp_range mine;
+    fsdp_range mine = FSDP_ZERO;
     int64_t rows = x->ndim ? x->shape[0] : 1;
     int64_t nbytes = x->numel * (int64_t)fsdp_dtype_size(x->file_dtype);
     *first = 0;
@@ -2705,17 +2793,18 @@ FSDP_PRINTF(2, 3) static void fsdpi_ck_say(fsdpi_ck_print *p, const char *format
     p->used += n > 0 ? n : 0;
 }
 
-/* The manifest of `size` ranks. sizes: of each rank bytes of its header with the first 8, of its
-   data, CRC of the header; a rank without data has no file. Returns the bytes of the text. */
-static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int size, const int64_t *sizes,
-                                       const uint32_t *crcs) {
+/* The manifest of `size` files. world: ranks whose blobs are in them. sizes: of each file bytes of
+   its header with the first 8, of its data, CRC of the header; without data there is no file.
+   Returns the bytes of the text. */
+static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, int size,
+                                       const int64_t *sizes, const uint32_t *crcs) {
     fsdpi_ck_print p = {buf, 0};
     const char *between = "";
     char name[FSDPI_CK_LEAF];
     fsdpi_ck_say(&p,
-                 "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%d,\n\"block\":%d,\n"
+                 "{\"fsdp_checkpoint\":1,\n\"step\":%lld,\n\"world\":%lld,\n\"block\":%d,\n"
                  "\"files\":[",
-                 (long long)step, size, FSDPI_CK_BLOCK);
+                 (long long)step, (long long)world, FSDPI_CK_BLOCK);
     for (int r = 0; r < size; r++) {
         const int64_t *s = sizes + 3 * (int64_t)r;
         if (!s[0]) continue;
@@ -3034,7 +3123,7 @@ typedef struct fsdpi_ck_removal {
 static int fsdpi_ck_remove_file(void *arg, const char *name) {
     fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
     if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
-    return 0;
+    return !fsdpi_ck_moved(r->d);
 }
 /* Remove a directory and its files as far as that goes. Returns an errno value. */
 static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
@@ -3044,6 +3133,7 @@ static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
     r.dir = dir;
     for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
         error = d->ops->list(d->user, dir, fsdpi_ck_remove_file, &r);
+        if (!fsdpi_ck_moved(d)) return EIO;
         if (!error) error = d->ops->remove(d->user, dir, 1);
         if (!error || error == ENOENT) return 0;
     }
@@ -3076,6 +3166,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     int error = 0, others = 0;
     if (desc->keep <= 0) return 0;
     if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
+    if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
     for (int32_t i = 0; i < l.num; i++) {
         if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
         if (others++ < desc->keep - 1) continue;
@@ -3085,6 +3176,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
         fits = fits && fsdpi_ck_join(to, dir, name);
         int failed = fits ? d->ops->rename(d->user, from, to) : ENAMETOOLONG;
         if (failed) error = failed;
+        if (!fsdpi_ck_moved(d)) return EIO;
     }
     left.d = d;
     left.dir = dir;
@@ -3164,12 +3256,12 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[2] = {"format", "fsdp.writer"};
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
     char writer[32];
-    const char *values[2] = {"pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank, ck->size);
+    const char *values[3] = {"1.0", "pt", writer};
+    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -3181,7 +3273,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     s->header_bytes = 0;
     if (s->num_entries) {
         int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               2, NULL, 0);
+                                               3, NULL, 0);
         if (bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
@@ -3192,7 +3284,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         if (status) return status;
         char *header = (char *)s->header.ptr;
         for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 2,
+        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
                                      header + 8, bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
@@ -3217,7 +3309,8 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     fsdp_status status = ck->rank == 0 ? fsdpi_ck_reserve(ck->model, text, total + 1, 0)
                                        : fsdpi_ck_reserve(ck->model, &mine, most + 1, 0);
     status = fsdpi_ck_agree(ck, call, status);
-    for (int r = 0, begin = 0; r < ck->size && !status; begin += (int)sizes[3 * r++]) {
+    int64_t begin = 0;
+    for (int r = 0; r < ck->size && !status; begin += sizes[3 * r++]) {
         char *to = ck->rank == 0 ? (char *)text->ptr + begin : (char *)mine.ptr;
         at[r] = begin;
         if (ck->rank == r && sizes[3 * r]) memcpy(to, ck->save.header.ptr, (size_t)sizes[3 * r]);
@@ -3318,27 +3411,39 @@ static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
 /* -------------------------------------------------------------------------------------------- */
 // The worker's jobs.
 
-static int fsdpi_ck_note_any(void *arg, const char *name) {
-    (void)name;
-    *(int *)arg = 1;
+static int fsdpi_ck_stop_at_once(void *arg, const char *name) {
+    (void)arg, (void)name;
     return 1;
+}
+// The directory in which a path's last part is.
+static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/') n--;
+    while (n > 0 && path[n - 1] != '/') n--;
+    while (n > 1 && path[n - 1] == '/') n--;
+    memcpy(out, n ? path : ".", n ? n : 1);
+    out[n ? n : 1] = 0;
 }
 /* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int any = 0;
     if (fsdpi_ck_begin(d, "mkdir", s->dir)) return;
     int error = d->ops->make_dir(d->user, s->dir);
     if (error != EEXIST && fsdpi_ck_end(d, error, s->dir)) return;
+    if (!error && !ck->desc.no_sync) {
+        fsdpi_ck_parent(s->scratch, s->dir);
+        if (fsdpi_ck_sync_dir(d, s->scratch)) return;
+    }
     if (fsdpi_ck_begin(d, "list", s->final)) return;
-    error = d->ops->list(d->user, s->final, fsdpi_ck_note_any, &any);
-    if (error != ENOENT) {
+    error = d->ops->list(d->user, s->final, fsdpi_ck_stop_at_once, NULL);
+    if (!error || error == ENOTDIR) {
         (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                              "%s is there already: choose another step or directory", s->final);
         return;
     }
+    if (error != ENOENT && fsdpi_ck_end(d, error, s->final)) return;
     if (fsdpi_ck_begin(d, "mkdir", s->tmp)) return;
     (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, s->tmp), s->tmp);
 }
@@ -3447,7 +3552,7 @@ static void fsdpi_ck_commit(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size,
+    int64_t nbytes = fsdpi_ck_print_manifest((char *)s->manifest.ptr, s->step, ck->size, ck->size,
                                              (const int64_t *)s->sizes.ptr,
                                              (const uint32_t *)s->crcs.ptr);
     int64_t ignored;
@@ -3472,6 +3577,7 @@ static void fsdpi_ck_commit(void *arg) {
 /* Rank 0: nothing is left of a save that failed. */
 static void fsdpi_ck_clean(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
+    (void)fsdpi_ck_begin(&ck->disk, "removal", ck->save.tmp);
     (void)fsdpi_ck_remove_dir(&ck->disk, ck->save.tmp);
 }
 
@@ -3656,6 +3762,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
         fsdp_status status = fsdpi_ck_share_crcs(ck);
         if (!status && ck->rank == 0) status = fsdpi_ck_hand(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
+        memset(&s->watch, 0, sizeof s->watch); // the commit has its own time
         return status;
     }
     if (s->warned)
@@ -3706,6 +3813,7 @@ static void fsdpi_ck_read_bytes(void *arg) {
 static void fsdpi_ck_close_file(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     (void)fsdpi_ck_close(j->disk, j->file, j->path);
+    if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
@@ -3725,17 +3833,33 @@ static void fsdpi_ck_list_leaves(void *arg) {
                        j->path);
 }
 
+// A failure: of the world; alone it goes to the caller's text and not to a log.
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char *format, ...) {
+    char text[FSDP_CHECKPOINT_PATH + 512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (io->ck) return fsdp_fail(io->world, status, "%s", text);
+    if (io->cap) snprintf(io->text, io->cap, "%s", text);
+    return status;
+}
+// The disk's failure becomes that of a call without a worker.
+static fsdp_status fsdpi_ck_told_alone(fsdpi_ck_io *io) {
+    return io->disk->status
+               ? fsdpi_ck_fail(io, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
+               : FSDP_OK;
+}
 static fsdp_status fsdpi_ck_do(fsdpi_ck_io *io, fsdpi_ck_job job, void *arg) {
     if (io->ck) return fsdpi_ck_run(io->ck, io->call, job, arg);
     fsdpi_ck_forget(io->disk);
     job(arg);
-    return io->disk->status
-               ? fsdp_fail(io->world, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
-               : FSDP_OK;
+    return fsdpi_ck_told_alone(io);
 }
 static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const char *name,
                                    const char *why) {
-    return fsdp_fail(io->world, status, "[E435] %s: %s: %s", io->call, name, why);
+    return fsdpi_ck_fail(io, status, "[E435] %s: %s: %s", io->call, name, why);
 }
 
 // Memory that a worker that hangs may still use is left to the end of the process.
@@ -3759,6 +3883,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
+    io->open.quiet = status != 0; // the text of the first failure stays
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;
 }
@@ -4024,7 +4149,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
 // One data file of the block: its pieces, parsed; measure if there is no room yet.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
-    const char *name = "", *size, *header = NULL;
+    const char *name = "", *size = NULL, *header = NULL;
     char why[256] = "";
     fsdp_safetensors_info info;
     int64_t bytes = 0;
@@ -4413,6 +4538,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
             int64_t at = e->begin + (o.src + k) * size, dst = o.dst + k;
             n = o.elements - k < most ? o.elements - k : most;
+            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // of one row
             if (straight && o.elements * size >= FSDPI_CK_SHORT) n = o.elements;
             if (straight && (o.rows == 1 || o.elements * size >= FSDPI_CK_SHORT)) {
                 status = fsdpi_ck_read_straight(r, item->part, at, n * size, w->to + dst * size);
@@ -4683,7 +4809,11 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    if (fsdpi_ck_volume(x->ndim, x->whole) == 0) return FSDP_OK;
+    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
+    if (x->ordinal >= 0)
+        p = fsdpi_ck_tensor_at(&l->ck->table,
+                               ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
     int num = fsdpi_ck_sources(l, x, s), found = 0;
@@ -4706,8 +4836,10 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         }
         fsdpi_ck_tensor number = *x;
         if (x->file_dtype != x->dtype) {
+            fsdp_dtype there = l->opened.boxes[first].entry->dtype;
             number.memory = FSDP_MEMORY_HOST;
-            number.dtype = l->opened.boxes[first].entry->dtype == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
+            if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
         fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;
@@ -4909,7 +5041,11 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
-    if (ck->stuck) return; // a thread still looks at it
+    if (ck->stuck) { // a thread still looks at it, and ends when its file call comes back
+        FSDPI_CK_PUT(&ck->worker.stop, 1);
+        (void)pthread_detach(ck->worker.thread);
+        return;
+    }
     fsdpi_ck_stop(&ck->worker);
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(m, rooms[i]);
     fsdp_free(m, FSDP_MEMORY_HOST, ck, (int64_t)sizeof *ck);
@@ -4956,8 +5092,6 @@ static fsdp_status fsdpi_ck_init(fsdp_checkpoint *ck, fsdp_model *model,
     if (!status && ck->rank == 0)
         status = fsdpi_ck_reserve(model, &ck->steps, FSDPI_CK_MOST_STEPS * (int64_t)sizeof(int64_t),
                                   0);
-    if (!status) status = fsdp_model_commit(model);
-    if (!status) status = fsdpi_ck_tabulate(ck, call, 0);
     ck->extension.name = "checkpoint";
     ck->extension.user = ck;
     ck->extension.destroy = fsdpi_ck_end_of_model;
@@ -4968,19 +5102,26 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
                                             fsdp_checkpoint **out) {
     static const char *const call = "checkpoint_create";
     void *room = NULL;
+    int attached = 0;
     if (!model || !out) return fsdpi_ck_null(fsdp_model_world(model), call, "model or ck");
     *out = NULL;
     fsdp_status mine = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof(fsdp_checkpoint),
                                   "checkpoint_create: no memory", &room);
     fsdp_checkpoint *ck = (fsdp_checkpoint *)room, told;
     if (!mine) mine = fsdpi_ck_init(ck, model, desc);
-    if (!mine) mine = fsdp_attach(model, &ck->extension);
     memset(&told, 0, sizeof told);
     told.world = fsdp_model_world(model);
     told.rank = fsdp_rank(told.world), told.size = fsdp_world_size(told.world);
-    fsdp_status status = fsdpi_ck_agree(&told, call, mine);
+    fsdp_status status = fsdpi_ck_agree(&told, call, mine); // a commit is for all ranks or none
+    if (!status) {
+        mine = fsdp_model_commit(model);
+        if (!mine) mine = fsdpi_ck_tabulate(ck, call, 0);
+        if (!mine) mine = fsdp_attach(model, &ck->extension);
+        attached = !mine;
+        status = fsdpi_ck_agree(&told, call, mine);
+    }
     if (!status) *out = ck;
-    else if (ck && !mine) (void)fsdp_detach(model, &ck->extension);
+    else if (attached) (void)fsdp_detach(model, &ck->extension);
     else if (ck) fsdpi_ck_free_all(ck);
     return status;
 }
@@ -5132,7 +5273,9 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
-    if (!dir || !path || !step || !cap) mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
+    if (ck->stuck) mine = fsdpi_ck_told(ck, call);
+    else if (!dir || !path || !step || !cap)
+        mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
     else if (strlen(dir) + FSDPI_CK_LEAF > cap || strlen(dir) + FSDPI_CK_LEAF > sizeof found)
         mine = fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E446] %s: a path in dir does not fit: pass room for %llu bytes", call,
@@ -5163,7 +5306,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
     fsdpi_ck_load *l = (fsdpi_ck_load *)room.ptr;
     if (!mine) memset(l, 0, sizeof *l);
-    fsdpi_ck_io_of(ck, call);
+    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // else a thread still looks at it
     if (!mine)
         mine = fsdp_desc_read(ck->world, &l->desc, desc, sizeof l->desc,
                               "fsdp_checkpoint_load_desc");
@@ -5200,9 +5343,710 @@ FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
 
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck) {
     uint64_t layout;
-    if (!ck || ck->save.stage_of != FSDPI_CK_IDLE) return ck ? ck->save.stage_bytes : -1;
+    if (!ck || ck->stuck) return -1;
+    if (ck->save.stage_of != FSDPI_CK_IDLE) return ck->save.stage_bytes;
     if (fsdpi_ck_prepare(ck, "checkpoint_nbytes", &layout)) return -1;
     return fsdpi_ck_stage_for(ck, 1);
+}
+
+
+/* ==== checkpoint/alone.h ====================================================================
+   a checkpoint read by one process, without a world */
+
+// Owns: the reader of tools and bindings. File calls happen in the calling thread, memory is the
+// C library's, and failures go to the caller's text instead of a log.
+
+// A tensor of all files: its boxes stand together.
+typedef struct fsdpi_ck_whole_tensor {
+    int64_t first, count;         // boxes
+    int64_t shape[FSDP_MAX_DIMS]; // of the whole
+} fsdpi_ck_whole_tensor;
+
+struct fsdp_checkpoint_reader {
+    fsdpi_ck_disk disk;
+    fsdpi_ck_io io;
+    fsdpi_ck_opened opened;
+    fsdpi_ck_reader reader;
+    fsdpi_ck_verify_job verify;
+    fsdpi_ck_room tensors;
+    int64_t num_tensors;
+    char path[FSDP_CHECKPOINT_PATH];
+};
+
+static fsdpi_ck_whole_tensor *fsdpi_ck_whole_at(const fsdp_checkpoint_reader *r, int64_t index) {
+    return (fsdpi_ck_whole_tensor *)r->tensors.ptr + index;
+}
+static const fsdp_safetensors_entry *fsdpi_ck_entry_of(const fsdp_checkpoint_reader *r,
+                                                       int64_t index) {
+    return r->opened.boxes[fsdpi_ck_whole_at(r, index)->first].entry;
+}
+
+// From here on failures of the reader go to this text. Without a reader there is only memory's.
+static void fsdpi_ck_speak(fsdp_checkpoint_reader *r, const char *call, char *text, size_t cap) {
+    r->io.call = call;
+    r->io.text = text, r->io.cap = text ? cap : 0;
+    if (text && cap) text[0] = 0;
+}
+static fsdp_status fsdpi_ck_no_memory(fsdp_status status, char *text, size_t cap) {
+    if (status == FSDP_ERR_OUT_OF_MEMORY && text && cap && !text[0])
+        snprintf(text, cap, "%s", fsdp_last_error(NULL));
+    return status;
+}
+static fsdp_status fsdpi_ck_refused(const char *call, const char *what, char *text, size_t cap) {
+    if (text && cap)
+        snprintf(text, cap, "[E460] %s: %s is NULL, empty, or longer than %d bytes", call, what,
+                 FSDP_CHECKPOINT_PATH - 300);
+    return FSDP_ERR_INVALID_ARG;
+}
+static int fsdpi_ck_good_path(const char *path) {
+    return path && *path && strlen(path) < FSDP_CHECKPOINT_PATH - 300;
+}
+
+// The tensors of all boxes, which are sorted by name.
+static fsdp_status fsdpi_ck_list_tensors(fsdp_checkpoint_reader *r) {
+    const fsdpi_ck_opened *o = &r->opened;
+    fsdp_status status = fsdpi_ck_reserve(
+        NULL, &r->tensors, (o->num_boxes + 1) * (int64_t)sizeof(fsdpi_ck_whole_tensor), 0);
+    if (status) return status;
+    for (int64_t i = 0, end; i < o->num_boxes; i = end) {
+        const fsdp_safetensors_entry *e = o->boxes[i].entry;
+        fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, r->num_tensors++);
+        for (end = i + 1; end < o->num_boxes; end++)
+            if (strcmp(o->boxes[end].entry->name, e->name) != 0) break;
+        memset(t, 0, sizeof *t);
+        t->first = i, t->count = end - i;
+        if (e->ndim <= FSDP_MAX_DIMS) fsdpi_ck_whole(o->boxes + i, (int)t->count, t->shape);
+        else memcpy(t->shape, e->shape, sizeof t->shape);
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_ck_open_alone(const char *call, const char *path,
+                                       const fsdp_file_ops *files, void *files_user,
+                                       fsdp_checkpoint_reader **out, char *text, size_t cap) {
+    void *room = NULL;
+    *out = NULL;
+    if (text && cap) text[0] = 0;
+    if (!fsdpi_ck_good_path(path)) return fsdpi_ck_refused(call, "path", text, cap);
+    fsdp_status status = fsdpi_ck_alloc(NULL, (int64_t)sizeof **out, &room);
+    if (status) return fsdpi_ck_no_memory(status, text, cap);
+    fsdp_checkpoint_reader *r = (fsdp_checkpoint_reader *)room;
+    fsdpi_ck_disk_init(&r->disk, files, files_user);
+    r->io.disk = &r->disk;
+    fsdpi_ck_speak(r, call, text, cap);
+    snprintf(r->path, sizeof r->path, "%s", path);
+    r->opened.dir = r->path;
+    status = fsdpi_ck_fetch(&r->io, path, &r->opened.bulk);
+    if (!status) status = fsdpi_ck_understand(&r->io, &r->opened);
+    if (!status) status = fsdpi_ck_list_tensors(r);
+    if (!status) status = fsdpi_ck_reader_init(&r->reader, &r->io, &r->opened, 1);
+    if (!status) *out = r;
+    else fsdp_checkpoint_close(r);
+    return fsdpi_ck_no_memory(status, text, cap);
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_open(const char *path, const fsdp_file_ops *files,
+                                          void *files_user, fsdp_checkpoint_reader **reader,
+                                          char *text, size_t cap) {
+    static const char *const call = "checkpoint_open";
+    if (!reader) return fsdpi_ck_refused(call, "reader", text, cap);
+    return fsdpi_ck_open_alone(call, path, files, files_user, reader, text, cap);
+}
+
+FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *r) {
+    fsdpi_ck_room self = {r, 0};
+    if (!r) return;
+    fsdpi_ck_opened_end(&r->io, &r->opened);
+    if (r->reader.io) fsdpi_ck_reader_end(&r->reader);
+    fsdpi_ck_free(NULL, &r->tensors);
+    fsdpi_ck_free(NULL, &self);
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_contents_of(const fsdp_checkpoint_reader *r,
+                                                 fsdp_checkpoint_contents *out) {
+    if (!r || !out) return FSDP_ERR_INVALID_ARG;
+    memset(out, 0, sizeof *out);
+    out->step = r->opened.step;
+    out->world = r->opened.world;
+    out->num_files = r->opened.num_parts;
+    out->num_tensors = r->num_tensors;
+    out->num_boxes = r->opened.num_boxes;
+    out->data_bytes = r->opened.total_bytes;
+    out->has_checksums = r->opened.step >= 0;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, int64_t index,
+                                               fsdp_checkpoint_tensor *out) {
+    if (!r || !out || index < 0 || index >= r->num_tensors) return FSDP_ERR_INVALID_ARG;
+    const fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, index);
+    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index), *before = NULL;
+    memset(out, 0, sizeof *out);
+    out->name = e->name;
+    out->dtype = e->ndim <= FSDP_MAX_DIMS ? e->dtype : FSDP_SAFETENSORS_OTHER;
+    out->file_dtype = e->file_dtype;
+    out->ndim = e->ndim;
+    memcpy(out->shape, t->shape, sizeof out->shape);
+    for (int64_t i = t->first; i < t->first + t->count; before = e, i++) {
+        e = r->opened.boxes[i].entry;
+        if (before && e->ndim <= FSDP_MAX_DIMS && fsdpi_ck_same_box(before, e)) continue;
+        out->nbytes += e->end - e->begin;
+        out->num_boxes++;
+    }
+    return FSDP_OK;
+}
+
+// The library has the dtype of a tensor, and as many dims.
+static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
+    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);
+    if (e->ndim <= FSDP_MAX_DIMS && e->dtype != FSDP_SAFETENSORS_OTHER) return FSDP_OK;
+    return fsdpi_ck_fail(&r->io, FSDP_ERR_UNSUPPORTED,
+                         "[E461] %s: '%.300s' is %s with %d dims, which the library does not have: "
+                         "leave it out",
+                         r->io.call, e->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
+}
+// May elements of dtype `from` be had as `to`?
+static int fsdpi_ck_converts(fsdp_dtype from, fsdp_dtype to) {
+    return from == to || (fsdp_dtype_is_float(from) && fsdp_dtype_is_float(to));
+}
+
+// A box of a tensor is wanted in memory; the caller has checked it.
+static fsdp_status fsdpi_ck_want_box(fsdp_checkpoint_reader *r, int64_t index, const int64_t *start,
+                                     const int64_t *shape, fsdp_dtype dtype, char *to) {
+    const fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, index);
+    fsdpi_ck_want w;
+    memset(&w, 0, sizeof w);
+    w.to = to;
+    w.dtype = dtype;
+    w.memory = FSDP_MEMORY_HOST;
+    w.ndim = fsdpi_ck_entry_of(r, index)->ndim;
+    for (int d = 0; d < w.ndim; d++) w.start[d] = start[d], w.shape[d] = shape[d];
+    if (!fsdpi_ck_volume(w.ndim, w.shape)) return FSDP_OK;
+    return fsdpi_ck_add_want(&r->reader, &w, t->first, t->count);
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *r, int64_t index,
+                                          const int64_t *start, const int64_t *shape,
+                                          fsdp_dtype dtype, void *to, char *text, size_t cap) {
+    static const char *const call = "checkpoint_read";
+    static const int64_t zero[FSDP_MAX_DIMS] = {0};
+    if (!r || !to) return fsdpi_ck_refused(call, "reader or to", text, cap);
+    fsdpi_ck_speak(r, call, text, cap);
+    int inside = index >= 0 && index < r->num_tensors;
+    fsdp_status status = inside ? fsdpi_ck_readable(r, index) : FSDP_OK;
+    if (status) return status;
+    const fsdp_safetensors_entry *e = inside ? fsdpi_ck_entry_of(r, index) : NULL;
+    const int64_t *whole = inside ? fsdpi_ck_whole_at(r, index)->shape : NULL;
+    if (e && dtype == FSDP_DTYPE_KEEP) dtype = e->dtype;
+    if (!start && !shape) start = zero, shape = whole;
+    inside = inside && start && shape && fsdpi_ck_converts(e->dtype, dtype);
+    for (int d = 0; inside && d < e->ndim; d++)
+        inside = start[d] >= 0 && shape[d] >= 0 && start[d] <= whole[d] &&
+                 shape[d] <= whole[d] - start[d];
+    if (!inside)
+        return fsdpi_ck_fail(&r->io, FSDP_ERR_INVALID_ARG,
+                             "[E462] %s: tensor %lld of %lld: expected an index below their "
+                             "number, a box inside of the tensor, and KEEP or a floating dtype for "
+                             "a floating one",
+                             call, (long long)index, (long long)r->num_tensors);
+    status = fsdpi_ck_want_box(r, index, start, shape, dtype, (char *)to);
+    if (!status) status = fsdpi_ck_read_all(&r->reader);
+    return fsdpi_ck_no_memory(status, text, cap);
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_ops *files,
+                                            void *files_user, char *text, size_t cap) {
+    fsdp_checkpoint_reader *r;
+    fsdp_status status = fsdpi_ck_open_alone("checkpoint_verify", path, files, files_user, &r, text,
+                                             cap);
+    if (status) return status;
+    r->verify.r = &r->reader;
+    r->verify.mine = 0, r->verify.of = 1;
+    status = fsdpi_ck_do(&r->io, fsdpi_ck_verify_blocks, &r->verify);
+    if (!status && text && cap && r->opened.step >= 0)
+        snprintf(text, cap, "step %lld: %lld tensors in %lld files, %lld checksums of %lld bytes",
+                 (long long)r->opened.step, (long long)r->num_tensors,
+                 (long long)r->opened.num_parts, (long long)r->verify.num_blocks,
+                 (long long)r->opened.total_bytes);
+    else if (!status && text && cap)
+        snprintf(text, cap,
+                 "%lld tensors in %lld files, %lld bytes that have no checksums: only headers were "
+                 "checked",
+                 (long long)r->num_tensors, (long long)r->opened.num_parts,
+                 (long long)r->opened.total_bytes);
+    fsdp_checkpoint_close(r);
+    return status;
+}
+
+
+/* ==== checkpoint/export.h ===================================================================
+   whole tensors to a new directory, in the form of Hugging Face or in ours */
+
+// Owns: which tensor goes to which file, and the way to one rename. Files are written one after
+// another, from their first byte to the last, in pieces. Each piece is some boxes that are read
+// into one buffer.
+
+// A tensor as it is called there.
+typedef struct fsdpi_ck_out {
+    const char *name;
+    int64_t tensor; // in the reader
+    int64_t nbytes; // there
+    fsdp_dtype dtype;
+    int32_t file;
+} fsdpi_ck_out;
+
+typedef struct fsdpi_ck_export {
+    fsdp_checkpoint_reader *in;
+    fsdp_checkpoint_export_desc desc;
+    const char *call;
+    fsdpi_ck_room outs, names, entries, header, data, sizes, crcs, text;
+    int64_t num_outs, num_crcs, total_bytes, step;
+    int32_t num_files;
+    int sharded; // 1: boxes, a manifest
+    void *file;  // that is written
+    char out[FSDP_CHECKPOINT_PATH], parent[FSDP_CHECKPOINT_PATH], tmp[FSDP_CHECKPOINT_PATH];
+    char path[FSDP_CHECKPOINT_PATH]; // of the file
+} fsdpi_ck_export;
+
+static fsdpi_ck_out *fsdpi_ck_out_at(const fsdpi_ck_export *x, int64_t index) {
+    return (fsdpi_ck_out *)x->outs.ptr + index;
+}
+static int fsdpi_ck_by_out(const void *a, const void *b) {
+    return strcmp(((const fsdpi_ck_out *)a)->name, ((const fsdpi_ck_out *)b)->name);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The plan.
+
+// Names that are not parameters'.
+static int fsdpi_ck_is_state(const char *name) {
+    return strncmp(name, "optim.", 6) == 0 || strncmp(name, "fsdp.", 5) == 0;
+}
+
+// One tensor of the source: its name there; NULL: it is left out.
+static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
+    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
+    char *renamed = (char *)x->names.ptr + x->num_outs * FSDP_CHECKPOINT_NAME;
+    const int state = fsdpi_ck_is_state(e->name);
+    if (state && !x->desc.with_optimizer && !x->sharded) return FSDP_OK;
+    if (x->desc.rename) {
+        renamed[0] = 0;
+        if (!x->desc.rename(x->desc.user, e->name, renamed)) return FSDP_OK;
+        renamed[FSDP_CHECKPOINT_NAME - 1] = 0;
+    }
+    fsdp_status status = fsdpi_ck_readable(x->in, index);
+    if (status) return status;
+    fsdpi_ck_out *o = fsdpi_ck_out_at(x, x->num_outs++);
+    o->name = x->desc.rename ? renamed : e->name;
+    o->tensor = index;
+    o->dtype = x->desc.dtype != FSDP_DTYPE_KEEP && !state && fsdp_dtype_is_float(e->dtype)
+                   ? x->desc.dtype
+                   : e->dtype;
+    o->nbytes = fsdpi_ck_volume(e->ndim, fsdpi_ck_whole_at(x->in, index)->shape) *
+                (int64_t)fsdp_dtype_size(o->dtype);
+    o->file = 0;
+    x->total_bytes += o->nbytes;
+    return FSDP_OK;
+}
+
+// Which file, by the rule of huggingface_hub: in the order of names; a tensor above the limit has a
+// file of its own, and the one that is being filled goes on behind it.
+static void fsdpi_ck_split(fsdpi_ck_export *x) {
+    const int64_t most = x->desc.max_file_bytes ? x->desc.max_file_bytes : INT64_C(5000000000);
+    int64_t filled = 0, first = 0; // of the file that is being filled
+    int32_t done = 0;              // files that are complete
+    int open = 0;
+    for (int64_t i = 0; i < x->num_outs; i++) {
+        fsdpi_ck_out *o = fsdpi_ck_out_at(x, i);
+        if (o->nbytes > most) {
+            o->file = done++;
+            continue;
+        }
+        if (open && filled + o->nbytes > most) {
+            for (int64_t k = first; k < i; k++)
+                if (fsdpi_ck_out_at(x, k)->file < 0) fsdpi_ck_out_at(x, k)->file = done;
+            done++, open = 0;
+        }
+        if (!open) first = i, filled = 0, open = 1;
+        o->file = -1; // its number is known when it is complete
+        filled += o->nbytes;
+    }
+    for (int64_t k = first; k < x->num_outs; k++)
+        if (fsdpi_ck_out_at(x, k)->file < 0) fsdpi_ck_out_at(x, k)->file = done;
+    x->num_files = done + open;
+}
+
+static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
+    fsdpi_ck_io *io = &x->in->io;
+    const int64_t num = x->in->num_tensors + 1;
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->outs, num * (int64_t)sizeof(fsdpi_ck_out), 0);
+    if (!status && x->desc.rename)
+        status = fsdpi_ck_reserve(NULL, &x->names, num * FSDP_CHECKPOINT_NAME, 0);
+    if (!status)
+        status = fsdpi_ck_reserve(NULL, &x->entries, num * (int64_t)sizeof(fsdp_safetensors_entry),
+                                  0);
+    for (int64_t i = 0; i < x->in->num_tensors && !status; i++) status = fsdpi_ck_add_out(x, i);
+    if (status) return status;
+    if (!x->num_outs)
+        return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
+                             "[E467] %s: of %lld tensors in %s none is to be written", x->call,
+                             (long long)x->in->num_tensors, x->in->path);
+    qsort(x->outs.ptr, (size_t)x->num_outs, sizeof(fsdpi_ck_out), fsdpi_ck_by_out);
+    for (int64_t i = 1; i < x->num_outs; i++)
+        if (!fsdpi_ck_by_out(fsdpi_ck_out_at(x, i - 1), fsdpi_ck_out_at(x, i)))
+            return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
+                                 "[E465] %s: two tensors become '%.300s': let rename give one of "
+                                 "them another name",
+                                 x->call, fsdpi_ck_out_at(x, i)->name);
+    if (!x->sharded) fsdpi_ck_split(x);
+    else x->num_files = x->desc.num_ranks;
+    return fsdpi_ck_reserve(NULL, &x->sizes, 3 * (int64_t)x->num_files * (int64_t)sizeof(int64_t),
+                            0);
+}
+
+// The rows of a tensor that file `file` has; as a save of so many ranks cuts what all of them hold.
+static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int file,
+                                  int64_t *first) {
+    const fsdpi_ck_out *o = fsdpi_ck_out_at(x, index);
+    const int64_t rows = fsdpi_ck_entry_of(x->in, o->tensor)->ndim
+                             ? fsdpi_ck_whole_at(x->in, o->tensor)->shape[0]
+                             : 1;
+    fsdp_range mine = FSDP_ZERO;
+    *first = 0;
+    if (!x->sharded) return o->file == file ? rows : -1;
+    if (rows < x->num_files || o->nbytes < 65536 * (int64_t)x->num_files)
+        return index % x->num_files == file ? rows : -1;
+    (void)fsdp_shard_range(rows, x->num_files, file, &mine);
+    *first = mine.start;
+    return mine.count ? mine.count : -1;
+}
+
+// The entries of a file, not sorted yet. Returns their number.
+static int64_t fsdpi_ck_file_entries(const fsdpi_ck_export *x, int file) {
+    int64_t num = 0, first;
+    for (int64_t i = 0; i < x->num_outs; i++) {
+        const fsdpi_ck_out *o = fsdpi_ck_out_at(x, i);
+        int64_t rows = fsdpi_ck_file_rows(x, i, file, &first);
+        if (rows < 0) continue;
+        fsdp_safetensors_entry *e = (fsdp_safetensors_entry *)x->entries.ptr + num++;
+        memset(e, 0, sizeof *e);
+        e->name = o->name;
+        e->dtype = o->dtype;
+        e->ndim = fsdpi_ck_entry_of(x->in, o->tensor)->ndim;
+        memcpy(e->whole, fsdpi_ck_whole_at(x->in, o->tensor)->shape, sizeof e->whole);
+        memcpy(e->shape, e->whole, sizeof e->shape);
+        if (e->ndim) e->start[0] = first, e->shape[0] = rows;
+    }
+    return num;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Files.
+
+static void fsdpi_ck_file_name(const fsdpi_ck_export *x, int file, char out[FSDPI_CK_LEAF]) {
+    if (x->sharded) fsdpi_ck_shard_name(out, file);
+    else if (x->num_files == 1) snprintf(out, FSDPI_CK_LEAF, "model.safetensors");
+    else
+        snprintf(out, FSDPI_CK_LEAF, "model-%05d-of-%05d.safetensors", file + 1, (int)x->num_files);
+}
+
+// A failure of the disk becomes the call's.
+static fsdp_status fsdpi_ck_told_export(fsdpi_ck_export *x) {
+    return fsdpi_ck_told_alone(&x->in->io);
+}
+
+static fsdp_status fsdpi_ck_create_file(fsdpi_ck_export *x, const char *leaf) {
+    int64_t ignored;
+    fsdpi_ck_forget(&x->in->disk);
+    (void)fsdpi_ck_join(x->path, x->tmp, leaf); // `out` is short enough
+    (void)fsdpi_ck_open(&x->in->disk, x->path, 1, &x->file, &ignored);
+    return fsdpi_ck_told_export(x);
+}
+static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, int64_t nbytes,
+                                        int64_t at) {
+    fsdpi_ck_forget(&x->in->disk);
+    (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
+    return fsdpi_ck_told_export(x);
+}
+// Also after a failure, whose status this returns then.
+static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
+    fsdpi_ck_forget(&x->in->disk);
+    if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
+    (void)fsdpi_ck_close(&x->in->disk, x->file, x->path);
+    x->file = NULL;
+    return status ? status : fsdpi_ck_told_export(x);
+}
+static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int64_t nbytes) {
+    fsdp_status status = fsdpi_ck_create_file(x, leaf);
+    if (status) return status;
+    return fsdpi_ck_finish_file(x, fsdpi_ck_write_bytes(x, x->text.ptr, nbytes, 0));
+}
+
+/* The largest box of at most `most` elements that begins with element `at` of a tensor and lies
+   together in it. Returns its elements. */
+static int64_t fsdpi_ck_next_box(int ndim, const int64_t *shape, int64_t at, int64_t most,
+                                 int64_t *start, int64_t *size) {
+    int64_t inner = fsdpi_ck_volume(ndim, shape), rest = at, n = 1;
+    int cut = -1;
+    for (int d = 0; d < ndim; d++) {
+        inner /= shape[d];
+        start[d] = rest / inner;
+        rest %= inner;
+        size[d] = cut < 0 ? 1 : shape[d];
+        if (cut >= 0 || rest || inner > most) continue;
+        cut = d;
+        size[d] = fsdpi_ck_less(most / inner, shape[d] - start[d]);
+        n = size[d] * inner;
+    }
+    return n;
+}
+
+static const fsdpi_ck_out *fsdpi_ck_out_of(const fsdpi_ck_export *x, const char *name) {
+    fsdpi_ck_out key;
+    memset(&key, 0, sizeof key);
+    key.name = name;
+    return (const fsdpi_ck_out *)bsearch(&key, x->outs.ptr, (size_t)x->num_outs, sizeof key,
+                                         fsdpi_ck_by_out);
+}
+
+// The next piece of a file's data, from element *at of entry *next on. Returns its bytes in *used.
+static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t *next, int64_t *at,
+                                       int64_t *used) {
+    fsdp_status status = FSDP_OK;
+    for (*used = 0; *next < num && !status;) {
+        const fsdp_safetensors_entry *e = (const fsdp_safetensors_entry *)x->entries.ptr + *next;
+        const int64_t size = (int64_t)fsdp_dtype_size(e->dtype);
+        int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS], room = (FSDPI_CK_PIECE - *used) / size;
+        if (*at == fsdpi_ck_volume(e->ndim, e->shape)) {
+            (*next)++, *at = 0;
+            continue;
+        }
+        if (!room) break;
+        int64_t n = fsdpi_ck_next_box(e->ndim, e->shape, *at, room, start, shape);
+        for (int d = 0; d < e->ndim; d++) start[d] += e->start[d];
+        status = fsdpi_ck_want_box(x->in, fsdpi_ck_out_of(x, e->name)->tensor, start, shape,
+                                   e->dtype, (char *)x->data.ptr + *used);
+        *at += n;
+        *used += n * size;
+    }
+    return status ? status : fsdpi_ck_read_all(&x->in->reader);
+}
+
+// The header of a file, and its sizes.
+static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num) {
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
+    fsdp_safetensors_entry *entries = (fsdp_safetensors_entry *)x->entries.ptr;
+    int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
+    char writer[32];
+    const char *values[3] = {"1.0", "pt", writer};
+    const int skip = !x->sharded, pairs = x->sharded ? 3 : 1; // else the format alone
+    snprintf(writer, sizeof writer, "%d/%d", file + 1, (int)x->num_files);
+    int64_t n = fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
+                                       NULL, 0);
+    if (n < 0)
+        return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
+                             "[E466] %s: the header of %lld tensors cannot be written: a name is "
+                             "empty, not UTF-8 or '__metadata__', or the header has more than "
+                             "100,000,000 bytes",
+                             x->call, (long long)num);
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->header, 8 + n, 0);
+    if (status) return status;
+    char *header = (char *)x->header.ptr;
+    for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)n >> (8 * i) & 255);
+    (void)fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
+                                 header + 8, n);
+    sizes[0] = 8 + n;
+    sizes[1] = entries[num - 1].end;
+    sizes[2] = (int64_t)fsdp_crc32c(0, header, 8 + n);
+    int64_t crcs = x->num_crcs + fsdpi_ck_blocks(sizes[1]) + 1;
+    status = fsdpi_ck_reserve(NULL, &x->crcs, 4 * crcs, 4 * x->num_crcs);
+    if (!status) memset((uint32_t *)x->crcs.ptr + x->num_crcs, 0, 4 * (size_t)(crcs - x->num_crcs));
+    return status;
+}
+
+static fsdp_status fsdpi_ck_write_one(fsdpi_ck_export *x, int file) {
+    char leaf[FSDPI_CK_LEAF];
+    int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
+    int64_t num = fsdpi_ck_file_entries(x, file), next = 0, at = 0, n = 0;
+    memset(sizes, 0, 3 * sizeof *sizes);
+    if (!num) return FSDP_OK; // more ranks than tensors
+    fsdp_status status = fsdpi_ck_print_file(x, file, num);
+    if (status) return status;
+    fsdpi_ck_file_name(x, file, leaf);
+    status = fsdpi_ck_create_file(x, leaf);
+    if (status) return status;
+    status = fsdpi_ck_write_bytes(x, x->header.ptr, sizes[0], 0);
+    for (int64_t done = 0; done < sizes[1] && !status; done += n) {
+        status = fsdpi_ck_read_piece(x, num, &next, &at, &n);
+        if (status) break;
+        fsdpi_ck_sum((uint32_t *)x->crcs.ptr + x->num_crcs, done, (const char *)x->data.ptr, n);
+        status = fsdpi_ck_write_bytes(x, x->data.ptr, n, sizes[0] + done);
+    }
+    x->num_crcs += fsdpi_ck_blocks(sizes[1]);
+    return fsdpi_ck_finish_file(x, status);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Manifest or index.
+
+// A string as Python's json prints it: in ASCII. Returns its bytes; `to` has room for them or is
+// NULL.
+static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
+    char one[16];
+    int64_t used = 0;
+    for (int size; *s; s += size) {
+        const unsigned char *u = (const unsigned char *)s;
+        size = fsdpi_st_character(u, (int64_t)strlen(s));
+        uint32_t c = size == 2   ? (u[0] & 31u) << 6 | (u[1] & 63u)
+                     : size == 3 ? (u[0] & 15u) << 12 | (u[1] & 63u) << 6 | (u[2] & 63u)
+                     : size == 4
+                         ? (u[0] & 7u) << 18 | (u[1] & 63u) << 12 | (u[2] & 63u) << 6 | (u[3] & 63u)
+                         : 0;
+        int n = fsdpi_st_escape(*s, one);
+        if (size < 1) size = 1; // names were checked: this does not happen
+        if (*u == 127) c = 127;
+        if (c >= 0x10000)
+            n = snprintf(one, sizeof one, "\\u%04x\\u%04x", 0xD800u + ((c - 0x10000) >> 10),
+                         0xDC00u + ((c - 0x10000) & 1023));
+        else if (c) n = snprintf(one, sizeof one, "\\u%04x", c);
+        if (to) memcpy(to + used, one, (size_t)n);
+        used += n;
+    }
+    return used;
+}
+
+// model.safetensors.index.json, as huggingface_hub and transformers print it, names sorted.
+static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
+    int64_t most = 256;
+    for (int64_t i = 0; i < x->num_outs; i++)
+        most += fsdpi_ck_put_ascii(NULL, fsdpi_ck_out_at(x, i)->name) + FSDPI_CK_LEAF + 16;
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->text, most, 0);
+    if (status) return status;
+    fsdpi_ck_print p = {(char *)x->text.ptr, 0};
+    fsdpi_ck_say(&p, "{\n  \"metadata\": {\n    \"total_size\": %lld\n  },\n  \"weight_map\": {\n",
+                 (long long)x->total_bytes);
+    for (int64_t i = 0; i < x->num_outs; i++) {
+        const fsdpi_ck_out *o = fsdpi_ck_out_at(x, i);
+        char leaf[FSDPI_CK_LEAF];
+        fsdpi_ck_file_name(x, o->file, leaf);
+        fsdpi_ck_say(&p, "    \"");
+        p.used += fsdpi_ck_put_ascii(p.buf + p.used, o->name);
+        fsdpi_ck_say(&p, "\": \"%s\"%s\n", leaf, i + 1 < x->num_outs ? "," : "");
+    }
+    fsdpi_ck_say(&p, "  }\n}");
+    return fsdpi_ck_write_text(x, "model.safetensors.index.json", p.used);
+}
+static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->text,
+                                          fsdpi_ck_manifest_room(x->num_files, x->num_crcs), 0);
+    if (status) return status;
+    int64_t n = fsdpi_ck_print_manifest((char *)x->text.ptr, x->step, x->in->opened.world,
+                                        x->num_files, (const int64_t *)x->sizes.ptr,
+                                        (const uint32_t *)x->crcs.ptr);
+    return fsdpi_ck_write_text(x, "manifest.json", n);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Directories.
+
+// OUT without slashes at its end, its parent, and a name beside it.
+static fsdp_status fsdpi_ck_export_paths(fsdpi_ck_export *x, const char *out) {
+    char leaf[FSDPI_CK_LEAF];
+    snprintf(x->out, sizeof x->out, "%s", out);
+    for (size_t n = strlen(x->out); n > 1 && x->out[n - 1] == '/'; n--) x->out[n - 1] = 0;
+    const char *last = fsdpi_ck_last_part(x->out);
+    size_t before = (size_t)(last - x->out);
+    snprintf(x->parent, sizeof x->parent, "%.*s", before > 1 ? (int)before - 1 : (int)before,
+             before ? x->out : ".");
+    if (!before) snprintf(x->parent, sizeof x->parent, ".");
+    snprintf(leaf, sizeof leaf, ".tmp-export-%016llx", (unsigned long long)fsdpi_ck_nonce());
+    (void)fsdpi_ck_join(x->tmp, x->parent, leaf);
+    int64_t step = fsdpi_ck_step_of(last);
+    x->step = step >= 0 ? step : x->in->opened.step >= 0 ? x->in->opened.step : 0;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_ck_make_export(fsdpi_ck_export *x) {
+    fsdpi_ck_disk *d = &x->in->disk;
+    fsdpi_ck_forget(d);
+    (void)fsdpi_ck_begin(d, "list", x->out);
+    int error = d->ops->list(d->user, x->out, fsdpi_ck_stop_at_once, NULL);
+    if (!error || error == ENOTDIR)
+        return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
+                             "[E464] %s: %s is there already: choose another name", x->call,
+                             x->out);
+    if (error != ENOENT) (void)fsdpi_ck_end(d, error, x->out);
+    if (!fsdpi_ck_begin(d, "mkdir", x->tmp))
+        (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, x->tmp), x->tmp);
+    return fsdpi_ck_told_export(x);
+}
+
+static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
+    fsdpi_ck_disk *d = &x->in->disk;
+    fsdpi_ck_forget(d);
+    (void)fsdpi_ck_sync_dir(d, x->tmp);
+    (void)fsdpi_ck_rename(d, x->tmp, x->out);
+    (void)fsdpi_ck_sync_dir(d, x->parent);
+    return fsdpi_ck_told_export(x);
+}
+
+static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
+    fsdp_status status = fsdpi_ck_export_paths(x, out);
+    if (!status) status = fsdpi_ck_plan_export(x);
+    if (!status) status = fsdpi_ck_reserve(NULL, &x->data, FSDPI_CK_PIECE, 0);
+    if (!status) status = fsdpi_ck_make_export(x);
+    if (status) return status;
+    for (int32_t i = 0; i < x->num_files && !status; i++) status = fsdpi_ck_write_one(x, i);
+    if (!status && x->sharded) status = fsdpi_ck_write_manifest(x);
+    else if (!status && x->num_files > 1) status = fsdpi_ck_write_index(x);
+    if (!status) status = fsdpi_ck_publish(x);
+    if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // nothing is there behind a rename
+    return status;
+}
+
+static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc,
+                                         fsdp_checkpoint_export_desc *own, const char *call,
+                                         const char *out, char *text, size_t cap) {
+    fsdp_status status = fsdp_desc_read(NULL, own, desc, sizeof *own,
+                                        "fsdp_checkpoint_export_desc");
+    if (status && text && cap) snprintf(text, cap, "%s", fsdp_last_error(NULL));
+    if (status) return status;
+    if (!fsdpi_ck_good_path(out)) return fsdpi_ck_refused(call, "out", text, cap);
+    int good = own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES &&
+               own->max_file_bytes >= 0 &&
+               (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
+               (!own->files ||
+                (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
+    if (!good && text && cap)
+        snprintf(text, cap,
+                 "[E463] %s: expected num_ranks 0 to %d, max_file_bytes >= 0, dtype KEEP or a "
+                 "floating one, and files of version 1: zero the desc, then set what you need",
+                 call, FSDPI_CK_MOST_FILES);
+    return good ? FSDP_OK : FSDP_ERR_INVALID_ARG;
+}
+
+FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
+                                            const fsdp_checkpoint_export_desc *desc, char *text,
+                                            size_t cap) {
+    static const char *const call = "checkpoint_export";
+    fsdp_checkpoint_export_desc own;
+    void *room = NULL;
+    if (text && cap) text[0] = 0;
+    fsdp_status status = fsdpi_ck_check_export(desc, &own, call, out, text, cap);
+    if (!status) status = fsdpi_ck_alloc(NULL, (int64_t)sizeof(fsdpi_ck_export), &room);
+    if (status) return fsdpi_ck_no_memory(status, text, cap);
+    fsdpi_ck_export *x = (fsdpi_ck_export *)room;
+    x->desc = own;
+    x->call = call;
+    x->sharded = own.num_ranks > 0;
+    status = fsdpi_ck_open_alone(call, path, own.files, own.files_user, &x->in, text, cap);
+    if (!status) status = fsdpi_ck_no_memory(fsdpi_ck_export_all(x, out), text, cap);
+    fsdpi_ck_room *rooms[] = {&x->outs, &x->names, &x->entries, &x->header,
+                              &x->data, &x->sizes, &x->crcs,    &x->text};
+    for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(NULL, rooms[i]);
+    fsdp_checkpoint_close(x->in);
+    free(room);
+    return status;
 }
 
 
