@@ -174,9 +174,11 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     if (!status && ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
     status = fsdpi_ck_follow(ck, call, status);
     if (status) return status;
-    int any_failed;
-    fsdp_status mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
-    if (!mine) mine = fsdpi_ck_copy(ck);
+    int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
+    // If there is room for everything, nobody writes while this rank copies.
+    fsdp_status mine = copies_first ? fsdpi_ck_copy(ck) : FSDP_OK;
+    if (!mine) mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
+    if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
     if (!mine && ck->stuck) mine = fsdpi_ck_told(ck, call);
     status = fsdpi_ck_gather_in(ck, mine, &any_failed);
     if (status) return status;

@@ -29,7 +29,7 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     fsdp_status status = fsdp_all_reduce(world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
     if (status || first >= size) return status;
     memset(&told, 0, sizeof told);
-    told.status = mine;
+    told.status = (int32_t)mine;
     if (rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(world));
     status = fsdp_broadcast(world, NULL, &told, sizeof told, first);
     if (status) return status;

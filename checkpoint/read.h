@@ -208,6 +208,7 @@ static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t a
     char *scratch = (char *)r->scratch.ptr;
     int joins = op && *wanted && op->part == part && r->num_runs < FSDPI_CK_RUNS &&
                 op->at + op->nbytes <= at && at + nbytes - op->at <= 4 * (*wanted + nbytes) &&
+                (at - op->at) % (int64_t)fsdp_dtype_size(run.from_dtype) == 0 && // aligned
                 op->to - scratch + (at + nbytes - op->at) <= FSDPI_CK_PIECE;
     if (joins) {
         op->nbytes = at + nbytes - op->at;

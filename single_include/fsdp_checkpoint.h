@@ -2297,7 +2297,7 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     fsdp_status status = fsdp_all_reduce(world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
     if (status || first >= size) return status;
     memset(&told, 0, sizeof told);
-    told.status = mine;
+    told.status = (int32_t)mine;
     if (rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(world));
     status = fsdp_broadcast(world, NULL, &told, sizeof told, first);
     if (status) return status;
@@ -4498,6 +4498,7 @@ static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t a
     char *scratch = (char *)r->scratch.ptr;
     int joins = op && *wanted && op->part == part && r->num_runs < FSDPI_CK_RUNS &&
                 op->at + op->nbytes <= at && at + nbytes - op->at <= 4 * (*wanted + nbytes) &&
+                (at - op->at) % (int64_t)fsdp_dtype_size(run.from_dtype) == 0 && // aligned
                 op->to - scratch + (at + nbytes - op->at) <= FSDPI_CK_PIECE;
     if (joins) {
         op->nbytes = at + nbytes - op->at;
@@ -5162,9 +5163,11 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     if (!status && ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
     status = fsdpi_ck_follow(ck, call, status);
     if (status) return status;
-    int any_failed;
-    fsdp_status mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
-    if (!mine) mine = fsdpi_ck_copy(ck);
+    int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
+    // If there is room for everything, nobody writes while this rank copies.
+    fsdp_status mine = copies_first ? fsdpi_ck_copy(ck) : FSDP_OK;
+    if (!mine) mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
+    if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
     if (!mine && ck->stuck) mine = fsdpi_ck_told(ck, call);
     status = fsdpi_ck_gather_in(ck, mine, &any_failed);
     if (status) return status;
