@@ -307,7 +307,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
     fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
-    int32_t with_optimizer;             // 0: without names that begin with "optim." or "fsdp.". With
+    int32_t with_optimizer;             // 0: no names that begin with "optim." or "fsdp.". With
                                         // num_ranks they are always written
     int32_t num_ranks, reserved;        // > 0: a checkpoint of ours in so many data files
     int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
