@@ -285,12 +285,10 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    // States are those of the layout. All ranks are here, whatever they were given.
-    fsdp_status status = plan ? fsdp_model_commit(plan->model) : FSDP_OK;
-    if (!status) status = fsdpi_plan_may_load(plan, text);
+    fsdp_status status = fsdpi_plan_may_load(plan, text);
     if (!plan) return status;
     if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
-    if (!status) status = fsdpi_plan_check_model(plan, &given);
+    if (!status) status = fsdpi_plan_check_model(plan, &given); // commits
     if (!status)
         status = fsdpi_plan_grow(plan->model, (void **)&plan->kinds, plan->num_kinds,
                                  &plan->cap_kinds, sizeof *plan->kinds);

@@ -2155,16 +2155,31 @@ static int fsdpi_plan_is_within(const fsdp_mesh_info *unit, const fsdp_mesh_info
            (!unit->replicate_comm || unit->replicate_comm == all->replicate_comm);
 }
 
-/* The one mesh that a plan knows: the model's; or the first unit's, if the units are on another one
-   (buckets of fsdp_replicate.h). *stranger: a unit that is on neither, or NULL. */
+// The groups of the unit that has most of them.
+static fsdp_status fsdpi_plan_units_mesh(const fsdp_plan *p, fsdp_mesh_info *out) {
+    fsdp_mesh_info own = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    for (int u = 0, most = -1; u < p->num_units && !status; u++) {
+        status = fsdp_unit_mesh_info(p->units[u], &own);
+        int groups = (own.shard_comm != NULL) + (own.replicate_comm != NULL);
+        if (groups <= most) continue;
+        most = groups;
+        *out = own;
+    }
+    return status;
+}
+
+/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree on
+   the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
 static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
                                         fsdp_unit **stranger) {
     fsdp_mesh_info own = FSDP_ZERO;
     fsdp_status status = FSDP_OK;
+    int ways = 1 + (fsdp_mesh_size(p->mesh, -1) == fsdp_world_size(p->world));
     *stranger = p->units[0];
-    for (int way = 0; way < 2 && *stranger && !status; way++) {
+    for (int way = 0; way < ways && *stranger && !status; way++) {
         *stranger = NULL;
-        status = way ? fsdp_unit_mesh_info(p->units[0], out) : fsdp_model_mesh_info(p->model, out);
+        status = way ? fsdpi_plan_units_mesh(p, out) : fsdp_model_mesh_info(p->model, out);
         for (int u = 0; u < p->num_units && !*stranger && !status; u++) {
             status = fsdp_unit_mesh_info(p->units[u], &own);
             if (!fsdpi_plan_is_within(&own, out)) *stranger = p->units[u];
@@ -4887,12 +4902,10 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    // States are those of the layout. All ranks are here, whatever they were given.
-    fsdp_status status = plan ? fsdp_model_commit(plan->model) : FSDP_OK;
-    if (!status) status = fsdpi_plan_may_load(plan, text);
+    fsdp_status status = fsdpi_plan_may_load(plan, text);
     if (!plan) return status;
     if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
-    if (!status) status = fsdpi_plan_check_model(plan, &given);
+    if (!status) status = fsdpi_plan_check_model(plan, &given); // commits
     if (!status)
         status = fsdpi_plan_grow(plan->model, (void **)&plan->kinds, plan->num_kinds,
                                  &plan->cap_kinds, sizeof *plan->kinds);

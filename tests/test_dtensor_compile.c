@@ -1630,9 +1630,7 @@ static uint64_t simple_by_calls(rig *r, simple *m) {
     return bits;
 }
 
-/* With a plan: what is cut and what is replicated have the groups of the model. If the ranks of tp
-   are no replicas of the model, what is replicated has others: the plan is refused, and steps go by
-   calls with the same bits. */
+/* With a plan. What is replicated over tp lies in one more group than what is cut. */
 static void simple_planned(rig *r, simple *m, uint64_t bits) {
     fsdp_plan *plan;
     fsdp_plan_report report;
@@ -1648,26 +1646,20 @@ static void simple_planned(rig *r, simple *m, uint64_t bits) {
         CALL(r->b.w, fsdp_model_counters(r->b.model, &now));
         W_CHECK(r->hash == bits, "step %d with a plan has other bits", step);
         if (step >= 2) CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
-        const fsdp_plan_mode want = step < 1      ? FSDP_PLAN_RECORDING /* of the next step */
-                                    : m->c->apart ? FSDP_PLAN_REFUSED
-                                                  : FSDP_PLAN_REPLAYING;
+        /* recording: of the next step */
+        const fsdp_plan_mode want = step < 1 ? FSDP_PLAN_RECORDING : FSDP_PLAN_REPLAYING;
         W_CHECK(fsdp_plan_state(plan) == want, "step %d: mode %d: %s", step, fsdp_plan_state(plan),
                 fsdp_plan_why(plan));
     }
-    if (m->c->apart) {
-        W_CHECK(strstr(fsdp_plan_why(plan), "has other groups of ranks than the others"),
-                "%s", fsdp_plan_why(plan));
-        fsdp_plan_destroy(plan);
-        return;
-    }
-    const int rest = m->rest != NULL, mlps = m->c->dp > 1; /* `rest` is open in both passes */
     CALL(r->b.w, fsdp_plan_report_get(plan, 0, &report));
     CHECK(report.recorded == 1 && report.replayed == STEPS && report.left == 0);
-    CHECK_EQ_INT(report.gathers[0], mlps ? 4 + rest : 0);
+    const int rest = m->rest != NULL, shards = m->c->dp > 1;
+    CHECK_EQ_INT(report.gathers[0], shards * (4 + rest));
     /* inline and with lanes; where recompute opens both at once, they are not joined */
-    CHECK_EQ_INT(report.gathers[1], !mlps ? 0 : rest + (m->c->checkpoint ? 2 : 1));
-    CHECK_EQ_INT(report.reductions[0], mlps ? 2 + rest : 0);
-    CHECK_EQ_INT(report.reductions[1], mlps ? 1 + rest : 0);
+    CHECK_EQ_INT(report.gathers[1], shards * (1 + m->c->checkpoint + rest));
+    CHECK_EQ_INT(report.reductions[0], shards * (2 + rest));
+    CHECK_EQ_INT(report.reductions[1], shards * (1 + rest));
+    CHECK(report.replicas[0] == rest && report.replicas[1] == rest);
     fsdp_plan_destroy(plan);
 }
 static void simple_body(rig *r) {
