@@ -1351,7 +1351,7 @@ static unsigned there(const char *dir, const char *const *names, int count) {
 }
 
 static void keep_body(lab_rank *r) {
-    static const char *const foreign[] = {"step-2",
+    static const char *const foreign[] = {"step-5",
                                           "step-0000000x",
                                           "step-00000003.old",
                                           "notes",
