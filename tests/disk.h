@@ -149,7 +149,7 @@ H_FN void disk_put_bytes(disk_node *x, int64_t at, const unsigned char *from, in
         memset(x->data + x->size, 0, (size_t)(at + nbytes - x->size));
         x->size = at + nbytes;
     }
-    if (from) memcpy(x->data + at, from, (size_t)nbytes);
+    if (from && nbytes) memcpy(x->data + at, from, (size_t)nbytes);
 }
 
 /* The node at a path, and where its last name is. Returns 0 or an errno value. */
@@ -412,8 +412,10 @@ struct shake {
     char call[40], path[FSDP_CHECKPOINT_PATH];
     void (*event)(shake *s);
     void *arg;
+    struct shake_file *open; /* a list, so that leak checkers know those that a hang leaves */
 };
 typedef struct shake_file {
+    struct shake_file *next;
     void *real;
     char path[FSDP_CHECKPOINT_PATH];
 } shake_file;
@@ -470,7 +472,7 @@ H_FN int shake_open(void *user, const char *path, int create, void **file, int64
     snprintf(f->path, sizeof f->path, "%s", path);
     int error = s->real->open(s->user, path, create, &f->real, nbytes);
     if (error) free(f);
-    else *file = f, s->files++;
+    else *file = f, s->files++, f->next = s->open, s->open = f;
     return shake_end(s, kind, error);
 }
 H_FN int shake_read(void *user, void *file, void *data, int64_t nbytes, int64_t at, int64_t *done) {
@@ -506,6 +508,9 @@ H_FN int shake_close(void *user, void *file) { /* the file is closed, also if th
     shake_file *f = (shake_file *)file;
     int kind = shake_now(s, "close", f->path, 0);
     int error = s->real->close(s->user, f->real);
+    shake_file **at = &s->open;
+    while (*at != f) at = &(*at)->next;
+    *at = f->next;
     free(f);
     s->files--;
     return shake_fails(kind) ? s->error : shake_end(s, kind, error);

@@ -25,7 +25,7 @@ typedef struct counter { /* of the collectives that a rank begins */
 typedef struct bed bed;
 typedef struct stage { /* what the ranks of a test share */
     disk *d;
-    bed *bed[MOST];
+    bed *beds[MOST];
     int status[MOST];
     char text[MOST][TEXT];
     int tries, faults; /* calls with a fault; those in which it happened */
@@ -34,7 +34,7 @@ typedef struct stage { /* what the ranks of a test share */
 } stage;
 struct bed { /* one rank */
     stage *all;
-    counter counter;
+    counter meets;
     fsdp_comm_ops comm_ops;
     fsdp_world *w;
     fsdp_model *model;
@@ -55,17 +55,17 @@ static fsdp_status count_coll(lab_guard *g, const fsdp_group *group, const fsdp_
     if (coll && c->marks) h_mark(c->marks);
     return FSDP_OK;
 }
-static int count_of(const bed *b) { return __atomic_load_n(&b->counter.count, __ATOMIC_SEQ_CST); }
+static int count_of(const bed *b) { return __atomic_load_n(&b->meets.count, __ATOMIC_SEQ_CST); }
 
 static void bed_world(bed *b, lab_rank *r, int number) {
     fsdp_world_desc d = w_desc(r->rank, r->size,
                                r->start->how.processes ? NULL : &r->start->threads[number],
                                w_job("ckfaults"), 0);
-    b->counter.guard.before = count_coll;
+    b->meets.guard.before = count_coll;
     b->comm_ops = lab_guard_ops();
     d.allocator = b->allocator ? *b->allocator : w_heap_allocator(r->heap);
     d.comm_ops = &b->comm_ops;
-    d.user = &b->counter.guard;
+    d.user = &b->meets.guard;
     if (b->timeout_ms) d.timeout_ms = b->timeout_ms;
     CALL(NULL, fsdp_init(&d, &b->w));
     b->rank = r->rank, b->size = r->size;
@@ -98,7 +98,7 @@ static fsdp_status bed_create(bed *b, const fsdp_checkpoint_desc *like) {
 static void bed_open(bed *b, lab_rank *r, stage *all, int number,
                      const fsdp_checkpoint_desc *like) {
     b->all = all;
-    all->bed[r->rank] = b;
+    all->beds[r->rank] = b;
     if (!b->s.real) shake_init(&b->s, &disk_ops, all->d, r->rank);
     if (!b->dir[0]) snprintf(b->dir, sizeof b->dir, "run");
     bed_world(b, r, number);
@@ -214,9 +214,9 @@ static void slow_event(shake *s) {
     stage *all = (stage *)s->arg;
     int begin[MOST];
     long ns = 0;
-    for (int r = 0; r < MOST; r++) begin[r] = all->bed[r] ? count_of(all->bed[r]) : 0;
+    for (int r = 0; r < MOST; r++) begin[r] = all->beds[r] ? count_of(all->beds[r]) : 0;
     for (int r = 0; r < MOST; r++)
-        while (all->bed[r] && r != s->rank && count_of(all->bed[r]) < begin[r] + 3) h_nap(&ns);
+        while (all->beds[r] && r != s->rank && count_of(all->beds[r]) < begin[r] + 3) h_nap(&ns);
 }
 
 static fsdp_status call_op(bed *b, int op, int64_t step) {
@@ -275,7 +275,7 @@ static void drop_leftovers(disk *d, const char *dir) {
    how many file calls that rank made. */
 static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *last) {
     stage *all = b->all;
-    shake *s = &all->bed[rank]->s;
+    shake *s = &all->beds[rank]->s;
     const int saves = op <= KEEP;
     int64_t step = saves ? *last + 1 : *last;
     snprintf(w_case, sizeof w_case, "%s, call %d of rank %d, fault %d (%s)", op_names[op], at, rank,
@@ -443,7 +443,7 @@ typedef struct stall_case {
 /* Are these the texts that a hang of this call has to give? */
 static int stall_is_told(const stall_case *c, int size) {
     const stage *all = &c->all;
-    const shake *s = &all->bed[c->rank]->s;
+    const shake *s = &all->beds[c->rank]->s;
     char who[24], told[40];
     int good = 1;
     snprintf(who, sizeof who, "rank %d", c->rank);
@@ -495,9 +495,9 @@ static void stall_body(lab_rank *r) {
         if (c->rank == b->rank) c->calls = b->s.calls;
         meet(b);
         const int told = stall_is_told(c, b->size);
-        W_CHECK(told || c->stall_ms < STALL_MOST_MS, "%s of %.200s: %s", all->bed[c->rank]->s.call,
-                all->bed[c->rank]->s.path, all->text[b->rank]);
-        if (told && all->bed[c->rank]->s.fired) stall_again(b, c);
+        W_CHECK(told || c->stall_ms < STALL_MOST_MS, "%s of %.200s: %s", all->beds[c->rank]->s.call,
+                all->beds[c->rank]->s.path, all->text[b->rank]);
+        if (told && all->beds[c->rank]->s.fired) stall_again(b, c);
         meet(b);
         if (!told) c->slow = 1;
     }
@@ -525,7 +525,7 @@ static int stall(const stall_row *row, int rank, int at, int *fired) {
         while (h_entries("/proc/self/task") > threads) h_nap(&ns); /* it came back, and ended */
         disk_free(c->all.d);
         if (c->slow) continue;
-        *fired += c->all.bed[rank]->s.fired;
+        *fired += c->all.beds[rank]->s.fired;
         return c->calls;
     }
 }
@@ -941,7 +941,7 @@ static void run_damage(const damage_row *row) {
     all->d->quiet = 1;
     all->row = row;
     lab_run(2, &how, damage_save, all);
-    memset(all->bed, 0, sizeof all->bed);
+    memset(all->beds, 0, sizeof all->beds);
     lab_run(row->size, &how, damage_body, all);
     disk_free(all->d);
     free(all);
@@ -1197,7 +1197,7 @@ static void lost_body(lab_rank *r) {
     (void)values(&b, 1, 1, 0);
     meet(&b);
     int64_t begin = h_calm_ms();
-    if (r->rank == 0) b.counter.marks = MEETS;
+    if (r->rank == 0) b.meets.marks = MEETS;
     if (r->rank == 1) c->victim = getpid();
     if (r->rank == 1 && c->how != LEAVES) shake_arm(&b.s, 1, SHAKE_WAIT, 0);
     fsdp_status status;
