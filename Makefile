@@ -269,13 +269,15 @@ SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
 # Arithmetic of trainings, faults, which mostly wait, and delays, which tsan sees: at night.
-NIGHT   := test_delays test_dtensor_tp test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler test_store
+NIGHT   := test_delays test_dtensor_tp test_fsdpck test_fully_shard_dtensor test_fully_shard_training test_fully_shard_compile test_golden_tp \
+           test_golden_train test_norm test_dtype test_plan_random test_replicate_faults test_replicate_training test_replicate_with_compiler test_spec \
+           test_store test_train
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
+FEWER      := $(FEW):-checkpoint_faults.[dkp]*:-checkpoint.reshard*:-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)

@@ -1318,7 +1318,7 @@ typedef struct setup {
     way how;
     int dp, tp; /* dp 0: the mesh has no such dim */
     int sp, no_bias, checkpoint, planned;
-    int apart; /* the model shards alone: see simple_planned */
+    int apart; /* the model shards alone: the ranks of tp are none of its replicas */
 } setup;
 typedef struct simple {
     const setup *c;
