@@ -183,7 +183,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, unit, now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
     char now[FSDPI_PLAN_STATE];

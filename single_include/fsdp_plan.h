@@ -753,7 +753,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, unit, now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
     char now[FSDPI_PLAN_STATE];
@@ -3323,8 +3323,9 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
                line->label == FSDP_LABEL_RED_OUT;
     if (!fsdpi_plan_has_grads(v, m->unit)) {
         if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
-            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
-                             m->unit, FSDPI_PLAN_NONE);
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE,
+                             "its gradients have no elements, says the head:", m->unit,
+                             FSDPI_PLAN_NONE);
         return;
     }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
