@@ -230,22 +230,22 @@ static fsdp_status fsdpi_plan_units_mesh(const fsdp_plan *p, fsdp_mesh_info *out
     return status;
 }
 
-/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree on
-   the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
+/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree
+   on the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
 static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
                                         fsdp_unit **stranger) {
     fsdp_mesh_info own = FSDP_ZERO;
-    fsdp_status status = FSDP_OK;
+    fsdp_unit *strange[2] = {NULL, NULL}; // to the model, to the units
     int ways = 1 + (fsdp_mesh_size(p->mesh, -1) == fsdp_world_size(p->world));
-    *stranger = p->units[0];
-    for (int way = 0; way < ways && *stranger && !status; way++) {
-        *stranger = NULL;
+    fsdp_status status = FSDP_OK;
+    for (int way = 0; way < ways && (!way || strange[0]) && !status; way++) {
         status = way ? fsdpi_plan_units_mesh(p, out) : fsdp_model_mesh_info(p->model, out);
-        for (int u = 0; u < p->num_units && !*stranger && !status; u++) {
+        for (int u = 0; u < p->num_units && !strange[way] && !status; u++) {
             status = fsdp_unit_mesh_info(p->units[u], &own);
-            if (!fsdpi_plan_is_within(&own, out)) *stranger = p->units[u];
+            if (!fsdpi_plan_is_within(&own, out)) strange[way] = p->units[u];
         }
     }
+    *stranger = ways > 1 && !strange[1] ? NULL : strange[0];
     return status;
 }
 

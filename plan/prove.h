@@ -342,8 +342,9 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
                line->label == FSDP_LABEL_RED_OUT;
     if (!fsdpi_plan_has_grads(v, m->unit)) {
         if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
-            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
-                             m->unit, FSDPI_PLAN_NONE);
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE,
+                             "its gradients have no elements, says the head:", m->unit,
+                             FSDPI_PLAN_NONE);
         return;
     }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
@@ -498,8 +499,8 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has waited
-   for (those that go on are waited for by fsdp_params_writable); then the caller writes shards. */
+/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has
+   waited for (those that go on: in fsdp_params_writable); then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);

@@ -144,8 +144,8 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
-// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that were
-// called, had a record or an act, or whose outline is another one.
+// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that
+// were called, had a record or an act, or whose outline is another one.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     return (uint8_t)(1 + fsdp_unit_state(unit) * FSDP_STORAGE_COUNT + fsdp_unit_storage(unit));
 }
@@ -183,7 +183,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, unit, now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
     char now[FSDPI_PLAN_STATE];

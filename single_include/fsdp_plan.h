@@ -714,8 +714,8 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
-// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that were
-// called, had a record or an act, or whose outline is another one.
+// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that
+// were called, had a record or an act, or whose outline is another one.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     return (uint8_t)(1 + fsdp_unit_state(unit) * FSDP_STORAGE_COUNT + fsdp_unit_storage(unit));
 }
@@ -753,7 +753,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, unit, now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another one.
+// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
     char now[FSDPI_PLAN_STATE];
@@ -2169,22 +2169,22 @@ static fsdp_status fsdpi_plan_units_mesh(const fsdp_plan *p, fsdp_mesh_info *out
     return status;
 }
 
-/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree on
-   the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
+/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree
+   on the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
 static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
                                         fsdp_unit **stranger) {
     fsdp_mesh_info own = FSDP_ZERO;
-    fsdp_status status = FSDP_OK;
+    fsdp_unit *strange[2] = {NULL, NULL}; // to the model, to the units
     int ways = 1 + (fsdp_mesh_size(p->mesh, -1) == fsdp_world_size(p->world));
-    *stranger = p->units[0];
-    for (int way = 0; way < ways && *stranger && !status; way++) {
-        *stranger = NULL;
+    fsdp_status status = FSDP_OK;
+    for (int way = 0; way < ways && (!way || strange[0]) && !status; way++) {
         status = way ? fsdpi_plan_units_mesh(p, out) : fsdp_model_mesh_info(p->model, out);
-        for (int u = 0; u < p->num_units && !*stranger && !status; u++) {
+        for (int u = 0; u < p->num_units && !strange[way] && !status; u++) {
             status = fsdp_unit_mesh_info(p->units[u], &own);
-            if (!fsdpi_plan_is_within(&own, out)) *stranger = p->units[u];
+            if (!fsdpi_plan_is_within(&own, out)) strange[way] = p->units[u];
         }
     }
+    *stranger = ways > 1 && !strange[1] ? NULL : strange[0];
     return status;
 }
 
@@ -3323,8 +3323,9 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
                line->label == FSDP_LABEL_RED_OUT;
     if (!fsdpi_plan_has_grads(v, m->unit)) {
         if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
-            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its gradients have no elements, says the head:",
-                             m->unit, FSDPI_PLAN_NONE);
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE,
+                             "its gradients have no elements, says the head:", m->unit,
+                             FSDPI_PLAN_NONE);
         return;
     }
     if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
@@ -3479,8 +3480,8 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has waited
-   for (those that go on are waited for by fsdp_params_writable); then the caller writes shards. */
+/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has
+   waited for (those that go on: in fsdp_params_writable); then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
