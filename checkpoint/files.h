@@ -244,6 +244,10 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
 
 // DIR/LEAF. 0: it is too long.
 static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const char *leaf) {
-    int n = snprintf(out, FSDP_CHECKPOINT_PATH, "%s/%s", dir, leaf);
-    return n > 0 && n < FSDP_CHECKPOINT_PATH;
+    size_t begin = strlen(dir), end = strlen(leaf) + 1;
+    if (begin + 1 + end > FSDP_CHECKPOINT_PATH) return 0;
+    memcpy(out, dir, begin);
+    out[begin] = '/';
+    memcpy(out + begin + 1, leaf, end);
+    return 1;
 }

@@ -28,8 +28,9 @@ static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_st
     fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
     if (status || first >= ck->size) return status;
     memset(&told, 0, sizeof told);
-    told.status = mine;
-    if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
+    told.status = (int32_t)mine;
+    if (ck->rank == first)
+        snprintf(told.text, sizeof told.text, "%.1019s", fsdp_last_error(ck->world));
     status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
     if (status) return status;
     if (ck->rank == first) return mine;

@@ -342,7 +342,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
 // One data file of the block: its pieces, parsed; measure if there is no room yet.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
-    const char *name = "", *size, *header = NULL;
+    const char *name = "", *size = (const char *)o->bulk.room.ptr, *header = NULL;
     char why[256] = "";
     fsdp_safetensors_info info;
     int64_t bytes = 0;

@@ -1922,8 +1922,12 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
 
 // DIR/LEAF. 0: it is too long.
 static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const char *leaf) {
-    int n = snprintf(out, FSDP_CHECKPOINT_PATH, "%s/%s", dir, leaf);
-    return n > 0 && n < FSDP_CHECKPOINT_PATH;
+    size_t begin = strlen(dir), end = strlen(leaf) + 1;
+    if (begin + 1 + end > FSDP_CHECKPOINT_PATH) return 0;
+    memcpy(out, dir, begin);
+    out[begin] = '/';
+    memcpy(out + begin + 1, leaf, end);
+    return 1;
 }
 
 
@@ -2214,8 +2218,9 @@ static fsdp_status fsdpi_ck_agree(fsdp_checkpoint *ck, const char *call, fsdp_st
     fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
     if (status || first >= ck->size) return status;
     memset(&told, 0, sizeof told);
-    told.status = mine;
-    if (ck->rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(ck->world));
+    told.status = (int32_t)mine;
+    if (ck->rank == first)
+        snprintf(told.text, sizeof told.text, "%.1019s", fsdp_last_error(ck->world));
     status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, first);
     if (status) return status;
     if (ck->rank == first) return mine;
@@ -2379,6 +2384,7 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (ck->desc.skip_frozen && !v->requires_grad) return FSDP_OK;
     fsdp_status status = fsdpi_ck_place(ck, call, v, &p);
     if (status || !*p.name) return status;
+    memset(&info, 0, sizeof info);
     status = fsdp_unit_mesh_info(v->unit, &info);
     *base = ck->table.num;
     if (!status) status = fsdpi_ck_add(ck, &x, p.name);
@@ -4031,7 +4037,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
 // One data file of the block: its pieces, parsed; measure if there is no room yet.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
-    const char *name = "", *size, *header = NULL;
+    const char *name = "", *size = (const char *)o->bulk.room.ptr, *header = NULL;
     char why[256] = "";
     fsdp_safetensors_info info;
     int64_t bytes = 0;
