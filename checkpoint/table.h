@@ -77,6 +77,7 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (ck->desc.skip_frozen && !v->requires_grad) return FSDP_OK;
     fsdp_status status = fsdpi_ck_place(ck, call, v, &p);
     if (status || !*p.name) return status;
+    memset(&info, 0, sizeof info);
     status = fsdp_unit_mesh_info(v->unit, &info);
     *base = ck->table.num;
     if (!status) status = fsdpi_ck_add(ck, &x, p.name);

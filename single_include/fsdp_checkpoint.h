@@ -1681,7 +1681,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
     fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
-    int32_t with_optimizer;             // 0: without names that begin with "optim." or "fsdp.". With
+    int32_t with_optimizer;             // 0: no names that begin with "optim." or "fsdp.". With
                                         // num_ranks they are always written
     int32_t num_ranks, reserved;        // > 0: a checkpoint of ours in so many data files
     int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
@@ -2462,6 +2462,7 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (ck->desc.skip_frozen && !v->requires_grad) return FSDP_OK;
     fsdp_status status = fsdpi_ck_place(ck, call, v, &p);
     if (status || !*p.name) return status;
+    memset(&info, 0, sizeof info);
     status = fsdp_unit_mesh_info(v->unit, &info);
     *base = ck->table.num;
     if (!status) status = fsdpi_ck_add(ck, &x, p.name);
