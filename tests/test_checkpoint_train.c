@@ -470,10 +470,10 @@ static int dawdle(ck_files *f, const char *call, const char *path) {
     while (h_now_ms() < end) w_sleep_ns(10000000);
     return 0;
 }
-static fsdp_world *hasty_world(lab_rank *r) {
+static fsdp_world *hasty_world(lab_rank *r, int timeout_ms) {
     fsdp_world_desc d = w_desc(r->rank, r->size, &r->start->threads[0], w_job("slow"), 0);
     fsdp_world *w;
-    d.timeout_ms = DEADLINE_MS;
+    d.timeout_ms = timeout_ms;
     CALL(NULL, fsdp_init(&d, &w));
     return w;
 }
@@ -493,7 +493,7 @@ static void slow_body(lab_rank *r) {
     char dir[512], path[700];
     int64_t step;
     ck_model m;
-    fsdp_world *w = hasty_world(r);
+    fsdp_world *w = hasty_world(r, DEADLINE_MS);
     ck_make(&m, r, w, &small, &at);
     ck_optimizers(&m);
     open_slow(&m, r, &files, &s, 0);
@@ -555,7 +555,7 @@ static void stalled(lab_rank *r) {
     static ck_files files[2]; /* the thread that is left looks at it */
     char dir[512], text[100];
     ck_model m;
-    fsdp_world *w = hasty_world(r);
+    fsdp_world *w = hasty_world(r, 30000);
     ck_make(&m, r, w, &large, &at);
     ck_optimizers(&m);
     memset(&files[r->rank], 0, sizeof *files);
