@@ -353,6 +353,18 @@ gate_nvcc_unit() { # STANDARD: everything in one .cu file
 }
 
 # What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
+# A target of libFuzzer for FUZZ_SECONDS (600), with the sanitizers, from the seeds that it writes of
+# golden data.
+gate_fuzz() { # NAME
+    local dir=$work/fuzz.$1 library=tests/library.c
+    [ "$1" != store ] || library=
+    mkdir -p "$dir/seeds"
+    clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
+        -fno-sanitize-recover=all "tests/private/fuzz_$1.c" $library -o "$dir/fuzz" -pthread -lm
+    FSDP_FUZZ_SEEDS=$dir/seeds FUZZ_PLAN_SEEDS=$dir/seeds "$dir/fuzz" -runs=1
+    (cd "$dir" && ASAN_OPTIONS=quarantine_size_mb=4 ./fuzz -max_len=8192 -close_fd_mask=3 \
+        -max_total_time="${FUZZ_SECONDS:-600}" seeds)
+}
 gate_gpu_scripts() {
     local gpu=$build/stub csv=$build/stub/bench_gpu.csv
     make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
@@ -416,6 +428,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nvcc.%s\n' c++{11,20}
     echo single_tests
     echo gpu_scripts
+    printf 'fuzz.%s\n' checkpoint plan safetensors store
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
