@@ -473,6 +473,9 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
         }
         return;
     }
+    if (call->call == FSDP_CALL_PRE_BACKWARD && u >= 0 && v->written[u] >= 0 &&
+        fsdpi_plan_has_grads(v, u)) // the caller writes from here on
+        fsdpi_plan_access(v, u, v->written[u], FSDP_STREAM_COMPUTE, -1, 1);
     if (posts || !reads) return;
     if (slot < 0 || v->slots[slot].full < 2) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE,

@@ -777,6 +777,29 @@ TEST(plan_proof, head_of_gradients) {
     free(text), free(edited);
 }
 
+/* The caller writes gradients as soon as pre_backward has returned: not before the slot is free. That
+   the unit's post_backward is missing does not hide it. */
+TEST(plan_proof, gradients_are_written_at_once) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_net n = plan_chain(3, 8, 4);
+    d.bucket_bytes = -1;
+    d.without = 1u << FSDP_PASS_KEEP;
+    char *text = texts_make(&n, &d, 2, TEXTS_STREAMS, FSDP_PLAN_TEXT_OPS), line[TEXTS_LINE];
+    texts_lines *t = texts_split(text);
+    const int zero = texts_find(t, 0, " zero grads 'h.0'"),
+              post = texts_find(t, 0, " post_backward 'h.0'");
+    CHECK(zero > 0 && zero < post);
+    snprintf(line, sizeof line, "%.*s'h.2'", (int)strlen(t->at[post]) - 5, t->at[post]);
+    t->at[post] = line;
+    texts_move(t, zero, post + 1); /* behind its decision */
+    char *edited = texts_join(t, 1);
+    const fsdp_plan_proof p = prove(edited);
+    CHECK_MSG(p.refuted == FSDP_PROOF_RACE, "%s", p.text);
+    CHECK_MSG(strstr(p.text, "pre_backward 'h.0': the caller on COMPUTE writes slot"), "%s", p.text);
+    texts_free(t);
+    free(text), free(edited);
+}
+
 /* ---- what is proven runs without a race ------------------------------------------------------ */
 
 TEST(plan_proof, proven_plans_do_not_race) {
