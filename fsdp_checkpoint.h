@@ -45,11 +45,11 @@
      A parameter is UNIT.PARAM; PARAM if its unit's name is "" or with param_names.
      Its states are optim.state.PARAMETER.STATE, for example optim.state.h.0.w.exp_avg.
      What an extension keeps besides is fsdp.EXTENSION.STATE; blobs are fsdp.blob.NAME. */
+#include "fsdp.h"
+#include "fsdp_safetensors.h" // outside of the guard: its implementation comes before this one's
+
 #ifndef FSDP_CHECKPOINT_H
 #define FSDP_CHECKPOINT_H
-
-#include "fsdp.h"
-#include "fsdp_safetensors.h"
 
 #ifdef __cplusplus
 extern "C" {

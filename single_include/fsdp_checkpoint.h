@@ -46,9 +46,6 @@
      A parameter is UNIT.PARAM; PARAM if its unit's name is "" or with param_names.
      Its states are optim.state.PARAMETER.STATE, for example optim.state.h.0.w.exp_avg.
      What an extension keeps besides is fsdp.EXTENSION.STATE; blobs are fsdp.blob.NAME. */
-#ifndef FSDP_CHECKPOINT_H
-#define FSDP_CHECKPOINT_H
-
 #include "fsdp.h"
 
 /* ==== fsdp_safetensors.h ====================================================================
@@ -1424,6 +1421,9 @@ FSDP_API int64_t fsdp_safetensors_print(fsdp_safetensors_entry *entries, int64_t
 
 
 /* ==== fsdp_checkpoint.h, continued ========================================================== */
+
+#ifndef FSDP_CHECKPOINT_H
+#define FSDP_CHECKPOINT_H
 
 #ifdef __cplusplus
 extern "C" {

@@ -717,7 +717,8 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
 // A unit's state as it can be told at once, not 0. Behind a call only units are looked at that
 // were called, had a record or an act, or whose outline is another one.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
-    return (uint8_t)(1 + fsdp_unit_state(unit) * FSDP_STORAGE_COUNT + fsdp_unit_storage(unit));
+    const int state = (int)fsdp_unit_state(unit), storage = (int)fsdp_unit_storage(unit);
+    return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
 }
 
 // `op` of a rehearsal.

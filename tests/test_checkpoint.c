@@ -523,7 +523,7 @@ static double gpt2_element(const char *param, int64_t row, int64_t column, int64
                                                         ? column * all + row
                                                         : row * columns + column);
     }
-    CHECK(!"a row of no source");
+    CHECK_MSG(0, "a row of no source");
     return 0;
 }
 static void gpt2(lab_rank *r) {

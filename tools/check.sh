@@ -353,8 +353,7 @@ gate_nvcc_unit() { # STANDARD: everything in one .cu file
 }
 
 # What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
-# A target of libFuzzer for FUZZ_SECONDS (600), with the sanitizers, from the seeds that it writes of
-# golden data.
+# A target of libFuzzer for FUZZ_SECONDS (600), with sanitizers, from seeds of golden data.
 gate_fuzz() { # NAME
     local dir=$work/fuzz.$1 library=tests/library.c
     [ "$1" != store ] || library=
