@@ -277,7 +277,7 @@ TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-checkpoint_faults.[dkp]*:-checkpoint.reshard*:-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
+FEWER      := $(FEW):-checkpoint_faults.[dkp]*:-checkpoint.reshard*:-checkpoint_slow.*:-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)

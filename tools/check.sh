@@ -352,7 +352,6 @@ gate_nvcc_unit() { # STANDARD: everything in one .cu file
     "$work/unit.$1"
 }
 
-# What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
 # A target of libFuzzer for FUZZ_SECONDS (600), with sanitizers, from seeds of golden data.
 gate_fuzz() { # NAME
     local dir=$work/fuzz.$1 library=tests/library.c
@@ -364,6 +363,8 @@ gate_fuzz() { # NAME
     (cd "$dir" && ASAN_OPTIONS=quarantine_size_mb=4 ./fuzz -max_len=8192 -close_fd_mask=3 \
         -max_total_time="${FUZZ_SECONDS:-600}" seeds)
 }
+
+# What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
 gate_gpu_scripts() {
     local gpu=$build/stub csv=$build/stub/bench_gpu.csv
     make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
@@ -412,10 +413,9 @@ list() {
     printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
-    echo gloo_header
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
     echo nccl_header.21800
-    echo nccl_real && echo nvcc_unit.c++17
+    echo nccl_real
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
 }
 list_nightly() { # the rest of every language, compiler and version
@@ -427,6 +427,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nvcc.%s\n' c++{11,20}
     echo single_tests
     echo gpu_scripts
+    echo gloo_header && echo nvcc_unit.c++17
     printf 'fuzz.%s\n' checkpoint plan safetensors store
 }
 
