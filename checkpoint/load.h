@@ -15,7 +15,7 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512];
-    int num_missing, num_extra, num_unknown;
+    int num_missing, num_extra;
 } fsdpi_ck_load;
 
 // What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.
@@ -122,29 +122,25 @@ static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
     return l->desc.source(l->desc.user, &x->view, out);
 }
 
-// Does the checkpoint have states of any parameter at all?
-static int fsdpi_ck_has_states(const fsdpi_ck_opened *o) {
+// Does the checkpoint have a tensor whose name begins so?
+static int fsdpi_ck_has_prefix(const fsdpi_ck_opened *o, const char *prefix) {
     int64_t first;
-    (void)fsdpi_ck_boxes_of(o, "optim.state.", &first);
-    return first < o->num_boxes && strncmp(o->boxes[first].entry->name, "optim.state.", 12) == 0;
+    (void)fsdpi_ck_boxes_of(o, prefix, &first);
+    return first < o->num_boxes &&
+           strncmp(o->boxes[first].entry->name, prefix, strlen(prefix)) == 0;
 }
 // Does it have any of this parameter?
 static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x) {
-    const fsdpi_ck_tensor *p = fsdpi_ck_tensor_at(
-        &l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
     char prefix[FSDP_CHECKPOINT_NAME + 32];
-    int64_t first;
-    int n = snprintf(prefix, sizeof prefix, "optim.state.%s.", p->name);
-    (void)fsdpi_ck_boxes_of(&l->opened, prefix, &first);
-    return first < l->opened.num_boxes &&
-           strncmp(l->opened.boxes[first].entry->name, prefix, (size_t)n) == 0;
+    snprintf(prefix, sizeof prefix, "optim.state.%s.", fsdpi_ck_param_of(&l->ck->table, x)->name);
+    return fsdpi_ck_has_prefix(&l->opened, prefix);
 }
 
 // The checkpoint lacks a tensor: what becomes of it?
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
-    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_states(&l->opened) &&
+    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_prefix(&l->opened, "optim.state.") &&
         !fsdpi_ck_has_states_of(l, x))
         return FSDPI_CK_ZERO;
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
@@ -157,9 +153,8 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
-    if (x->ordinal >= 0)
-        p = fsdpi_ck_tensor_at(&l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    // Without elements neither a parameter nor its states are in files.
+    const fsdpi_ck_tensor *p = x->ordinal < 0 ? x : fsdpi_ck_param_of(&l->ck->table, x);
     if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;

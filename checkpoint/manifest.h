@@ -106,8 +106,8 @@ static int fsdpi_ck_read_leaf(fsdpi_st_reader *r, char out[256]) {
                              "letters, digits, '.', '_', '-' and .safetensors at the end");
 }
 
-// Hexadecimal digits of the string, 8 for each number. crcs NULL: they are only counted.
-static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t *count) {
+// Hexadecimal digits of the string, 8 for each number: the first `room` of them are kept.
+static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t room, int64_t *count) {
     fsdpi_st_string s;
     if (!fsdpi_st_read_string(r, &s)) return 0;
     *count = (s.end - s.begin) / 8;
@@ -116,7 +116,7 @@ static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t *count
         int high = fsdpi_st_hex(r->text + s.begin + 8 * i, 4);
         int low = fsdpi_st_hex(r->text + s.begin + 8 * i + 4, 4);
         bad = high < 0 || low < 0;
-        if (crcs && !bad) crcs[i] = (uint32_t)high << 16 | (uint32_t)low;
+        if (i < room && !bad) crcs[i] = (uint32_t)high << 16 | (uint32_t)low;
     }
     return bad ? fsdpi_st_wrong(r, "before byte %p: a checksum that is not 8 hexadecimal digits")
                : 1;
@@ -127,7 +127,6 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
     fsdpi_st_string key;
     fsdpi_ck_file f;
     char name[256] = "";
-    uint32_t header_crc = 0;
     int64_t members = 0, one = 0;
     int more, seen = 0;
     memset(&f, 0, sizeof f);
@@ -139,19 +138,14 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
                     : fsdpi_st_is(r, &key, "header_crc") ? 8
                     : fsdpi_st_is(r, &key, "crc")        ? 16
                                                          : 0;
-        int ok = which == 1   ? fsdpi_ck_read_leaf(r, name)
-                 : which == 2 ? fsdpi_st_read_integer(r, &f.bytes)
-                 : which == 4 ? fsdpi_st_read_integer(r, &f.header)
-                 : which == 8 ? fsdpi_ck_read_crcs(r, NULL, &one) && one == 1
-                 : which == 16
-                     ? fsdpi_ck_read_crcs(r, m->crcs ? m->crcs + m->num_crcs : NULL, &f.num_crcs)
-                     : fsdpi_st_skip(r, 3);
+        int ok = which == 1    ? fsdpi_ck_read_leaf(r, name)
+                 : which == 2  ? fsdpi_st_read_integer(r, &f.bytes)
+                 : which == 4  ? fsdpi_st_read_integer(r, &f.header)
+                 : which == 8  ? fsdpi_ck_read_crcs(r, &f.header_crc, 1, &one) && one == 1
+                 : which == 16 ? fsdpi_ck_read_crcs(r, m->crcs ? m->crcs + m->num_crcs : NULL,
+                                                    m->crcs ? INT64_MAX : 0, &f.num_crcs)
+                               : fsdpi_st_skip(r, 3);
         if (!ok || seen & which) return more < 0 ? 0 : fsdpi_st_expected(r, "each member once");
-        if (which == 8) {
-            fsdpi_st_reader again = *r;
-            again.at = again.at - 10; // the string that was just read: 8 digits and two quotes
-            (void)fsdpi_ck_read_crcs(&again, &header_crc, &one);
-        }
         seen |= which;
     }
     if (more < 0) return 0;
@@ -159,7 +153,6 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
     int64_t data = f.bytes - 8 - f.header;
     if (f.header > FSDPI_CK_MOST_HEADER || data < 0 || f.num_crcs != fsdpi_ck_blocks(data))
         return fsdpi_st_expected(r, "sizes that agree with the number of checksums");
-    f.header_crc = header_crc;
     if (m->files) {
         f.name = m->text + m->text_bytes;
         f.crcs = m->crcs + m->num_crcs;
@@ -234,7 +227,7 @@ static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *tex
     fsdpi_st_reader at_tail = m->r;
     at_tail.at = end + 11;
     int ok = end > 0 && memcmp(text + end, tail, sizeof tail - 1) == 0 &&
-             fsdpi_ck_read_crcs(&at_tail, &crc, &one) && one == 1;
+             fsdpi_ck_read_crcs(&at_tail, &crc, 1, &one) && one == 1;
     if (!ok) (void)fsdpi_st_wrong(&m->r, "the manifest is cut off: its last line has no crc32c");
     if (ok && fsdp_crc32c(0, text, end) != crc)
         ok = fsdpi_st_wrong(&m->r, "the manifest was changed: its checksum differs");

@@ -77,7 +77,6 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (ck->desc.skip_frozen && !v->requires_grad) return FSDP_OK;
     fsdp_status status = fsdpi_ck_place(ck, call, v, &p);
     if (status || !*p.name) return status;
-    memset(&info, 0, sizeof info);
     status = fsdp_unit_mesh_info(v->unit, &info);
     *base = ck->table.num;
     if (!status) status = fsdpi_ck_add(ck, &x, p.name);
@@ -156,7 +155,6 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     x->dtype = x->file_dtype = FSDP_U8;
     x->memory = FSDP_MEMORY_HOST;
     x->ndim = 1;
-    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
@@ -198,6 +196,11 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
                                 "two tensors have this name: give units, parameters or extensions "
                                 "other names, or give desc.place");
     return FSDP_OK;
+}
+
+/* The parameter that a state belongs to; a parameter itself. x has an ordinal. */
+static const fsdpi_ck_tensor *fsdpi_ck_param_of(const fsdpi_ck_table *t, const fsdpi_ck_tensor *x) {
+    return fsdpi_ck_tensor_at(t, ((const int32_t *)t->base.ptr)[x->ordinal]);
 }
 
 /* All tensors of this rank. params_only 1: parameters alone. */

@@ -2462,7 +2462,6 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (ck->desc.skip_frozen && !v->requires_grad) return FSDP_OK;
     fsdp_status status = fsdpi_ck_place(ck, call, v, &p);
     if (status || !*p.name) return status;
-    memset(&info, 0, sizeof info);
     status = fsdp_unit_mesh_info(v->unit, &info);
     *base = ck->table.num;
     if (!status) status = fsdpi_ck_add(ck, &x, p.name);
@@ -2541,7 +2540,6 @@ static fsdp_status fsdpi_ck_add_blob(fsdp_checkpoint *ck, int index) {
     x->dtype = x->file_dtype = FSDP_U8;
     x->memory = FSDP_MEMORY_HOST;
     x->ndim = 1;
-    x->memory = FSDP_MEMORY_HOST;
     x->blob = index;
     x->shape[0] = x->whole[0] = x->numel = b->nbytes;
     x->data = b->data;
@@ -2583,6 +2581,11 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
                                 "two tensors have this name: give units, parameters or extensions "
                                 "other names, or give desc.place");
     return FSDP_OK;
+}
+
+/* The parameter that a state belongs to; a parameter itself. x has an ordinal. */
+static const fsdpi_ck_tensor *fsdpi_ck_param_of(const fsdpi_ck_table *t, const fsdpi_ck_tensor *x) {
+    return fsdpi_ck_tensor_at(t, ((const int32_t *)t->base.ptr)[x->ordinal]);
 }
 
 /* All tensors of this rank. params_only 1: parameters alone. */
@@ -2862,8 +2865,8 @@ static int fsdpi_ck_read_leaf(fsdpi_st_reader *r, char out[256]) {
                              "letters, digits, '.', '_', '-' and .safetensors at the end");
 }
 
-// Hexadecimal digits of the string, 8 for each number. crcs NULL: they are only counted.
-static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t *count) {
+// Hexadecimal digits of the string, 8 for each number: the first `room` of them are kept.
+static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t room, int64_t *count) {
     fsdpi_st_string s;
     if (!fsdpi_st_read_string(r, &s)) return 0;
     *count = (s.end - s.begin) / 8;
@@ -2872,7 +2875,7 @@ static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t *count
         int high = fsdpi_st_hex(r->text + s.begin + 8 * i, 4);
         int low = fsdpi_st_hex(r->text + s.begin + 8 * i + 4, 4);
         bad = high < 0 || low < 0;
-        if (crcs && !bad) crcs[i] = (uint32_t)high << 16 | (uint32_t)low;
+        if (i < room && !bad) crcs[i] = (uint32_t)high << 16 | (uint32_t)low;
     }
     return bad ? fsdpi_st_wrong(r, "before byte %p: a checksum that is not 8 hexadecimal digits")
                : 1;
@@ -2883,7 +2886,6 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
     fsdpi_st_string key;
     fsdpi_ck_file f;
     char name[256] = "";
-    uint32_t header_crc = 0;
     int64_t members = 0, one = 0;
     int more, seen = 0;
     memset(&f, 0, sizeof f);
@@ -2895,19 +2897,14 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
                     : fsdpi_st_is(r, &key, "header_crc") ? 8
                     : fsdpi_st_is(r, &key, "crc")        ? 16
                                                          : 0;
-        int ok = which == 1   ? fsdpi_ck_read_leaf(r, name)
-                 : which == 2 ? fsdpi_st_read_integer(r, &f.bytes)
-                 : which == 4 ? fsdpi_st_read_integer(r, &f.header)
-                 : which == 8 ? fsdpi_ck_read_crcs(r, NULL, &one) && one == 1
-                 : which == 16
-                     ? fsdpi_ck_read_crcs(r, m->crcs ? m->crcs + m->num_crcs : NULL, &f.num_crcs)
-                     : fsdpi_st_skip(r, 3);
+        int ok = which == 1    ? fsdpi_ck_read_leaf(r, name)
+                 : which == 2  ? fsdpi_st_read_integer(r, &f.bytes)
+                 : which == 4  ? fsdpi_st_read_integer(r, &f.header)
+                 : which == 8  ? fsdpi_ck_read_crcs(r, &f.header_crc, 1, &one) && one == 1
+                 : which == 16 ? fsdpi_ck_read_crcs(r, m->crcs ? m->crcs + m->num_crcs : NULL,
+                                                    m->crcs ? INT64_MAX : 0, &f.num_crcs)
+                               : fsdpi_st_skip(r, 3);
         if (!ok || seen & which) return more < 0 ? 0 : fsdpi_st_expected(r, "each member once");
-        if (which == 8) {
-            fsdpi_st_reader again = *r;
-            again.at = again.at - 10; // the string that was just read: 8 digits and two quotes
-            (void)fsdpi_ck_read_crcs(&again, &header_crc, &one);
-        }
         seen |= which;
     }
     if (more < 0) return 0;
@@ -2915,7 +2912,6 @@ static int fsdpi_ck_read_file(fsdpi_ck_manifest *m) {
     int64_t data = f.bytes - 8 - f.header;
     if (f.header > FSDPI_CK_MOST_HEADER || data < 0 || f.num_crcs != fsdpi_ck_blocks(data))
         return fsdpi_st_expected(r, "sizes that agree with the number of checksums");
-    f.header_crc = header_crc;
     if (m->files) {
         f.name = m->text + m->text_bytes;
         f.crcs = m->crcs + m->num_crcs;
@@ -2990,7 +2986,7 @@ static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *tex
     fsdpi_st_reader at_tail = m->r;
     at_tail.at = end + 11;
     int ok = end > 0 && memcmp(text + end, tail, sizeof tail - 1) == 0 &&
-             fsdpi_ck_read_crcs(&at_tail, &crc, &one) && one == 1;
+             fsdpi_ck_read_crcs(&at_tail, &crc, 1, &one) && one == 1;
     if (!ok) (void)fsdpi_st_wrong(&m->r, "the manifest is cut off: its last line has no crc32c");
     if (ok && fsdp_crc32c(0, text, end) != crc)
         ok = fsdpi_st_wrong(&m->r, "the manifest was changed: its checksum differs");
@@ -4672,7 +4668,7 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512];
-    int num_missing, num_extra, num_unknown;
+    int num_missing, num_extra;
 } fsdpi_ck_load;
 
 // What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.
@@ -4779,29 +4775,25 @@ static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
     return l->desc.source(l->desc.user, &x->view, out);
 }
 
-// Does the checkpoint have states of any parameter at all?
-static int fsdpi_ck_has_states(const fsdpi_ck_opened *o) {
+// Does the checkpoint have a tensor whose name begins so?
+static int fsdpi_ck_has_prefix(const fsdpi_ck_opened *o, const char *prefix) {
     int64_t first;
-    (void)fsdpi_ck_boxes_of(o, "optim.state.", &first);
-    return first < o->num_boxes && strncmp(o->boxes[first].entry->name, "optim.state.", 12) == 0;
+    (void)fsdpi_ck_boxes_of(o, prefix, &first);
+    return first < o->num_boxes &&
+           strncmp(o->boxes[first].entry->name, prefix, strlen(prefix)) == 0;
 }
 // Does it have any of this parameter?
 static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x) {
-    const fsdpi_ck_tensor *p = fsdpi_ck_tensor_at(
-        &l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
     char prefix[FSDP_CHECKPOINT_NAME + 32];
-    int64_t first;
-    int n = snprintf(prefix, sizeof prefix, "optim.state.%s.", p->name);
-    (void)fsdpi_ck_boxes_of(&l->opened, prefix, &first);
-    return first < l->opened.num_boxes &&
-           strncmp(l->opened.boxes[first].entry->name, prefix, (size_t)n) == 0;
+    snprintf(prefix, sizeof prefix, "optim.state.%s.", fsdpi_ck_param_of(&l->ck->table, x)->name);
+    return fsdpi_ck_has_prefix(&l->opened, prefix);
 }
 
 // The checkpoint lacks a tensor: what becomes of it?
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
-    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_states(&l->opened) &&
+    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_prefix(&l->opened, "optim.state.") &&
         !fsdpi_ck_has_states_of(l, x))
         return FSDPI_CK_ZERO;
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
@@ -4814,9 +4806,8 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    const fsdpi_ck_tensor *p = x; // without elements neither it nor its states are in files
-    if (x->ordinal >= 0)
-        p = fsdpi_ck_tensor_at(&l->ck->table, ((const int32_t *)l->ck->table.base.ptr)[x->ordinal]);
+    // Without elements neither a parameter nor its states are in files.
+    const fsdpi_ck_tensor *p = x->ordinal < 0 ? x : fsdpi_ck_param_of(&l->ck->table, x);
     if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && b->per_rank && l->opened.world != l->ck->size) return FSDP_OK;
