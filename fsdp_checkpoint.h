@@ -366,6 +366,9 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 #include <sys/stat.h>    // fstat, mkdir
 #include <sys/syscall.h> // SYS_futex
 #include <unistd.h>      // close, rmdir, unlink
+#ifdef __SSE2__
+#include <emmintrin.h> // _mm_stream_si128
+#endif
 
 #ifdef __cplusplus
 extern "C" {

@@ -256,29 +256,62 @@ static uint32_t fsdpi_crc_by_table(uint32_t crc, const unsigned char *p, int64_t
 
 // nvcc does not know how gcc names instructions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
-__attribute__((target("sse4.2"))) static uint32_t fsdpi_crc_by_instruction(uint32_t crc,
-                                                                           const unsigned char *p,
-                                                                           int64_t n) {
-    unsigned long long wide = crc, x;
-    for (; n >= 8; n -= 8, p += 8) {
-        memcpy(&x, p, 8);
-        wide = __builtin_ia32_crc32di(wide, x);
-    }
-    crc = (uint32_t)wide;
-    for (; n > 0; n--) crc = __builtin_ia32_crc32qi(crc, *p++);
-    return crc;
+#define FSDPI_CRC_TARGET __attribute__((target("sse4.2")))
+FSDPI_CRC_TARGET static inline uint32_t fsdpi_crc_8(uint32_t crc, const unsigned char *p) {
+    unsigned long long x;
+    memcpy(&x, p, 8);
+    return (uint32_t)__builtin_ia32_crc32di(crc, x);
+}
+FSDPI_CRC_TARGET static inline uint32_t fsdpi_crc_1(uint32_t crc, const unsigned char *p) {
+    return __builtin_ia32_crc32qi(crc, *p);
 }
 static int fsdpi_crc_has_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
-static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const unsigned char *p, int64_t n) {
-    for (; n >= 8; n -= 8, p += 8) crc = __crc32cd(crc, fsdpi_st_little_endian(p));
-    for (; n > 0; n--) crc = __crc32cb(crc, *p++);
-    return crc;
+#define FSDPI_CRC_TARGET
+static inline uint32_t fsdpi_crc_8(uint32_t crc, const unsigned char *p) {
+    return __crc32cd(crc, fsdpi_st_little_endian(p));
+}
+static inline uint32_t fsdpi_crc_1(uint32_t crc, const unsigned char *p) {
+    return __crc32cb(crc, *p);
 }
 static int fsdpi_crc_has_instruction(void) { return 1; }
 #else
 #define fsdpi_crc_by_instruction fsdpi_crc_by_table
 static int fsdpi_crc_has_instruction(void) { return 0; }
+#endif
+
+#ifdef FSDPI_CRC_TARGET
+enum { FSDPI_CRC_LANE = 4096 };
+// Entry i: the CRC, without its inversions, of bit i and FSDPI_CRC_LANE bytes of 0 behind it.
+static const uint32_t fsdpi_crc_lane[32] = {
+    0xC2A5B65Eu, 0x80A71A4Du, 0x04A2426Bu, 0x094484D6u, 0x128909ACu, 0x25121358u, 0x4A2426B0u,
+    0x94484D60u, 0x2D7CEC31u, 0x5AF9D862u, 0xB5F3B0C4u, 0x6E0B1779u, 0xDC162EF2u, 0xBDC02B15u,
+    0x7E6C20DBu, 0xFCD841B6u, 0xFC5CF59Du, 0xFD559DCBu, 0xFF474D67u, 0xFB62EC3Fu, 0xF329AE8Fu,
+    0xE3BF2BEFu, 0xC292212Fu, 0x80C834AFu, 0x047C1FAFu, 0x08F83F5Eu, 0x11F07EBCu, 0x23E0FD78u,
+    0x47C1FAF0u, 0x8F83F5E0u, 0x1AEB9D31u, 0x35D73A62u};
+
+static uint32_t fsdpi_crc_behind_lane(uint32_t crc) {
+    uint32_t moved = 0;
+    for (int i = 0; i < 32; i++) moved ^= fsdpi_crc_lane[i] & (0u - (crc >> i & 1));
+    return moved;
+}
+// An instruction waits for the one before it, and three can be under way: three lanes of bytes, one
+// behind another in memory, are read side by side.
+FSDPI_CRC_TARGET static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const unsigned char *p,
+                                                          int64_t n) {
+    for (; n >= 3 * FSDPI_CRC_LANE; n -= 3 * FSDPI_CRC_LANE, p += 3 * FSDPI_CRC_LANE) {
+        uint32_t second = 0, third = 0;
+        for (int i = 0; i < FSDPI_CRC_LANE; i += 8) {
+            crc = fsdpi_crc_8(crc, p + i);
+            second = fsdpi_crc_8(second, p + FSDPI_CRC_LANE + i);
+            third = fsdpi_crc_8(third, p + 2 * FSDPI_CRC_LANE + i);
+        }
+        crc = fsdpi_crc_behind_lane(fsdpi_crc_behind_lane(crc) ^ second) ^ third;
+    }
+    for (; n >= 8; n -= 8, p += 8) crc = fsdpi_crc_8(crc, p);
+    for (; n > 0; n--) crc = fsdpi_crc_1(crc, p++);
+    return crc;
+}
 #endif
 
 FSDP_API uint32_t fsdp_crc32c(uint32_t crc, const void *data, int64_t nbytes) {

@@ -7,9 +7,10 @@
 // every block of checksums is looked at once.
 
 enum {
-    FSDPI_CK_READS = 256, // of one job of the worker
-    FSDPI_CK_RUNS = 4096, // copies behind it
-    FSDPI_CK_SHORT = 4096 // a run of less bytes is read together with its neighbours
+    FSDPI_CK_READS = 256,       // of one job of the worker
+    FSDPI_CK_RUNS = 4096,       // copies behind it
+    FSDPI_CK_SLICE = 512 << 10, // read, then checked while a core's own cache has it
+    FSDPI_CK_SHORT = 4096       // a run of less bytes is read together with its neighbours
 };
 
 // A box in memory that is filled from one tensor of the files.
@@ -145,8 +146,12 @@ static void fsdpi_ck_read_ops(void *arg) {
             }
             fsdpi_ck_fill_up(r, op->at);
         }
-        fsdpi_ck_get(r, op->to, op->nbytes, op->at);
-        if (check && !r->io->disk->status) fsdpi_ck_check_bytes(r, op->to, op->nbytes);
+        int64_t most = check ? FSDPI_CK_SLICE : op->nbytes;
+        for (int64_t at = 0, n; at < op->nbytes && !r->io->disk->status; at += n) {
+            n = fsdpi_ck_less(op->nbytes - at, most);
+            fsdpi_ck_get(r, op->to + at, n, op->at + at);
+            if (check && !r->io->disk->status) fsdpi_ck_check_bytes(r, op->to + at, n);
+        }
     }
     if (r->last || r->io->disk->status) fsdpi_ck_leave_part(r);
 }

@@ -492,6 +492,33 @@ static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call, co
     return fsdpi_ck_reserve(ck->model, &s->stage, s->stage_bytes, 0);
 }
 
+#ifdef __SSE2__
+static void fsdpi_ck_stream_line(char *to, const char *from) {
+    const __m128i *x = (const __m128i *)(const void *)from;
+    __m128i a = _mm_loadu_si128(x), b = _mm_loadu_si128(x + 1), c = _mm_loadu_si128(x + 2),
+            d = _mm_loadu_si128(x + 3), *y = (__m128i *)(void *)to;
+    _mm_stream_si128(y, a);
+    _mm_stream_si128(y + 1, b);
+    _mm_stream_si128(y + 2, c);
+    _mm_stream_si128(y + 3, d);
+}
+#endif
+// Nobody reads the copy soon: it goes past the caches, which keep what the training has in them. Two
+// pages side by side are faster than one behind the other.
+static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
+#ifdef __SSE2__
+    enum { PAGE = 4096 };
+    for (; nbytes > 0 && (uintptr_t)to % 16; nbytes--) *to++ = *from++;
+    for (; nbytes >= 2 * PAGE; to += 2 * PAGE, from += 2 * PAGE, nbytes -= 2 * PAGE)
+        for (int i = 0; i < PAGE; i += 64) {
+            fsdpi_ck_stream_line(to + i, from + i);
+            fsdpi_ck_stream_line(to + PAGE + i, from + PAGE + i);
+        }
+    _mm_sfence(); // before the worker is told of it
+#endif
+    memcpy(to, from, (size_t)nbytes);
+}
+
 // Copies spans into the ring as far as there is room. 1: all is copied.
 static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
                               fsdp_status *status) {
@@ -507,7 +534,7 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
         char *to = (char *)s->stage.ptr + at;
         if (x->memory == FSDP_MEMORY_DEVICE)
             *status = fsdp_transfer(ck->model, to, x->from + *in_span, n);
-        else memcpy(to, x->from + *in_span, (size_t)n);
+        else fsdpi_ck_stream(to, x->from + *in_span, n);
         *in_span += n;
         if (*in_span == x->nbytes) (*span)++, *in_span = 0;
         FSDPI_CK_PUT(&s->produced, produced + n);

@@ -1251,6 +1251,21 @@ TEST(crc32c, alignments) {
     h_message(lib_has_crc32c() ? "by an instruction, and by the table" : "by the table alone");
 }
 
+/* Long inputs run as three lanes of 4096 bytes: about one, two and three rounds of them. */
+TEST(crc32c, lanes) {
+    enum { ROUND = 3 * 4096, N = 3 * ROUND + 64 };
+    uint8_t *raw = (uint8_t *)lab_zeros(N, 1);
+    uint64_t seed = h_seed();
+    for (int i = 0; i < N; i++) raw[i] = (uint8_t)h_rand64(&seed);
+    for (int rounds = 1; rounds <= 3; rounds++)
+        for (int more = -17; more <= 17; more++) {
+            uint32_t begin = (uint32_t)h_rand64(&seed);
+            int at = more & 7, n = rounds * ROUND + more;
+            CHECK_EQ_INT(fsdp_crc32c(begin, raw + at, n), crc_by_bits(begin, raw + at, n));
+        }
+    free(raw);
+}
+
 TEST(crc32c, pieces) {
     enum { N = 1 << 20 };
     uint8_t *raw = (uint8_t *)lab_zeros(N, 1);
