@@ -503,8 +503,8 @@ static void fsdpi_ck_stream_line(char *to, const char *from) {
     _mm_stream_si128(y + 3, d);
 }
 #endif
-// Nobody reads the copy soon: it goes past the caches, which keep what the training has in them. Two
-// pages side by side are faster than one behind the other.
+// Nobody reads the copy soon: it goes past the caches, which keep what the training has in them.
+// Two pages side by side are faster than one behind the other.
 static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
 #ifdef __SSE2__
     enum { PAGE = 4096 };
