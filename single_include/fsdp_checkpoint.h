@@ -4496,7 +4496,7 @@ static void fsdpi_ck_read_ops(void *arg) {
             }
             fsdpi_ck_fill_up(r, op->at);
         }
-        int64_t most = check ? FSDPI_CK_SLICE : op->nbytes;
+        int64_t most = check ? (int64_t)FSDPI_CK_SLICE : op->nbytes;
         for (int64_t at = 0, n; at < op->nbytes && !r->io->disk->status; at += n) {
             n = fsdpi_ck_less(op->nbytes - at, most);
             fsdpi_ck_get(r, op->to + at, n, op->at + at);

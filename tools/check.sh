@@ -213,6 +213,8 @@ gate_single() {
     pushd "$alone" >/dev/null
     for f in 'gcc c99' 'clang c17' 'g++ c++11' 'clang++ c++20'; do
         { include fsdp.h fsdp.h && implement fsdp.h; } | compile $f -fsyntax-only
+    done
+    for f in 'gcc c99' 'clang++ c++20'; do
         implement fsdp.h | compile $f -DFSDP_MATH_ONLY -fsyntax-only
         implement fsdp.h | compile $f -DFSDP_STATIC -fsyntax-only
     done
@@ -230,6 +232,8 @@ gate_single() {
         "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL" "-DFSDP_BACKEND_FAKE" \
         "-DFSDP_NO_BACKEND -DFSDP_BACKEND_FAKE"; do
         implement | (cd "$dir" && compile gcc c99 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
+    done
+    for f in "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL"; do
         implement | (cd "$dir" && compile g++ c++11 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
     done
     g++ -x c++ -std=c++11 -Itests/stubs -fsyntax-only "$dir/backends/fsdp_cuda.cu"
@@ -352,16 +356,22 @@ gate_nvcc_unit() { # STANDARD: everything in one .cu file
     "$work/unit.$1"
 }
 
-# A target of libFuzzer for FUZZ_SECONDS (600), with sanitizers, from seeds of golden data.
+# A target of libFuzzer for FUZZ_SECONDS (600), with sanitizers, from seeds of golden data and what
+# earlier runs have found. FUZZ_KEEP=1 keeps what this one has found, where it reaches more code.
 gate_fuzz() { # NAME
-    local dir=$work/fuzz.$1 library=tests/library.c
+    local dir=$work/fuzz.$1 library=tests/library.c known=tests/golden/fuzz/$1.hex
+    need clang
     [ "$1" != store ] || library=
-    mkdir -p "$dir/seeds"
+    rm -rf "$dir" && mkdir -p "$dir"/{seeds,corpus,least}
     clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
         -fno-sanitize-recover=all "tests/private/fuzz_$1.c" $library -o "$dir/fuzz" -pthread -lm
     FSDP_FUZZ_SEEDS=$dir/seeds FUZZ_PLAN_SEEDS=$dir/seeds "$dir/fuzz" -runs=1
-    (cd "$dir" && ASAN_OPTIONS=quarantine_size_mb=4 ./fuzz -max_len=8192 -close_fd_mask=3 \
-        -max_total_time="${FUZZ_SECONDS:-600}" seeds)
+    [ ! -e "$known" ] || tools/fuzz_corpus unpack "$known" "$dir/seeds"
+    ASAN_OPTIONS=quarantine_size_mb=4 "$dir/fuzz" -max_len=8192 -close_fd_mask=3 \
+        -artifact_prefix="$dir/" -max_total_time="${FUZZ_SECONDS:-600}" "$dir/corpus" "$dir/seeds"
+    [ "${FUZZ_KEEP-}" ] || return 0
+    "$dir/fuzz" -merge=1 -close_fd_mask=3 -max_len=1024 "$dir/least" "$dir/corpus" "$dir/seeds"
+    tools/fuzz_corpus pack "$dir/least" "$known"
 }
 
 # What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
