@@ -170,23 +170,18 @@ static void fsdpi_ck_file_name(const fsdpi_ck_export *x, int file, char out[FSDP
         snprintf(out, FSDPI_CK_LEAF, "model-%05d-of-%05d.safetensors", file + 1, (int)x->num_files);
 }
 
-// A failure of the disk becomes the call's.
-static fsdp_status fsdpi_ck_told_export(fsdpi_ck_export *x) {
-    return fsdpi_ck_told_alone(&x->in->io);
-}
-
 static fsdp_status fsdpi_ck_create_file(fsdpi_ck_export *x, const char *leaf) {
     int64_t ignored;
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_join(x->path, x->tmp, leaf); // `out` is short enough
     (void)fsdpi_ck_open(&x->in->disk, x->path, 1, &x->file, &ignored);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, int64_t nbytes,
                                         int64_t at) {
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
@@ -194,7 +189,7 @@ static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) 
     if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
     (void)fsdpi_ck_close(&x->in->disk, x->file, x->path);
     x->file = NULL;
-    return status ? status : fsdpi_ck_told_export(x);
+    return status ? status : fsdpi_ck_told_alone(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int64_t nbytes) {
     fsdp_status status = fsdpi_ck_create_file(x, leaf);
@@ -254,30 +249,22 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
 
 // The header of a file, and its sizes.
 static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num) {
-    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdp_safetensors_entry *entries = (fsdp_safetensors_entry *)x->entries.ptr;
     int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
-    char writer[32];
-    const char *values[3] = {"1.0", "pt", writer};
-    const int skip = !x->sharded, pairs = x->sharded ? 3 : 1; // else the format alone
-    snprintf(writer, sizeof writer, "%d/%d", file + 1, (int)x->num_files);
-    int64_t n = fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
-                                       NULL, 0);
+    int64_t n = fsdpi_ck_print_begin(entries, num, x->sharded, file, (int)x->num_files, NULL, 0);
     if (n < 0)
         return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
                              "[E466] %s: the header of %lld tensors cannot be written: a name is "
                              "empty, not UTF-8 or '__metadata__', or the header has more than "
                              "100,000,000 bytes",
                              x->call, (long long)num);
-    fsdp_status status = fsdpi_ck_reserve(NULL, &x->header, 8 + n, 0);
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->header, n, 0);
     if (status) return status;
-    char *header = (char *)x->header.ptr;
-    for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)n >> (8 * i) & 255);
-    (void)fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
-                                 header + 8, n);
-    sizes[0] = 8 + n;
+    (void)fsdpi_ck_print_begin(entries, num, x->sharded, file, (int)x->num_files,
+                               (char *)x->header.ptr, n);
+    sizes[0] = n;
     sizes[1] = entries[num - 1].end;
-    sizes[2] = (int64_t)fsdp_crc32c(0, header, 8 + n);
+    sizes[2] = (int64_t)fsdp_crc32c(0, x->header.ptr, n);
     int64_t crcs = x->num_crcs + fsdpi_ck_blocks(sizes[1]) + 1;
     status = fsdpi_ck_reserve(NULL, &x->crcs, 4 * crcs, 4 * x->num_crcs);
     if (!status) memset((uint32_t *)x->crcs.ptr + x->num_crcs, 0, 4 * (size_t)(crcs - x->num_crcs));
@@ -398,7 +385,7 @@ static fsdp_status fsdpi_ck_make_export(fsdpi_ck_export *x) {
     if (error != ENOENT) (void)fsdpi_ck_end(d, error, x->out);
     if (!fsdpi_ck_begin(d, "mkdir", x->tmp))
         (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, x->tmp), x->tmp);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
@@ -407,7 +394,7 @@ static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
     (void)fsdpi_ck_sync_dir(d, x->tmp);
     (void)fsdpi_ck_rename(d, x->tmp, x->out);
     (void)fsdpi_ck_sync_dir(d, x->parent);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {

@@ -24,6 +24,22 @@ static void fsdpi_ck_step_name(char out[FSDPI_CK_LEAF], int64_t step) {
     snprintf(out, FSDPI_CK_LEAF, "step-%08lld", (long long)step);
 }
 
+/* The begin of a data file: N in 8 bytes, and the header of `num` entries. sharded: those of the
+   file of rank `writer` of `writers`, else whole tensors as transformers has them. Returns its
+   bytes, up to `room` of them in `to`; negative: it cannot be printed. */
+static int64_t fsdpi_ck_print_begin(fsdp_safetensors_entry *entries, int64_t num, int sharded,
+                                    int writer, int writers, char *to, int64_t room) {
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
+    char who[32];
+    const char *values[3] = {"1.0", "pt", who};
+    const int first = !sharded, pairs = sharded ? 3 : 1; // else the format alone
+    snprintf(who, sizeof who, "%d/%d", writer + 1, writers);
+    int64_t n = fsdp_safetensors_print(entries, num, sharded, keys + first, values + first, pairs,
+                                       room > 8 ? to + 8 : NULL, room > 8 ? room - 8 : 0);
+    for (int i = 0; i < 8 && i < room; i++) to[i] = (char)((uint64_t)n >> (8 * i) & 255);
+    return n < 0 ? n : 8 + n;
+}
+
 // What the text of a manifest takes at most.
 static int64_t fsdpi_ck_manifest_room(int64_t num_files, int64_t num_crcs) {
     return 256 + num_files * 256 + num_crcs * 8;

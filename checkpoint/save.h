@@ -69,12 +69,8 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
-    char writer[32];
-    const char *values[3] = {"1.0", "pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -85,20 +81,18 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     fsdpi_ck_list_entries(ck);
     s->header_bytes = 0;
     if (s->num_entries) {
-        int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               3, NULL, 0);
-        if (bytes < 0)
+        fsdp_safetensors_entry *e = fsdpi_ck_entries(s);
+        s->header_bytes = fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, NULL, 0);
+        if (s->header_bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
                              "UTF-8, or the header is larger than 100,000,000 bytes",
                              call, s->num_entries);
-        s->header_bytes = bytes + 8;
         status = fsdpi_ck_reserve(m, &s->header, s->header_bytes, 0);
         if (status) return status;
         char *header = (char *)s->header.ptr;
-        for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
-                                     header + 8, bytes);
+        (void)fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, header,
+                                   s->header_bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
     fsdpi_ck_list_spans(ck);
