@@ -1151,7 +1151,7 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
 // The address of this host that packets to elsewhere would come from. Connecting a datagram socket
 // asks the routing table and sends nothing; the address is one of those kept for documentation.
 static void fsdpi_store_outward(fsdpi_store_place *out) {
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    int fd = fsdpi_fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     memset(out, 0, sizeof *out);
     out->at.v4.sin_family = AF_INET;
     out->at.v4.sin_addr.s_addr = htonl(0xC0000201); // 192.0.2.1
@@ -1163,7 +1163,7 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
 }
 
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
-    return socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    return fsdpi_fd(socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
 static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matter for unix sockets
@@ -1233,8 +1233,8 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
     while (server->core.num_conns < server->max_conns) {
         uint8_t nonce[FSDPI_STORE_NONCE];
         fsdpi_store_place here;
-        int fd = (int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
-                                    SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
+                                             SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (fd < 0) {
             if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
             if (!fsdpi_store_core_evict(&server->core)) // whose descriptor is free then
@@ -1405,7 +1405,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     server->listener = listener;
     server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
     server->place = *place;
-    server->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    server->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *
                                                         sizeof *server->polls);
     fsdpi_store_token(d->boot.job, token);
@@ -2165,7 +2165,7 @@ static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
 static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     const fsdp_boot *boot = &s->desc.boot;
     int64_t deadline = fsdpi_store_after(fsdpi_store_now(s), boot->timeout_ns);
-    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
         if (s->left) fsdpi_say(error, "[E722] no file descriptor is left: raise ulimit -n");

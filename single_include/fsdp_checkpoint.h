@@ -1771,12 +1771,21 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
+// open(2); the descriptor is none of 0 to 2, where a program prints though they are closed.
+static int fsdpi_ck_open_fd(const char *path, int flags) {
+    int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
+    if (fd < 0 || fd > 2) return fd;
+    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
+    (void)close(fd);
+    errno = error;
+    return moved;
+}
+
 static int fsdpi_ck_os_open(void *user, const char *path, int create, void **file,
                             int64_t *nbytes) {
     struct stat st;
     (void)user;
-    int flags = FSDPI_CK_O_CLOEXEC | (create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
-    int fd = open(path, flags, 0666);
+    int fd = fsdpi_ck_open_fd(path, create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
     if (fd < 0) return errno;
     int error = fstat(fd, &st) ? errno : !S_ISREG(st.st_mode) ? EINVAL : 0;
     if (error) {
@@ -1815,7 +1824,7 @@ static int fsdpi_ck_os_make_dir(void *user, const char *path) {
 }
 static int fsdpi_ck_os_sync_dir(void *user, const char *path) {
     (void)user;
-    int fd = open(path, O_RDONLY | FSDPI_CK_O_CLOEXEC);
+    int fd = fsdpi_ck_open_fd(path, O_RDONLY);
     if (fd < 0) return errno;
     int error = fsdpi_ck_fsync(fd) ? errno : 0;
     (void)close(fd);
@@ -2050,7 +2059,7 @@ typedef struct fsdpi_ck_watch { // since when the worker has not moved
 
 typedef struct fsdpi_ck_worker {
     pthread_t thread;
-    int started;
+    int started, pid; // pid: of the process that has the thread
     uint32_t to_worker, to_caller; // bells
     uint32_t busy;                 // 1: a job was given and has not ended
     uint32_t stop;
@@ -2079,6 +2088,7 @@ static int fsdpi_ck_start(fsdpi_ck_worker *w) {
     if (w->started) return 0;
     int error = pthread_create(&w->thread, NULL, fsdpi_ck_work, w);
     w->started = !error;
+    w->pid = (int)getpid();
     return error;
 }
 static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
@@ -2087,7 +2097,9 @@ static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
     FSDPI_CK_PUT(&w->busy, 1);
     fsdpi_ck_ring(&w->to_worker);
 }
-static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) { return (int)FSDPI_CK_GET(&w->busy); }
+static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) {
+    return FSDPI_CK_GET(&w->busy) && w->pid == (int)getpid();
+}
 
 // Waits until the worker has rung or ns have passed; it may return early.
 static void fsdpi_ck_nap(fsdpi_ck_worker *w, int64_t ns) {
