@@ -6,7 +6,10 @@
 #include "lab.h"
 #include "fsdp_checkpoint.h"
 #include "fsdp_optim.h"
-#include <dlfcn.h> /* dlopen */
+#include <dlfcn.h>       /* dlopen */
+#include <sched.h>       /* unshare */
+#include <sys/mount.h>   /* mount */
+#include <sys/syscall.h> /* SYS_pwrite64 */
 
 static int over(const char *name) {
     const char *backend = getenv("FSDP_BACKEND");
@@ -70,11 +73,11 @@ static const struct {
 } closings[] = {{"stderr", {0, 0, 1}, 0}, {"outputs", {0, 1, 1}, 0}, {"all", {1, 1, 1}, 2}};
 
 /* Prints as a trainer does, which does not look at what becomes of it. */
-static void print(void) {
+static void print(const int *which) {
     static const char line[] = "step 7, loss 2.5, 1200 tokens a second, and so on, and so on\n";
     for (int i = 0; i < 200; i++)
         for (int fd = 0; fd < 3; fd++) {
-            const ssize_t done = write(fd, line, sizeof line - 1);
+            const ssize_t done = which[fd] ? write(fd, line, sizeof line - 1) : 0;
             (void)done;
         }
 }
@@ -94,7 +97,7 @@ static void closed(lab_rank *r) {
     r->w = lab_world(r, 0, closings[*(const int *)r->arg].lanes, NULL);
     int taken = 0;
     for (int fd = 0; fd < 3; fd++) taken += which[fd] && !is_free(fd);
-    print();
+    print(which);
     CHECK_EQ_INT(dup2(saved, 2), 2);
     CHECK_MSG(!taken, "%d of the descriptors 0 to 2 are the library's", taken);
     training t = begin(r);
@@ -106,33 +109,33 @@ TEST_P(descriptors, closed, closings) {
     lab_run(3, &how, closed, (void *)(uintptr_t)&which);
 }
 
-/* Looks all the time while a checkpoint is written. */
-static int is_looking, was_taken;
-static void *look(void *arg) {
-    while (__atomic_load_n(&is_looking, __ATOMIC_SEQ_CST))
-        for (int fd = 1; fd < 3; fd++)
-            if (!is_free(fd)) __atomic_store_n(&was_taken, 1, __ATOMIC_SEQ_CST);
-    return arg;
+/* The library's calls of pread and pwrite come here: are they where a program prints? */
+static int file_calls, low_calls;
+ssize_t pwrite64(int fd, const void *data, size_t nbytes, off64_t at) {
+    file_calls++, low_calls += fd < 3;
+    return (ssize_t)syscall(SYS_pwrite64, fd, data, nbytes, at);
+}
+ssize_t pread64(int fd, void *data, size_t nbytes, off64_t at) {
+    file_calls++, low_calls += fd < 3;
+    return (ssize_t)syscall(SYS_pread64, fd, data, nbytes, at);
 }
 static void saved(lab_rank *r) {
     fsdp_checkpoint *ck;
     char dir[400];
-    pthread_t thread;
-    const int stderr_copy = fcntl(2, F_DUPFD_CLOEXEC, 100);
+    const int copy = fcntl(2, F_DUPFD_CLOEXEC, 100);
     training t = begin(r);
     step(&t);
     CALL(r->w, fsdp_checkpoint_create(t.model, NULL, &ck));
-    close(1), close(2);
-    is_looking = 1;
-    CHECK_EQ_INT(pthread_create(&thread, NULL, look, NULL), 0);
-    for (int i = 0; i < 20; i++) {
-        snprintf(dir, sizeof dir, "%s/of-%d", h_tmpdir(), r->rank);
-        CALL(r->w, fsdp_checkpoint_save(ck, dir, i));
-    }
-    __atomic_store_n(&is_looking, 0, __ATOMIC_SEQ_CST);
-    pthread_join(thread, NULL);
-    CHECK(dup2(stderr_copy, 1) == 1 && dup2(stderr_copy, 2) == 2);
-    CHECK_MSG(!was_taken, "a file of a checkpoint had descriptor 1 or 2");
+    for (int fd = 0; fd < 3; fd++) close(fd);
+    const fsdp_status saved_too = fsdp_checkpoint_save(ck, h_tmpdir(), 7);
+    const int writes = file_calls;
+    snprintf(dir, sizeof dir, "%s/step-00000007", h_tmpdir());
+    const fsdp_status loaded = fsdp_checkpoint_load(ck, dir, NULL);
+    for (int fd = 0; fd < 3; fd++) CHECK_EQ_INT(dup2(copy, fd), fd);
+    CALL(r->w, saved_too);
+    CALL(r->w, loaded);
+    CHECK(writes > 0 && file_calls > writes);
+    CHECK_EQ_INT(low_calls, 0);
 }
 TEST(descriptors, of_checkpoints) {
     lab_how how = {"saved", 1, 0, 0, NULL, NULL};
@@ -221,6 +224,7 @@ static const struct {
     int puts_own;
 } closes[] = {{"closed", 0}, {"replaced", 1}};
 TEST_P(descriptors, closed_by_the_program, closes) {
+    if (!over("shm")) SKIP("Gloo ends a process that closes its descriptors");
     lab_how how = {"closes", 1, 0, 0, NULL, NULL};
     lab_run(3, &how, closes_all, (void *)(uintptr_t)&row->puts_own);
 }
@@ -343,12 +347,101 @@ static void orphans(lab_rank *r) {
     CHECK(h_calm_ms() - start < 10000); /* the deadline is 30 s */
 }
 TEST(forks, child_that_outlives_the_rank) {
+    if (!over("shm")) SKIP("a child keeps the rank's connections open: the deadline tells");
     lab_how how = {"orphans", 1, 0, 0, NULL, NULL};
     int *child = (int *)mmap(NULL, sizeof *child, PROT_READ | PROT_WRITE,
                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(child != (int *)MAP_FAILED);
     lab_run(3, &how, orphans, child);
     CHECK_EQ_INT(kill(*child, SIGKILL), 0); /* it was there all the time */
+}
+
+/* ---- places and memory that are full --------------------------------------------------------- */
+
+/* In a mount namespace of its own: /dev/shm and /tmp of one page each, which is in use. */
+static const char *fill_places(void) {
+    static const char *const places[] = {"/dev/shm", "/tmp"};
+    char name[40], page[4096] = "";
+    if (unshare(CLONE_NEWNS) || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL))
+        return "mount namespaces are not permitted here";
+    for (int i = 0; i < 2; i++) {
+        if (mount("tiny", places[i], "tmpfs", 0, "size=4k")) return "no tmpfs can be mounted here";
+        snprintf(name, sizeof name, "%s/page", places[i]);
+        const int fd = open(name, O_WRONLY | O_CREAT, 0600);
+        CHECK(fd >= 0 && write(fd, page, sizeof page) == sizeof page);
+        CHECK(write(fd, page, 1) == -1 && errno == ENOSPC);
+        close(fd);
+    }
+    return NULL;
+}
+static void trains_in_full_places(lab_rank *r) {
+    const char *why = fill_places();
+    if (why) SKIP(why);
+    r->w = lab_world(r, 0, 0, NULL);
+    training t = begin(r);
+    for (int i = 0; i < 3; i++) step(&t);
+}
+TEST(places, full) {
+    lab_how how = {"places", 1, 0, 1, NULL, NULL};
+    lab_run(2, &how, trains_in_full_places, NULL);
+}
+
+/* A control group of 64 MiB, of the first or the second kind; "" if none can be made. */
+static char group_dir[128];
+static int write_to(const char *name, long long value) {
+    char path[200], text[32];
+    snprintf(path, sizeof path, "%s/%s", group_dir, name);
+    const int fd = open(path, O_WRONLY), length = snprintf(text, sizeof text, "%lld", value);
+    const int done = fd >= 0 && write(fd, text, (size_t)length) == length;
+    if (fd >= 0) close(fd);
+    return done;
+}
+static int make_group(void) {
+    static const char *const roots[] = {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"};
+    static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
+    for (int kind = 0; kind < 2; kind++) {
+        snprintf(group_dir, sizeof group_dir, "%s/fsdp-test-%d", roots[kind], (int)getpid());
+        if (!mkdir(group_dir, 0700) && write_to(limits[kind], 64 << 20)) return 1;
+        rmdir(group_dir);
+    }
+    return 0;
+}
+/* More than the group has, by and by: a status on all ranks, and nobody is killed. */
+static void grows(lab_rank *r) {
+    if (!write_to("cgroup.procs", getpid())) SKIP("this process cannot move to a control group");
+    r->w = lab_world(r, 0, 0, NULL);
+    fsdp_model *model = lab_model(r->w, NULL);
+    fsdp_status status = FSDP_OK;
+    int units = 0;
+    for (; units < 64 && !status; units++) {
+        const fsdp_param_desc p = fsdp_mat("w", 1024, 1024);
+        fsdp_unit_desc d = FSDP_ZERO;
+        fsdp_unit *unit;
+        d.params = &p, d.num_params = 1;
+        status = fsdp_model_create(r->w, NULL, &model);
+        if (!status) status = fsdp_fully_shard(model, &d, &unit);
+        if (!status) status = fsdp_init_params(model, zeros, NULL);
+        if (!status) status = fsdp_pre_forward(unit);
+    }
+    CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+    CHECK_MSG(units > 1, "%s", fsdp_last_error(r->w));
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "control group"), "%s", fsdp_last_error(r->w));
+    if (r->rank == 0) h_message("refused at unit %d of 4 MiB", units);
+}
+TEST(places, control_group) {
+    lab_how how = {"group", 1, 0, 1, NULL, NULL};
+    if (!make_group()) SKIP("no control group can be made here");
+    const pid_t test = fork(); /* behind which the group is removed */
+    int end;
+    CHECK(test >= 0);
+    if (test == 0) {
+        lab_run(2, &how, grows, NULL);
+        _exit(0);
+    }
+    CHECK_EQ_INT(waitpid(test, &end, 0), test);
+    CHECK_EQ_INT(rmdir(group_dir), 0);
+    if (WIFEXITED(end) && WEXITSTATUS(end) == H_EXIT_SKIPPED) _exit(H_EXIT_SKIPPED);
+    CHECK_MSG(end == 0, "%#x", end);
 }
 
 /* ---- threads that end, libraries that go ----------------------------------------------------- */
@@ -386,6 +479,7 @@ typedef fsdp_status (*shutdown_fn)(fsdp_world *);
 TEST(threads, library_is_unloaded_under_them) {
     char path[300];
     fsdp_world_desc d = w_desc(0, 1, NULL, w_job("unloaded"), 1);
+    d.backend = "shm"; /* all that is in it */
     fsdp_world *w = NULL;
     void *init, *shutdown_too;
     init_fn begin_world;
