@@ -184,7 +184,8 @@ THREADS AND ORDER
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
     sides in the text; if they wait in different groups, as with two lanes or HSDP, they may get
-    FSDP_ERR_TIMEOUT.
+    FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world returns
+    FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
 
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. The
@@ -275,9 +276,8 @@ typedef struct fsdp_world_desc {
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
-    const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
-                              // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,
-                              // else the launcher's
+    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", or
+                              // "file:///PATH"; "host:": one host. NULL: FSDP_STORE, launcher's
     fsdp_threads *threads;    // NULL: ranks are processes
     fsdp_allocator allocator; // NULL members: malloc, free
     fsdp_logger logger;       // NULL member: stderr as "[fsdp r3] text"
@@ -303,7 +303,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
 
 /* fsdp_shutdown - end the world and all meshes, models and optimizers made from it
    world       NULL is allowed
-   Result      FSDP_OK, or the failure that aborted the world. main can return it
+   Result      FSDP_OK, or the failure that aborted the world. main can return it. In a process
+               that a rank has forked: INVALID_STATE, and nothing is ended
    Collective  no. A peer that still waits for this rank gets FSDP_ERR_PEER_LOST
    Blocks      until worker threads have finished their current operation and the device its work,
                at most timeout_ms. If the device does not finish, the library leaves its memory to
@@ -342,8 +343,8 @@ typedef struct fsdp_spawn_desc {
    fn          each rank calls it once with its world; fsdp_spawn shuts the world down afterwards
    arg         handed to fn
    Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
-               value of fn if it is a status, PEER_LOST if a signal killed the rank, INTERNAL for
-               another value. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
+               value of fn if it is a status, PEER_LOST if a signal or fn ended the rank, INTERNAL
+               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
                ranks: it aborts their worlds, terminates processes, and kills them after grace_ms
    Collective  no: call it outside any world      Blocks until all ranks have ended
    Allocates   yes      Thread any. It forks processes: call it before you start threads
@@ -522,9 +523,8 @@ typedef struct fsdp_model_desc {
     int32_t debug;                 // 1: the library fills released buffers with NaN patterns
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
-                                   // place, if it is cut by rows and its padded shard is a multiple
-                                   // of 64 bytes (streams: 256). 0: 65536; 1: always;
-                                   // FSDP_DIRECT_NEVER
+                                   // place, if it is cut by rows, its padded shard in multiples of
+                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;
@@ -1000,17 +1000,12 @@ FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, 
                                               fsdp_dtype *dtype, int64_t count);
 
 typedef enum fsdp_training_state {
-    FSDP_STATE_IDLE = 0,
-    FSDP_STATE_FORWARD,
-    FSDP_STATE_PRE_BACKWARD,
-    FSDP_STATE_POST_BACKWARD,
+    FSDP_STATE_IDLE = 0, FSDP_STATE_FORWARD, FSDP_STATE_PRE_BACKWARD, FSDP_STATE_POST_BACKWARD,
     FSDP_STATE_COUNT
 } fsdp_training_state;
 
 typedef enum fsdp_storage_state {
-    FSDP_STORAGE_SHARDED = 0,
-    FSDP_STORAGE_IN_FLIGHT,
-    FSDP_STORAGE_UNSHARDED,
+    FSDP_STORAGE_SHARDED = 0, FSDP_STORAGE_IN_FLIGHT, FSDP_STORAGE_UNSHARDED,
     FSDP_STORAGE_SHARDED_POST_FORWARD, // 1/n is kept: reshard_after_forward = n
     FSDP_STORAGE_COUNT
 } fsdp_storage_state;
@@ -1083,10 +1078,7 @@ enum {
 };
 
 enum {
-    FSDP_STREAM_COMPUTE = 0,
-    FSDP_STREAM_GATHER,
-    FSDP_STREAM_REDUCE,
-    FSDP_STREAM_ALLREDUCE,
+    FSDP_STREAM_COMPUTE = 0, FSDP_STREAM_GATHER, FSDP_STREAM_REDUCE, FSDP_STREAM_ALLREDUCE,
     FSDP_STREAM_EXTENSION, // of extensions; begins with its first record
     FSDP_STREAM_COUNT
 };

@@ -984,6 +984,7 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     fsdp_status status = fsdpi_store_world_open(&c->base, fsdpi_gloo_beat, fsdpi_gloo_wake);
     if (status) return status;
     const char *address = fsdpi_store_address(w->base.store);
+    fsdpi_plug(); // Gloo makes its descriptors itself, at any time
     if (fsdp_gloo_device_create(address, &w->device))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
                                "[E760] Gloo cannot open sockets on address %s (%s): set "

@@ -9,9 +9,30 @@
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_RECORD_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_RECORD_IMPLEMENTED
 
+#include <sys/socket.h> // getsockopt
+#include <asm/socket.h> // SO_PEERCRED, which the line above hides in strict C99
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
+                           struct fsdpi_timespec *left) __asm__("nanosleep");
+
+static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
+    struct fsdpi_timespec t;
+    t.tv_sec = (long)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    (void)fsdpi_nanosleep(&t, NULL);
+}
+
+// Whether the other end of a unix socket is a process of this user.
+static FSDPI_UNUSED int fsdpi_same_user(int fd) {
+    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
+    socklen_t size = sizeof pid_uid_gid;
+    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
+           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+}
 
 // Operations that are not fsdp_coll.
 enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };

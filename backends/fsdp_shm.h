@@ -15,9 +15,9 @@
      in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
      to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
-   - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
-     lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
-     process id it cannot be mistaken for a later process, and it needs no /proc.
+   - Waits have a deadline, and every 50 ms look for peers that died: each process holds a lock on
+     its byte of the file, which the kernel drops when the process ends in any way. Unlike a process
+     id it cannot be mistaken for a later process. fsdpi_shm_live says what keeps it.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
@@ -64,13 +64,11 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 
-#include <errno.h>      // errno, EINTR, ECONNREFUSED
 #include <fcntl.h>      // fcntl, struct flock: who is alive
 #include <poll.h>       // poll
-#include <sys/mman.h>   // mmap, munmap
 #include <sys/socket.h> // the rendezvous, SCM_RIGHTS
+#include <sys/stat.h>   // fstat
 #include <sys/un.h>     // sockaddr_un
-#include <asm/socket.h> // SO_PEERCRED, which the line above hides in strict C99
 
 #ifdef __cplusplus
 extern "C" {
@@ -81,7 +79,6 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_ANON      0x20     // MAP_ANONYMOUS, which strict C99 hides
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -149,7 +146,9 @@ typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
-    int fd; // -1: threads
+    int fd;                 // -1: threads
+    uint64_t inode, device; // of the common file: the program may have closed fd
+    void *life;             // a mapping that keeps this rank's lock; NULL: the process does
     int spin_max, joined;
     size_t page;
     uint64_t next_at;
@@ -165,6 +164,7 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin;
+    const int64_t *since;   // when the deadline of waits began; NULL: with each wait
     uint32_t calls;         // of send and recv so far
     uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
@@ -263,15 +263,59 @@ static struct flock fsdpi_shm_byte(int rank) {
     return lock;
 }
 
+/* Takes this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps,
+   and children do not inherit that: so nobody's descriptors matter, and no child that lives longer.
+   Without /proc it is the process's, and ends when that closes any descriptor of the file. */
+static int fsdpi_shm_live(fsdpi_shm_world *w) {
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
+    char path[40];
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", w->fd);
+    int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
+    void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
+    int kept = life != MAP_FAILED &&
+               !fsdpi_syscall(SYS_madvise, life, w->page, 10L /* MADV_DONTFORK */) &&
+               !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
+    if (kept) w->life = life;
+    else if (life != MAP_FAILED) (void)munmap(life, w->page);
+    if (fd >= 0) (void)close(fd);
+    return kept || !fcntl(w->fd, F_SETLK, &lock);
+}
+
 // Whether the process of a rank has ended without closing: nobody holds its byte any more.
 static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     struct flock lock = fsdpi_shm_byte(rank);
-    return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+    return fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+// Whether w->fd is still the common file: a program that closes descriptors which it did not open
+// may have another file there.
+static int fsdpi_shm_has_file(const fsdpi_shm_world *w) {
+    struct stat now;
+    return w->fd >= 0 && !fstat(w->fd, &now) && (uint64_t)now.st_dev == w->device &&
+           (uint64_t)now.st_ino == w->inode;
+}
+
+static void fsdpi_shm_set_file(fsdpi_shm_world *w, int fd) {
+    struct stat now;
+    w->fd = fd;
+    if (fd < 0 || fstat(fd, &now)) return;
+    w->device = (uint64_t)now.st_dev;
+    w->inode = (uint64_t)now.st_ino;
+}
+
+#define FSDPI_SHM_CLOSED                                                                           \
+    "the program has closed the library's descriptor of the common file: let it close only those " \
+    "that it has opened"
+
+static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E621] " FSDPI_SHM_CLOSED " (%d is not it)",
+                           fsdpi_shm_world_of(c)->fd);
 }
 
 // OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
 // kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
+    thorough = thorough && fsdpi_shm_has_file(fsdpi_shm_world_of(c));
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
@@ -354,7 +398,7 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_place *me = &c->places[c->base.index];
     uint32_t *word = c->other ? &me->bell : &c->group->generation,
              *sleepers = c->other ? &me->asleep : &c->group->sleepers;
-    int64_t start = fsdpi_boot_now(&w->base.boot);
+    int64_t start = c->since ? *c->since : fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -384,6 +428,7 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 // is freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return;
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
 }
 
@@ -391,11 +436,12 @@ static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t by
    they allocate at the same time, and the kernel would rather kill than refuse. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
-    int64_t left = bytes < FSDPI_SHM_STEP / 256 ? INT64_MAX : fsdpi_memory_left(&whose);
-    if ((int64_t)bytes > left) return 0;
+    int is_small = bytes < FSDPI_SHM_STEP / 256;
+    if (!fsdpi_shm_has_file(w) || (!is_small && (int64_t)bytes > fsdpi_memory_left(&whose)))
+        return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
+        int refused = !is_small && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -407,6 +453,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
 }
 
 static char *fsdpi_shm_map(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return NULL;
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, w->fd, (off_t)at);
     return base == MAP_FAILED ? NULL : (char *)base;
 }
@@ -456,7 +503,7 @@ static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
 // The parts of all ranks, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
-    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
+    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
@@ -503,6 +550,10 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         chunk->part = fsdpi_shm_round(w, size ? size : 1);
         w->next_at += chunk->part;
         uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_has_file(w)) {
+            *why = FSDPI_SHM_CLOSED;
+            return FSDP_ERR_BACKEND;
+        }
         if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
         *why = "the process has not enough address space";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
@@ -609,6 +660,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
+    if (!fsdpi_shm_has_file(fsdpi_shm_world_of(c))) return fsdpi_shm_closed(c);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                            "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
                            "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
@@ -827,7 +879,6 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
@@ -841,7 +892,7 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
             &c->base, FSDP_ERR_OUT_OF_MEMORY,
             "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
     fsdpi_shm_use_control(c, block);
-    if (fcntl(w->fd, F_SETLK, &lock))
+    if (!fsdpi_shm_live(w))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "[E609] this process cannot lock the common file (errno %d)",
                                 errno);
@@ -861,6 +912,7 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
+// Nothing that is done with a socket waits, but for this.
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     struct pollfd p;
     p.fd = fd;
@@ -910,14 +962,22 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
     struct cmsghdr *h = CMSG_FIRSTHDR(&m);
     if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
         memcpy(gift, CMSG_DATA(h), sizeof *gift);
+    *gift = fsdpi_fd(*gift);
     return 1;
 }
 
-/* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
-   told; a rank that comes twice belongs to another job and is sent away. */
-static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
+static int fsdpi_shm_socket(void) {
+    return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+/* Rank 0: answers one rank, which has so many nanoseconds to say who it is. Who is started with
+   another size or version can never come, so all are told; a rank that comes twice belongs to
+   another job and is sent away. */
+static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
+                                   uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    int fd = accept(listener, NULL, NULL);
+    int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, listener, NULL, NULL,
+                                         (long)(SOCK_CLOEXEC | SOCK_NONBLOCK)));
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_text t = {answer.reason, sizeof answer.reason, 0};
@@ -925,7 +985,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
     if (fd < 0) return FSDP_OK;
-    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, 1000000000) ||
+    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, left < 1000000000 ? left : 1000000000) ||
         !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift)) {
         (void)close(fd);
         return FSDP_OK;
@@ -961,8 +1021,14 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
-    w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
-    if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
+    fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
+    if (w->fd < 0)
+        return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                "[E620] rank 0 cannot make the common file by memfd_create (errno "
+                                "%d): if that is %d, raise ulimit -n; else allow the call in the "
+                                "sandbox of this program",
+                                errno, EMFILE);
+    if (!fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "[E613] the host has no memory for the common block (errno %d)",
                                 errno);
@@ -979,8 +1045,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0),
-        missing = w->base.boot.size - 1;
+    int listener = fsdpi_shm_socket(), missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
@@ -992,15 +1057,14 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                       "[E615] rank 0 cannot listen (errno %d)", errno);
     }
-    int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
-        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - *c->since);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
-        else status = fsdpi_shm_admit(c, listener, admitted);
+        else status = fsdpi_shm_admit(c, listener, left, admitted);
         missing = w->base.boot.size;
         for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
     }
@@ -1015,14 +1079,15 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_boot_now(&w->base.boot), nap = 500000;
+    int64_t start = *c->since, nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
-        int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
+        int fd = fsdpi_shm_socket(), gift = -1, answered = 0;
         if (fd < 0)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_BACKEND,
                 "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
+        // EAGAIN: many ranks have come, and rank 0 does not look at them, just now.
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -1032,7 +1097,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
         }
         (void)close(fd);
-        w->fd = gift;
+        fsdpi_shm_set_file(w, gift);
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
@@ -1067,6 +1132,8 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
     int is_host = !base->boot->threads && base->index == 0;
+    const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows
+    c->since = &since;
     fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
                          : is_host           ? fsdpi_shm_found(c)
                                              : fsdpi_shm_join(c);
@@ -1075,6 +1142,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     status = fsdpi_shm_show(base, NULL, NULL);
     if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
+    c->since = NULL;
     return fsdpi_comm_end(base, status);
 }
 
@@ -1111,6 +1179,9 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block && !parent->boot->threads &&
+        !fsdpi_shm_has_file(fsdpi_shm_world_of(fsdpi_shm_comm_of(parent))))
+        return fsdpi_shm_closed(fsdpi_shm_comm_of(parent));
     if (!block)
         return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
                                "[E618] the host has no memory for the block of a group of %d ranks",
@@ -1133,6 +1204,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
+        if (!block && !fsdpi_shm_has_file(w)) return fsdpi_shm_closed(parent);
         if (!block)
             return fsdpi_comm_fail(
                 base, FSDP_ERR_OUT_OF_MEMORY,
@@ -1181,7 +1253,8 @@ static int fsdpi_shm_close(fsdpi_comm_world *base) {
         if (w->control)
             (void)munmap((void *)w->control,
                          fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
-        (void)close(w->fd);
+        if (w->life) (void)munmap(w->life, w->page);
+        if (fsdpi_shm_has_file(w)) (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }

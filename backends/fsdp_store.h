@@ -1387,7 +1387,7 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
 // The address of this host that packets to elsewhere would come from. Connecting a datagram socket
 // asks the routing table and sends nothing; the address is one of those kept for documentation.
 static void fsdpi_store_outward(fsdpi_store_place *out) {
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    int fd = fsdpi_fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     memset(out, 0, sizeof *out);
     out->at.v4.sin_family = AF_INET;
     out->at.v4.sin_addr.s_addr = htonl(0xC0000201); // 192.0.2.1
@@ -1398,18 +1398,8 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
     if (fd >= 0) (void)close(fd);
 }
 
-// A new descriptor, or -1 and errno; none is 0 to 2, which programs print to and read from.
-static int fsdpi_store_above(int fd) {
-    if (fd < 0 || fd > 2) return fd;
-    int high = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC, which strict C99 hides */, 3), why = errno;
-    (void)close(fd);
-    errno = why;
-    return high;
-}
-
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
-    return fsdpi_store_above(
-        socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    return fsdpi_fd(socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
 static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matter for unix sockets
@@ -1470,8 +1460,8 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
     while (server->core.num_conns < server->max_conns) {
         uint8_t nonce[FSDPI_STORE_NONCE];
         fsdpi_store_place here;
-        int fd = fsdpi_store_above((int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
-                                                      SOCK_CLOEXEC | SOCK_NONBLOCK));
+        int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
+                                             SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (fd < 0) {
             if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
             if (!fsdpi_store_core_evict(&server->core)) // whose descriptor is free then
@@ -1618,8 +1608,7 @@ static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) 
     (void)snprintf(fresh, sizeof fresh, "%s.new", path);
     fsdpi_store_place_text(&server->place, text, sizeof text);
     (void)unlink(fresh);
-    int fd = fsdpi_store_above(
-        open(fresh, O_WRONLY | O_CREAT | O_EXCL | FSDPI_STORE_CLOEXEC, 0666));
+    int fd = fsdpi_fd(open(fresh, O_WRONLY | O_CREAT | O_EXCL | FSDPI_STORE_CLOEXEC, 0666));
     if (fd < 0) return 0;
     size_t length = strlen(text);
     text[length] = '\n';
@@ -1647,7 +1636,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     server->listener = listener;
     server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
     server->place = *place;
-    server->wake = fsdpi_store_above(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    server->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *
                                                         sizeof *server->polls);
     (void)fsdpi_store_token(d->boot.job, token);
@@ -1979,7 +1968,7 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     char line[320];
     struct stat info;
     // A pipe would be waited for: opened as it is here, it is not.
-    int fd = fsdpi_store_above(open(path, O_RDONLY | O_NONBLOCK | FSDPI_STORE_CLOEXEC));
+    int fd = fsdpi_fd(open(path, O_RDONLY | O_NONBLOCK | FSDPI_STORE_CLOEXEC));
     if (fd < 0) {
         fsdpi_say(why, "; file '%s': %s", path, strerror(errno));
         return 0;
@@ -2526,7 +2515,7 @@ static void fsdpi_store_warn(const fsdpi_store *s) {
 static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     const fsdp_boot *boot = &s->desc.boot;
     int64_t deadline = fsdpi_store_after(fsdpi_store_now(s), boot->timeout_ns);
-    s->wake = fsdpi_store_above(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    s->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
         if (s->left) fsdpi_say(error, "[E722] no file descriptor is left: raise ulimit -n");

@@ -24,12 +24,21 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
+// open(2); the descriptor is none of 0 to 2, where a program prints though they are closed.
+static int fsdpi_ck_open_fd(const char *path, int flags) {
+    int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
+    if (fd < 0 || fd > 2) return fd;
+    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
+    (void)close(fd);
+    errno = error;
+    return moved;
+}
+
 static int fsdpi_ck_os_open(void *user, const char *path, int create, void **file,
                             int64_t *nbytes) {
     struct stat st;
     (void)user;
-    int flags = FSDPI_CK_O_CLOEXEC | (create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
-    int fd = open(path, flags, 0666);
+    int fd = fsdpi_ck_open_fd(path, create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
     if (fd < 0) return errno;
     int error = fstat(fd, &st) ? errno : !S_ISREG(st.st_mode) ? EINVAL : 0;
     if (error) {
@@ -68,7 +77,7 @@ static int fsdpi_ck_os_make_dir(void *user, const char *path) {
 }
 static int fsdpi_ck_os_sync_dir(void *user, const char *path) {
     (void)user;
-    int fd = open(path, O_RDONLY | FSDPI_CK_O_CLOEXEC);
+    int fd = fsdpi_ck_open_fd(path, O_RDONLY);
     if (fd < 0) return errno;
     int error = fsdpi_ck_fsync(fd) ? errno : 0;
     (void)close(fd);

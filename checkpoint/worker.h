@@ -42,7 +42,7 @@ typedef struct fsdpi_ck_watch { // since when the worker has not moved
 
 typedef struct fsdpi_ck_worker {
     pthread_t thread;
-    int started;
+    int started, pid; // pid: of the process that has the thread
     uint32_t to_worker, to_caller; // bells
     uint32_t busy;                 // 1: a job was given and has not ended
     uint32_t stop;
@@ -71,6 +71,7 @@ static int fsdpi_ck_start(fsdpi_ck_worker *w) {
     if (w->started) return 0;
     int error = pthread_create(&w->thread, NULL, fsdpi_ck_work, w);
     w->started = !error;
+    w->pid = (int)getpid();
     return error;
 }
 static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
@@ -79,7 +80,9 @@ static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
     FSDPI_CK_PUT(&w->busy, 1);
     fsdpi_ck_ring(&w->to_worker);
 }
-static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) { return (int)FSDPI_CK_GET(&w->busy); }
+static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) {
+    return FSDPI_CK_GET(&w->busy) && w->pid == (int)getpid();
+}
 
 // Waits until the worker has rung or ns have passed; it may return early.
 static void fsdpi_ck_nap(fsdpi_ck_worker *w, int64_t ns) {

@@ -140,8 +140,7 @@ struct fsdp_device_ops {
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Optional, both or none: an event that measures time, and the nanoseconds between two of them
-    // that have happened.
+    // Optional, both or none: an event that measures time; nanoseconds between two that happened.
     fsdp_status (*timer)(fsdp_device *device, void **native);
     fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
     // Work, ordered on `stream` (NULL: done on return). One end of a copy of one block without

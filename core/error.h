@@ -23,7 +23,25 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
+static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
+
+// A process that a rank has forked has a copy of the world, which is nobody's rank.
+static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
+    fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
+    if (state) return (fsdp_status)(state - 1);
+    snprintf(copy->failure, sizeof copy->failure,
+             "rank %d: [E215] process %d is a child that the rank's process has forked: use the "
+             "world in the rank's process alone, and call exec or _exit in the child",
+             w->rank, (int)getpid());
+    fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INVALID_STATE, w->failure);
+    copy->log_level = 0; // once
+    return FSDP_ERR_INVALID_STATE;
+}
+
+static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
+    uint32_t state = FSDPI_LOAD(w->state);
+    return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
+}
 
 /* The world fails: sticky here, and told to the peers. The first failure stays, and its text is
    there before its status can be seen. Returns the status that stays. */
@@ -34,11 +52,12 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
+    if (fsdpi_is_child(w)) return fsdpi_failed(w); // a thread that it has not may hold the lock
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
-        FSDPI_STORE(&w->failed, (uint32_t)status);
+        FSDPI_STORE(w->state, 1 + (uint32_t)status);
     }
     fsdpi_unlock(&w->fail_lock);
     if (earlier) return earlier;

@@ -35,8 +35,7 @@ static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
 static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-    fsdp_param_view v;
-    memset(&v, 0, sizeof v);
+    fsdp_param_view v = FSDP_ZERO;
     v.unit = u->model->units[u->desc.index];
     v.name = p->name;
     v.unit_name = u->desc.name;

@@ -292,24 +292,13 @@ static fsdp_status fsdpi_step_done(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_run_steps(fsdp_unit *u, const uint8_t *step) {
-    static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit * u) = {
-        NULL,
-        fsdpi_step_zero_unused,
-        fsdpi_step_wrote,
-        fsdpi_step_keep,
-        fsdpi_step_sum,
-        fsdpi_step_fold,
-        fsdpi_step_users,
-        fsdpi_step_scatter_fused,
-        fsdpi_step_scatter,
-        fsdpi_step_rescale,
-        fsdpi_step_partial_fused,
-        fsdpi_step_partial,
-        fsdpi_step_replicas,
-        fsdpi_step_hook,
-        fsdpi_step_out,
-        fsdpi_step_done,
-    };
+    // clang-format off
+    static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit *u) = {
+        NULL, fsdpi_step_zero_unused, fsdpi_step_wrote, fsdpi_step_keep, fsdpi_step_sum,
+        fsdpi_step_fold, fsdpi_step_users, fsdpi_step_scatter_fused, fsdpi_step_scatter,
+        fsdpi_step_rescale, fsdpi_step_partial_fused, fsdpi_step_partial, fsdpi_step_replicas,
+        fsdpi_step_hook, fsdpi_step_out, fsdpi_step_done};
+    // clang-format on
     fsdp_status status = FSDP_OK;
     for (; *step && !status; step++) status = steps[*step](u);
     return status;

@@ -90,8 +90,7 @@ static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype,
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
         size_t i = 0;
-        // Loops of their own: clang -Ofast fuses a product and a sum in one loop whatever pragmas
-        // say.
+        // Loops of their own: in one, clang -Ofast fuses product and sum, whatever pragmas say.
         if (p == 2)
             for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
         else if (p == 1)

@@ -16,7 +16,11 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
+    if (w) w->state = fsdpi_own_word(1);
+    if (!w || !w->state) {
+        fsdpi_free(&d->allocator, w);
+        return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
+    }
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -61,6 +65,7 @@ FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) 
 
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
     if (!world) return FSDP_OK;
+    if (fsdpi_is_child(world)) return fsdpi_failed(world);
     fsdpi_drain(world);
     while (world->models) {
         fsdp_model *m = world->models;
@@ -102,17 +107,14 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
 
 FSDP_API int fsdp_rank(const fsdp_world *world) { return world ? world->rank : -1; }
 FSDP_API int fsdp_world_size(const fsdp_world *world) { return world ? world->size : -1; }
-FSDP_API int fsdp_local_rank(const fsdp_world *world) {
-    return world ? world->boot.local_rank : -1;
-}
+FSDP_API int fsdp_local_rank(const fsdp_world *w) { return w ? w->boot.local_rank : -1; }
 FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
     if (!world) return fsdpi_thread_error;
     return fsdpi_failed(world) ? world->failure : world->error;
 }
 
 static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
-    fsdp_op op;
-    memset(&op, 0, sizeof op);
+    fsdp_op op = FSDP_ZERO;
     op.kind = (uint8_t)kind;
     op.what = what;
     op.dtype = (uint8_t)dtype;

@@ -14,7 +14,7 @@ struct fsdpi_lane {
     uint64_t issued;             // by the caller's thread
     uint32_t head, done;         // published, finished; low 32 bits of counts
     uint32_t asleep, waited_for; // somebody sleeps on head, on done
-    uint32_t stop;
+    uint32_t stop, is_here;
     fsdp_op ring[FSDPI_LANE_OPS];
 };
 
@@ -73,8 +73,7 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
     return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
-// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
-// sleep.
+// Wait until the lane has finished `seq` records: spin for a hand-off's time, then sleep.
 static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
@@ -92,6 +91,8 @@ static void *fsdpi_lane_main(void *arg) {
     fsdpi_lane *lane = (fsdpi_lane *)arg;
     fsdp_world *w = lane->world;
     uint32_t next = 0;
+    fsdpi_stay();
+    FSDPI_STORE(&lane->is_here, 1u);
     for (;;) {
         for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();
         while (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next) {
@@ -134,6 +135,7 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
                          "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
+    while (!FSDPI_LOAD(&lane->is_here)) fsdpi_futex_wait(&lane->is_here, 0, 50000, 0);
     return FSDP_OK;
 }
 
@@ -184,8 +186,7 @@ static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const ch
 #define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
 #define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // in a failed world, whose collectives end
 
-/* The host waits for the fence, at most for the deadline; when the world fails meanwhile, not much
-   longer. */
+// The host waits for the fence until the deadline; when the world fails meanwhile, not much longer.
 static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     int64_t start = w->boot.clock.now_ns(w->boot.clock.user), waited = 0;
     int64_t limit = w->boot.timeout_ns + FSDPI_FENCE_GRACE_NS;
@@ -212,6 +213,7 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
 
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
+    if (fsdpi_is_child(w)) return fsdpi_failed(w);
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
@@ -273,8 +275,7 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
    step. */
 static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
                                        const fsdp_block *rows) {
-    fsdp_op op;
-    memset(&op, 0, sizeof op);
+    fsdp_op op = FSDP_ZERO;
     op.kind = FSDP_OP_COPY;
     op.label = FSDP_LABEL_TRANSFER;
     op.stream = FSDP_STREAM_COMPUTE;

@@ -191,8 +191,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     const fsdpi_layout *l = &u->layout;
     const fsdpi_part *part = &l->parts[l->users_part];
     const fsdp_model_desc *md = &u->model->desc;
-    fsdpi_facts f;
-    memset(&f, 0, sizeof f);
+    fsdpi_facts f = FSDP_ZERO;
     f.shards = fsdpi_shards(u);
     f.replicas = fsdpi_replicas(u);
     f.one_part = l->num_parts == 1;

@@ -46,7 +46,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
@@ -145,9 +146,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
     if (op && model) *op = fsdpi_op(model, unit, kind, label, stream);
 }
 
-static int fsdpi_is_collective(int kind) {
-    return kind >= FSDP_OP_ALL_GATHER && kind <= FSDP_OP_RECV;
-}
+static int fsdpi_is_collective(int k) { return k >= FSDP_OP_ALL_GATHER && k <= FSDP_OP_RECV; }
 
 // What is wrong with an extension's record, in words; NULL: nothing.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
@@ -462,9 +461,7 @@ FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
 
 FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
 
-FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
-    return model ? model->world : NULL;
-}
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
 
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
     if (!model || (nbytes > 0 && !data))
@@ -476,9 +473,7 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
 
 FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
-    return model ? model->settings : 0;
-}
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) { return m ? m->settings : 0; }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "params_writable", "model");

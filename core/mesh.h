@@ -133,8 +133,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
-// The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
-// at its first use.
+// This rank's group of `size` neighbours along a dim, for what runs on a stream; made at first use.
 static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
                                        const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;

@@ -96,7 +96,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
 }
 
 FSDP_API void fsdp_model_destroy(fsdp_model *model) {
-    if (!model) return;
+    if (!model || fsdpi_is_child(model->world)) return;
     fsdp_world *w = model->world;
     fsdpi_drain(w);
     fsdpi_timeline_end_all(w);

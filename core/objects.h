@@ -19,7 +19,7 @@ struct fsdp_world {
     int rank, size;
     int log_level;
     uint32_t stuck;           // work on the device did not end in time
-    uint32_t failed;          // fsdp_status of the first failure of a collective, or 0
+    uint32_t *state;          // 1 + fsdp_status of the first failure; 0: see fsdpi_own_word
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
@@ -275,8 +275,7 @@ typedef struct fsdpi_state {
 } fsdpi_state;
 
 static fsdpi_state fsdpi_state_new(void) {
-    fsdpi_state s;
-    memset(&s, 0, sizeof s);
+    fsdpi_state s = FSDP_ZERO;
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
     s.grads.divided = s.grads.summed = 1;

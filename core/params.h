@@ -239,12 +239,9 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
             inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
     int64_t width = fsdpi_bytes(lay->rows * inner, v.dtype);
-    fsdp_block rows = {fsdpi_bytes(lay->start * inner, v.dtype),
-                       0,
-                       width,
-                       outer,
-                       fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype),
-                       width};
+    int64_t from = fsdpi_bytes(lay->start * inner, v.dtype);
+    int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
+    fsdp_block rows = {from, 0, width, outer, pitch, width};
     status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
     return status ? status : fsdpi_shards_written(unit->model);
 }

@@ -9,7 +9,7 @@
 
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
-    if (!buf) return;
+    if (!buf || fsdpi_is_child(w)) return;
     if (!buf->part) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
@@ -114,8 +114,7 @@ static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_b
     return status;
 }
 
-// Between steps every free slot counts as released at the same time: the next step takes the same
-// ones.
+// Between steps all free slots count as released at one time: the next step takes the same ones.
 static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;

@@ -79,6 +79,7 @@ static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
 typedef struct fsdpi_rehearsal {
     fsdp_model model; // the first member
     fsdp_world world;
+    uint32_t state; // of the world
     fsdp_device_ops device;
     fsdpi_attached taker;
 } fsdpi_rehearsal;
@@ -104,6 +105,8 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->world.log_level = w->log_level;
     r->world.caps = w->caps;
     r->world.mode = w->mode;
+    r->world.state = &r->state;
+    r->state = 1;
     r->world.device = w->device;
     r->world.device_ops = &r->device;
     r->device.flags = w->device_ops->flags;

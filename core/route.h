@@ -132,8 +132,7 @@ static int fsdpi_route_scatter(const fsdpi_facts *f, int adds, uint8_t **step) {
     return 0;
 }
 
-/* The route for these facts. adds: the shard gradient holds a reduced gradient, to which the next
-   one is added. */
+// The route for these facts. adds: to a reduced gradient that the shard gradient holds already.
 static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     fsdpi_route r;
     uint8_t *step = r.collect;

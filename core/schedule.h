@@ -264,13 +264,9 @@ FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
 FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
     return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
 }
-FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit) {
-    return fsdpi_unit_call(unit, FSDP_CALL_UNSHARD);
-}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_UNSHARD); }
 FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
-FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
-    return fsdpi_unit_call(unit, FSDP_CALL_RESHARD);
-}
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);

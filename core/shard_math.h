@@ -259,8 +259,7 @@ static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, in
     return only && only->shard_dim == 0 ? only : NULL;
 }
 
-// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full
-// tensor.
+// Blocks between a packed parameter's staging rows (row k at stage + k*pitch) and its full tensor.
 static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
                                int64_t pitch, fsdp_block *out) {
     if (p->shard_numel == 0) return 0;
@@ -277,12 +276,8 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
         fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, k);
         int64_t width = range.count * inner;
         if (width == 0) continue;
-        fsdp_block b = {stage + k * pitch,
-                        p->full_offset + range.start * inner,
-                        width,
-                        outer,
-                        width,
-                        p->shape[p->shard_dim] * inner};
+        int64_t to = p->full_offset + range.start * inner, step = p->shape[p->shard_dim] * inner;
+        fsdp_block b = {stage + k * pitch, to, width, outer, width, step};
         if (out) out[num] = b;
         num++;
     }

@@ -2,13 +2,10 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Processes report the result of fn through a pipe, in
-// records that are written whole; a rank reports before it aborts its world, so that the first
-// record is the cause and later ones are consequences.
+// Processes report the result of fn through a pipe, in records that are written whole; a rank
+// reports before it aborts its world, so that the first one is the cause, later ones consequences.
 
-#include <errno.h> // errno
-#include <fcntl.h> // fcntl, FD_CLOEXEC
-#include <poll.h>  // poll
+#include <poll.h> // poll
 
 extern char *fsdpi_strsignal(int sig) __asm__("strsignal");
 
@@ -31,6 +28,7 @@ typedef struct fsdpi_spawn {
 typedef struct fsdpi_spawn_rank {
     fsdpi_spawn *spawn;
     pthread_t thread;
+    fsdp_world *world; // threads
     int rank, pid, ended, reported, started;
 } fsdpi_spawn_rank;
 
@@ -47,21 +45,21 @@ static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
         if (r->status && !s->first.status) s->first = *r;
         fsdpi_unlock(&s->lock);
     } else {
-        ssize_t written = write(s->pipe[1], r,
-                                sizeof *r); // less than PIPE_BUF: whole or not at all
-        (void)written;                      // then the parent is gone, and takes this process along
+        ssize_t written = write(s->pipe[1], r, sizeof *r); // less than PIPE_BUF: whole or not
+        (void)written; // at all: then the parent is gone, and takes this process along
     }
 }
 
 // The life of one rank.
-static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
+static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
+    fsdpi_spawn *s = me->spawn;
     fsdp_world_desc d = s->world;
-    fsdp_world *world = NULL;
     fsdpi_spawn_report r;
     char text[64];
     memset(&r, 0, sizeof r);
-    d.rank = d.local_rank = r.rank = rank;
-    r.status = (int32_t)fsdp_init(&d, &world);
+    d.rank = d.local_rank = r.rank = me->rank;
+    r.status = (int32_t)fsdp_init(&d, &me->world);
+    fsdp_world *world = me->world;
     if (r.status) {
         fsdpi_spawn_text(&r, fsdp_last_error(NULL));
         fsdpi_spawn_tell(s, &r);
@@ -81,9 +79,20 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     return (fsdp_status)r.status;
 }
 
-static void *fsdpi_spawn_thread(void *arg) {
+static void fsdpi_spawn_left(void *arg) { // fn has ended its thread
     fsdpi_spawn_rank *me = (fsdpi_spawn_rank *)arg;
-    (void)fsdpi_spawn_run(me->spawn, me->rank);
+    fsdpi_spawn_report r = {me->rank, FSDP_ERR_PEER_LOST, ""};
+    snprintf(r.text, sizeof r.text,
+             "[E546] rank %d has ended its thread inside its function: return from it", me->rank);
+    fsdpi_spawn_tell(me->spawn, &r);
+    fsdp_abort(me->world, r.text);
+    (void)fsdp_shutdown(me->world);
+}
+
+static void *fsdpi_spawn_thread(void *arg) {
+    pthread_cleanup_push(fsdpi_spawn_left, arg);
+    (void)fsdpi_spawn_run((fsdpi_spawn_rank *)arg);
+    pthread_cleanup_pop(0);
     return NULL;
 }
 
@@ -105,12 +114,13 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (ranks[k].started) (void)pthread_join(ranks[k].thread, NULL);
 }
 
-static void fsdpi_spawn_child(fsdpi_spawn *s, int rank, int parent) {
-    (void)close(s->pipe[0]);
+static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
+    (void)close(me->spawn->pipe[0]);
     // A rank does not outlive its parent, also if that died before this line.
     (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
     if (getppid() != parent) _exit(1);
-    fsdp_status status = fsdpi_spawn_run(s, rank);
+    fsdpi_plug(); // whoever prints must not print into a file of the rank
+    fsdp_status status = fsdpi_spawn_run(me);
     (void)fflush(NULL);
     _exit((int)status);
 }
@@ -138,7 +148,7 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
 static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, int signalled) {
     int running = 0;
     fsdpi_spawn_report r;
-    struct pollfd p;
+    struct pollfd p = {s->pipe[0], POLLIN, 0};
     for (int k = 0; k < s->num_ranks; k++) {
         if (ranks[k].pid <= 0 || ranks[k].ended) continue;
         int rc = (int)waitpid(ranks[k].pid, &how[k], WNOHANG);
@@ -147,9 +157,9 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
             ranks[k].ended = 1; // reaped by the program's own handler
         else running++;
     }
-    p.fd = s->pipe[0];
-    p.events = POLLIN;
     while (poll(&p, 1, 0) > 0 && read(s->pipe[0], &r, sizeof r) == (ssize_t)sizeof r) {
+        if (r.rank < 0 || r.rank >= s->num_ranks) continue; // whoever wrote it
+        r.text[sizeof r.text - 1] = 0;
         ranks[r.rank].reported = 1;
         if (r.status && !s->first.status) s->first = r;
     }
@@ -164,24 +174,22 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
 static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how) {
     int parent = (int)getpid(), signalled = 0;
     int64_t failed_at = 0;
-    struct pollfd p;
-    if (pipe(s->pipe))
+    if (!fsdpi_syscall(SYS_pipe2, s->pipe, (long)FSDPI_CLOEXEC))
+        for (int k = 0; k < 2; k++) s->pipe[k] = fsdpi_fd(s->pipe[k]);
+    if (s->pipe[0] < 3 || s->pipe[1] < 3)
         return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
                          strerror(errno));
-    (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
-    (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
     for (int k = 0; k < s->num_ranks && !s->first.status; k++) {
         ranks[k].pid = (int)fork();
-        if (ranks[k].pid == 0) fsdpi_spawn_child(s, k, parent);
+        if (ranks[k].pid == 0) fsdpi_spawn_child(&ranks[k], parent);
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
         snprintf(s->first.text, sizeof s->first.text,
                  "rank %d: [E516] the system cannot fork its process: %s", k, strerror(errno));
     }
-    p.fd = s->pipe[0];
-    p.events = POLLIN;
+    struct pollfd p = {s->pipe[0], POLLIN, 0};
     while (fsdpi_spawn_look(s, ranks, how, signalled)) {
         int64_t now = fsdpi_monotonic_ns(NULL);
         if (s->first.status && !failed_at) failed_at = now;

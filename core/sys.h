@@ -7,11 +7,14 @@
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
 
-#include <sys/socket.h>  // getsockopt
-#include <asm/socket.h>  // SO_PEERCRED, which the line above hides in strict C99
+#include <errno.h>       // errno
+#include <fcntl.h>       // fcntl, open
+#include <sys/mman.h>    // mmap, munmap
 #include <sys/syscall.h> // SYS_futex and others
 #include <sys/wait.h>    // waitpid
 #include <unistd.h>      // fork, getpid, _exit
+
+enum { FSDPI_ANON = 0x20, FSDPI_CLOEXEC = 02000000 }; // MAP_ANONYMOUS, O_CLOEXEC
 
 struct fsdpi_timespec {
     long tv_sec, tv_nsec;
@@ -19,8 +22,6 @@ struct fsdpi_timespec {
 
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
-extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
-                           struct fsdpi_timespec *left) __asm__("nanosleep");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
 
 static int64_t fsdpi_monotonic_ns(void *user) {
@@ -28,13 +29,6 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     (void)user;
     (void)fsdpi_clock_gettime(1 /* CLOCK_MONOTONIC */, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(ns / 1000000000);
-    t.tv_nsec = (long)(ns % 1000000000);
-    (void)fsdpi_nanosleep(&t, NULL);
 }
 
 // Sleep while *word == expected, at most timeout_ns. May return early for no reason. shared: the
@@ -76,12 +70,39 @@ static FSDPI_NOINLINE void fsdpi_unlock(uint32_t *lock) {
     if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
 }
 
-// Whether the other end of a unix socket is a process of this user.
-static FSDPI_UNUSED int fsdpi_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
-    socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
-           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+// What a system call gave for a descriptor of the library's, moved to 3 or above: a program whose
+// 0, 1 or 2 is closed prints there all the same. -1: there is none.
+static int fsdpi_fd(int fd) {
+    if (fd < 0 || fd > 2) return fd;
+    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
+    (void)close(fd);
+    errno = error;
+    return moved;
+}
+
+// The null device on those of 0 to 2 that are closed, for descriptors that others make.
+static void fsdpi_plug(void) {
+    int fd = 0;
+    while (fd >= 0 && fd < 3) fd = open("/dev/null", O_RDWR);
+    if (fd >= 3) (void)close(fd);
+}
+
+extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
+                               const void *in_library) __asm__("__cxa_thread_atexit_impl")
+    __attribute__((weak)); // glibc's
+
+// Until this thread ends, dlclose leaves the library that holds this code in memory.
+static void fsdpi_stay(void) {
+    if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
+}
+
+// A word that holds `value` in this process and 0 in every child that it forks; NULL: no memory.
+static uint32_t *fsdpi_own_word(uint32_t value) {
+    void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
+    if (word == MAP_FAILED) return NULL;
+    (void)fsdpi_syscall(SYS_madvise, word, sizeof value, 18L /* MADV_WIPEONFORK */);
+    *(uint32_t *)word = value;
+    return (uint32_t *)word;
 }
 
 static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value

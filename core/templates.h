@@ -96,8 +96,7 @@ static fsdp_buf *fsdpi_template_block(const fsdp_unit *u, const fsdpi_part *part
     return pool == FSDP_POOL_SHARD ? flat->shard : pool == FSDP_POOL_SGRAD ? flat->grad : NULL;
 }
 
-/* One record, for a part or the unit, behind `t`. Returns the place of the next one: `t`, if there
-   is nothing to do. */
+// One record, for a part or the unit, behind `t`. Returns the next place: `t` if nothing is to do.
 static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
                                            fsdpi_template *t) {
     const fsdpi_template_row *row = &fsdpi_template_rows[kind];

@@ -4,8 +4,7 @@
 
 // Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
 // gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a
-// parameter that no rank used is known without another collective. Ranks that used one know without
-// looking.
+// parameter that no rank used is known without another collective. Who used one need not look.
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.

@@ -128,8 +128,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// Streams of an asynchronous device, or worker threads; a second communicator where two may run at
-// once.
+// Streams of a device, or worker threads; a second communicator where two may run at once.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
@@ -174,6 +173,7 @@ static void fsdpi_world_close(fsdp_world *w) {
     if (w->comm) w->comm_ops->close(w->comm);
     if (w->device) w->device_ops->close(w->device);
     fsdp_allocator allocator = w->boot.allocator;
+    (void)munmap(w->state, sizeof *w->state);
     fsdpi_free(&allocator, w);
 }
 

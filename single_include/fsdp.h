@@ -192,7 +192,8 @@ THREADS AND ORDER
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
     sides in the text; if they wait in different groups, as with two lanes or HSDP, they may get
-    FSDP_ERR_TIMEOUT.
+    FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world returns
+    FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
 
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. The
@@ -1007,8 +1008,7 @@ static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, in
     return only && only->shard_dim == 0 ? only : NULL;
 }
 
-// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full
-// tensor.
+// Blocks between a packed parameter's staging rows (row k at stage + k*pitch) and its full tensor.
 static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
                                int64_t pitch, fsdp_block *out) {
     if (p->shard_numel == 0) return 0;
@@ -1025,12 +1025,8 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
         fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, k);
         int64_t width = range.count * inner;
         if (width == 0) continue;
-        fsdp_block b = {stage + k * pitch,
-                        p->full_offset + range.start * inner,
-                        width,
-                        outer,
-                        width,
-                        p->shape[p->shard_dim] * inner};
+        int64_t to = p->full_offset + range.start * inner, step = p->shape[p->shard_dim] * inner;
+        fsdp_block b = {stage + k * pitch, to, width, outer, width, step};
         if (out) out[num] = b;
         num++;
     }
@@ -1163,9 +1159,8 @@ typedef struct fsdp_world_desc {
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
-    const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
-                              // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,
-                              // else the launcher's
+    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", or
+                              // "file:///PATH"; "host:": one host. NULL: FSDP_STORE, launcher's
     fsdp_threads *threads;    // NULL: ranks are processes
     fsdp_allocator allocator; // NULL members: malloc, free
     fsdp_logger logger;       // NULL member: stderr as "[fsdp r3] text"
@@ -1191,7 +1186,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
 
 /* fsdp_shutdown - end the world and all meshes, models and optimizers made from it
    world       NULL is allowed
-   Result      FSDP_OK, or the failure that aborted the world. main can return it
+   Result      FSDP_OK, or the failure that aborted the world. main can return it. In a process
+               that a rank has forked: INVALID_STATE, and nothing is ended
    Collective  no. A peer that still waits for this rank gets FSDP_ERR_PEER_LOST
    Blocks      until worker threads have finished their current operation and the device its work,
                at most timeout_ms. If the device does not finish, the library leaves its memory to
@@ -1230,8 +1226,8 @@ typedef struct fsdp_spawn_desc {
    fn          each rank calls it once with its world; fsdp_spawn shuts the world down afterwards
    arg         handed to fn
    Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
-               value of fn if it is a status, PEER_LOST if a signal killed the rank, INTERNAL for
-               another value. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
+               value of fn if it is a status, PEER_LOST if a signal or fn ended the rank, INTERNAL
+               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
                ranks: it aborts their worlds, terminates processes, and kills them after grace_ms
    Collective  no: call it outside any world      Blocks until all ranks have ended
    Allocates   yes      Thread any. It forks processes: call it before you start threads
@@ -1410,9 +1406,8 @@ typedef struct fsdp_model_desc {
     int32_t debug;                 // 1: the library fills released buffers with NaN patterns
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
-                                   // place, if it is cut by rows and its padded shard is a multiple
-                                   // of 64 bytes (streams: 256). 0: 65536; 1: always;
-                                   // FSDP_DIRECT_NEVER
+                                   // place, if it is cut by rows, its padded shard in multiples of
+                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;
@@ -1888,17 +1883,12 @@ FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, 
                                               fsdp_dtype *dtype, int64_t count);
 
 typedef enum fsdp_training_state {
-    FSDP_STATE_IDLE = 0,
-    FSDP_STATE_FORWARD,
-    FSDP_STATE_PRE_BACKWARD,
-    FSDP_STATE_POST_BACKWARD,
+    FSDP_STATE_IDLE = 0, FSDP_STATE_FORWARD, FSDP_STATE_PRE_BACKWARD, FSDP_STATE_POST_BACKWARD,
     FSDP_STATE_COUNT
 } fsdp_training_state;
 
 typedef enum fsdp_storage_state {
-    FSDP_STORAGE_SHARDED = 0,
-    FSDP_STORAGE_IN_FLIGHT,
-    FSDP_STORAGE_UNSHARDED,
+    FSDP_STORAGE_SHARDED = 0, FSDP_STORAGE_IN_FLIGHT, FSDP_STORAGE_UNSHARDED,
     FSDP_STORAGE_SHARDED_POST_FORWARD, // 1/n is kept: reshard_after_forward = n
     FSDP_STORAGE_COUNT
 } fsdp_storage_state;
@@ -1971,10 +1961,7 @@ enum {
 };
 
 enum {
-    FSDP_STREAM_COMPUTE = 0,
-    FSDP_STREAM_GATHER,
-    FSDP_STREAM_REDUCE,
-    FSDP_STREAM_ALLREDUCE,
+    FSDP_STREAM_COMPUTE = 0, FSDP_STREAM_GATHER, FSDP_STREAM_REDUCE, FSDP_STREAM_ALLREDUCE,
     FSDP_STREAM_EXTENSION, // of extensions; begins with its first record
     FSDP_STREAM_COUNT
 };
@@ -2187,8 +2174,7 @@ typedef struct fsdp_extension {
     // about to change options of a unit (NULL: of all), and does so whatever you return. Or, in the
     // same way, zero_grad, params_changed or load is about to write gradients or shards. Return
     // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
-    // the library calls no further extension. If you make calls of a step in it, they go to the
-    // extensions behind you.
+    // the library calls no further extension. Calls of a step that you make go to those behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
@@ -2618,8 +2604,7 @@ struct fsdp_device_ops {
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Optional, both or none: an event that measures time, and the nanoseconds between two of them
-    // that have happened.
+    // Optional, both or none: an event that measures time; nanoseconds between two that happened.
     fsdp_status (*timer)(fsdp_device *device, void **native);
     fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
     // Work, ordered on `stream` (NULL: done on return). One end of a copy of one block without
@@ -2669,11 +2654,14 @@ extern "C" {
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
 
-#include <sys/socket.h>  // getsockopt
-#include <asm/socket.h>  // SO_PEERCRED, which the line above hides in strict C99
+#include <errno.h>       // errno
+#include <fcntl.h>       // fcntl, open
+#include <sys/mman.h>    // mmap, munmap
 #include <sys/syscall.h> // SYS_futex and others
 #include <sys/wait.h>    // waitpid
 #include <unistd.h>      // fork, getpid, _exit
+
+enum { FSDPI_ANON = 0x20, FSDPI_CLOEXEC = 02000000 }; // MAP_ANONYMOUS, O_CLOEXEC
 
 struct fsdpi_timespec {
     long tv_sec, tv_nsec;
@@ -2681,8 +2669,6 @@ struct fsdpi_timespec {
 
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
-extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
-                           struct fsdpi_timespec *left) __asm__("nanosleep");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
 
 static int64_t fsdpi_monotonic_ns(void *user) {
@@ -2690,13 +2676,6 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     (void)user;
     (void)fsdpi_clock_gettime(1 /* CLOCK_MONOTONIC */, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(ns / 1000000000);
-    t.tv_nsec = (long)(ns % 1000000000);
-    (void)fsdpi_nanosleep(&t, NULL);
 }
 
 // Sleep while *word == expected, at most timeout_ns. May return early for no reason. shared: the
@@ -2738,12 +2717,39 @@ static FSDPI_NOINLINE void fsdpi_unlock(uint32_t *lock) {
     if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
 }
 
-// Whether the other end of a unix socket is a process of this user.
-static FSDPI_UNUSED int fsdpi_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
-    socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
-           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+// What a system call gave for a descriptor of the library's, moved to 3 or above: a program whose
+// 0, 1 or 2 is closed prints there all the same. -1: there is none.
+static int fsdpi_fd(int fd) {
+    if (fd < 0 || fd > 2) return fd;
+    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
+    (void)close(fd);
+    errno = error;
+    return moved;
+}
+
+// The null device on those of 0 to 2 that are closed, for descriptors that others make.
+static void fsdpi_plug(void) {
+    int fd = 0;
+    while (fd >= 0 && fd < 3) fd = open("/dev/null", O_RDWR);
+    if (fd >= 3) (void)close(fd);
+}
+
+extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
+                               const void *in_library) __asm__("__cxa_thread_atexit_impl")
+    __attribute__((weak)); // glibc's
+
+// Until this thread ends, dlclose leaves the library that holds this code in memory.
+static void fsdpi_stay(void) {
+    if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
+}
+
+// A word that holds `value` in this process and 0 in every child that it forks; NULL: no memory.
+static uint32_t *fsdpi_own_word(uint32_t value) {
+    void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
+    if (word == MAP_FAILED) return NULL;
+    (void)fsdpi_syscall(SYS_madvise, word, sizeof value, 18L /* MADV_WIPEONFORK */);
+    *(uint32_t *)word = value;
+    return (uint32_t *)word;
 }
 
 static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value
@@ -2905,8 +2911,7 @@ static int fsdpi_route_scatter(const fsdpi_facts *f, int adds, uint8_t **step) {
     return 0;
 }
 
-/* The route for these facts. adds: the shard gradient holds a reduced gradient, to which the next
-   one is added. */
+// The route for these facts. adds: to a reduced gradient that the shard gradient holds already.
 static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     fsdpi_route r;
     uint8_t *step = r.collect;
@@ -2959,7 +2964,7 @@ struct fsdp_world {
     int rank, size;
     int log_level;
     uint32_t stuck;           // work on the device did not end in time
-    uint32_t failed;          // fsdp_status of the first failure of a collective, or 0
+    uint32_t *state;          // 1 + fsdp_status of the first failure; 0: see fsdpi_own_word
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
@@ -3215,8 +3220,7 @@ typedef struct fsdpi_state {
 } fsdpi_state;
 
 static fsdpi_state fsdpi_state_new(void) {
-    fsdpi_state s;
-    memset(&s, 0, sizeof s);
+    fsdpi_state s = FSDP_ZERO;
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
     s.grads.divided = s.grads.summed = 1;
@@ -3339,7 +3343,25 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
+static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
+
+// A process that a rank has forked has a copy of the world, which is nobody's rank.
+static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
+    fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
+    if (state) return (fsdp_status)(state - 1);
+    snprintf(copy->failure, sizeof copy->failure,
+             "rank %d: [E215] process %d is a child that the rank's process has forked: use the "
+             "world in the rank's process alone, and call exec or _exit in the child",
+             w->rank, (int)getpid());
+    fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INVALID_STATE, w->failure);
+    copy->log_level = 0; // once
+    return FSDP_ERR_INVALID_STATE;
+}
+
+static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
+    uint32_t state = FSDPI_LOAD(w->state);
+    return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
+}
 
 /* The world fails: sticky here, and told to the peers. The first failure stays, and its text is
    there before its status can be seen. Returns the status that stays. */
@@ -3350,11 +3372,12 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
+    if (fsdpi_is_child(w)) return fsdpi_failed(w); // a thread that it has not may hold the lock
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
-        FSDPI_STORE(&w->failed, (uint32_t)status);
+        FSDPI_STORE(w->state, 1 + (uint32_t)status);
     }
     fsdpi_unlock(&w->fail_lock);
     if (earlier) return earlier;
@@ -3945,9 +3968,9 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
      in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
      to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
-   - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
-     lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
-     process id it cannot be mistaken for a later process, and it needs no /proc. */
+   - Waits have a deadline, and every 50 ms look for peers that died: each process holds a lock on
+     its byte of the file, which the kernel drops when the process ends in any way. Unlike a process
+     id it cannot be mistaken for a later process. fsdpi_shm_live says what keeps it. */
 
 #ifndef FSDP_SHM_H
 #define FSDP_SHM_H
@@ -4156,9 +4179,30 @@ static int64_t fsdpi_memory_left(const char **whose) {
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_RECORD_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_RECORD_IMPLEMENTED
 
+#include <sys/socket.h> // getsockopt
+#include <asm/socket.h> // SO_PEERCRED, which the line above hides in strict C99
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
+                           struct fsdpi_timespec *left) __asm__("nanosleep");
+
+static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
+    struct fsdpi_timespec t;
+    t.tv_sec = (long)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    (void)fsdpi_nanosleep(&t, NULL);
+}
+
+// Whether the other end of a unix socket is a process of this user.
+static FSDPI_UNUSED int fsdpi_same_user(int fd) {
+    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
+    socklen_t size = sizeof pid_uid_gid;
+    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
+           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+}
 
 // Operations that are not fsdp_coll.
 enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
@@ -5057,13 +5101,11 @@ static void fsdpi_comm_free(fsdp_comm *comm, void *ptr, size_t size) {
 
 /* ==== backends/fsdp_shm.h, continued ======================================================== */
 
-#include <errno.h>      // errno, EINTR, ECONNREFUSED
 #include <fcntl.h>      // fcntl, struct flock: who is alive
 #include <poll.h>       // poll
-#include <sys/mman.h>   // mmap, munmap
 #include <sys/socket.h> // the rendezvous, SCM_RIGHTS
+#include <sys/stat.h>   // fstat
 #include <sys/un.h>     // sockaddr_un
-#include <asm/socket.h> // SO_PEERCRED, which the line above hides in strict C99
 
 #ifdef __cplusplus
 extern "C" {
@@ -5074,7 +5116,6 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_ANON      0x20     // MAP_ANONYMOUS, which strict C99 hides
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -5142,7 +5183,9 @@ typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
-    int fd; // -1: threads
+    int fd;                 // -1: threads
+    uint64_t inode, device; // of the common file: the program may have closed fd
+    void *life;             // a mapping that keeps this rank's lock; NULL: the process does
     int spin_max, joined;
     size_t page;
     uint64_t next_at;
@@ -5158,6 +5201,7 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin;
+    const int64_t *since;   // when the deadline of waits began; NULL: with each wait
     uint32_t calls;         // of send and recv so far
     uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
@@ -5256,15 +5300,59 @@ static struct flock fsdpi_shm_byte(int rank) {
     return lock;
 }
 
+/* Takes this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps,
+   and children do not inherit that: so nobody's descriptors matter, and no child that lives longer.
+   Without /proc it is the process's, and ends when that closes any descriptor of the file. */
+static int fsdpi_shm_live(fsdpi_shm_world *w) {
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
+    char path[40];
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", w->fd);
+    int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
+    void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
+    int kept = life != MAP_FAILED &&
+               !fsdpi_syscall(SYS_madvise, life, w->page, 10L /* MADV_DONTFORK */) &&
+               !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
+    if (kept) w->life = life;
+    else if (life != MAP_FAILED) (void)munmap(life, w->page);
+    if (fd >= 0) (void)close(fd);
+    return kept || !fcntl(w->fd, F_SETLK, &lock);
+}
+
 // Whether the process of a rank has ended without closing: nobody holds its byte any more.
 static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     struct flock lock = fsdpi_shm_byte(rank);
-    return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+    return fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+// Whether w->fd is still the common file: a program that closes descriptors which it did not open
+// may have another file there.
+static int fsdpi_shm_has_file(const fsdpi_shm_world *w) {
+    struct stat now;
+    return w->fd >= 0 && !fstat(w->fd, &now) && (uint64_t)now.st_dev == w->device &&
+           (uint64_t)now.st_ino == w->inode;
+}
+
+static void fsdpi_shm_set_file(fsdpi_shm_world *w, int fd) {
+    struct stat now;
+    w->fd = fd;
+    if (fd < 0 || fstat(fd, &now)) return;
+    w->device = (uint64_t)now.st_dev;
+    w->inode = (uint64_t)now.st_ino;
+}
+
+#define FSDPI_SHM_CLOSED                                                                           \
+    "the program has closed the library's descriptor of the common file: let it close only those " \
+    "that it has opened"
+
+static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E621] " FSDPI_SHM_CLOSED " (%d is not it)",
+                           fsdpi_shm_world_of(c)->fd);
 }
 
 // OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
 // kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
+    thorough = thorough && fsdpi_shm_has_file(fsdpi_shm_world_of(c));
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
@@ -5347,7 +5435,7 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_place *me = &c->places[c->base.index];
     uint32_t *word = c->other ? &me->bell : &c->group->generation,
              *sleepers = c->other ? &me->asleep : &c->group->sleepers;
-    int64_t start = fsdpi_boot_now(&w->base.boot);
+    int64_t start = c->since ? *c->since : fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -5377,6 +5465,7 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 // is freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return;
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
 }
 
@@ -5384,11 +5473,12 @@ static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t by
    they allocate at the same time, and the kernel would rather kill than refuse. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
-    int64_t left = bytes < FSDPI_SHM_STEP / 256 ? INT64_MAX : fsdpi_memory_left(&whose);
-    if ((int64_t)bytes > left) return 0;
+    int is_small = bytes < FSDPI_SHM_STEP / 256;
+    if (!fsdpi_shm_has_file(w) || (!is_small && (int64_t)bytes > fsdpi_memory_left(&whose)))
+        return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
+        int refused = !is_small && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -5400,6 +5490,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
 }
 
 static char *fsdpi_shm_map(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return NULL;
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, w->fd, (off_t)at);
     return base == MAP_FAILED ? NULL : (char *)base;
 }
@@ -5449,7 +5540,7 @@ static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
 // The parts of all ranks, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
-    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
+    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
@@ -5496,6 +5587,10 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         chunk->part = fsdpi_shm_round(w, size ? size : 1);
         w->next_at += chunk->part;
         uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_has_file(w)) {
+            *why = FSDPI_SHM_CLOSED;
+            return FSDP_ERR_BACKEND;
+        }
         if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
         *why = "the process has not enough address space";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
@@ -5602,6 +5697,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
+    if (!fsdpi_shm_has_file(fsdpi_shm_world_of(c))) return fsdpi_shm_closed(c);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                            "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
                            "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
@@ -5820,7 +5916,6 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
@@ -5834,7 +5929,7 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
             &c->base, FSDP_ERR_OUT_OF_MEMORY,
             "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
     fsdpi_shm_use_control(c, block);
-    if (fcntl(w->fd, F_SETLK, &lock))
+    if (!fsdpi_shm_live(w))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "[E609] this process cannot lock the common file (errno %d)",
                                 errno);
@@ -5854,6 +5949,7 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
+// Nothing that is done with a socket waits, but for this.
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     struct pollfd p;
     p.fd = fd;
@@ -5903,14 +5999,22 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
     struct cmsghdr *h = CMSG_FIRSTHDR(&m);
     if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
         memcpy(gift, CMSG_DATA(h), sizeof *gift);
+    *gift = fsdpi_fd(*gift);
     return 1;
 }
 
-/* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
-   told; a rank that comes twice belongs to another job and is sent away. */
-static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
+static int fsdpi_shm_socket(void) {
+    return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+/* Rank 0: answers one rank, which has so many nanoseconds to say who it is. Who is started with
+   another size or version can never come, so all are told; a rank that comes twice belongs to
+   another job and is sent away. */
+static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
+                                   uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    int fd = accept(listener, NULL, NULL);
+    int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, listener, NULL, NULL,
+                                         (long)(SOCK_CLOEXEC | SOCK_NONBLOCK)));
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_text t = {answer.reason, sizeof answer.reason, 0};
@@ -5918,7 +6022,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
     if (fd < 0) return FSDP_OK;
-    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, 1000000000) ||
+    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, left < 1000000000 ? left : 1000000000) ||
         !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift)) {
         (void)close(fd);
         return FSDP_OK;
@@ -5954,8 +6058,14 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
-    w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
-    if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
+    fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
+    if (w->fd < 0)
+        return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                "[E620] rank 0 cannot make the common file by memfd_create (errno "
+                                "%d): if that is %d, raise ulimit -n; else allow the call in the "
+                                "sandbox of this program",
+                                errno, EMFILE);
+    if (!fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "[E613] the host has no memory for the common block (errno %d)",
                                 errno);
@@ -5972,8 +6082,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0),
-        missing = w->base.boot.size - 1;
+    int listener = fsdpi_shm_socket(), missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
@@ -5985,15 +6094,14 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                       "[E615] rank 0 cannot listen (errno %d)", errno);
     }
-    int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
-        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - *c->since);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
-        else status = fsdpi_shm_admit(c, listener, admitted);
+        else status = fsdpi_shm_admit(c, listener, left, admitted);
         missing = w->base.boot.size;
         for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
     }
@@ -6008,14 +6116,15 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_boot_now(&w->base.boot), nap = 500000;
+    int64_t start = *c->since, nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
-        int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
+        int fd = fsdpi_shm_socket(), gift = -1, answered = 0;
         if (fd < 0)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_BACKEND,
                 "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
+        // EAGAIN: many ranks have come, and rank 0 does not look at them, just now.
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -6025,7 +6134,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
         }
         (void)close(fd);
-        w->fd = gift;
+        fsdpi_shm_set_file(w, gift);
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
@@ -6060,6 +6169,8 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
     int is_host = !base->boot->threads && base->index == 0;
+    const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows
+    c->since = &since;
     fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
                          : is_host           ? fsdpi_shm_found(c)
                                              : fsdpi_shm_join(c);
@@ -6068,6 +6179,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     status = fsdpi_shm_show(base, NULL, NULL);
     if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
+    c->since = NULL;
     return fsdpi_comm_end(base, status);
 }
 
@@ -6104,6 +6216,9 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block && !parent->boot->threads &&
+        !fsdpi_shm_has_file(fsdpi_shm_world_of(fsdpi_shm_comm_of(parent))))
+        return fsdpi_shm_closed(fsdpi_shm_comm_of(parent));
     if (!block)
         return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
                                "[E618] the host has no memory for the block of a group of %d ranks",
@@ -6126,6 +6241,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
+        if (!block && !fsdpi_shm_has_file(w)) return fsdpi_shm_closed(parent);
         if (!block)
             return fsdpi_comm_fail(
                 base, FSDP_ERR_OUT_OF_MEMORY,
@@ -6174,7 +6290,8 @@ static int fsdpi_shm_close(fsdpi_comm_world *base) {
         if (w->control)
             (void)munmap((void *)w->control,
                          fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
-        (void)close(w->fd);
+        if (w->life) (void)munmap(w->life, w->page);
+        if (fsdpi_shm_has_file(w)) (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
@@ -6243,13 +6360,10 @@ static const fsdpi_backend fsdpi_backends[] = {
 /* ==== core/spawn.h ==========================================================================
    ranks that a program starts itself: fsdp_spawn */
 
-// Processes report the result of fn through a pipe, in
-// records that are written whole; a rank reports before it aborts its world, so that the first
-// record is the cause and later ones are consequences.
+// Processes report the result of fn through a pipe, in records that are written whole; a rank
+// reports before it aborts its world, so that the first one is the cause, later ones consequences.
 
-#include <errno.h> // errno
-#include <fcntl.h> // fcntl, FD_CLOEXEC
-#include <poll.h>  // poll
+#include <poll.h> // poll
 
 extern char *fsdpi_strsignal(int sig) __asm__("strsignal");
 
@@ -6272,6 +6386,7 @@ typedef struct fsdpi_spawn {
 typedef struct fsdpi_spawn_rank {
     fsdpi_spawn *spawn;
     pthread_t thread;
+    fsdp_world *world; // threads
     int rank, pid, ended, reported, started;
 } fsdpi_spawn_rank;
 
@@ -6288,21 +6403,21 @@ static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
         if (r->status && !s->first.status) s->first = *r;
         fsdpi_unlock(&s->lock);
     } else {
-        ssize_t written = write(s->pipe[1], r,
-                                sizeof *r); // less than PIPE_BUF: whole or not at all
-        (void)written;                      // then the parent is gone, and takes this process along
+        ssize_t written = write(s->pipe[1], r, sizeof *r); // less than PIPE_BUF: whole or not
+        (void)written; // at all: then the parent is gone, and takes this process along
     }
 }
 
 // The life of one rank.
-static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
+static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
+    fsdpi_spawn *s = me->spawn;
     fsdp_world_desc d = s->world;
-    fsdp_world *world = NULL;
     fsdpi_spawn_report r;
     char text[64];
     memset(&r, 0, sizeof r);
-    d.rank = d.local_rank = r.rank = rank;
-    r.status = (int32_t)fsdp_init(&d, &world);
+    d.rank = d.local_rank = r.rank = me->rank;
+    r.status = (int32_t)fsdp_init(&d, &me->world);
+    fsdp_world *world = me->world;
     if (r.status) {
         fsdpi_spawn_text(&r, fsdp_last_error(NULL));
         fsdpi_spawn_tell(s, &r);
@@ -6322,9 +6437,20 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     return (fsdp_status)r.status;
 }
 
-static void *fsdpi_spawn_thread(void *arg) {
+static void fsdpi_spawn_left(void *arg) { // fn has ended its thread
     fsdpi_spawn_rank *me = (fsdpi_spawn_rank *)arg;
-    (void)fsdpi_spawn_run(me->spawn, me->rank);
+    fsdpi_spawn_report r = {me->rank, FSDP_ERR_PEER_LOST, ""};
+    snprintf(r.text, sizeof r.text,
+             "[E546] rank %d has ended its thread inside its function: return from it", me->rank);
+    fsdpi_spawn_tell(me->spawn, &r);
+    fsdp_abort(me->world, r.text);
+    (void)fsdp_shutdown(me->world);
+}
+
+static void *fsdpi_spawn_thread(void *arg) {
+    pthread_cleanup_push(fsdpi_spawn_left, arg);
+    (void)fsdpi_spawn_run((fsdpi_spawn_rank *)arg);
+    pthread_cleanup_pop(0);
     return NULL;
 }
 
@@ -6346,12 +6472,13 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (ranks[k].started) (void)pthread_join(ranks[k].thread, NULL);
 }
 
-static void fsdpi_spawn_child(fsdpi_spawn *s, int rank, int parent) {
-    (void)close(s->pipe[0]);
+static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
+    (void)close(me->spawn->pipe[0]);
     // A rank does not outlive its parent, also if that died before this line.
     (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
     if (getppid() != parent) _exit(1);
-    fsdp_status status = fsdpi_spawn_run(s, rank);
+    fsdpi_plug(); // whoever prints must not print into a file of the rank
+    fsdp_status status = fsdpi_spawn_run(me);
     (void)fflush(NULL);
     _exit((int)status);
 }
@@ -6379,7 +6506,7 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
 static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, int signalled) {
     int running = 0;
     fsdpi_spawn_report r;
-    struct pollfd p;
+    struct pollfd p = {s->pipe[0], POLLIN, 0};
     for (int k = 0; k < s->num_ranks; k++) {
         if (ranks[k].pid <= 0 || ranks[k].ended) continue;
         int rc = (int)waitpid(ranks[k].pid, &how[k], WNOHANG);
@@ -6388,9 +6515,9 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
             ranks[k].ended = 1; // reaped by the program's own handler
         else running++;
     }
-    p.fd = s->pipe[0];
-    p.events = POLLIN;
     while (poll(&p, 1, 0) > 0 && read(s->pipe[0], &r, sizeof r) == (ssize_t)sizeof r) {
+        if (r.rank < 0 || r.rank >= s->num_ranks) continue; // whoever wrote it
+        r.text[sizeof r.text - 1] = 0;
         ranks[r.rank].reported = 1;
         if (r.status && !s->first.status) s->first = r;
     }
@@ -6405,24 +6532,22 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
 static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how) {
     int parent = (int)getpid(), signalled = 0;
     int64_t failed_at = 0;
-    struct pollfd p;
-    if (pipe(s->pipe))
+    if (!fsdpi_syscall(SYS_pipe2, s->pipe, (long)FSDPI_CLOEXEC))
+        for (int k = 0; k < 2; k++) s->pipe[k] = fsdpi_fd(s->pipe[k]);
+    if (s->pipe[0] < 3 || s->pipe[1] < 3)
         return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
                          strerror(errno));
-    (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
-    (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
     for (int k = 0; k < s->num_ranks && !s->first.status; k++) {
         ranks[k].pid = (int)fork();
-        if (ranks[k].pid == 0) fsdpi_spawn_child(s, k, parent);
+        if (ranks[k].pid == 0) fsdpi_spawn_child(&ranks[k], parent);
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
         snprintf(s->first.text, sizeof s->first.text,
                  "rank %d: [E516] the system cannot fork its process: %s", k, strerror(errno));
     }
-    p.fd = s->pipe[0];
-    p.events = POLLIN;
+    struct pollfd p = {s->pipe[0], POLLIN, 0};
     while (fsdpi_spawn_look(s, ranks, how, signalled)) {
         int64_t now = fsdpi_monotonic_ns(NULL);
         if (s->first.status && !failed_at) failed_at = now;
@@ -6664,8 +6789,7 @@ static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype,
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
         size_t i = 0;
-        // Loops of their own: clang -Ofast fuses a product and a sum in one loop whatever pragmas
-        // say.
+        // Loops of their own: in one, clang -Ofast fuses product and sum, whatever pragmas say.
         if (p == 2)
             for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
         else if (p == 1)
@@ -6858,7 +6982,7 @@ struct fsdpi_lane {
     uint64_t issued;             // by the caller's thread
     uint32_t head, done;         // published, finished; low 32 bits of counts
     uint32_t asleep, waited_for; // somebody sleeps on head, on done
-    uint32_t stop;
+    uint32_t stop, is_here;
     fsdp_op ring[FSDPI_LANE_OPS];
 };
 
@@ -6917,8 +7041,7 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
     return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
-// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
-// sleep.
+// Wait until the lane has finished `seq` records: spin for a hand-off's time, then sleep.
 static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
@@ -6936,6 +7059,8 @@ static void *fsdpi_lane_main(void *arg) {
     fsdpi_lane *lane = (fsdpi_lane *)arg;
     fsdp_world *w = lane->world;
     uint32_t next = 0;
+    fsdpi_stay();
+    FSDPI_STORE(&lane->is_here, 1u);
     for (;;) {
         for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();
         while (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next) {
@@ -6978,6 +7103,7 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
                          "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
+    while (!FSDPI_LOAD(&lane->is_here)) fsdpi_futex_wait(&lane->is_here, 0, 50000, 0);
     return FSDP_OK;
 }
 
@@ -7028,8 +7154,7 @@ static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const ch
 #define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
 #define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // in a failed world, whose collectives end
 
-/* The host waits for the fence, at most for the deadline; when the world fails meanwhile, not much
-   longer. */
+// The host waits for the fence until the deadline; when the world fails meanwhile, not much longer.
 static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     int64_t start = w->boot.clock.now_ns(w->boot.clock.user), waited = 0;
     int64_t limit = w->boot.timeout_ns + FSDPI_FENCE_GRACE_NS;
@@ -7056,6 +7181,7 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
 
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
+    if (fsdpi_is_child(w)) return fsdpi_failed(w);
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
@@ -7117,8 +7243,7 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
    step. */
 static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
                                        const fsdp_block *rows) {
-    fsdp_op op;
-    memset(&op, 0, sizeof op);
+    fsdp_op op = FSDP_ZERO;
     op.kind = FSDP_OP_COPY;
     op.label = FSDP_LABEL_TRANSFER;
     op.stream = FSDP_STREAM_COMPUTE;
@@ -7277,8 +7402,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
-// The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
-// at its first use.
+// This rank's group of `size` neighbours along a dim, for what runs on a stream; made at first use.
 static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
                                        const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
@@ -7675,8 +7799,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// Streams of an asynchronous device, or worker threads; a second communicator where two may run at
-// once.
+// Streams of a device, or worker threads; a second communicator where two may run at once.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
@@ -7721,6 +7844,7 @@ static void fsdpi_world_close(fsdp_world *w) {
     if (w->comm) w->comm_ops->close(w->comm);
     if (w->device) w->device_ops->close(w->device);
     fsdp_allocator allocator = w->boot.allocator;
+    (void)munmap(w->state, sizeof *w->state);
     fsdpi_free(&allocator, w);
 }
 
@@ -7943,8 +8067,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     const fsdpi_layout *l = &u->layout;
     const fsdpi_part *part = &l->parts[l->users_part];
     const fsdp_model_desc *md = &u->model->desc;
-    fsdpi_facts f;
-    memset(&f, 0, sizeof f);
+    fsdpi_facts f = FSDP_ZERO;
     f.shards = fsdpi_shards(u);
     f.replicas = fsdpi_replicas(u);
     f.one_part = l->num_parts == 1;
@@ -8001,7 +8124,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
 
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
-    if (!buf) return;
+    if (!buf || fsdpi_is_child(w)) return;
     if (!buf->part) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
@@ -8106,8 +8229,7 @@ static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_b
     return status;
 }
 
-// Between steps every free slot counts as released at the same time: the next step takes the same
-// ones.
+// Between steps all free slots count as released at one time: the next step takes the same ones.
 static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
@@ -8825,8 +8947,7 @@ static fsdp_buf *fsdpi_template_block(const fsdp_unit *u, const fsdpi_part *part
     return pool == FSDP_POOL_SHARD ? flat->shard : pool == FSDP_POOL_SGRAD ? flat->grad : NULL;
 }
 
-/* One record, for a part or the unit, behind `t`. Returns the place of the next one: `t`, if there
-   is nothing to do. */
+// One record, for a part or the unit, behind `t`. Returns the next place: `t` if nothing is to do.
 static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
                                            fsdpi_template *t) {
     const fsdpi_template_row *row = &fsdpi_template_rows[kind];
@@ -8981,8 +9102,7 @@ static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
 static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-    fsdp_param_view v;
-    memset(&v, 0, sizeof v);
+    fsdp_param_view v = FSDP_ZERO;
     v.unit = u->model->units[u->desc.index];
     v.name = p->name;
     v.unit_name = u->desc.name;
@@ -9147,8 +9267,7 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
 
 // Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
 // gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a
-// parameter that no rank used is known without another collective. Ranks that used one know without
-// looking.
+// parameter that no rank used is known without another collective. Who used one need not look.
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.
@@ -9577,24 +9696,13 @@ static fsdp_status fsdpi_step_done(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_run_steps(fsdp_unit *u, const uint8_t *step) {
-    static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit * u) = {
-        NULL,
-        fsdpi_step_zero_unused,
-        fsdpi_step_wrote,
-        fsdpi_step_keep,
-        fsdpi_step_sum,
-        fsdpi_step_fold,
-        fsdpi_step_users,
-        fsdpi_step_scatter_fused,
-        fsdpi_step_scatter,
-        fsdpi_step_rescale,
-        fsdpi_step_partial_fused,
-        fsdpi_step_partial,
-        fsdpi_step_replicas,
-        fsdpi_step_hook,
-        fsdpi_step_out,
-        fsdpi_step_done,
-    };
+    // clang-format off
+    static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit *u) = {
+        NULL, fsdpi_step_zero_unused, fsdpi_step_wrote, fsdpi_step_keep, fsdpi_step_sum,
+        fsdpi_step_fold, fsdpi_step_users, fsdpi_step_scatter_fused, fsdpi_step_scatter,
+        fsdpi_step_rescale, fsdpi_step_partial_fused, fsdpi_step_partial, fsdpi_step_replicas,
+        fsdpi_step_hook, fsdpi_step_out, fsdpi_step_done};
+    // clang-format on
     fsdp_status status = FSDP_OK;
     for (; *step && !status; step++) status = steps[*step](u);
     return status;
@@ -10359,13 +10467,9 @@ FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
 FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
     return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
 }
-FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit) {
-    return fsdpi_unit_call(unit, FSDP_CALL_UNSHARD);
-}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_UNSHARD); }
 FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
-FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
-    return fsdpi_unit_call(unit, FSDP_CALL_RESHARD);
-}
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
@@ -10950,12 +11054,9 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
             inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
     int64_t width = fsdpi_bytes(lay->rows * inner, v.dtype);
-    fsdp_block rows = {fsdpi_bytes(lay->start * inner, v.dtype),
-                       0,
-                       width,
-                       outer,
-                       fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype),
-                       width};
+    int64_t from = fsdpi_bytes(lay->start * inner, v.dtype);
+    int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
+    fsdp_block rows = {from, 0, width, outer, pitch, width};
     status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
     return status ? status : fsdpi_shards_written(unit->model);
 }
@@ -11068,6 +11169,7 @@ static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
 typedef struct fsdpi_rehearsal {
     fsdp_model model; // the first member
     fsdp_world world;
+    uint32_t state; // of the world
     fsdp_device_ops device;
     fsdpi_attached taker;
 } fsdpi_rehearsal;
@@ -11093,6 +11195,8 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->world.log_level = w->log_level;
     r->world.caps = w->caps;
     r->world.mode = w->mode;
+    r->world.state = &r->state;
+    r->state = 1;
     r->world.device = w->device;
     r->world.device_ops = &r->device;
     r->device.flags = w->device_ops->flags;
@@ -11720,7 +11824,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
 }
 
 FSDP_API void fsdp_model_destroy(fsdp_model *model) {
-    if (!model) return;
+    if (!model || fsdpi_is_child(model->world)) return;
     fsdp_world *w = model->world;
     fsdpi_drain(w);
     fsdpi_timeline_end_all(w);
@@ -11779,7 +11883,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
@@ -11878,9 +11983,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
     if (op && model) *op = fsdpi_op(model, unit, kind, label, stream);
 }
 
-static int fsdpi_is_collective(int kind) {
-    return kind >= FSDP_OP_ALL_GATHER && kind <= FSDP_OP_RECV;
-}
+static int fsdpi_is_collective(int k) { return k >= FSDP_OP_ALL_GATHER && k <= FSDP_OP_RECV; }
 
 // What is wrong with an extension's record, in words; NULL: nothing.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
@@ -12195,9 +12298,7 @@ FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
 
 FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
 
-FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
-    return model ? model->world : NULL;
-}
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
 
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
     if (!model || (nbytes > 0 && !data))
@@ -12209,9 +12310,7 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
 
 FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
-    return model ? model->settings : 0;
-}
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) { return m ? m->settings : 0; }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "params_writable", "model");
@@ -12450,7 +12549,11 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
+    if (w) w->state = fsdpi_own_word(1);
+    if (!w || !w->state) {
+        fsdpi_free(&d->allocator, w);
+        return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
+    }
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -12495,6 +12598,7 @@ FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) 
 
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
     if (!world) return FSDP_OK;
+    if (fsdpi_is_child(world)) return fsdpi_failed(world);
     fsdpi_drain(world);
     while (world->models) {
         fsdp_model *m = world->models;
@@ -12536,17 +12640,14 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
 
 FSDP_API int fsdp_rank(const fsdp_world *world) { return world ? world->rank : -1; }
 FSDP_API int fsdp_world_size(const fsdp_world *world) { return world ? world->size : -1; }
-FSDP_API int fsdp_local_rank(const fsdp_world *world) {
-    return world ? world->boot.local_rank : -1;
-}
+FSDP_API int fsdp_local_rank(const fsdp_world *w) { return w ? w->boot.local_rank : -1; }
 FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
     if (!world) return fsdpi_thread_error;
     return fsdpi_failed(world) ? world->failure : world->error;
 }
 
 static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
-    fsdp_op op;
-    memset(&op, 0, sizeof op);
+    fsdp_op op = FSDP_ZERO;
     op.kind = (uint8_t)kind;
     op.what = what;
     op.dtype = (uint8_t)dtype;

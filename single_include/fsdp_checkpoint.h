@@ -1807,12 +1807,21 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
+// open(2); the descriptor is none of 0 to 2, where a program prints though they are closed.
+static int fsdpi_ck_open_fd(const char *path, int flags) {
+    int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
+    if (fd < 0 || fd > 2) return fd;
+    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
+    (void)close(fd);
+    errno = error;
+    return moved;
+}
+
 static int fsdpi_ck_os_open(void *user, const char *path, int create, void **file,
                             int64_t *nbytes) {
     struct stat st;
     (void)user;
-    int flags = FSDPI_CK_O_CLOEXEC | (create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
-    int fd = open(path, flags, 0666);
+    int fd = fsdpi_ck_open_fd(path, create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY | O_NONBLOCK);
     if (fd < 0) return errno;
     int error = fstat(fd, &st) ? errno : !S_ISREG(st.st_mode) ? EINVAL : 0;
     if (error) {
@@ -1851,7 +1860,7 @@ static int fsdpi_ck_os_make_dir(void *user, const char *path) {
 }
 static int fsdpi_ck_os_sync_dir(void *user, const char *path) {
     (void)user;
-    int fd = open(path, O_RDONLY | FSDPI_CK_O_CLOEXEC);
+    int fd = fsdpi_ck_open_fd(path, O_RDONLY);
     if (fd < 0) return errno;
     int error = fsdpi_ck_fsync(fd) ? errno : 0;
     (void)close(fd);
@@ -2086,7 +2095,7 @@ typedef struct fsdpi_ck_watch { // since when the worker has not moved
 
 typedef struct fsdpi_ck_worker {
     pthread_t thread;
-    int started;
+    int started, pid; // pid: of the process that has the thread
     uint32_t to_worker, to_caller; // bells
     uint32_t busy;                 // 1: a job was given and has not ended
     uint32_t stop;
@@ -2115,6 +2124,7 @@ static int fsdpi_ck_start(fsdpi_ck_worker *w) {
     if (w->started) return 0;
     int error = pthread_create(&w->thread, NULL, fsdpi_ck_work, w);
     w->started = !error;
+    w->pid = (int)getpid();
     return error;
 }
 static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
@@ -2123,7 +2133,9 @@ static void fsdpi_ck_give(fsdpi_ck_worker *w, fsdpi_ck_job job, void *arg) {
     FSDPI_CK_PUT(&w->busy, 1);
     fsdpi_ck_ring(&w->to_worker);
 }
-static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) { return (int)FSDPI_CK_GET(&w->busy); }
+static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) {
+    return FSDPI_CK_GET(&w->busy) && w->pid == (int)getpid();
+}
 
 // Waits until the worker has rung or ns have passed; it may return early.
 static void fsdpi_ck_nap(fsdpi_ck_worker *w, int64_t ns) {
@@ -2819,6 +2831,22 @@ static void fsdpi_ck_step_name(char out[FSDPI_CK_LEAF], int64_t step) {
     snprintf(out, FSDPI_CK_LEAF, "step-%08lld", (long long)step);
 }
 
+/* The begin of a data file: N in 8 bytes, and the header of `num` entries. sharded: those of the
+   file of rank `writer` of `writers`, else whole tensors as transformers has them. Returns its
+   bytes, up to `room` of them in `to`; negative: it cannot be printed. */
+static int64_t fsdpi_ck_print_begin(fsdp_safetensors_entry *entries, int64_t num, int sharded,
+                                    int writer, int writers, char *to, int64_t room) {
+    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
+    char who[32];
+    const char *values[3] = {"1.0", "pt", who};
+    const int first = !sharded, pairs = sharded ? 3 : 1; // else the format alone
+    snprintf(who, sizeof who, "%d/%d", writer + 1, writers);
+    int64_t n = fsdp_safetensors_print(entries, num, sharded, keys + first, values + first, pairs,
+                                       room > 8 ? to + 8 : NULL, room > 8 ? room - 8 : 0);
+    for (int i = 0; i < 8 && i < room; i++) to[i] = (char)((uint64_t)n >> (8 * i) & 255);
+    return n < 0 ? n : 8 + n;
+}
+
 // What the text of a manifest takes at most.
 static int64_t fsdpi_ck_manifest_room(int64_t num_files, int64_t num_crcs) {
     return 256 + num_files * 256 + num_crcs * 8;
@@ -3292,12 +3320,8 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
 
 /* Table, header and spans of this rank. The header is the same in every save of a layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
-    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
-    char writer[32];
-    const char *values[3] = {"1.0", "pt", writer};
-    snprintf(writer, sizeof writer, "%d/%d", ck->rank + 1, ck->size);
     fsdp_status status = fsdpi_ck_tabulate(ck, call, 0);
     int64_t num = (int64_t)ck->table.num + 1;
     if (!status)
@@ -3308,20 +3332,18 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
     fsdpi_ck_list_entries(ck);
     s->header_bytes = 0;
     if (s->num_entries) {
-        int64_t bytes = fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values,
-                                               3, NULL, 0);
-        if (bytes < 0)
+        fsdp_safetensors_entry *e = fsdpi_ck_entries(s);
+        s->header_bytes = fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, NULL, 0);
+        if (s->header_bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                              "[E427] %s: the header of %d tensors cannot be written: a name is not "
                              "UTF-8, or the header is larger than 100,000,000 bytes",
                              call, s->num_entries);
-        s->header_bytes = bytes + 8;
         status = fsdpi_ck_reserve(m, &s->header, s->header_bytes, 0);
         if (status) return status;
         char *header = (char *)s->header.ptr;
-        for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)bytes >> (8 * i) & 255);
-        (void)fsdp_safetensors_print(fsdpi_ck_entries(s), s->num_entries, 1, keys, values, 3,
-                                     header + 8, bytes);
+        (void)fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, header,
+                                   s->header_bytes);
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
     fsdpi_ck_list_spans(ck);
@@ -5814,23 +5836,18 @@ static void fsdpi_ck_file_name(const fsdpi_ck_export *x, int file, char out[FSDP
         snprintf(out, FSDPI_CK_LEAF, "model-%05d-of-%05d.safetensors", file + 1, (int)x->num_files);
 }
 
-// A failure of the disk becomes the call's.
-static fsdp_status fsdpi_ck_told_export(fsdpi_ck_export *x) {
-    return fsdpi_ck_told_alone(&x->in->io);
-}
-
 static fsdp_status fsdpi_ck_create_file(fsdpi_ck_export *x, const char *leaf) {
     int64_t ignored;
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_join(x->path, x->tmp, leaf); // `out` is short enough
     (void)fsdpi_ck_open(&x->in->disk, x->path, 1, &x->file, &ignored);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, int64_t nbytes,
                                         int64_t at) {
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 // Also after a failure, whose status this returns then.
 static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
@@ -5838,7 +5855,7 @@ static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) 
     if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
     (void)fsdpi_ck_close(&x->in->disk, x->file, x->path);
     x->file = NULL;
-    return status ? status : fsdpi_ck_told_export(x);
+    return status ? status : fsdpi_ck_told_alone(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int64_t nbytes) {
     fsdp_status status = fsdpi_ck_create_file(x, leaf);
@@ -5898,30 +5915,22 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
 
 // The header of a file, and its sizes.
 static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num) {
-    static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     fsdp_safetensors_entry *entries = (fsdp_safetensors_entry *)x->entries.ptr;
     int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
-    char writer[32];
-    const char *values[3] = {"1.0", "pt", writer};
-    const int skip = !x->sharded, pairs = x->sharded ? 3 : 1; // else the format alone
-    snprintf(writer, sizeof writer, "%d/%d", file + 1, (int)x->num_files);
-    int64_t n = fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
-                                       NULL, 0);
+    int64_t n = fsdpi_ck_print_begin(entries, num, x->sharded, file, (int)x->num_files, NULL, 0);
     if (n < 0)
         return fsdpi_ck_fail(&x->in->io, FSDP_ERR_INVALID_ARG,
                              "[E466] %s: the header of %lld tensors cannot be written: a name is "
                              "empty, not UTF-8 or '__metadata__', or the header has more than "
                              "100,000,000 bytes",
                              x->call, (long long)num);
-    fsdp_status status = fsdpi_ck_reserve(NULL, &x->header, 8 + n, 0);
+    fsdp_status status = fsdpi_ck_reserve(NULL, &x->header, n, 0);
     if (status) return status;
-    char *header = (char *)x->header.ptr;
-    for (int i = 0; i < 8; i++) header[i] = (char)((uint64_t)n >> (8 * i) & 255);
-    (void)fsdp_safetensors_print(entries, num, x->sharded, keys + skip, values + skip, pairs,
-                                 header + 8, n);
-    sizes[0] = 8 + n;
+    (void)fsdpi_ck_print_begin(entries, num, x->sharded, file, (int)x->num_files,
+                               (char *)x->header.ptr, n);
+    sizes[0] = n;
     sizes[1] = entries[num - 1].end;
-    sizes[2] = (int64_t)fsdp_crc32c(0, header, 8 + n);
+    sizes[2] = (int64_t)fsdp_crc32c(0, x->header.ptr, n);
     int64_t crcs = x->num_crcs + fsdpi_ck_blocks(sizes[1]) + 1;
     status = fsdpi_ck_reserve(NULL, &x->crcs, 4 * crcs, 4 * x->num_crcs);
     if (!status) memset((uint32_t *)x->crcs.ptr + x->num_crcs, 0, 4 * (size_t)(crcs - x->num_crcs));
@@ -6042,7 +6051,7 @@ static fsdp_status fsdpi_ck_make_export(fsdpi_ck_export *x) {
     if (error != ENOENT) (void)fsdpi_ck_end(d, error, x->out);
     if (!fsdpi_ck_begin(d, "mkdir", x->tmp))
         (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, x->tmp), x->tmp);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
@@ -6051,7 +6060,7 @@ static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
     (void)fsdpi_ck_sync_dir(d, x->tmp);
     (void)fsdpi_ck_rename(d, x->tmp, x->out);
     (void)fsdpi_ck_sync_dir(d, x->parent);
-    return fsdpi_ck_told_export(x);
+    return fsdpi_ck_told_alone(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {

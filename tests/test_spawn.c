@@ -210,6 +210,56 @@ static int nothing(fsdp_world *world, void *arg) {
     (void)world, (void)arg;
     return 0;
 }
+
+/* With descriptors closed, the report comes back, and ranks find something there to print to. */
+static int prints_where_nobody_listens(fsdp_world *world, void *arg) {
+    struct stat st;
+    (void)arg;
+    for (int fd = 0; fd < 3; fd++)
+        if (fstat(fd, &st) || !S_ISCHR(st.st_mode) || write(fd, "step 1\n", 7) != 7)
+            return 100 + fd;
+    return fsdp_rank(world) == 1 ? FSDP_ERR_CORRUPT : (int)fsdp_barrier(world);
+}
+static const struct {
+    const char *name;
+    int first;
+} open_ones[] = {{"none", 0}, {"stdin", 1}, {"all_but_stderr", 2}};
+TEST_P(spawn, with_closed_descriptors, open_ones) {
+    const pid_t program = fork();
+    int how;
+    CHECK(program >= 0);
+    if (program == 0) {
+        const int null = open("/dev/null", O_RDWR);
+        for (int fd = 0; fd < 3; fd++) fd < row->first ? dup2(null, fd) : close(fd);
+        close(null);
+        const fsdp_status status = spawn(&both[0], prints_where_nobody_listens, NULL);
+        const int named = strstr(fsdp_last_error(NULL), "rank 1: [E512] the rank's function") !=
+                          NULL;
+        for (int fd = row->first; fd < 3; fd++) /* the program's own stay as they were */
+            if (fcntl(fd, F_GETFD) >= 0) _exit(50 + fd);
+        _exit(named ? (int)status : 90);
+    }
+    CHECK_EQ_INT(waitpid(program, &how, 0), program);
+    CHECK_MSG(how == FSDP_ERR_CORRUPT << 8, "%#x", how);
+}
+
+/* A program writes to descriptors that it has not opened: the report pipe among them. */
+static int writes_junk(fsdp_world *world, void *arg) {
+    char junk[1032]; /* bytes of a report */
+    struct stat st;
+    memset(junk, *(const int *)arg, sizeof junk);
+    for (int fd = 3; fd < 100 && fsdp_rank(world) == 0; fd++)
+        if (!fstat(fd, &st) && S_ISFIFO(st.st_mode)) {
+            const ssize_t done = write(fd, junk, sizeof junk);
+            (void)done;
+        }
+    return (int)fsdp_barrier(world);
+}
+TEST(spawn, what_comes_out_of_the_pipe_is_checked) {
+    static const int bytes[] = {0x7f, 0x80, 0xff};
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(spawn(&both[0], writes_junk, (void *)(uintptr_t)&bytes[i]));
+}
 TEST(spawn, bad_requests_are_refused) {
     fsdp_spawn_desc d = FSDP_ZERO;
     CHECK_STATUS(fsdp_spawn(&d, nothing, NULL), FSDP_ERR_INVALID_ARG);

@@ -3,8 +3,18 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include <dirent.h>       /* opendir */
-#include <sys/resource.h> /* setrlimit */
+#include <dirent.h>         /* opendir */
+#include <linux/filter.h>   /* sock_filter */
+#include <linux/seccomp.h>  /* SECCOMP_MODE_FILTER */
+#include <sys/prctl.h>      /* prctl */
+#include <sys/resource.h>   /* setrlimit */
+#include <poll.h>           /* poll */
+static int longest_poll_ms; /* that the library has asked for */
+static int recorded_poll(struct pollfd *p, nfds_t count, int ms) {
+    if (ms > longest_poll_ms) longest_poll_ms = ms;
+    return poll(p, count, ms);
+}
+#define poll recorded_poll
 #include "library.c"
 #include "lab.h"
 
@@ -653,6 +663,126 @@ static void second_world(int rank, int world, void *arg) {
     second.ops->close(second.comm);
 }
 TEST(shm_faults, two_worlds_of_one_job) { run(make_setup(3, 0, 5000), second_world); }
+
+/* Another process has rank 0's name and looks at nobody: the queue of those who come is full. */
+static socklen_t name_of(const setup *s, struct sockaddr_un *name) {
+    memset(name, 0, sizeof *name);
+    name->sun_family = AF_UNIX;
+    const int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
+                              (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(s->job));
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+}
+static int socket_of(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0); }
+TEST(shm_faults, rank_0_looks_at_nobody) {
+    setup *s = make_setup(3, 0, 700);
+    struct sockaddr_un name;
+    const socklen_t length = name_of(s, &name);
+    const int listener = socket_of();
+    int queued = 0;
+    rank_state r;
+    CHECK_EQ_INT(bind(listener, (struct sockaddr *)(void *)&name, length), 0);
+    CHECK_EQ_INT(listen(listener, 1), 0);
+    while (!connect(socket_of(), (struct sockaddr *)(void *)&name, length)) queued++;
+    CHECK(errno == EAGAIN && queued > 0);
+    const int64_t start = h_calm_ms();
+    CHECK_STATUS(open_as(&r, s, 1, 3), FSDP_ERR_TIMEOUT);
+    CHECK(h_calm_ms() - start < 2000);
+    says(r.ops->error_text(NULL), "[E617] rank 0 has not come within 0.7 s");
+}
+
+/* Somebody connects to rank 0 and says nothing. */
+static void silent(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    struct sockaddr_un name;
+    const socklen_t length = name_of(s, &name);
+    rank_state r;
+    if (rank > 0) {
+        for (int fd = socket_of(); connect(fd, (struct sockaddr *)(void *)&name, length);)
+            usleep(300);
+        h_await_marks(0, 1);
+        return;
+    }
+    CHECK_STATUS(open_as(&r, s, rank, world), FSDP_ERR_TIMEOUT);
+    CHECK_MSG(longest_poll_ms <= 101, "it was ready to wait for %d ms", longest_poll_ms);
+    says(r.ops->error_text(NULL), "has not come within 0.1 s");
+    h_mark(0);
+}
+TEST(shm_faults, guest_that_says_nothing) { run(make_setup(2, 0, 100), silent); }
+
+/* Rank 1 waits for rank 0, then with rank 0 for rank 2: one deadline for both. Its clock goes on by
+   100 ms whenever it is asked, but waits at 1.2 s until it has joined. */
+static int count_maps(const char *what);
+static int64_t virtual_ns;
+static int64_t virtual_now(void *user) {
+    (void)user;
+    if (h_rank != 1) return 0;
+    if (virtual_ns >= 1200000000) h_mark(0);
+    if (virtual_ns < 1200000000 || count_maps("memfd:fsdp")) virtual_ns += 100000000;
+    return virtual_ns;
+}
+static void two_waits(int rank, int world, void *arg) {
+    rank_state r;
+    if (rank == 2) return;
+    if (rank == 0) h_await_marks(0, 1);
+    CHECK_STATUS(open_as(&r, (setup *)arg, rank, world), FSDP_ERR_TIMEOUT);
+    says(r.ops->error_text(NULL), "rank 2 has not come within 2.0 s");
+    if (rank == 1) CHECK_MSG(virtual_ns < 3000000000, "after %lld ns", (long long)virtual_ns);
+}
+TEST(shm_faults, one_deadline_for_all_of_open) {
+    setup *s = make_setup(3, 0, 2000);
+    s->now = virtual_now;
+    run(s, two_waits);
+}
+
+/* A sandbox without memfd_create, and a process that may open nothing more. */
+static void forbid_memfd(int error) {
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_memfd_create, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned)error),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    struct sock_fprog filter = {4, code};
+    CHECK_EQ_INT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+    if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter)) SKIP("seccomp is not permitted here");
+}
+static const struct {
+    const char *name;
+    int error;
+} refusals[] = {{"ENOSYS", ENOSYS}, {"EPERM", EPERM}, {"EMFILE", EMFILE}};
+TEST_P(shm_faults, no_memfd, refusals) {
+    setup *s = make_setup(2, 0, 700);
+    struct rlimit few;
+    rank_state r;
+    char text[80];
+    CHECK_EQ_INT(getrlimit(RLIMIT_NOFILE, &few), 0);
+    few.rlim_cur = 0;
+    if (row->error == EMFILE) CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &few), 0);
+    else forbid_memfd(row->error);
+    CHECK_STATUS(open_as(&r, s, 0, 2), FSDP_ERR_BACKEND);
+    snprintf(text, sizeof text,
+             "[E620] rank 0 cannot make the common file by memfd_create (errno %d)", row->error);
+    says(r.ops->error_text(NULL), text);
+    CHECK(r.comm == NULL);
+}
+
+/* Threads: a rank that leaves without close. The others are told who, and meet anew. */
+static rank_state left_behind;
+static void leaves_without_closing(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r = begin(rank, s);
+    (void)world;
+    if (rank == 1) left_behind = r, h_mark(0);
+    else CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_TIMEOUT);
+    if (rank == 0) told(&r, "rank 1 has not come within 0.5 s");
+    if (rank == 0) r.ops->close(r.comm), h_mark(1);
+    h_await_marks(1, 1);
+    r = begin(rank, s);
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, thread_that_leaves_without_closing) {
+    run(make_setup(2, 1, 500), leaves_without_closing);
+}
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
