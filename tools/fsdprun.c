@@ -45,6 +45,7 @@
 
 enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500 };
 enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000 };
+#define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 // What is to be started, and what became of it.
@@ -560,8 +561,11 @@ static void look_after(job *j, const sigset_t *signals) {
         siginfo_t info;
         int sig = sigtimedwait(signals, &info, &slice);
         if (getppid() != j->launcher) {
+            // The store ends first and at once: other nodes are told that the launcher has died,
+            // not that ranks have.
+            execl("/proc/self/exe", KEEPER, (char *)NULL);
             kill_rest(j);
-            _exit(128 + SIGKILL); // the store ends without a word: other nodes see a death
+            _exit(128 + SIGKILL);
         }
         pass_on(j, sig, &info);
     }
@@ -592,9 +596,9 @@ static void take_own_name(const job *j, char **argv) {
     while (last[1]) last++;
     const size_t room = (size_t)(*last - *argv) + strlen(*last);
     char *words = *argv;
-    prctl(PR_SET_NAME, "rank-keeper");
+    prctl(PR_SET_NAME, KEEPER);
     memset(words, 0, room);
-    snprintf(words, room, "rank-keeper of %ld", (long)j->launcher);
+    snprintf(words, room, KEEPER " of %ld", (long)j->launcher);
 }
 
 // Returns the exit status of both processes.
@@ -648,6 +652,7 @@ int main(int argc, char **argv) {
     siginfo_t other;
     int failed = plug_descriptors();
     if (failed) return failed;
+    if (argc == 1 && !strcmp(argv[0], KEEPER)) return kill_rest(&j), 128 + SIGKILL;
     j.nodes = 1, j.port = PORT, j.grace = -1, j.term_at = j.kill_at = NEVER;
     int program = read_options(&j, argc, argv, &help);
     if (help) return usage(stdout), 0;
