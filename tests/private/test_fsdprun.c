@@ -249,15 +249,15 @@ TEST(fsdprun, a_killed_rank_is_named) {
 TEST(fsdprun, who_ended_before_a_failure_is_named) {
     /* "left N" waits until the launcher has seen the end of rank N */
     static const char *const left =
-        "cd %s; echo $$ >pid.$RANK; left() { while ! test -s pid.$1 || kill -0 $(cat pid.$1); "
-        "do sleep 0.01; done 2>/dev/null; }; %s";
+        "echo $$ >pid.$RANK; left() { while ! test -s pid.$1 || kill -0 $(cat pid.$1); do "
+        "sleep 0.01; done 2>/dev/null; };";
     char script[600];
-    snprintf(script, sizeof script, left, h_tmpdir(),
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
              "case $RANK in 2) exit 0;; 1) left 2; exit 11;; esac; sleep 1000");
     CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", script), 11);
     says("rank 1 (process ");
     says("failed with exit status 11; rank 2 had ended before, with 0\n");
-    snprintf(script, sizeof script, left, h_tmpdir(),
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
              "case $RANK in 5) exit 0;; 7) left 5; exit 0;; 4) left 7; exit 7;; esac; sleep 1000");
     CHECK_EQ_INT(
         RUN("-n", "4", "--nnodes", "2", "--node-rank", "1", "--master", "h", "sh", "-c", script),
