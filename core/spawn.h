@@ -83,7 +83,7 @@ static void fsdpi_spawn_left(void *arg) { // fn has ended its thread
     fsdpi_spawn_rank *me = (fsdpi_spawn_rank *)arg;
     fsdpi_spawn_report r = {me->rank, FSDP_ERR_PEER_LOST, ""};
     snprintf(r.text, sizeof r.text,
-             "[E546] rank %d has ended its thread inside its function: return from it", me->rank);
+             "[E517] rank %d has ended its thread inside its function: return from it", me->rank);
     fsdpi_spawn_tell(me->spawn, &r);
     fsdp_abort(me->world, r.text);
     (void)fsdp_shutdown(me->world);

@@ -257,6 +257,43 @@ TEST_P(cluster, variables, variables) {
     }
 }
 
+/* The first free port is the other job's: each rank finds its own. */
+TEST(cluster, two_jobs_on_one_port) {
+    const char *hello = program("01_hello"), *expected = on_one_host(2);
+    const int port = h_free_port();
+    process *p[2];
+    for (int k = 0; k < 2; k++)
+        p[k] = start("exec tools/fsdprun -n 2 --nnodes 1 --master 127.0.0.1:%d --job %c "
+                     "sh -c 'echo ready; while ! test -e %s/go; do sleep 0.02; done; exec %s'",
+                     port, "ab"[k], h_tmpdir(), hello);
+    for (int k = 0; k < 2; k++) wait_for(p[k], "ready", 2); /* both serve */
+    CHECK_EQ_INT(finish(start("touch %s/go", h_tmpdir())), 0);
+    for (int k = 0; k < 2; k++) {
+        CHECK_EQ_INT(finish(p[k]), 0);
+        says(p[k], "%s", expected);
+    }
+    const char *taken = "is taken: ranks meet at 127.0.0.1:";
+    CHECK_EQ_INT(!strstr(p[0]->output, taken) + !strstr(p[1]->output, taken), 1);
+}
+
+/* Nothing is written to /tmp or /dev/shm. */
+static const struct {
+    const char *name;
+} backends[] = {{"shm"}, {"gloo"}};
+TEST_P(cluster, full_disks, backends) {
+    const char *hello = program("01_hello"), *expected = on_one_host(3);
+    const char *const full = "for d in /tmp /dev/shm; do mount -t tmpfs -o size=4k none $d || exit 77;"
+                             "cat /dev/zero >$d/full; done 2>/dev/null; test -x $0 || exit 77;";
+    if (system("unshare -m true 2>/dev/null")) SKIP("no namespaces of mounts here");
+    process *p = start("FSDP_BACKEND=%s TMPDIR= exec unshare -m sh -c '%s exec tools/fsdprun -n 3 $0' "
+                       "%s",
+                       row->name, full, hello);
+    const int status = finish(p);
+    if (status == 77) SKIP("nothing can be mounted here");
+    CHECK_EQ_INT(status, 0);
+    CHECK_EQ_STR(p->output, expected);
+}
+
 /* ---- something is missing ---------------------------------------------------------------------- */
 
 /* Two nodes of one rank each, with options or variables of their own; a NULL one does not come. */

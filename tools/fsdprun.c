@@ -10,6 +10,12 @@
    ranks meet. The fsdprun of node 0 serves there, so that the death of any rank is told to the
    others; FSDP_STORE_SERVED says so. FSDP_TOKEN keeps others out. See usage() for the rest. Linux.
 
+   It is two processes. The launcher is what the user has started; its child, the keeper, starts
+   the ranks and looks after them. Each adopts the orphans below it: whichever of the two is killed,
+   the other one finds all that is left, children of wrappers too, and ends it. Both and all ranks
+   are in the process group in which the user has started them, so that a terminal treats them as
+   any job: Ctrl-C, Ctrl-Z, reading.
+
    SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE
 #define FSDP_IMPLEMENTATION // the store is a part of it
@@ -21,15 +27,17 @@
 #include "../backends/fsdp_store.h"
 #pragma GCC diagnostic pop
 #include <arpa/inet.h>  // htonl, ntohs
+#include <dirent.h>     // opendir: processes
 #include <errno.h>      // errno
 #include <fcntl.h>      // open, fcntl
+#include <limits.h>     // LONG_MAX
 #include <netinet/in.h> // sockaddr_in
 #include <sched.h>      // sched_getaffinity
 #include <signal.h>     // kill, sigtimedwait
 #include <stdio.h>      // fprintf
 #include <stdlib.h>     // setenv, strtol
 #include <string.h>     // strerror, strsignal
-#include <sys/prctl.h>  // prctl: ranks end with this program
+#include <sys/prctl.h>  // prctl: ranks end with this program, orphans come to it
 #include <sys/random.h> // getrandom
 #include <sys/socket.h> // socket: a free port
 #include <sys/wait.h>   // waitpid
@@ -37,7 +45,9 @@
 #include <unistd.h>     // fork, execvp
 
 enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500 };
-enum { GRACE_MS = 100, KILL_MS = 1000, EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
+enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000 };
+#define KEEPER "rank-keeper" // what the keeper is called
+enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 // What is to be started, and what became of it.
 typedef struct job {
@@ -46,11 +56,18 @@ typedef struct job {
     int port;
     const char *name;
     char **argv, id[128], store[300];
+    pid_t launcher;        // the process in front
     pid_t pids[RANKS_MAX]; // 0: has ended
+    int left;              // ranks that run
     int status, quiet;     // of the first failure, 0: none; quiet: the user wants the end
     int done, first_done;  // ranks that ended with 0, and the first of them
+    int grace;             // seconds from TERM to KILL, -1: not said
+    long term_at, kill_at; // when these are due, NEVER: not yet or no more
+    long killed_at;        // 0: KILL was not sent
+    long oom_kills;        // of the system, before the ranks were started
     fsdpi_store_server *server;
 } job;
+#define NEVER LONG_MAX
 
 static void usage(FILE *to) {
     fprintf(
@@ -63,8 +80,10 @@ static void usage(FILE *to) {
         "its\n"
         "environment.\n"
         "\n"
-        "  -n RANKS   how many, 1 to %d; default: one per core. Also --nproc-per-node RANKS\n"
-        "  -h, --help this text\n"
+        "  -n RANKS         how many, 1 to %d; default: one per core. Also --nproc-per-node RANKS\n"
+        "  --grace SECONDS  from TERM to KILL; default: %d after a failure, %d when the user sends "
+        "TERM\n"
+        "  -h, --help       this text\n"
         "\n"
         "Several hosts: the same command on each, but for the node's rank.\n"
         "  --nnodes N            how many; each has RANKS ranks\n"
@@ -75,13 +94,19 @@ static void usage(FILE *to) {
         "Set FSDP_TOKEN to a secret, the same on all of them: who knows it can take part in the\n"
         "job. On one host it is random if it is not set.\n"
         "\n"
-        "Rank 0 keeps the standard input; the others read nothing. INT, TERM, HUP, QUIT, USR1 and\n"
-        "USR2 are passed on to all ranks. When a rank fails it is named, the others get TERM and,\n"
-        "after a second, KILL.\n"
+        "Rank 0 keeps the standard input; the others read nothing. When a rank fails it is named;\n"
+        "0.1 s later all other processes of the job get TERM, and KILL when the grace is over.\n"
+        "Processes that ranks have left behind end with the job in the same way.\n"
+        "\n"
+        "INT, TERM, HUP and QUIT are passed on to all processes of the job, USR1 and USR2 to the\n"
+        "ranks themselves. TERM is followed by KILL when the grace is over. When fsdprun itself "
+        "is\n"
+        "killed, all of them are killed.\n"
         "\n"
         "Exit status: 0 when every rank ended with 0; else that of the first rank that failed, or\n"
-        "128 + N when signal N killed it; %d: PROGRAM could not be started; %d: wrong usage\n",
-        RANKS_MAX, PORT, EXIT_NO_PROGRAM, EXIT_USAGE);
+        "128 + N when signal N killed it (130 after Ctrl-C, 137: killed, 143: terminated);\n"
+        "%d: PROGRAM could not be started; %d: wrong usage; 1: the system refused something\n",
+        RANKS_MAX, GRACE_MS / 1000, ASKED_MS / 1000, PORT, EXIT_NO_PROGRAM, EXIT_USAGE);
 }
 
 static long now_ms(void) {
@@ -154,6 +179,7 @@ static int read_options(job *j, int argc, char **argv, int *help) {
         if (*help) return 0;
         if ((v = option("--nproc-per-node", argv, &i)) || (v = option("-n", argv, &i)))
             bad = number("-n", v, 1, RANKS_MAX, &j->ranks);
+        else if ((v = option("--grace", argv, &i))) bad = number("--grace", v, 0, 86400, &j->grace);
         else if ((v = option("--nnodes", argv, &i)))
             bad = number("--nnodes", nodes = v, 1, NODES_MAX, &j->nodes);
         else if ((v = option("--node-rank", argv, &i))) node = v;
@@ -285,48 +311,164 @@ static int serve(job *j) {
     return 0;
 }
 
-/* ---- their life ------------------------------------------------------------------------------ */
+/* ---- processes ------------------------------------------------------------------------------- */
+
+typedef struct process {
+    pid_t pid, parent;
+} process;
+
+// The text of a file of /proc/PID, "": there is none, or no such process.
+static void read_proc(pid_t pid, const char *name, char *text, size_t size) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%ld/%s", (long)pid, name);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? 0 : read(fd, text, size - 1);
+    text[length > 0 ? length : 0] = 0;
+    if (fd >= 0) close(fd);
+}
+
+// All processes that can be seen. Returns how many; *out is the caller's to free.
+static int all_processes(process **out) {
+    char self[32] = "", text[512];
+    int count = 0, cap = 0, parent;
+    // In another namespace than that of /proc its numbers mean others.
+    ssize_t length = readlink("/proc/self", self, sizeof self - 1);
+    DIR *dir = length > 0 && atol(self) == (long)getpid() ? opendir("/proc") : NULL;
+    struct dirent *entry;
+    while (dir && (entry = readdir(dir)) != NULL) {
+        const pid_t pid = (pid_t)atol(entry->d_name);
+        if (pid <= 0) continue;
+        read_proc(pid, "stat", text, sizeof text);
+        const char *behind = strrchr(text, ')'); // the name before it may hold anything
+        if (!behind || sscanf(behind, ") %*c %d", &parent) != 1) continue;
+        if (count == cap) {
+            process *more = (process *)realloc(*out, sizeof *more * (size_t)(cap += 1024));
+            if (!more) break;
+            *out = more;
+        }
+        (*out)[count].pid = pid, (*out)[count++].parent = parent;
+    }
+    if (dir) closedir(dir);
+    return count;
+}
+
+// Those that stem from this one, parents before children. Ends are reaped by us or by parents in
+// between, and numbers are given anew only after all others: none of them is a stranger's.
+static int descendants(process **out) {
+    const int count = all_processes(out);
+    int found = 0;
+    for (int head = -1; head < found; head++) {
+        const pid_t parent = head < 0 ? getpid() : (*out)[head].pid;
+        for (int k = found; k < count; k++) {
+            const process p = (*out)[k];
+            if (p.parent != parent) continue;
+            (*out)[k] = (*out)[found], (*out)[found++] = p;
+        }
+    }
+    return found;
+}
+
+// To all of them: to parents first, so that no wrapper goes on with its next command. Returns the
+// first one, 0: there is none.
+static pid_t signal_descendants(int sig) {
+    process *all = NULL;
+    const int count = descendants(&all);
+    for (int k = 0; k < count; k++) kill(all[k].pid, sig);
+    const pid_t first = count ? all[0].pid : 0;
+    free(all);
+    return first;
+}
+
+static void signal_ranks(const job *j, int sig) {
+    for (int r = 0; r < j->ranks; r++)
+        if (j->pids[r] > 0) kill(j->pids[r], sig);
+}
+
+// Where /proc cannot be read, the ranks that were started are all that is known. Returns as above.
+static pid_t signal_all(const job *j, int sig) {
+    const pid_t first = signal_descendants(sig);
+    if (!first) signal_ranks(j, sig);
+    if (sig == SIGTERM) signal_all(j, SIGCONT); // a stopped process would not see it
+    return first;
+}
+
+static void complain_of_stuck(pid_t pid) {
+    complain("[E546] process %ld was killed, and the system has not ended it within %d s",
+             (long)pid, STUCK_MS / 1000);
+}
+
+// The local rank that has this number, and has it no longer; -1: an adopted process.
+static int forget(job *j, pid_t pid) {
+    for (int r = 0; r < j->ranks; r++)
+        if (j->pids[r] == pid) return j->pids[r] = 0, r;
+    return -1;
+}
+
+// Kills all that is left below this process, and waits for its end.
+static void kill_rest(job *j) {
+    const long begin = now_ms();
+    for (;;) {
+        const struct timespec slice = {0, 5000000};
+        const pid_t first = signal_all(j, SIGKILL);
+        pid_t pid;
+        nanosleep(&slice, NULL);
+        while ((pid = waitpid(-1, NULL, WNOHANG)) > 0) forget(j, pid);
+        if (pid < 0) return;
+        if (now_ms() - begin < STUCK_MS) continue;
+        complain_of_stuck(first);
+        return;
+    }
+}
+
+// How many processes the system has killed for lack of memory since it started; -1: it is not told.
+static long count_oom_kills(void) {
+    char line[128];
+    long count = -1;
+    FILE *f = fopen("/proc/vmstat", "re");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "oom_kill %ld", &count) == 1) break;
+    if (f) fclose(f);
+    return count;
+}
+
+/* ---- the life of the ranks ------------------------------------------------------------------- */
 
 // In the child; does not return. errors: a pipe that exec closes.
 static void become_rank(int local, pid_t parent, int errors, char **argv) {
     sigset_t none;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);
-    if (local > 0) {
-        int null = open("/dev/null", O_RDONLY);
-        dup2(null, STDIN_FILENO);
-        close(null);
-    }
+    int null = local > 0 ? open("/dev/null", O_RDONLY | O_CLOEXEC) : -1;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    execvp(argv[0], argv);
+    if (local == 0 || dup2(null, STDIN_FILENO) == STDIN_FILENO) execvp(argv[0], argv);
     int error = errno;
     ssize_t done = write(errors, &error, sizeof error);
     (void)done;
     _exit(EXIT_NO_PROGRAM);
 }
 
-static void signal_all(const job *j, int sig) {
-    for (int r = 0; r < j->ranks; r++)
-        if (j->pids[r] > 0) kill(j->pids[r], sig);
+static pid_t fork_process(const char *what) {
+    pid_t pid = fork();
+    if (pid < 0) complain("[E539] the system cannot fork %s: %s", what, strerror(errno));
+    return pid;
 }
 
 // Starts all ranks. Returns 0, or the exit status when that is not possible.
 static int start(job *j) {
     int errors[2], error = 0, failed = 0;
+    char what[32];
     pid_t parent = getpid();
     if (pipe2(errors, O_CLOEXEC))
         return complain("[E538] the system cannot make a pipe: %s", strerror(errno)), 1;
     for (int r = 0; r < j->ranks && !failed; r++) {
         set_number("RANK", (long)j->node * j->ranks + r); // here: the child of threads sets nothing
         set_number("LOCAL_RANK", r);
-        j->pids[r] = fork();
+        snprintf(what, sizeof what, "rank %d", j->node * j->ranks + r);
+        j->pids[r] = fork_process(what);
         if (j->pids[r] == 0) become_rank(r, parent, errors[1], j->argv);
-        if (j->pids[r] < 0) {
-            complain("[E539] the system cannot fork rank %d: %s", j->node * j->ranks + r,
-                     strerror(errno));
-            failed = 1;
-        }
+        failed = j->pids[r] < 0;
+        j->left += !failed;
     }
     close(errors[1]);
     // Ends when every child has either called exec or said why it could not.
@@ -335,18 +477,29 @@ static int start(job *j) {
         failed = EXIT_NO_PROGRAM;
     }
     close(errors[0]);
-    if (!failed) return 0;
-    signal_all(j, SIGKILL);
-    for (int r = 0; r < j->ranks; r++)
-        if (j->pids[r] > 0) waitpid(j->pids[r], NULL, 0);
+    if (failed) kill_rest(j);
     return failed;
+}
+
+// Of a rank that was killed by KILL: by whom. None of ours sends it before a failure.
+static const char *who_killed(const job *j, char *text, size_t size) {
+    const long kills = count_oom_kills(), more = kills - j->oom_kills;
+    if (kills < 0 || j->oom_kills < 0)
+        snprintf(text, size, ", not by fsdprun: most often for lack of memory (dmesg tells)");
+    else if (more > 0)
+        snprintf(text, size,
+                 ", not by fsdprun: the system has killed %ld process%s for lack of memory since "
+                 "the start",
+                 more, more == 1 ? "" : "es");
+    else snprintf(text, size, ", not by fsdprun, and not by the system for lack of memory");
+    return text;
 }
 
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
    others failed of. */
 static void tell(const job *j, int r, pid_t pid, int how) {
     const int base = j->node * j->ranks;
-    char before[100] = "";
+    char before[100] = "", by[200] = "";
     if (j->quiet) return;
     if (j->done == 1)
         snprintf(before, sizeof before, "; rank %d had ended before, with 0", base + j->first_done);
@@ -354,52 +507,99 @@ static void tell(const job *j, int r, pid_t pid, int how) {
         snprintf(before, sizeof before, "; %d ranks had ended before, with 0, rank %d as the first",
                  j->done, base + j->first_done);
     if (WIFSIGNALED(how))
-        complain("[E541] rank %d (process %ld) was killed by signal %d (%s)%s", base + r, (long)pid,
-                 WTERMSIG(how), strsignal(WTERMSIG(how)), before);
+        complain("[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s", base + r,
+                 (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
+                 WTERMSIG(how) == SIGKILL ? who_killed(j, by, sizeof by) : by, before);
     else
         complain("[E542] rank %d (process %ld) failed with exit status %d%s", base + r, (long)pid,
                  WEXITSTATUS(how), before);
 }
 
-// Reaps who has ended. Of failures that are seen at the same time a death is the first one: an exit
-// status may be the answer to it. Returns how many ranks are left.
+// Has the user asked for the end, and we have not looked yet?
+static int end_is_pending(void) {
+    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+    sigset_t pending;
+    int asked = 0;
+    sigpending(&pending);
+    for (int k = 0; k < 4; k++) asked |= sigismember(&pending, ends[k]);
+    return asked;
+}
+
+// Reaps who has ended, adopted processes too. Of failures that are seen at the same time a death is
+// the first one: an exit status may be the answer to it. Returns 0 when nothing is left.
 static int reap(job *j) {
-    int left = 0, worst = -1, worst_how = 0, how;
-    pid_t pid = 0;
-    for (int r = 0; r < j->ranks; r++) {
-        if (j->pids[r] <= 0) continue;
-        if (waitpid(j->pids[r], &how, WNOHANG) != j->pids[r]) {
-            left++;
-            continue;
-        }
+    int worst = -1, worst_how = 0, how;
+    pid_t pid, worst_pid = 0;
+    while ((pid = waitpid(-1, &how, WNOHANG)) > 0) {
+        const int r = forget(j, pid);
+        if (r < 0) continue;
+        j->left--;
         if (how == 0 && j->done++ == 0) j->first_done = r;
         if (how && (worst < 0 || (WIFSIGNALED(how) && !WIFSIGNALED(worst_how))))
-            worst = r, worst_how = how, pid = j->pids[r];
-        j->pids[r] = 0;
+            worst = r, worst_how = how, worst_pid = pid;
     }
-    if (worst < 0 || j->status) return left;
+    if (worst < 0 || j->status) return pid == 0;
+    j->quiet |= end_is_pending();
     j->status = WIFSIGNALED(worst_how) ? 128 + WTERMSIG(worst_how) : WEXITSTATUS(worst_how);
-    tell(j, worst, pid, worst_how);
-    return left;
+    tell(j, worst, worst_pid, worst_how);
+    return pid == 0;
+}
+
+/* ---- their end ------------------------------------------------------------------------------- */
+
+static long grace_ms(const job *j) {
+    return j->grace >= 0 ? j->grace * 1000L : j->quiet ? ASKED_MS : GRACE_MS;
+}
+
+// What is due. Returns 1 when to wait longer is of no use.
+static int go_on_ending(job *j) {
+    const long now = now_ms();
+    // Ranks that notice the failure themselves have a moment to say where they were.
+    if ((j->status || !j->left) && j->term_at == NEVER && j->kill_at == NEVER)
+        j->term_at = now + MOMENT_MS;
+    if (now >= j->term_at) {
+        j->term_at = NEVER;
+        j->kill_at = now + grace_ms(j);
+        signal_all(j, SIGTERM);
+    }
+    if (now < j->kill_at) return 0;
+    pid_t first = signal_all(j, SIGKILL); // and again: one may have forked meanwhile
+    if (!j->killed_at && first)
+        complain("[E547] a process has not ended within %ld s of TERM, and is killed, process %ld "
+                 "as the first: --grace SECONDS gives more time",
+                 grace_ms(j) / 1000, (long)first);
+    if (!j->killed_at) j->killed_at = now;
+    j->kill_at = now + MOMENT_MS;
+    if (now - j->killed_at < STUCK_MS) return 0;
+    return complain_of_stuck(first), 1;
+}
+
+static void pass_on(job *j, int sig, const siginfo_t *info) {
+    const int own = sig == SIGUSR1 || sig == SIGUSR2;
+    if (sig <= 0 || sig == SIGCHLD || sig == SIGRTMIN) return;
+    if (!own) j->quiet = 1;
+    if (sig == SIGTERM && j->kill_at == NEVER)
+        j->term_at = NEVER, j->kill_at = now_ms() + grace_ms(j);
+    // A terminal, and who signals the whole group, reach the ranks as well.
+    if (info->si_pid != j->launcher) return;
+    if (own) signal_ranks(j, sig); // others would die of it
+    else signal_all(j, sig);
 }
 
 static void look_after(job *j, const sigset_t *signals) {
-    int step = 0;
-    long since = 0;
-    while (reap(j)) {
-        struct timespec slice = {1, 0};
+    while (reap(j) && !go_on_ending(j)) {
+        const int ending = j->term_at != NEVER || j->kill_at != NEVER;
+        const struct timespec slice = {!ending, ending * 10000000};
         siginfo_t info;
-        if (j->status && !since) since = now_ms();
-        long age = j->status ? now_ms() - since : -1;
-        // Ranks that notice the failure themselves have a moment to say where they were.
-        if (step == 0 && age >= GRACE_MS) step = 1, signal_all(j, SIGTERM);
-        if (step == 1 && age >= GRACE_MS + KILL_MS) step = 2, signal_all(j, SIGKILL);
-        if (j->status) slice.tv_sec = 0, slice.tv_nsec = 10000000;
         int sig = sigtimedwait(signals, &info, &slice);
-        if (sig <= 0 || sig == SIGCHLD) continue;
-        if (sig != SIGUSR1 && sig != SIGUSR2) j->quiet = 1;
-        // What a terminal sends goes to the ranks as well; who uses kill means only this program.
-        if (info.si_code <= 0) signal_all(j, sig);
+        if (getppid() != j->launcher) {
+            // The store ends first and at once: other nodes are told that the launcher has died,
+            // not that ranks have.
+            execl("/proc/self/exe", KEEPER, (char *)NULL);
+            kill_rest(j);
+            _exit(128 + SIGKILL);
+        }
+        pass_on(j, sig, &info);
     }
 }
 
@@ -407,6 +607,7 @@ static void look_after(job *j, const sigset_t *signals) {
 // has told us to ignore (nohup), we and the ranks ignore.
 static void block_signals(sigset_t *signals) {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD};
+    sigset_t blocked;
     signal(SIGCHLD, SIG_DFL); // else nobody could be waited for
     sigemptyset(signals);
     for (size_t s = 0; s < sizeof forwarded / sizeof forwarded[0]; s++) {
@@ -414,27 +615,90 @@ static void block_signals(sigset_t *signals) {
         if (!sigaction(forwarded[s], NULL, &action) && action.sa_handler != SIG_IGN)
             sigaddset(signals, forwarded[s]);
     }
-    sigprocmask(SIG_BLOCK, signals, NULL);
+    blocked = *signals;
+    sigaddset(&blocked, SIGRTMIN); // the launcher's end, for the keeper
+    sigaddset(&blocked, SIGPIPE);  // whoever read what we say is gone: no reason to end
+    sigprocmask(SIG_BLOCK, &blocked, NULL);
+}
+
+/* Who ends all processes that are called fsdprun leaves the one that cleans up. The words of a
+   command stand behind each other. */
+static void take_own_name(const job *j, char **argv) {
+    char **last = argv;
+    while (last[1]) last++;
+    const size_t room = (size_t)(*last - *argv) + strlen(*last);
+    char *words = *argv;
+    prctl(PR_SET_NAME, KEEPER);
+    memset(words, 0, room);
+    snprintf(words, room, KEEPER " of %ld", (long)j->launcher);
+}
+
+// Returns the exit status of both processes.
+static int keep(job *j, sigset_t *signals, char **argv) {
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    prctl(PR_SET_PDEATHSIG, SIGRTMIN);
+    sigaddset(signals, SIGRTMIN);
+    if (getppid() != j->launcher) return 1;
+    j->oom_kills = count_oom_kills();
+    set_environment(j);
+    set_token(j);
+    int failed = serve(j);
+    say_served(j);
+    if (!failed) failed = start(j);
+    take_own_name(j, argv);
+    if (!failed) look_after(j, signals);
+    fsdpi_store_stop(j->server);
+    return failed ? failed : j->status;
+}
+
+// In the launcher. What a shell has started before it became this program is not of the job.
+static int watch(job *j, pid_t keeper, const sigset_t *signals, int has_others) {
+    int how = 0, sig;
+    while (waitpid(keeper, &how, WNOHANG) == 0) {
+        siginfo_t info;
+        sig = sigwaitinfo(signals, &info);
+        if (sig > 0 && sig != SIGCHLD && info.si_code <= 0) kill(keeper, sig);
+    }
+    if (WIFEXITED(how)) return WEXITSTATUS(how);
+    complain("[E548] process %ld, which looks after the ranks, was killed by signal %d (%s): all "
+             "of them are killed",
+             (long)keeper, WTERMSIG(how), strsignal(WTERMSIG(how)));
+    if (!has_others) kill_rest(j);
+    return 128 + WTERMSIG(how);
+}
+
+// Descriptors 0 to 2 are open from here on, so that none of ours is taken for them, by us or by a
+// rank. Returns 0, or the exit status.
+static int plug_descriptors(void) {
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd)
+            return complain("[E549] descriptor %d is closed, and the system cannot open /dev/null "
+                            "there: %s",
+                            fd, strerror(errno)),
+                   1;
+    return 0;
 }
 
 int main(int argc, char **argv) {
     static job j;
     int help = 0;
     sigset_t signals;
-    j.nodes = 1, j.port = PORT;
+    siginfo_t other;
+    int failed = plug_descriptors();
+    if (failed) return failed;
+    if (argc == 1 && !strcmp(argv[0], KEEPER)) return kill_rest(&j), 128 + SIGKILL;
+    j.nodes = 1, j.port = PORT, j.grace = -1, j.term_at = j.kill_at = NEVER;
     int program = read_options(&j, argc, argv, &help);
     if (help) return usage(stdout), 0;
     if (program < 0) return -program;
     j.argv = argv + program;
-    int failed = name_job(&j);
+    failed = name_job(&j);
     if (failed) return failed;
     block_signals(&signals);
-    set_environment(&j);
-    set_token(&j);
-    failed = serve(&j);
-    say_served(&j);
-    if (!failed) failed = start(&j);
-    if (!failed) look_after(&j, &signals);
-    fsdpi_store_stop(j.server);
-    return failed ? failed : j.status;
+    j.launcher = getpid();
+    const int has_others = !waitid(P_ALL, 0, &other, WEXITED | WNOHANG | WNOWAIT);
+    prctl(PR_SET_CHILD_SUBREAPER, !has_others);
+    pid_t keeper = fork_process("the keeper of the ranks");
+    if (keeper < 0) return 1;
+    return keeper ? watch(&j, keeper, &signals, has_others) : keep(&j, &signals, argv);
 }

@@ -1,6 +1,6 @@
 /* test_fsdprun.c - the launcher: what ranks get on one host and on several, the store that it
-   serves, how failures, signals and wrong usage end. The program under test is $FSDPRUN, or
-   tools/fsdprun.
+   serves, how failures, signals and wrong usage end, and that nothing is left behind. The program
+   under test is $FSDPRUN, or tools/fsdprun.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -12,6 +12,8 @@
 #pragma GCC diagnostic ignored "-Wunused-function" /* of the library only the store is used */
 #include "fsdp.h"
 #include "backends/fsdp_store.h"
+#include <grp.h>          /* setgroups */
+#include <sys/resource.h> /* setrlimit */
 
 static char output[16384]; /* of the last command, both streams */
 
@@ -22,24 +24,58 @@ static const char *launcher(void) {
     return path;
 }
 
+/* How the next ones are started: words in front (timeout 9), and what the child does before. */
+static const char *const *in_front;
+static void (*prepare)(void);
+
+/* One end of a pipe whose other end the launcher has, and hands on to all that it starts: as long
+   as one of them is there, it is open. */
+static struct {
+    pid_t pid;
+    int fd;
+} holders[8];
+static int num_holders;
+
+static pid_t fork_holding(void) {
+    int ends[2];
+    CHECK_EQ_INT(pipe(ends), 0);
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    pid_t pid = fork();
+    CHECK(pid >= 0 && num_holders < 8);
+    if (pid == 0) return 0;
+    holders[num_holders].pid = pid, holders[num_holders++].fd = ends[0];
+    close(ends[1]);
+    return pid;
+}
+
+/* Is nothing left of what was started as this process? Waits for it. */
+static int is_gone(pid_t pid, int ms) {
+    for (int k = 0; k < num_holders; k++) {
+        struct pollfd p = {holders[k].fd, POLLIN, 0};
+        if (holders[k].pid == pid) return poll(&p, 1, ms) == 1 && (p.revents & POLLHUP);
+    }
+    return 0;
+}
+
 /* Starts fsdprun with the arguments up to NULL, its output in a file. */
 static pid_t start_words(const char *word, va_list more) {
     char path[400];
     char *argv[32];
     int n = 0;
     snprintf(path, sizeof path, "%s/out", h_tmpdir());
+    for (const char *const *w = in_front; w && *w; w++) argv[n++] = (char *)(uintptr_t)*w;
     argv[n++] = (char *)(uintptr_t)launcher();
     for (; word && n < 31; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
     argv[n] = NULL;
     fflush(NULL);
-    pid_t pid = fork();
-    CHECK(pid >= 0);
+    pid_t pid = fork_holding();
     if (pid) return pid;
-    int file = open(path, O_CREAT | O_TRUNC | O_RDWR, 0600);
+    int file = open(path, O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
     dup2(file, STDOUT_FILENO);
     dup2(file, STDERR_FILENO);
     close(file);
-    execv(argv[0], argv);
+    if (prepare) prepare();
+    execvp(argv[0], argv);
     _exit(99);
 }
 
@@ -66,6 +102,7 @@ static int finish(pid_t pid) {
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
     read_output();
     CHECK_MSG(WIFEXITED(status), "fsdprun died of signal %d: %s", WTERMSIG(status), output);
+    CHECK_MSG(is_gone(pid, 0), "fsdprun has left processes behind: %s", output);
     return WEXITSTATUS(status);
 }
 
@@ -79,6 +116,34 @@ static int count(const char *part) {
     int n = 0;
     for (const char *p = output; (p = strstr(p, part)) != NULL; p++) n++;
     return n;
+}
+
+static void read_until(const char *part, int times) {
+    while (read_output(), count(part) < times) usleep(1000);
+}
+
+/* The number behind a word of the output. */
+static pid_t number_behind(const char *word) {
+    const char *at = strstr(output, word);
+    CHECK_MSG(at != NULL, "\"%s\" does not say \"%s\"", output, word);
+    return (pid_t)atoi(at + strlen(word));
+}
+
+/* What scripts wait for. */
+static void go(void) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/go", h_tmpdir());
+    close(open(path, O_CREAT | O_WRONLY, 0600));
+}
+
+/* X: it is gone. */
+static char state_of(pid_t pid) {
+    char path[64], state = 'X';
+    snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
+    FILE *f = fopen(path, "r");
+    if (f && fscanf(f, "%*d (%*[^)]) %c", &state) != 1) state = 'X';
+    if (f) fclose(f);
+    return state;
 }
 
 TEST(fsdprun, environment) {
@@ -232,20 +297,26 @@ TEST(fsdprun, a_killed_rank_is_named) {
     CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 2 && kill -9 $$; exec sleep 20"),
                  128 + SIGKILL);
     says("rank 2 (process ");
-    says("was killed by signal 9");
+    says("was killed by signal 9 (Killed), not by fsdprun");
 }
 
 /* What the others fail of may be a rank that just went away. */
 TEST(fsdprun, who_ended_before_a_failure_is_named) {
-    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c",
-                     "test $RANK = 2 && exit 0; sleep 0.$RANK; test $RANK = 1 && exit 11; sleep 9"),
-                 11);
+    /* "left N" waits until the launcher has seen the end of rank N */
+    static const char *const left =
+        "echo $$ >pid.$RANK; left() { while ! test -s pid.$1 || kill -0 $(cat pid.$1); do "
+        "sleep 0.01; done 2>/dev/null; };";
+    char script[600];
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
+             "case $RANK in 2) exit 0;; 1) left 2; exit 11;; esac; sleep 1000");
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", script), 11);
     says("rank 1 (process ");
     says("failed with exit status 11; rank 2 had ended before, with 0\n");
-    CHECK_EQ_INT(RUN("-n", "4", "--nnodes", "2", "--node-rank", "1", "--master", "h", "sh", "-c",
-                     "test $LOCAL_RANK = 1 && exit 0; sleep 0.1; test $LOCAL_RANK = 3 && exit 0;"
-                     "sleep 0.1; test $LOCAL_RANK = 0 && exit 7; sleep 9"),
-                 7);
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
+             "case $RANK in 5) exit 0;; 7) left 5; exit 0;; 4) left 7; exit 7;; esac; sleep 1000");
+    CHECK_EQ_INT(
+        RUN("-n", "4", "--nnodes", "2", "--node-rank", "1", "--master", "h", "sh", "-c", script),
+        7);
     says("rank 4 (process ");
     says("exit status 7; 2 ranks had ended before, with 0, rank 5 as the first\n");
 }
@@ -254,17 +325,21 @@ TEST(fsdprun, who_ended_before_a_failure_is_named) {
 TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
     char script[600];
     snprintf(script, sizeof script,
-             "echo ready; while ! test -e %s/go; do sleep 0.02; done; echo done;"
+             "echo \"rank$RANK=$$, keeper=$PPID,\"; while ! test -e %s/go; do sleep 0.02; done;"
              "test $RANK = 2 && kill -9 $$; exit 4",
              h_tmpdir());
     pid_t pid = start("-n", "4", "sh", "-c", script, (const char *)NULL);
-    while (read_output(), count("ready") < 4) usleep(1000);
-    CHECK_EQ_INT(kill(pid, SIGSTOP), 0);
-    snprintf(script, sizeof script, "%s/go", h_tmpdir());
-    close(open(script, O_CREAT | O_WRONLY, 0600));
-    while (read_output(), count("done") < 4) usleep(1000);
-    usleep(200000);
-    CHECK_EQ_INT(kill(pid, SIGCONT), 0);
+    read_until("keeper", 4);
+    const pid_t keeper = number_behind("keeper=");
+    CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
+    while (state_of(keeper) != 'T') usleep(1000);
+    go();
+    for (int r = 0; r < 4; r++) {
+        char word[16];
+        snprintf(word, sizeof word, "rank%d=", r);
+        while (state_of(number_behind(word)) != 'Z') usleep(1000);
+    }
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
     says("rank 2 (process ");
     says("was killed by signal 9");
@@ -338,21 +413,156 @@ TEST(fsdprun, ignored_signals_stay_ignored) {
     says("failed with exit status 3"); /* nobody has asked for this end */
 }
 
-TEST(fsdprun, ranks_die_with_it) {
-    pid_t pid = start("-n", "2", "sh", "-c", "echo pid $$; exec sleep 20", (const char *)NULL);
-    while (read_output(), count("pid ") < 2) usleep(1000);
-    int first = atoi(strstr(output, "pid ") + 4);
+/* ---- nothing is left behind ------------------------------------------------------------------ */
+
+/* What a rank is, until "go" exists. All of them say "ready" when they are all there. */
+static const struct {
+    const char *name, *script;
+    int term; /* the status after TERM */
+} shapes[] = {
+    {"plain", "echo ready keeper=$PPID,; exec sleep 1000", 143},
+    {"wrapper", "echo keeper=$PPID,; sh -c 'echo ready; exec sleep 1000'; true", 143},
+    {"ignores_term", "trap '' TERM; echo ready keeper=$PPID,; while :; do sleep 0.05; done", 137},
+    {"child_ignores_term",
+     "echo keeper=$PPID,; sh -c 'trap \"\" TERM; echo ready; while :; do sleep 0.05; done'; true",
+     143},
+    {"own_session", "setsid sh -c 'echo ready; exec sleep 1000' & echo keeper=$PPID,; sleep 1000",
+     143},
+    {"orphan", "(setsid sh -c 'echo ready; exec sleep 1000' &) ; echo keeper=$PPID,; sleep 1000",
+     143},
+    {"stopped", "echo ready keeper=$PPID,; kill -STOP $$; true", 143},
+};
+
+/* Two ranks of that shape; the third one waits for "go" and fails. */
+static pid_t start_shape(int shape, const char *grace) {
+    char script[1000];
+    snprintf(
+        script, sizeof script,
+        "if test $RANK = 2; then echo ready; while ! test -e %s/go; do sleep 0.02; done; exit 7;"
+        "fi; %s",
+        h_tmpdir(), shapes[shape].script);
+    pid_t pid = start("-n", "3", "--grace", grace, "sh", "-c", script, (const char *)NULL);
+    read_until("ready", 3);
+    read_until("keeper=", 2);
+    return pid;
+}
+
+TEST_P(fsdprun, nothing_is_left_of_a_failure, shapes) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    go();
+    CHECK_EQ_INT(finish(pid), 7); /* looks that all are gone */
+    says("rank 2 (process ");
+    says("failed with exit status 7");
+    CHECK_EQ_INT(count("has not ended within 1 s of TERM"),
+                 strstr(row->name, "ignores_term") != NULL);
+}
+
+TEST_P(fsdprun, nothing_is_left_of_term, shapes) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), row->term == 137 ? 143 : row->term); /* rank 2 obeys */
+    CHECK_EQ_INT(count("has not ended within 1 s of TERM"),
+                 strstr(row->name, "ignores_term") != NULL);
+}
+
+TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
     kill(pid, SIGKILL);
     CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
-    for (int i = 0; i < 2000; i++, usleep(1000)) {
-        char path[64], state = 'X';
-        snprintf(path, sizeof path, "/proc/%d/stat", first);
-        FILE *f = fopen(path, "r");
-        if (f && fscanf(f, "%*d (%*[^)]) %c", &state) != 1) state = 'X';
-        if (f) fclose(f);
-        if (state == 'X' || state == 'Z') return;
-    }
-    CHECK_MSG(0, "process %d is alive", first);
+    CHECK(is_gone(pid, 20000));
+}
+
+TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    kill(number_behind("keeper="), SIGKILL);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    says("which looks after the ranks, was killed by signal 9");
+}
+
+/* What ranks leave behind when all is well ends too, and is no failure. */
+TEST(fsdprun, nothing_is_left_of_a_good_end) {
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "setsid sh -c 'exec sleep 1000' & (sleep 1000 &)"), 0);
+    CHECK_EQ_STR(output, "");
+    CHECK_EQ_INT(RUN("-n", "1", "--grace", "1", "sh", "-c",
+                     "(trap '' TERM; while :; do sleep 0.05; done) & exit 0"),
+                 0);
+    says("has not ended within 1 s of TERM");
+}
+
+TEST(fsdprun, all_ignore_term) {
+    pid_t pid = start("-n", "2", "--grace=1", "sh", "-c",
+                      "trap '' TERM; echo ready; while :; do sleep 0.05; done", (const char *)NULL);
+    read_until("ready", 2);
+    const int64_t begin = h_now_ms();
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    CHECK(h_now_ms() - begin >= 1000);
+    says("has not ended within 1 s of TERM, and is killed");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+/* Who asks for the end by TERM gives ranks the time to save. */
+TEST(fsdprun, term_gives_more_time_than_a_failure) {
+    pid_t pid = start("-n", "2", "sh", "-c",
+                      "trap 'sleep 2.5; echo saved; exit 0' TERM; echo ready;"
+                      "while :; do sleep 0.02; done",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("saved"), 2);
+}
+
+/* Wrappers that go on with another command do not come to it. */
+TEST(fsdprun, a_wrapper_ends_before_what_it_waits_for) {
+    pid_t pid = start("-n", "2", "sh", "-c", "sh -c 'echo ready; exec sleep 1000'; echo next",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 128 + SIGTERM);
+    CHECK_EQ_INT(count("next"), 0);
+}
+
+/* Only ranks get USR1: it would end a wrapper's child that does not expect it. */
+TEST(fsdprun, user_signals_are_for_ranks) {
+    pid_t pid = start("-n", "2", "sh", "-c",
+                      "trap 'echo got it' USR1; sh -c 'echo ready; exec sleep 0.5' & "
+                      "wait $!; wait $!; echo status $?",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGUSR1);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("got it"), 2);
+    CHECK_EQ_INT(count("status 0"), 2);
+}
+
+/* Who ends all that are called fsdprun has not ended the one that cleans up. */
+TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
+    pid_t pid = start("-n", "1", "sh", "-c",
+                      "cat /proc/$PPID/comm; tr '\\0' ' ' </proc/$PPID/cmdline; echo .; "
+                      "while tr '\\0' ' ' </proc/$PPID/cmdline | grep -q sleep; do :; done;"
+                      "cat /proc/$PPID/comm; tr '\\0' ' ' </proc/$PPID/cmdline; echo done",
+                      (const char *)NULL);
+    char expected[100];
+    CHECK_EQ_INT(finish(pid), 0);
+    snprintf(expected, sizeof expected, "rank-keeper\nrank-keeper of %ld ", (long)pid);
+    says(expected);
+}
+
+/* What its shell had started before is not the job's. */
+TEST(fsdprun, a_stranger_is_left_alone) {
+    static const char *const words[] = {"sh", "-c",
+                                        "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
+                                        "echo stranger=$!,; exec \"$@\"",
+                                        "sh", NULL};
+    in_front = words;
+    pid_t pid = start("-n", "1", "sh", "-c", "echo keeper=$PPID,; sleep 1000", (const char *)NULL);
+    read_until("keeper=", 1);
+    kill(number_behind("keeper="), SIGKILL);
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 128 + SIGKILL);
+    CHECK_EQ_INT(kill(number_behind("stranger="), SIGKILL), 0);
 }
 
 static const struct {
@@ -364,6 +574,7 @@ static const struct {
     {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
     {"nothing_behind", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
+    {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
     {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
     {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
     {"not_there",
@@ -407,10 +618,305 @@ TEST(fsdprun, names_that_are_too_long) {
     says("--master and --job are together longer than 127 bytes");
 }
 
+/* ---- odd surroundings ------------------------------------------------------------------------ */
+
+static int closed; /* a bit for each of the descriptors 0 to 2 */
+static void close_some(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (closed >> fd & 1) close(fd);
+}
+
+static const struct {
+    const char *name;
+    int closed;
+} descriptors[] = {{"in", 1},     {"out", 2},     {"err", 4}, {"in_out", 3},
+                   {"in_err", 5}, {"out_err", 6}, {"all", 7}};
+TEST_P(fsdprun, closed_descriptors, descriptors) {
+    char script[600], path[400], text[256];
+    closed = row->closed, prepare = close_some;
+    snprintf(script, sizeof script,
+             "for p in $$ $PPID; do for f in 0 1 2; do readlink /proc/$p/fd/$f; done; done "
+             ">%s/fds.$RANK",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", script), 0);
+    for (int r = 0; r < 2; r++) {
+        snprintf(path, sizeof path, "%s/fds.%d", h_tmpdir(), r);
+        FILE *f = fopen(path, "r");
+        CHECK(f != NULL);
+        for (int k = 0; k < 6; k++) {
+            CHECK(fgets(text, sizeof text, f) != NULL);
+            const int null = row->closed >> k % 3 & 1 || (r > 0 && k == 0);
+            if (k != 1) /* the script's own */
+                CHECK_MSG(!null || !strcmp(text, "/dev/null\n"), "rank %d, %d: %s", r, k, text);
+        }
+        fclose(f);
+    }
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "exit 3"), 3);
+    CHECK_EQ_INT(RUN("-n", "2", "/nonexistent/program"), 127);
+}
+
+static void ignore_children(void) { signal(SIGCHLD, SIG_IGN); }
+
+/* As many as are allowed but a few. */
+static void open_many(void) {
+    struct rlimit limit = {4096, 4096};
+    CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    for (int fd = 0; fd >= 0 && fd < 4080;) fd = dup(STDERR_FILENO);
+}
+
+static void block_term(void) {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &set, NULL);
+}
+
+static const struct {
+    const char *name, *words[6];
+    void (*prepare)(void);
+} surroundings[] = {{"setsid", {"setsid", "-w"}, NULL},
+                    {"nohup", {"nohup"}, NULL},
+                    {"timeout", {"timeout", "60"}, NULL},
+                    {"timeout_in_front", {"timeout", "--foreground", "60"}, NULL},
+                    {"many_descriptors", {NULL}, open_many},
+                    {"blocked_signals", {NULL}, block_term},
+                    {"children_ignored", {NULL}, ignore_children}};
+TEST_P(fsdprun, surroundings, surroundings) {
+    in_front = row->words, prepare = row->prepare;
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "sh -c 'exit 0' || exit 1; sleep 0.1; exit 0"), 0);
+    CHECK_EQ_STR(output, "");
+    CHECK_EQ_INT(
+        RUN("-n", "3", "sh", "-c", "test $RANK = 1 && exit 5; sh -c 'exec sleep 1000'; true"), 5);
+    says("rank 1 (process ");
+    says("failed with exit status 5");
+}
+
+static const struct {
+    const char *name, *words[8];
+    int status;
+} timeouts[] = {{"term", {"timeout", "0.5"}, 124},
+                {"kill", {"timeout", "-s", "KILL", "0.5"}, -SIGKILL},
+                {"in_front", {"timeout", "--foreground", "0.5"}, 124},
+                {"kill_in_front", {"timeout", "--foreground", "-s", "KILL", "0.5"}, 137}};
+TEST_P(fsdprun, a_timeout_leaves_nothing, timeouts) {
+    int status;
+    in_front = row->words;
+    pid_t pid = start("-n", "2", "sh", "-c", "sh -c 'exec sleep 1000'; true", (const char *)NULL);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), row->status);
+    CHECK(is_gone(pid, 20000));
+}
+
+/* A user that nobody is, who may have a few processes; only root can become one, and has no such
+   limit. */
+enum { NOBODY = 61234, FEW_PROCESSES = 9 };
+static void limit_processes(void) {
+    struct rlimit limit = {FEW_PROCESSES, FEW_PROCESSES};
+    CHECK(!setgroups(0, NULL) && !setgid(NOBODY) && !setuid(NOBODY));
+    CHECK_EQ_INT(setrlimit(RLIMIT_NPROC, &limit), 0);
+    if (access(launcher(), X_OK)) _exit(98);
+}
+TEST(fsdprun, a_fork_that_fails_in_the_middle) {
+    if (geteuid()) SKIP("not root");
+    prepare = limit_processes;
+    const int status = RUN("-n", "30", "sh", "-c", "exec sleep 1000");
+    if (status == 98) SKIP("other users cannot execute the launcher");
+    CHECK_EQ_INT(status, 1);
+    says("cannot fork rank ");
+    says("Resource temporarily unavailable");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+static void allow_no_process(void) {
+    struct rlimit limit = {1, 1};
+    CHECK(!setgroups(0, NULL) && !setgid(NOBODY + 1) && !setuid(NOBODY + 1));
+    CHECK_EQ_INT(setrlimit(RLIMIT_NPROC, &limit), 0);
+    if (access(launcher(), X_OK)) _exit(98);
+}
+TEST(fsdprun, no_fork_at_all) {
+    if (geteuid()) SKIP("not root");
+    prepare = allow_no_process;
+    const int status = RUN("-n", "3", "sh", "-c", "exec sleep 1000");
+    if (status == 98) SKIP("other users cannot execute the launcher");
+    CHECK_EQ_INT(status, 1);
+    says("cannot fork the keeper of the ranks");
+}
+
+static char group[200]; /* of memory, made for a test; "": none */
+static int write_group(const char *name, const char *text) {
+    char path[300];
+    snprintf(path, sizeof path, "%s/%s", group, name);
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    const int ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (fd >= 0) close(fd);
+    return ok;
+}
+/* Version 1 or 2 of cgroups. Returns 1: there is one of 32 MiB. */
+static int make_group(void) {
+    static const char *const roots[] = {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"};
+    static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
+    for (int v = 0; v < 2; v++) {
+        snprintf(group, sizeof group, "%s/fsdprun-test-%ld", roots[v], (long)getpid());
+        if (mkdir(group, 0700)) continue;
+        if (write_group(limits[v], "33554432")) {
+            if (!write_group("memory.memsw.limit_in_bytes", "33554432"))
+                write_group("memory.swap.max", "0");
+            return 1;
+        }
+        rmdir(group);
+    }
+    return 0;
+}
+TEST(fsdprun, a_rank_without_memory_is_told) {
+    char script[600];
+    if (!make_group()) SKIP("no group of memory can be made here");
+    snprintf(script, sizeof script,
+             "test $RANK = 1 || exec sleep 1000; echo $$ >%s/cgroup.procs; exec tail /dev/zero",
+             group);
+    const int status = RUN("-n", "2", "sh", "-c", script);
+    rmdir(group);
+    CHECK_EQ_INT(status, 128 + SIGKILL);
+    says("rank 1 (process ");
+    says("was killed by signal 9 (Killed), not by fsdprun: the system has killed ");
+    says("for lack of memory since the start\n");
+}
+
+TEST(fsdprun, a_reader_that_went_away_is_no_reason_to_end) {
+    int fd[2];
+    CHECK_EQ_INT(pipe(fd), 0);
+    close(fd[0]);
+    int saved = dup(STDERR_FILENO);
+    char script[600];
+    snprintf(script, sizeof script, "exec 2>%s/out; test $RANK = 1 && exit 6; exec sleep 1000",
+             h_tmpdir());
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        dup2(fd[1], STDERR_FILENO);
+        execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
+        _exit(99);
+    }
+    int status;
+    close(saved);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_MSG(WIFEXITED(status), "signal %d", WTERMSIG(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 6);
+}
+
+/* ---- a terminal ------------------------------------------------------------------------------ */
+
+/* A session on a terminal of its own, whose leader does what a shell does with one job. It does what
+   it is told (a letter), and tells how the job changes (a status). */
+static int keyboard, orders[2], changes[2];
+static pid_t shell;
+
+static void be_shell(const char *slave, const char *script) {
+    char order;
+    int status;
+    signal(SIGTTOU, SIG_IGN);
+    setsid();
+    close(keyboard);
+    int tty = open(slave, O_RDWR); /* becomes that of the session */
+    pid_t job = fork();
+    if (job == 0) {
+        setpgid(0, 0);
+        tcsetpgrp(tty, getpid());
+        signal(SIGTTOU, SIG_DFL);
+        for (int fd = 0; fd < 3; fd++) dup2(tty, fd);
+        execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
+        _exit(99);
+    }
+    setpgid(job, job);
+    for (;;) {
+        if (waitpid(job, &status, WUNTRACED) != job) _exit(1);
+        if (write(changes[1], &status, sizeof status) != sizeof status) _exit(1);
+        if (!WIFSTOPPED(status)) break;
+        if (read(orders[0], &order, 1) != 1) _exit(1);
+        tcsetpgrp(tty, order == 'f' ? job : getpid()); /* fg or bg */
+        kill(-job, SIGCONT);
+    }
+    if (read(orders[0], &order, 1) != 1) _exit(1);
+    _exit(0);
+}
+
+static void start_shell(const char *script) {
+    CHECK(!pipe2(orders, O_CLOEXEC) && !pipe2(changes, O_CLOEXEC));
+    keyboard = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    CHECK(keyboard >= 0 && !grantpt(keyboard) && !unlockpt(keyboard));
+    fcntl(keyboard, F_SETFL, O_NONBLOCK);
+    const char *slave = ptsname(keyboard);
+    shell = fork_holding();
+    if (shell == 0) be_shell(slave, script);
+    close(changes[1]), close(orders[0]);
+}
+
+static void type_keys(const char *keys) {
+    CHECK_EQ_INT(write(keyboard, keys, strlen(keys)), strlen(keys));
+}
+
+/* Reads on until the terminal has shown the text so often. */
+static void shows(const char *part, int times) {
+    static size_t length;
+    while (count(part) < times) {
+        ssize_t n = read(keyboard, output + length, sizeof output - 1 - length);
+        if (n > 0) output[length += (size_t)n] = 0;
+        else usleep(1000);
+    }
+}
+
+static int next_change(void) {
+    int status = 0;
+    CHECK_EQ_INT(read(changes[0], &status, sizeof status), sizeof status);
+    return status;
+}
+
+static const char reads[] = "test $RANK = 1 && { echo other=$$,; while :; do sleep 0.02; done; };"
+                            "echo reader=$$,; while read x; do echo got-$x; done";
+
+TEST(fsdprun, a_terminal_rules_it) {
+    start_shell(reads);
+    shows("reader=", 1), shows("other=", 1);
+    const pid_t other = number_behind("other=");
+    type_keys("one\n");
+    shows("got-one", 1);
+    type_keys("\x1a"); /* Ctrl-Z stops all */
+    CHECK(WIFSTOPPED(next_change()));
+    while (state_of(other) != 'T') usleep(1000);
+    while (state_of(number_behind("reader=")) != 'T') usleep(1000);
+    CHECK_EQ_INT(write(orders[1], "f", 1), 1);
+    type_keys("two\n");
+    shows("got-two", 1);
+    type_keys("\x1a");
+    CHECK(WIFSTOPPED(next_change()));
+    CHECK_EQ_INT(write(orders[1], "b", 1), 1); /* bg: who reads is stopped */
+    int status = next_change();
+    CHECK(WIFSTOPPED(status) && WSTOPSIG(status) == SIGTTIN);
+    CHECK_EQ_INT(write(orders[1], "f", 1), 1);
+    type_keys("three\n");
+    shows("got-three", 1);
+    type_keys("\x03"); /* Ctrl-C ends all */
+    status = next_change();
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + SIGINT);
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
+    CHECK(is_gone(shell, 20000));
+    CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
+}
+
+TEST(fsdprun, a_terminal_that_is_closed_ends_it) {
+    start_shell(reads);
+    shows("reader=", 1), shows("other=", 1);
+    close(keyboard);
+    CHECK(is_gone(shell, 20000));
+}
+
 TEST(fsdprun, help) {
     CHECK_EQ_INT(RUN("--help"), 0);
     says("usage: fsdprun [-n RANKS]");
     says("--nnodes N ");
+    says("--grace SECONDS ");
+    says("128 + N when signal N killed it");
 }
 
 /* ---- the store that node 0 serves ------------------------------------------------------------- */
@@ -456,9 +962,7 @@ static void start_node_0(served *s, int port) {
 }
 
 static void end_node_0(const served *s) {
-    char path[400];
-    snprintf(path, sizeof path, "%s/go", h_tmpdir());
-    close(open(path, O_CREAT | O_WRONLY, 0600));
+    go();
     CHECK_EQ_INT(finish(s->launcher), 0);
 }
 
