@@ -13,7 +13,6 @@
 #define fsdp_gloo_device_create   seen_gloo_device_create
 #define fsdp_gloo_device_destroy  seen_gloo_device_destroy
 #define fsdp_gloo_context_create  seen_gloo_context_create
-#define fsdp_gloo_context_address seen_gloo_context_address
 #define fsdp_gloo_context_connect seen_gloo_context_connect
 #define fsdp_gloo_context_destroy seen_gloo_context_destroy
 #define fsdp_gloo_buffer_create   seen_gloo_buffer_create
@@ -36,7 +35,6 @@ enum {
     NOTHING,
     DEVICE_CREATE,
     CONTEXT_CREATE,
-    ADDRESS,
     CONNECT,
     BUFFER_CREATE,
     SEND,
@@ -60,13 +58,11 @@ static __thread int was_injected;
 
 #define REAL(name) __asm__(#name)
 const char *real_error(void) REAL(fsdp_gloo_error);
-int real_device_create(const char *address, fsdp_gloo_device **out) REAL(fsdp_gloo_device_create);
+int real_device_create(fsdp_gloo_device **out) REAL(fsdp_gloo_device_create);
 void real_device_destroy(fsdp_gloo_device *device) REAL(fsdp_gloo_device_destroy);
-int real_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
-                        fsdp_gloo_context **out) REAL(fsdp_gloo_context_create);
-int real_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                         size_t *bytes) REAL(fsdp_gloo_context_address);
-int real_context_connect(fsdp_gloo_context *context, int peer, const void *address, size_t bytes)
+int real_context_create(fsdp_gloo_device *device, int index, int size, fsdp_gloo_context **out)
+    REAL(fsdp_gloo_context_create);
+int real_context_connect(fsdp_gloo_context *context, int peer, int socket)
     REAL(fsdp_gloo_context_connect);
 void real_context_destroy(fsdp_gloo_context *context) REAL(fsdp_gloo_context_destroy);
 int real_buffer_create(fsdp_gloo_context *context, void *memory, size_t bytes,
@@ -95,9 +91,9 @@ static void alive(int64_t *objects, int change) {
 
 const char *fsdp_gloo_error(void) { return was_injected ? "injected" : real_error(); }
 
-int fsdp_gloo_device_create(const char *address, fsdp_gloo_device **out) {
+int fsdp_gloo_device_create(fsdp_gloo_device **out) {
     int result = disturbed(DEVICE_CREATE);
-    if (!result) result = real_device_create(address, out);
+    if (!result) result = real_device_create(out);
     if (!result && mine) alive(&mine->devices, 1);
     return result;
 }
@@ -107,24 +103,18 @@ void fsdp_gloo_device_destroy(fsdp_gloo_device *device) {
     real_device_destroy(device);
 }
 
-int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
+int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out) {
     int result = disturbed(CONTEXT_CREATE);
-    if (!result) result = real_context_create(device, index, size, timeout_ms, out);
+    if (!result) result = real_context_create(device, index, size, out);
     if (!result && mine) alive(&mine->contexts, 1);
     return result;
 }
 
-int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                              size_t *bytes) {
-    int result = disturbed(ADDRESS);
-    return result ? result : real_context_address(context, peer, address, cap, bytes);
-}
-
-int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
-                              size_t bytes) {
+int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket) {
     int result = disturbed(CONNECT);
-    return result ? result : real_context_connect(context, peer, address, bytes);
+    if (result) (void)close(socket);
+    return result ? result : real_context_connect(context, peer, socket);
 }
 
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
@@ -1054,7 +1044,6 @@ typedef struct {
 static const failing_call failing_calls[] = {
     {"device_create", DEVICE_CREATE, 1},
     {"context_create", CONTEXT_CREATE, 1},
-    {"address", ADDRESS, 1},
     {"connect", CONNECT, 0},
     {"buffer_create", BUFFER_CREATE, 1},
     {"send", SEND, 0},
