@@ -826,6 +826,7 @@ enum {
 typedef struct fsdpi_gloo_link {
     int fd, step;     // fd -1: none
     int member;       // -1: it has not said
+    int at;           // in `polls`; -1: it is not there
     int64_t since_ns; // when it was made; of a call that has failed: when to call again
     size_t used;      // bytes of `in`
     uint8_t hello[FSDPI_GLOO_HELLO], nonce[32], in[FSDPI_GLOO_PROOF];
@@ -964,14 +965,20 @@ static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
     return NULL;
 }
 
-// Most callers at a time: what members do must not wait for strangers.
+// The system says that no descriptor is left also if nobody calls.
+static int fsdpi_gloo_is_called(const fsdpi_gloo_gate *g) {
+    struct pollfd p = {g->listener, POLLIN, 0};
+    return poll(&p, 1, 0) > 0;
+}
+
+// So many callers at a time: what members do must not wait for strangers.
 static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
     for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
         int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
                                     SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0 && errno == EAGAIN) return FSDP_OK;
-        if (fd < 0 && (errno == EMFILE || errno == ENFILE) && !fsdpi_gloo_evict(g))
-            return fsdpi_gloo_no_descriptor(g->c);
+        int is_full = fd < 0 && (errno == EMFILE || errno == ENFILE);
+        if (fd < 0 && (errno == EAGAIN || (is_full && !fsdpi_gloo_is_called(g)))) return FSDP_OK;
+        if (is_full && !fsdpi_gloo_evict(g)) return fsdpi_gloo_no_descriptor(g->c);
         fsdpi_gloo_link *l = fd < 0 ? NULL : fsdpi_gloo_seat(g);
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
@@ -1009,27 +1016,37 @@ static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     return FSDP_OK;
 }
 
+// What to look at. Not more than there is: the system refuses more than it would let this process
+// open. The last one is the listener.
+static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
+    int count = 0;
+    for (int i = 0; i < g->num_links; i++) {
+        struct pollfd p = {g->links[i].fd, POLLIN, 0};
+        if (g->links[i].step == FSDPI_GLOO_CALLS) p.events = POLLOUT;
+        g->links[i].at = p.fd < 0 ? -1 : count;
+        if (p.fd >= 0) g->polls[count++] = p;
+    }
+    struct pollfd last = {g->listener, POLLIN, 0};
+    g->polls[count] = last;
+    return count;
+}
+
 // One look at all connections. Waits for a moment if nothing happens: a verdict ends this.
 static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < g->num_links && !status; i++) {
-        fsdpi_gloo_link *l = &g->links[i];
-        if (i < g->c->base.index && l->fd < 0 && g->fds[i] < 0 && fsdpi_gloo_now(g) >= l->since_ns)
-            status = fsdpi_gloo_call(g, l);
-        g->polls[i].fd = l->fd; // -1 is passed over
-        g->polls[i].events = l->step == FSDPI_GLOO_CALLS ? POLLOUT : POLLIN;
-        g->polls[i].revents = 0;
-    }
-    g->polls[g->num_links].fd = g->listener;
-    g->polls[g->num_links].events = POLLIN;
-    if (status || poll(g->polls, (nfds_t)g->num_links + 1, 10) <= 0) return status;
+    for (int k = 0; k < g->c->base.index && !status; k++)
+        if (g->links[k].fd < 0 && g->fds[k] < 0 && fsdpi_gloo_now(g) >= g->links[k].since_ns)
+            status = fsdpi_gloo_call(g, &g->links[k]);
+    if (status) return status;
+    int count = fsdpi_gloo_list(g);
+    if (poll(g->polls, (nfds_t)count + 1, 10) <= 0) return FSDP_OK;
     for (int i = 0; i < g->num_links; i++) {
         fsdpi_gloo_link *l = &g->links[i];
-        if (!g->polls[i].revents) continue;
+        if (l->at < 0 || !g->polls[l->at].revents) continue;
         if (!(l->step == FSDPI_GLOO_CALLS ? fsdpi_gloo_introduce(g, l) : fsdpi_gloo_listen(g, l)))
             fsdpi_gloo_drop(g, l);
     }
-    return g->polls[g->num_links].revents ? fsdpi_gloo_accept(g) : FSDP_OK;
+    return g->polls[count].revents ? fsdpi_gloo_accept(g) : FSDP_OK;
 }
 
 static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int k) {
