@@ -461,7 +461,11 @@ void Agent::hear() {
     const int count = epoll_wait(ends_, events, 16, 0);
     for (int i = 0; i < count; i++)
         for (Peer *peer : peers_)
-            if (peer->id == events[i].data.u64) peer->ending = true;
+            if (peer->id == events[i].data.u64) {
+                int none = -1;
+                peer->ending = true;
+                peer->context->first_lost.compare_exchange_strong(none, peer->index);
+            }
     look_for_ends();
 }
 
@@ -485,8 +489,6 @@ void Agent::look_for_ends() {
         peer->lost = peer->error != nullptr;
         is_near |= !peer->lost;
         if (!peer->lost) continue;
-        int none = -1;
-        peer->context->first_lost.compare_exchange_strong(none, peer->index);
         for (Wait *wait : waits_)
             if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
                 end_wait(wait, peer->error);
