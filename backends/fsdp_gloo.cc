@@ -11,33 +11,63 @@
 #include <gloo/common/error.h>      // IoException, EnforceNotMet
 #include <gloo/transport/context.h> // pairs
 #include <gloo/transport/device.h>
+#include <gloo/transport/tcp/address.h>
 #include <gloo/transport/tcp/device.h> // CreateDevice
 #include <gloo/transport/unbound_buffer.h>
 
-#include <errno.h>       // EMFILE
-#include <signal.h>      // SIGPIPE
-#include <sys/epoll.h>   // EPOLLIN
-#include <sys/eventfd.h> // wakes the device's thread
-#include <sys/timerfd.h> // wakes it at a deadline
-#include <unistd.h>      // read, write, close
+#include <dirent.h>       // /proc/self/fd
+#include <errno.h>        // errno
+#include <fcntl.h>        // O_CLOEXEC, O_NONBLOCK
+#include <netinet/in.h>   // sockaddr_in
+#include <netinet/tcp.h>  // TCP_NODELAY
+#include <poll.h>         // poll
+#include <signal.h>       // SIGPIPE
+#include <sys/epoll.h>    // EPOLLIN; watches connections
+#include <sys/eventfd.h>  // wakes the device's thread
+#include <sys/resource.h> // RLIMIT_NOFILE
+#include <sys/socket.h>   // socket and others
+#include <sys/timerfd.h>  // wakes the device's thread at a deadline
+#include <unistd.h>       // read, write, close, dup3
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
 namespace {
 
+namespace tcp = gloo::transport::tcp;
 typedef std::chrono::steady_clock Clock;
+
+// Lets a function of ours name a private member of Gloo's: explicit instantiations may.
+template <typename Tag, typename Tag::type member> struct Reveal {
+    friend typename Tag::type reveal(Tag) { return member; }
+};
+struct LoopOf {
+    typedef std::shared_ptr<tcp::Loop> tcp::Device::*type;
+    friend type reveal(LoopOf);
+};
+template struct Reveal<LoopOf, &tcp::Device::loop_>;
+
+class Agent;
+
+// What Gloo's thread tells that it could not go on. It lives as long as that thread.
+struct Shield {
+    std::mutex mutex;
+    Agent *agent; // NULL: gone
+};
 
 // A send or receive to be posted.
 struct Post {
@@ -53,47 +83,107 @@ struct Wait {
     fsdp_gloo_buffer *buffer;
     bool is_send;
     Clock::time_point deadline;
-    bool late; // it has been ended
+    bool ended;               // by the agent
+    std::exception_ptr error; // why, or why it will be; NULL: it is late
 };
 
-/* What runs in the device's own thread: all sends and receives are posted there, and waits that are
-   late are ended there. Gloo's thread only tries the lock of a connection. While another thread
-   holds it, Gloo's spins; where cores are few it so keeps that other thread from running, for
-   milliseconds. Therefore no other thread takes these locks while messages are under way.
-   A thread that closes a connection holds its lock until Gloo's has looked: before, no post that
-   would wait for the lock may be left. */
-class Agent : public gloo::transport::tcp::Handler {
+// The connection to one member.
+struct Peer {
+    fsdp_gloo_context *context;
+    int index;
+    uint64_t id; // for epoll: what it tells may be older than the peer
+    bool ending; // the system has told that the peer sends no more; some of it may not be read yet
+    bool lost;   // all of it is read
+    char byte;
+    std::unique_ptr<gloo::transport::UnboundBuffer> last; // expected, and never sent
+    std::exception_ptr error;                             // why it is lost
+};
+
+// Function f is to run in the device's own thread.
+struct Call {
+    std::function<void()> f;
+    bool done;
+    std::exception_ptr error;
+};
+
+/* What runs in the device's own thread: all sends and receives are posted there, connections are
+   handed over and watched there, and waits that are late are ended there. Gloo's thread only tries
+   the lock of a connection. While another thread holds it, Gloo's spins; where cores are few it so
+   keeps that other thread from running, for milliseconds. Therefore no other thread takes these
+   locks while messages are under way. A thread that closes a connection holds its lock until Gloo's
+   has looked: before, no post that would wait for the lock may be left.
+
+   What Gloo throws in its own thread ends the process. Therefore the first event of the agent does
+   not return: it runs Gloo's loop, in Gloo's thread, and catches. All waits then fail.
+
+   When a connection ends, Gloo tells the operations that have not begun, but not one that is under
+   way. Therefore one receive of each connection never begins; who waits for the peer is ended when
+   that has failed. */
+class Agent : public tcp::Handler {
   public:
     explicit Agent(const std::shared_ptr<gloo::transport::Device> &device);
     ~Agent();
 
     void post(const Post &post);
-    // What was posted for the context has run, or never will.
+    // What was posted for the context has run, or never will; its peers are watched no more.
     void forget(const fsdp_gloo_context *context);
+
+    // Runs f in the device's thread, and throws what it throws.
+    void call(const std::function<void()> &f);
 
     void begin(Wait *wait);
     void end(Wait *wait);
+
+    // In the device's thread. A socket of Gloo's becomes one that never tells anything.
+    void plug(int fd, tcp::Handler *handler);
+    // In the device's thread. A socket of Gloo's becomes another one.
+    void swap(int fd, int socket, tcp::Handler *handler, Peer *peer);
+    // Gloo's thread could not go on.
+    void fail(const std::exception_ptr &error);
 
     // Gloo's thread looks again every 10 ms, and who opens or closes a connection waits for that.
     // In between it looks much more often.
     void hurry(int begins);
 
     // Of the library as it was, and as it is.
-    void handleEvents(int) { work(); }
-    void handleEvents(gloo::transport::tcp::Loop &, int) { work(); }
+    void handleEvents(int) { handle(); }
+    void handleEvents(tcp::Loop &, int) { handle(); }
 
   private:
-    void work();
-    void end_late_waits();
-    void arm(Clock::time_point at);
+    // Told by the descriptor that watches all connections.
+    class Watch : public tcp::Handler {
+      public:
+        explicit Watch(Agent *agent) : agent_(agent) {}
+        void handleEvents(int) { agent_->hear(); }
+        void handleEvents(tcp::Loop &, int) { agent_->hear(); }
 
-    const std::shared_ptr<gloo::transport::tcp::Device> device_;
-    const int wake_, timer_;
+      private:
+        Agent *const agent_;
+    };
+
+    void handle();
+    void hear();
+    void work();
+    void end_wait(Wait *wait, const std::exception_ptr &error);
+    void end_late_waits();
+    void look_for_ends();
+    void arm(Clock::time_point at);
+    void close_all();
+
+    const std::shared_ptr<tcp::Device> device_;
+    const std::shared_ptr<Shield> shield_;
+    Watch watch_;
+    bool is_shielded_; // of the device's thread
+    const int wake_, timer_, ends_, inert_;
     std::mutex mutex_;            // of all that follows
-    std::condition_variable ran_; // running_ is empty again
+    std::condition_variable ran_; // running_ is empty again, or a call is done
     std::vector<Post> posts_, running_;
+    std::vector<Call *> calls_;
     std::vector<Wait *> waits_;
-    Clock::time_point armed_; // of the timer; max(): not
+    std::vector<Peer *> peers_; // that are watched
+    uint64_t ids_;              // given so far
+    std::exception_ptr broken_; // why the device's thread could not go on
+    Clock::time_point armed_;   // of the timer; max(): not
     int hurries_;
 };
 
@@ -118,12 +208,15 @@ struct fsdp_gloo_device {
 struct fsdp_gloo_context {
     std::shared_ptr<gloo::transport::Context> context;
     Agent *agent;
+    std::vector<Peer> peers;
+    std::atomic<int> first_lost; // -1: none
     std::atomic<bool> closed;
 };
 
 struct fsdp_gloo_buffer {
     std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
     fsdp_gloo_context *context;
+    int peer; // of the last post; under the agent's mutex
     std::mutex mutex;
     std::exception_ptr error; // why a post has failed
 };
@@ -132,8 +225,14 @@ namespace {
 
 thread_local char last_error[256] = "";
 
+// Without where in Gloo it is from, and without addresses: those that Gloo sees are no peer's.
 int failed(int status, const char *text) noexcept {
-    std::snprintf(last_error, sizeof last_error, "%s", text);
+    const char *end = *text == '[' ? std::strstr(text, "] ") : nullptr;
+    if (end) text = end + 2;
+    const char *from = std::strstr(text, " ["), *to = from ? std::strchr(from, ']') : nullptr;
+    if (!to) from = to = text + std::strlen(text);
+    else to += 1 + std::strspn(to + 1, ":0123456789") - (to[1] == ':' && to[2] == ' ');
+    std::snprintf(last_error, sizeof last_error, "%.*s%s", int(from - text), text, to);
     return status;
 }
 
@@ -192,35 +291,127 @@ void run(const Post &post) noexcept {
     }
 }
 
-Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
-    : device_(std::static_pointer_cast<gloo::transport::tcp::Device>(device)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      armed_(Clock::time_point::max()), hurries_(0) {
-    if (wake_ >= 0 && timer_ >= 0) {
-        device_->registerDescriptor(wake_, EPOLLIN, this);
-        device_->registerDescriptor(timer_, EPOLLIN, this);
-        return;
+[[noreturn]] void throw_errno(const char *what) {
+    throw std::runtime_error(std::string(what) + ": " + std::strerror(errno));
+}
+
+// The one that Gloo opens next would take the place of stdin, stdout or stderr if that is closed.
+class Floor {
+  public:
+    Floor() : opened_(0) {
+        for (int fd; (fd = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0; opened_ |= 1 << fd)
+            if (fd > 2) {
+                (void)close(fd);
+                break;
+            }
     }
-    if (wake_ >= 0) (void)close(wake_);
-    if (timer_ >= 0) (void)close(timer_);
-    throw std::runtime_error(std::strerror(EMFILE));
+    ~Floor() {
+        for (int fd = 0; fd < 3; fd++)
+            if (opened_ >> fd & 1) (void)close(fd);
+    }
+    Floor(const Floor &) = delete;
+    Floor &operator=(const Floor &) = delete;
+
+  private:
+    int opened_;
+};
+
+class Descriptor {
+  public:
+    explicit Descriptor(int fd) : fd(fd) {}
+    ~Descriptor() {
+        if (fd >= 0) (void)close(fd);
+    }
+    Descriptor(const Descriptor &) = delete;
+    Descriptor &operator=(const Descriptor &) = delete;
+
+    const int fd;
+};
+
+Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
+    : device_(std::static_pointer_cast<tcp::Device>(device)), shield_(new Shield), watch_(this),
+      is_shielded_(false), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
+      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), ids_(0),
+      armed_(Clock::time_point::max()), hurries_(0) {
+    const uint64_t one = 1;
+    shield_->agent = this;
+    if (wake_ < 0 || timer_ < 0 || ends_ < 0 || inert_ < 0) {
+        int why = errno;
+        close_all();
+        errno = why;
+        throw_errno("eventfd");
+    }
+    device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when the shield is raised
+    (void)!write(wake_, &one, sizeof one);
+    call([] {});
+    device_->registerDescriptor(timer_, EPOLLIN, this);
+    device_->registerDescriptor(ends_, EPOLLIN, &watch_);
 }
 
 Agent::~Agent() {
     hurry(1);
-    device_->unregisterDescriptor(timer_, this);
-    device_->unregisterDescriptor(wake_, this);
+    for (int fd : {ends_, timer_, wake_}) // the last one wakes those before
+        (void)guarded([&] {
+            device_->unregisterDescriptor(fd, this);
+            return 0;
+        });
+    {
+        std::lock_guard<std::mutex> lock(shield_->mutex);
+        shield_->agent = nullptr;
+    }
     std::lock_guard<std::mutex> lock(mutex_); // behind work's last use of them
-    (void)close(wake_);
-    (void)close(timer_);
+    close_all();
+}
+
+void Agent::close_all() {
+    for (int fd : {wake_, timer_, ends_, inert_})
+        if (fd >= 0) (void)close(fd);
+}
+
+// In the device's thread, from its first event on until the device ends: then this agent is gone.
+void run_shielded(tcp::Loop *loop, const std::shared_ptr<Shield> &shield) {
+    for (;;) {
+        try {
+            loop->run();
+            return;
+        } catch (...) {
+            std::lock_guard<std::mutex> lock(shield->mutex);
+            if (shield->agent) shield->agent->fail(std::current_exception());
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // it may throw again at once
+    }
+}
+
+void Agent::handle() {
+    if (is_shielded_) return work();
+    is_shielded_ = true;
+    const std::shared_ptr<Shield> shield = shield_;
+    run_shielded((device_.get()->*reveal(LoopOf())).get(), shield);
+}
+
+void Agent::fail(const std::exception_ptr &error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!broken_) broken_ = error;
+    for (Wait *wait : waits_) end_wait(wait, error);
 }
 
 void Agent::post(const Post &post) {
     std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t one = 1;
+    post.buffer->peer = post.peer;
     posts_.push_back(post);
     if (posts_.size() == 1) (void)!write(wake_, &one, sizeof one); // it cannot be full
+}
+
+void Agent::call(const std::function<void()> &f) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t one = 1;
+    Call call = {f, false, nullptr};
+    calls_.push_back(&call);
+    (void)!write(wake_, &one, sizeof one);
+    ran_.wait(lock, [&] { return call.done; });
+    if (call.error) std::rethrow_exception(call.error);
 }
 
 void Agent::forget(const fsdp_gloo_context *context) {
@@ -228,6 +419,9 @@ void Agent::forget(const fsdp_gloo_context *context) {
     posts_.erase(std::remove_if(posts_.begin(), posts_.end(),
                                 [=](const Post &p) { return p.buffer->context == context; }),
                  posts_.end());
+    peers_.erase(std::remove_if(peers_.begin(), peers_.end(),
+                                [=](const Peer *p) { return p->context == context; }),
+                 peers_.end());
     ran_.wait(lock, [&] { return running_.empty(); });
 }
 
@@ -243,32 +437,87 @@ void Agent::arm(Clock::time_point at) {
     (void)timerfd_settime(timer_, 0, &when, nullptr);
 }
 
+void Agent::end_wait(Wait *wait, const std::exception_ptr &error) {
+    if (wait->ended) return;
+    wait->ended = true;
+    if (error) wait->error = error;
+    if (wait->is_send) wait->buffer->buffer->abortWaitSend();
+    else wait->buffer->buffer->abortWaitRecv();
+}
+
 void Agent::end_late_waits() {
     Clock::time_point next = Clock::time_point::max();
     const Clock::time_point now = Clock::now();
     for (Wait *wait : waits_) {
-        if (wait->late) continue;
-        if (wait->deadline > now) {
-            next = std::min(next, wait->deadline);
-            continue;
-        }
-        wait->late = true;
-        if (wait->is_send) wait->buffer->buffer->abortWaitSend();
-        else wait->buffer->buffer->abortWaitRecv();
+        if (wait->deadline <= now) end_wait(wait, nullptr);
+        else if (!wait->ended) next = std::min(next, wait->deadline);
     }
     arm(next);
+}
+
+void Agent::hear() {
+    struct epoll_event events[16];
+    std::lock_guard<std::mutex> lock(mutex_);
+    const int count = epoll_wait(ends_, events, 16, 0);
+    for (int i = 0; i < count; i++)
+        for (Peer *peer : peers_)
+            if (peer->id == events[i].data.u64) {
+                int none = -1;
+                peer->ending = true;
+                peer->context->first_lost.compare_exchange_strong(none, peer->index);
+            }
+    look_for_ends();
+}
+
+// Why the receive that never begins has failed; NULL: it has not.
+std::exception_ptr end_of(gloo::transport::UnboundBuffer *last) {
+    try {
+        last->abortWaitRecv();
+        (void)last->waitRecv(nullptr, TEN_YEARS); // aborted already
+    } catch (...) {
+        return std::current_exception();
+    }
+    return nullptr;
+}
+
+// Gloo has read what a peer has sent, and its end: what has arrived, has. Else it is near that.
+void Agent::look_for_ends() {
+    bool is_near = false;
+    for (Peer *peer : peers_) {
+        if (!peer->ending || peer->lost) continue;
+        peer->error = end_of(peer->last.get());
+        peer->lost = peer->error != nullptr;
+        is_near |= !peer->lost;
+        if (!peer->lost) continue;
+        for (Wait *wait : waits_)
+            if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
+                end_wait(wait, peer->error);
+    }
+    const Clock::time_point soon = Clock::now() + std::chrono::milliseconds(1);
+    if (is_near && soon < armed_) arm(soon);
 }
 
 void Agent::work() {
     uint64_t count;
     std::unique_lock<std::mutex> lock(mutex_);
     if (hurries_ == 0) (void)!read(wake_, &count, sizeof count); // else it is called again at once
-    if (Clock::now() >= armed_ && read(timer_, &count, sizeof count) > 0) end_late_waits();
-    while (!posts_.empty()) {
+    if (Clock::now() >= armed_ && read(timer_, &count, sizeof count) > 0) {
+        end_late_waits();
+        look_for_ends();
+    }
+    while (!posts_.empty() || !calls_.empty()) {
+        std::vector<Call *> calls;
+        calls.swap(calls_);
         running_.swap(posts_);
         lock.unlock();
         for (const Post &post : running_) run(post);
+        for (Call *call : calls) try {
+                call->f();
+            } catch (...) {
+                call->error = std::current_exception();
+            }
         lock.lock();
+        for (Call *call : calls) call->done = true;
         running_.clear();
     }
     ran_.notify_all();
@@ -284,10 +533,17 @@ void Agent::hurry(int begins) {
     (void)!write(wake_, &one, sizeof one);
 }
 
-// The timer stays at the earliest deadline that was asked for, though that wait may be over: most
-// waits end long before, and cost no call of the system.
+/* The timer stays at the earliest deadline that was asked for, though that wait may be over: most
+   waits end long before, and cost no call of the system.
+   What came before a peer was lost is still there, and ends a wait at once. */
 void Agent::begin(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
+    const fsdp_gloo_context *context = wait->buffer->context;
+    wait->error = broken_;
+    for (const Peer &peer : context->peers)
+        if (peer.lost && peer.index == wait->buffer->peer) wait->error = peer.error;
+    if (wait->error)
+        wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
     waits_.push_back(wait);
     if (wait->deadline < armed_) arm(wait->deadline);
 }
@@ -295,6 +551,27 @@ void Agent::begin(Wait *wait) {
 void Agent::end(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
     waits_.erase(std::find(waits_.begin(), waits_.end(), wait));
+}
+
+void Agent::plug(int fd, tcp::Handler *handler) {
+    if (dup3(inert_, fd, O_CLOEXEC) < 0) throw_errno("dup3");
+    device_->registerDescriptor(fd, EPOLLIN, handler); // the last one went with its socket
+}
+
+void Agent::swap(int fd, int socket, tcp::Handler *handler, Peer *peer) {
+    struct epoll_event event = {};
+    int one = 1;
+    if (fcntl(socket, F_SETFL, O_NONBLOCK) ||
+        setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one) ||
+        dup3(socket, fd, O_CLOEXEC) < 0)
+        throw_errno("dup3");
+    device_->registerDescriptor(fd, EPOLLIN, handler);
+    std::lock_guard<std::mutex> lock(mutex_);
+    peer->id = ++ids_;
+    event.events = EPOLLRDHUP | EPOLLET;
+    event.data.u64 = peer->id;
+    if (epoll_ctl(ends_, EPOLL_CTL_ADD, fd, &event)) throw_errno("epoll_ctl");
+    peers_.push_back(peer);
 }
 
 int post(const Post &post) noexcept {
@@ -309,7 +586,7 @@ int post(const Post &post) noexcept {
 int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
     return guarded([&] {
         gloo::transport::UnboundBuffer *b = buffer->buffer.get();
-        Wait wait = {buffer, is_send, Clock::now() + clamped(timeout_ms), false};
+        Wait wait = {buffer, is_send, Clock::now() + clamped(timeout_ms), false, nullptr};
         bool done = false;
         std::exception_ptr error;
         buffer->context->agent->begin(&wait);
@@ -320,12 +597,14 @@ int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
         }
         buffer->context->agent->end(&wait);
         if (error) std::rethrow_exception(error);
-        // It has ended and was late at the same time: the end of a wait is not to be kept.
-        if (done && wait.late) (void)(is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS));
+        // It is done and was ended at the same time: the end of a wait is not to be kept.
+        if (done && wait.ended) (void)(is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS));
         if (done) return int(FSDP_GLOO_OK);
         std::lock_guard<std::mutex> lock(buffer->mutex);
         if (buffer->error) std::rethrow_exception(buffer->error);
-        return wait.late ? failed(FSDP_GLOO_TIMEOUT, "timed out") : int(FSDP_GLOO_ABORTED);
+        if (!wait.ended) return int(FSDP_GLOO_ABORTED);
+        if (wait.error) std::rethrow_exception(wait.error);
+        return failed(FSDP_GLOO_TIMEOUT, "timed out");
     });
 }
 
@@ -335,20 +614,148 @@ void ignore_sigpipe() {
         (void)signal(SIGPIPE, SIG_IGN);
 }
 
+// The device's own sockets: only connections within this process go there.
+const char LOOPBACK[] = "127.127.127.127";
+
+struct sockaddr_in ipv4(const gloo::transport::Address &address) {
+    const std::vector<char> bytes = address.bytes();
+    struct sockaddr_in out = {};
+    if (bytes.size() < sizeof out) throw std::runtime_error("Gloo has an unknown kind of address");
+    std::memcpy(&out, bytes.data(), sizeof out);
+    return out;
+}
+
+bool is_same(const struct sockaddr_in &a, const struct sockaddr_in &b) {
+    return a.sin_family == AF_INET && b.sin_family == AF_INET && a.sin_port == b.sin_port &&
+           a.sin_addr.s_addr == b.sin_addr.s_addr;
+}
+
+// peer NULL: whether the socket listens.
+bool is_socket(int fd, const struct sockaddr_in &local, const struct sockaddr_in *peer) {
+    struct sockaddr_in at = {};
+    socklen_t size = sizeof at;
+    int listens = 0;
+    if (getsockname(fd, reinterpret_cast<struct sockaddr *>(&at), &size) || !is_same(at, local))
+        return false;
+    size = sizeof listens;
+    if (!peer) return !getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) && listens;
+    size = sizeof at;
+    return !getpeername(fd, reinterpret_cast<struct sockaddr *>(&at), &size) && is_same(at, *peer);
+}
+
+// Gloo does not tell the descriptors of its sockets.
+int descriptor_of(const struct sockaddr_in &local, const struct sockaddr_in *peer) {
+    struct rlimit limit = {};
+    int found = -1;
+    DIR *all = opendir("/proc/self/fd");
+    if (!all) (void)getrlimit(RLIMIT_NOFILE, &limit);
+    for (int fd = 0; rlim_t(fd) < limit.rlim_cur && found < 0; fd++)
+        if (is_socket(fd, local, peer)) found = fd;
+    for (struct dirent *entry; all && found < 0 && (entry = readdir(all));)
+        if (is_socket(std::atoi(entry->d_name), local, peer)) found = std::atoi(entry->d_name);
+    if (all) (void)closedir(all);
+    if (found < 0) throw std::runtime_error("a socket of Gloo's cannot be found");
+    return found;
+}
+
+/* Strangers of this host could find where Gloo listens. Gloo would take them for peers, or end the
+   process. It need not listen at all: in the connections that it makes it calls. */
+void stop_listening(Agent *agent, gloo::transport::Pair *pair) {
+    agent->plug(descriptor_of(ipv4(pair->address()), nullptr), dynamic_cast<tcp::Handler *>(pair));
+}
+
+// Listens on an address below LOOPBACK: of two addresses Gloo calls the lower one.
+int listen_below(struct sockaddr_in *at) {
+    socklen_t size = sizeof *at;
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    *at = sockaddr_in();
+    at->sin_family = AF_INET;
+    at->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd < 0 || bind(fd, reinterpret_cast<struct sockaddr *>(at), size) ||
+        listen(fd, SOMAXCONN) || getsockname(fd, reinterpret_cast<struct sockaddr *>(at), &size)) {
+        const int why = errno;
+        if (fd >= 0) (void)close(fd);
+        errno = why;
+        throw_errno("listen");
+    }
+    return fd;
+}
+
+// The call of a pair that has come to `listener`, which others may call as well.
+int accept_from(int listener, const struct sockaddr_in &pair) {
+    for (int tries = 0; tries < 100000; tries++) {
+        struct sockaddr_in from = {};
+        socklen_t size = sizeof from;
+        struct pollfd p = {listener, POLLIN, 0};
+        (void)poll(&p, 1, 1000);
+        const int fd = accept4(listener, reinterpret_cast<struct sockaddr *>(&from), &size,
+                               SOCK_CLOEXEC);
+        if (fd >= 0 && is_same(from, pair)) return fd;
+        if (fd >= 0) (void)close(fd);
+        else if (errno != EINTR && errno != ECONNABORTED) throw_errno("accept");
+    }
+    throw std::runtime_error("accept: too many strangers call");
+}
+
+/* Gloo makes its connections itself, and takes any caller for the peer. So it connects to this
+   process, and then finds the peer's socket under the descriptor of its own. */
+void connect(fsdp_gloo_context *c, int index, int socket) {
+    gloo::transport::Pair *pair = nullptr;
+    Floor floor;
+    c->agent->call([&] {
+        pair = c->context->createPair(index).get();
+#if !__has_include(<gloo/transport/tcp/listener.h>)
+        stop_listening(c->agent, pair); // each pair has a socket that listens
+#endif
+    });
+    struct sockaddr_in at;
+    const Descriptor listener(listen_below(&at));
+    {
+        Hurry hurry(c->agent);
+        pair->connect(tcp::Address(reinterpret_cast<struct sockaddr *>(&at), sizeof at).bytes());
+    }
+    const struct sockaddr_in own = ipv4(pair->address());
+    const Descriptor accepted(accept_from(listener.fd, own));
+    const int fd = descriptor_of(own, &at);
+    Peer *peer = &c->peers[size_t(index)];
+    peer->context = c;
+    peer->index = index;
+    c->agent->call([&] {
+        peer->last = c->context->createUnboundBuffer(&peer->byte, 1);
+        c->agent->swap(fd, socket, dynamic_cast<tcp::Handler *>(pair), peer);
+        peer->last->recv(index, FSDP_GLOO_SLOT_LAST, 0, 1);
+    });
+}
+
+// Gloo as upstream has it listens once for all contexts.
+void make_silent(fsdp_gloo_device *made) {
+#if __has_include(<gloo/transport/tcp/listener.h>)
+    made->agent->call([&] {
+        std::shared_ptr<gloo::transport::Context> context = made->device->createContext(0, 2);
+        context->setTimeout(clamped(1));
+        stop_listening(made->agent.get(), context->createPair(1).get());
+    });
+#else
+    (void)made;
+#endif
+}
+
 } // namespace
 
 extern "C" {
 
 const char *fsdp_gloo_error(void) { return last_error; }
 
-int fsdp_gloo_device_create(const char *address, fsdp_gloo_device **out) {
+int fsdp_gloo_device_create(fsdp_gloo_device **out) {
     return guarded([&] {
         std::unique_ptr<fsdp_gloo_device> made(new fsdp_gloo_device);
-        gloo::transport::tcp::attr attr;
+        tcp::attr attr;
+        Floor floor;
         ignore_sigpipe();
-        attr.hostname = address;
-        made->device = gloo::transport::tcp::CreateDevice(attr);
+        attr.hostname = LOOPBACK;
+        made->device = tcp::CreateDevice(attr);
         made->agent.reset(new Agent(made->device));
+        make_silent(made.get());
         *out = made.release();
         return FSDP_GLOO_OK;
     });
@@ -356,49 +763,30 @@ int fsdp_gloo_device_create(const char *address, fsdp_gloo_device **out) {
 
 void fsdp_gloo_device_destroy(fsdp_gloo_device *device) { delete device; }
 
-int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
+int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out) {
     return guarded([&] {
         std::unique_ptr<fsdp_gloo_context> made(new fsdp_gloo_context);
         made->context = device->device->createContext(index, size);
+        made->context->setTimeout(std::chrono::seconds(2)); // for connections within this process
         made->agent = device->agent.get();
+        made->peers.resize(size_t(size));
+        made->first_lost = -1;
         made->closed = false;
-        // Waiting for a connection takes five times this.
-        made->context->setTimeout(clamped(timeout_ms / 5));
-        for (int peer = 0; peer < size; peer++)
-            if (peer != index) made->context->createPair(peer);
         *out = made.release();
         return FSDP_GLOO_OK;
     });
 }
 
-int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                              size_t *bytes) {
+int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket) {
+    const Descriptor given(socket);
     return guarded([&] {
-        std::vector<char> data = context->context->getPair(peer)->address().bytes();
-        if (data.size() > cap) return failed(FSDP_GLOO_INTERNAL, "an address is too long");
-        std::memcpy(address, data.data(), data.size());
-        *bytes = data.size();
-        return int(FSDP_GLOO_OK);
-    });
-}
-
-int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
-                              size_t bytes) {
-    return guarded([&] {
-        const char *data = static_cast<const char *>(address);
-        Hurry hurry(context->agent);
-        context->context->getPair(peer)->connect(std::vector<char>(data, data + bytes));
+        connect(context, peer, given.fd);
         return FSDP_GLOO_OK;
     });
 }
 
-void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer) {
-    (void)guarded([&] {
-        context->context->getPair(peer)->close();
-        return FSDP_GLOO_OK;
-    });
-}
+int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context) { return context->first_lost; }
 
 void fsdp_gloo_context_close(fsdp_gloo_context *context) {
     Hurry hurry(context->agent);
@@ -406,7 +794,7 @@ void fsdp_gloo_context_close(fsdp_gloo_context *context) {
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++)
         (void)guarded([&] {
-            if (peer != context->context->rank) context->context->getPair(peer)->close();
+            if (context->context->getPair(peer)) context->context->getPair(peer)->close();
             return FSDP_GLOO_OK;
         });
 }
@@ -416,7 +804,7 @@ void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++) // buffers keep the context itself
         (void)guarded([&] {
-            if (peer != context->context->rank) context->context->getPair(peer).reset();
+            context->context->getPair(peer).reset();
             return FSDP_GLOO_OK;
         });
     delete context;
@@ -428,6 +816,7 @@ int fsdp_gloo_buffer_create(fsdp_gloo_context *context, void *memory, size_t byt
         std::unique_ptr<fsdp_gloo_buffer> made(new fsdp_gloo_buffer);
         made->buffer = context->context->createUnboundBuffer(memory, bytes);
         made->context = context;
+        made->peer = -1;
         *out = made.release();
         return FSDP_GLOO_OK;
     });

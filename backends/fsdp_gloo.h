@@ -16,9 +16,12 @@
    - The message that a peer will send next is always expected already: a small collective is one
      message in each direction.
    - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
+   - Members connect to each other before Gloo knows of it: each side shows the other that it knows
+     the job's token. The sockets are Gloo's then. Nobody listens while ranks work.
    - Ranks meet at a store (fsdp_store.h), which also carries the verdict when the job fails: every
      wait has a deadline, and ends at once when a verdict stands. A rank that ends closes its
-     connection to the store; that tells all others, also in the middle of a transfer.
+     connection to the store, and those to its peers: both tell all others, also in the middle of a
+     transfer.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
@@ -48,10 +51,9 @@ extern "C" {
    abort       from any thread      poll never blocks
    Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its
                first large reduction on
-   Limits      FSDPI_MAX_SRCS ranks, Linux. A trusted network: data is neither checked nor
-               encrypted. The process ignores SIGPIPE from open on, unless it has a handler. When
-               rank 0 has shut down and serves no more, a peer that dies in the middle of a message
-               is missed until the deadline
+   Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. Who connects has to
+               know the job's token; after that data is neither checked nor encrypted: a trusted
+               network. The process ignores SIGPIPE from open on, unless it has a handler
    Collective  no      Blocks no      Allocates no      Thread any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
@@ -87,9 +89,9 @@ extern "C" {
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
-#define FSDPI_GLOO_ACCEPT_NS  200000000 // for a peer to accept a connection
 #define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
-#define FSDPI_GLOO_ADDRESS    256       // bytes of one end's address, with its length
+#define FSDPI_GLOO_CALLERS    64        // connections at a time from whom nobody knows yet
+#define FSDPI_GLOO_AGAIN_NS   20000000  // until a member that could not be reached is called again
 
 // Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
@@ -130,8 +132,7 @@ struct fsdpi_gloo_comm {
     fsdpi_gloo_comm *next;
     int turn, closed;
     fsdp_gloo_context *context;
-    uint32_t lock;             // of the next two
-    int connecting;            // the member that it connects to, plus 1
+    uint32_t lock;             // of the next one
     fsdp_gloo_buffer *waiting; // what this rank waits for now
     size_t small;              // bytes of data behind a record
     char *messages;            // in[0], in[1] and out of each member
@@ -179,9 +180,17 @@ static fsdp_status fsdpi_gloo_closed(fsdpi_gloo_comm *c, int k) {
 
 static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which);
 
-// The connection to member k has broken: why is the store's to say.
+static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_IO,
+                           "[E753] this process has too many open files: raise ulimit -n");
+}
+
+/* The connection to member k has broken: why is the store's to say. Who has lost another member
+   itself closes its connections too: the first one that was lost is to blame. */
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
+    int first = fsdp_gloo_context_first_lost(c->context);
+    if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
     int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
@@ -189,9 +198,6 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         memcpy(&record, fsdpi_gloo_message(c, k, turn), sizeof record);
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
-    if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_IO,
-                               "[E753] this process has too many open files: raise ulimit -n");
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
     int64_t until = fsdpi_boot_now(c->base.boot) + 1000000000;
     // A store that has ended, by a verdict or in order, has told all that it will.
@@ -225,6 +231,8 @@ static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_OK) return FSDP_OK;
     if (result == FSDP_GLOO_ABORTED) return fsdpi_comm_report(&c->base);
     if (result == FSDP_GLOO_TIMEOUT) return fsdpi_gloo_late(c, k);
+    if (strstr(fsdp_gloo_error(), strerror(EMFILE)) || strstr(fsdp_gloo_error(), strerror(ENFILE)))
+        return fsdpi_gloo_no_descriptor(c);
     if (result == FSDP_GLOO_NO_MEMORY)
         return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                "[E754] Gloo has no memory for a message: free host memory");
@@ -266,29 +274,16 @@ static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Ends what the comms of a world that has failed wait for. Returns whether one is being connected,
-// which is ended only if `connects`.
-static int fsdpi_gloo_end_waits(fsdpi_gloo_world *w, int connects) {
-    int connecting = 0;
+// The store's thread has news: if it is a verdict, nobody waits any longer.
+static void fsdpi_gloo_wake(void *user) {
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     fsdpi_lock(&w->lock);
     for (fsdpi_gloo_comm *c = w->comms; c && fsdpi_gloo_failed(c); c = c->next) {
         fsdpi_lock(&c->lock);
         if (c->waiting) fsdp_gloo_abort(c->waiting);
-        connecting |= c->connecting;
-        if (c->connecting && connects) fsdp_gloo_context_interrupt(c->context, c->connecting - 1);
         fsdpi_unlock(&c->lock);
     }
     fsdpi_unlock(&w->lock);
-    return connecting;
-}
-
-/* The store's thread has news: if it is a verdict, nobody waits any longer. A connection that is
-   just being made is left a moment: Gloo ends a process that accepts one which was reset. */
-static void fsdpi_gloo_wake(void *user) {
-    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
-    if (!fsdpi_gloo_end_waits(w, 0)) return;
-    fsdpi_sleep_ns(FSDPI_GLOO_ACCEPT_NS);
-    (void)fsdpi_gloo_end_waits(w, 1);
 }
 
 static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
@@ -800,62 +795,300 @@ static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_open
-// Owns: how a comm's members connect, groups, memory, and the end.
+// >>gloo_gate
+// Owns: how members get a connection to each other, before Gloo knows of it. Invariant: who has not
+// shown that it is a member of this comm costs one of FSDPI_GLOO_CALLERS places, and nothing else.
 
-static fsdp_status fsdpi_gloo_addresses(fsdpi_gloo_comm *c, char *all) {
-    for (int k = 0; k < c->base.size; k++) {
-        char *entry = all + (size_t)k * FSDPI_GLOO_ADDRESS;
-        size_t bytes = 0;
-        int result = k == c->base.index ? FSDP_GLOO_OK
-                                        : fsdp_gloo_context_address(c->context, k, entry + 1,
-                                                                    FSDPI_GLOO_ADDRESS - 1, &bytes);
-        if (result)
-            return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot send: %s",
-                                   fsdp_gloo_error());
-        entry[0] = (char)(unsigned char)bytes;
+/* While a comm opens, each member listens, and shows its door in the store: the address, and a
+   ticket, which nobody can guess. A member calls those before it. Both show that they know the
+   job's token:
+
+       HELLO     caller    ticket[16], i32 who calls, nonce[32]
+       PROOF     listener  nonce[32], HMAC-SHA256(token, "L", comm, who listens, HELLO, nonce)
+       ANSWER    caller    HMAC-SHA256(token, "C", the same)
+       WELCOME   listener  one byte
+
+   Until WELCOME either may hang up, and the caller calls again. */
+typedef struct fsdpi_gloo_door {
+    uint8_t ticket[16];
+    fsdpi_store_place place;
+} fsdpi_gloo_door;
+
+enum { FSDPI_GLOO_HELLO = 16 + 4 + 32, FSDPI_GLOO_PROOF = 32 + 32, FSDPI_GLOO_ANSWER = 32 };
+enum {
+    FSDPI_GLOO_CALLS,
+    FSDPI_GLOO_WANTS_HELLO,
+    FSDPI_GLOO_WANTS_PROOF,
+    FSDPI_GLOO_WANTS_ANSWER,
+    FSDPI_GLOO_WANTS_WELCOME
+};
+
+typedef struct fsdpi_gloo_link {
+    int fd, step;     // fd -1: none
+    int member;       // -1: it has not said
+    int at;           // in `polls`; -1: it is not there
+    int64_t since_ns; // when it was made; of a call that has failed: when to call again
+    size_t used;      // bytes of `in`
+    uint8_t hello[FSDPI_GLOO_HELLO], nonce[32], in[FSDPI_GLOO_PROOF];
+} fsdpi_gloo_link;
+
+typedef struct fsdpi_gloo_gate {
+    fsdpi_gloo_comm *c;
+    int listener, num_links, missing; // members that are not connected yet
+    int64_t deadline;
+    fsdpi_gloo_door *doors; // of the members that are called, and of this one
+    fsdpi_gloo_link *links; // one for each member that is called; then those that have called
+    struct pollfd *polls;
+    int fds[FSDPI_MAX_SRCS]; // members' connections; -1: none yet
+} fsdpi_gloo_gate;
+
+static int fsdpi_gloo_is_random(void *out, size_t bytes) {
+    return fsdpi_syscall(SYS_getrandom, out, bytes, 0) == (long)bytes;
+}
+
+static int64_t fsdpi_gloo_now(const fsdpi_gloo_gate *g) { return fsdpi_boot_now(g->c->base.boot); }
+
+// What shows that somebody knows the job's token. side: 'L' or 'C'.
+static void fsdpi_gloo_prove(const fsdpi_gloo_gate *g, const fsdpi_gloo_link *l, char side, int to,
+                             uint8_t out[32]) {
+    uint8_t token[32];
+    char text[1 + 8 + 4 + FSDPI_GLOO_HELLO + 32], *at = text;
+    *at++ = side;
+    at = fsdpi_le_put(at, g->c->base.id, 8);
+    at = fsdpi_le_put(at, (uint32_t)to, 4);
+    memcpy(at, l->hello, sizeof l->hello);
+    memcpy(at + sizeof l->hello, l->nonce, sizeof l->nonce);
+    fsdpi_store_token(fsdpi_gloo_store(g->c)->desc.boot.job, token);
+    fsdpi_hmac_sha256(token, sizeof token, text, sizeof text, out);
+}
+
+// Takes as long wherever they differ.
+static int fsdpi_gloo_differ(const uint8_t *a, const uint8_t *b, size_t bytes) {
+    int differ = 0;
+    for (size_t i = 0; i < bytes; i++) differ |= a[i] ^ b[i];
+    return differ;
+}
+
+static void fsdpi_gloo_drop(const fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    if (l->fd >= 0) (void)close(l->fd);
+    l->fd = -1;
+    l->since_ns = fsdpi_gloo_now(g) + FSDPI_GLOO_AGAIN_NS;
+}
+
+// 1: all of it has gone; it is little, and the first on its way.
+static int fsdpi_gloo_say(fsdpi_gloo_link *l, int next, const void *data, size_t bytes) {
+    l->step = next;
+    l->used = 0;
+    return send(l->fd, data, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
+}
+
+static int fsdpi_gloo_admit(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    g->fds[l->member] = l->fd;
+    l->fd = -1;
+    g->missing--;
+    return 1;
+}
+
+// A caller has said HELLO. 0: it is a stranger.
+static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    int me = g->c->base.index;
+    uint8_t proof[FSDPI_GLOO_PROOF];
+    memcpy(l->hello, l->in, sizeof l->hello);
+    l->member = fsdpi_le_i32((const char *)l->in + 16);
+    if (fsdpi_gloo_differ(l->in, g->doors[me].ticket, 16) || l->member <= me ||
+        l->member >= g->c->base.size || g->fds[l->member] >= 0 ||
+        !fsdpi_gloo_is_random(l->nonce, sizeof l->nonce)) {
+        l->member = -1;
+        return 0;
+    }
+    memcpy(proof, l->nonce, 32);
+    fsdpi_gloo_prove(g, l, 'L', me, proof + 32);
+    return fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_ANSWER, proof, sizeof proof);
+}
+
+// What the link waits for is here. 0: it is not what it should be.
+static int fsdpi_gloo_take(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    int me = g->c->base.index;
+    uint8_t expected[32], answer[32];
+    if (l->step == FSDPI_GLOO_WANTS_HELLO) return fsdpi_gloo_greet(g, l);
+    if (l->step == FSDPI_GLOO_WANTS_WELCOME) return fsdpi_gloo_admit(g, l);
+    if (l->step == FSDPI_GLOO_WANTS_PROOF) {
+        memcpy(l->nonce, l->in, 32);
+        fsdpi_gloo_prove(g, l, 'L', l->member, expected);
+        fsdpi_gloo_prove(g, l, 'C', l->member, answer);
+        return !fsdpi_gloo_differ(l->in + 32, expected, 32) &&
+               fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_WELCOME, answer, sizeof answer);
+    }
+    fsdpi_gloo_prove(g, l, 'C', me, expected);
+    return !fsdpi_gloo_differ(l->in, expected, 32) && g->fds[l->member] < 0 &&
+           fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_ANSWER, "", 1) && fsdpi_gloo_admit(g, l);
+}
+
+static size_t fsdpi_gloo_wants(const fsdpi_gloo_link *l) {
+    return l->step == FSDPI_GLOO_WANTS_HELLO    ? FSDPI_GLOO_HELLO
+           : l->step == FSDPI_GLOO_WANTS_PROOF  ? FSDPI_GLOO_PROOF
+           : l->step == FSDPI_GLOO_WANTS_ANSWER ? FSDPI_GLOO_ANSWER
+                                                : 1;
+}
+
+// Reads what has come, and not a byte of what comes after WELCOME. 0: the link is of no use.
+static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    while (l->fd >= 0) {
+        ssize_t got = recv(l->fd, l->in + l->used, fsdpi_gloo_wants(l) - l->used, 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && errno == EAGAIN) return 1;
+        if (got <= 0) return 0;
+        l->used += (size_t)got;
+        if (l->used == fsdpi_gloo_wants(l) && !fsdpi_gloo_take(g, l)) return 0;
+    }
+    return 1;
+}
+
+// The one that has been silent for the longest time makes room. 0: all have said who they are.
+static int fsdpi_gloo_evict(fsdpi_gloo_gate *g) {
+    fsdpi_gloo_link *oldest = NULL;
+    for (int i = g->c->base.index; i < g->num_links; i++) {
+        fsdpi_gloo_link *l = &g->links[i];
+        if (l->fd >= 0 && l->member < 0 && (!oldest || l->since_ns < oldest->since_ns)) oldest = l;
+    }
+    if (oldest) fsdpi_gloo_drop(g, oldest);
+    return oldest != NULL;
+}
+
+// A place for a caller.
+static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
+    for (int turn = 0; turn < 2; turn++) {
+        for (int i = g->c->base.index; i < g->num_links; i++)
+            if (g->links[i].fd < 0) return &g->links[i];
+        if (!fsdpi_gloo_evict(g)) break;
+    }
+    return NULL;
+}
+
+// The system says that no descriptor is left also if nobody calls.
+static int fsdpi_gloo_is_called(const fsdpi_gloo_gate *g) {
+    struct pollfd p = {g->listener, POLLIN, 0};
+    return poll(&p, 1, 0) > 0;
+}
+
+// So many callers at a time: what members do must not wait for strangers.
+static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
+    for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
+        int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
+                                    SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int is_full = fd < 0 && (errno == EMFILE || errno == ENFILE);
+        if (fd < 0 && (errno == EAGAIN || (is_full && !fsdpi_gloo_is_called(g)))) return FSDP_OK;
+        if (is_full && !fsdpi_gloo_evict(g)) return fsdpi_gloo_no_descriptor(g->c);
+        fsdpi_gloo_link *l = fd < 0 ? NULL : fsdpi_gloo_seat(g);
+        if (fd >= 0 && !l) (void)close(fd);
+        if (!l) continue;
+        fsdpi_store_prompt(fd);
+        l->fd = fd;
+        l->member = -1;
+        l->since_ns = fsdpi_gloo_now(g);
+        l->step = FSDPI_GLOO_WANTS_HELLO;
+        l->used = 0;
+        if (!fsdpi_gloo_listen(g, l)) fsdpi_gloo_drop(g, l);
     }
     return FSDP_OK;
+}
+
+// The connection to a member is there. 0: or it is not.
+static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    int why = 0;
+    socklen_t size = sizeof why;
+    if (getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &why, &size) || why) return 0;
+    memcpy(l->hello, g->doors[l->member].ticket, 16);
+    (void)fsdpi_le_put((char *)l->hello + 16, (uint32_t)g->c->base.index, 4);
+    return fsdpi_gloo_is_random(l->hello + 20, 32) &&
+           fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_PROOF, l->hello, sizeof l->hello);
+}
+
+static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+    const fsdpi_store_place *place = &g->doors[l->member].place;
+    l->fd = fsdpi_store_socket(place);
+    if (l->fd < 0 && (errno == EMFILE || errno == ENFILE) && !fsdpi_gloo_evict(g))
+        return fsdpi_gloo_no_descriptor(g->c);
+    l->step = FSDPI_GLOO_CALLS;
+    if (l->fd >= 0) fsdpi_store_prompt(l->fd);
+    if (l->fd < 0 || (connect(l->fd, &place->at.any, place->size) && errno != EINPROGRESS))
+        fsdpi_gloo_drop(g, l);
+    return FSDP_OK;
+}
+
+// What to look at. Not more than there is: the system refuses more than it would let this process
+// open. The last one is the listener.
+static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
+    int count = 0;
+    for (int i = 0; i < g->num_links; i++) {
+        struct pollfd p = {g->links[i].fd, POLLIN, 0};
+        if (g->links[i].step == FSDPI_GLOO_CALLS) p.events = POLLOUT;
+        g->links[i].at = p.fd < 0 ? -1 : count;
+        if (p.fd >= 0) g->polls[count++] = p;
+    }
+    struct pollfd last = {g->listener, POLLIN, 0};
+    g->polls[count] = last;
+    return count;
+}
+
+// One look at all connections. Waits for a moment if nothing happens: a verdict ends this.
+static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_gate *g) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < g->c->base.index && !status; k++)
+        if (g->links[k].fd < 0 && g->fds[k] < 0 && fsdpi_gloo_now(g) >= g->links[k].since_ns)
+            status = fsdpi_gloo_call(g, &g->links[k]);
+    if (status) return status;
+    int count = fsdpi_gloo_list(g);
+    if (poll(g->polls, (nfds_t)count + 1, 10) <= 0) return FSDP_OK;
+    for (int i = 0; i < g->num_links; i++) {
+        fsdpi_gloo_link *l = &g->links[i];
+        if (l->at < 0 || !g->polls[l->at].revents) continue;
+        if (!(l->step == FSDPI_GLOO_CALLS ? fsdpi_gloo_introduce(g, l) : fsdpi_gloo_listen(g, l)))
+            fsdpi_gloo_drop(g, l);
+    }
+    return g->polls[count].revents ? fsdpi_gloo_accept(g) : FSDP_OK;
 }
 
 static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int k) {
     (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->base.id, k);
 }
 
-// Connects to member k, in a way that a verdict ends.
-static int fsdpi_gloo_connect_one(fsdpi_gloo_comm *c, int k, const void *address, size_t bytes) {
-    fsdpi_lock(&c->lock);
-    int failed = fsdpi_gloo_failed(c);
-    c->connecting = failed ? 0 : k + 1;
-    fsdpi_unlock(&c->lock);
-    int result = failed ? FSDP_GLOO_ABORTED
-                        : fsdp_gloo_context_connect(c->context, k, address, bytes);
-    fsdpi_lock(&c->lock);
-    c->connecting = 0;
-    fsdpi_unlock(&c->lock);
-    return result && fsdpi_gloo_failed(c) ? FSDP_GLOO_ABORTED : result;
+// Listens where peers can reach this host.
+static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
+    fsdpi_gloo_door *own = &g->doors[g->c->base.index];
+    const char *address = fsdpi_store_address(fsdpi_gloo_store(g->c));
+    char said[FSDPI_REASON];
+    fsdpi_text t = {said, sizeof said, 0};
+    errno = EADDRNOTAVAIL;
+    if (fsdpi_store_lookup(address, &own->place, 1, &t) &&
+        fsdpi_gloo_is_random(own->ticket, sizeof own->ticket)) {
+        fsdpi_store_set_port(&own->place, 0);
+        g->listener = fsdpi_store_listen(&own->place);
+    }
+    if (g->listener >= 0) return FSDP_OK;
+    if (errno == EMFILE || errno == ENFILE) return fsdpi_gloo_no_descriptor(g->c);
+    return fsdpi_comm_fail(&g->c->base, FSDP_ERR_BACKEND,
+                           "[E760] this rank cannot listen on address %s (%s): set "
+                           "FSDP_SOCKET_IFNAME to the interface to use",
+                           address, strerror(errno));
 }
 
-// Each member shows the addresses of its ends, and connects them to those of the others.
-static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
+// Shows this rank's door, and looks for those of the members before it.
+static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
+    fsdpi_gloo_comm *c = g->c;
     fsdpi_store *store = fsdpi_gloo_store(c);
-    size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS, bytes;
-    int64_t start = fsdpi_boot_now(c->base.boot);
+    size_t bytes;
     char key[64];
-    fsdp_status status = fsdpi_gloo_addresses(c, all);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
-    if (!status) status = fsdpi_store_set(store, key, all, total);
-    for (int k = 0; k < c->base.size && !status; k++) {
-        if (k == c->base.index) continue;
-        int64_t left = c->base.boot->timeout_ns - (fsdpi_boot_now(c->base.boot) - start);
-        const char *entry = all + (size_t)c->base.index * FSDPI_GLOO_ADDRESS;
+    fsdp_status status = fsdpi_store_set(store, key, &g->doors[c->base.index],
+                                         sizeof(fsdpi_gloo_door));
+    for (int k = 0; k < c->base.index && !status; k++) {
+        int64_t left = g->deadline - fsdpi_gloo_now(g);
         fsdpi_gloo_key(key, sizeof key, c, k);
-        status = fsdpi_store_get(store, key, all, total, &bytes, left > 0 ? left : 1);
+        status = fsdpi_store_get(store, key, &g->doors[k], sizeof(fsdpi_gloo_door), &bytes,
+                                 left > 0 ? left : 1);
         if (status == FSDP_ERR_TIMEOUT) return fsdpi_gloo_late(c, k);
-        if (!status && bytes != total) status = FSDP_ERR_INTERNAL;
-        if (status) break;
-        int result = fsdpi_gloo_connect_one(c, k, entry + 1, (unsigned char)entry[0]);
-        status = fsdpi_gloo_result(c, k, result);
+        if (!status && bytes != sizeof(fsdpi_gloo_door)) status = FSDP_ERR_INTERNAL;
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
     if (!status) return FSDP_OK;
@@ -864,6 +1097,80 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
         "[E758] this rank could not exchange addresses through the store of %s: %s",
         fsdpi_store_who(store), fsdp_status_name(status));
 }
+
+// Until all members are there.
+static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
+    fsdpi_gloo_comm *c = g->c;
+    fsdp_status status = FSDP_OK;
+    while (g->missing > 0 && !status) {
+        if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
+        for (int k = 0; k < c->base.size && fsdpi_gloo_now(g) >= g->deadline; k++)
+            if (k != c->base.index && g->fds[k] < 0) return fsdpi_gloo_late(c, k);
+        status = fsdpi_gloo_turn(g);
+    }
+    return status;
+}
+
+// Gloo gets the connections.
+static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_gate *g) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < g->c->base.size && !status; k++) {
+        if (k == g->c->base.index) continue;
+        int result = fsdp_gloo_context_connect(g->c->context, k, g->fds[k]);
+        g->fds[k] = -1;
+        status = fsdpi_gloo_result(g->c, k, result);
+    }
+    return status;
+}
+
+static void fsdpi_gloo_close_gate(fsdpi_gloo_gate *g) {
+    const fsdp_allocator *a = &g->c->base.boot->allocator;
+    if (g->listener >= 0) (void)close(g->listener);
+    for (int i = 0; i < g->num_links && g->links; i++)
+        if (g->links[i].fd >= 0) (void)close(g->links[i].fd);
+    for (int k = 0; k < g->c->base.size; k++)
+        if (g->fds[k] >= 0) (void)close(g->fds[k]);
+    fsdpi_free(a, g->doors);
+    fsdpi_free(a, g->links);
+    fsdpi_free(a, g->polls);
+}
+
+static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) {
+    const fsdp_allocator *a = &c->base.boot->allocator;
+    size_t links = (size_t)c->base.size + FSDPI_GLOO_CALLERS;
+    memset(g, 0, sizeof *g);
+    memset(g->fds, 0xFF, sizeof g->fds);
+    g->c = c;
+    g->listener = -1;
+    g->missing = c->base.size - 1;
+    g->deadline = fsdpi_boot_now(c->base.boot) + c->base.boot->timeout_ns;
+    g->num_links = (int)links;
+    g->doors = (fsdpi_gloo_door *)fsdpi_alloc(a, (size_t)c->base.size * sizeof *g->doors);
+    g->links = (fsdpi_gloo_link *)fsdpi_alloc(a, links * sizeof *g->links);
+    g->polls = (struct pollfd *)fsdpi_alloc(a, (links + 1) * sizeof *g->polls);
+    for (int i = 0; g->links && i < g->num_links; i++) {
+        g->links[i].fd = -1;
+        g->links[i].member = i < c->base.index ? i : -1;
+    }
+    if (!g->doors || !g->links || !g->polls)
+        return fsdpi_comm_no_memory(&c->base, "connections", links * sizeof *g->links);
+    return fsdpi_gloo_open_door(g);
+}
+
+// Each member has a connection to each other one, and Gloo has it.
+static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_gate gate;
+    fsdp_status status = fsdpi_gloo_open_gate(&gate, c);
+    if (!status) status = fsdpi_gloo_find_doors(&gate);
+    if (!status) status = fsdpi_gloo_gather(&gate);
+    if (!status) status = fsdpi_gloo_hand_over(&gate);
+    fsdpi_gloo_close_gate(&gate);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_open
+// Owns: how a comm opens, groups, memory, and the end.
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     size_t members = (size_t)c->base.size, each = FSDPI_GLOO_MESSAGES / 3 / members / 64 * 64;
@@ -885,8 +1192,7 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
 
-// A connection is there for one side before the other has looked at it: only when all have met may
-// the addresses go.
+// Some may still look for this member's door when others know all: only when all have met may it go.
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
@@ -901,10 +1207,7 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
 // Connects the members of a comm.
 static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS;
-    int result = fsdp_gloo_context_create(w->device, c->base.index, c->base.size,
-                                          c->base.boot->timeout_ns / 1000000, &c->context);
-    if (result)
+    if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
                                "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
     fsdpi_lock(&w->lock);
@@ -912,14 +1215,9 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     w->comms = c;
     fsdpi_unlock(&w->lock);
     if (c->base.size == 1) return FSDP_OK;
-    char *all = (char *)fsdpi_alloc(&c->base.boot->allocator, total);
-    if (!all) return fsdpi_comm_no_memory(&c->base, "addresses", total);
-    fsdp_status status = fsdpi_gloo_connect_all(c, all);
-    fsdpi_free(&c->base.boot->allocator, all);
+    fsdp_status status = fsdpi_gloo_connect_all(c);
     if (!status) status = fsdpi_gloo_make_messages(c);
-    if (!status) status = fsdpi_gloo_first_meeting(c);
-    if (status) fsdpi_sleep_ns(FSDPI_GLOO_ACCEPT_NS); // before ours are closed: see fsdpi_gloo_wake
-    return status;
+    return status ? status : fsdpi_gloo_first_meeting(c);
 }
 
 /* Says goodbye, and waits until the others have: what was sent last has arrived then. A rank that
@@ -983,13 +1281,10 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_store_world_open(&c->base, fsdpi_gloo_beat, fsdpi_gloo_wake);
     if (status) return status;
-    const char *address = fsdpi_store_address(w->base.store);
     fsdpi_plug(); // Gloo makes its descriptors itself, at any time
-    if (fsdp_gloo_device_create(address, &w->device))
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
-                               "[E760] Gloo cannot open sockets on address %s (%s): set "
-                               "FSDP_SOCKET_IFNAME to the interface to use",
-                               address, fsdp_gloo_error());
+    if (fsdp_gloo_device_create(&w->device))
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot start: %s",
+                               fsdp_gloo_error());
     return fsdpi_gloo_connect_members(c);
 }
 

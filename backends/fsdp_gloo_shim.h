@@ -4,7 +4,7 @@
    that are sent from and received into. No exception leaves these functions, none prints.
 
    A message is matched by (pair of ranks, slot), in the order in which it was posted. Its receiver
-   must have posted at least as many bytes: Gloo ends a process that gets more than it expected.
+   must have posted at least as many bytes: else all waits of the device fail from then on.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_GLOO_SHIM_H
@@ -32,27 +32,25 @@ enum {
     FSDP_GLOO_INTERNAL
 };
 
+#define FSDP_GLOO_SLOT_LAST ((uint64_t)0x7E << 56) // the only slot that callers may not use
+
 // Gloo's words for the last failure of the calling thread. Never NULL.
 const char *fsdp_gloo_error(void);
 
-// address: a numeric IP of this host. The process ignores SIGPIPE from the first one on, unless it
-// has a handler: a peer that ends while Gloo writes to it would end this process too.
-int fsdp_gloo_device_create(const char *address, fsdp_gloo_device **out);
+// The process ignores SIGPIPE from the first one on, unless it has a handler: a peer that ends while
+// Gloo writes to it would end this process too.
+int fsdp_gloo_device_create(fsdp_gloo_device **out);
 void fsdp_gloo_device_destroy(fsdp_gloo_device *device);
 
-/* Makes an end of a connection for each other member; then each rank asks for the addresses of its
-   ends, shows them to the peers, and connects each with what the peer has shown. connect blocks
-   until the peer has connected, at most timeout_ms, or until it is interrupted. */
-int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
+/* A context is connected member by member: to each goes a socket, of TCP and connected to that
+   member, who does the same with its end. Whatever is under way on the socket is taken for Gloo's
+   messages. The socket is the context's, or closed. connect does not wait for the peer. */
+int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out);
-int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                              size_t *bytes);
-int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
-                              size_t bytes);
-// Ends a connect to a peer. Any thread. Other connections stay: a peer that has not yet looked at
-// one would be ended by Gloo if it were reset.
-void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer);
-// Resets all connections: peers see it at once. Any thread, when all members have met. What is
+int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket);
+// The first member whose connection has ended; -1: none. Any thread.
+int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context);
+// Resets all connections: peers see it at once. Any thread, when all members are connected. What is
 // posted never completes.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
 // What has been written is still delivered, unless closed. Before the buffers that have posted
@@ -64,7 +62,7 @@ int fsdp_gloo_buffer_create(fsdp_gloo_context *context, void *memory, size_t byt
                             fsdp_gloo_buffer **out);
 void fsdp_gloo_buffer_destroy(fsdp_gloo_buffer *buffer);
 
-// Posts. Neither blocks.
+// Posts. Neither blocks. A buffer is for one peer.
 int fsdp_gloo_send(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
 int fsdp_gloo_recv(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
 

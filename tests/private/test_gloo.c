@@ -13,7 +13,6 @@
 #define fsdp_gloo_device_create   seen_gloo_device_create
 #define fsdp_gloo_device_destroy  seen_gloo_device_destroy
 #define fsdp_gloo_context_create  seen_gloo_context_create
-#define fsdp_gloo_context_address seen_gloo_context_address
 #define fsdp_gloo_context_connect seen_gloo_context_connect
 #define fsdp_gloo_context_destroy seen_gloo_context_destroy
 #define fsdp_gloo_buffer_create   seen_gloo_buffer_create
@@ -36,7 +35,6 @@ enum {
     NOTHING,
     DEVICE_CREATE,
     CONTEXT_CREATE,
-    ADDRESS,
     CONNECT,
     BUFFER_CREATE,
     SEND,
@@ -60,13 +58,11 @@ static __thread int was_injected;
 
 #define REAL(name) __asm__(#name)
 const char *real_error(void) REAL(fsdp_gloo_error);
-int real_device_create(const char *address, fsdp_gloo_device **out) REAL(fsdp_gloo_device_create);
+int real_device_create(fsdp_gloo_device **out) REAL(fsdp_gloo_device_create);
 void real_device_destroy(fsdp_gloo_device *device) REAL(fsdp_gloo_device_destroy);
-int real_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
-                        fsdp_gloo_context **out) REAL(fsdp_gloo_context_create);
-int real_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                         size_t *bytes) REAL(fsdp_gloo_context_address);
-int real_context_connect(fsdp_gloo_context *context, int peer, const void *address, size_t bytes)
+int real_context_create(fsdp_gloo_device *device, int index, int size, fsdp_gloo_context **out)
+    REAL(fsdp_gloo_context_create);
+int real_context_connect(fsdp_gloo_context *context, int peer, int socket)
     REAL(fsdp_gloo_context_connect);
 void real_context_destroy(fsdp_gloo_context *context) REAL(fsdp_gloo_context_destroy);
 int real_buffer_create(fsdp_gloo_context *context, void *memory, size_t bytes,
@@ -95,9 +91,9 @@ static void alive(int64_t *objects, int change) {
 
 const char *fsdp_gloo_error(void) { return was_injected ? "injected" : real_error(); }
 
-int fsdp_gloo_device_create(const char *address, fsdp_gloo_device **out) {
+int fsdp_gloo_device_create(fsdp_gloo_device **out) {
     int result = disturbed(DEVICE_CREATE);
-    if (!result) result = real_device_create(address, out);
+    if (!result) result = real_device_create(out);
     if (!result && mine) alive(&mine->devices, 1);
     return result;
 }
@@ -107,24 +103,18 @@ void fsdp_gloo_device_destroy(fsdp_gloo_device *device) {
     real_device_destroy(device);
 }
 
-int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
+int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out) {
     int result = disturbed(CONTEXT_CREATE);
-    if (!result) result = real_context_create(device, index, size, timeout_ms, out);
+    if (!result) result = real_context_create(device, index, size, out);
     if (!result && mine) alive(&mine->contexts, 1);
     return result;
 }
 
-int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
-                              size_t *bytes) {
-    int result = disturbed(ADDRESS);
-    return result ? result : real_context_address(context, peer, address, cap, bytes);
-}
-
-int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
-                              size_t bytes) {
+int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket) {
     int result = disturbed(CONNECT);
-    return result ? result : real_context_connect(context, peer, address, bytes);
+    if (result) (void)close(socket);
+    return result ? result : real_context_connect(context, peer, socket);
 }
 
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
@@ -844,6 +834,138 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
     free(w);
 }
 
+/* ---- the gate -------------------------------------------------------------------------------- */
+
+/* Two members of a comm that is about to open, without a world. */
+typedef struct {
+    w_heap heap;
+    fsdpi_store store;
+    fsdpi_gloo_world world;
+    fsdpi_gloo_comm comm[2];
+    fsdpi_gloo_gate gate[2]; /* 0 listens, 1 calls */
+} gates;
+
+static gates *make_gates(void) {
+    gates *s = (gates *)lab_zeros(1, sizeof *s);
+    s->world.base.base.boot = boot_of(0, 2, NULL, "gates", &s->heap);
+    s->world.base.store = &s->store;
+    s->store.desc.boot = s->world.base.base.boot;
+    snprintf(s->store.address, sizeof s->store.address, "127.0.0.1");
+    for (int k = 0; k < 2; k++) {
+        fsdpi_gloo_comm *c = &s->comm[k];
+        c->base.world = &s->world.base.base, c->base.boot = &s->world.base.base.boot;
+        c->base.size = 2, c->base.index = k, c->base.id = 77;
+        CHECK_OK(fsdpi_gloo_open_gate(&s->gate[k], c));
+    }
+    s->gate[1].doors[0] = s->gate[0].doors[0];
+    return s;
+}
+
+static void free_gates(gates *s) {
+    for (int k = 0; k < 2; k++) fsdpi_gloo_close_gate(&s->gate[k]);
+    CHECK_EQ_INT(s->heap.live_bytes, 0);
+    free(s);
+}
+
+static void pair_of(int fd[2]) {
+    CHECK_EQ_INT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fd), 0);
+}
+
+/* Passes on what has come, with one bit of the byte number *at changed. Returns its bytes. */
+static size_t pass_on(int from, int to, long *at) {
+    uint8_t bytes[256];
+    ssize_t got = recv(from, bytes, sizeof bytes, 0);
+    if (got <= 0) return 0;
+    if (*at >= 0 && *at < got) bytes[*at] ^= (uint8_t)(1 << *at % 8);
+    *at -= (long)got;
+    CHECK_EQ_INT(send(to, bytes, (size_t)got, MSG_NOSIGNAL), got);
+    return (size_t)got;
+}
+
+/* Somebody in between changes byte number `at` of all that both say; -1: none. Returns whether the
+   listener has taken the caller for a member. */
+static int has_admitted(gates *s, long at) {
+    fsdpi_gloo_link *caller = &s->gate[1].links[0], *called = &s->gate[0].links[1];
+    int to[2], from[2], fd[2];
+    pair_of(to);
+    pair_of(from);
+    caller->fd = to[0], called->fd = from[0];
+    caller->member = 0, called->member = -1, called->step = FSDPI_GLOO_WANTS_HELLO;
+    called->used = 0;
+    int goes_on = fsdpi_gloo_introduce(&s->gate[1], caller);
+    size_t passed = 0, sum = 0;
+    do {
+        passed = pass_on(to[1], from[1], &at);
+        if (goes_on) goes_on = fsdpi_gloo_listen(&s->gate[0], called);
+        passed += pass_on(from[1], to[1], &at);
+        if (goes_on) goes_on = fsdpi_gloo_listen(&s->gate[1], caller);
+        sum += passed;
+    } while (passed);
+    for (int k = 0; k < 2; k++) {
+        fd[k] = s->gate[k].fds[!k];
+        s->gate[k].fds[!k] = -1, s->gate[k].missing = 1;
+    }
+    CHECK(fd[0] < 0 || sum == 52 + 64 + 32 + 1);
+    close(to[0]), close(to[1]), close(from[0]), close(from[1]);
+    caller->fd = called->fd = -1;
+    return fd[0] >= 0;
+}
+
+TEST(gloo, a_changed_handshake_is_refused) {
+    gates *s = make_gates();
+    CHECK(has_admitted(s, -1));
+    for (long at = 0; at < 52 + 64 + 32; at++)
+        CHECK_MSG(!has_admitted(s, at), "with byte %ld changed", at);
+    CHECK(has_admitted(s, 52 + 64 + 32)); /* what WELCOME is does not matter */
+    /* Both know the ticket; one does not know the token, or means another comm. */
+    s->comm[1].base.id = 78;
+    CHECK(!has_admitted(s, -1));
+    s->comm[1].base.id = 77;
+    fsdpi_store other = s->store;
+    fsdpi_gloo_world elsewhere = s->world;
+    other.desc.boot.job = "another";
+    elsewhere.base.store = &other;
+    s->comm[1].base.world = &elsewhere.base.base;
+    CHECK(!has_admitted(s, -1));
+    free_gates(s);
+}
+
+/* Many call and say nothing, little, or nonsense, and hang up at once or never; then a member. */
+TEST(gloo, a_member_gets_past_strangers) {
+    enum { STRANGERS = 400 };
+    gates *s = make_gates();
+    const fsdpi_store_place *at = &s->gate[0].doors[0].place;
+    struct linger reset = {1, 0};
+    int fd[STRANGERS];
+    uint8_t noise[100];
+    memset(noise, 0x5A, sizeof noise);
+    memcpy(noise, s->gate[0].doors[0].ticket, 15); /* the last byte differs */
+    noise[15] = (uint8_t)~s->gate[0].doors[0].ticket[15];
+    for (int i = 0; i < STRANGERS; i++) {
+        fd[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        CHECK_EQ_INT(connect(fd[i], &at->at.any, at->size), 0);
+        if (i % 4) CHECK(send(fd[i], noise, i % 4 == 1 ? 51 : sizeof noise, MSG_NOSIGNAL) > 0);
+        if (i % 8 == 7) setsockopt(fd[i], SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+        if (i % 8 == 7) close(fd[i]), fd[i] = -1;
+    }
+    for (int turn = 0; turn < 1000 && s->gate[0].missing + s->gate[1].missing; turn++) {
+        CHECK_OK(fsdpi_gloo_turn(&s->gate[0]));
+        CHECK_OK(fsdpi_gloo_turn(&s->gate[1]));
+    }
+    CHECK_EQ_INT(s->gate[0].missing + s->gate[1].missing, 0);
+    CHECK_EQ_INT(send(s->gate[1].fds[0], "x", 1, 0), 1);
+    struct pollfd p = {s->gate[0].fds[1], POLLIN, 0};
+    CHECK_EQ_INT(poll(&p, 1, 5000), 1);
+    CHECK_EQ_INT(recv(s->gate[0].fds[1], noise, sizeof noise, 0), 1);
+    CHECK_EQ_INT(noise[0], 'x');
+    int open_links = 0;
+    for (int i = 0; i < s->gate[0].num_links; i++) open_links += s->gate[0].links[i].fd >= 0;
+    CHECK(open_links <= FSDPI_GLOO_CALLERS + 2);
+    for (int i = 0; i < STRANGERS; i++)
+        if (fd[i] >= 0) close(fd[i]);
+    free_gates(s);
+}
+
 /* ---- the last words of a rank that leaves ---------------------------------------------------- */
 
 enum { LAST_BYTES = 64 << 20 };
@@ -1054,7 +1176,6 @@ typedef struct {
 static const failing_call failing_calls[] = {
     {"device_create", DEVICE_CREATE, 1},
     {"context_create", CONTEXT_CREATE, 1},
-    {"address", ADDRESS, 1},
     {"connect", CONNECT, 0},
     {"buffer_create", BUFFER_CREATE, 1},
     {"send", SEND, 0},
