@@ -145,6 +145,12 @@ H_FN void *lab_zeros(size_t count, size_t size) {
     CHECK(ptr != NULL);
     return ptr;
 }
+/* Zeros that ranks which are processes write for the test to see; until it ends. */
+H_FN void *lab_shared(size_t size) {
+    void *ptr = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(ptr != MAP_FAILED);
+    return ptr;
+}
 H_FN double *lab_doubles(int64_t count) {
     return (double *)lab_zeros((size_t)count, sizeof(double));
 }
@@ -368,9 +374,9 @@ H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void 
     static int started;
     lab_start *s = (lab_start *)lab_zeros(1, sizeof *s);
     if (how) s->how = *how;
-    if (size > 1 && !s->how.comm_ops && lab_shares_gpu()) {
-        if (s->how.shared) SKIP("ranks that are threads need a GPU each");
-        s->how.processes = 1;
+    if (!s->how.comm_ops && lab_shares_gpu()) { /* one rank, too: CUDA does not survive a fork */
+        if (s->how.shared && size > 1) SKIP("ranks that are threads need a GPU each");
+        s->how.processes = !s->how.shared;
     }
     s->number = started++;
     s->body = body;
