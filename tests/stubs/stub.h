@@ -74,6 +74,8 @@ enum {
 };
 int64_t stub_live(int kind); /* objects that exist */
 
+int stub_sms_used(int device); /* by kernels of communicators that have begun, of this process */
+
 /* What ncclCommGetAsyncError says from now on; comm NULL: of all comms, also of later ones. */
 void stub_async_error(ncclComm_t comm, ncclResult_t code);
 

@@ -138,7 +138,7 @@ typedef struct state {
     } names[NAMES];
     int num_names;
     int64_t calls, waits;
-    int open; /* ops that run: device memory can be accessed */
+    int open;    /* ops that run: device memory can be accessed */
     int is_used; /* CUDA has been called: not for children of fork any more */
     kernel loaded[KERNELS];
     int num_loaded;
@@ -153,8 +153,8 @@ static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* some stream completed
 static pthread_key_t thread_key;
 static state *now;
 /* Kept in children of fork. */
-static int settings[STUB_SETTINGS] = {
-    0, 0, 0, 8, NCCL_VERSION_CODE, 16384, 1, 0, 0, 0, 0, 1, 132, INT_MAX, CUDART_VERSION};
+static int settings[STUB_SETTINGS] = {0, 0, 0, 8,   NCCL_VERSION_CODE, 16384,         1, 0, 0,
+                                      0, 0, 1, 132, INT_MAX,           CUDART_VERSION};
 static rule rules[RULES];
 static int num_rules, checks, checks_die, is_set_up, is_forked, ignored_wait;
 static int in_driver; /* threads in a cudaFree that waits, with STUB_DRIVER */

@@ -96,7 +96,7 @@ typedef struct where { /* what an id says */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static mapping *mappings;
 static int async_all, is_set_up;
-static uint64_t host_hash; /* as the variables were at the first call of the process */
+static uint64_t host_hash; /* as the variables were at the first init of the process; 0: none */
 static char warning[256];
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -106,10 +106,6 @@ static void take_lock(void) {
     pthread_mutex_lock(&lock);
     if (is_set_up) return;
     is_set_up = 1;
-    const char *name = getenv("NCCL_HOSTID");
-    host_hash = 14695981039346656037u;
-    for (const char *at = name ? name : ""; *at; at++)
-        host_hash = (host_hash ^ (unsigned char)*at) * 1099511628211u;
     pthread_atfork(before_fork, after_fork, after_fork);
 }
 
@@ -564,6 +560,13 @@ static int take_room(const batch *b) {
     return taken;
 }
 
+int stub_sms_used(int device) {
+    take_lock();
+    int used = rooms[device].used;
+    pthread_mutex_unlock(&lock);
+    return used;
+}
+
 static void give_room(ncclComm_t c) {
     take_lock();
     rooms[c->device].used -= c->ctas;
@@ -683,6 +686,19 @@ static int same(int32_t *word, int32_t value) {
     return seen == value;
 }
 
+static void tell_device(const ncclComm_t c, member *me) {
+    take_lock();
+    if (!host_hash) {
+        const char *name = getenv("NCCL_HOSTID");
+        host_hash = 14695981039346656037u;
+        for (const char *at = name ? name : ""; *at; at++)
+            host_hash = (host_hash ^ (unsigned char)*at) * 1099511628211u;
+    }
+    me->host = host_hash;
+    pthread_mutex_unlock(&lock);
+    me->device = (uint64_t)c->device;
+}
+
 /* As NCCL: two ranks of one GPU, of what seems to be one host, are refused, and others lose them. */
 static ncclResult_t check_devices(ncclComm_t c) {
     const member *all = c->file->at->members;
@@ -720,8 +736,7 @@ static ncclResult_t do_init(job *j) {
         return warn(ncclInvalidUsage, "ranks have different versions of the library");
     if (__atomic_exchange_n(&s->members[c->rank].joined, 1u, __ATOMIC_ACQ_REL))
         return warn(ncclInvalidUsage, "two ranks have the same number, or the id is used again");
-    s->members[c->rank].host = host_hash;
-    s->members[c->rank].device = (uint64_t)c->device;
+    tell_device(c, &s->members[c->rank]);
     if (!meet(c)) return warn(ncclInternalError, "aborted while it waited for other ranks");
     close_door(c->file);
     return check_devices(c);
