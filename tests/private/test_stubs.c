@@ -1462,9 +1462,9 @@ static const struct {
                    {"no_room", "0", 47, 22809, 0, 0},
                    {"order", "1", 47, 22809, 1, 1},
                    {"order_of_2.25", "1", 47, 22505, 0, 0}};
-static void await_begun(int rank) {
+static void await_begun(int device, int nth) {
     long nap = 0;
-    while (!stub_sms_used(rank)) h_nap(&nap);
+    while (stub_begun(device) < nth) h_nap(&nap);
 }
 static void crosses(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
@@ -1475,9 +1475,9 @@ static void crosses(int rank, int world, void *arg) {
     NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, a, s));
     h_mark(0);
     h_await_marks(0, 2); /* rank 1 has begun it, or will: it issues nothing before */
-    if (rank == 1) await_begun(rank); /* the first one */
+    if (rank == 1) await_begun(rank, 1); /* the first one */
     NCCL(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, b, t));
-    if (rank == 0 && !room_orders[row].keeps) await_begun(rank); /* the second one */
+    if (rank == 0 && !room_orders[row].keeps) await_begun(rank, 2); /* the second one */
     open_gate(&gate);
     if (!room_orders[row].ends) {
         check_waits(s);

@@ -74,7 +74,9 @@ enum {
 };
 int64_t stub_live(int kind); /* objects that exist */
 
-int stub_sms_used(int device); /* by kernels of communicators that have begun, of this process */
+/* The last kernel of a communicator, by the order of issue, that has begun on a device of this
+   process, from 1 on; 0: none. */
+int stub_begun(int device);
 
 /* What ncclCommGetAsyncError says from now on; comm NULL: of all comms, also of later ones. */
 void stub_async_error(ncclComm_t comm, ncclResult_t code);

@@ -560,11 +560,11 @@ static int take_room(const batch *b) {
     return taken;
 }
 
-int stub_sms_used(int device) {
+int stub_begun(int device) {
     take_lock();
-    int used = rooms[device].used;
+    int begun = (int)rooms[device].begun;
     pthread_mutex_unlock(&lock);
-    return used;
+    return begun;
 }
 
 static void give_room(ncclComm_t c) {
