@@ -88,6 +88,7 @@ typedef struct fsdpi_cuda_place {
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
     fsdpi_cuda_place place;
+    size_t max_pitch;             // of a 2-D copy, in bytes
     void *own[FSDP_STREAM_COUNT]; // streams that were made here; any other is the caller's
     // Of norms, device memory; the last is in use. Each is at least twice as large as the one
     // before, which is kept: a captured graph has its address.
@@ -231,12 +232,30 @@ static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int 
     return fsdpi_cuda_late(at);
 }
 
+static int fsdpi_cuda_is_one(const char *variable) {
+    const char *value = fsdpi_env(variable);
+    return value && strcmp(value, "1") == 0;
+}
+
 static void fsdpi_cuda_warn(const fsdp_boot *boot) {
-    const char *connections = fsdpi_env("CUDA_DEVICE_MAX_CONNECTIONS");
-    if (!connections || strcmp(connections, "1") != 0 || boot->rank != 0) return;
-    fsdpi_boot_log(boot, FSDP_LOG_WARN,
-                   "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
-                   "collective runs beside a kernel; leave it unset, or set 8 to 32");
+    if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_DEVICE_MAX_CONNECTIONS"))
+        fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                       "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
+                       "collective runs beside a kernel; leave it unset, or set 8 to 32");
+    if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_LAUNCH_BLOCKING"))
+        fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                       "CUDA_LAUNCH_BLOCKING is 1: each collective waits for all ranks, and a late "
+                       "rank cannot be named; set it only to find a kernel that fails");
+}
+
+/* The kernels are loaded now: the first launch of one that is not may wait for the whole device, and
+   so for a peer. */
+static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
+    int max_pitch = 0;
+    cudaError_t e = cudaDeviceGetAttribute(&max_pitch, cudaDevAttrMaxPitch, d->place.ordinal);
+    d->max_pitch = (size_t)max_pitch;
+    if (e != cudaSuccess) return fsdpi_cuda_check(&d->place, (int)e, "cudaDeviceGetAttribute");
+    return fsdpi_cuda_check(&d->place, fsdp_cuda_load(), "loading kernels");
 }
 
 static void fsdpi_cuda_close(fsdp_device *device) {
@@ -254,6 +273,7 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     if (!d) return FSDP_ERR_OUT_OF_MEMORY;
     d->boot = *boot;
     fsdp_status status = fsdpi_cuda_place_open(&d->place, &d->boot);
+    if (!status) status = fsdpi_cuda_prepare(d);
     if (status) {
         fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, d->place.error);
         fsdpi_cuda_close((fsdp_device *)(void *)d);
@@ -399,6 +419,22 @@ static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
     return stream ? (cudaStream_t)stream : d->place.setup;
 }
 
+// Rows of bytes, in any memory.
+static int fsdpi_cuda_rows(const fsdpi_cuda_device *d, cudaStream_t on, char *dst, size_t dst_pitch,
+                           const char *src, size_t src_pitch, size_t row, size_t height) {
+    cudaError_t e = cudaSuccess;
+    if (src_pitch == row && dst_pitch == row) {
+        row *= height;
+        height = 1;
+    } else if (src_pitch <= d->max_pitch && dst_pitch <= d->max_pitch) {
+        return (int)cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, row, height,
+                                      cudaMemcpyDefault, on);
+    }
+    for (size_t y = 0; y < height && e == cudaSuccess; y++)
+        e = cudaMemcpyAsync(dst + y * dst_pitch, src + y * src_pitch, row, cudaMemcpyDefault, on);
+    return (int)e;
+}
+
 static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     const fsdp_block *b = (const fsdp_block *)op->list;
@@ -415,11 +451,7 @@ static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp
         size_t src_pitch = b->height == 1 ? row : (size_t)b->src_pitch * size;
         size_t dst_pitch = b->height == 1 ? row : (size_t)b->dst_pitch * size;
         if (dst == src && dst_pitch == src_pitch) return FSDP_OK;
-        if (src_pitch == row && dst_pitch == row)
-            result = (int)cudaMemcpyAsync(dst, src, row * (size_t)b->height, cudaMemcpyDefault, on);
-        else
-            result = (int)cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, row, (size_t)b->height,
-                                            cudaMemcpyDefault, on);
+        result = fsdpi_cuda_rows(d, on, dst, dst_pitch, src, src_pitch, row, (size_t)b->height);
     } else {
         result = fsdp_cuda_copy((void *)on, op->dst_ptr, op->out_dtype, op->src_ptr, op->dtype, b,
                                 op->list_count, op->scale, op->accumulate);

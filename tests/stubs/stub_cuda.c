@@ -1543,18 +1543,19 @@ static void launch_body(void *arg) {
 
 /* A kernel that is used for the first time is loaded, and for that the device has to be idle. A
    capture waits for nothing. */
-static void load(state *s, kernel body, int waits) {
+static void load(state *s, kernel body, int waits, int is_launch) {
     int i = 0;
     while (i < s->num_loaded && s->loaded[i] != body) i++;
     if (i < s->num_loaded) return;
     if (i == KERNELS) stub_die("too many kernels");
     s->loaded[s->num_loaded++] = body;
+    if (is_launch) count_call(s, "first launch");
     if (waits && settings[STUB_LAZY] && !settings[STUB_SYNC]) wait_device(s, my_device);
 }
 
 cudaError_t fsdp_stub_load(void (*body)(const void *params, unsigned block_index)) {
     ENTER("load");
-    load(begin(), body, 1);
+    load(begin(), body, 1, 0);
     end();
     return cudaSuccess;
 }
@@ -1574,7 +1575,7 @@ cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_ind
     cudaError_t error;
     stub_point p = {NULL, 0};
     cudaStream_t t = usable(s, stream, &error);
-    if (t) load(s, body, !t->capture);
+    if (t) load(s, body, !t->capture, 1);
     if (t) p = put(s, t, w);
     int blocks = settings[STUB_BLOCKING];
     end();
