@@ -69,7 +69,10 @@ enum {
 };
 
 /* -------------------------------------------------------------------------------------------- */
-// Launches. A kernel is a struct with Params, which travel with the launch, and block().
+/* Launches. A kernel is a struct with Params, which travel with the launch, and block(). A launch
+   into the stream LOADS is none: the kernel is loaded. */
+const char load_mark = 0;
+#define FSDPI_LOADS ((void *)(uintptr_t)&load_mark)
 
 #ifdef FSDP_CUDA_EMULATION
 template <class Kernel> static void body(const void *params, unsigned index) {
@@ -78,6 +81,7 @@ template <class Kernel> static void body(const void *params, unsigned index) {
 
 template <class Kernel>
 static int launch(void *stream, uint32_t grid, const typename Kernel::Params &params) {
+    if (stream == FSDPI_LOADS) return (int)fsdp_stub_load(body<Kernel>);
     return (int)fsdp_stub_launch(body<Kernel>, &params, sizeof params, grid, (cudaStream_t)stream);
 }
 #else
@@ -89,7 +93,10 @@ static __global__ void __launch_bounds__(FSDPI_THREADS)
 
 template <class Kernel>
 static int launch(void *stream, uint32_t grid, const typename Kernel::Params &params) {
+    cudaFuncAttributes attributes;
     void *args[] = {const_cast<typename Kernel::Params *>(&params)};
+    if (stream == FSDPI_LOADS)
+        return (int)cudaFuncGetAttributes(&attributes, (const void *)body<Kernel>);
     return (int)cudaLaunchKernel((const void *)body<Kernel>, dim3(grid), dim3(FSDPI_THREADS), args,
                                  0, (cudaStream_t)stream);
 }
@@ -98,6 +105,13 @@ static int launch(void *stream, uint32_t grid, const typename Kernel::Params &pa
 // As many thread blocks as tiles, if not too many: then each does several.
 static uint32_t grid_of(int64_t tiles) {
     return tiles < FSDPI_GRID ? (uint32_t)tiles : (uint32_t)FSDPI_GRID;
+}
+
+// Whether a launch has room for many runs: an older driver has not, whatever the compiler.
+static bool has_large_params() {
+    int version = 0;
+    return FSDPI_PARAMS <= 4096 ||
+           (cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -485,9 +499,10 @@ template <class Op, unsigned N> static int copy_part(const CopyJob &job, uint32_
 
 template <class Op> static int copy_list(const CopyJob &job) {
     int error = 0;
+    bool is_few = job.num <= FSDPI_FEW || !has_large_params();
     for (uint32_t next = 0; next < job.num && !error;)
-        error = job.num - next <= FSDPI_FEW ? copy_part<Op, FSDPI_FEW>(job, &next)
-                                            : copy_part<Op, FSDPI_MANY>(job, &next);
+        error = is_few || job.num - next <= FSDPI_FEW ? copy_part<Op, FSDPI_FEW>(job, &next)
+                                                      : copy_part<Op, FSDPI_MANY>(job, &next);
     return error;
 }
 
@@ -730,9 +745,10 @@ template <class In, unsigned N> static int norm_part(NormJob *job, uint32_t *nex
 template <class In> static int norm_list(NormJob job) {
     uint32_t next = 0;
     int error = 0;
+    bool is_few = job.num <= FSDPI_FEW || !has_large_params();
     do {
-        error = job.num - next <= FSDPI_FEW ? norm_part<In, FSDPI_FEW>(&job, &next)
-                                            : norm_part<In, FSDPI_MANY>(&job, &next);
+        error = is_few || job.num - next <= FSDPI_FEW ? norm_part<In, FSDPI_FEW>(&job, &next)
+                                                      : norm_part<In, FSDPI_MANY>(&job, &next);
     } while (next < job.num && !error);
     return error;
 }
@@ -1000,6 +1016,69 @@ FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update) {
     case FSDP_UPDATE_UNSCALE: return fsdpi_cuda::unscale(stream, u);
     default: return cudaErrorInvalidValue;
     }
+}
+
+} // extern "C"
+
+namespace fsdpi_cuda {
+namespace {
+
+const int floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
+
+// Of one dtype: copies to all others, its clip and its norm, for few blocks and for many.
+static int load_lists(int dtype, const fsdp_block *blocks, uint32_t num) {
+    void *at = (void *)(uintptr_t)4096; // nobody looks there
+    double *numbers = (double *)at;
+    int error = 0;
+    for (int to = 0; to < 4 && !error; to++)
+        error = fsdp_cuda_copy(FSDPI_LOADS, at, floats[to], at, dtype, blocks, num, 2, 0);
+    if (!error) error = fsdp_cuda_clip(FSDPI_LOADS, at, dtype, blocks, num, 1, 2, numbers);
+    if (!error)
+        error = fsdp_cuda_norm(FSDPI_LOADS, numbers, at, dtype, blocks, num, 2, 0, numbers);
+    return error;
+}
+
+static int load_updates(int dtype) {
+    void *at = (void *)(uintptr_t)4096;
+    fsdp_update u;
+    int error = 0;
+    memset(&u, 0, sizeof u);
+    u.param = u.grad = u.first = u.second = at;
+    u.found = (int32_t *)at;
+    u.count = 1;
+    u.dtype = (uint8_t)dtype;
+    for (int grad = 0; grad < 4 && !error; grad++) {
+        u.grad_dtype = (uint8_t)floats[grad];
+        u.kind = FSDP_UPDATE_ADAMW;
+        error = fsdp_cuda_update(FSDPI_LOADS, &u);
+        u.kind = FSDP_UPDATE_SGD;
+        if (!error) error = fsdp_cuda_update(FSDPI_LOADS, &u);
+        u.kind = FSDP_UPDATE_UNSCALE;
+        if (!error) error = fsdp_cuda_update(FSDPI_LOADS, &u);
+    }
+    return error;
+}
+
+} // namespace
+} // namespace fsdpi_cuda
+
+extern "C" {
+
+FSDP_CUDA_API int fsdp_cuda_load(void) {
+    using namespace fsdpi_cuda;
+    static const int sizes[] = {FSDP_U8, FSDP_F16, FSDP_F32, FSDP_F64}; // of what is moved
+    void *at = (void *)(uintptr_t)4096;
+    fsdp_block blocks[FSDPI_FEW + 1];
+    const fsdp_block one = {0, 0, 1, 1, 1, 1};
+    int error = 0;
+    for (uint32_t i = 0; i <= FSDPI_FEW; i++) blocks[i] = one;
+    for (uint32_t num = 1; num <= FSDPI_FEW + 1; num += FSDPI_FEW)
+        for (int i = 0; i < 4 && !error; i++) {
+            error = fsdp_cuda_copy(FSDPI_LOADS, at, sizes[i], at, sizes[i], blocks, num, 1, 0);
+            if (!error) error = load_lists(floats[i], blocks, num);
+        }
+    for (int i = 0; i < 4 && !error; i++) error = load_updates(floats[i]);
+    return error;
 }
 
 } // extern "C"

@@ -34,8 +34,9 @@ extern "C" {
                calling thread's current device; the world's calls come from that thread
    Arithmetic  copies, AdamW, SGD and unscale give the bits of the host; norms are summed in another
                order than on the host, which is the same in every run
-   Memory      FSDP_CUDA_MANAGED=1 in the environment: managed memory, which the host can read (for
-               tests: slower, and data has to be waited for by the caller)
+   Memory      FSDP_CUDA_MANAGED=1 in the environment: managed memory, which the host can read and
+               write between calls, as if it were the stream COMPUTE: what a call gives to that
+               stream is waited for (for tests: slower, and nothing overlaps)
    Collective  no      Blocks no      Allocates no      Thread any */
 // clang-format on
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
@@ -73,6 +74,7 @@ extern "C" {
 #define FSDPI_CUDA_NAP_NS   20000 // at first, and then twice as long each time, up to
 #define FSDPI_CUDA_NAP_MAX  80000 //
 #define FSDPI_CUDA_PARTIALS 48
+#define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
 
 // A rank's device, for its table and for that of NCCL.
 typedef struct fsdpi_cuda_place {
@@ -86,6 +88,8 @@ typedef struct fsdpi_cuda_place {
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
     fsdpi_cuda_place place;
+    size_t max_pitch;             // of a 2-D copy, in bytes
+    void *own[FSDP_STREAM_COUNT]; // streams that were made here; any other is the caller's
     // Of norms, device memory; the last is in use. Each is at least twice as large as the one
     // before, which is kept: a captured graph has its address.
     double *partials[FSDPI_CUDA_PARTIALS];
@@ -211,26 +215,47 @@ static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
     return FSDP_ERR_TIMEOUT;
 }
 
-// Waits for what `setup` was given. `result`: of giving it.
-static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, int result, const char *what) {
+// Waits for what a stream was given. `result`: of giving it.
+static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int result,
+                                     const char *what) {
     cudaError_t e = (cudaError_t)result;
     fsdp_status status = FSDP_ERR_BACKEND;
-    if (e == cudaSuccess) e = cudaEventRecord(at->is_set, at->setup);
-    if (e == cudaSuccess)
-        status = fsdpi_cuda_await(at->boot, at->is_set, at->boot->timeout_ns, NULL, &e);
+    int64_t limit = at->boot->timeout_ns < INT64_MAX / 2
+                        ? at->boot->timeout_ns + (on == at->setup ? 0 : FSDPI_CUDA_GRACE_NS)
+                        : INT64_MAX;
+    if (e == cudaSuccess) e = cudaEventRecord(at->is_set, on);
+    if (e == cudaSuccess) status = fsdpi_cuda_await(at->boot, at->is_set, limit, NULL, &e);
     if (status == FSDP_ERR_BACKEND) // what has been given may run, and its memory is freed next
-        (void)fsdpi_cuda_idle(at->boot, at->setup, at->boot->timeout_ns);
+        (void)fsdpi_cuda_idle(at->boot, on, at->boot->timeout_ns);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
     if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
     return fsdpi_cuda_late(at);
 }
 
+static int fsdpi_cuda_is_one(const char *variable) {
+    const char *value = fsdpi_env(variable);
+    return value && strcmp(value, "1") == 0;
+}
+
 static void fsdpi_cuda_warn(const fsdp_boot *boot) {
-    const char *connections = fsdpi_env("CUDA_DEVICE_MAX_CONNECTIONS");
-    if (!connections || strcmp(connections, "1") != 0 || boot->rank != 0) return;
-    fsdpi_boot_log(boot, FSDP_LOG_WARN,
-                   "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
-                   "collective runs beside a kernel; leave it unset, or set 8 to 32");
+    if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_DEVICE_MAX_CONNECTIONS"))
+        fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                       "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
+                       "collective runs beside a kernel; leave it unset, or set 8 to 32");
+    if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_LAUNCH_BLOCKING"))
+        fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                       "CUDA_LAUNCH_BLOCKING is 1: each collective waits for all ranks, and a late "
+                       "rank cannot be named; set it only to find a kernel that fails");
+}
+
+/* The kernels are loaded now: the first launch of one that is not may wait for the whole device, and
+   so for a peer. */
+static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
+    int max_pitch = 0;
+    cudaError_t e = cudaDeviceGetAttribute(&max_pitch, cudaDevAttrMaxPitch, d->place.ordinal);
+    d->max_pitch = (size_t)max_pitch;
+    if (e != cudaSuccess) return fsdpi_cuda_check(&d->place, (int)e, "cudaDeviceGetAttribute");
+    return fsdpi_cuda_check(&d->place, fsdp_cuda_load(), "loading kernels");
 }
 
 static void fsdpi_cuda_close(fsdp_device *device) {
@@ -248,6 +273,7 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     if (!d) return FSDP_ERR_OUT_OF_MEMORY;
     d->boot = *boot;
     fsdp_status status = fsdpi_cuda_place_open(&d->place, &d->boot);
+    if (!status) status = fsdpi_cuda_prepare(d);
     if (status) {
         fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, d->place.error);
         fsdpi_cuda_close((fsdp_device *)(void *)d);
@@ -282,7 +308,7 @@ static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr)
 // look at them.
 static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
     if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
-    return fsdpi_cuda_settle(at, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
+    return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
                              "filling memory with zeros");
 }
 
@@ -319,6 +345,7 @@ static fsdp_status fsdpi_cuda_stream(fsdp_device *device, int stream, void **nat
             e = cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest);
         fsdp_status status = fsdpi_cuda_check(&d->place, (int)e, "cudaStreamCreateWithPriority");
         if (status) return status;
+        d->own[stream] = (void *)made;
     }
     *native = (void *)made;
     return FSDP_OK;
@@ -353,16 +380,27 @@ static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
     if (event) (void)cudaEventDestroy((cudaEvent_t)event);
 }
 
+/* What a stream was given. A table's stream NULL: the work is done on return. So it is on the
+   caller's stream if memory is managed: the host may look at it next, or write. */
+static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
+                                   const char *what) {
+    int is_own = !d->place.is_managed;
+    for (int i = 0; i < FSDP_STREAM_COUNT && !is_own; i++) is_own = d->own[i] == stream;
+    if (stream && is_own) return fsdpi_cuda_check(&d->place, result, what);
+    return fsdpi_cuda_settle(&d->place, stream ? (cudaStream_t)stream : d->place.setup, result,
+                             what);
+}
+
 static fsdp_status fsdpi_cuda_record(fsdp_device *device, void *stream, void *event) {
-    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place,
-                            (int)cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream),
-                            "cudaEventRecord");
+    return fsdpi_cuda_done(fsdpi_cuda_of(device), stream,
+                           (int)cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream),
+                           "cudaEventRecord");
 }
 
 static fsdp_status fsdpi_cuda_wait(fsdp_device *device, void *stream, void *event) {
-    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place,
-                            (int)cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0),
-                            "cudaStreamWaitEvent");
+    return fsdpi_cuda_done(fsdpi_cuda_of(device), stream,
+                           (int)cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0),
+                           "cudaStreamWaitEvent");
 }
 
 static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
@@ -377,15 +415,24 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
 // >>cuda_work
 // Owns: op records as work on a stream.
 
-// A table's stream NULL: the work is done on return.
-static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
-                                   const char *what) {
-    return stream ? fsdpi_cuda_check(&d->place, result, what)
-                  : fsdpi_cuda_settle(&d->place, result, what);
-}
-
 static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
     return stream ? (cudaStream_t)stream : d->place.setup;
+}
+
+// Rows of bytes, in any memory.
+static int fsdpi_cuda_rows(const fsdpi_cuda_device *d, cudaStream_t on, char *dst, size_t dst_pitch,
+                           const char *src, size_t src_pitch, size_t row, size_t height) {
+    cudaError_t e = cudaSuccess;
+    if (src_pitch == row && dst_pitch == row) {
+        row *= height;
+        height = 1;
+    } else if (src_pitch <= d->max_pitch && dst_pitch <= d->max_pitch) {
+        return (int)cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, row, height,
+                                      cudaMemcpyDefault, on);
+    }
+    for (size_t y = 0; y < height && e == cudaSuccess; y++)
+        e = cudaMemcpyAsync(dst + y * dst_pitch, src + y * src_pitch, row, cudaMemcpyDefault, on);
+    return (int)e;
 }
 
 static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -404,11 +451,7 @@ static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp
         size_t src_pitch = b->height == 1 ? row : (size_t)b->src_pitch * size;
         size_t dst_pitch = b->height == 1 ? row : (size_t)b->dst_pitch * size;
         if (dst == src && dst_pitch == src_pitch) return FSDP_OK;
-        if (src_pitch == row && dst_pitch == row)
-            result = (int)cudaMemcpyAsync(dst, src, row * (size_t)b->height, cudaMemcpyDefault, on);
-        else
-            result = (int)cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, row, (size_t)b->height,
-                                            cudaMemcpyDefault, on);
+        result = fsdpi_cuda_rows(d, on, dst, dst_pitch, src, src_pitch, row, (size_t)b->height);
     } else {
         result = fsdp_cuda_copy((void *)on, op->dst_ptr, op->out_dtype, op->src_ptr, op->dtype, b,
                                 op->list_count, op->scale, op->accumulate);

@@ -31,6 +31,9 @@
 extern "C" {
 #endif
 
+/* Loads all kernels onto the current device: a launch waits for nothing then. May wait itself. */
+FSDP_CUDA_API int fsdp_cuda_load(void);
+
 /* dst (+)= scale * src, block by block, with the arithmetic and the bits of the CPU's copy: f32, or
    f64 where a dtype is f64. dst and src may be the same memory if blocks and dtypes are the same.
    Rows that are written do not overlap; rows that are read may, with a src_pitch of 0 as well.

@@ -732,6 +732,8 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
                   : "rank %d: [E829] a call of NCCL has not returned within %.1f s: find out "
                     "whether the ranks reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
               fsdpi_nccl_boot(w)->rank, (double)limit * 1e-9);
+    if (!is_asking && fsdpi_cuda_is_one("CUDA_LAUNCH_BLOCKING"))
+        fsdpi_say(&t, ", or unset CUDA_LAUNCH_BLOCKING, with which it waits for all ranks");
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
@@ -1123,6 +1125,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     status = fsdpi_nccl_group(c, op, stream, f->begin, &result);
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     if (status) return status;
+    if (FSDPI_LOAD(&w->aborting)) return fsdpi_comm_report(&c->base); // which has ended the call
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;

@@ -113,6 +113,14 @@ static void on_rank(int rank, int world, void *arg) {
     if (rank == 0 && s.cases) h_message("%s: %d cases", l->row->name, s.cases);
 }
 
+static void start_ranks(launch *l, h_rank_fn fn) {
+    const backend *row = l->row;
+    if (row->threads && row->world > 1 && strstr(row->name, "nccl/") && lab_shares_gpu())
+        SKIP("ranks that are threads need a GPU each");
+    if (row->threads) h_ranks_thread(row->world, fn, l);
+    else h_ranks_proc(row->world, fn, l);
+}
+
 static void run_with(const backend *row, void (*body)(rank_state *), int64_t timeout_ms,
                      size_t arena) {
     launch *l = (launch *)lab_zeros(1, sizeof *l);
@@ -122,8 +130,7 @@ static void run_with(const backend *row, void (*body)(rank_state *), int64_t tim
     l->timeout_ns = timeout_ms * 1000000;
     l->arena = arena;
     snprintf(l->job, sizeof l->job, "conformance-%d-%lld", (int)getpid(), (long long)h_now_ms());
-    if (row->threads) h_ranks_thread(row->world, on_rank, l);
-    else h_ranks_proc(row->world, on_rank, l);
+    start_ranks(l, on_rank);
     free(l);
 }
 static void run(const backend *row, void (*body)(rank_state *)) {
@@ -924,8 +931,7 @@ TEST_P(conformance, cycles_leak_nothing, backends) {
     l->timeout_ns = 30000000000;
     snprintf(l->job, sizeof l->job, "cycles-%d", (int)getpid());
     int descriptors = h_entries("/proc/self/fd");
-    if (row->threads) h_ranks_thread(row->world, cycles, l);
-    else h_ranks_proc(row->world, cycles, l);
+    start_ranks(l, cycles);
     if (row->threads) CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);
     CHECK_EQ_INT(live_bytes, 0);
     free(l);

@@ -147,6 +147,7 @@ H_FN void rank_main(job *j, int rank) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     h_rank = rank;
     if (j->begin) j->begin(j, rank);
+    h_seem_a_host(rank);
     if (j->late_ms[rank]) usleep((useconds_t)j->late_ms[rank] * 1000);
     if (j->token[rank][0]) setenv("FSDP_TOKEN", j->token[rank], 1);
     j->body(j, rank);

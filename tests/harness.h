@@ -322,16 +322,20 @@ H_FN void h_ranks_thread(int world, h_rank_fn fn, void *arg) {
     free(id);
 }
 
+/* Ranks that share a GPU (tools/one_gpu.sh) have to seem to be hosts, each of another name. */
+H_FN void h_seem_a_host(int rank) {
+    char host[128];
+    if (!getenv("NCCL_HOSTID")) return;
+    snprintf(host, sizeof host, "%s%d", getenv("NCCL_HOSTID"), rank);
+    setenv("NCCL_HOSTID", host, 1);
+}
+
 /* In a new process: output to the file, no input, and the body's end is told to the runner. */
 H_FN void h_child(FILE *log, int rank, void (*body)(size_t), size_t row, h_rank_fn fn, int world,
                   void *arg) {
     int null = open("/dev/null", O_RDONLY);
     h_rank = rank;
-    if (rank >= 0 && getenv("NCCL_HOSTID")) { /* ranks on one GPU have to seem to be hosts */
-        char host[128];
-        snprintf(host, sizeof host, "%s%d", getenv("NCCL_HOSTID"), rank);
-        setenv("NCCL_HOSTID", host, 1);
-    }
+    if (rank >= 0) h_seem_a_host(rank);
     dup2(null, STDIN_FILENO);
     dup2(fileno(log), STDOUT_FILENO);
     dup2(fileno(log), STDERR_FILENO);

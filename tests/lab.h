@@ -145,6 +145,12 @@ H_FN void *lab_zeros(size_t count, size_t size) {
     CHECK(ptr != NULL);
     return ptr;
 }
+/* Zeros that ranks which are processes write for the test to see; until it ends. */
+H_FN void *lab_shared(size_t size) {
+    void *ptr = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(ptr != MAP_FAILED);
+    return ptr;
+}
 H_FN double *lab_doubles(int64_t count) {
     return (double *)lab_zeros((size_t)count, sizeof(double));
 }
@@ -297,6 +303,10 @@ H_FN int lab_divides(void) {
     return !backend || strcmp(backend, "nccl") != 0;
 }
 
+/* Do ranks share a GPU (tools/one_gpu.sh)? Then each is a process: to NCCL, those of one process are
+   of one host, which must have a GPU for each. */
+H_FN int lab_shares_gpu(void) { return !lab_divides() && getenv("NCCL_HOSTID") != NULL; }
+
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
 enum { LAB_WORLDS = 64 }; /* that a rank has one after the other, or side by side */
@@ -304,7 +314,8 @@ enum { LAB_WORLDS = 64 }; /* that a rank has one after the other, or side by sid
 typedef struct lab_how { /* zeros, or NULL: threads, inline, over shared memory */
     const char *job;
     int processes, lanes;
-    int bare; /* no world is made: the body asks lab_world for them */
+    int bare;   /* no world is made: the body asks lab_world for them */
+    int shared; /* ranks look at the memory of others: they have to be threads */
     const fsdp_comm_ops *comm_ops;
     const fsdp_device_ops *device_ops;
 } lab_how;
@@ -323,6 +334,7 @@ typedef struct lab_start {
     void *arg;
     fsdp_threads threads[LAB_WORLDS];
     w_heap *heaps;
+    int number; /* of this start in its test */
 } lab_start;
 
 /* World number k of the ranks, in the heap of this one. */
@@ -330,7 +342,7 @@ H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_
     lab_start *s = r->start;
     char name[120];
     fsdp_world *w;
-    snprintf(name, sizeof name, "%s-%d", w_job(s->how.job ? s->how.job : "lab"), k);
+    snprintf(name, sizeof name, "%s-%d-%d", w_job(s->how.job ? s->how.job : "lab"), s->number, k);
     fsdp_world_desc d = w_desc(r->rank, r->size, s->how.processes ? NULL : &s->threads[k], name,
                                lanes);
     d.allocator = w_heap_allocator(r->heap);
@@ -359,8 +371,14 @@ H_FN void lab_on_rank(int rank, int size, void *arg) {
 
 /* Starts the ranks, calls the body on each, and waits for them. */
 H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void *arg) {
+    static int started;
     lab_start *s = (lab_start *)lab_zeros(1, sizeof *s);
     if (how) s->how = *how;
+    if (!s->how.comm_ops && lab_shares_gpu()) { /* one rank, too: CUDA does not survive a fork */
+        if (s->how.shared && size > 1) SKIP("ranks that are threads need a GPU each");
+        s->how.processes = !s->how.shared;
+    }
+    s->number = started++;
     s->body = body;
     s->arg = arg;
     s->heaps = (w_heap *)lab_zeros((size_t)size, sizeof *s->heaps);

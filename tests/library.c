@@ -22,6 +22,14 @@ uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
 fsdp_status lib_failed(const fsdp_world *w) { return fsdpi_failed(w); }
 fsdp_status lib_assert(fsdp_world *w, int holds) { return FSDP_ASSERT(w, holds); }
 void lib_drain(fsdp_world *w) { fsdpi_drain(w); }
+void lib_wait(void *stream) {
+#ifdef FSDP_BACKEND_NCCL
+    const char *backend = getenv("FSDP_BACKEND");
+    if (stream && backend && strcmp(backend, "nccl") == 0)
+        (void)cudaStreamSynchronize((cudaStream_t)stream);
+#endif
+    (void)stream;
+}
 int lib_on_streams(const fsdp_world *w) { return w->mode == FSDPI_NATIVE; }
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops) {
     *ops = w->comm_ops;

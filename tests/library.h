@@ -30,6 +30,8 @@ uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes); // as c
 fsdp_status lib_failed(const fsdp_world *w); // what has ended the world, without a call of its
 fsdp_status lib_assert(fsdp_world *w, int holds);
 void lib_drain(fsdp_world *w);               // until no lane has anything to do
+/* Before the host looks at, or writes, what work on a stream uses; NULL: it is done already. */
+void lib_wait(void *stream);
 int lib_on_streams(const fsdp_world *w);     // ops run on streams of the device
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);
 const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // of its own shards

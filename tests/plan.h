@@ -127,6 +127,7 @@ H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATO
 
 H_FN fsdp_status plan_sum_hook(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                fsdp_dtype dtype, void *stream) {
+    if (!plan_sim) lib_wait(stream);
     (void)user, (void)unit;
     plan_count(0);
     if (plan_sim)
@@ -135,6 +136,7 @@ H_FN fsdp_status plan_sum_hook(void *user, fsdp_unit *unit, void *data, int64_t 
     return FSDP_OK;
 }
 H_FN fsdp_status plan_grad_hook(void *user, const fsdp_param_view *v, void *stream) {
+    if (!plan_sim) lib_wait(stream);
     (void)user;
     plan_count(1);
     if (plan_sim)
@@ -160,6 +162,7 @@ H_FN int plan_sizes(void *user, int64_t numel, int64_t nbytes[FSDP_GATHER_TENSOR
 }
 H_FN fsdp_status plan_pre(void *user, const fsdp_param_view *v, void *const *strings,
                           void *stream) {
+    if (!plan_sim) lib_wait(stream);
     float *out = (float *)strings[0];
     (void)user;
     plan_count(3);
@@ -171,6 +174,7 @@ H_FN fsdp_status plan_pre(void *user, const fsdp_param_view *v, void *const *str
 }
 H_FN fsdp_status plan_post(void *user, const fsdp_param_view *v, const void *const *gathered,
                            void *full, fsdp_dtype dtype, void *stream) {
+    if (!plan_sim) lib_wait(stream);
     const float *in = (const float *)gathered[0];
     int64_t numel = lab_full_numel(v);
     (void)user;

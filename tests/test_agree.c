@@ -56,11 +56,13 @@ static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GAT
 }
 static fsdp_status no_strings(void *user, const fsdp_param_view *v, void *const *strings,
                               void *stream) {
+    lib_wait(stream);
     (void)user, (void)v, (void)strings, (void)stream;
     return FSDP_OK;
 }
 static fsdp_status no_parameter(void *user, const fsdp_param_view *v, const void *const *gathered,
                                 void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     (void)user, (void)v, (void)gathered, (void)full, (void)dtype, (void)stream;
     return FSDP_OK;
 }

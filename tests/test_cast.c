@@ -225,12 +225,14 @@ static int a_size(void *user, int64_t numel, int64_t nbytes[FSDP_GATHER_TENSORS]
     return 1;
 }
 static fsdp_status pack(void *user, const fsdp_param_view *v, void *const *out, void *stream) {
+    lib_wait(stream);
     (void)user, (void)stream;
     memcpy(out[0], v->shard, (size_t)v->numel * sizeof(float));
     return FSDP_OK;
 }
 static fsdp_status unpack(void *user, const fsdp_param_view *v, const void *const *in, void *full,
                           fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     (void)user, (void)v, (void)in, (void)full, (void)dtype, (void)stream;
     return FSDP_OK;
 }

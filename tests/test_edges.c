@@ -226,7 +226,7 @@ static void host_data(lab_rank *r) {
 TEST(edges, host_data_beside_gathers) {
     static fsdp_threads threads;
     lab_how how = FSDP_ZERO;
-    how.bare = 1;
+    how.bare = how.shared = 1;
     threads.size = 3;
     lab_run(3, &how, host_data, &threads);
 }

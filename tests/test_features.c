@@ -257,7 +257,7 @@ static const setting settings[] = {{1, 0, MESH_1D, 0},
 enum { SETTINGS = sizeof settings / sizeof *settings };
 
 static config *setup(int s, void (*body)(job *j)) {
-    config *c = (config *)lab_zeros(1, sizeof *c);
+    config *c = (config *)lab_shared(sizeof *c);
     c->world = settings[s].world, c->lanes = settings[s].lanes, c->mesh = settings[s].mesh;
     c->md.direct_min = settings[s].direct_min;
     c->md.debug = 1;
@@ -267,7 +267,7 @@ static config *setup(int s, void (*body)(job *j)) {
 static void launch_at(int s, void (*body)(job *j)) {
     config *c = setup(s, body);
     launch(c);
-    free(c);
+    munmap(c, sizeof *c);
 }
 static void everywhere(void (*body)(job *j), int variants) {
     for (int s = 0; s < SETTINGS; s++)
@@ -275,7 +275,7 @@ static void everywhere(void (*body)(job *j), int variants) {
             config *c = setup(s, body);
             c->variant = v;
             launch(c);
-            free(c);
+            munmap(c, sizeof *c);
         }
 }
 
@@ -507,6 +507,7 @@ __attribute__((noinline)) static int8_t quant_value(float x, float scale) {
 /* The stored shard is padded with zeros: its size is that of the first string. */
 static fsdp_status quant_pre(void *user, const fsdp_param_view *v, void *const *strings,
                              void *stream) {
+    lib_wait(stream);
     quantiser *q = (quantiser *)user;
     const float *x = (const float *)v->shard;
     int8_t *to = (int8_t *)strings[0];
@@ -522,6 +523,7 @@ static fsdp_status quant_pre(void *user, const fsdp_param_view *v, void *const *
 /* Rows (or columns) of each rank back to where they were. */
 static fsdp_status quant_post(void *user, const fsdp_param_view *v, const void *const *gathered,
                               void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     quantiser *q = (quantiser *)user;
     int world = q->ranks[0];
     const int64_t rows = v->shape[v->shard_dim], outer = lab_numel(v->shard_dim, v->shape);
@@ -652,7 +654,7 @@ TEST(extension, quantised) {
             if (v == 3) c->reshard[0] = c->reshard[1] = FSDP_RESHARD_NEVER;
             if (v == 4) c->reshard[1] = c->reshard[2] = shards % 2 ? FSDP_RESHARD_ALWAYS : 2;
             if (v < 4 || shards % 2 == 0) launch(c), runs++;
-            free(c);
+            munmap(c, sizeof *c);
         }
     h_message("%d models", runs);
 }
@@ -683,7 +685,7 @@ TEST(extension, failure) {
         quant.ranks[0] = c->world, quant.wide = 2, quant.fail = 7;
         c->extension = &quantised;
         launch(c);
-        free(c);
+        munmap(c, sizeof *c);
     }
 }
 
@@ -723,6 +725,7 @@ typedef struct hooked { /* of one unit of one rank */
 /* Summed, not divided yet: every element an integer. Doubles them. */
 static fsdp_status double_sums(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     hooked *h = (hooked *)user;
     (void)stream;
     CHECK(unit == h->j->m.unit[h->u] && dtype == FSDP_F32);
@@ -865,6 +868,7 @@ typedef struct {
 
 static fsdp_status f16_look(void *user, fsdp_unit *u, void *data, int64_t numel, fsdp_dtype dtype,
                             void *stream) {
+    lib_wait(stream);
     (void)user, (void)u, (void)stream;
     CHECK_EQ_INT(dtype, FSDP_F16);
     for (int64_t e = 0; e < numel; e++) CHECK(isfinite(lab_get(data, dtype, e)));
@@ -986,6 +990,7 @@ static struct {
 } meeting;
 static fsdp_status meet(void *user, fsdp_unit *unit, void *data, int64_t numel, fsdp_dtype dtype,
                         void *stream) {
+    lib_wait(stream);
     const job *j = (const job *)user;
     (void)unit, (void)stream;
     CHECK(dtype == FSDP_F32 && numel <= 2048);
@@ -1025,6 +1030,7 @@ static void own_hsdp(job *j) {
     }
 }
 TEST(hooks, custom_hsdp_all_reduce_hook) {
+    if (lab_shares_gpu()) SKIP("ranks that are threads need a GPU each");
     CHECK_EQ_INT(pthread_barrier_init(&meeting.all, NULL, RANKS), 0);
     for (int s = 6; s < 8; s++) launch_at(s, own_hsdp);
 
@@ -1038,6 +1044,7 @@ typedef struct inner { /* of one rank */
     int calls[ALL], fail;
 } inner;
 static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
+    lib_wait(stream);
     inner *in = (inner *)user;
     int p = lab_row_of(&net, v);
     (void)stream;
@@ -1161,6 +1168,7 @@ static fsdp_status sum_of(const fsdp_comm_ops *ops, fsdp_comm *comm, const fsdp_
 }
 static fsdp_status gather_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                                  const fsdp_coll *c) {
+    lib_wait(c->stream);
     custom *my = (custom *)user;
     fsdp_status status = FSDP_OK;
     my->gathers++;
@@ -1178,6 +1186,7 @@ static fsdp_status gather_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_comm
 }
 static fsdp_status scatter_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                                   const fsdp_coll *c) {
+    lib_wait(c->stream);
     custom *my = (custom *)user;
     fsdp_status status = FSDP_OK;
     my->scatters++;
@@ -1187,6 +1196,7 @@ static fsdp_status scatter_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_com
         float *full = (float *)(uintptr_t)c->src + s->full;
         float *to = (float *)c->dst + s->shard;
         status = sum_of(ops, comm, c, full, my->world * s->count);
+        lib_wait(c->stream);
         for (int64_t k = 0; k < s->count && !status; k++) {
             volatile float part = full[my->rank * s->count + k] * (float)c->scale;
             to[k] = c->accumulate ? to[k] + part : part;
@@ -1237,7 +1247,7 @@ TEST(custom, collectives_without_fused_reduction) {
         config *c = setup(s, custom_unfused);
         c->comm_ops = &plain;
         launch(c);
-        free(c);
+        munmap(c, sizeof *c);
     }
 }
 
@@ -1250,6 +1260,7 @@ typedef struct summed { /* of one rank and unit */
 
 static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                                  const fsdp_coll *c) {
+    lib_wait(c->stream);
     summed *s = (summed *)user;
     const int64_t count = (int64_t)c->count, piece = count / 3 + 1;
     float *data = (float *)c->dst;
@@ -1261,6 +1272,7 @@ static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm
     for (int64_t at = 0; at < count && !status; at += piece)
         status = sum_of(ops, comm, c, data + at, at + piece < count ? piece : count - at);
     s->count = count;
+    lib_wait(c->stream);
     memcpy(s->sums, data, (size_t)count * sizeof *data);
     return status;
 }
@@ -1484,7 +1496,7 @@ TEST(offload, same_bits) {
                     CHECK_MSG(!offload || c->digest[r] == seen[r], "setting %d, rank %d", s, r);
                 memcpy(seen, c->digest, sizeof seen);
                 CHECK_EQ_INT(given.num, 0);
-                free(c);
+                munmap(c, sizeof *c);
             }
         }
     h_message("%d runs", runs);
@@ -1592,7 +1604,7 @@ TEST(prefetch, depth_and_budget) {
                 c->reshard[0] = budget;
                 c->md.prefetch_bytes = budget * slot + (depth % 2 && budget ? slot / 2 : 0);
                 launch(c);
-                free(c);
+                munmap(c, sizeof *c);
             }
     }
     h_message("%d models", runs);
@@ -1617,7 +1629,7 @@ TEST(prefetch, no_budget) {
         config *c = setup(s, no_budget);
         c->md.prefetch_bytes = 1;
         launch(c);
-        free(c);
+        munmap(c, sizeof *c);
     }
 }
 
@@ -1923,7 +1935,7 @@ static void reset_runs(int stride) {
             if (v == 2) c->reshard[0] = FSDP_RESHARD_NEVER;
             if (v == 2 && shards % 2 == 0) c->reshard[1] = 2;
             launch(c);
-            free(c);
+            munmap(c, sizeof *c);
         }
     h_message("%d models, each interrupted at one in %d of %d places, twice", runs, stride,
               ACTIONS + 1);
@@ -2020,7 +2032,7 @@ TEST(clip, norms) {
             CHECK_MSG(!*before || *before == c->digest[r], "setting %d, rank %d", s, r);
             *before = c->digest[r];
         }
-        free(c);
+        munmap(c, sizeof *c);
     }
 }
 

@@ -1276,6 +1276,7 @@ typedef struct {
 
 static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                       fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     replica_hook *h = (replica_hook *)user;
     (void)unit, (void)stream;
     CHECK_EQ_INT(numel, 20 * 10 + 5 * 40);
@@ -1707,6 +1708,7 @@ static void ext_delay(ext *x) {
 
 static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings,
                            void *stream) {
+    lib_wait(stream);
     ext *x = (ext *)user;
     const float *shard = (const float *)view->shard;
     (void)stream;
@@ -1732,6 +1734,7 @@ static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const 
 /* Shards along dim 0: the padded strings one after another begin with the whole parameter. */
 static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered,
                             void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
     ext *x = (ext *)user;
     const uint16_t *high = (const uint16_t *)gathered[0], *low = (const uint16_t *)gathered[1];
     (void)stream;

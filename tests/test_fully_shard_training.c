@@ -404,11 +404,10 @@ static void keep_param_bits(fs_run *x, int it) {
    forward always and never, unless `like` says how. */
 static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunks) {
     static fs_net net[2];
-    static chunked h[2][2];
+    chunked(*h)[2] = (chunked(*)[2])lab_shared(4 * sizeof(chunked));
     fs_story *s[2] = {NULL, NULL};
     for (int grouped = 1; grouped >= tied; grouped--) {
         fs_conf c = *like;
-        memset(h[grouped], 0, sizeof h[grouped]);
         chunked_net(&net[grouped], grouped, tied, policy);
         c.net = &net[grouped], c.name = grouped ? "grouped" : "not grouped";
         c.sgd = 1; /* Adam makes more of the differences that other orders of sums make */
@@ -429,6 +428,7 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
     }
     for (int k = 0; k < 2; k++)
         if (s[k]) fs_story_free(s[k], like);
+    munmap(h, 4 * sizeof(chunked));
 }
 
 static fs_conf chunked_conf(int raf) {
@@ -1115,13 +1115,13 @@ static void nothing_was_said(fs_run *x, int it) {
 /* Whatever the mesh and the reshard, the bits are the same. */
 TEST(fully_shard_training, worldsize1) {
     static fs_net net;
-    static chunked h[3];
+    chunked *h = (chunked *)lab_shared(3 * sizeof *h);
     for (int n = 0; n < 4; n++) { /* PyTorch's three groups of two linears, and a net of blocks */
         if (n < 3) two_linears(&net, linears[n][0], linears[n][1], linears[n][2]);
         else fs_transformer(&net, 3, 8, 8, 1);
         fs_conf c = fs_conf_of(&net, 1, 1);
         fs_story *s = fs_tell(&c);
-        memset(h, 0, sizeof h);
+        memset(h, 0, 3 * sizeof *h);
         for (int k = 0; k < 3; k++) {
             c.raf = k - 1, c.mesh_2d = k == 1, c.user = &h[k];
             c.after = keep_grad_bits, c.end = nothing_was_said;

@@ -1754,9 +1754,11 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
     if (h->compress) { /* the gradients as bf16, in the same memory; the flags as they are */
         uint16_t half[1024];
         CHECK(end <= 1024);
+        lib_wait(coll->stream);
         CHECK_OK(fsdp_convert(half, FSDP_BF16, data, FSDP_F32, end));
         memcpy(data, half, (size_t)end * sizeof *half);
         fsdp_status status = hook_part(ops, comm, coll, data, FSDP_BF16, end);
+        lib_wait(coll->stream);
         memcpy(half, data, (size_t)end * sizeof *half);
         CHECK_OK(fsdp_convert(data, FSDP_F32, half, FSDP_BF16, end));
         return status ? status : hook_part(ops, comm, coll, data + end, FSDP_F32, b->num_flags);

@@ -675,7 +675,7 @@ typedef struct {
     story *story[2];
 } pair;
 
-static const lab_how several_worlds = {NULL, 0, 0, 1, NULL, NULL};
+static const lab_how several_worlds = {NULL, 0, 0, 1, 0, NULL, NULL};
 
 /* Two models of one world, op by op in turn. */
 static void pair_rank(lab_rank *r) {

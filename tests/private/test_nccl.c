@@ -1089,11 +1089,13 @@ TEST(nccl, no_device) {
     for (int world = 1; world <= 2; world++) h_ranks_proc(world, no_device, NULL);
 }
 
-/* Two ranks that share a device, and two that do not. */
+/* Ranks share devices in turn, if NCCL lets them (2.30, with its variable). */
 static void which_device(int rank, int world, void *arg) {
     int count = *(int *)arg, device = -1;
     job j;
     stub_set(STUB_DEVICES, count);
+    stub_set(STUB_NCCL_VERSION, 23003);
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
     open_plainly(&j, rank, world, "device");
     CHECK_EQ_INT(cudaGetDevice(&device), 0);
     CHECK_EQ_INT(device, rank % count);
@@ -1102,6 +1104,151 @@ static void which_device(int rank, int world, void *arg) {
 TEST(nccl, which_device) {
     for (int count = 1; count <= 3; count++) h_ranks_proc(3, which_device, &count);
 }
+
+/* Two ranks on one device: NCCL says so, and every rank ends at once, also those that share nothing. */
+static void same_device(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    stub_set(STUB_DEVICES, 2);
+    begin(&j, &variants[0], rank, world, 1);
+    CHECK_STATUS(open_world(&j, "same_device", 20000), FSDP_ERR_BACKEND);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "Duplicate GPU detected"), "%s", fsdp_last_error(NULL));
+}
+TEST(nccl, same_device) { h_ranks_proc(3, same_device, NULL); }
+
+/* All kernels of the library are loaded before the first step: the first launch of one that is not
+   would wait for the device. */
+static const struct {
+    const char *name, *variant;
+} loaded[] = {{"f32", "f32"},         {"bf16_f32", "bf16_f32"},      {"bf16_bf16", "bf16_bf16"},
+              {"packed", "packed"},   {"scaler", "scaler"},          {"clip", "clip"},
+              {"offload", "offload"}, {"accumulates", "accumulates"}};
+static void loads(int rank, int world, void *arg) {
+    job j;
+    start(&j, variant_of(loaded[(size_t)(uintptr_t)arg].variant), rank, world, 1);
+    for (int step = 0; step < 2; step++) CALL(j.w, train_step(&j, step));
+    CHECK(stub_count("load") > 100);
+    CHECK_EQ_INT(stub_count("first launch"), 2); /* the caller's own */
+    finish(&j);
+}
+TEST_P(nccl, kernels_are_loaded, loaded) {
+    h_ranks_proc(1, loads, (void *)(uintptr_t)(row - loaded));
+}
+
+/* A driver without large parameters of kernels: the same bits, in more launches. A device whose 2-D
+   copies have narrow rows: the same, too. */
+static const struct {
+    const char *name, *variant;
+    int setting, value;
+} limits[] = {{"driver_of_12.0/f32", "f32", STUB_DRIVER_VERSION, 12000},
+              {"driver_of_12.0/clip", "clip", STUB_DRIVER_VERSION, 12000},
+              {"pitch/f32", "f32", STUB_MAX_PITCH, 64},
+              {"pitch/offload", "offload", STUB_MAX_PITCH, 64}};
+static void limited(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    stub_set(limits[row].setting, limits[row].value);
+    same_as_host(rank, world, (void *)(uintptr_t)variant_of(limits[row].variant));
+}
+TEST_P(nccl, limits, limits) { h_ranks_proc(2, limited, (void *)(uintptr_t)(row - limits)); }
+
+/* More runs than such a driver takes in a launch; rows further apart than a 2-D copy may have. */
+static void many_runs(int rank, int world, void *arg) {
+    enum { RUNS = 60, ROWS = 5, WIDTH = 3, APART = 40 };
+    fsdp_block b[RUNS], rows = {0, 0, WIDTH, ROWS, APART, APART + 1};
+    float *data = NULL, seen[256];
+    double *sums = NULL;
+    fsdp_op op;
+    job j;
+    (void)arg;
+    stub_set(STUB_DRIVER_VERSION, 12000);
+    stub_set(STUB_MAX_PITCH, APART);
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "many_runs", 0));
+    CHECK_EQ_INT(cudaMallocHost((void **)&data, 512 * sizeof *data), 0);
+    CHECK_EQ_INT(cudaMallocHost((void **)&sums, 512 * sizeof *sums), 0);
+    for (int i = 0; i < 512; i++) data[i] = (float)i;
+    memset(&op, 0, sizeof op);
+    op.kind = FSDP_OP_COPY, op.dtype = op.out_dtype = FSDP_F32, op.scale = 1;
+    op.src_ptr = data, op.dst_ptr = data + 256, op.list = &rows, op.list_count = 1;
+    CALL(j.w, j.w->device_ops->copy(j.w->device, NULL, &op));
+    for (int y = 0; y < ROWS; y++)
+        for (int x = 0; x < WIDTH; x++)
+            CHECK_NEAR(data[256 + y * (APART + 1) + x], y * APART + x, 0);
+    for (int i = 0; i < RUNS; i++) {
+        const fsdp_block one = {2 * i, 2 * i, 1, 1, 1, 1};
+        b[i] = one;
+    }
+    op.list = b, op.list_count = RUNS, op.scale = 2;
+    CALL(j.w, j.w->device_ops->copy(j.w->device, NULL, &op));
+    memcpy(seen, data + 256, sizeof seen);
+    for (int i = 0; i < RUNS; i++) CHECK_NEAR(seen[2 * i], 4 * i, 0);
+    CHECK_EQ_INT(fsdp_cuda_norm(NULL, sums, data, FSDP_F32, b, RUNS, 1, 0, sums + 1), 0);
+    CHECK_EQ_INT(cudaDeviceSynchronize(), 0);
+    CHECK_NEAR(sums[0], 2 * RUNS * (RUNS - 1) / 2, 0);
+    CHECK_EQ_INT(cudaFreeHost(data), 0);
+    CHECK_EQ_INT(cudaFreeHost(sums), 0);
+    CALL(j.w, fsdp_shutdown(j.w));
+}
+TEST(nccl, many_runs) { h_ranks_proc(1, many_runs, NULL); }
+
+/* A user sets CUDA_LAUNCH_BLOCKING: a training goes on, and a call that waits for a peer inside NCCL
+   ends at the deadline. */
+static void blocking(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "blocking", 1500));
+    make_sums(&j);
+    CALL(j.w, make_model(&j));
+    for (int step = 0; step < 2; step++) CALL(j.w, train_step(&j, step));
+    CALL(j.w, fsdp_barrier(j.w));
+    int64_t start = h_now_ms(), calm = h_calm_ms();
+    fsdp_status status = FSDP_OK;
+    if (rank)
+        while (!fsdpi_backend_poll(j.w)) usleep(5000); /* does not come */
+    else status = fsdp_pre_forward(j.m.unit[0]);
+    if (!rank) CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
+    CHECK(h_now_ms() - start >= 1400 && h_calm_ms() - calm < 6000);
+    CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT);
+    CHECK_MSG(strstr(fsdp_last_error(j.w), "unset CUDA_LAUNCH_BLOCKING"), "%s",
+              fsdp_last_error(j.w));
+    calm = h_calm_ms();
+    CHECK_STATUS(fsdp_shutdown(j.w), FSDP_ERR_TIMEOUT);
+    CHECK(h_calm_ms() - calm < 6000);
+}
+TEST(nccl, launch_blocking) { h_ranks_proc(2, blocking, NULL); }
+
+/* Managed memory: the host reads and writes between calls, and no copy, fill or wait is under way on
+   its stream then, whatever the device does behind it. */
+static void managed(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    setenv("FSDP_CUDA_MANAGED", "1", 1);
+    begin(&j, variant_of("packed"), rank, world, 1);
+    CALL(NULL, open_world(&j, "managed", 0));
+    make_sums(&j);
+    CALL(j.w, make_model(&j));
+    for (int step = 0; step < 3; step++) {
+        for (int u = 0; u < UNITS; u++) {
+            CALL(j.w, fsdp_pre_forward(j.m.unit[u]));
+            CHECK_EQ_INT(cudaStreamQuery(cudaStreamLegacy), 0);
+            CALL(j.w, fsdp_post_forward(j.m.unit[u]));
+        }
+        for (int u = UNITS - 1; u >= 0; u--) {
+            CALL(j.w, fsdp_pre_backward(j.m.unit[u]));
+            CHECK_EQ_INT(cudaStreamQuery(cudaStreamLegacy), 0);
+            CALL(j.w, fsdp_post_backward(j.m.unit[u]));
+        }
+        CALL(j.w, fsdp_finalize_backward(j.m.model));
+        CHECK_EQ_INT(cudaStreamQuery(cudaStreamLegacy), 0);
+        CALL(j.w, fsdp_adamw_step(j.adamw, 0.01));
+        CHECK_EQ_INT(cudaStreamQuery(cudaStreamLegacy), 0);
+        CALL(j.w, fsdp_zero_grad(j.m.model));
+    }
+    finish(&j);
+}
+TEST(nccl, managed_memory_is_ready) { h_ranks_proc(2, managed, NULL); }
 
 /* Memory that cannot be filled with zeros, as the device does not end its work: no call waits for
    ever, nothing is freed that could wait, and getters give memory. */
@@ -1339,6 +1486,8 @@ static const struct {
              {"cudaSetDevice", 0, PERIODIC}, /* in threads of calls of NCCL, too */
              {"cudaThreadExchangeStreamCaptureMode", 0, CLEANUP},
              {"cudaDeviceGetStreamPriorityRange", 0, 0},
+             {"cudaDeviceGetAttribute", 0, 0},
+             {"load", 0, 0},
              {"cudaStreamCreateWithFlags", 0, 0},
              {"cudaStreamCreateWithPriority", 0, 0},
              {"cudaEventCreateWithFlags", 0, 0},

@@ -61,6 +61,10 @@ static cudaEvent_t an_event(void) {
     return event;
 }
 
+static void wait_for_gate(void *gate) {
+    long ns = 0;
+    while (!__atomic_load_n((int *)gate, __ATOMIC_ACQUIRE)) h_nap(&ns);
+}
 static void open_gate(int *gate) { __atomic_store_n(gate, 1, __ATOMIC_RELEASE); }
 
 /* Nothing happens in the stream for a while. */
@@ -302,29 +306,138 @@ TEST(stub_cuda, threads) {
     check_nothing_left();
 }
 
+/* A child of a process that has used CUDA has none; one of a process that has not begins anew. */
 static void in_child(int rank, int world, void *arg) {
-    (void)rank, (void)world, (void)arg;
+    int *is_used = (int *)arg, count = 0, version = 0;
+    cudaStream_t stream;
+    ncclComm_t comm;
+    ncclUniqueId id;
+    (void)rank, (void)world;
     CHECK_EQ_INT(stub_live(STUB_STREAMS), 0);
     CHECK_EQ_INT(stub_count(NULL), 0);
-    use_streams(NULL);
+    CUDA(cudaDriverGetVersion(&version));
+    if (!*is_used) {
+        use_streams(NULL);
+    } else {
+        CHECK_STATUS(cudaGetDeviceCount(&count), cudaErrorInitializationError);
+        CHECK_STATUS(cudaStreamCreateWithFlags(&stream, 0), cudaErrorInitializationError);
+        NCCL(ncclGetUniqueId(&id));
+        CHECK_STATUS(ncclCommInitRank(&comm, 1, id, 0), ncclUnhandledCudaError);
+    }
     check_nothing_left();
 }
 
 TEST(stub_cuda, fork) {
+    int gate = 0, is_used = 0, version = 0;
+    CUDA(cudaDriverGetVersion(&version)); /* is no use */
+    h_ranks_proc(2, in_child, &is_used);
 #ifdef __SANITIZE_THREAD__
     SKIP("this sanitizer has no threads in children of a process that has some");
 #endif
     cudaStream_t s = a_stream();
-    int gate = 0;
     /* Its thread is at the gate before the fork: a thread that begins may hold the lock of an
        address sanitizer's allocator, which no child could take ever after. */
     launch(s, NULL, NULL, 0, 0, NULL);
     CUDA(cudaStreamSynchronize(s));
     launch(s, NULL, NULL, 0, 0, &gate);
-    h_ranks_proc(2, in_child, NULL);
+    is_used = 1;
+    h_ranks_proc(2, in_child, &is_used);
     open_gate(&gate);
     CUDA(cudaStreamSynchronize(s));
     CUDA(cudaStreamDestroy(s));
+}
+
+static int launched; /* the thread's launch has returned */
+static void other_body(const void *params, unsigned block_index) {
+    (void)params, (void)block_index;
+}
+static void *launch_other(void *arg) {
+    int none = 0;
+    cudaStream_t s = a_stream();
+    CUDA(fsdp_stub_launch(other_body, &none, sizeof none, 1, s));
+    __atomic_store_n(&launched, 1, __ATOMIC_SEQ_CST);
+    CUDA(cudaStreamSynchronize(s));
+    CUDA(cudaStreamDestroy(s));
+    return arg;
+}
+
+/* The first launch of a kernel waits for all that is under way, if modules are loaded lazily and
+   nobody has loaded it before. */
+static const struct {
+    const char *name;
+    int lazy, loaded, waits;
+} loadings[] = {{"lazy", 1, 0, 1}, {"eager", 0, 0, 0}, {"loaded", 1, 1, 0}};
+
+TEST_P(stub_cuda, first_launch, loadings) {
+    pthread_t thread;
+    cudaStream_t s = a_stream();
+    int gate = 0;
+    long nap = 0;
+    stub_set(STUB_LAZY, row->lazy);
+    if (row->loaded) CUDA(fsdp_stub_load(other_body));
+    launch(s, NULL, NULL, 0, 0, &gate);
+    CHECK(!pthread_create(&thread, NULL, launch_other, NULL));
+    if (!row->waits)
+        while (!__atomic_load_n(&launched, __ATOMIC_SEQ_CST)) h_nap(&nap);
+    check_waits(s);
+    CHECK_EQ_INT(__atomic_load_n(&launched, __ATOMIC_SEQ_CST), !row->waits);
+    open_gate(&gate);
+    CHECK(!pthread_join(thread, NULL));
+    CUDA(cudaStreamSynchronize(s));
+    CUDA(cudaStreamDestroy(s));
+}
+
+static void *open_later(void *gate) {
+    usleep(50000);
+    open_gate((int *)gate);
+    return gate;
+}
+
+/* With CUDA_LAUNCH_BLOCKING a kernel is done when its launch returns; a copy and a fill are not. */
+TEST(stub_cuda, blocking_launches) {
+    pthread_t thread;
+    cudaStream_t a = a_stream(), b = a_stream();
+    cudaEvent_t e = an_event();
+    int gate = 0, hold = 0, *x = device_ints(16);
+    stub_set(STUB_BLOCKING, 1);
+    CHECK(!pthread_create(&thread, NULL, open_later, &gate));
+    launch(a, x, NULL, 16, 1, &gate);
+    CHECK_EQ_INT(gate, 1);
+    CUDA(cudaStreamQuery(a));
+    CHECK(!pthread_join(thread, NULL));
+    CUDA(cudaLaunchHostFunc(b, wait_for_gate, &hold)); /* no kernel either */
+    CUDA(cudaMemsetAsync(x, 0, 16 * sizeof *x, b));
+    CUDA(cudaEventRecord(e, b));
+    check_waits(b);
+    CHECK_STATUS(cudaEventQuery(e), cudaErrorNotReady);
+    open_gate(&hold);
+    CUDA(cudaStreamSynchronize(b));
+    CUDA(cudaEventDestroy(e));
+    CUDA(cudaFree(x));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+}
+
+/* What a device or a driver refuses. */
+TEST(stub_cuda, limits) {
+    enum { LARGE = 5000 };
+    static const char params[LARGE];
+    char *x = (char *)device_ints(64), *y = (char *)device_ints(64);
+    int value = 0;
+    CUDA(cudaDeviceGetAttribute(&value, cudaDevAttrMaxPitch, 0));
+    CHECK_EQ_INT(value, 2147483647);
+    stub_set(STUB_MAX_PITCH, 32);
+    CUDA(cudaMemcpy2DAsync(x, 32, y, 32, 8, 2, cudaMemcpyDefault, NULL));
+    CHECK_STATUS(cudaMemcpy2DAsync(x, 33, y, 32, 8, 2, cudaMemcpyDefault, NULL),
+                 cudaErrorInvalidPitchValue);
+    CHECK_STATUS(cudaMemcpy2DAsync(x, 32, y, 33, 8, 2, cudaMemcpyDefault, NULL),
+                 cudaErrorInvalidPitchValue);
+    CUDA(fsdp_stub_launch(other_body, params, LARGE, 1, NULL));
+    stub_set(STUB_DRIVER_VERSION, 12000);
+    CHECK_STATUS(fsdp_stub_launch(other_body, params, LARGE, 1, NULL), cudaErrorInvalidValue);
+    CUDA(fsdp_stub_launch(other_body, params, 4096, 1, NULL));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(y));
 }
 
 /* ---- captures and graphs --------------------------------------------------------------------- */
@@ -1305,6 +1418,117 @@ static void freed_while_registered(void) {
     NCCL(ncclCommRegister(comm, ptr, 64, &handle));
     NCCL(ncclMemFree(ptr));
 }
+
+/* Two ranks of what seems to be one host on one GPU are refused; the others lose them. */
+static const struct {
+    const char *name, *host;
+    int threads, devices, version, same;
+} sharing[] = {
+    {"processes", NULL, 0, 1, 22809, 1},        {"threads", NULL, 1, 1, 22809, 1},
+    {"hosts", "fake", 0, 1, 22809, 0},          {"threads_of_a_host", "fake", 1, 1, 22809, 1},
+    {"two_of_three", NULL, 0, 2, 22809, 1},     {"a_gpu_each", NULL, 1, 3, 22809, 0},
+    {"enabled,2.30", "enable", 1, 1, 23003, 0}, {"enabled,2.28", "enable", 1, 1, 22809, 1}};
+static void shares(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int device = rank % sharing[row].devices, alone = world % sharing[row].devices && device;
+    ncclComm_t comm;
+    ncclResult_t expected = !sharing[row].same ? ncclSuccess
+                            : alone            ? ncclRemoteError
+                                               : ncclInvalidUsage;
+    CUDA(cudaSetDevice(device));
+    CHECK_STATUS(ncclCommInitRank(&comm, world, shared_ids[0], rank), expected);
+    if (expected == ncclSuccess) NCCL(ncclCommDestroy(comm));
+    if (expected == ncclInvalidUsage)
+        CHECK_MSG(strstr(ncclGetLastError(NULL), "Duplicate GPU detected"), "%s",
+                  ncclGetLastError(NULL));
+}
+TEST_P(stub_nccl, one_gpu, sharing) {
+    void *arg = (void *)(uintptr_t)(row - sharing);
+    share_ids(1);
+    stub_set(STUB_NCCL_VERSION, row->version);
+    if (row->host && strcmp(row->host, "enable") == 0) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    else if (row->host) setenv("NCCL_HOSTID", row->host, 1);
+    if (row->threads) h_ranks_thread(3, shares, arg);
+    else h_ranks_proc(3, shares, arg);
+    check_nothing_left();
+}
+
+/* Two communicators that have no room beside each other, and begin in another order on each rank:
+   they wait for ever, unless NCCL begins them in the order of issue. */
+static const struct {
+    const char *name, *order;
+    int sms, version, ends, keeps; /* keeps: the order of issue */
+} room_orders[] = {{"room", "0", 48, 22809, 1, 0},
+                   {"no_room", "0", 47, 22809, 0, 0},
+                   {"order", "1", 47, 22809, 1, 1},
+                   {"order_of_2.25", "1", 47, 22505, 0, 0}};
+static void await_begun(int device, int nth) {
+    long nap = 0;
+    while (stub_begun(device) < nth) h_nap(&nap);
+}
+static void crosses(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    ncclComm_t a = join_comm(rank, world, 0), b = join_comm(rank, world, 1);
+    cudaStream_t s = a_stream(), t = a_stream();
+    int gate = 0, *x = device_ints(2);
+    if (rank == 0) launch(s, NULL, NULL, 0, 0, &gate);
+    NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, a, s));
+    h_mark(0);
+    h_await_marks(0, 2); /* rank 1 has begun it, or will: it issues nothing before */
+    if (rank == 1) await_begun(rank, 1); /* the first one */
+    NCCL(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, b, t));
+    if (rank == 0 && !room_orders[row].keeps) await_begun(rank, 2); /* the second one */
+    open_gate(&gate);
+    if (!room_orders[row].ends) {
+        check_waits(s);
+        check_waits(t);
+        NCCL(ncclCommAbort(a));
+        NCCL(ncclCommAbort(b));
+    }
+    CUDA(cudaStreamSynchronize(s));
+    CUDA(cudaStreamSynchronize(t));
+    if (room_orders[row].ends) {
+        NCCL(ncclCommDestroy(a));
+        NCCL(ncclCommDestroy(b));
+    }
+    CUDA(cudaStreamDestroy(s));
+    CUDA(cudaStreamDestroy(t));
+    CUDA(cudaFree(x));
+    check_nothing_left();
+}
+TEST_P(stub_nccl, room, room_orders) {
+    share_ids(2);
+    stub_set(STUB_SMS, row->sms);
+    stub_set(STUB_NCCL_VERSION, row->version);
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", row->order, 1);
+    h_ranks_proc(2, crosses, (void *)(uintptr_t)(row - room_orders));
+}
+
+/* With CUDA_LAUNCH_BLOCKING the end of a group waits for peers; an abort ends it. */
+static void *abort_soon(void *comm) {
+    usleep(100000);
+    NCCL(ncclCommAbort((ncclComm_t)comm));
+    return comm;
+}
+static void blocks_alone(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    cudaStream_t s = a_stream();
+    int *x = device_ints(1);
+    pthread_t thread;
+    (void)arg;
+    stub_set(STUB_BLOCKING, 1);
+    NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s));
+    CUDA(cudaStreamQuery(s));
+    CHECK(!pthread_create(&thread, NULL, abort_soon, comm));
+    int64_t start = h_now_ms();
+    if (rank == 0) NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s));
+    if (rank == 0) CHECK(h_now_ms() - start >= 90);
+    CHECK(!pthread_join(thread, NULL));
+    CUDA(cudaStreamSynchronize(s));
+    CUDA(cudaStreamDestroy(s));
+    CUDA(cudaFree(x));
+}
+TEST(stub_nccl, blocking_launches) { run_team(2, 0, 0, blocks_alone); }
 
 TEST(stub_nccl, overlap) {
     CHECK(aborts(gather_overlaps));

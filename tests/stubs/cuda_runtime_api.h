@@ -21,6 +21,7 @@ enum cudaError {
     cudaErrorInitializationError = 3,
     cudaErrorCudartUnloading = 4,
     cudaErrorInvalidConfiguration = 9,
+    cudaErrorInvalidPitchValue = 12,
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
@@ -54,9 +55,12 @@ enum cudaMemcpyKind {
     cudaMemcpyDefault = 4
 };
 enum cudaDeviceAttr {
+    cudaDevAttrMaxPitch = 11,
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrComputeCapabilityMajor = 75,
-    cudaDevAttrComputeCapabilityMinor = 76
+    cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrManagedMemory = 83,
+    cudaDevAttrConcurrentManagedAccess = 89
 };
 enum cudaMemoryType {
     cudaMemoryTypeUnregistered = 0,
@@ -165,12 +169,16 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end);
+typedef void (*cudaHostFn_t)(void *user);
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void *user);
 
 /* The seam to kernels compiled for the host. launch copies the params; the body runs for the block
-   indices 0..grid-1 in the stream's order. touch tells the race checker what the body reads or
-   writes: once for a row or a run, not for each element. */
+   indices 0..grid-1 in the stream's order. load is what the first launch of a body does before all
+   else, if nobody has done it: it waits for the device, as CUDA may where it loads lazily. touch tells
+   the race checker what the body reads or writes: once for a row or a run, not for each element. */
 cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_index),
                              const void *params, size_t size, unsigned grid, cudaStream_t stream);
+cudaError_t fsdp_stub_load(void (*body)(const void *params, unsigned block_index));
 void fsdp_stub_touch(const void *ptr, size_t nbytes, int write);
 
 #ifdef __cplusplus

@@ -8,7 +8,16 @@
        FSDP_STUB_NCCL_VERSION=v  what ncclGetVersion says
        FSDP_STUB_PROTECT=1       as stub_set(STUB_PROTECT, 1)
        FSDP_STUB_CHECKS=1        race checker, synchronous; the first race ends the process
-   Children of fork keep the settings and begin anew with everything else.
+       FSDP_STUB_SMS=n           as stub_set(STUB_SMS, n)
+       FSDP_STUB_DRIVER_VERSION=v  as stub_set(STUB_DRIVER_VERSION, v)
+   and as the libraries read them:
+       CUDA_LAUNCH_BLOCKING=1    as stub_set(STUB_BLOCKING, 1)
+       CUDA_MODULE_LOADING=EAGER as stub_set(STUB_LAZY, 0)
+       NCCL_HOSTID, NCCL_MULTI_RANK_GPU_ENABLE, NCCL_COMM_BLOCKING, NCCL_MAX_CTAS,
+       NCCL_LAUNCH_ORDER_IMPLICIT
+   The stand-in for NCCL sets FSDP_NCCL_WARM_UP=0 where it is not set: large sums are slow here.
+   Children of fork keep the settings and begin anew with everything else; but if CUDA was in use
+   before, all of it fails there.
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_H
@@ -21,7 +30,7 @@ extern "C" {
 #endif
 
 enum {
-    STUB_SYNC,     /* 1: every op is done on return, as with CUDA_LAUNCH_BLOCKING. Default 0 */
+    STUB_SYNC,     /* 1: every op is done on return. Default 0 */
     STUB_PROGRESS, /* polls of ncclCommGetAsyncError that a call on a non-blocking comm takes */
     STUB_GARBAGE,  /* 1: a collective that ranks disagree on ends with garbage. Default 0: hangs */
     STUB_DEVICES,  /* devices. Default 8 */
@@ -31,6 +40,12 @@ enum {
     STUB_PROTECT, /* 1: new device memory is out of the host's reach (signal 11) while no op runs */
     STUB_DRIVER,  /* 1: while a cudaFree waits for the device, cudaEventQuery waits for it */
     STUB_KEEPS,   /* 1: ncclCommDeregister and ncclCommWindowDeregister do not return */
+    STUB_BLOCKING,       /* 1: kernels, of NCCL too, are done on return; copies and fills are not */
+    STUB_LAZY,           /* 1: the first launch of a kernel waits for the device. Default 1 */
+    STUB_SMS,            /* of a device: kernels of communicators run beside each other in their
+                            room only. Default 132 */
+    STUB_MAX_PITCH,      /* of a 2-D copy, in bytes. Default 2^31 - 1 */
+    STUB_DRIVER_VERSION, /* before 12010, kernels have 4 KiB of parameters, not 32. Default 13000 */
     STUB_SETTINGS
 };
 void stub_set(int setting, int value);
@@ -58,6 +73,10 @@ enum {
     STUB_KINDS
 };
 int64_t stub_live(int kind); /* objects that exist */
+
+/* The last kernel of a communicator, by the order of issue, that has begun on a device of this
+   process, from 1 on; 0: none. */
+int stub_begun(int device);
 
 /* What ncclCommGetAsyncError says from now on; comm NULL: of all comms, also of later ones. */
 void stub_async_error(ncclComm_t comm, ncclResult_t code);

@@ -29,6 +29,7 @@ __attribute__((noreturn, format(printf, 1, 2))) void stub_die(const char *format
 /* Counts a call; a code other than 0 was injected. */
 int stub_enter(const char *name);
 int stub_get(int setting);
+int stub_is_forked(void); /* from a process that used CUDA */
 void stub_live_add(int kind, int64_t amount);
 
 stub_thread stub_thread_get(void);

@@ -7,6 +7,7 @@
 #endif
 #include "stub_core.h"
 
+#include <limits.h>   /* INT_MAX */
 #include <pthread.h>  /* pthread_create, pthread_mutex_lock, pthread_cond_wait */
 #include <stdarg.h>   /* va_list */
 #include <stdio.h>    /* fprintf, snprintf */
@@ -15,7 +16,7 @@
 #include <sys/mman.h> /* mmap, mprotect */
 #include <time.h>     /* clock_gettime */
 
-enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8 };
+enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8, KERNELS = 512 };
 
 /* What an op does. A graph keeps it and runs it many times. */
 typedef struct work {
@@ -119,6 +120,8 @@ typedef struct rule {
     int nth, code;
 } rule;
 
+typedef void (*kernel)(const void *params, unsigned block_index);
+
 typedef struct state {
     struct state *inherited; /* of the process that forked this one; only kept */
     struct CUstream_st *streams;
@@ -135,7 +138,10 @@ typedef struct state {
     } names[NAMES];
     int num_names;
     int64_t calls, waits;
-    int open; /* ops that run: device memory can be accessed */
+    int open;    /* ops that run: device memory can be accessed */
+    int is_used; /* CUDA has been called: not for children of fork any more */
+    kernel loaded[KERNELS];
+    int num_loaded;
     int failed, sticky;
     int64_t races;
     char race[512];
@@ -147,9 +153,10 @@ static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* some stream completed
 static pthread_key_t thread_key;
 static state *now;
 /* Kept in children of fork. */
-static int settings[STUB_SETTINGS] = {0, 0, 0, 8, NCCL_VERSION_CODE, 16384, 1, 0};
+static int settings[STUB_SETTINGS] = {0, 0, 0, 8,   NCCL_VERSION_CODE, 16384,         1, 0, 0,
+                                      0, 0, 1, 132, INT_MAX,           CUDART_VERSION};
 static rule rules[RULES];
-static int num_rules, checks, checks_die, is_set_up, ignored_wait;
+static int num_rules, checks, checks_die, is_set_up, is_forked, ignored_wait;
 static int in_driver; /* threads in a cudaFree that waits, with STUB_DRIVER */
 
 static __thread int my_device;
@@ -182,6 +189,7 @@ static void new_state(void) {
 static void after_fork(void) {
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&moved, NULL);
+    is_forked |= now && now->is_used;
     new_state();
 }
 
@@ -219,6 +227,11 @@ static void read_environment(void) {
     settings[STUB_DEVICES] = env_int("FSDP_STUB_DEVICES", settings[STUB_DEVICES]);
     settings[STUB_NCCL_VERSION] = env_int("FSDP_STUB_NCCL_VERSION", settings[STUB_NCCL_VERSION]);
     settings[STUB_PROTECT] = env_int("FSDP_STUB_PROTECT", 0);
+    settings[STUB_SMS] = env_int("FSDP_STUB_SMS", settings[STUB_SMS]);
+    settings[STUB_DRIVER_VERSION] = env_int("FSDP_STUB_DRIVER_VERSION", CUDART_VERSION);
+    settings[STUB_BLOCKING] = env_int("CUDA_LAUNCH_BLOCKING", 0);
+    const char *loading = getenv("CUDA_MODULE_LOADING");
+    settings[STUB_LAZY] = !loading || strcmp(loading, "EAGER") != 0;
     checks = checks_die = env_int("FSDP_STUB_CHECKS", 0);
     if (checks) settings[STUB_SYNC] = 1;
     while (text && *text) {
@@ -263,6 +276,13 @@ int stub_get(int setting) {
     int value = settings[setting];
     end();
     return value;
+}
+
+int stub_is_forked(void) {
+    begin();
+    int forked = is_forked;
+    end();
+    return forked;
 }
 
 /* ---- counts and injected failures ------------------------------------------------------------ */
@@ -766,15 +786,20 @@ static cudaError_t fails(cudaError_t error) {
     return error;
 }
 
-static cudaError_t enter(const char *name) {
+/* uses: the call needs the driver, which does not survive a fork. */
+static cudaError_t enter_as(const char *name, int uses) {
     state *s = begin();
     count_call(s, name);
     int code = match_rules(s, name);
     if (code >= 700 && code < 800) s->sticky = code;
     if (s->sticky) code = s->sticky;
+    if (uses && is_forked) code = cudaErrorInitializationError;
+    s->is_used |= uses;
     end();
     return fails((cudaError_t)code);
 }
+
+static cudaError_t enter(const char *name) { return enter_as(name, 1); }
 
 #define ENTER(name)                                                                                \
     do {                                                                                           \
@@ -809,6 +834,7 @@ static const struct {
     {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
     {cudaErrorCudartUnloading, "cudaErrorCudartUnloading", "driver shutting down"},
     {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration"},
+    {cudaErrorInvalidPitchValue, "cudaErrorInvalidPitchValue", "invalid pitch argument"},
     {cudaErrorInvalidMemcpyDirection, "cudaErrorInvalidMemcpyDirection", "invalid copy direction"},
     {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "the driver is too old"},
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no device"},
@@ -1177,9 +1203,12 @@ cudaError_t cudaGetDevice(int *device) {
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device) {
     ENTER("cudaDeviceGetAttribute");
     if (device < 0 || device >= stub_get(STUB_DEVICES)) return fails(cudaErrorInvalidDevice);
-    *value = attr == cudaDevAttrMultiProcessorCount      ? 4
-             : attr == cudaDevAttrComputeCapabilityMajor ? 9
-                                                         : 0;
+    *value = attr == cudaDevAttrMultiProcessorCount       ? stub_get(STUB_SMS)
+             : attr == cudaDevAttrMaxPitch                ? stub_get(STUB_MAX_PITCH)
+             : attr == cudaDevAttrComputeCapabilityMajor  ? 9
+             : attr == cudaDevAttrManagedMemory           ? 1
+             : attr == cudaDevAttrConcurrentManagedAccess ? 1
+                                                          : 0;
     return cudaSuccess;
 }
 
@@ -1202,15 +1231,15 @@ cudaError_t cudaDeviceSynchronize(void) {
 }
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    ENTER("cudaDriverGetVersion");
-    *version = CUDART_VERSION;
-    return cudaSuccess;
+    cudaError_t entered = enter_as("cudaDriverGetVersion", 0);
+    *version = stub_get(STUB_DRIVER_VERSION);
+    return entered;
 }
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
-    ENTER("cudaRuntimeGetVersion");
+    cudaError_t entered = enter_as("cudaRuntimeGetVersion", 0);
     *version = CUDART_VERSION;
-    return cudaSuccess;
+    return entered;
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -1493,6 +1522,8 @@ cudaError_t cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t 
     ENTER("cudaMemcpy2DAsync");
     if (width > dpitch || width > spitch || (width && height && !src))
         return fails(cudaErrorInvalidValue);
+    if (dpitch > (size_t)stub_get(STUB_MAX_PITCH) || spitch > (size_t)stub_get(STUB_MAX_PITCH))
+        return fails(cudaErrorInvalidPitchValue);
     return start_copy("cudaMemcpy2DAsync", a_copy(dst, dpitch, src, spitch, width, height), kind,
                       stream, 0);
 }
@@ -1510,10 +1541,30 @@ static void launch_body(void *arg) {
     for (unsigned i = 0; i < l->grid; i++) l->body(l->params, i);
 }
 
+/* A kernel that is used for the first time is loaded, and for that the device has to be idle. A
+   capture waits for nothing. */
+static void load(state *s, kernel body, int waits, int is_launch) {
+    int i = 0;
+    while (i < s->num_loaded && s->loaded[i] != body) i++;
+    if (i < s->num_loaded) return;
+    if (i == KERNELS) stub_die("too many kernels");
+    s->loaded[s->num_loaded++] = body;
+    if (is_launch) count_call(s, "first launch");
+    if (waits && settings[STUB_LAZY] && !settings[STUB_SYNC]) wait_device(s, my_device);
+}
+
+cudaError_t fsdp_stub_load(void (*body)(const void *params, unsigned block_index)) {
+    ENTER("load");
+    load(begin(), body, 1, 0);
+    end();
+    return cudaSuccess;
+}
+
 cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_index),
                              const void *params, size_t size, unsigned grid, cudaStream_t stream) {
     ENTER("launch");
     if (!grid || grid > 0x7fffffffu || size > 32764) return fails(cudaErrorInvalidConfiguration);
+    if (size > 4096 && stub_get(STUB_DRIVER_VERSION) < 12010) return fails(cudaErrorInvalidValue);
     launch *l = (launch *)malloc(sizeof *l + size);
     if (!l) stub_die("out of memory");
     l->body = body;
@@ -1522,10 +1573,42 @@ cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_ind
     const work w = {"launch", launch_body, l, free};
     state *s = begin();
     cudaError_t error;
+    stub_point p = {NULL, 0};
+    cudaStream_t t = usable(s, stream, &error);
+    if (t) load(s, body, !t->capture, 1);
+    if (t) p = put(s, t, w);
+    int blocks = settings[STUB_BLOCKING];
+    end();
+    if (!t) free(l);
+    if (blocks) stub_wait(p);
+    return fails(error);
+}
+
+/* ---- functions of the host in a stream ------------------------------------------------------- */
+
+typedef struct host_call {
+    cudaHostFn_t fn;
+    void *user;
+} host_call;
+
+static void host_call_body(void *arg) {
+    const host_call *c = (const host_call *)arg;
+    c->fn(c->user);
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void *user) {
+    ENTER("cudaLaunchHostFunc");
+    host_call *c = (host_call *)malloc(sizeof *c);
+    if (!c) stub_die("out of memory");
+    c->fn = fn;
+    c->user = user;
+    const work w = {"cudaLaunchHostFunc", host_call_body, c, free};
+    state *s = begin();
+    cudaError_t error;
     cudaStream_t t = usable(s, stream, &error);
     if (t) put(s, t, w);
     end();
-    if (!t) free(l);
+    if (!t) free(c);
     return fails(error);
 }
 

@@ -62,7 +62,8 @@ static const char *const kind_names[] = {"ncclAllGather",   "ncclReduceScatter",
 typedef struct member {
     uint32_t arrived, joined;
     uint64_t record[WORDS];
-    uint64_t pad[7];
+    uint64_t host, device; /* a hash of the host's name; the GPU */
+    uint64_t pad[5];
 } member;
 
 /* From one rank to another: full while sent != taken. */
@@ -95,6 +96,7 @@ typedef struct where { /* what an id says */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static mapping *mappings;
 static int async_all, is_set_up;
+static uint64_t host_hash; /* as the variables were at the first init of the process; 0: none */
 static char warning[256];
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -106,6 +108,9 @@ static void take_lock(void) {
     is_set_up = 1;
     pthread_atfork(before_fork, after_fork, after_fork);
 }
+
+/* Large sums, which connect ranks, take long here and connect nothing. */
+static void __attribute__((constructor)) leave_cold(void) { setenv("FSDP_NCCL_WARM_UP", "0", 0); }
 
 static ncclResult_t warn(ncclResult_t result, const char *text) {
     take_lock();
@@ -248,6 +253,7 @@ typedef struct batch {
     ncclComm_t comm;
     coll *list;
     int count;
+    uint64_t number; /* of this one among those of the device, by the order of issue; from 1 on */
 } batch;
 
 /* A call that waits for peers on the host: inline, or in a thread of its own. */
@@ -265,7 +271,7 @@ typedef struct job {
 
 struct ncclComm {
     struct ncclComm *next; /* of all; under `lock` */
-    int rank, size, device, blocking;
+    int rank, size, device, blocking, ctas;
     mapping *file;
     uint32_t turn; /* how often this rank has arrived */
     uint32_t aborted, refs, closed, finalized;
@@ -515,16 +521,69 @@ static int run_messages(const coll *list, int count, size_t *done) {
     }
 }
 
+/* The room of a device, in SMs: kernels of NCCL hold theirs until peers have come. With an order of
+   launches, none takes room before those that were issued before it. */
+enum { DEVICES = 64 };
+static struct {
+    int used;
+    uint64_t issued, begun;
+} rooms[DEVICES];
+
+static uint64_t take_number(const ncclComm_t c) {
+    take_lock();
+    uint64_t number = ++rooms[c->device].issued;
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
+static int has_order(void) {
+    const char *text = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    return text && atoi(text) && stub_get(STUB_NCCL_VERSION) >= 22602;
+}
+
+/* 0: aborted before there was room. */
+static int take_room(const batch *b) {
+    ncclComm_t c = b->comm;
+    int order = has_order(), sms = stub_get(STUB_SMS), taken = 0;
+    while (!taken && !LOAD(&c->aborted)) {
+        uint32_t bell = LOAD(&c->file->at->bell);
+        take_lock();
+        taken = rooms[c->device].used + c->ctas <= sms || !rooms[c->device].used;
+        taken = taken && (!order || rooms[c->device].begun + 1 >= b->number);
+        if (taken) rooms[c->device].used += c->ctas;
+        pthread_mutex_unlock(&lock);
+        if (!taken) pause_until_rung(c, bell);
+    }
+    take_lock();
+    if (rooms[c->device].begun < b->number) rooms[c->device].begun = b->number;
+    pthread_mutex_unlock(&lock);
+    return taken;
+}
+
+int stub_begun(int device) {
+    take_lock();
+    int begun = (int)rooms[device].begun;
+    pthread_mutex_unlock(&lock);
+    return begun;
+}
+
+static void give_room(ncclComm_t c) {
+    take_lock();
+    rooms[c->device].used -= c->ctas;
+    pthread_mutex_unlock(&lock);
+}
+
 static void run_batch(void *arg) {
     batch *b = (batch *)arg;
     ncclComm_t c = b->comm;
     size_t *done = (size_t *)calloc((size_t)b->count, sizeof *done);
     if (!done) stub_die("out of memory");
-    int ok = !LOAD(&c->aborted);
+    int has_room = take_room(b), ok = has_room && !LOAD(&c->aborted);
     for (int i = 0; i < b->count; i++) touch_all(&b->list[i]);
     for (int i = 0; i < b->count && ok; i++)
         if (b->list[i].kind != SEND && b->list[i].kind != RECV) ok = run_coll(&b->list[i]);
     if (ok) (void)run_messages(b->list, b->count, done);
+    if (has_room) give_room(c);
     free(done);
     free(b->list);
     free(b);
@@ -556,6 +615,7 @@ static void *launch_one(void *arg) {
     l->point = stub_submit(l->stream, kind_names[l->part->list[0].kind], run_batch, l->part, deps,
                            l->num_tails + 1, &c->clock);
     c->last = l->point;
+    if (stub_get(STUB_BLOCKING)) stub_wait(l->point);
     drop(c);
     free(deps);
     return NULL;
@@ -590,6 +650,7 @@ static void launch_batch(const batch *b, stub_thread issuer) {
         while (l < num && launches[l].part->comm != b->list[i].comm) l++;
         if (l < num) continue;
         launches[l].part = take_part(b, b->list[i].comm);
+        launches[l].part->number = take_number(b->list[i].comm);
         launches[l].stream = b->list[i].stream;
         launches[l].thread = issuer;
         num++;
@@ -625,8 +686,46 @@ static int same(int32_t *word, int32_t value) {
     return seen == value;
 }
 
+static void tell_device(const ncclComm_t c, member *me) {
+    take_lock();
+    if (!host_hash) {
+        const char *name = getenv("NCCL_HOSTID");
+        host_hash = 14695981039346656037u;
+        for (const char *at = name ? name : ""; *at; at++)
+            host_hash = (host_hash ^ (unsigned char)*at) * 1099511628211u;
+    }
+    me->host = host_hash;
+    pthread_mutex_unlock(&lock);
+    me->device = (uint64_t)c->device;
+}
+
+/* As NCCL: two ranks of one GPU, of what seems to be one host, are refused, and others lose them. */
+static ncclResult_t check_devices(ncclComm_t c) {
+    const member *all = c->file->at->members;
+    const char *many = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    int version = stub_get(STUB_NCCL_VERSION), lost = 0;
+    char text[120];
+    if (many && atoi(many) && version >= 23003) return ncclSuccess;
+    for (int i = 0; i < c->size; i++)
+        for (int k = 0; k < c->size; k++) {
+            if (i == k || all[i].host != all[k].host || all[i].device != all[k].device) continue;
+            lost = 1;
+            if (i != c->rank) continue;
+            snprintf(text, sizeof text,
+                     version >= 23003 ? "Multiple Ranks are using the same GPU/Partition: rank %d "
+                                        "and rank %d both on CUDA device %d"
+                                      : "Duplicate GPU detected : rank %d and rank %d both on CUDA "
+                                        "device %d",
+                     i, k, c->device);
+            return warn(ncclInvalidUsage, text);
+        }
+    return lost ? warn(ncclRemoteError, "a peer has gone while it was connected") : ncclSuccess;
+}
+
 static ncclResult_t do_init(job *j) {
     ncclComm_t c = j->comm;
+    if (stub_is_forked())
+        return warn(ncclUnhandledCudaError, "CUDA was in use when this process was forked");
     STORE(&c->file, attach(&j->id, c->size));
     if (!c->file)
         return warn(ncclSystemError, "the process that made the unique id cannot be reached");
@@ -637,9 +736,10 @@ static ncclResult_t do_init(job *j) {
         return warn(ncclInvalidUsage, "ranks have different versions of the library");
     if (__atomic_exchange_n(&s->members[c->rank].joined, 1u, __ATOMIC_ACQ_REL))
         return warn(ncclInvalidUsage, "two ranks have the same number, or the id is used again");
+    tell_device(c, &s->members[c->rank]);
     if (!meet(c)) return warn(ncclInternalError, "aborted while it waited for other ranks");
     close_door(c->file);
-    return ncclSuccess;
+    return check_devices(c);
 }
 
 static ncclComm_t new_comm(int rank, int size, int device, int blocking) {
@@ -649,6 +749,8 @@ static ncclComm_t new_comm(int rank, int size, int device, int blocking) {
     c->size = size;
     c->device = device;
     c->blocking = blocking;
+    const char *ctas = getenv("NCCL_MAX_CTAS");
+    c->ctas = ctas && atoi(ctas) > 0 && atoi(ctas) < 24 ? atoi(ctas) : 24; /* of a ring */
     c->refs = 1;
     pthread_mutex_init(&c->guard, NULL);
     take_lock();
