@@ -3,16 +3,22 @@
    A key-value store, its server and its client, used by backends whose ranks share no memory.
 
    Who serves. boot->store says where ranks meet:
-   - "tcp://HOST:PORT"  rank 0 serves there, unless a server of this job, a launcher's, is there
-                        already. A port that somebody else has is passed over: all ranks look at
-                        PORT..PORT+16, in rounds, until the deadline. With
+   - "tcp://HOST:PORT"  rank 0 serves there. A port that somebody else has is passed over: all ranks
+                        look at PORT..PORT+16, in rounds, until the deadline. With
                         TORCHELASTIC_USE_AGENT_STORE=True, MASTER_PORT is torchrun's own.
    - "file:///PATH"     rank 0 serves on a free port and writes the address to the file
    - "host:" or NULL    all ranks are on one host: an abstract unix socket, named from the user and
                         the job's name
-   - Only programs that know the job's token take part: FSDP_TOKEN, else user and job name. This
-     keeps jobs, and incarnations of a job, apart. It is no protection against people: whoever can
-     read the network can read everything. Trusted networks only.
+   - A launcher that serves says so in FSDP_STORE_SERVED (fsdpi_store_learn_served): then no rank
+     does, however long the launcher is silent.
+
+   Who takes part. Only programs that know the job's token, and only in a store that knows it: each
+   side proves it to the other before it says anything else. The token is made from FSDP_TOKEN and
+   the job's name; without it from a secret of mpirun's; else from user and job, which is none and
+   is warned of. Behind that every frame carries a tag: 16 bytes of HMAC-SHA-256 with a key of this
+   connection and direction, over the number of the frame and the frame. Who forwards a connection
+   can read, delay and end it, but cannot change, add, repeat or leave out a frame. Nothing is
+   encrypted. docs/cluster.md says who can do what.
 
    What a rank goes through, as the server sees it:
 
@@ -27,15 +33,16 @@
    vanishes, that is a verdict.
 
    Frames, both ways, little endian: u32 "FKV1", u16 op, u16 flags, u32 id, u32 key size, u64 value
-   size, key, value. A request's answer has its id.
+   size, key, value. A request's answer has its id. From PROVE on the value ends with the tag.
 
-       CHALLENGE  server   nonce[32], as soon as somebody connects
-       HELLO      client   HMAC-SHA256(token, nonce), u32 version, i32 rank, i32 size, i64 timeout,
-                           i64 what is left of it
+       CHALLENGE  server   nonce[32], as soon as somebody connects. id: the version; in 1 it was 0
+       PROVE      client   nonce[32]
+       PROVEN     server   to PROVE; or REFUSED without a tag: then this is another job's
+       HELLO      client   i32 rank, i32 size, i64 timeout, i64 what is left of it
        REPLY      server   flags: fsdp_status. To HELLO: i32 who serves (-1: a launcher); GET: the
                            value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
-       REFUSED    server   to HELLO, which is the end; value: a text. flags: fsdp_status, or 0:
-                           another port may be the right one, or LATER: this is the right one
+       REFUSED    server   to PROVE or HELLO, which is the end; value: a text. flags: fsdp_status, or
+                           0: another port may be the right one, or LATER: this is the right one
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits until the key is there. When
                            that has passed the server forgets it: the client has its own clock
        BEAT       client   i32 busy, i64 since, text: what the rank is doing
@@ -47,6 +54,11 @@
        VERDICT    push     i32 status, i32 rank that told it, i32 rank that is lost, subject, 0,
                            reason
        CLOSING    push     the server ends
+
+   A key is HMAC(HMAC(token, "fsdp store"), u32 version, u32 0: of the client, 1: of the server, its
+   nonce, the client's); numbers of frames count from 0 in each direction, PROVE and PROVEN are 0.
+   The client proves first: who only connects is given nothing to guess the token by. It keeps its
+   patience short until the server has proven itself, so a squatter costs it a second or two.
 
    Layers: fsdpi_store_core is a state machine without sockets or a clock: bytes of connections in,
    bytes out. fsdpi_store_server is a thread that moves these bytes. fsdpi_store is a client: one
@@ -61,12 +73,14 @@
 #include "fsdp_record.h" // fsdpi_verdict
 
 #include <errno.h>       // errno
+#include <fcntl.h>       // open, fcntl
 #include <ifaddrs.h>     // getifaddrs
 #include <netinet/in.h>  // sockaddr_in, sockaddr_in6
 #include <netinet/tcp.h> // TCP_NODELAY
 #include <poll.h>        // poll
 #include <sys/eventfd.h> // eventfd: wakes a thread that polls
 #include <sys/socket.h>  // socket and others
+#include <sys/stat.h>    // fstat
 #include <sys/un.h>      // sockaddr_un
 #include <asm/socket.h>  // SO_REUSEADDR, SO_PEERCRED, which strict C99 hides
 
@@ -92,10 +106,13 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
                              int flags) __asm__("getnameinfo");
 
 #define FSDPI_STORE_MAGIC       0x31564B46u // "FKV1"
-#define FSDPI_STORE_VERSION     1
+#define FSDPI_STORE_VERSION     2
 #define FSDPI_STORE_HEADER      24
 #define FSDPI_STORE_NONCE       32
-#define FSDPI_STORE_HELLO_BYTES (32 + 4 + 4 + 4 + 8 + 8) // of its value
+#define FSDPI_STORE_TAG         16
+#define FSDPI_STORE_HELLO_BYTES (4 + 4 + 8 + 8)                            // of its value
+#define FSDPI_STORE_HELLO_1     (32 + 4 + 4 + 4 + 8 + 8)                   // in version 1
+#define FSDPI_STORE_FIRST       (FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_1) // of a stranger, at most
 #define FSDPI_STORE_KEY_MAX     256
 #define FSDPI_STORE_VALUE_MAX   ((size_t)16 << 20)
 #define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // of all entries of a store
@@ -111,7 +128,8 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when another is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
-#define FSDPI_STORE_LATER       0xFFFF // come again
+#define FSDPI_STORE_LATER       0xFFFF   // come again
+#define FSDPI_STORE_CLOEXEC     02000000 // O_CLOEXEC, which strict C99 hides
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
 #define FSDPI_STORE_READ        65536 // bytes read at a time
 
@@ -120,9 +138,15 @@ enum {
     FSDPI_STORE_CHALLENGE = 1, FSDPI_STORE_HELLO, FSDPI_STORE_REPLY, FSDPI_STORE_REFUSED,
     FSDPI_STORE_SET, FSDPI_STORE_GET, FSDPI_STORE_DELETE, FSDPI_STORE_BEAT, FSDPI_STORE_ASK,
     FSDPI_STORE_ABORT, FSDPI_STORE_BYE, FSDPI_STORE_ALL_JOINED, FSDPI_STORE_RANK_LEFT,
-    FSDPI_STORE_VERDICT, FSDPI_STORE_CLOSING
+    FSDPI_STORE_VERDICT, FSDPI_STORE_CLOSING, FSDPI_STORE_PROVE, FSDPI_STORE_PROVEN
 };
 // clang-format on
+
+// What is found at a place, for texts.
+#define FSDPI_STORE_OTHER_JOB "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)"
+#define FSDPI_STORE_OTHER_VERSION                                                                  \
+    "speaks version %u of the store's protocol, and this program version %u: start all ranks, "    \
+    "and fsdprun, with the same build"
 
 enum { FSDPI_STORE_ABSENT, FSDPI_STORE_JOINED, FSDPI_STORE_LEFT, FSDPI_STORE_LOST };
 
@@ -170,6 +194,15 @@ static void fsdpi_sha256_begin(fsdpi_sha256 *s) {
 
 static uint32_t fsdpi_sha256_turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
+static inline void fsdpi_sha256_step(uint32_t *d, uint32_t *h, uint32_t a, uint32_t b, uint32_t c,
+                                     uint32_t e, uint32_t f, uint32_t g, uint32_t more) {
+    uint32_t t = *h + more + (g ^ (e & (f ^ g))) +
+                 (fsdpi_sha256_turn(e, 6) ^ fsdpi_sha256_turn(e, 11) ^ fsdpi_sha256_turn(e, 25));
+    *d += t;
+    *h = t + ((a & b) | (c & (a | b))) +
+         (fsdpi_sha256_turn(a, 2) ^ fsdpi_sha256_turn(a, 13) ^ fsdpi_sha256_turn(a, 22));
+}
+
 static void fsdpi_sha256_mix(uint32_t h[8], const uint8_t block[64]) {
     static const uint32_t k[64] = {
         0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4,
@@ -193,26 +226,27 @@ static void fsdpi_sha256_mix(uint32_t h[8], const uint8_t block[64]) {
                (fsdpi_sha256_turn(b, 17) ^ fsdpi_sha256_turn(b, 19) ^ b >> 10);
     }
     memcpy(v, h, sizeof v);
-    for (int i = 0; i < 64; i++) {
-        uint32_t e = v[4], a = v[0];
-        uint32_t t = v[7] + k[i] + w[i] + ((e & v[5]) ^ (~e & v[6])) +
-                     (fsdpi_sha256_turn(e, 6) ^ fsdpi_sha256_turn(e, 11) ^
-                      fsdpi_sha256_turn(e, 25));
-        uint32_t u = ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2])) + (fsdpi_sha256_turn(a, 2) ^
-                                                                  fsdpi_sha256_turn(a, 13) ^
-                                                                  fsdpi_sha256_turn(a, 22));
-        memmove(v + 1, v, 7 * sizeof *v);
-        v[4] += t;
-        v[0] = t + u;
+    for (int i = 0; i < 64; i += 8) { // what moves on from step to step are the names
+        fsdpi_sha256_step(v + 3, v + 7, v[0], v[1], v[2], v[4], v[5], v[6], k[i] + w[i]);
+        fsdpi_sha256_step(v + 2, v + 6, v[7], v[0], v[1], v[3], v[4], v[5], k[i + 1] + w[i + 1]);
+        fsdpi_sha256_step(v + 1, v + 5, v[6], v[7], v[0], v[2], v[3], v[4], k[i + 2] + w[i + 2]);
+        fsdpi_sha256_step(v + 0, v + 4, v[5], v[6], v[7], v[1], v[2], v[3], k[i + 3] + w[i + 3]);
+        fsdpi_sha256_step(v + 7, v + 3, v[4], v[5], v[6], v[0], v[1], v[2], k[i + 4] + w[i + 4]);
+        fsdpi_sha256_step(v + 6, v + 2, v[3], v[4], v[5], v[7], v[0], v[1], k[i + 5] + w[i + 5]);
+        fsdpi_sha256_step(v + 5, v + 1, v[2], v[3], v[4], v[6], v[7], v[0], k[i + 6] + w[i + 6]);
+        fsdpi_sha256_step(v + 4, v + 0, v[1], v[2], v[3], v[5], v[6], v[7], k[i + 7] + w[i + 7]);
     }
     for (int i = 0; i < 8; i++) h[i] += v[i];
 }
 
 static void fsdpi_sha256_add(fsdpi_sha256 *s, const void *data, size_t size) {
     const uint8_t *from = (const uint8_t *)data;
-    for (size_t i = 0; i < size; i++) {
-        s->block[s->bytes++ % 64] = from[i];
-        if (s->bytes % 64 == 0) fsdpi_sha256_mix(s->h, s->block);
+    for (size_t at, take; size; from += take, size -= take) {
+        at = (size_t)(s->bytes % 64);
+        take = size < 64 - at ? size : 64 - at;
+        if (take < 64) memcpy(s->block + at, from, take);
+        s->bytes += take;
+        if (s->bytes % 64 == 0) fsdpi_sha256_mix(s->h, take < 64 ? s->block : from);
     }
 }
 
@@ -225,35 +259,56 @@ static void fsdpi_sha256_end(fsdpi_sha256 *s, uint8_t out[32]) {
     for (int i = 0; i < 32; i++) out[i] = (uint8_t)(s->h[i / 4] >> (24 - 8 * (i % 4)));
 }
 
-// Keys of up to 64 bytes.
+// Begins the inner hash of HMAC (0x36), or the outer one (0x5c). Keys of up to 64 bytes.
+static void fsdpi_hmac_begin(fsdpi_sha256 *s, const void *key, size_t key_size, uint8_t with) {
+    uint8_t pad[64] = {0};
+    memcpy(pad, key, key_size);
+    for (int i = 0; i < 64; i++) pad[i] ^= with;
+    fsdpi_sha256_begin(s);
+    fsdpi_sha256_add(s, pad, sizeof pad);
+}
+
+// out may be the key.
+static void fsdpi_hmac_end(fsdpi_sha256 *s, const void *key, size_t key_size, uint8_t out[32]) {
+    uint8_t inner[32];
+    fsdpi_sha256_end(s, inner);
+    fsdpi_hmac_begin(s, key, key_size, 0x5c);
+    fsdpi_sha256_add(s, inner, sizeof inner);
+    fsdpi_sha256_end(s, out);
+}
+
 static void fsdpi_hmac_sha256(const void *key, size_t key_size, const void *data, size_t size,
                               uint8_t out[32]) {
     fsdpi_sha256 s;
-    uint8_t pad[64] = {0};
-    memcpy(pad, key, key_size);
-    for (int i = 0; i < 64; i++) pad[i] ^= 0x36;
-    fsdpi_sha256_begin(&s);
-    fsdpi_sha256_add(&s, pad, sizeof pad);
+    fsdpi_hmac_begin(&s, key, key_size, 0x36);
     fsdpi_sha256_add(&s, data, size);
-    fsdpi_sha256_end(&s, out);
-    for (int i = 0; i < 64; i++) pad[i] ^= 0x36 ^ 0x5c;
-    fsdpi_sha256_begin(&s);
-    fsdpi_sha256_add(&s, pad, sizeof pad);
-    fsdpi_sha256_add(&s, out, 32);
-    fsdpi_sha256_end(&s, out);
+    fsdpi_hmac_end(&s, key, key_size, out);
 }
 
-// The key that all programs of a job know.
-static void fsdpi_store_token(const char *job, uint8_t token[32]) {
-    const char *given = fsdpi_env("FSDP_TOKEN");
+/* What mpirun of Open MPI up to 4 gives to its ranks alone: 128 random bits. Under srun there are
+   two numbers of the job in its place, "012cc14200000000-...". NULL: there is none. */
+static const char *fsdpi_store_mpi_key(void) {
+    const char *key = fsdpi_env("OMPI_MCA_orte_precondition_transports");
+    if (!key || !fsdpi_env("OMPI_COMM_WORLD_RANK") || strlen(key) != 33) return NULL;
+    return strncmp(key + 8, "00000000", 8) ? key : NULL;
+}
+
+/* The key that all programs of a job know: from a secret if there is one, and the job's name, so
+   that jobs with the same secret do not meet. Returns 0 if others can guess it. */
+static int fsdpi_store_token(const char *job, uint8_t token[32]) {
+    const char *given = fsdpi_env("FSDP_TOKEN"), *kind = "token ";
     char user[32];
-    (void)snprintf(user, sizeof user, "user %lu job ", (unsigned long)getuid());
-    if (given) (void)snprintf(user, sizeof user, "token ");
     fsdpi_sha256 s;
+    (void)snprintf(user, sizeof user, "%lu", (unsigned long)getuid());
+    if (!given) given = fsdpi_store_mpi_key(), kind = "mpirun ";
+    int secret = given != NULL;
+    if (!given) given = user, kind = "user ";
     fsdpi_sha256_begin(&s);
-    fsdpi_sha256_add(&s, user, strlen(user));
-    fsdpi_sha256_add(&s, given ? given : job, strlen(given ? given : job));
+    fsdpi_sha256_add(&s, kind, strlen(kind));
+    fsdpi_sha256_add(&s, given, strlen(given));
     fsdpi_sha256_end(&s, token);
+    fsdpi_hmac_sha256(token, 32, job, strlen(job), token);
+    return secret;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -272,6 +327,13 @@ typedef struct fsdpi_frame {
     size_t key_size, value_size;
     const char *key, *value;
 } fsdpi_frame;
+
+// What makes the frames of one direction of a connection its own, each at its place.
+typedef struct fsdpi_seal {
+    uint8_t key[32];
+    uint64_t count; // of frames so far
+    int on;         // 0: frames have no tag yet
+} fsdpi_seal;
 
 static size_t fsdpi_queue_size(const fsdpi_queue *b) { return b->end - b->begin; }
 
@@ -327,18 +389,73 @@ static uint64_t fsdpi_le_get(const char *at, int bytes) {
 static int32_t fsdpi_le_i32(const char *at) { return (int32_t)(uint32_t)fsdpi_le_get(at, 4); }
 static int64_t fsdpi_le_i64(const char *at) { return (int64_t)fsdpi_le_get(at, 8); }
 
-static int fsdpi_frame_put(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_frame *f) {
-    char header[FSDPI_STORE_HEADER], *at = header;
-    at = fsdpi_le_put(at, FSDPI_STORE_MAGIC, 4);
+static void fsdpi_frame_header(char header[FSDPI_STORE_HEADER], const fsdpi_frame *f, size_t tag) {
+    char *at = fsdpi_le_put(header, FSDPI_STORE_MAGIC, 4);
     at = fsdpi_le_put(at, f->op, 2);
     at = fsdpi_le_put(at, f->flags, 2);
     at = fsdpi_le_put(at, f->id, 4);
     at = fsdpi_le_put(at, f->key_size, 4);
-    (void)fsdpi_le_put(at, f->value_size, 8);
-    return fsdpi_queue_reserve(a, b, sizeof header + f->key_size + f->value_size) &&
-           fsdpi_queue_add(a, b, header, sizeof header) &&
-           fsdpi_queue_add(a, b, f->key, f->key_size) &&
-           fsdpi_queue_add(a, b, f->value, f->value_size);
+    (void)fsdpi_le_put(at, f->value_size + tag, 8);
+}
+
+/* Keys for a new connection, from the token and what both sides have chosen at random. That of the
+   store is not the token itself: a MAC that is keyed with that elsewhere tells nothing here. */
+static void fsdpi_seal_make(fsdpi_seal *seal, const uint8_t token[32], int of_server,
+                            const void *server_nonce, const void *client_nonce) {
+    char data[8 + 2 * FSDPI_STORE_NONCE];
+    uint8_t own[32];
+    (void)fsdpi_le_put(data, FSDPI_STORE_VERSION, 4);
+    (void)fsdpi_le_put(data + 4, (uint64_t)of_server, 4);
+    memcpy(data + 8, server_nonce, FSDPI_STORE_NONCE);
+    memcpy(data + 8 + FSDPI_STORE_NONCE, client_nonce, FSDPI_STORE_NONCE);
+    fsdpi_hmac_sha256(token, 32, "fsdp store", 10, own);
+    fsdpi_hmac_sha256(own, sizeof own, data, sizeof data, seal->key);
+    seal->count = 0;
+    seal->on = 1;
+}
+
+// The first FSDPI_STORE_TAG bytes of the result are the tag of the next frame.
+static void fsdpi_seal_tag(const fsdpi_seal *seal, const fsdpi_frame *f, uint8_t tag[32]) {
+    char header[8 + FSDPI_STORE_HEADER];
+    fsdpi_sha256 s;
+    fsdpi_frame_header(fsdpi_le_put(header, seal->count, 8), f, FSDPI_STORE_TAG);
+    fsdpi_hmac_begin(&s, seal->key, sizeof seal->key, 0x36);
+    fsdpi_sha256_add(&s, header, sizeof header);
+    fsdpi_sha256_add(&s, f->key, f->key_size);
+    fsdpi_sha256_add(&s, f->value, f->value_size);
+    fsdpi_hmac_end(&s, seal->key, sizeof seal->key, tag);
+}
+
+/* Takes the tag off a frame that has come, once. 0: the frame is not the next one of who knows the
+   key. Time does not depend on where the tags differ. */
+static int fsdpi_seal_open(fsdpi_seal *seal, fsdpi_frame *f) {
+    uint8_t tag[32];
+    int differs = 0;
+    if (!seal->on) return 1;
+    if (f->value_size < FSDPI_STORE_TAG) return 0;
+    f->value_size -= FSDPI_STORE_TAG;
+    fsdpi_seal_tag(seal, f, tag);
+    seal->count++;
+    for (int i = 0; i < FSDPI_STORE_TAG; i++)
+        differs |= tag[i] ^ (uint8_t)f->value[f->value_size + (size_t)i];
+    return !differs;
+}
+
+static int fsdpi_frame_put(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_frame *f,
+                           fsdpi_seal *seal) {
+    char header[FSDPI_STORE_HEADER];
+    uint8_t tag[32];
+    size_t tag_size = seal->on ? FSDPI_STORE_TAG : 0;
+    fsdpi_frame_header(header, f, tag_size);
+    if (!fsdpi_queue_reserve(a, b, sizeof header + f->key_size + f->value_size + tag_size))
+        return 0;
+    (void)fsdpi_queue_add(a, b, header, sizeof header);
+    (void)fsdpi_queue_add(a, b, f->key, f->key_size);
+    (void)fsdpi_queue_add(a, b, f->value, f->value_size);
+    if (seal->on) fsdpi_seal_tag(seal, f, tag);
+    (void)fsdpi_queue_add(a, b, tag, tag_size);
+    seal->count += seal->on != 0;
+    return 1;
 }
 
 // 1: a whole frame, which lies in b until it is dropped; 0: not yet; -1: this is no frame.
@@ -347,7 +464,7 @@ static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     const char *at = b->block + b->begin;
     uint64_t key_size = fsdpi_le_get(at + 12, 4), value_size = fsdpi_le_get(at + 16, 8);
     if (fsdpi_le_get(at, 4) != FSDPI_STORE_MAGIC || key_size > FSDPI_STORE_KEY_MAX ||
-        value_size > FSDPI_STORE_VALUE_MAX)
+        value_size > FSDPI_STORE_VALUE_MAX + FSDPI_STORE_TAG)
         return -1;
     if (fsdpi_queue_size(b) < FSDPI_STORE_HEADER + key_size + value_size) return 0;
     f->op = (uint16_t)fsdpi_le_get(at + 4, 2);
@@ -360,8 +477,12 @@ static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     return 1;
 }
 
-static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_frame *f) {
-    fsdpi_queue_drop(a, b, FSDPI_STORE_HEADER + f->key_size + f->value_size);
+// Drops the first frame, all of which is there.
+static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b) {
+    const char *at = b->block + b->begin;
+    fsdpi_queue_drop(a, b,
+                     FSDPI_STORE_HEADER + (size_t)fsdpi_le_get(at + 12, 4) +
+                         (size_t)fsdpi_le_get(at + 16, 8));
 }
 
 // The text in from[0..size), cut to what fits. Returns the bytes it takes there, with its 0.
@@ -411,10 +532,11 @@ static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
 // >>store_core
 // Owns: the server's state. Invariants: no call blocks, reads a clock or touches a socket; only
 // fsdpi_store_core_disconnect frees a connection; a connection that has not shown that it knows the
-// token costs no more than its struct and the bytes of a HELLO, for FSDPI_STORE_PATIENCE.
+// token costs no more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
 
 enum {
-    FSDPI_CONN_STRANGER, // has not said who it is
+    FSDPI_CONN_STRANGER, // has not shown that it knows the token
+    FSDPI_CONN_PROVEN,   // and then not said who it is
     FSDPI_CONN_RANK,
     FSDPI_CONN_ENDING, // what is in `out` is still sent
     FSDPI_CONN_BROKEN  // to be closed and disconnected at once
@@ -428,6 +550,7 @@ typedef struct fsdpi_conn {
     fsdp_status status; // if it is a rank's, and broken: of the verdict
     const char *why;    // what the rank did then
     uint8_t nonce[FSDPI_STORE_NONCE];
+    fsdpi_seal seal_in, seal_out;
     fsdpi_queue in, out; // out: the caller sends and drops these
 } fsdpi_conn;
 
@@ -460,7 +583,8 @@ typedef struct fsdpi_store_core {
     uint8_t token[32];
     char where[256];  // its address, for texts
     char reached[64]; // an address under which other hosts reach this one, once that is known
-    int closing, num_conns, num_joined, num_refused; // refused: for their token
+    int closing, num_conns, num_joined;
+    int num_refused, num_old;         // for their token, and for their version
     int64_t join_ns, join_timeout_ns; // when ranks must have joined, and how long that was
     size_t total;
     fsdpi_verdict verdict; // status FSDP_OK: none
@@ -489,10 +613,10 @@ static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
 static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
                                   uint32_t id, const void *value, size_t bytes) {
     fsdpi_frame f = {(uint16_t)op, (uint16_t)flags, id, 0, bytes, NULL, (const char *)value};
-    if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
+    if (conn->state > FSDPI_CONN_RANK) return;
     if (fsdpi_queue_size(&conn->out) + bytes > FSDPI_STORE_OUT_MAX)
         fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "does not read the messages of the store");
-    else if (!fsdpi_frame_put(&core->allocator, &conn->out, &f))
+    else if (!fsdpi_frame_put(&core->allocator, &conn->out, &f, &conn->seal_out))
         fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
                          "is cut off: the store has no memory for messages to it");
 }
@@ -607,24 +731,37 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_store_core_push(core, FSDPI_STORE_ALL_JOINED, core->reached, strlen(core->reached));
 }
 
+/* The first words of a connection: a client shows that it knows the token, and is shown the same by
+   the seal of the answer. Who is refused here may be a rank of another job. */
+static void fsdpi_store_core_prove(fsdpi_store_core *core, fsdpi_conn *conn, fsdpi_frame *f,
+                                   int64_t now) {
+    if (f->op == FSDPI_STORE_PROVE && !f->key_size &&
+        f->value_size == FSDPI_STORE_NONCE + FSDPI_STORE_TAG) {
+        fsdpi_seal_make(&conn->seal_in, core->token, 0, conn->nonce, f->value);
+        fsdpi_seal_make(&conn->seal_out, core->token, 1, conn->nonce, f->value);
+        if (fsdpi_seal_open(&conn->seal_in, f)) {
+            conn->state = FSDPI_CONN_PROVEN;
+            fsdpi_store_core_send(core, conn, FSDPI_STORE_PROVEN, 0, 0, NULL, 0);
+            return;
+        }
+        conn->seal_out.on = 0;
+        core->num_refused++;
+        fsdpi_store_core_refuse(core, conn, 0, now, "%s", FSDPI_STORE_OTHER_JOB);
+    } else if (f->op == FSDPI_STORE_HELLO && f->value_size == FSDPI_STORE_HELLO_1) {
+        core->num_old++;
+        fsdpi_store_core_refuse(core, conn, 0, now, FSDPI_STORE_OTHER_VERSION,
+                                (unsigned)FSDPI_STORE_VERSION, 1u);
+    } else fsdpi_conn_break(conn, FSDP_OK, NULL);
+}
+
 static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
                                    int64_t now) {
-    uint8_t expected[32];
-    int differs = 0;
-    fsdpi_hmac_sha256(core->token, sizeof core->token, conn->nonce, sizeof conn->nonce, expected);
-    for (size_t i = 0; i < sizeof expected; i++) differs |= expected[i] ^ (uint8_t)f->value[i];
-    uint32_t version = (uint32_t)fsdpi_le_get(f->value + 32, 4);
-    int32_t rank = fsdpi_le_i32(f->value + 36), size = fsdpi_le_i32(f->value + 40);
-    if (differs) {
-        core->num_refused++;
-        fsdpi_store_core_refuse(core, conn, 0, now,
-                                "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)");
-    } else if (version != FSDPI_STORE_VERSION) {
-        fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now,
-                                "[E703] rank %d speaks version %u of the store's protocol, and the "
-                                "store speaks version %d: start all ranks with the same build",
-                                (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
-    } else if (size != core->size || rank < 0 || rank >= size) {
+    if (f->op != FSDPI_STORE_HELLO || f->value_size != FSDPI_STORE_HELLO_BYTES) {
+        fsdpi_conn_break(conn, FSDP_OK, NULL);
+        return;
+    }
+    int32_t rank = fsdpi_le_i32(f->value), size = fsdpi_le_i32(f->value + 4);
+    if (size != core->size || rank < 0 || rank >= size) {
         char text[400];
         (void)snprintf(text, sizeof text,
                        "[E704] rank %d was started as one of %d ranks, but the store at %s was "
@@ -648,8 +785,8 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
         fsdpi_conn_end(conn, now);
         fsdpi_store_core_leave(core, (int)rank);
     } else {
-        fsdpi_store_core_join(core, conn, (int)rank, fsdpi_le_i64(f->value + 44),
-                              fsdpi_le_i64(f->value + 52), now);
+        fsdpi_store_core_join(core, conn, (int)rank, fsdpi_le_i64(f->value + 8),
+                              fsdpi_le_i64(f->value + 16), now);
     }
 }
 
@@ -835,35 +972,53 @@ static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
     conn->next = core->conns;
     core->conns = conn;
     core->num_conns++;
-    fsdpi_store_core_send(core, conn, FSDPI_STORE_CHALLENGE, 0, 0, nonce, sizeof conn->nonce);
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_CHALLENGE, 0, FSDPI_STORE_VERSION, nonce,
+                          sizeof conn->nonce);
     return conn;
+}
+
+// A frame is not what its sender sent. What goes to the rank is not touched by that: it is told.
+static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
+    int rank = conn->rank;
+    if (rank < 0) {
+        fsdpi_conn_break(conn, FSDP_OK, NULL);
+        return;
+    }
+    core->ranks[rank].state = FSDPI_STORE_LOST;
+    fsdpi_store_core_fail(core, FSDP_ERR_IO, rank,
+                          "[E792] rank %d is cut off: its messages to the store were changed on "
+                          "their way, or others were put between them: look at the network "
+                          "between them",
+                          rank);
+    fsdpi_store_core_forget(core, conn, INT64_MIN);
+    fsdpi_conn_end(conn, now);
 }
 
 // Bytes have come on a connection.
 static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, const void *data,
                                   size_t size, int64_t now) {
     fsdpi_frame f;
-    int whole = 1;
-    if (conn->state == FSDPI_CONN_STRANGER &&
-        fsdpi_queue_size(&conn->in) + size > FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_BYTES) {
+    if (conn->state < FSDPI_CONN_RANK && fsdpi_queue_size(&conn->in) + size > FSDPI_STORE_FIRST) {
         fsdpi_conn_break(conn, FSDP_OK, NULL);
         return;
     }
-    if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
+    if (conn->state > FSDPI_CONN_RANK) return;
     if (!fsdpi_queue_add(&core->allocator, &conn->in, data, size))
         fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
                          "is cut off: the store has no memory for its messages");
-    while (conn->state == FSDPI_CONN_STRANGER || conn->state == FSDPI_CONN_RANK) {
-        whole = fsdpi_frame_get(&conn->in, &f);
+    while (conn->state <= FSDPI_CONN_RANK) {
+        int whole = fsdpi_frame_get(&conn->in, &f);
         if (whole == 0) return;
-        if (whole < 0)
+        if (whole < 0) {
             fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
                              "has sent the store bytes that are not a message");
-        else if (conn->state == FSDPI_CONN_RANK) fsdpi_store_core_frame(core, conn, &f, now);
-        else if (f.op == FSDPI_STORE_HELLO && f.value_size == FSDPI_STORE_HELLO_BYTES)
-            fsdpi_store_core_hello(core, conn, &f, now);
-        else fsdpi_conn_break(conn, FSDP_OK, NULL);
-        if (whole > 0) fsdpi_frame_drop(&core->allocator, &conn->in, &f);
+            return;
+        }
+        if (conn->state == FSDPI_CONN_STRANGER) fsdpi_store_core_prove(core, conn, &f, now);
+        else if (!fsdpi_seal_open(&conn->seal_in, &f)) fsdpi_store_core_cut_off(core, conn, now);
+        else if (conn->state == FSDPI_CONN_PROVEN) fsdpi_store_core_hello(core, conn, &f, now);
+        else fsdpi_store_core_frame(core, conn, &f, now);
+        fsdpi_frame_drop(&core->allocator, &conn->in);
     }
 }
 
@@ -910,6 +1065,8 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
         missing > 1 ? "keeps them from getting" : "keeps it from getting",
         core->num_refused ? "; others have called with another token: set FSDP_TOKEN and "
                             "FSDP_JOB_ID to the same values on all ranks"
+        : core->num_old   ? "; others have called that speak version 1 of the store's protocol: "
+                            "start all ranks with the same build"
                           : "");
 }
 
@@ -919,7 +1076,7 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     fsdpi_store_core_forget(core, NULL, now);
     int64_t next = core->join_ns;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) {
-        if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_ENDING) continue;
+        if (conn->state == FSDPI_CONN_RANK || conn->state == FSDPI_CONN_BROKEN) continue;
         if (conn->deadline <= now) fsdpi_conn_break(conn, FSDP_OK, NULL);
         else if (conn->deadline < next) next = conn->deadline;
     }
@@ -928,11 +1085,14 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     return next;
 }
 
-// Too many connections: of those that are not a rank's, the oldest goes. 0: there is none.
+// Too many connections: of the strangers the oldest goes; without one, of all that are no rank's.
+// 0: there is none.
 static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     fsdpi_conn *oldest = NULL;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
-        if (conn->state != FSDPI_CONN_RANK) oldest = conn;
+        if (conn->state == FSDPI_CONN_STRANGER ||
+            (conn->state != FSDPI_CONN_RANK && (!oldest || oldest->state != FSDPI_CONN_STRANGER)))
+            oldest = conn;
     if (oldest) fsdpi_conn_break(oldest, FSDP_OK, NULL);
     return oldest != NULL;
 }
@@ -1076,16 +1236,92 @@ static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     p->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-// Looked up in every round, since names may come up later than programs. A name that is no number
-// asks the resolver, which has deadlines of its own.
-static int fsdpi_store_lookup(const char *host, fsdpi_store_place *out, int max, fsdpi_text *why) {
+// Runs start(arg) with a stack of that size, 0: the usual one. Signals stay with the threads of the
+// program.
+static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg, size_t stack) {
+    uint64_t all = ~(uint64_t)0, before = 0;
+    pthread_attr_t attr;
+    int rc = pthread_attr_init(&attr);
+    if (rc) return rc;
+    if (stack) (void)pthread_attr_setstacksize(&attr, stack);
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
+    rc = pthread_create(thread, &attr, start, arg);
+    if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // much thread-local data
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
+    (void)pthread_attr_destroy(&attr);
+    return rc;
+}
+
+// A question to the resolver. It belongs to who comes second: the answer, or the end of patience.
+typedef struct fsdpi_store_question {
+    uint32_t state; // slept on
+    int rc;
+    struct fsdpi_addrinfo hints, *list;
+    char host[256];
+} fsdpi_store_question;
+
+enum { FSDPI_STORE_ASKED, FSDPI_STORE_ANSWERED, FSDPI_STORE_GIVEN_UP };
+
+static void fsdpi_store_forget_question(fsdpi_store_question *q) {
+    if (q->list) fsdpi_freeaddrinfo(q->list);
+    fsdpi_libc_free(q, sizeof *q, NULL);
+}
+
+static void *fsdpi_store_resolve(void *arg) {
+    fsdpi_store_question *q = (fsdpi_store_question *)arg;
+    uint32_t *state = &q->state;
+    q->rc = fsdpi_getaddrinfo(q->host, NULL, &q->hints, &q->list);
+    if (q->rc) q->list = NULL;
+    uint32_t before = __atomic_exchange_n(state, (uint32_t)FSDPI_STORE_ANSWERED, __ATOMIC_ACQ_REL);
+    if (before == FSDPI_STORE_GIVEN_UP) fsdpi_store_forget_question(q);
+    else fsdpi_futex_wake_all(state, 0); // if it is gone already, no harm
+    return NULL;
+}
+
+/* Asks the resolver, which has deadlines of its own: a thread waits for it, and is left to itself
+   at ours. NULL, and *rc: there is no answer; *rc 0: not in time. */
+static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, const char *host,
+                                                       int64_t deadline, int *rc) {
+    struct fsdpi_addrinfo *list = NULL;
+    pthread_t thread;
+    fsdpi_store_question *q = (fsdpi_store_question *)fsdpi_libc_alloc(sizeof *q, 64, NULL);
+    *rc = -10; // EAI_MEMORY
+    if (!q) return NULL;
+    memset(q, 0, sizeof *q);
+    q->hints.ai_socktype = SOCK_STREAM;
+    (void)snprintf(q->host, sizeof q->host, "%s", host);
+    if (fsdpi_store_thread(&thread, fsdpi_store_resolve, q, 0)) {
+        fsdpi_libc_free(q, sizeof *q, NULL);
+        return NULL;
+    }
+    (void)pthread_detach(thread);
+    for (int64_t left; FSDPI_LOAD(&q->state) == FSDPI_STORE_ASKED &&
+                       (left = deadline - clock->now_ns(clock->user)) > 0;)
+        fsdpi_futex_wait(&q->state, FSDPI_STORE_ASKED, left < 50000000 ? left : 50000000, 0);
+    *rc = 0;
+    if (__atomic_exchange_n(&q->state, (uint32_t)FSDPI_STORE_GIVEN_UP, __ATOMIC_ACQ_REL) ==
+        FSDPI_STORE_ASKED)
+        return NULL;
+    *rc = q->rc;
+    list = q->list;
+    q->list = NULL;
+    fsdpi_store_forget_question(q);
+    return list;
+}
+
+// Looked up in every round, since names may come up later than programs.
+static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t deadline,
+                              fsdpi_store_place *out, int max, fsdpi_text *why) {
     struct fsdpi_addrinfo hints, *list = NULL;
     int count = 0;
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = 4; // AI_NUMERICHOST: an address is its own answer
     int rc = fsdpi_getaddrinfo(host, NULL, &hints, &list);
-    if (rc) {
-        fsdpi_say(why, "[E728] host '%s': %s", host, fsdpi_gai_strerror(rc));
+    if (rc) list = fsdpi_store_ask_resolver(clock, host, deadline, &rc);
+    if (!list) {
+        fsdpi_say(why, "[E728] host '%s': %s", host,
+                  rc ? fsdpi_gai_strerror(rc) : "the resolver has not answered in time");
         return 0;
     }
     for (int v6 = 0; v6 < 2; v6++) // in the same order on all hosts
@@ -1162,13 +1398,29 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
     if (fd >= 0) (void)close(fd);
 }
 
+// A new descriptor, or -1 and errno; none is 0 to 2, which programs print to and read from.
+static int fsdpi_store_above(int fd) {
+    if (fd < 0 || fd > 2) return fd;
+    int high = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC, which strict C99 hides */, 3), why = errno;
+    (void)close(fd);
+    errno = why;
+    return high;
+}
+
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
-    return socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    return fsdpi_store_above(
+        socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
 static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matter for unix sockets
     int one = 1;
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+// 0: the system has none yet, early after its start; it is not waited for.
+static int fsdpi_store_random(void *nonce) {
+    return fsdpi_syscall(SYS_getrandom, nonce, (size_t)FSDPI_STORE_NONCE, 1 /* GRND_NONBLOCK */) ==
+           FSDPI_STORE_NONCE;
 }
 
 static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
@@ -1184,21 +1436,6 @@ static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
         fsdpi_queue_drop(a, b, (size_t)sent);
     }
     return 1;
-}
-
-// Runs start(arg) with a small stack. Signals stay with the threads of the program.
-static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg) {
-    uint64_t all = ~(uint64_t)0, before = 0;
-    pthread_attr_t attr;
-    int rc = pthread_attr_init(&attr);
-    if (rc) return rc;
-    (void)pthread_attr_setstacksize(&attr, FSDPI_STORE_STACK);
-    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
-    rc = pthread_create(thread, &attr, start, arg);
-    if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // much thread-local data
-    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
-    (void)pthread_attr_destroy(&attr);
-    return rc;
 }
 
 static void fsdpi_store_wake(int fd) {
@@ -1233,8 +1470,8 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
     while (server->core.num_conns < server->max_conns) {
         uint8_t nonce[FSDPI_STORE_NONCE];
         fsdpi_store_place here;
-        int fd = (int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
-                                    SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int fd = fsdpi_store_above((int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
+                                                      SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (fd < 0) {
             if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
             if (!fsdpi_store_core_evict(&server->core)) // whose descriptor is free then
@@ -1245,7 +1482,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         int known = !getsockname(fd, &here.at.any, &here.size);
         fsdpi_conn *conn = NULL;
         if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_same_user(fd)) &&
-            fsdpi_syscall(SYS_getrandom, nonce, sizeof nonce, 0) == (long)sizeof nonce)
+            fsdpi_store_random(nonce))
             conn = fsdpi_store_core_connect(&server->core, nonce, now);
         if (!conn) {
             (void)close(fd);
@@ -1372,7 +1609,7 @@ static int fsdpi_store_listen(fsdpi_store_place *place) {
     return fd;
 }
 
-// Readers see the whole line or none.
+// Readers see the whole line or none. What lies in the way, a pipe or a link, is not opened.
 static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) {
     char fresh[sizeof server->file + 8], text[128];
     errno = ENAMETOOLONG;
@@ -1380,9 +1617,14 @@ static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) 
     memcpy(server->file, path, strlen(path) + 1);
     (void)snprintf(fresh, sizeof fresh, "%s.new", path);
     fsdpi_store_place_text(&server->place, text, sizeof text);
-    FILE *file = fopen(fresh, "w");
-    int done = file && fprintf(file, "%s\n", text) > 0;
-    if (file) done &= !fclose(file);
+    (void)unlink(fresh);
+    int fd = fsdpi_store_above(
+        open(fresh, O_WRONLY | O_CREAT | O_EXCL | FSDPI_STORE_CLOEXEC, 0666));
+    if (fd < 0) return 0;
+    size_t length = strlen(text);
+    text[length] = '\n';
+    int done = write(fd, text, length + 1) == (ssize_t)length + 1;
+    done &= !close(fd);
     return done && !rename(fresh, path);
 }
 
@@ -1405,10 +1647,10 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     server->listener = listener;
     server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
     server->place = *place;
-    server->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    server->wake = fsdpi_store_above(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *
                                                         sizeof *server->polls);
-    fsdpi_store_token(d->boot.job, token);
+    (void)fsdpi_store_token(d->boot.job, token);
     fsdp_status status = FSDP_OK;
     int rc = 0;
     if (!fsdpi_store_core_open(&server->core, a, d->boot.size, server_rank, token) ||
@@ -1431,8 +1673,9 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
                   "store: %s",
                   where->path, strerror(errno));
     }
-    if (!status && (server->wake < 0 ||
-                    (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main, server)))) {
+    if (!status &&
+        (server->wake < 0 || (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main,
+                                                      server, FSDPI_STORE_STACK)))) {
         status = FSDP_ERR_BACKEND;
         fsdpi_say(error, "[E713] the system refused to start the store's thread: %s",
                   strerror(server->wake < 0 ? errno : rc));
@@ -1498,7 +1741,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
     }
     if (where.kind == FSDPI_STORE_HOST) fsdpi_store_unix(d->boot.job, &list[0]);
     if (where.kind == FSDPI_STORE_TCP)
-        count = fsdpi_store_lookup(where.host, list, FSDPI_STORE_PLACES, &t);
+        count = fsdpi_store_lookup(&d->boot.clock, where.host, INT64_MAX, list, FSDPI_STORE_PLACES,
+                                   &t);
     if (!count) return FSDP_ERR_IO;
     int ports = where.kind == FSDPI_STORE_TCP ? FSDPI_STORE_PORTS : 1;
     for (int i = 0; i < ports && where.port + i <= 65535 && fd < 0; i++) {
@@ -1531,7 +1775,9 @@ struct fsdpi_store {
     fsdpi_store_where where;
     fsdpi_store_server *server; // NULL: another one's
     int fd, wake, server_rank, running;
+    int is_served, ports; // is_served: by a launcher, which says so; ports: that are looked at
     pthread_t thread;
+    fsdpi_seal seal_in, seal_out; // of the connection
     fsdpi_queue in, out;
     uint32_t lock, next_id, changed; // changed: counts what event tells of; slept on
     uint32_t joined, gone, leaving, judged;
@@ -1566,6 +1812,7 @@ static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
 static void fsdpi_store_hang_up(fsdpi_store *s) {
     if (s->fd >= 0) (void)close(s->fd);
     s->fd = -1;
+    s->seal_in.on = s->seal_out.on = 0;
     fsdpi_queue_free(&s->desc.boot.allocator, &s->in);
     fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
 }
@@ -1587,20 +1834,31 @@ static int fsdpi_store_connect(fsdpi_store *s, const fsdpi_store_place *p, int64
     return ETIMEDOUT;
 }
 
-static int fsdpi_store_say_hello(fsdpi_store *s, const char *nonce, int64_t deadline) {
-    char value[FSDPI_STORE_HELLO_BYTES], *at = value + 32;
-    uint8_t token[32], mac[32];
-    fsdpi_store_token(s->desc.boot.job, token);
-    fsdpi_hmac_sha256(token, sizeof token, nonce, FSDPI_STORE_NONCE, mac);
-    memcpy(value, mac, sizeof mac);
-    at = fsdpi_le_put(at, FSDPI_STORE_VERSION, 4);
+static int fsdpi_store_say(fsdpi_store *s, int op, const char *value, size_t bytes) {
+    fsdpi_frame f = {(uint16_t)op, 0, 0, 0, bytes, NULL, value};
+    return fsdpi_frame_put(&s->desc.boot.allocator, &s->out, &f, &s->seal_out) &&
+           fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out);
+}
+
+/* Shows who knows the token that this rank knows it, without a word of who it is. Sealed already:
+   the tag is the proof. */
+static int fsdpi_store_say_prove(fsdpi_store *s, const char *nonce) {
+    char mine[FSDPI_STORE_NONCE];
+    uint8_t token[32];
+    if (!fsdpi_store_random(mine)) return 0;
+    (void)fsdpi_store_token(s->desc.boot.job, token);
+    fsdpi_seal_make(&s->seal_out, token, 0, nonce, mine);
+    fsdpi_seal_make(&s->seal_in, token, 1, nonce, mine);
+    return fsdpi_store_say(s, FSDPI_STORE_PROVE, mine, sizeof mine);
+}
+
+static int fsdpi_store_say_hello(fsdpi_store *s, int64_t deadline) {
+    char value[FSDPI_STORE_HELLO_BYTES], *at = value;
     at = fsdpi_le_put(at, (uint32_t)s->desc.boot.rank, 4);
     at = fsdpi_le_put(at, (uint32_t)s->desc.boot.size, 4);
     at = fsdpi_le_put(at, (uint64_t)s->desc.boot.timeout_ns, 8);
     (void)fsdpi_le_put(at, (uint64_t)(deadline - fsdpi_store_now(s)), 8);
-    fsdpi_frame f = {FSDPI_STORE_HELLO, 0, 0, 0, sizeof value, NULL, value};
-    return fsdpi_frame_put(&s->desc.boot.allocator, &s->out, &f) &&
-           fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out);
+    return fsdpi_store_say(s, FSDPI_STORE_HELLO, value, sizeof value);
 }
 
 // One attempt at one place.
@@ -1634,36 +1892,73 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         if (t->decided) fsdpi_say(&t->said, "%s", text);
         else fsdpi_say(&t->said, "; %s %s", name, text);
     } else {
-        fsdpi_say(&t->said, "; %s speaks another protocol", name);
+        fsdpi_say(&t->said, "; %s is this job's store, and has given no answer", name);
     }
 }
 
+static int64_t fsdpi_store_soon(const fsdpi_store *s, const fsdpi_store_try *t) {
+    int64_t soon = fsdpi_store_after(fsdpi_store_now(s), t->patience);
+    return soon < t->deadline ? soon : t->deadline;
+}
+
+/* Each side shows the other one that it knows the token. Returns whether this is our store. What is
+   said before the store has shown it may come from anybody: none of its words are repeated. */
+static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t) {
+    fsdpi_frame f;
+    int whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
+    if (whole <= 0 || f.op != FSDPI_STORE_CHALLENGE || f.value_size != FSDPI_STORE_NONCE) {
+        fsdpi_say(&t->said, "; %s is not served by fsdp, or does not answer", name);
+        return 0;
+    }
+    unsigned version = f.id ? (unsigned)f.id : 1;
+    if (version != FSDPI_STORE_VERSION) {
+        fsdpi_say(&t->said, "; %s ", name);
+        fsdpi_say(&t->said, FSDPI_STORE_OTHER_VERSION, version, (unsigned)FSDPI_STORE_VERSION);
+        return 0;
+    }
+    whole = fsdpi_store_say_prove(s, f.value);
+    fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
+    if (whole) whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
+    if (whole == 0)
+        fsdpi_say(&t->said,
+                  "; %s sends a challenge, but does not answer what is said to it: it is "
+                  "no store, or is stopped",
+                  name);
+    else if (whole < 0) fsdpi_say(&t->said, "; %s has closed the connection", name);
+    else if (f.op == FSDPI_STORE_REFUSED)
+        fsdpi_say(&t->said, "; %s %s", name, FSDPI_STORE_OTHER_JOB);
+    else if (f.op != FSDPI_STORE_PROVEN || !fsdpi_seal_open(&s->seal_in, &f))
+        fsdpi_say(&t->said, "; %s speaks as a store, but does not know this job's token", name);
+    else {
+        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
+        return 1;
+    }
+    return 0;
+}
+
 /* Tries to join at a place. Once HELLO is out there is no giving up before the deadline: the server
-   may count us in, and would take us for lost. */
+   may count us in, and would take us for lost. It has shown by then that it is ours. */
 static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_store_try *t) {
     char name[128];
     fsdpi_frame f;
-    int64_t soon = fsdpi_store_now(s) + t->patience;
-    if (soon > t->deadline) soon = t->deadline;
     fsdpi_store_place_text(p, name, sizeof name);
-    t->why = fsdpi_store_connect(s, p, soon);
+    t->why = fsdpi_store_connect(s, p, fsdpi_store_soon(s, t));
     if (t->why) {
         // Most ports refuse, or are as silent as the one before: no news.
         int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
         if (is_news || !t->said.used) fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
         fsdpi_say(&t->said, "; %s is served by another user", name);
-    } else if (fsdpi_store_await(s, soon, &f) <= 0 || f.op != FSDPI_STORE_CHALLENGE ||
-               f.value_size != FSDPI_STORE_NONCE ||
-               !fsdpi_store_say_hello(s, f.value, t->deadline)) {
-        fsdpi_say(&t->said, "; %s is not served by fsdp, or does not answer", name);
-    } else {
-        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
-        if (fsdpi_store_await(s, t->deadline, &f) > 0) {
+    } else if (fsdpi_store_know(s, name, t)) {
+        int whole = fsdpi_store_say_hello(s, t->deadline) ? fsdpi_store_await(s, t->deadline, &f)
+                                                          : -1;
+        if (whole > 0 && fsdpi_seal_open(&s->seal_in, &f)) {
             fsdpi_store_answered(s, &f, name, t);
-            fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
+            fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
+        } else if (whole == 0) {
+            fsdpi_say(&t->said, "; %s is this job's store, and is stopped or cut off", name);
         } else {
-            fsdpi_say(&t->said, "; %s has closed the connection", name);
+            fsdpi_say(&t->said, "; %s is this job's store, and has closed the connection", name);
         }
     }
     if (!t->decided || t->status) fsdpi_store_hang_up(s);
@@ -1682,15 +1977,19 @@ static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p
 // The address that rank 0 or a launcher wrote to the file.
 static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi_text *why) {
     char line[320];
-    FILE *file = fopen(path, "r");
-    if (!file) {
+    struct stat info;
+    // A pipe would be waited for: opened as it is here, it is not.
+    int fd = fsdpi_store_above(open(path, O_RDONLY | O_NONBLOCK | FSDPI_STORE_CLOEXEC));
+    if (fd < 0) {
         fsdpi_say(why, "; file '%s': %s", path, strerror(errno));
         return 0;
     }
-    char *got = fgets(line, sizeof line, file);
-    (void)fclose(file);
-    if (got) line[strcspn(line, "\n")] = 0;
-    if (got && fsdpi_store_parse(line, out) && out->kind == FSDPI_STORE_TCP) return 1;
+    int is_file = !fstat(fd, &info) && S_ISREG(info.st_mode);
+    ssize_t got = is_file ? read(fd, line, sizeof line - 1) : 0;
+    (void)close(fd);
+    line[got > 0 ? got : 0] = 0;
+    line[strcspn(line, "\n")] = 0;
+    if (fsdpi_store_parse(line, out) && out->kind == FSDPI_STORE_TCP) return 1;
     fsdpi_say(why, "; file '%s' does not contain a store's address", path);
     return 0;
 }
@@ -1701,11 +2000,27 @@ static int fsdpi_store_is_torchrun(int port) {
     return agent && own && !strcmp(agent, "True") && strtol(own, NULL, 10) == port;
 }
 
-// Looks at every place once; rank 0 serves at the first one that is free.
+/* A launcher says where it serves a job: FSDP_STORE_SERVED is the address and the job's name, with a
+   blank between them. "-PORT" behind the address: or at a port up to that one. Then nobody else
+   serves, and a launcher that does not answer is waited for. */
+static void fsdpi_store_learn_served(fsdpi_store *s) {
+    const char *at = fsdpi_env("FSDP_STORE_SERVED");
+    const char *store = s->desc.boot.store ? s->desc.boot.store : "host:";
+    s->ports = s->where.kind == FSDPI_STORE_TCP ? FSDPI_STORE_PORTS : 1;
+    if (!at || strncmp(at, store, strlen(store)) != 0) return;
+    at += strlen(store);
+    int is_exact = *at != '-';
+    if (!is_exact) at += 1 + strspn(at + 1, "0123456789");
+    s->is_served = *at == ' ' && !strcmp(at + 1, s->desc.boot.job);
+    if (s->is_served && is_exact) s->ports = 1;
+}
+
+// Looks at every place once; rank 0 serves at the first one that is free, unless a launcher does.
 static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     fsdpi_store_place list[FSDPI_STORE_PLACES], p;
     fsdpi_store_where where = s->where;
-    int serves = s->desc.boot.rank == 0, is_file = where.kind == FSDPI_STORE_FILE, count = 1;
+    int serves = s->desc.boot.rank == 0 && !s->is_served, is_file = where.kind == FSDPI_STORE_FILE,
+        count = 1;
     uint8_t slow[FSDPI_STORE_PLACES] = {0};
     if (s->server) {
         fsdpi_store_knock(s, &s->server->place, t);
@@ -1713,9 +2028,10 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     }
     if (where.kind == FSDPI_STORE_HOST) fsdpi_store_unix(s->desc.boot.job, &list[0]);
     else if (is_file && !fsdpi_store_read_file(s->where.path, &where, &t->said)) count = 0;
-    else count = fsdpi_store_lookup(where.host, list, FSDPI_STORE_PLACES, &t->said);
-    int ports = where.kind == FSDPI_STORE_TCP && !is_file ? FSDPI_STORE_PORTS : 1;
-    for (int k = 0; k < ports && where.port + k <= 65535; k++) {
+    else
+        count = fsdpi_store_lookup(&s->desc.boot.clock, where.host, t->deadline, list,
+                                   FSDPI_STORE_PLACES, &t->said);
+    for (int k = 0; k < s->ports && where.port + k <= 65535; k++) {
         int fd = -1, port = where.port + k, not_here = 0;
         if (!is_file && fsdpi_store_is_torchrun(port)) continue;
         if (serves && !is_file && count) {
@@ -1768,12 +2084,22 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         fsdpi_sleep_ns(wait < left ? wait : left);
         pause = 2 * pause < most ? 2 * pause : most;
     }
-    fsdpi_say(error,
-              "[E717] no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run "
-              "there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
-              "FSDP_JOB_ID and FSDP_TOKEN to the same values on all ranks",
-              boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
-              said[0] == ';' ? said + 2 : said);
+    if (s->is_served)
+        fsdpi_say(
+            error,
+            "[E791] the launcher serves the store of job '%s' at %s, and has not let this "
+            "rank in within %.1f s: %s. Look whether it runs (fsdprun of node 0), and whether "
+            "this host reaches it",
+            boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
+            said[0] == ';' ? said + 2 : said);
+    else
+        fsdpi_say(
+            error,
+            "[E717] no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run "
+            "there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
+            "FSDP_JOB_ID and FSDP_TOKEN to the same values on all ranks",
+            boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
+            said[0] == ';' ? said + 2 : said);
     return FSDP_ERR_TIMEOUT;
 }
 
@@ -1821,22 +2147,41 @@ static const char *fsdpi_store_who(const fsdpi_store *s) {
     return s->server_rank < 0 ? "the launcher" : "rank 0";
 }
 
-// The connection is over: the server said so (FSDP_OK), it has died, or there is no memory here.
+// Tells the server why this rank goes, so that it is not taken for dead; if the way there is good.
+static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_verdict *v) {
+    const fsdp_allocator *a = &s->desc.boot.allocator;
+    char value[FSDPI_VERDICT_BYTES];
+    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_verdict_put(value, v), NULL, value};
+    fsdpi_lock(&s->lock);
+    if (fsdpi_frame_put(a, &s->out, &f, &s->seal_out)) (void)fsdpi_store_flush(a, s->fd, &s->out);
+    fsdpi_unlock(&s->lock);
+}
+
+/* The connection is over: the server said so (FSDP_OK), it has died (PEER_LOST), what comes is not
+   what it sent (IO), or there is no memory here. */
 static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
     if (status && !FSDPI_LOAD(&s->leaving)) {
         fsdpi_verdict v;
         memset(&v, 0, sizeof v);
         v.status = (int32_t)status;
-        v.rank = -1;
-        v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank : s->desc.boot.rank;
+        v.rank = status == FSDP_ERR_IO ? s->desc.boot.rank : -1;
+        v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank
+                 : status == FSDP_ERR_IO      ? -1
+                                              : s->desc.boot.rank;
         if (status == FSDP_ERR_PEER_LOST)
             (void)snprintf(v.reason, sizeof v.reason, "[E718] %s, which serves the store, has died",
                            fsdpi_store_who(s));
+        else if (status == FSDP_ERR_IO)
+            (void)snprintf(v.reason, sizeof v.reason,
+                           "[E790] rank %d: messages of the store were changed on their way from "
+                           "%s, or others were put between them: look at the network between them",
+                           s->desc.boot.rank, fsdpi_store_who(s));
         else
             (void)snprintf(v.reason, sizeof v.reason,
                            "[E719] rank %d has no memory for messages of the store",
                            s->desc.boot.rank);
         fsdpi_store_judge(s, &v);
+        if (status == FSDP_ERR_IO) fsdpi_store_confess(s, &v);
     }
     fsdpi_lock(&s->lock);
     FSDPI_STORE(&s->gone, 1u);
@@ -1894,10 +2239,12 @@ static int fsdpi_store_take_all(fsdpi_store *s) {
     fsdpi_frame f;
     int whole;
     while ((whole = fsdpi_frame_get(&s->in, &f)) > 0) {
+        if (!fsdpi_seal_open(&s->seal_in, &f)) whole = -1;
+        if (whole < 0) break;
         if (!fsdpi_store_take(s, &f)) return 0;
-        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
+        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
     }
-    if (whole < 0) fsdpi_store_lose(s, FSDP_ERR_PEER_LOST);
+    if (whole < 0) fsdpi_store_lose(s, FSDP_ERR_IO);
     return whole == 0;
 }
 
@@ -1920,7 +2267,7 @@ static fsdp_status fsdpi_store_post(fsdpi_store *s, fsdpi_frame *f, fsdpi_store_
     fsdpi_lock(&s->lock);
     fsdp_status status = fsdpi_store_ended(s);
     f->id = ++s->next_id;
-    if (!status && !fsdpi_frame_put(&s->desc.boot.allocator, &s->out, f))
+    if (!status && !fsdpi_frame_put(&s->desc.boot.allocator, &s->out, f, &s->seal_out))
         status = FSDP_ERR_OUT_OF_MEMORY;
     if (!status && r) {
         r->id = f->id;
@@ -2110,7 +2457,8 @@ static FSDPI_UNUSED void fsdpi_store_close(fsdpi_store *s) {
     if (s->running) {
         fsdpi_frame f = {FSDPI_STORE_BYE, 0, 0, 0, 0, NULL, NULL};
         fsdpi_lock(&s->lock);
-        if (!s->gone) (void)fsdpi_frame_put(&allocator, &s->out, &f); // also after a verdict
+        if (!s->gone) // also after a verdict
+            (void)fsdpi_frame_put(&allocator, &s->out, &f, &s->seal_out);
         FSDPI_STORE(&s->leaving, 1u);
         fsdpi_unlock(&s->lock);
         fsdpi_store_wake(s->wake);
@@ -2162,10 +2510,23 @@ static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
     return status;
 }
 
+// One rank of the job says it, once. Who meets on one host is told apart by the system, as users.
+static void fsdpi_store_warn(const fsdpi_store *s) {
+    const fsdp_boot *boot = &s->desc.boot;
+    uint8_t token[32];
+    if (boot->rank || boot->size == 1 || s->where.kind == FSDPI_STORE_HOST ||
+        fsdpi_store_token(boot->job, token))
+        return;
+    fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                   "this job has no secret: who reaches its store and knows or guesses the name of "
+                   "the job can join it, or end it. Set FSDP_TOKEN to a random value, the same on "
+                   "all ranks (docs/cluster.md, Trust)");
+}
+
 static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     const fsdp_boot *boot = &s->desc.boot;
     int64_t deadline = fsdpi_store_after(fsdpi_store_now(s), boot->timeout_ns);
-    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->wake = fsdpi_store_above(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
         if (s->left) fsdpi_say(error, "[E722] no file descriptor is left: raise ulimit -n");
@@ -2186,12 +2547,14 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
                   boot->store);
         return FSDP_ERR_INVALID_ARG;
     }
+    fsdpi_store_learn_served(s);
     fsdp_status status = fsdpi_store_seek(s, deadline, error);
     if (status) return status;
+    fsdpi_store_warn(s);
     s->local.size = sizeof s->local.at;
     (void)getsockname(s->fd, &s->local.at.any, &s->local.size);
     fsdpi_store_unmap(&s->local);
-    int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s);
+    int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s, FSDPI_STORE_STACK);
     if (rc) {
         fsdpi_say(error, "[E726] the system refused to start the store's thread: %s", strerror(rc));
         return FSDP_ERR_BACKEND;

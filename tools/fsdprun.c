@@ -8,7 +8,7 @@
    The environment of each rank is what torchrun gives: RANK, WORLD_SIZE, LOCAL_RANK,
    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT; and FSDP_JOB_ID and FSDP_STORE: where
    ranks meet. The fsdprun of node 0 serves there, so that the death of any rank is told to the
-   others. See usage() for the rest. Linux.
+   others; FSDP_STORE_SERVED says so. FSDP_TOKEN keeps others out. See usage() for the rest. Linux.
 
    SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE
@@ -30,6 +30,7 @@
 #include <stdlib.h>     // setenv, strtol
 #include <string.h>     // strerror, strsignal
 #include <sys/prctl.h>  // prctl: ranks end with this program
+#include <sys/random.h> // getrandom
 #include <sys/socket.h> // socket: a free port
 #include <sys/wait.h>   // waitpid
 #include <time.h>       // clock_gettime
@@ -71,6 +72,8 @@ static void usage(FILE *to) {
         "  --master HOST[:PORT]  node 0, as the others reach it; default of PORT: %d. Ranks meet\n"
         "                        there, at the first free port of PORT to PORT+16\n"
         "  --job NAME            tells jobs apart that have the same HOST and PORT\n"
+        "Set FSDP_TOKEN to a secret, the same on all of them: who knows it can take part in the\n"
+        "job. On one host it is random if it is not set.\n"
         "\n"
         "Rank 0 keeps the standard input; the others read nothing. INT, TERM, HUP, QUIT, USR1 and\n"
         "USR2 are passed on to all ranks. When a rank fails it is named, the others get TERM and,\n"
@@ -230,6 +233,35 @@ static void set_environment(const job *j) {
     set_number("LOCAL_WORLD_SIZE", j->ranks);
     set_number("GROUP_RANK", j->node);
     unsetenv("TORCHELASTIC_USE_AGENT_STORE"); // of a torchrun around this job
+}
+
+/* What only programs of this job know. On several hosts it has to come from the user: what one
+   fsdprun makes up no other one knows. Without a random number there is none, and ranks warn. */
+static void set_token(const job *j) {
+    const char *given = getenv("FSDP_TOKEN");
+    unsigned char random[32];
+    char text[2 * sizeof random + 1];
+    if (j->nodes > 1 || (given && *given) ||
+        getrandom(random, sizeof random, GRND_NONBLOCK) != (ssize_t)sizeof random)
+        return;
+    for (size_t i = 0; i < sizeof random; i++) snprintf(text + 2 * i, 3, "%02x", random[i]);
+    setenv("FSDP_TOKEN", text, 1);
+}
+
+/* Says to the ranks that the fsdprun of node 0 serves, so that none of them does. There the place is
+   known; on other nodes it may be behind PORT. */
+static void say_served(const job *j) {
+    char store[sizeof j->store + 8], text[sizeof j->store + sizeof j->id + 32];
+    unsetenv("FSDP_STORE_SERVED"); // of an fsdprun around this job
+    if (j->node == 0 && !j->server) return;
+    snprintf(store, sizeof store, "%s", j->store);
+    if (j->server && *j->host) {
+        snprintf(strrchr(store, ':'), 8, ":%d", fsdpi_store_port(j->server));
+        setenv("FSDP_STORE", store, 1);
+    }
+    if (j->server) snprintf(text, sizeof text, "%s %s", store, j->id);
+    else snprintf(text, sizeof text, "%s-%d %s", store, j->port + FSDPI_STORE_PORTS - 1, j->id);
+    setenv("FSDP_STORE_SERVED", text, 1);
 }
 
 // Node 0 serves for all. Returns 0, or the exit status when ranks could not meet.
@@ -398,7 +430,9 @@ int main(int argc, char **argv) {
     if (failed) return failed;
     block_signals(&signals);
     set_environment(&j);
+    set_token(&j);
     failed = serve(&j);
+    say_served(&j);
     if (!failed) failed = start(&j);
     if (!failed) look_after(&j, &signals);
     fsdpi_store_stop(j.server);

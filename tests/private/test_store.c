@@ -4,270 +4,17 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include <ifaddrs.h>      /* getifaddrs */
-#include <netdb.h>        /* getnameinfo */
-#include <netinet/tcp.h>  /* TCP_NODELAY */
 #include <poll.h>         /* poll */
 #include <sys/resource.h> /* setrlimit */
 #include <sys/time.h>     /* setitimer */
 #include "library.c"
-#include "lab.h"
-// After it:
-#include "backends/fsdp_record.h"
-#include "backends/fsdp_store.h"
-
-/* ---- worlds ---------------------------------------------------------------------------------- */
-
-enum { RANKS = 128, FLAGS = 16, MIB = 1 << 20 };
-enum { AT_HOST, AT_IPV4, AT_IPV6, AT_NAME, AT_FILE, AT_OWN4, AT_OWN6 };
-#define MS INT64_C(1000000)
-
-typedef struct {
-    int world, threads, timeout_ms, port;
-    char job[64], address[400], own[100]; /* own: what fsdpi_store_address has to be, or "" */
-    fsdp_allocator allocator;
-    int pids[RANKS], flags[FLAGS];
-    int64_t when; /* ms: what others are measured from */
-    fsdpi_verdict verdicts[RANKS];
-    int up, down, squatter, served_at; /* of a process aside */
-    int num_joined, *joined;           /* how many the store has let in; copies count there too */
-    const void *extra;
-} setup;
-
-typedef struct {
-    fsdpi_store *store;
-    int rank, busy, beats;
-    int *joined; /* of its setup */
-    uint32_t events;
-    const char *doing; /* what its beats say */
-    char error[1024];
-} client;
-
-/* The machine may be busy with other things: what should take ms takes this at most. */
-static int slack(int ms) { return W_SLOW ? ms * 5 + 1000 : ms + 400; }
-
-/* The first address of this host that others could reach; 0: there is none. */
-static int own_address(int family, char *out, size_t cap) {
-    struct ifaddrs *all = NULL;
-    int found = 0;
-    CHECK(!getifaddrs(&all));
-    for (struct ifaddrs *i = all; i && !found; i = i->ifa_next) {
-        if (!i->ifa_addr || i->ifa_addr->sa_family != family || (i->ifa_flags & 8 /* loopback */))
-            continue;
-        socklen_t size = family == AF_INET ? sizeof(struct sockaddr_in)
-                                           : sizeof(struct sockaddr_in6);
-        found = !getnameinfo(i->ifa_addr, size, out, (socklen_t)cap, NULL, 0, NI_NUMERICHOST) &&
-                !strchr(out, '%'); /* of one link only */
-    }
-    freeifaddrs(all);
-    return found;
-}
-
-static void set_address(setup *s, int at) {
-    char own[100];
-    s->port = at == AT_HOST || at == AT_FILE ? 0 : h_free_port();
-    if (at == AT_HOST) snprintf(s->address, sizeof s->address, "host:");
-    if (at == AT_FILE) snprintf(s->address, sizeof s->address, "file://%s/meet", h_tmpdir());
-    if (at == AT_IPV4) snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", s->port);
-    if (at == AT_IPV6) snprintf(s->address, sizeof s->address, "tcp://[::1]:%d", s->port);
-    if (at == AT_OWN4 || at == AT_OWN6) {
-        if (!own_address(at == AT_OWN4 ? AF_INET : AF_INET6, own, sizeof own))
-            SKIP("this machine has no such address");
-        snprintf(s->address, sizeof s->address, at == AT_OWN4 ? "tcp://%s:%d" : "tcp://[%s]:%d",
-                 own, s->port);
-        CHECK_EQ_INT(snprintf(s->own, sizeof s->own, "%s", own), (int)strlen(own));
-    }
-    if (at == AT_NAME) snprintf(s->address, sizeof s->address, "tcp://localhost:%d", s->port);
-}
-
-static int has_ipv6(void) {
-    struct sockaddr_in6 a;
-    int fd = socket(AF_INET6, SOCK_STREAM, 0), ok;
-    memset(&a, 0, sizeof a);
-    a.sin6_family = AF_INET6;
-    a.sin6_addr.s6_addr[15] = 1;
-    ok = fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a);
-    if (fd >= 0) close(fd);
-    return ok;
-}
-
-/* In memory that forked ranks share. */
-static setup *make_setup(int at, int world, int threads, int timeout_ms) {
-    static const char *const names[] = {"FSDP_TOKEN",
-                                        "FSDP_STORE",
-                                        "FSDP_SOCKET_IFNAME",
-                                        "GLOO_SOCKET_IFNAME",
-                                        "TORCHELASTIC_USE_AGENT_STORE",
-                                        "MASTER_PORT"};
-    setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                             -1, 0);
-    CHECK(s != (setup *)MAP_FAILED && world <= RANKS);
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
-    if (at == AT_IPV6 && !has_ipv6()) SKIP("no IPv6 on this machine");
-    s->world = world, s->threads = threads, s->timeout_ms = timeout_ms;
-    s->joined = &s->num_joined;
-    s->allocator.alloc = fsdpi_libc_alloc, s->allocator.free = fsdpi_libc_free;
-    snprintf(s->job, sizeof s->job, "store-%d-%lld", (int)getpid(), (long long)h_now_ms());
-    set_address(s, at);
-    return s;
-}
-
-static void run(setup *s, h_rank_fn fn) {
-    memset(s->flags, 0, sizeof s->flags);
-    s->num_joined = 0;
-    if (s->threads) h_ranks_thread(s->world, fn, s);
-    else h_ranks_proc(s->world, fn, s);
-}
-
-static void await_flag(int *flag, int count);
-
-/* A process beside the ranks, in which fn runs until s->down. Not a thread: a program with threads
-   should not fork, least of all with a sanitizer. Returns when fn says that it is up. */
-static pid_t aside(void (*fn)(setup *s), setup *s) {
-    fflush(NULL);
-    s->up = s->down = 0;
-    pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (!pid) fn(s), exit(0);
-    await_flag(&s->up, 1);
-    return pid;
-}
-static void aside_ends(setup *s, pid_t pid) {
-    int status = 0;
-    __atomic_store_n(&s->down, 1, __ATOMIC_SEQ_CST);
-    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
-    CHECK_EQ_INT(status, 0);
-}
-
-static void raise_flag(int *flag) { __atomic_add_fetch(flag, 1, __ATOMIC_SEQ_CST); }
-
-static void await_flag(int *flag, int count) {
-    while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) < count) usleep(300);
-}
-
-/* Nobody goes on before all of the world are here. For `flag` used once. */
-static void gather_at(setup *s, int flag) {
-    raise_flag(&s->flags[flag]);
-    await_flag(&s->flags[flag], s->world);
-}
-
-/* The first beat comes when the store has let the rank in. */
-static void on_beat(void *user, fsdpi_store_beat *out) {
-    client *c = (client *)user;
-    if (c->beats++ == 0) raise_flag(c->joined);
-    const char *doing = __atomic_load_n(&c->doing, __ATOMIC_SEQ_CST);
-    out->busy = __atomic_load_n(&c->busy, __ATOMIC_SEQ_CST);
-    out->since_ns = 5 * MS;
-    snprintf(out->text, sizeof out->text, "%s", doing ? doing : "");
-}
-
-/* What its beats will say. */
-static void does(client *c, int busy, const char *doing) {
-    __atomic_store_n(&c->busy, busy, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&c->doing, doing, __ATOMIC_SEQ_CST);
-}
-
-static void on_event(void *user) {
-    __atomic_add_fetch(&((client *)user)->events, 1, __ATOMIC_SEQ_CST);
-}
-
-static fsdpi_store_desc make_desc(const setup *s, int rank, int world) {
-    fsdpi_store_desc d;
-    memset(&d, 0, sizeof d);
-    d.boot.rank = rank, d.boot.size = world, d.boot.timeout_ns = s->timeout_ms * MS;
-    d.boot.job = s->job, d.boot.store = s->address;
-    d.boot.allocator = s->allocator;
-    d.boot.logger.log = w_quiet, d.boot.clock.now_ns = fsdpi_monotonic_ns;
-    return d;
-}
-
-static fsdp_status open_as(client *c, setup *s, int rank, int world) {
-    fsdpi_store_desc d = make_desc(s, rank, world);
-    memset(c, 0, sizeof *c);
-    c->rank = rank;
-    c->joined = s->joined;
-    d.beat = on_beat, d.event = on_event, d.user = c;
-    fsdp_status status = fsdpi_store_open(&d, &c->store, c->error, sizeof c->error);
-    CHECK((status == FSDP_OK) == (c->store != NULL));
-    CHECK_MSG(!status || c->error[0], "status %d without a text", (int)status);
-    return status;
-}
-
-static void enter(client *c, setup *s, int rank) {
-    fsdp_status status = open_as(c, s, rank, s->world);
-    CHECK_MSG(!status, "%s: %s", fsdp_status_name(status), c->error);
-    s->pids[rank] = (int)getpid();
-}
-
-static void says(const char *text, const char *part) {
-    CHECK_MSG(strcasestr(text, part), "\"%s\" does not say \"%s\"", text, part);
-}
-
-/* How long since then, on h_calm_ms, at most. */
-static void within(int64_t start_ms, int limit_ms) {
-    int64_t took = h_calm_ms() - start_ms;
-    CHECK_MSG(took <= slack(limit_ms), "took %lld ms, expected at most %d", (long long)took,
-              slack(limit_ms));
-}
-
-static fsdpi_verdict await_verdict(client *c, int limit_ms) {
-    fsdpi_verdict v;
-    int64_t start = h_calm_ms();
-    memset(&v, 0, sizeof v);
-    while (!fsdpi_store_verdict(c->store, &v)) {
-        CHECK_MSG(limit_ms && h_calm_ms() - start <= slack(limit_ms), "no verdict in time");
-        usleep(300);
-    }
-    return v;
-}
-
-static void no_verdict(client *c) {
-    fsdpi_verdict v;
-    memset(&v, 0, sizeof v);
-    CHECK_MSG(!fsdpi_store_verdict(c->store, &v), "status %d, '%s'", (int)v.status, v.reason);
-}
-
-static void put(client *c, const char *key, const void *value, size_t size) {
-    fsdp_status status = fsdpi_store_set(c->store, key, value, size);
-    CHECK_MSG(!status, "rank %d: set of '%s', %zu bytes: %s", c->rank, key, size,
-              fsdp_status_name(status));
-}
-
-static fsdp_status try_get(client *c, const char *key, void *value, size_t cap, size_t *size,
-                           int timeout_ms) {
-    return fsdpi_store_get(c->store, key, value, cap, size, timeout_ms * MS);
-}
-
-static void get_text(client *c, const char *key, const char *expected) {
-    char text[256];
-    size_t size = 0;
-    fsdp_status status = try_get(c, key, text, sizeof text - 1, &size, 20000);
-    CHECK_MSG(!status, "rank %d: get of '%s': %s", c->rank, key, fsdp_status_name(status));
-    text[size] = 0;
-    CHECK_EQ_STR(text, expected);
-}
-
-/* The server goes with rank 0: so nobody goes before all are done. */
-static void leave(client *c, setup *s, int ranks) {
-    raise_flag(&s->flags[FLAGS - 1]);
-    await_flag(&s->flags[FLAGS - 1], ranks);
-    fsdpi_store_close(c->store);
-}
-
-static int count_fds(void) { return h_entries("/proc/self/fd"); }
-
-/* Only this thread, and perhaps those of a sanitizer. A joined one may be seen a moment more. */
-static void no_threads(void) {
-    int most = 2 + 1 + 2 * W_SLOW; /* ., .. and this one */
-    for (int i = 0; i < 500 && h_entries("/proc/self/task") > most; i++) usleep(1000);
-    CHECK_MSG(h_entries("/proc/self/task") <= most, "%d threads", h_entries("/proc/self/task") - 2);
-}
+#include "lab_store.h"
 
 /* ---- hashes ---------------------------------------------------------------------------------- */
 
 static void is_hex(const uint8_t *got, const char *hex) {
-    char text[65];
-    for (int i = 0; i < 32; i++) snprintf(text + 2 * i, 3, "%02x", got[i]);
+    char text[65] = "";
+    for (int i = 0; i < (int)strlen(hex) / 2; i++) snprintf(text + 2 * i, 3, "%02x", got[i]);
     CHECK_EQ_STR(text, hex);
 }
 
@@ -316,7 +63,8 @@ TEST(store_hash, sha256) {
         }
 }
 
-/* RFC 4231, cases 1 to 4: keys of at most a block; a token is never longer. */
+/* RFC 4231, cases 1 to 5: keys of at most a block; a token is never longer. Of case 5 there are 128
+   bits, as of a tag. */
 TEST(store_hash, hmac) {
     static const struct {
         int key_byte, key_size, data_byte, data_size;
@@ -330,6 +78,7 @@ TEST(store_hash, hmac) {
          "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"},
         {-2, 25, 0xcd, 50, NULL,
          "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"},
+        {0x0c, 20, 0, 0, "Test With Truncation", "a3b6167473100ee06e0c796c2955552b"},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         uint8_t key[64] = "Jefe", data[64], out[32];
@@ -340,6 +89,8 @@ TEST(store_hash, hmac) {
         if (rows[i].text) memcpy(data, rows[i].text, size);
         fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, out);
         is_hex(out, rows[i].hex);
+        fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, key); /* in its place */
+        is_hex(key, rows[i].hex);
     }
 }
 
@@ -360,20 +111,6 @@ static const place places[] = {
     {"file/W=1", AT_FILE, 1, 0},          {"file/W=4", AT_FILE, 4, 0},
     {"file/W=4/threads", AT_FILE, 4, 1},
 };
-
-/* Everyone sets, everyone reads all: also what a rank sets only later. */
-static void exchange(client *c, int world, const char *what) {
-    char key[64], value[64];
-    snprintf(key, sizeof key, "%s/%d", what, c->rank);
-    snprintf(value, sizeof value, "%s of rank %d", what, c->rank);
-    put(c, key, value, strlen(value));
-    for (int k = 0; k < world; k++) {
-        int peer = (c->rank + k) % world;
-        snprintf(key, sizeof key, "%s/%d", what, peer);
-        snprintf(value, sizeof value, "%s of rank %d", what, peer);
-        get_text(c, key, value);
-    }
-}
 
 static void is_numeric(const char *address) {
     struct in6_addr a;
@@ -989,23 +726,6 @@ typedef struct {
     int kind, fd;
 } squatter;
 
-static int listen_at(int port) {
-    struct sockaddr_in a;
-    int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    memset(&a, 0, sizeof a);
-    a.sin_family = AF_INET, a.sin_port = htons((uint16_t)port);
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    CHECK(!bind(fd, (struct sockaddr *)&a, sizeof a));
-    return fd;
-}
-
-static void reset_close(int fd) {
-    struct linger l = {1, 0};
-    setsockopt(fd, SOL_SOCKET, SO_LINGER, &l, sizeof l);
-    close(fd);
-}
-
 static void squat_once(squatter *q, int *fds, int *count, uint64_t *seed) {
     static const char http[] = "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n";
     char text[512];
@@ -1089,23 +809,6 @@ TEST(store_ports, port_of_torchrun) {
 }
 
 /* ---- a launcher serves ----------------------------------------------------------------------- */
-
-static fsdpi_store_server *serve(setup *s, int world) {
-    fsdpi_store_server *server = NULL;
-    fsdpi_store_desc d = make_desc(s, -1, world);
-    char error[1024] = "";
-    fsdp_status status = fsdpi_store_serve(&d, &server, error, sizeof error);
-    CHECK_MSG(!status, "%s: %s", fsdp_status_name(status), error);
-    return server;
-}
-
-static void serves_aside(setup *s) {
-    fsdpi_store_server *server = serve(s, s->world);
-    s->served_at = fsdpi_store_port(server);
-    raise_flag(&s->up);
-    await_flag(&s->down, 1);
-    fsdpi_store_stop(server);
-}
 
 static const where serves[] = {{"host", AT_HOST, 0},
                                {"tcp", AT_IPV4, 0},
@@ -1651,125 +1354,6 @@ TEST(store_interface, chosen_by_name) {
 }
 
 /* ---- strangers ------------------------------------------------------------------------------- */
-/* Frames are written here once more, so that a mistake in the library's does not cancel out. */
-
-enum { HEADER = 24, HELLO_BYTES = 60 };
-enum {
-    OP_CHALLENGE = 1,
-    OP_HELLO,
-    OP_REPLY,
-    OP_REFUSED,
-    OP_SET,
-    OP_GET,
-    OP_DELETE,
-    OP_BEAT,
-    OP_ASK,
-    OP_ABORT,
-    OP_BYE,
-    OP_JOINED,
-    OP_LEFT,
-    OP_VERDICT,
-    OP_CLOSING
-};
-
-static void number(unsigned char *to, uint64_t value, int bytes) {
-    for (int i = 0; i < bytes; i++) to[i] = (unsigned char)(value >> (8 * i));
-}
-
-static uint64_t number_at(const unsigned char *from, int bytes) {
-    uint64_t value = 0;
-    for (int i = bytes; i-- > 0;) value = value << 8 | from[i];
-    return value;
-}
-
-static size_t header(unsigned char *to, int op, uint32_t id, uint64_t key_size, uint64_t size) {
-    memcpy(to, "FKV1", 4);
-    number(to + 4, (uint64_t)op, 2), number(to + 6, 0, 2), number(to + 8, id, 4);
-    number(to + 12, key_size, 4), number(to + 16, size, 8);
-    return HEADER;
-}
-
-static size_t frame(unsigned char *to, int op, uint32_t id, const char *key, const void *value,
-                    size_t size) {
-    size_t key_size = key ? strlen(key) : 0, at = header(to, op, id, key_size, size);
-    if (key_size) memcpy(to + at, key, key_size);
-    if (size) memcpy(to + at + key_size, value, size);
-    return at + key_size + size;
-}
-
-static size_t hello(unsigned char *to, const char *job, const unsigned char nonce[32], int version,
-                    int rank, int size) {
-    unsigned char value[HELLO_BYTES];
-    uint8_t token[32];
-    fsdpi_store_token(job, token);
-    fsdpi_hmac_sha256(token, 32, nonce, 32, value);
-    number(value + 32, (uint64_t)version, 4), number(value + 36, (uint64_t)(int64_t)rank, 4);
-    number(value + 40, (uint64_t)(int64_t)size, 4), number(value + 44, (uint64_t)(20000 * MS), 8),
-        number(value + 52, (uint64_t)(20000 * MS), 8);
-    return frame(to, OP_HELLO, 1, NULL, value, sizeof value);
-}
-
-static int raw_connect(int port) {
-    struct sockaddr_in a;
-    struct timeval limit = {3, 0};
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    memset(&a, 0, sizeof a);
-    a.sin_family = AF_INET, a.sin_port = htons((uint16_t)port);
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (fd < 0) return -1;
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-    if (!connect(fd, (struct sockaddr *)&a, sizeof a)) return fd;
-    close(fd);
-    return -1;
-}
-
-static void raw_send(int fd, const void *data, size_t size) {
-    ssize_t done = send(fd, data, size, MSG_NOSIGNAL);
-    (void)done; /* the other side may have closed already */
-}
-
-/* 1: all of it came. */
-static int raw_read(int fd, void *to, size_t size) {
-    for (size_t at = 0; at < size;) {
-        ssize_t got = recv(fd, (char *)to + at, size - at, 0);
-        if (got <= 0) return 0;
-        at += (size_t)got;
-    }
-    return 1;
-}
-
-/* The next frame's op, its value cut to what `value` holds; 0: the connection has ended. */
-static int raw_frame(int fd, char *value, size_t cap, int *flags) {
-    unsigned char head[HEADER];
-    char byte;
-    if (!raw_read(fd, head, HEADER)) return 0;
-    CHECK(!memcmp(head, "FKV1", 4));
-    uint64_t size = number_at(head + 12, 4) + number_at(head + 16, 8);
-    CHECK(size <= 16 * MIB);
-    for (uint64_t i = 0; i < size; i++) {
-        if (!raw_read(fd, &byte, 1)) return 0;
-        if (i < cap) value[i] = byte;
-    }
-    if (cap) value[size < cap ? size : cap - 1] = 0;
-    if (flags) *flags = (int)number_at(head + 6, 2);
-    return (int)number_at(head + 4, 2);
-}
-
-/* A connection that has said hello. */
-static int raw_member(const setup *s, const char *job, int version, int rank, int size) {
-    unsigned char nonce[32 + 1], out[HEADER + HELLO_BYTES];
-    int fd = -1;
-    for (int i = 0; fd < 0 && i < 3000; i++) { /* until there is a server */
-        fd = raw_connect(s->port);
-        if (fd < 0) usleep(1000);
-    }
-    CHECK(fd >= 0);
-    CHECK_EQ_INT(raw_frame(fd, (char *)nonce, sizeof nonce, NULL), OP_CHALLENGE);
-    raw_send(fd, out, hello(out, job, nonce, version, rank, size));
-    return fd;
-}
-
 enum {
     A_GARBAGE,
     A_HALF,
@@ -1811,8 +1395,9 @@ static void raid_drop(raid *r, int i) {
 
 static void raid_once(const setup *s, int kind, raid *r) {
     static unsigned char block[65536];
-    unsigned char nonce[32] = {0}, whole[HEADER + HELLO_BYTES];
-    size_t size = hello(whole, "not this job", nonce, 1, 1, 3);
+    unsigned char zeros[NONCE] = {0}, whole[HEADER + PROVE_BYTES];
+    wire other;
+    size_t size = prove(&other, whole, zeros, zeros, zeros);
     int held = kind == A_MANY ? A_CONNS : kind == A_SLOW ? 16 : kind == A_FLOOD ? 2 : 100;
     int fd = r->count < held ? raw_connect(s->port) : -1;
     if (fd >= 0) r->at[r->count] = 0, r->fd[r->count++] = fd;
@@ -1968,27 +1553,33 @@ TEST_TIMEOUT(long_store, silent_strangers_go, 60) {
     fsdpi_store_close(c.store);
 }
 
-/* What a wrong hello is told. */
+/* What wrong first words are told: without a tag, as there is no key for it. */
 TEST(store_refused, texts_on_the_wire) {
     setup *s = make_setup(AT_IPV4, 1, 0, 5000);
-    static const struct {
-        int version, rank, size;
-        const char *says;
-    } rows[] = {{2, 0, 1, "version"}, {0, 0, 1, "version"}, {1, 0, 1, "joined already"}};
+    unsigned char out[HEADER + 60] = {0};
     client c;
+    wire w;
     char text[600];
-    int flags, fd;
+    int flags;
     enter(&c, s, 0);
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        fd = raw_member(s, s->job, rows[i].version, rows[i].rank, rows[i].size);
-        CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), OP_REFUSED);
-        says(text, rows[i].says);
-        CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), 0); /* and closed */
-        close(fd);
-    }
-    fd = raw_member(s, "another job", 1, 0, 1);
-    CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), OP_REFUSED);
-    close(fd);
+    CHECK_EQ_INT(raw_prove(&w, s, "another job"), OP_REFUSED);
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), 0); /* and closed */
+    close(w.fd);
+    w.fd = raw_connect(s->port), w.sealed = 0;
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), OP_CHALLENGE);
+    header(out, OP_HELLO, 0, 0, 60); /* as of version 1 */
+    raw_send(w.fd, out, sizeof out);
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), OP_REFUSED);
+    says(text, "speaks version 2 of the store's protocol, and this program version 1");
+    CHECK_EQ_INT(flags, 0);
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), 0);
+    close(w.fd);
+    raw_member(&w, s, 0, 1);
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), OP_REFUSED);
+    says(text, "joined already");
+    CHECK_EQ_INT(flags, FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), 0);
+    close(w.fd);
     no_verdict(&c);
     put(&c, "a", "1", 1), get_text(&c, "a", "1");
     fsdpi_store_close(c.store);
@@ -2000,8 +1591,9 @@ static void dies_while_others_wait(int rank, int world, void *arg) {
     client c;
     if (rank == 2) return;
     if (rank == 1) {
-        int fd = raw_member(s, s->job, 1, 1, world);
-        CHECK_EQ_INT(raw_frame(fd, NULL, 0, NULL), OP_REPLY);
+        wire w;
+        raw_member(&w, s, 1, world);
+        CHECK_EQ_INT(wire_frame(&w, NULL, 0, NULL), OP_REPLY);
         usleep(20000);
         s->when = h_calm_ms();
         h_die(SIGKILL);
@@ -2019,13 +1611,13 @@ static void leaves_while_others_wait(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     if (rank == 1) {
-        unsigned char out[HEADER];
-        int fd = raw_member(s, s->job, 1, 1, world);
-        CHECK_EQ_INT(raw_frame(fd, NULL, 0, NULL), OP_REPLY);
-        raw_send(fd, out, frame(out, OP_BYE, 1, NULL, NULL, 0));
-        while (raw_frame(fd, NULL, 0, NULL)) continue; /* until the server hangs up */
+        wire w;
+        raw_member(&w, s, 1, world);
+        CHECK_EQ_INT(wire_frame(&w, NULL, 0, NULL), OP_REPLY);
+        wire_send(&w, OP_BYE, NULL, NULL, 0);
+        while (wire_frame(&w, NULL, 0, NULL)) continue; /* until the server hangs up */
         raise_flag(&s->flags[0]);
-        close(fd);
+        close(w.fd);
         return;
     }
     if (rank == 2) await_flag(&s->flags[0], 1);
@@ -2045,7 +1637,19 @@ TEST(store_lost, leaves_before_all_have_come) {
 
 /* ---- members that behave badly --------------------------------------------------------------- */
 
-enum { B_GARBAGE, B_OPS, B_LENGTH, B_KEY, B_HALF, B_DEAF, B_GREEDY, B_SHORT, B_SLOW };
+enum {
+    B_GARBAGE,
+    B_OPS,
+    B_LENGTH,
+    B_KEY,
+    B_HALF,
+    B_DEAF,
+    B_GREEDY,
+    B_SHORT,
+    B_SLOW,
+    B_AGAIN,
+    B_TAG
+};
 typedef struct {
     const char *name;
     int kind;
@@ -2061,47 +1665,61 @@ static const badness bad_members[] = {
     {"asks_without_reading", B_GREEDY, "rank 2 does not read"},
     {"value_too_short", B_SHORT, "rank 2 has sent"},
     {"slow", B_SLOW, NULL},
+    {"frame_repeated", B_AGAIN, "rank 2 is cut off: its messages"},
+    {"tag_wrong", B_TAG, "rank 2 is cut off: its messages"},
 };
 
 static void misbehave(setup *s, int kind) {
     static unsigned char out[HEADER + 300 + MIB];
     unsigned char number_8[8] = {255, 255, 255, 255, 0, 0, 0, 0};
     char text[16], text_159[12 + 159];
-    int fd = raw_member(s, s->job, 1, 2, 3), op;
-    while ((op = raw_frame(fd, text, sizeof text, NULL)) != OP_JOINED) CHECK(op);
+    size_t size;
+    wire w;
+    int op;
+    raw_member(&w, s, 2, 3);
+    while ((op = wire_frame(&w, text, sizeof text, NULL)) != OP_JOINED) CHECK(op);
     await_flag(&s->flags[0], 2);
     for (size_t i = 0; i < 64; i++) out[i] = (unsigned char)(i * 37);
     switch (kind) {
-    case B_GARBAGE: raw_send(fd, out, 64); break;
-    case B_OPS: raw_send(fd, out, frame(out, OP_CLOSING, 1, NULL, NULL, 0)); break;
-    case B_LENGTH: raw_send(fd, out, header(out, OP_SET, 1, 1, 16 * MIB + 1)); break;
-    case B_KEY: raw_send(fd, out, header(out, OP_SET, 1, 257, 1)); break;
+    case B_GARBAGE: raw_send(w.fd, out, 64); break;
+    case B_OPS: wire_send(&w, OP_CLOSING, NULL, NULL, 0); break;
+    case B_LENGTH: raw_send(w.fd, out, header(out, OP_SET, 1, 1, 16 * MIB + TAG + 1)); break;
+    case B_KEY: raw_send(w.fd, out, header(out, OP_SET, 1, 257, 1)); break;
     case B_HALF:
-        raw_send(fd, out, frame(out, OP_SET, 1, "key", "value", 5) - 2), reset_close(fd);
+        size = seal(&w, out, frame(out, OP_SET, 1, "key", "value", 5));
+        raw_send(w.fd, out, size - 2), reset_close(w.fd);
         break;
-    case B_SHORT: raw_send(fd, out, frame(out, OP_GET, 1, "key", "\1\2\3", 3)); break;
+    case B_SHORT: wire_send(&w, OP_GET, "key", "\1\2\3", 3); break;
     case B_DEAF: /* a value of 1 MiB that is asked for 200 times */
-        raw_send(fd, out, frame(out, OP_SET, 1, "big", out + HEADER + 3, MIB));
-        for (uint32_t i = 0; i < 200; i++)
-            raw_send(fd, out, frame(out, OP_GET, i, "big", number_8, 8));
+        raw_send(w.fd, out, seal(&w, out, frame(out, OP_SET, 1, "big", out + HEADER + 3, MIB)));
+        for (uint32_t i = 0; i < 200; i++) wire_send(&w, OP_GET, "big", number_8, 8);
         break;
     case B_GREEDY:
         memset(text_159, 't', sizeof text_159); /* what is asked for has a long answer */
         memset(text_159, 0, 12);
-        raw_send(fd, out, frame(out, OP_BEAT, 0, NULL, text_159, sizeof text_159));
+        wire_send(&w, OP_BEAT, NULL, text_159, sizeof text_159);
         for (size_t i = 0, at = 0; i<400000; i++, at = at> MIB - 100 ? 0 : at) {
-            at += frame(out + at, OP_ASK, 1, NULL, "\2\0\0", 4);
-            if (at > MIB - 100) raw_send(fd, out, at);
+            at += seal(&w, out + at, frame(out + at, OP_ASK, 1, NULL, "\2\0\0", 4));
+            if (at > MIB - 100) raw_send(w.fd, out, at);
         }
         break;
     case B_SLOW:
-        for (size_t i = 0, size = frame(out, OP_SET, 1, "slow", "x", 1); i < size; i++)
-            raw_send(fd, out + i, 1), usleep(2000);
+        size = seal(&w, out, frame(out, OP_SET, 1, "slow", "x", 1));
+        for (size_t i = 0; i < size; i++) raw_send(w.fd, out + i, 1), usleep(2000);
+        break;
+    case B_AGAIN: /* as somebody in between could do */
+        size = seal(&w, out, frame(out, OP_SET, 1, "key", "value", 5));
+        raw_send(w.fd, out, size), raw_send(w.fd, out, size);
+        break;
+    case B_TAG:
+        size = seal(&w, out, frame(out, OP_SET, 1, "key", "value", 5));
+        out[size - 1] ^= 1;
+        raw_send(w.fd, out, size);
         break;
     default: break;
     }
     await_flag(&s->flags[1], 2);
-    if (kind != B_HALF) close(fd);
+    if (kind != B_HALF) close(w.fd);
 }
 
 static void with_bad_member(int rank, int world, void *arg) {
@@ -2120,7 +1738,8 @@ static void with_bad_member(int rank, int world, void *arg) {
     int64_t start = h_calm_ms();
     if (b->says) {
         s->verdicts[rank] = await_verdict(&c, 20000);
-        CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
+        CHECK_EQ_INT(s->verdicts[rank].status,
+                     b->kind == B_AGAIN || b->kind == B_TAG ? FSDP_ERR_IO : FSDP_ERR_PEER_LOST);
         says(s->verdicts[rank].reason, b->says);
     } else {
         for (int i = 0; i < 50; i++) {
@@ -2525,7 +2144,8 @@ enum { F_CONNS = 12, F_SIZE = 4, F_KEYS = 6, F_PENDING = 1 << 17 };
 typedef struct {
     fsdpi_conn *conn;
     unsigned char nonce[32];
-    int hello_sent, joined, verdicts, closing, ended;
+    wire w; /* keys, when PROVE is sent */
+    int hello_sent, proven, joined, verdicts, closing, ended;
     size_t in_at, in_size, out_size;
     unsigned char *in, *out; /* frames to be fed in pieces; an unfinished frame of the core's */
 } fuzz_conn;
@@ -2561,6 +2181,14 @@ static void fuzz_queue(fuzz_conn *c, const unsigned char *bytes, size_t size) {
     c->in_size += size;
 }
 
+/* The first words, with the right token or a wrong one. */
+static void fuzz_prove(fuzz *f, fuzz_conn *c, const uint8_t token[32]) {
+    unsigned char mine[NONCE], bytes[HEADER + PROVE_BYTES];
+    for (int i = 0; i < NONCE; i += 8) number(mine + i, h_rand64(&f->seed), 8);
+    size_t size = prove(&c->w, bytes, token, c->nonce, mine);
+    fuzz_queue(c, bytes, size);
+}
+
 /* The answers to the good client. */
 static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *value, size_t size) {
     if (f->asked < 0 || id != f->asked_id) return; /* to SET, DELETE and so on */
@@ -2577,11 +2205,26 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
     int op = (int)number_at(at + 4, 2), flags = (int)number_at(at + 6, 2);
     uint32_t id = (uint32_t)number_at(at + 8, 4);
     const unsigned char *value = at + HEADER;
+    unsigned char *whole = (unsigned char *)malloc(HEADER + size);
+    uint8_t tag[32];
+    CHECK(whole != NULL);
+    if (op != OP_CHALLENGE && !(op == OP_REFUSED && !c->proven)) { /* all else has a tag */
+        CHECK(size >= TAG && c->w.sealed);
+        size -= TAG;
+        memcpy(whole, at, HEADER + size), number(whole + 16, size, 8);
+        tag_of(c->w.key_in, c->w.in++, whole, HEADER + size, tag);
+        CHECK_EQ_MEM(tag, value + size, TAG);
+    }
+    free(whole);
     f->frames++;
     CHECK(!c->ended); /* nothing follows what ends a connection */
     CHECK_EQ_INT(number_at(at + 12, 4), 0);
     switch (op) {
-    case OP_CHALLENGE: CHECK_EQ_INT(size, 32), CHECK_EQ_MEM(value, c->nonce, 32); break;
+    case OP_CHALLENGE:
+        CHECK_EQ_INT(id, 2);
+        CHECK_EQ_INT(size, 32), CHECK_EQ_MEM(value, c->nonce, 32);
+        break;
+    case OP_PROVEN: CHECK(!c->proven++ && !c->joined && size == 0); break;
     case OP_REPLY:
         CHECK(c->hello_sent && flags <= FSDP_ERR_INTERNAL);
         if (!c->joined) CHECK_EQ_INT(size, 4), f->joins++;
@@ -2589,8 +2232,9 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
         if (c == &f->conns[0] && id) fuzz_answer(f, flags, id, value, size);
         break;
     case OP_REFUSED:
-        CHECK_MSG(!c->joined && c->hello_sent && size, "joined %d, hello %d, flags %d, %zu bytes",
-                  c->joined, c->hello_sent, flags, size);
+        CHECK_MSG(!c->joined && (c->hello_sent || c->w.sealed) && size,
+                  "joined %d, hello %d, flags %d, %zu bytes", c->joined, c->hello_sent, flags,
+                  size);
         c->ended = 1;
         break;
     case OP_JOINED: CHECK(c->joined); break;
@@ -2669,15 +2313,22 @@ static size_t fuzz_valid(fuzz *f, unsigned char *to) {
                  size);
 }
 
-static size_t fuzz_hello(fuzz *f, const fuzz_conn *c, unsigned char *to) {
-    unsigned char value[HELLO_BYTES];
-    fsdpi_hmac_sha256(f->token, 32, c->nonce, 32, value);
-    number(value + 32, dice(f, 30) ? 1 : dice(f, 4), 4);
-    number(value + 36, dice(f, 30) ? 1 + dice(f, F_SIZE - 1) : h_rand64(&f->seed), 4);
-    number(value + 40, dice(f, 200) ? F_SIZE : h_rand64(&f->seed), 4);
-    number(value + 44, dice(f, 20) ? 3000 * (uint64_t)MS : h_rand64(&f->seed), 8);
-    number(value + 52, dice(f, 20) ? 2000 * (uint64_t)MS : h_rand64(&f->seed), 8);
-    return frame(to, OP_HELLO, 0, NULL, value, sizeof value);
+static size_t fuzz_hello(fuzz *f, unsigned char *to) {
+    int rank = (int)(dice(f, 30) ? 1 + dice(f, F_SIZE - 1) : h_rand64(&f->seed));
+    int size = (int)(dice(f, 200) ? F_SIZE : h_rand64(&f->seed));
+    uint64_t timeout = dice(f, 20) ? 3000 * (uint64_t)MS : h_rand64(&f->seed);
+    uint64_t left = dice(f, 20) ? 2000 * (uint64_t)MS : h_rand64(&f->seed);
+    return hello(to, rank, size, timeout, left);
+}
+
+/* What somebody who knows the token may send as well: anything in a frame of that size. */
+static void fuzz_bend(fuzz *f, unsigned char *bytes, size_t size) {
+    for (uint64_t k = 1 + dice(f, 4); k--;) {
+        size_t at = dice(f, dice(f, 2) && size > HEADER ? HEADER : size);
+        if (at >= 12 && at < HEADER && size > HEADER) at = HEADER + dice(f, size - HEADER);
+        if (at < 4 || (at >= 12 && at < HEADER)) continue;
+        bytes[at] = (unsigned char)(dice(f, 2) ? h_rand64(&f->seed) : dice(f, 2) ? 255 : 0);
+    }
 }
 
 static void fuzz_damage(fuzz *f, unsigned char *bytes, size_t *size) {
@@ -2694,27 +2345,31 @@ static void fuzz_damage(fuzz *f, unsigned char *bytes, size_t *size) {
 }
 
 static void fuzz_hostile_input(fuzz *f, fuzz_conn *c) {
-    static unsigned char bytes[HEADER + 256 + 70000];
+    static unsigned char bytes[HEADER + 256 + 70000 + TAG];
     size_t size = 0;
-    if (!c->hello_sent && dice(f, 8)) {
-        size = fuzz_hello(f, c, bytes);
-        if (!dice(f, 6)) fuzz_damage(f, bytes, &size);
-        c->hello_sent = 1;
-    } else if (dice(f, 40)) {
-        size = fuzz_valid(f, bytes);
-        c->hello_sent = 1; /* damage may make one of anything */
-        if (!dice(f, 25)) fuzz_damage(f, bytes, &size);
-    } else {
+    if (!c->w.sealed && dice(f, 8)) {
+        uint8_t wrong[32] = {1};
+        fuzz_prove(f, c, dice(f, 12) ? f->token : wrong);
+        return;
+    }
+    if (!dice(f, 40)) { /* nothing at all */
         size = 1 + dice(f, 200);
         for (size_t i = 0; i < size; i++) bytes[i] = (unsigned char)h_rand64(&f->seed);
         c->hello_sent = 1;
+    } else {
+        size = !c->hello_sent && dice(f, 8) ? fuzz_hello(f, bytes) : fuzz_valid(f, bytes);
+        c->hello_sent = 1; /* bending may make one of anything */
+        if (!dice(f, 12)) fuzz_bend(f, bytes, size);
+        size = seal(&c->w, bytes, size);
+        if (!dice(f, 25)) fuzz_damage(f, bytes, &size);
     }
     fuzz_queue(c, bytes, size);
 }
 
 /* Sets, deletes or gets one of its own keys, which nobody else touches. */
 static void fuzz_good_input(fuzz *f, fuzz_conn *c) {
-    unsigned char bytes[HEADER + 256 + 64], timeout[8];
+    unsigned char bytes[HEADER + 256 + 64 + TAG], timeout[8];
+    size_t size = 0;
     char key[16];
     int k = (int)dice(f, F_KEYS);
     uint32_t id = ++f->next_id;
@@ -2723,15 +2378,16 @@ static void fuzz_good_input(fuzz *f, fuzz_conn *c) {
     if (f->asked >= 0) return;
     if (dice(f, 2) && f->model[k][0]) {
         f->asked = k, f->asked_id = id;
-        fuzz_queue(c, bytes, frame(bytes, OP_GET, id, key, timeout, 8));
+        size = frame(bytes, OP_GET, id, key, timeout, 8);
     } else if (dice(f, 4)) {
         snprintf(f->model[k], sizeof f->model[k], "%016llx",
                  (unsigned long long)h_rand64(&f->seed));
-        fuzz_queue(c, bytes, frame(bytes, OP_SET, id, key, f->model[k], strlen(f->model[k])));
+        size = frame(bytes, OP_SET, id, key, f->model[k], strlen(f->model[k]));
     } else {
         f->model[k][0] = 0;
-        fuzz_queue(c, bytes, frame(bytes, OP_DELETE, id, key, NULL, 0));
+        size = frame(bytes, OP_DELETE, id, key, NULL, 0);
     }
+    fuzz_queue(c, bytes, seal(&c->w, bytes, size));
 }
 
 static void fuzz_feed(fuzz *f, fuzz_conn *c) {
@@ -2766,8 +2422,7 @@ static void fuzz_check(const fuzz *f) {
         conns++, counted += c->waits, joined += c->state == FSDPI_CONN_RANK;
         CHECK(c->waits >= 0 && c->waits <= FSDPI_STORE_WAITS_MAX);
         CHECK((c->rank >= 0) <= (c->state == FSDPI_CONN_RANK || c->state == FSDPI_CONN_BROKEN));
-        if (c->state == FSDPI_CONN_STRANGER)
-            CHECK(c->in.cap <= 512 && c->out.cap <= 512 && !c->waits);
+        if (c->state < FSDPI_CONN_RANK) CHECK(c->in.cap <= 512 && c->out.cap <= 512 && !c->waits);
         most += c->in.cap + c->out.cap + 1024 + (size_t)c->waits * 512;
     }
     CHECK_EQ_INT(waits, counted);
@@ -2779,7 +2434,7 @@ static void fuzz_check(const fuzz *f) {
 
 static void fuzz_begin(fuzz *f, uint64_t seed) {
     fsdp_allocator a;
-    unsigned char bytes[HEADER + HELLO_BYTES], value[HELLO_BYTES];
+    unsigned char bytes[HEADER + HELLO_BYTES + TAG];
     static unsigned char pending[2 * F_CONNS][F_PENDING];
     memset(f, 0, sizeof *f);
     for (int i = 0; i < F_CONNS; i++)
@@ -2789,10 +2444,10 @@ static void fuzz_begin(fuzz *f, uint64_t seed) {
     for (int i = 0; i < 32; i++) f->token[i] = (uint8_t)h_rand64(&f->seed);
     CHECK(fsdpi_store_core_open(&f->core, &a, F_SIZE, 0, f->token));
     fuzz_connect(f, &f->conns[0]);
-    fsdpi_hmac_sha256(f->token, 32, f->conns[0].nonce, 32, value);
-    number(value + 32, 1, 4), number(value + 36, 0, 4), number(value + 40, F_SIZE, 4);
-    number(value + 44, 2000 * (uint64_t)MS, 8), number(value + 52, 2000 * (uint64_t)MS, 8);
-    fuzz_queue(&f->conns[0], bytes, frame(bytes, OP_HELLO, 0, NULL, value, sizeof value));
+    fuzz_prove(f, &f->conns[0], f->token);
+    while (f->conns[0].in_at < f->conns[0].in_size) fuzz_feed(f, &f->conns[0]);
+    fuzz_queue(&f->conns[0], bytes,
+               seal(&f->conns[0].w, bytes, hello(bytes, 0, F_SIZE, 2000 * MS, 2000 * MS)));
     f->conns[0].hello_sent = 1;
     while (f->conns[0].in_at < f->conns[0].in_size) fuzz_feed(f, &f->conns[0]);
     CHECK_EQ_INT(f->conns[0].conn->state, FSDPI_CONN_RANK);
