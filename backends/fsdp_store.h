@@ -1800,8 +1800,10 @@ static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
         int whole = fsdpi_frame_get(&s->in, f);
         int64_t left = until - fsdpi_store_now(s);
         if (whole || left <= 0) return whole;
-        struct pollfd p = {s->fd, POLLIN, 0};
+        if (!fsdpi_store_flush(a, s->fd, &s->out)) return -1; // what was not sent at once
+        struct pollfd p = {s->fd, fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN, 0};
         if (poll(&p, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
+        if (!(p.revents & ~POLLOUT)) continue;
         if (!fsdpi_queue_reserve(a, &s->in, 4096)) return -1;
         ssize_t got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
         if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return -1;
@@ -2317,9 +2319,11 @@ static void *fsdpi_store_main(void *arg) {
             beat_ns = now + interval;
         }
         fsdpi_lock(&s->lock);
-        // When the peer is gone, reading will tell.
-        if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out))
+        // What cannot be sent is not left out: reading will tell that the connection has ended.
+        if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out)) {
             fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
+            (void)shutdown(s->fd, SHUT_RDWR);
+        }
         events = fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN;
         fsdpi_unlock(&s->lock);
         struct pollfd p[2] = {{s->fd, (short)events, 0}, {s->wake, POLLIN, 0}};
