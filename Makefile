@@ -75,7 +75,7 @@ GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_checkpoint:checkpoint.
               test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
-              test_replicate test_replicate_faults test_scaler test_spawn test_uneven
+              test_replicate test_replicate_faults test_scaler test_spawn test_sweep test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 

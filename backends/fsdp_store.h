@@ -1442,7 +1442,7 @@ struct fsdpi_store_server {
     fsdpi_store_core core;
     fsdp_allocator allocator;
     fsdp_clock clock;
-    int listener, wake, max_conns;
+    int listener, wake, max_conns, is_deaf; // deaf: somebody has closed `wake`
     uint32_t stop;
     int64_t accept_ns;       // not before: descriptors are short
     fsdpi_store_place place; // where its own host reaches it
@@ -1490,8 +1490,11 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
 static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn, int events,
                                     int64_t now) {
     int open = 1;
-    if (events & (POLLIN | POLLHUP | POLLERR)) {
+    if (events & (POLLIN | POLLHUP | POLLERR | POLLNVAL)) {
         ssize_t got = recv(conn->fd, server->scratch, sizeof server->scratch, 0);
+        if (got < 0 && errno == EBADF) // this program has closed what is not its own
+            fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
+                             "is cut off: the program of the store has closed its connection");
         open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
         if (got > 0) fsdpi_store_core_feed(&server->core, conn, server->scratch, (size_t)got, now);
     }
@@ -1513,7 +1516,7 @@ static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
     nfds_t count = 2;
     int listens = server->listener >= 0 && server->accept_ns <= now;
     memset(server->polls, 0, 2 * sizeof *server->polls);
-    server->polls[0].fd = FSDPI_LOAD(&server->stop) ? -1 : server->wake;
+    server->polls[0].fd = FSDPI_LOAD(&server->stop) || server->is_deaf ? -1 : server->wake;
     server->polls[0].events = POLLIN;
     server->polls[1].fd = listens ? server->listener : -1;
     server->polls[1].events = POLLIN;
@@ -1527,6 +1530,7 @@ static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
     }
     int ready = poll(server->polls, count, fsdpi_store_poll_ms(next - now, most));
     now = fsdpi_store_server_now(server);
+    server->is_deaf |= ready > 0 && (server->polls[0].revents & POLLNVAL);
     count = 2;
     for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
         int events = ready > 0 ? server->polls[count].revents : 0;
@@ -1789,8 +1793,10 @@ static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
         int whole = fsdpi_frame_get(&s->in, f);
         int64_t left = until - fsdpi_store_now(s);
         if (whole || left <= 0) return whole;
-        struct pollfd p = {s->fd, POLLIN, 0};
+        if (!fsdpi_store_flush(a, s->fd, &s->out)) return -1; // what was not sent at once
+        struct pollfd p = {s->fd, fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN, 0};
         if (poll(&p, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
+        if (!(p.revents & ~POLLOUT)) continue;
         if (!fsdpi_queue_reserve(a, &s->in, 4096)) return -1;
         ssize_t got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
         if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return -1;
@@ -2165,9 +2171,14 @@ static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
                            "[E790] rank %d: messages of the store were changed on their way from "
                            "%s, or others were put between them: look at the network between them",
                            s->desc.boot.rank, fsdpi_store_who(s));
-        else
+        else if (status == FSDP_ERR_OUT_OF_MEMORY)
             (void)snprintf(v.reason, sizeof v.reason,
                            "[E719] rank %d has no memory for messages of the store",
+                           s->desc.boot.rank);
+        else
+            (void)snprintf(v.reason, sizeof v.reason,
+                           "[E730] the program of rank %d has closed descriptors of the library: "
+                           "close only those that it has opened itself",
                            s->desc.boot.rank);
         fsdpi_store_judge(s, &v);
         if (status == FSDP_ERR_IO) fsdpi_store_confess(s, &v);
@@ -2247,7 +2258,8 @@ static void fsdpi_store_receive(fsdpi_store *s) {
         s->in.end += (size_t)got;
         (void)fsdpi_store_take_all(s);
     } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-        fsdpi_store_lose(s, FSDP_ERR_PEER_LOST);
+        fsdpi_store_lose(s, got < 0 && errno == EBADF ? FSDP_ERR_INVALID_STATE
+                                                      : FSDP_ERR_PEER_LOST);
     }
 }
 
@@ -2291,7 +2303,7 @@ static void *fsdpi_store_main(void *arg) {
     int64_t interval = fsdpi_store_beat_ns(s->desc.boot.size);
     int64_t beat_ns = 0, leave_ns = INT64_MAX;
     uint32_t told = 0;
-    int events = POLLIN;
+    int events = POLLIN, wake = s->wake;
     (void)fsdpi_store_take_all(s); // what came with the answer to HELLO
     for (;;) {
         int64_t now = fsdpi_store_now(s);
@@ -2306,18 +2318,23 @@ static void *fsdpi_store_main(void *arg) {
             beat_ns = now + interval;
         }
         fsdpi_lock(&s->lock);
-        // When the peer is gone, reading will tell.
-        if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out))
+        // What cannot be sent is not left out: reading will tell that the connection has ended.
+        if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out)) {
             fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
+            (void)shutdown(s->fd, SHUT_RDWR);
+        }
         events = fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN;
         fsdpi_unlock(&s->lock);
-        struct pollfd p[2] = {{s->fd, (short)events, 0}, {s->wake, POLLIN, 0}};
+        struct pollfd p[2] = {{s->fd, (short)events, 0}, {wake, POLLIN, 0}};
         int64_t next = leaving ? leave_ns : s->gone ? INT64_MAX : beat_ns;
         if (poll(p, 2, fsdpi_store_poll_ms(next - now, 1000000000)) <= 0) continue;
         uint64_t count;
-        ssize_t drained = p[1].revents ? read(s->wake, &count, sizeof count) : 0;
+        ssize_t drained = p[1].revents ? read(wake, &count, sizeof count) : 0;
         (void)drained;
-        if (p[0].revents & (POLLIN | POLLHUP | POLLERR)) fsdpi_store_receive(s);
+        if (p[0].revents & ~POLLOUT) fsdpi_store_receive(s);
+        if (!(p[1].revents & POLLNVAL)) continue;
+        wake = -1;
+        fsdpi_store_lose(s, FSDP_ERR_INVALID_STATE);
     }
 }
 

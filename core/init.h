@@ -128,8 +128,8 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     if (!w) return fsdpi_null(NULL, what, "world");
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
-    if (count < 0 || (count > 0 && !data))
-        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected count >= 0 and data",
+    if (count < 0 || count > INT64_MAX / 8 || (count > 0 && !data))
+        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected 0..2^60 and data",
                          what, (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
         return fsdpi_bad(w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh",

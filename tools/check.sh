@@ -438,7 +438,7 @@ list_nightly() { # the rest of every language, compiler and version
     echo single_tests
     echo gpu_scripts
     echo gloo_header && echo nvcc_unit.c++17
-    printf 'fuzz.%s\n' checkpoint plan safetensors store
+    printf 'fuzz.%s\n' api checkpoint plan safetensors store
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
