@@ -14,7 +14,7 @@
 CONTENTS
     This file is the manual, the declarations and the list of the library's parts. The
     implementation is in files of one subject each, leaves first: a file uses those above it.
-    core/dtype.h        status codes, element types, conversions, the one reduction loop
+    core/dtype.h        status codes, element types, conversions, the loops that reduce
     core/shard_math.h   which rows a rank owns; where everything lies in a slot
     core/extension.h    extensions: the functions that they give, and those that they may call
     core/backend.h      the two tables of functions that make a backend and a device

@@ -78,7 +78,8 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
-#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_YIELDS    16    // turns given to others before sleeping, where ranks share cores
+#define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -147,6 +148,7 @@ typedef struct fsdpi_shm_world {
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd;                 // -1: threads
+    int crowded;            // there are fewer cores than ranks
     uint64_t inode, device; // of the common file: the program may have closed fd
     void *life;             // a mapping that keeps this rank's lock; NULL: the process does
     int spin_max, joined;
@@ -385,11 +387,13 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
-    // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
-    // it costs the peer its core: so less after each failure, but a full try now and then.
+    // Spin as long as that helps: less after each failure, but a full try now and then. Where ranks
+    // share cores, each turn hands the core to the next one that can run; a core that falls asleep
+    // instead, and has to be woken, costs five times as much.
     int spin = ++c->waits % 64 ? c->spin : w->spin_max;
     for (int i = 0; i < spin; i++) {
-        fsdpi_pause();
+        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
+        else fsdpi_pause();
         if (!fsdpi_shm_is_open(c)) continue;
         c->spin = w->spin_max;
         return FSDP_OK;
@@ -1129,7 +1133,8 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->crowded = fsdpi_shm_cores() < base->size;
+    w->spin_max = w->crowded ? FSDPI_SHM_YIELDS : FSDPI_SHM_SPIN_MAX;
     c->spin = w->spin_max;
     int is_host = !base->boot->threads && base->index == 0;
     const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows

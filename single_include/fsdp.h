@@ -16,7 +16,7 @@ CONTENTS
     This file is the manual, the declarations and the implementation, in parts of one subject each.
     A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
     program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
-    core/dtype.h           status codes, element types, conversions, the one reduction loop
+    core/dtype.h           status codes, element types, conversions, the loops that reduce
     core/shard_math.h      which rows a rank owns; where everything lies in a slot
     core/extension.h       extensions: the functions that they give, and those that they may call
     core/backend.h         the two tables of functions that make a backend and a device
@@ -397,6 +397,11 @@ FSDP_API const char *fsdp_status_text(fsdp_status status);
 #define FSDPI_NOINLINE
 #define FSDPI_UNUSED
 #endif
+#if defined(__GNUC__)
+#define FSDPI_MERGED static inline __attribute__((always_inline))
+#else
+#define FSDPI_MERGED static inline
+#endif
 
 // The conversions are also those of CUDA kernels.
 #ifdef __CUDACC__
@@ -431,7 +436,8 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 // no expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
 // work on blocks that stay in the first-level cache.
 
-#define FSDPI_BLOCK 512 // elements: whole pages of page-aligned sources would alias
+#define FSDPI_BLOCK    512 // elements: whole pages of page-aligned sources would alias
+#define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
 
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype) {
 #define FSDP_X(name, value, bytes, is_float) bytes,
@@ -505,7 +511,8 @@ static FSDPI_HD inline float fsdpi_f16_to_f32(uint16_t h) {
     uint32_t tiny = fsdpi_f32_bits((float)(int32_t)em *
                                    5.9604644775390625e-8f); // em * 2^-24, exact
     uint32_t u = em >= 0x7C00u ? special : normal;
-    return fsdpi_f32_of(sign | (em < 0x0400u ? tiny : u));
+    uint32_t is_tiny = 0u - (uint32_t)(em < 0x0400u); // a choice by ?: would become a branch
+    return fsdpi_f32_of(sign | (tiny & is_tiny) | (u & ~is_tiny));
 }
 
 static FSDPI_HD inline uint16_t fsdpi_f32_to_f16(float x) {
@@ -516,7 +523,8 @@ static FSDPI_HD inline uint16_t fsdpi_f32_to_f16(float x) {
     uint32_t tiny = fsdpi_f32_bits(fsdpi_f32_of(a < 0x38800000u ? a : 0u) + 0.5f) - 0x3F000000u;
     uint32_t nan = 0x7E00u | ((a >> 13) & 0x3FFu);
     uint32_t big = a > 0x7F800000u ? nan : 0x7C00u;
-    uint32_t h = a < 0x38800000u ? tiny : normal;
+    uint32_t is_tiny = 0u - (uint32_t)(a < 0x38800000u);
+    uint32_t h = (tiny & is_tiny) | (normal & ~is_tiny);
     return (uint16_t)(sign | (a >= 0x47800000u ? big : h));
 }
 
@@ -538,7 +546,8 @@ static inline float fsdpi_f64_to_f32_odd(double d) {
 
 // count <= FSDPI_BLOCK elements of any floating dtype to and from one arithmetic type. `src` may be
 // returned as it is, so that nothing is copied where nothing is converted.
-static const float *fsdpi_load_f32(float *tmp, const void *src, fsdp_dtype dtype, size_t count) {
+static FSDPI_NOINLINE const float *fsdpi_load_f32(float *tmp, const void *src, fsdp_dtype dtype,
+                                                  size_t count) {
     if (dtype == FSDP_F32) return (const float *)src;
     if (dtype == FSDP_BF16) {
         const uint16_t *s = (const uint16_t *)src;
@@ -550,7 +559,8 @@ static const float *fsdpi_load_f32(float *tmp, const void *src, fsdp_dtype dtype
     return tmp;
 }
 
-static void fsdpi_store_f32(void *dst, fsdp_dtype dtype, const float *src, size_t count) {
+static FSDPI_NOINLINE void fsdpi_store_f32(void *dst, fsdp_dtype dtype, const float *src,
+                                           size_t count) {
     if (dtype == FSDP_F32) {
         if (dst != (const void *)src) memcpy(dst, src, count * sizeof *src);
     } else if (dtype == FSDP_BF16) {
@@ -609,19 +619,8 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtyp
         fsdpi_store_f32(dst, dst_dtype, x, count); // a plain cast
         return;
     }
-    int next = 1;
-    if (dtype == FSDP_F32 && num_srcs > 1 && redop == FSDP_SUM) { // the usual case: fewer passes
-        const float *y = (const float *)(const void *)srcs[next++], *z;
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + y[i];
-        for (; next + 1 < num_srcs; next += 2) {
-            y = (const float *)(const void *)srcs[next];
-            z = (const float *)(const void *)srcs[next + 1];
-            for (size_t i = 0; i < count; i++) acc[i] = (acc[i] + y[i]) + z[i];
-        }
-    } else if (x != acc) {
-        memcpy(acc, x, count * sizeof *acc);
-    }
-    for (int k = next; k < num_srcs; k++) {
+    if (x != acc) memcpy(acc, x, count * sizeof *acc);
+    for (int k = 1; k < num_srcs; k++) {
         x = fsdpi_load_f32(tmp, srcs[k], dtype, count);
         FSDPI_COMBINE(float, acc, x, count, redop);
     }
@@ -678,7 +677,174 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
     }
 }
 
-#define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
+// The fast loops, with the bits of the blocks above. Those stay the reference, and take what these
+// leave: other types and operations, and the last elements.
+
+#define FSDPI_STRIDE 16                // elements: a loop takes a multiple of them
+#define FSDPI_STREAM ((size_t)4 << 20) // bytes from which on results need not stay in a cache
+
+FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i) {
+    if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
+    uint16_t h = ((const uint16_t *)(const void *)src)[i];
+    return dtype == FSDP_BF16 ? fsdpi_bf16_to_f32(h) : fsdpi_f16_to_f32(h);
+}
+
+/* dst = scale * (src_0 + src_1 + ...): the one loop, of which compilers make vectors. dtypes, num
+   and scaled are constants where this is used. No source lies in dst. */
+FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num,
+                             fsdp_dtype from, size_t count, float scale, int scaled) {
+    const char *s[8];
+    for (int k = 0; k < 8; k++) s[k] = srcs[k < num ? k : 0];
+    count = count / FSDPI_STRIDE * FSDPI_STRIDE; // so that compilers know that nothing is left
+    for (size_t i = 0; i < count; i++) {
+        float x = fsdpi_at(s[0], from, i);
+        if (num > 1) x = x + fsdpi_at(s[1], from, i);
+        if (num > 2) x = x + fsdpi_at(s[2], from, i);
+        if (num > 3) x = x + fsdpi_at(s[3], from, i);
+        if (num > 4) x = x + fsdpi_at(s[4], from, i);
+        if (num > 5) x = x + fsdpi_at(s[5], from, i);
+        if (num > 6) x = x + fsdpi_at(s[6], from, i);
+        if (num > 7) x = x + fsdpi_at(s[7], from, i);
+        if (scaled) x = x * scale;
+        if (to == FSDP_F32) ((float *)dst)[i] = x;
+        else ((uint16_t *)dst)[i] = to == FSDP_BF16 ? fsdpi_f32_to_bf16(x) : fsdpi_f32_to_f16(x);
+    }
+}
+
+// A sum that is multiplied by one keeps its bits.
+FSDPI_MERGED void fsdpi_loop_sum(void *__restrict dst, const char *const *srcs, int num,
+                                 fsdp_dtype from, size_t count, float scale) {
+    if (num == 2) fsdpi_loop(dst, FSDP_F32, srcs, 2, from, count, scale, 1);
+    else if (num == 3) fsdpi_loop(dst, FSDP_F32, srcs, 3, from, count, scale, 1);
+    else if (num == 4) fsdpi_loop(dst, FSDP_F32, srcs, 4, from, count, scale, 1);
+    else fsdpi_loop(dst, FSDP_F32, srcs, 8, from, count, scale, 1);
+}
+
+/* The table: sums of 2, 3, 4 or 8 f32 or bf16, and one f32 scaled, to f32; and casts between f32
+   and 16 bits, which know no scale. */
+FSDPI_MERGED void fsdpi_loop_table(void *__restrict dst, fsdp_dtype to, const char *const *srcs,
+                                   int num, fsdp_dtype from, size_t count, float scale) {
+    if (to == FSDP_BF16) fsdpi_loop(dst, FSDP_BF16, srcs, 1, FSDP_F32, count, 1, 0);
+    else if (to == FSDP_F16) fsdpi_loop(dst, FSDP_F16, srcs, 1, FSDP_F32, count, 1, 0);
+    else if (from == FSDP_F16) fsdpi_loop(dst, FSDP_F32, srcs, 1, FSDP_F16, count, 1, 0);
+    else if (from == FSDP_BF16 && num == 1)
+        fsdpi_loop(dst, FSDP_F32, srcs, 1, FSDP_BF16, count, 1, 0);
+    else if (from == FSDP_BF16) fsdpi_loop_sum(dst, srcs, num, FSDP_BF16, count, scale);
+    else if (num == 1) fsdpi_loop(dst, FSDP_F32, srcs, 1, FSDP_F32, count, scale, 1);
+    else fsdpi_loop_sum(dst, srcs, num, FSDP_F32, count, scale);
+}
+
+// Compiled for every processor of the architecture, and once more for what most of them have.
+static FSDPI_NOINLINE void fsdpi_loop_base(void *__restrict dst, fsdp_dtype to,
+                                           const char *const *srcs, int num, fsdp_dtype from,
+                                           size_t count, float scale) {
+    fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__AVX2__) && !defined(__CUDACC__)
+__attribute__((target("avx2"))) static FSDPI_NOINLINE void fsdpi_loop_wide(
+    void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num, fsdp_dtype from,
+    size_t count, float scale) {
+    fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
+}
+static int fsdpi_has_wide(void) { return __builtin_cpu_supports("avx2") != 0; }
+#else
+#define fsdpi_loop_wide fsdpi_loop_base
+static int fsdpi_has_wide(void) { return 0; }
+#endif
+
+static void fsdpi_loops(void *dst, fsdp_dtype to, const char *const *srcs, int num, fsdp_dtype from,
+                        size_t count, float scale) {
+    if (fsdpi_has_wide()) fsdpi_loop_wide(dst, to, srcs, num, from, count, scale);
+    else fsdpi_loop_base(dst, to, srcs, num, from, count, scale);
+}
+
+// 64 bytes at a time around the caches, so that a line is not read only to be overwritten.
+static void fsdpi_stream(char *dst, const char *src, size_t bytes) {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+    typedef long long vector __attribute__((vector_size(16), may_alias));
+    for (size_t at = 0; at < bytes; at += sizeof(vector)) {
+        vector x;
+        memcpy(&x, src + at, sizeof x);
+        __asm__ volatile("movntdq %1, %0" : "=m"(*(vector *)(void *)(dst + at)) : "x"(x));
+    }
+#else
+    memcpy(dst, src, bytes);
+#endif
+}
+
+// What has been streamed is written before what this thread writes from now on.
+static void fsdpi_stream_end(void) {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+    __asm__ volatile("sfence" ::: "memory");
+#endif
+}
+
+static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, size_t count) {
+    if (dtype == FSDP_F32) return src;
+    fsdpi_loops(room, FSDP_F32, &src, 1, dtype, count, 1);
+    return (const char *)room;
+}
+
+/* A block, aside: dst may be a source. By eights, fours and less; the scale comes when all are in
+   the sum, dst is added behind it, and the last step rounds. */
+static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
+                                            int num, fsdp_dtype from, size_t count, float scale,
+                                            int accumulate, int streams) {
+    float wide[8][FSDPI_BLOCK], sums[2][FSDPI_BLOCK];
+    const char *x[8];
+    int turn = 0;
+    for (int next = 0; next < num; turn = !turn) {
+        int k = next > 0, left = num - next + k, most = left >= 8 ? 8 : left > 4 ? 4 : left;
+        int as_bf16 = from == FSDP_BF16 && !k && most > 1;
+        x[0] = (const char *)sums[!turn];
+        for (; k < most; k++, next++)
+            x[k] = as_bf16 ? srcs[next] : fsdpi_widen(wide[k], srcs[next], from, count);
+        fsdpi_loops(sums[turn], FSDP_F32, x, most, as_bf16 ? FSDP_BF16 : FSDP_F32, count,
+                    next == num ? scale : 1);
+    }
+    if (accumulate) {
+        x[0] = fsdpi_widen(wide[0], dst, to, count);
+        x[1] = (const char *)sums[!turn];
+        fsdpi_loops(sums[turn], FSDP_F32, x, 2, FSDP_F32, count, 1);
+        turn = !turn;
+    }
+    x[0] = (const char *)sums[!turn];
+    if (to != FSDP_F32) fsdpi_loops(dst, to, x, 1, FSDP_F32, count, 1);
+    else if (streams) fsdpi_stream(dst, x[0], count * sizeof(float));
+    else memcpy(dst, x[0], count * sizeof(float));
+}
+
+// Sums of f32 and 16-bit floats. Returns how many elements are done.
+static FSDPI_NOINLINE size_t fsdpi_reduce_by_loops(char *dst, fsdp_dtype to,
+                                                   const char *const *srcs, int num,
+                                                   fsdp_dtype from, size_t count, float scale,
+                                                   int accumulate) {
+    size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to), apart = 1;
+    count = count / FSDPI_STRIDE * FSDPI_STRIDE;
+    for (int k = 0; k < num; k++) {
+        uintptr_t s = (uintptr_t)srcs[k], d = (uintptr_t)dst;
+        apart &= s + count * in <= d || d + count * out <= s;
+    }
+    int plain = num == 1 && scale == 1.0f;
+    int has_loop = (num <= 4 || num == 8) && from != FSDP_F16 && (num > 1 || from == FSDP_F32);
+    if (to != FSDP_F32) has_loop = plain && from == FSDP_F32;
+    has_loop |= plain && to == FSDP_F32;
+    int streams = apart && !accumulate && to == FSDP_F32 && count * out >= FSDPI_STREAM &&
+                  (uintptr_t)dst % 16 == 0;
+    if (has_loop && apart && !accumulate && !streams) {
+        fsdpi_loops(dst, to, srcs, num, from, count, scale);
+        return count;
+    }
+    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
+        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
+        const char *block[FSDPI_MAX_SRCS];
+        for (int k = 0; k < num; k++) block[k] = srcs[k] + at * in;
+        fsdpi_loop_block(dst + at * out, to, block, num, from, n, scale, accumulate, streams);
+    }
+    if (streams) fsdpi_stream_end();
+    return count;
+}
 
 /* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
    library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
@@ -696,7 +862,11 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
         return;
     }
     int wide = dtype == FSDP_F64 || dst_dtype == FSDP_F64;
-    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
+    size_t done = 0;
+    if (!wide && redop == FSDP_SUM)
+        done = fsdpi_reduce_by_loops((char *)dst, dst_dtype, srcs, num_srcs, dtype, count,
+                                     (float)scale, accumulate);
+    for (size_t at = done; at < count; at += FSDPI_BLOCK) {
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const char *block[FSDPI_MAX_SRCS];
         for (int k = 0; k < num_srcs; k++) block[k] = srcs[k] + at * in;
@@ -5115,7 +5285,8 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
-#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_YIELDS    16    // turns given to others before sleeping, where ranks share cores
+#define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -5184,6 +5355,7 @@ typedef struct fsdpi_shm_world {
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd;                 // -1: threads
+    int crowded;            // there are fewer cores than ranks
     uint64_t inode, device; // of the common file: the program may have closed fd
     void *life;             // a mapping that keeps this rank's lock; NULL: the process does
     int spin_max, joined;
@@ -5422,11 +5594,13 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
-    // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
-    // it costs the peer its core: so less after each failure, but a full try now and then.
+    // Spin as long as that helps: less after each failure, but a full try now and then. Where ranks
+    // share cores, each turn hands the core to the next one that can run; a core that falls asleep
+    // instead, and has to be woken, costs five times as much.
     int spin = ++c->waits % 64 ? c->spin : w->spin_max;
     for (int i = 0; i < spin; i++) {
-        fsdpi_pause();
+        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
+        else fsdpi_pause();
         if (!fsdpi_shm_is_open(c)) continue;
         c->spin = w->spin_max;
         return FSDP_OK;
@@ -6166,7 +6340,8 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->crowded = fsdpi_shm_cores() < base->size;
+    w->spin_max = w->crowded ? FSDPI_SHM_YIELDS : FSDPI_SHM_SPIN_MAX;
     c->spin = w->spin_max;
     int is_host = !base->boot->threads && base->index == 0;
     const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows

@@ -522,6 +522,172 @@ TEST(dtype, reduce_in_pieces) {
             }
 }
 
+/* Patterns of every kind: zeros, subnormals, numbers of all sizes, infinities, NaNs quiet and
+   signalling, of both signs. */
+static uint32_t any_pattern(fsdp_dtype dtype, uint64_t *rng) {
+    uint64_t r = h_rand64(rng);
+    int mant = dtype == FSDP_F32 ? 23 : halves[dtype == FSDP_BF16].mant_bits;
+    uint32_t bits = dtype == FSDP_F32 ? 32 : 16, exps = (1u << (bits - 1 - (unsigned)mant)) - 1;
+    uint32_t exp = (r & 15) == 0   ? 0
+                   : (r & 15) == 1 ? exps
+                   : (r & 1)       ? exps / 2 + (uint32_t)(r >> 8) % 8
+                                   : (uint32_t)(r >> 8) % exps;
+    uint32_t low = (r & 48) == 0 ? 0 : (uint32_t)(r >> 16) & ((1u << mant) - 1);
+    return (uint32_t)(r >> 63) << (bits - 1) | exp << mant | low;
+}
+static void fill_any(char *p, fsdp_dtype dtype, size_t count, uint64_t *rng) {
+    for (size_t i = 0; i < count; i++) {
+        uint32_t u = any_pattern(dtype, rng);
+        uint16_t h = (uint16_t)u;
+        if (dtype == FSDP_F32) memcpy(p + i * 4, &u, 4);
+        else memcpy(p + i * 2, &h, 2);
+    }
+}
+
+/* The reference, whatever the fast loops take. */
+static void reduce_by_blocks(char *dst, fsdp_dtype to, const char *const *srcs, int num,
+                             fsdp_dtype from, size_t count, float scale, int accumulate) {
+    const char *block[FSDPI_MAX_SRCS];
+    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
+        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
+        for (int k = 0; k < num; k++) block[k] = srcs[k] + at * fsdp_dtype_size(from);
+        fsdpi_reduce_block_f32(dst + at * fsdp_dtype_size(to), to, block, num, from, n, scale,
+                               accumulate, FSDP_SUM);
+    }
+}
+
+static int is_finite_at(const char *p, fsdp_dtype dtype, size_t i) {
+    uint32_t u;
+    uint16_t h;
+    memcpy(&u, p + i * 4 * (dtype == FSDP_F32), 4);
+    memcpy(&h, p + i * 2 * (dtype != FSDP_F32), 2);
+    if (dtype == FSDP_F32) return (u & 0x7F800000u) != 0x7F800000u;
+    return (h & infinity_of(&halves[dtype == FSDP_BF16])) != infinity_of(&halves[dtype == FSDP_BF16]);
+}
+static int is_nan_at(const char *p, fsdp_dtype dtype, size_t i) {
+    float x = get32(p, dtype, i);
+    return (lab_bits32(x) & 0x7FFFFFFFu) > 0x7F800000u;
+}
+
+enum { LONGEST = 1100, SOURCES = 19, ROOM = LONGEST * 4 + 64 };
+static const fsdp_dtype narrow_floats[] = {FSDP_F32, FSDP_F16, FSDP_BF16};
+
+/* Every combination of dtypes, number of sources, scale and accumulate, at lengths around vectors
+   and blocks, at every alignment, apart and in place: the bits of the reference. If an element has
+   several NaNs or infinities, which payload the NaN gets is up to the compiler's order of the two
+   operands of an addition, in the reference, too; then both are NaN. */
+TEST(dtype, loops_have_the_bits_of_the_blocks) {
+    static char src[SOURCES][ROOM], got[ROOM], want[ROOM], before[ROOM];
+    static const size_t counts[] = {0, 1, 15, 16, 17, 31, 32, 48, 511, 512, 513, 528, 1024, LONGEST};
+    static const float scales[] = {1, 0.25f, 1.0f / 3, -2};
+    uint64_t rng = h_seed();
+    int64_t runs = 0, several = 0;
+    for (int pair = 0; pair < 9; pair++)
+        for (int num = 1; num <= SOURCES; num++)
+            for (int mode = 0; mode < 8; mode++) {
+                fsdp_dtype from = narrow_floats[pair / 3], to = narrow_floats[pair % 3];
+                size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to);
+                size_t count = counts[(size_t)runs % (sizeof counts / sizeof *counts)];
+                float scale = scales[mode % 4];
+                const char *srcs[SOURCES];
+                int accumulate = mode / 4, which = from == to && num > 1 && runs % 3 == 0;
+                for (int k = 0; k < num; k++) {
+                    char *at = src[k] + in * (size_t)(h_rand64(&rng) % 16);
+                    fill_any(at, from, count, &rng);
+                    srcs[k] = at;
+                }
+                size_t shift = out * (size_t)(h_rand64(&rng) % 16);
+                memset(got, 0x5A, sizeof got);
+                fill_any(got + shift, to, count, &rng);
+                if (which) memcpy(got + shift, srcs[num / 2], count * in);
+                memcpy(before, got + shift, count * out);
+                memcpy(want, got, sizeof got);
+                if (from == to && num == 1 && mode == 0) /* a copy changes no bit */
+                    memcpy(want + shift, srcs[0], count * in);
+                else
+                    reduce_by_blocks(want + shift, to, srcs, num, from, count, scale, accumulate);
+                const char *kept = srcs[num / 2];
+                if (which) srcs[num / 2] = got + shift; /* in place */
+                fsdpi_reduce(got + shift, to, srcs, num, from, count, (double)scale, accumulate,
+                             FSDP_SUM);
+                srcs[num / 2] = kept;
+                for (size_t i = 0; i < count; i++) {
+                    int finite = !accumulate || is_finite_at(before, to, i);
+                    char *g = got + shift + i * out, *w = want + shift + i * out;
+                    for (int k = 0; k < num; k++) finite += is_finite_at(srcs[k], from, i);
+                    if (finite >= num || memcmp(g, w, out) == 0) several += finite < num;
+                    else if (is_nan_at(g, to, 0) && is_nan_at(w, to, 0)) memcpy(g, w, out), several++;
+                }
+                if (memcmp(got, want, sizeof got) != 0) {
+                    size_t i = 0;
+                    while (got[i] == want[i]) i++;
+                    h_fail(H_HERE("loops"),
+                           "%d x %s -> %s, %zu elements, scale %g, accumulate %d, in place %d: "
+                           "element %lld differs",
+                           num, fsdp_dtype_name(from), fsdp_dtype_name(to), count, (double)scale,
+                           accumulate, which, (long long)((i - shift) / out));
+                }
+                runs++;
+            }
+    h_message("%lld runs, %lld elements with several that are not finite", (long long)runs,
+              (long long)several);
+}
+
+/* What the compiler made for every processor of the architecture, and for wide vectors: equal. */
+TEST(dtype, loops_of_every_processor) {
+    static char src[8][ROOM], base[ROOM], wide[ROOM];
+    static const struct {
+        fsdp_dtype from, to;
+        int num;
+    } rows[] = {{FSDP_F32, FSDP_F32, 1},  {FSDP_F32, FSDP_F32, 2},   {FSDP_F32, FSDP_F32, 3},
+                {FSDP_F32, FSDP_F32, 4},  {FSDP_F32, FSDP_F32, 8},   {FSDP_BF16, FSDP_F32, 1},
+                {FSDP_BF16, FSDP_F32, 2}, {FSDP_BF16, FSDP_F32, 3},  {FSDP_BF16, FSDP_F32, 4},
+                {FSDP_BF16, FSDP_F32, 8}, {FSDP_F16, FSDP_F32, 1},   {FSDP_F32, FSDP_F16, 1},
+                {FSDP_F32, FSDP_BF16, 1}};
+    enum { COUNT = 1024 };
+    uint64_t rng = h_seed();
+    if (!fsdpi_has_wide()) SKIP("this build or this processor has no second set of loops");
+    for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
+        const char *srcs[8];
+        for (int k = 0; k < 8; k++) {
+            fill_any(src[k], rows[r].from, COUNT, &rng);
+            srcs[k] = src[k];
+        }
+        for (size_t i = 0; i < COUNT && rows[r].num > 1; i++) /* one NaN at most: see above */
+            for (int k = 0, finite = 1; k < rows[r].num; k++) {
+                if (!finite) memset(src[k] + i * fsdp_dtype_size(rows[r].from), 0, 2);
+                if (!finite && rows[r].from == FSDP_F32) memset(src[k] + i * 4, 0, 4);
+                finite &= is_finite_at(src[k], rows[r].from, i);
+            }
+        fsdpi_loop_base(base, rows[r].to, srcs, rows[r].num, rows[r].from, COUNT, 1.0f / 3);
+        fsdpi_loop_wide(wide, rows[r].to, srcs, rows[r].num, rows[r].from, COUNT, 1.0f / 3);
+        CHECK_MSG(memcmp(base, wide, COUNT * fsdp_dtype_size(rows[r].to)) == 0, "row %zu", r);
+    }
+}
+
+/* Results so large that they go around the caches: to places that are and are not fit for that. */
+TEST(dtype, loops_that_stream) {
+    enum { COUNT = (5 << 20) / 4 + 7 };
+    float *x[3], *room = (float *)malloc((COUNT + 16) * 4), *want = (float *)malloc(COUNT * 4);
+    uint64_t rng = h_seed();
+    for (int k = 0; k < 3; k++) {
+        x[k] = (float *)malloc(COUNT * 4);
+        for (int i = 0; i < COUNT; i++) x[k][i] = (float)(int32_t)h_rand64(&rng);
+    }
+    const char *srcs[3] = {(const char *)x[0], (const char *)x[1], (const char *)x[2]};
+    reduce_by_blocks((char *)want, FSDP_F32, srcs, 3, FSDP_F32, COUNT, 0.3f, 0);
+    for (int shift = 0; shift < 8; shift++) {
+        memset(room, 0x5A, (COUNT + 16) * 4);
+        fsdpi_reduce(room + shift, FSDP_F32, srcs, 3, FSDP_F32, COUNT, (double)0.3f, 0, FSDP_SUM);
+        CHECK_EQ_MEM(room + shift, want, COUNT * 4);
+        CHECK(lab_bits32(room[COUNT + shift]) == 0x5A5A5A5Au);
+        CHECK(shift == 0 || lab_bits32(room[shift - 1]) == 0x5A5A5A5Au);
+    }
+    for (int k = 0; k < 3; k++) free(x[k]);
+    free(room);
+    free(want);
+}
+
 /* The sum depends on the order of the ranks, and rank 0 comes first; the destination last. */
 TEST(dtype, rank_order) {
     static const struct {

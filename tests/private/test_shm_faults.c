@@ -1,14 +1,15 @@
 /* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory;
-   and nothing left behind. What every backend has to do on failure is in conformance.c.
+   and nothing left behind; how ranks wait. What every backend has to do on failure is in conformance.c.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <dirent.h>         /* opendir */
 #include <linux/filter.h>   /* sock_filter */
 #include <linux/seccomp.h>  /* SECCOMP_MODE_FILTER */
+#include <poll.h>           /* poll */
+#include <sched.h>          /* sched_setaffinity */
 #include <sys/prctl.h>      /* prctl */
 #include <sys/resource.h>   /* setrlimit */
-#include <poll.h>           /* poll */
 static int longest_poll_ms; /* that the library has asked for */
 static int recorded_poll(struct pollfd *p, nfds_t count, int ms) {
     if (ms > longest_poll_ms) longest_poll_ms = ms;
@@ -1027,4 +1028,34 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
         CHECK_EQ_INT(count_shm(), shm);
         CHECK(!socket_exists(s->job));
     }
+}
+
+/* ---- waits ----------------------------------------------------------------------------------- */
+
+/* Four ranks on two cores. In a collective they wait for each other twice; each time a rank hands its
+   core to the next one instead of sleeping until it is woken: of the switches to another task, hardly
+   one in a collective is a sleep (1.5 in each, if all sleep), and all together stay few. */
+static void hand_over(int rank, int world, void *arg) {
+    enum { TIMES = 2000 };
+    rank_state r = begin(rank, (setup *)arg);
+    struct rusage before, after;
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.0", 0));
+    CHECK_EQ_INT(getrusage(RUSAGE_SELF, &before), 0);
+    for (int i = 0; i < TIMES; i++) CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.0", 0));
+    CHECK_EQ_INT(getrusage(RUSAGE_SELF, &after), 0);
+    long slept = after.ru_nvcsw - before.ru_nvcsw, all = slept + after.ru_nivcsw - before.ru_nivcsw;
+    if (rank == 0) h_message("%d collectives: %ld sleeps, %ld switches", TIMES, slept, all);
+    CHECK_MSG(slept < TIMES / 2, "%ld sleeps in %d collectives", slept, TIMES);
+    CHECK_MSG(all < 6 * TIMES, "%ld switches in %d collectives", all, TIMES);
+    r.ops->close(r.comm);
+}
+TEST(shm_waits, more_ranks_than_cores) {
+    cpu_set_t mine, two;
+    CHECK_EQ_INT(sched_getaffinity(0, sizeof mine, &mine), 0);
+    CPU_ZERO(&two);
+    for (size_t i = 0; i < CPU_SETSIZE && CPU_COUNT(&two) < 2; i++)
+        if (CPU_ISSET(i, &mine)) CPU_SET(i, &two);
+    CHECK_EQ_INT(sched_setaffinity(0, sizeof two, &two), 0);
+    run(make_setup(4, 0, 20000), hand_over);
 }
