@@ -105,7 +105,7 @@ static void closed(lab_rank *r) {
 }
 TEST_P(descriptors, closed, closings) {
     const int which = (int)(row - closings);
-    lab_how how = {"closed", 1, 0, 1, NULL, NULL};
+    lab_how how = {"closed", 1, 0, 1, 0, NULL, NULL};
     lab_run(3, &how, closed, (void *)(uintptr_t)&which);
 }
 
@@ -138,7 +138,7 @@ static void saved(lab_rank *r) {
     CHECK_EQ_INT(low_calls, 0);
 }
 TEST(descriptors, of_checkpoints) {
-    lab_how how = {"saved", 1, 0, 0, NULL, NULL};
+    lab_how how = {"saved", 1, 0, 0, 0, NULL, NULL};
     lab_run(1, &how, saved, NULL);
 }
 
@@ -165,7 +165,7 @@ static void looks_at_its_files(lab_rank *r) {
     step(&t);
 }
 TEST(descriptors, opened_and_closed_by_the_program) {
-    lab_how how = {"looks", 1, 0, 0, NULL, NULL};
+    lab_how how = {"looks", 1, 0, 0, 0, NULL, NULL};
     lab_run(3, &how, looks_at_its_files, NULL);
 }
 
@@ -225,7 +225,7 @@ static const struct {
 } closes[] = {{"closed", 0}, {"replaced", 1}};
 TEST_P(descriptors, closed_by_the_program, closes) {
     if (!over("shm")) SKIP("Gloo ends a process that closes its descriptors");
-    lab_how how = {"closes", 1, 0, 0, NULL, NULL};
+    lab_how how = {"closes", 1, 0, 0, 0, NULL, NULL};
     lab_run(3, &how, closes_all, (void *)(uintptr_t)&row->puts_own);
 }
 
@@ -297,7 +297,7 @@ static const struct {
              {"threads/inline", 0, 0},
              {"threads/lanes=2", 0, 2}};
 TEST_P(forks, child_is_no_rank, ranks) {
-    lab_how how = {"forks", row->processes, row->lanes, 0, NULL, NULL};
+    lab_how how = {"forks", row->processes, row->lanes, 0, 0, NULL, NULL};
     lab_run(2, &how, forks, NULL);
 }
 
@@ -327,7 +327,7 @@ static void logs(lab_rank *r) {
     CHECK_EQ_INT(said, 0);
 }
 TEST(forks, child_says_so_once) {
-    lab_how how = {"logs", 1, 0, 1, NULL, NULL};
+    lab_how how = {"logs", 1, 0, 1, 0, NULL, NULL};
     lab_run(2, &how, logs, NULL);
 }
 
@@ -348,7 +348,7 @@ static void orphans(lab_rank *r) {
 }
 TEST(forks, child_that_outlives_the_rank) {
     if (!over("shm")) SKIP("a child keeps the rank's connections open: the deadline tells");
-    lab_how how = {"orphans", 1, 0, 0, NULL, NULL};
+    lab_how how = {"orphans", 1, 0, 0, 0, NULL, NULL};
     int *child = (int *)mmap(NULL, sizeof *child, PROT_READ | PROT_WRITE,
                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(child != (int *)MAP_FAILED);
@@ -382,7 +382,7 @@ static void trains_in_full_places(lab_rank *r) {
     for (int i = 0; i < 3; i++) step(&t);
 }
 TEST(places, full) {
-    lab_how how = {"places", 1, 0, 1, NULL, NULL};
+    lab_how how = {"places", 1, 0, 1, 0, NULL, NULL};
     lab_run(2, &how, trains_in_full_places, NULL);
 }
 
@@ -429,7 +429,7 @@ static void grows(lab_rank *r) {
     if (r->rank == 0) h_message("refused at unit %d of 4 MiB", units);
 }
 TEST(places, control_group) {
-    lab_how how = {"group", 1, 0, 1, NULL, NULL};
+    lab_how how = {"group", 1, 0, 1, 0, NULL, NULL};
     if (!make_group()) SKIP("no control group can be made here");
     const pid_t test = fork(); /* behind which the group is removed */
     int end;
