@@ -207,8 +207,8 @@ STREAMS AND GPUS
     fsdp_param_full use host memory on every device.
 
 LIMITS OF THIS VERSION
-    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: the
-    tests use stand-ins for both libraries (docs/gpu.md).
+    Linux 4.14 or newer; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a
+    GPU yet: the tests use stand-ins for both libraries (docs/gpu.md).
 
 THE COMMENTS OF FUNCTIONS
     Result      INVALID_ARG stands for FSDP_ERR_INVALID_ARG, and so on. Collective errors are
@@ -5473,11 +5473,12 @@ static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t by
    they allocate at the same time, and the kernel would rather kill than refuse. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
-    int64_t left = bytes < FSDPI_SHM_STEP / 256 ? INT64_MAX : fsdpi_memory_left(&whose);
-    if ((int64_t)bytes > left || !fsdpi_shm_has_file(w)) return 0;
+    int is_small = bytes < FSDPI_SHM_STEP / 256;
+    if (!fsdpi_shm_has_file(w) || (!is_small && (int64_t)bytes > fsdpi_memory_left(&whose)))
+        return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
+        int refused = !is_small && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
