@@ -199,8 +199,8 @@ STREAMS AND GPUS
     fsdp_param_full use host memory on every device.
 
 LIMITS OF THIS VERSION
-    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: the
-    tests use stand-ins for both libraries (docs/gpu.md).
+    Linux 4.14 or newer; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a
+    GPU yet: the tests use stand-ins for both libraries (docs/gpu.md).
 
 THE COMMENTS OF FUNCTIONS
     Result      INVALID_ARG stands for FSDP_ERR_INVALID_ARG, and so on. Collective errors are
@@ -344,8 +344,8 @@ typedef struct fsdp_spawn_desc {
    arg         handed to fn
    Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
                value of fn if it is a status, PEER_LOST if a signal or fn ended the rank, INTERNAL
-               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
-               ranks: it aborts their worlds, terminates processes, and kills them after grace_ms
+               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the
+               others: it aborts their worlds, terminates processes, and kills them after grace_ms
    Collective  no: call it outside any world      Blocks until all ranks have ended
    Allocates   yes      Thread any. It forks processes: call it before you start threads
    Source      torch: torch.multiprocessing.spawn */

@@ -207,8 +207,8 @@ STREAMS AND GPUS
     fsdp_param_full use host memory on every device.
 
 LIMITS OF THIS VERSION
-    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: the
-    tests use stand-ins for both libraries (docs/gpu.md).
+    Linux 4.14 or newer; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a
+    GPU yet: the tests use stand-ins for both libraries (docs/gpu.md).
 
 THE COMMENTS OF FUNCTIONS
     Result      INVALID_ARG stands for FSDP_ERR_INVALID_ARG, and so on. Collective errors are

@@ -785,6 +785,23 @@ TEST(shm_faults, thread_that_leaves_without_closing) {
     run(make_setup(2, 1, 500), leaves_without_closing);
 }
 
+/* A child that was forked while a thread of the rank told of a failure: it has the lock, not the
+   thread. */
+TEST(shm_faults, child_of_a_rank_that_fails) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, w_job("fails"), 0);
+    fsdp_world *w;
+    int how;
+    CHECK_OK(fsdp_init(&d, &w));
+    w->fail_lock = 1;
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) fsdp_abort(w, "not for a child to say"), _exit(7);
+    CHECK_EQ_INT(waitpid(child, &how, 0), child);
+    CHECK_EQ_INT(how, 7 << 8);
+    w->fail_lock = 0;
+    CHECK_OK(fsdp_shutdown(w));
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 static void no_memory(int rank, int world, void *arg) {
