@@ -17,7 +17,6 @@ need valgrind command -v valgrind
 need pkg-config command -v pkg-config
 need cmake command -v cmake
 need libopenblas-dev pkg-config --exists openblas
-need gnuplot-nox command -v gnuplot
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
 need iproute2 command -v ip
 need openmpi-bin command -v mpirun

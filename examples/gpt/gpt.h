@@ -29,6 +29,10 @@
 #include <cblas.h> // cblas_sgemm
 #endif
 
+#if defined(__GNUC__) && defined(__AVX512F__) && !defined(GPT_WIDE)
+#define GPT_WIDE // tiles for registers of 16 floats
+#endif
+
 #ifdef __cplusplus
 #define GPT_RESTRICT __restrict__
 #else
@@ -133,12 +137,51 @@ enum {
 
 #ifndef GPT_USE_BLAS
 enum {
-    GPT_MR = 6,   // rows of a register tile
-    GPT_NR = 16,  // columns of a register tile
+#ifdef GPT_WIDE
+    GPT_MR = 8,  // rows of a register tile
+    GPT_NR = 32, // columns of a register tile
+#else
+    GPT_MR = 6,
+    GPT_NR = 16,
+#endif
     GPT_MC = 384, // rows of a that meet a packed panel of b before the next one is packed
-    GPT_KC = 128  // depth of a panel: 8 KiB, so that it stays in the first cache
+    GPT_KC = 128  // depth of a panel: 8 or 16 KiB, so that it stays in the first cache
 };
 
+#ifdef GPT_WIDE
+// c(8, 32) = or += a(8, k) times b(k, 32) packed, for 32 registers of 16 floats. Element (r, p) of a
+// stands at a[r*row + p*dep]. Without a type of that size compilers take half of a register.
+typedef float gpt_vec __attribute__((vector_size(64)));
+
+static inline gpt_vec gpt_vec_load(const float *x) {
+    gpt_vec v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, ptrdiff_t dep,
+                            const float *GPT_RESTRICT b, float *GPT_RESTRICT c, ptrdiff_t ldc,
+                            int add) {
+    const gpt_vec zero = {0};
+    gpt_vec lo[GPT_MR], hi[GPT_MR];
+    for (int r = 0; r < GPT_MR; r++) {
+        lo[r] = add ? gpt_vec_load(c + r * ldc) : zero;
+        hi[r] = add ? gpt_vec_load(c + r * ldc + 16) : zero;
+    }
+    for (int p = 0; p < k; p++, a += dep, b += GPT_NR) {
+        const gpt_vec b0 = gpt_vec_load(b), b1 = gpt_vec_load(b + 16);
+#pragma GCC unroll 8
+        for (int r = 0; r < GPT_MR; r++) {
+            lo[r] += a[r * row] * b0;
+            hi[r] += a[r * row] * b1;
+        }
+    }
+    for (int r = 0; r < GPT_MR; r++) {
+        memcpy(c + r * ldc, &lo[r], sizeof lo[r]);
+        memcpy(c + r * ldc + 16, &hi[r], sizeof hi[r]);
+    }
+}
+#else
 // c(6, 16) = or += a(6, k) times b(k, 16) packed. Element (r, p) of a stands at a[r*row + p*dep].
 // Six named rows stay in registers; one two-dimensional array would not with every compiler.
 static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, ptrdiff_t dep,
@@ -175,8 +218,9 @@ static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, p
         memcpy(r5, c5, sizeof c5);
     }
 }
+#endif
 
-// Pack a panel of b, (k, cols) with cols at most 16, to out(k, 16); zeros behind the last column.
+// Pack a panel of b, (k, cols) with cols at most NR, to out(k, NR); zeros behind the last column.
 // Element (p, j) of b stands at b[p*dep + j*col].
 static inline void gpt_pack(float *GPT_RESTRICT out, const float *GPT_RESTRICT b, ptrdiff_t dep,
                             ptrdiff_t col, int k, int cols) {
@@ -195,7 +239,7 @@ static inline void gpt_pack(float *GPT_RESTRICT out, const float *GPT_RESTRICT b
     }
 }
 
-// Fewer than 6 rows or 16 columns at the edge of c: a is copied to a full tile, c through one.
+// Fewer than MR rows or NR columns at the edge of c: a is copied to a full tile, c through one.
 static inline void gpt_tile_edge(int k, const float *a, ptrdiff_t row, ptrdiff_t dep, int rows,
                                  const float *b, float *c, ptrdiff_t ldc, int cols, int add) {
     float full_a[GPT_KC * GPT_MR], full_c[GPT_MR * GPT_NR];
@@ -219,7 +263,7 @@ static inline int gpt_min(int a, int b) { return a < b ? a : b; }
 #endif
 
 /* c(m, n) = or += op(a)(m, k) * op(b)(k, n); row major, ldx is the distance of two rows of x as it
-   is stored. Uses about 12 KiB of stack. */
+   is stored. Uses 12 to 22 KiB of stack. */
 static inline void gpt_matmul(int flags, int m, int n, int k, const float *a, int lda,
                               const float *b, int ldb, float *c, int ldc) {
 #ifdef GPT_USE_BLAS

@@ -18,7 +18,7 @@
 #include <errno.h>    // errno
 #include <getopt.h>   // getopt_long
 #include <limits.h>   // INT_MAX, PATH_MAX
-#include <math.h>     // cos, exp, log, sqrt
+#include <math.h>     // ceil, cos, exp, floor, log, log10, pow, sqrt
 #include <signal.h>   // signal
 #include <stdarg.h>   // va_list
 #include <stdint.h>   // uint8_t, uint64_t
@@ -820,69 +820,6 @@ static fsdp_status look_at_plan(const trainer *t, int step) {
 }
 #endif
 
-/* Where the picture goes: beside the csv, else into build/, else here. */
-static void plot_path(const trainer *t, char *path, size_t size) {
-    struct stat st;
-    const char *csv = t->j->opt.csv_path;
-    if (csv) {
-        const char *slash = strrchr(csv, '/');
-        const char *dot = strrchr(csv, '.');
-        const int stem = dot && dot > csv && (!slash || dot > slash + 1) ? (int)(dot - csv)
-                                                                         : (int)strlen(csv);
-        snprintf(path, size, "%.*s.png", stem, csv);
-        return;
-    }
-    if (access("fsdp.h", R_OK) == 0) (void)mkdir("build", 0777); // in the project's own folder
-    snprintf(path, size, "%s",
-             stat("build", &st) == 0 && S_ISDIR(st.st_mode) ? "build/loss.png" : "loss.png");
-}
-
-/* At most 2000 points of the losses that were looked at, or of their running mean. */
-static void plot_losses(const trainer *t, FILE *plot, int smooth) {
-    const int steps = t->j->opt.steps, stride = steps / t->j->opt.log_every / 2000 + 1;
-    double mean = 0.0;
-    for (int s = 0, count = 0; s < steps; s++) {
-        if (t->losses[s] < 0.0) continue;
-        if (count == 0) mean = t->losses[s];
-        const double share = count < 10 ? 1.0 / (count + 1) : 0.1;
-        mean += share * (t->losses[s] - mean);
-        if (count++ % stride == 0) fprintf(plot, "%d %.6f\n", s + 1, smooth ? mean : t->losses[s]);
-    }
-    fputs("e\n", plot);
-}
-
-/* The loss curve through gnuplot, and its running mean. */
-static void write_plot(const trainer *t) {
-    char path[PATH_MAX];
-    if (t->first && !t->csv) return; // the losses before are not known
-    plot_path(t, path, sizeof path);
-    if (system("command -v gnuplot >/dev/null 2>&1") != 0) {
-        printf("\nno picture of the losses: gnuplot is not installed\n");
-        return;
-    }
-    (void)remove(path);
-    FILE *plot = popen("gnuplot >/dev/null 2>&1", "w");
-    if (plot) {
-        fputs("set terminal png size 900,540 noenhanced\nset output '", plot);
-        for (const char *p = path; *p; p++) {
-            fputc(*p, plot);
-            if (*p == '\'') fputc(*p, plot); // doubled in gnuplot's quotes
-        }
-        fprintf(plot, "'\nset title '" PROGRAM " on %d rank%s'\nset xlabel 'step'\n", t->num_ranks,
-                t->num_ranks == 1 ? "" : "s");
-        fputs("set ylabel 'loss (nats per byte)'\nset grid\nplot '-' with lines lc rgb '#b0c4de' "
-              "title 'step', '-' with lines lw 2 lc rgb '#1f4e79' title 'running mean'\n",
-              plot);
-        plot_losses(t, plot, 0);
-        plot_losses(t, plot, 1);
-    }
-    if (plot && pclose(plot) == 0 && access(path, R_OK) == 0) {
-        printf("\nloss curve: %s\n", path);
-    } else {
-        printf("\nno picture of the losses: gnuplot could not write %s\n", path);
-    }
-}
-
 /* ---- a rank ---------------------------------------------------------------------------------- */
 
 // What a program defines. open_math: the memory of the activations, t->acts; a failure has been
@@ -900,6 +837,7 @@ static fsdp_status next_logits(trainer *t, int length, const float **logits);
 static void place_param(void *user, const fsdp_param_view *param, fsdp_checkpoint_place *place);
 #include "examples/gpt/gpt_save.h"
 #endif
+#include "examples/gpt/gpt_plot.h"
 
 static void show_step(trainer *t, int count, int look, double loss, double norm) {
     t->losses[count - 1] = look ? loss : -1.0;
@@ -1053,7 +991,7 @@ static int run_rank(fsdp_world *world, void *arg) {
     if (!status && t->model && t->rank == 0) status = show_memory(t);
     if (!status && t->rank == 0) {
         if (t->model) show_traffic(t, &counters);
-        write_plot(t);
+        show_curve(t);
     }
     return (int)close_rank(t, status);
 }
@@ -1134,7 +1072,7 @@ static int gpt_main(int argc, char **argv) {
     if (!result) result = check_file("--csv", j.opt.csv_path);
     if (!result) result = check_file("--plan-out", j.opt.plan_out);
     if (!result) {
-        signal(SIGPIPE, SIG_IGN); // gnuplot may end early
+        signal(SIGPIPE, SIG_IGN); // who reads what we print may go: the training goes on
 #ifdef GPT_USE_BLAS
         openblas_set_num_threads(1); // the ranks are the parallelism
 #endif
