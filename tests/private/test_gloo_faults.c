@@ -732,6 +732,28 @@ TEST_P(gloo_faults, intruder_on_the_path, intrusions) {
     }
 }
 
+/* A program closes all descriptors that it does not know, also those of Gloo. */
+static void closes_all(job *j, int rank) {
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    for (int i = 0; i < 3 && !status; i++) status = run_one(&t, t.world, FSDP_OP_ALL_REDUCE, 0);
+    for (int fd = 3; fd < 256 && rank == j->victim; fd++) close(fd);
+    for (int i = 0; i < 3 && !status; i++) status = run_one(&t, t.world, FSDP_OP_ALL_REDUCE, 0);
+    tell(j, rank, status, status ? ops()->error_text(t.world) : "");
+    close_table(&t);
+}
+TEST(gloo_faults, program_closes_all_descriptors) {
+    job *j = make_job(3, 2000, closes_all);
+    j->victim = 1;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    for (int k = 0; k < 3; k++) {
+        const report *r = &j->rank[k];
+        J_CHECK(j, in_order(r) && r->status, "rank %d: ended %x with %d", k, r->how, r->status);
+        J_CHECK(j, k == 1 || names(r->text, k, 1), "rank %d does not name it", k);
+    }
+}
+
 /* ---- ranks that differ ----------------------------------------------------------------------- */
 
 enum {
