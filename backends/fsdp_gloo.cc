@@ -543,11 +543,10 @@ void Agent::hurry(int begins) {
    waits end long before, and cost no call of the system. */
 void Agent::begin(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const fsdp_gloo_context *context = wait->buffer->context;
+    const int peer = wait->buffer->peer;
     waits_.push_back(wait);
     if (broken_) return end_wait(wait, broken_);
-    for (const Peer &peer : context->peers)
-        if (peer.lost && peer.index == wait->buffer->peer) wait->error = peer.error;
+    if (peer >= 0) wait->error = wait->buffer->context->peers[size_t(peer)].error;
     if (wait->error) // if its messages are here, it ends before
         wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
     if (wait->deadline < armed_) arm(wait->deadline);

@@ -983,7 +983,10 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
         fsdpi_store_prompt(fd);
-        l->fd = fd;
+        l->fd = fd; // not one to which the program prints
+        if (fd < 3) l->fd = (int)fsdpi_syscall(SYS_fcntl, fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
+        if (l->fd != fd) (void)close(fd);
+        if (l->fd < 0) continue;
         l->member = -1;
         l->since_ns = fsdpi_gloo_now(g);
         l->step = FSDPI_GLOO_WANTS_HELLO;
@@ -1192,7 +1195,7 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
 
-// Some may still look for this member's door when others know all: only when all have met may it go.
+// Others may still look for this member's door: only when all have met may it go.
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
