@@ -15,9 +15,11 @@
 #include <gloo/transport/tcp/device.h> // CreateDevice
 #include <gloo/transport/unbound_buffer.h>
 
+#include <arpa/inet.h>    // inet_addr
 #include <dirent.h>       // /proc/self/fd
 #include <errno.h>        // errno
 #include <fcntl.h>        // O_CLOEXEC, O_NONBLOCK
+#include <linux/filter.h> // sock_filter
 #include <netinet/in.h>   // sockaddr_in
 #include <netinet/tcp.h>  // TCP_NODELAY
 #include <poll.h>         // poll
@@ -334,11 +336,35 @@ class Descriptor {
     const int fd;
 };
 
+// The device's own sockets: only connections within this process go there.
+const char LOOPBACK[] = "127.127.127.127";
+
+/* What stands for a socket of Gloo's that is to accept nobody. In upstream's library an event of the
+   old one may still be under way: accept has to say that there is nothing. */
+int open_inert() {
+#if __has_include(<gloo/transport/tcp/listener.h>)
+    struct sock_filter drop_all = BPF_STMT(BPF_RET | BPF_K, 0);
+    const struct sock_fprog filter = {1, &drop_all};
+    struct sockaddr_in at = {};
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = inet_addr(LOOPBACK);
+    if (fd < 0 ||
+        (!setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) &&
+         !bind(fd, reinterpret_cast<struct sockaddr *>(&at), sizeof at) && !listen(fd, 1)))
+        return fd;
+    (void)close(fd);
+    return -1;
+#else
+    return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+#endif
+}
+
 Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
     : device_(std::static_pointer_cast<tcp::Device>(device)), shield_(new Shield), watch_(this),
       is_shielded_(false), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), ids_(0),
+      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), ids_(0),
       armed_(Clock::time_point::max()), hurries_(0) {
     const uint64_t one = 1;
     shield_->agent = this;
@@ -630,9 +656,6 @@ void ignore_sigpipe() {
     if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL)
         (void)signal(SIGPIPE, SIG_IGN);
 }
-
-// The device's own sockets: only connections within this process go there.
-const char LOOPBACK[] = "127.127.127.127";
 
 struct sockaddr_in ipv4(const gloo::transport::Address &address) {
     const std::vector<char> bytes = address.bytes();
