@@ -15,9 +15,11 @@
 #include <gloo/transport/tcp/device.h> // CreateDevice
 #include <gloo/transport/unbound_buffer.h>
 
+#include <arpa/inet.h>    // inet_addr
 #include <dirent.h>       // /proc/self/fd
 #include <errno.h>        // errno
 #include <fcntl.h>        // O_CLOEXEC, O_NONBLOCK
+#include <linux/filter.h> // sock_filter
 #include <netinet/in.h>   // sockaddr_in
 #include <netinet/tcp.h>  // TCP_NODELAY
 #include <poll.h>         // poll
@@ -26,6 +28,7 @@
 #include <sys/eventfd.h>  // wakes the device's thread
 #include <sys/resource.h> // RLIMIT_NOFILE
 #include <sys/socket.h>   // socket and others
+#include <sys/stat.h>     // fstat
 #include <sys/timerfd.h>  // wakes the device's thread at a deadline
 #include <unistd.h>       // read, write, close, dup3
 
@@ -90,10 +93,12 @@ struct Wait {
 // The connection to one member.
 struct Peer {
     fsdp_gloo_context *context;
-    int index;
-    uint64_t id; // for epoll: what it tells may be older than the peer
-    bool ending; // the system has told that the peer sends no more; some of it may not be read yet
-    bool lost;   // all of it is read
+    int index, fd;
+    ino_t socket; // what the descriptor is
+    uint64_t id;  // for epoll: what it tells may be older than the peer
+    bool closed;  // by this process
+    bool ending;  // the system has told that the peer sends no more; some of it may not be read yet
+    bool lost;    // all of it is read
     char byte;
     std::unique_ptr<gloo::transport::UnboundBuffer> last; // expected, and never sent
     std::exception_ptr error;                             // why it is lost
@@ -138,6 +143,9 @@ class Agent : public tcp::Handler {
     void plug(int fd, tcp::Handler *handler);
     // In the device's thread. A socket of Gloo's becomes another one.
     void swap(int fd, int socket, tcp::Handler *handler, Peer *peer);
+    // Whether Gloo can close the connection. It ends the process if somebody else has closed its
+    // descriptors.
+    bool can_close(const Peer *peer);
     // Gloo's thread could not go on.
     void fail(const std::exception_ptr &error);
 
@@ -328,11 +336,35 @@ class Descriptor {
     const int fd;
 };
 
+// The device's own sockets: only connections within this process go there.
+const char LOOPBACK[] = "127.127.127.127";
+
+/* What stands for a socket of Gloo's that is to accept nobody. In upstream's library an event of the
+   old one may still be under way: accept has to say that there is nothing. */
+int open_inert() {
+#if __has_include(<gloo/transport/tcp/listener.h>)
+    struct sock_filter drop_all = BPF_STMT(BPF_RET | BPF_K, 0);
+    const struct sock_fprog filter = {1, &drop_all};
+    struct sockaddr_in at = {};
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = inet_addr(LOOPBACK);
+    if (fd < 0 ||
+        (!setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) &&
+         !bind(fd, reinterpret_cast<struct sockaddr *>(&at), sizeof at) && !listen(fd, 1)))
+        return fd;
+    (void)close(fd);
+    return -1;
+#else
+    return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+#endif
+}
+
 Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
     : device_(std::static_pointer_cast<tcp::Device>(device)), shield_(new Shield), watch_(this),
       is_shielded_(false), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), ids_(0),
+      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), ids_(0),
       armed_(Clock::time_point::max()), hurries_(0) {
     const uint64_t one = 1;
     shield_->agent = this;
@@ -534,17 +566,15 @@ void Agent::hurry(int begins) {
 }
 
 /* The timer stays at the earliest deadline that was asked for, though that wait may be over: most
-   waits end long before, and cost no call of the system.
-   What came before a peer was lost is still there, and ends a wait at once. */
+   waits end long before, and cost no call of the system. */
 void Agent::begin(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const fsdp_gloo_context *context = wait->buffer->context;
-    wait->error = broken_;
-    for (const Peer &peer : context->peers)
-        if (peer.lost && peer.index == wait->buffer->peer) wait->error = peer.error;
-    if (wait->error)
-        wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
+    const int peer = wait->buffer->peer;
     waits_.push_back(wait);
+    if (broken_) return end_wait(wait, broken_);
+    if (peer >= 0) wait->error = wait->buffer->context->peers[size_t(peer)].error;
+    if (wait->error) // if its messages are here, it ends before
+        wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
     if (wait->deadline < armed_) arm(wait->deadline);
 }
 
@@ -566,12 +596,25 @@ void Agent::swap(int fd, int socket, tcp::Handler *handler, Peer *peer) {
         dup3(socket, fd, O_CLOEXEC) < 0)
         throw_errno("dup3");
     device_->registerDescriptor(fd, EPOLLIN, handler);
+    struct stat status;
     std::lock_guard<std::mutex> lock(mutex_);
     peer->id = ++ids_;
+    peer->fd = fd;
+    if (!fstat(fd, &status)) peer->socket = status.st_ino;
     event.events = EPOLLRDHUP | EPOLLET;
     event.data.u64 = peer->id;
     if (epoll_ctl(ends_, EPOLL_CTL_ADD, fd, &event)) throw_errno("epoll_ctl");
     peers_.push_back(peer);
+}
+
+bool Agent::can_close(const Peer *peer) {
+    struct stat status;
+    if (peer->closed || !peer->last || end_of(peer->last.get())) return true; // it is
+    if (fstat(peer->fd, &status) || status.st_ino != peer->socket) return false;
+    return guarded([&] {
+               device_->registerDescriptor(wake_, EPOLLIN, this); // as it is
+               return 0;
+           }) == 0;
 }
 
 int post(const Post &post) noexcept {
@@ -613,9 +656,6 @@ void ignore_sigpipe() {
     if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL)
         (void)signal(SIGPIPE, SIG_IGN);
 }
-
-// The device's own sockets: only connections within this process go there.
-const char LOOPBACK[] = "127.127.127.127";
 
 struct sockaddr_in ipv4(const gloo::transport::Address &address) {
     const std::vector<char> bytes = address.bytes();
@@ -794,7 +834,10 @@ void fsdp_gloo_context_close(fsdp_gloo_context *context) {
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++)
         (void)guarded([&] {
-            if (context->context->getPair(peer)) context->context->getPair(peer)->close();
+            Peer *p = &context->peers[size_t(peer)];
+            if (!p->last || !context->agent->can_close(p)) return FSDP_GLOO_OK;
+            context->context->getPair(peer)->close();
+            p->closed = true;
             return FSDP_GLOO_OK;
         });
 }
@@ -804,7 +847,9 @@ void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++) // buffers keep the context itself
         (void)guarded([&] {
-            context->context->getPair(peer).reset();
+            std::unique_ptr<gloo::transport::Pair> &pair = context->context->getPair(peer);
+            if (context->agent->can_close(&context->peers[size_t(peer)])) pair.reset();
+            else (void)pair.release(); // lost memory is better than a lost process
             return FSDP_GLOO_OK;
         });
     delete context;

@@ -88,10 +88,12 @@ extern "C" {
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
-#define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
-#define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
-#define FSDPI_GLOO_CALLERS    64        // connections at a time from whom nobody knows yet
-#define FSDPI_GLOO_AGAIN_NS   20000000  // until a member that could not be reached is called again
+#define FSDPI_GLOO_GOODBYE_NS 500000000  // that groups wait, and then the world, for goodbyes
+#define FSDPI_GLOO_GRACE      20         // ms for what was sent before a verdict
+#define FSDPI_GLOO_VERDICT_NS 1000000000 // for the store to say why a connection has ended
+#define FSDPI_GLOO_ALONE_NS   200000000  // for others to see the same end, when there is no store
+#define FSDPI_GLOO_CALLERS    64         // connections at a time from whom nobody knows yet
+#define FSDPI_GLOO_AGAIN_NS   20000000   // until a member that could not be reached is called again
 
 // Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
@@ -199,9 +201,11 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
-    int64_t until = fsdpi_boot_now(c->base.boot) + 1000000000;
-    // A store that has ended, by a verdict or in order, has told all that it will.
-    while (!fsdpi_store_ended(store) && !fsdpi_store_has_left(store, rank) &&
+    // A store that has ended in order tells nothing; then the others shall notice by themselves,
+    // before they see that this rank closes its connections too.
+    int64_t until = fsdpi_boot_now(c->base.boot);
+    until += fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_GLOO_VERDICT_NS;
+    while (!fsdpi_gloo_failed(c) && !fsdpi_store_has_left(store, rank) &&
            fsdpi_boot_now(c->base.boot) < until)
         fsdpi_sleep_ns(1000000);
     if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
@@ -983,7 +987,10 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
         fsdpi_store_prompt(fd);
-        l->fd = fd;
+        l->fd = fd; // not one to which the program prints
+        if (fd < 3) l->fd = (int)fsdpi_syscall(SYS_fcntl, fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
+        if (l->fd != fd) (void)close(fd);
+        if (l->fd < 0) continue;
         l->member = -1;
         l->since_ns = fsdpi_gloo_now(g);
         l->step = FSDPI_GLOO_WANTS_HELLO;
@@ -1192,7 +1199,7 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
 
-// Some may still look for this member's door when others know all: only when all have met may it go.
+// Others may still look for this member's door: only when all have met may it go.
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;

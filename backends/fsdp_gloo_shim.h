@@ -37,8 +37,8 @@ enum {
 // Gloo's words for the last failure of the calling thread. Never NULL.
 const char *fsdp_gloo_error(void);
 
-// The process ignores SIGPIPE from the first one on, unless it has a handler: a peer that ends while
-// Gloo writes to it would end this process too.
+// The process ignores SIGPIPE from the first one on, unless it has a handler: a peer that ends
+// while Gloo writes to it would end this process too.
 int fsdp_gloo_device_create(fsdp_gloo_device **out);
 void fsdp_gloo_device_destroy(fsdp_gloo_device *device);
 

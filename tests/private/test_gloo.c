@@ -931,7 +931,7 @@ TEST(gloo, a_changed_handshake_is_refused) {
 }
 
 /* Many call and say nothing, little, or nonsense, and hang up at once or never; then a member. */
-TEST(gloo, a_member_gets_past_strangers) {
+static void gets_past_strangers(void) {
     enum { STRANGERS = 400 };
     gates *s = make_gates();
     const fsdpi_store_place *at = &s->gate[0].doors[0].place;
@@ -964,6 +964,11 @@ TEST(gloo, a_member_gets_past_strangers) {
     for (int i = 0; i < STRANGERS; i++)
         if (fd[i] >= 0) close(fd[i]);
     free_gates(s);
+}
+
+TEST(gloo, a_member_gets_past_strangers) { gets_past_strangers(); }
+TEST_TIMEOUT(long_gloo, a_member_gets_past_strangers_300_times, 600) {
+    for (int i = 0; i < 300; i++) gets_past_strangers();
 }
 
 /* ---- the last words of a rank that leaves ---------------------------------------------------- */
