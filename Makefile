@@ -81,7 +81,7 @@ GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 # CUDA and NCCL, for GPUs: NCCL=yes compiles that backend in beside shm, with what find_nccl.sh
 # found, and is how `make nccl` builds in $(BUILD)/nccl. NCCL=stub takes tests/stubs for both, and
 # kernels as loops: the third variant of `make test`, in $(BUILD)/stub, which needs no CUDA.
-NVCC_ARCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo all-major)
+# For which GPUs find_nccl.sh says, or NVCC_ARCH, flags or a name for -arch (sm_90, native).
 NVCC_FLAGS ?= -O3
 ifneq ($(NCCL),)
 CUDA_OBJ := $(BUILD)/fsdp_cuda.o
@@ -94,8 +94,9 @@ ifeq ($(NCCL),yes)
 NCCL_MK  := $(BUILD)/nccl.mk
 include $(NCCL_MK)
 CPPFLAGS += $(NCCL_FLAGS) $(CUDA_FLAGS)
+CUDA_GPT := $(if $(CUBLAS_LIBS),$(CUDA_GPT))# without cuBLAS it is left out
 LDLIBS   += $(CUDA_OBJ) $(NCCL_LIBS) $(CUDA_LIBS) -lstdc++
-CUDA_CC   = $(NVCC) -std=c++14 -arch=$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CUDA_ONLY) \
+CUDA_CC   = $(NVCC) -std=c++14 $(if $(filter -%,$(NVCC_ARCH)),,-arch=)$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CUDA_ONLY) $(CUBLAS_FLAGS) \
             -Xcompiler -fPIC,-Wall
 CUDA_LINK = $(CXX) -o $@ $@.o $(LDFLAGS) $(NCCL_LIBS) $(CUBLAS_LIBS) $(CUDA_LIBS) -pthread -lm
 endif
