@@ -41,7 +41,7 @@ PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
-ONLY_STUB := $(filter test_stubs test_cuda_kernels test_gpt_cuda test_nccl%,$(ALL_TESTS))
+ONLY_STUB := $(filter test_stubs test_cuda_kernels test_gpt_cuda test_gpu_first test_nccl%,$(ALL_TESTS))
 TESTS    := $(addprefix $(BUILD)/tests/,$(filter-out test_gloo% $(ONLY_STUB),$(ALL_TESTS)))
 PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
 PYTESTS  := $(wildcard tests/test_*.py)
@@ -120,12 +120,12 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.ro
               test_fully_shard_training:-*tp_ep test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
-export STUB_TESTS
+export STUB_TESTS NCCL_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
 NCCL_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(NCCL_TESTS))
 STUB_PROGRAMS := $(sort $(foreach t,$(STUB_RUNS) $(NCCL_RUNS),$(firstword $(subst :, ,$t)))) \
                  $(BUILD)/stub/tests/conformance
-GPU_PROGRAMS  := $(addprefix $(BUILD)/nccl/tests/,test_cuda_kernels conformance \
+GPU_PROGRAMS  := $(addprefix $(BUILD)/nccl/tests/,test_gpu_first test_cuda_kernels conformance \
                    $(sort $(foreach t,$(NCCL_TESTS),$(firstword $(subst :, ,$t)))))
 
 # OpenBLAS speeds the gpt example up; without it the example's own loops are used.
@@ -240,11 +240,11 @@ MAKE_NCCL = $(MAKE) -s -j$(JOBS) --no-print-directory BUILD=$(BUILD)/nccl NCCL=y
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) examples gpt-cuda $(BUILD)/nccl/tests/conformance
-gpu-test: $(FSDPRUN) ## the tests on this machine's GPU
+gpu-test: $(FSDPRUN) ## the tests on this machine's GPU; PART=first|kernels|parity|ranks|... only those
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
-	@$(MAKE_NCCL) gpt-cuda $(GPU_PROGRAMS)
-	@$(MAKE) -s --no-print-directory examples
-	@JOBS=1 FSDP_BUILD=$(BUILD)/nccl tools/run_tests.sh "tools/gpu_test.sh $(FILTER)"
+	@$(MAKE_NCCL) gpt-cuda $(GPU_PROGRAMS) $(BUILD)/nccl/bench/bench_gpu
+	@$(MAKE) -s --no-print-directory examples/gpt/train_gpt
+	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh $(PART)
 gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) gpt-cuda $(BUILD)/nccl/bench/bench_gpu
