@@ -119,6 +119,8 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.ro
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*tp_ep test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_scaler
+# Ranks that share a GPU, as `make gpu-test` runs them: processes, beside which streams go on.
+ONE_GPU    := FSDP_STUB_DEVICES=1 NCCL_HOSTID=host
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS NCCL_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
@@ -261,7 +263,8 @@ RUN_gloo   := FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo $(GLOO_RUNS)
 MAKE_stub  := BUILD=$(BUILD)/stub NCCL=stub
 GOALS_stub := gpt-cuda $(STUB_PROGRAMS)
 RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=4* FSDP_STUB_CHECKS=1 $(NCCL_RUNS)
+              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=4* FSDP_STUB_CHECKS=1 $(NCCL_RUNS) \
+              -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) $(ONE_GPU) $(addprefix $(BUILD)/stub/tests/,test_agree test_cast:-*out_of_memory test_edges)
 
 # Three ranks meet in all the ways in which more do, where a test runs with both. What takes longest
 # runs under one of the sanitizers, or under none: arithmetic, and what the race checker of the stubs
@@ -360,7 +363,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS='$(NIGHT_NCCL)'
 	$(if $(HAVE_GLOO),@$(MAKE) -s --no-print-directory build-gloo GLOO_TESTS='$(NIGHT_GLOO)')
 	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
+	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(ONE_GPU) $(NCCL_RUNS) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
 	    $(NIGHT_GLOO:%=$(BUILD)/gloo/tests/%))
 	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \

@@ -107,7 +107,7 @@ list() { # PART NAME KIND ARGUMENT...
     done
     echo 'faults agree program test_agree'
     echo 'faults replicas program test_replicate_faults'
-    for some in absent abort lost dies late mismatch; do
+    for some in absent abort lost mismatch; do
         echo "faults conformance.$some program conformance:*$some*/nccl/processes/W=3"
     done
     echo 'bench bench bench'
