@@ -91,8 +91,8 @@ include() { case $1 in /usr/include) ;; *) echo "-isystem $1" ;; esac; }
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-# Code for the GPUs of data centres that the toolkit knows, and for those that are to come. (Flags as
-# all-major ask for GPUs that are too old for the kernels; native, without a GPU, too.)
+# Code for the GPUs of data centres that the toolkit knows, and for those that are to come. (Flags
+# as all-major ask for GPUs that are too old for the kernels; native, without a GPU, too.)
 find_archs() { # [ARCH...]: besides
     local known arch last=''
     known=$("$nvcc" --list-gpu-arch 2>/dev/null) nvcc_arch=''
@@ -224,7 +224,8 @@ nccl_at() { # PLACE INCLUDE-DIR LIBRARY-DIR
     nccl_probe "$1"
 }
 nccl_below() { # PLACE ROOT
-    nccl_at "$1" "$(include_dir "$2" nccl.h || echo "$2/include")" "$(library_dir "$2" nccl || echo "$2/lib")"
+    nccl_at "$1" "$(include_dir "$2" nccl.h || echo "$2/include")" \
+        "$(library_dir "$2" nccl || echo "$2/lib")"
 }
 
 find_nccl() {

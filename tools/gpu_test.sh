@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT
-# gpu_test.sh - the tests of `make gpu-test`, in parts of at most eight minutes, in the order of what
-# a first contact with a GPU should learn. Goes on behind a failure; needs no network.
+# gpu_test.sh - the tests of `make gpu-test`, in parts of at most eight minutes, in the order of
+# what a first contact with a GPU should learn. Goes on behind a failure; needs no network.
 #
 #   tools/gpu_test.sh [PART[/NAME]...]   the parts, or what of a part begins with NAME; none: all
 #   tools/gpu_test.sh --list             their names
@@ -16,11 +16,12 @@
 #   bench      tools/gpu_bench.sh
 #   multi      a GPU for each rank, where there are several
 #
-# FSDP_BUILD is the directory of the build with NCCL. Prints a line PASS, FAIL or SKIP for each name,
-# and a total at the end, also into $FSDP_BUILD/gpu_test/summary.txt; beside it is the output of
-# each. FSDP_GPU_PART_S: seconds for a part (480). FSDP_GPUS: how many there are.
+# FSDP_BUILD is the directory of the build with NCCL. Prints a line PASS, FAIL or SKIP for each
+# name, and a total at the end, also into $FSDP_BUILD/gpu_test/summary.txt; beside it is the output
+# of each. FSDP_GPU_PART_S: seconds for a part (480). FSDP_GPUS: how many there are.
 set -uo pipefail
-dir=${FSDP_BUILD:?run this by: make gpu-test} work=$FSDP_BUILD/gpu_test summary=$FSDP_BUILD/gpu_test/summary.txt
+dir=${FSDP_BUILD:?run this by: make gpu-test} work=$FSDP_BUILD/gpu_test
+summary=$work/summary.txt
 one_gpu=tools/one_gpu.sh fsdprun='tools/fsdprun -n' limit=${FSDP_GPU_PART_S:-480}
 gpus=${FSDP_GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
 export TEST_TIMEOUT_MULT=${TEST_TIMEOUT_MULT:-10} # GPU contexts take turns
@@ -100,7 +101,9 @@ list() { # PART NAME KIND ARGUMENT...
     echo 'parity W=1 parity 1'
     for w in plain graph; do echo "parity $w parity 1 $w"; done
     for t in memcheck racecheck synccheck; do echo "sanitizer $t sanitizer $t"; done
-    for w in 1 2 3 4; do echo "ranks conformance.W=$w program conformance:*/nccl/processes/W=$w"; done
+    for w in 1 2 3 4; do
+        echo "ranks conformance.W=$w program conformance:*/nccl/processes/W=$w"
+    done
     for w in 2 3; do echo "ranks parity.W=$w parity $w"; done
     for t in ${NCCL_TESTS-}; do
         case $t in *_faults*) ;; *) echo "nets ${t%%:*} program $t" ;; esac
@@ -163,7 +166,8 @@ while read -r part name kind arguments; do
         failed=$((failed + 1))
         [ $status != 124 ] && [ $status != 137 ] || line+="; over the part's $limit s"
         say "FAIL $line; $log)"
-        { grep -E '^\[  FAILED  \].*ms\)|^[a-z_0-9|/]*\.[ch]:[0-9]+:' "$log" || tail -n 15 "$log"; } |
+        { grep -E '^\[  FAILED  \].*ms\)|^[a-z_0-9|/]*\.[ch]:[0-9]+:' "$log" ||
+            tail -n 15 "$log"; } |
             head -n 20 | cut -c1-300 | sed 's/^/     /'
         ;;
     esac
