@@ -42,7 +42,7 @@ PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
-ONLY_STUB := $(filter test_stubs test_cuda_kernels test_gpt_cuda test_nccl%,$(ALL_TESTS))
+ONLY_STUB := $(filter test_stubs test_cuda_kernels test_gpt_cuda test_gpu_first test_nccl%,$(ALL_TESTS))
 TESTS    := $(addprefix $(BUILD)/tests/,$(filter-out test_gloo% $(ONLY_STUB),$(ALL_TESTS)))
 PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
 PYTESTS  := $(wildcard tests/test_*.py)
@@ -82,7 +82,7 @@ GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 # CUDA and NCCL, for GPUs: NCCL=yes compiles that backend in beside shm, with what find_nccl.sh
 # found, and is how `make nccl` builds in $(BUILD)/nccl. NCCL=stub takes tests/stubs for both, and
 # kernels as loops: the third variant of `make test`, in $(BUILD)/stub, which needs no CUDA.
-NVCC_ARCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo all-major)
+# For which GPUs find_nccl.sh says, or NVCC_ARCH, flags or a name for -arch (sm_90, native).
 NVCC_FLAGS ?= -O3
 ifneq ($(NCCL),)
 CUDA_OBJ := $(BUILD)/fsdp_cuda.o
@@ -95,8 +95,9 @@ ifeq ($(NCCL),yes)
 NCCL_MK  := $(BUILD)/nccl.mk
 include $(NCCL_MK)
 CPPFLAGS += $(NCCL_FLAGS) $(CUDA_FLAGS)
+CUDA_GPT := $(if $(CUBLAS_LIBS),$(CUDA_GPT))# without cuBLAS it is left out
 LDLIBS   += $(CUDA_OBJ) $(NCCL_LIBS) $(CUDA_LIBS) -lstdc++
-CUDA_CC   = $(NVCC) -std=c++14 -arch=$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CUDA_ONLY) \
+CUDA_CC   = $(NVCC) -std=c++14 $(if $(filter -%,$(NVCC_ARCH)),,-arch=)$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CUDA_ONLY) $(CUBLAS_FLAGS) \
             -Xcompiler -fPIC,-Wall
 CUDA_LINK = $(CXX) -o $@ $@.o $(LDFLAGS) $(NCCL_LIBS) $(CUBLAS_LIBS) $(CUDA_LIBS) -pthread -lm
 endif
@@ -119,13 +120,15 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.ro
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.* \
               test_replicate test_replicate_faults test_scaler
+# Ranks that share a GPU, as `make gpu-test` runs them: processes, beside which streams go on.
+ONE_GPU    := FSDP_STUB_DEVICES=1 NCCL_HOSTID=host
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
-export STUB_TESTS
+export STUB_TESTS NCCL_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
 NCCL_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(NCCL_TESTS))
 STUB_PROGRAMS := $(sort $(foreach t,$(STUB_RUNS) $(NCCL_RUNS),$(firstword $(subst :, ,$t)))) \
                  $(BUILD)/stub/tests/conformance
-GPU_PROGRAMS  := $(addprefix $(BUILD)/nccl/tests/,test_cuda_kernels conformance \
+GPU_PROGRAMS  := $(addprefix $(BUILD)/nccl/tests/,test_gpu_first test_cuda_kernels conformance \
                    $(sort $(foreach t,$(NCCL_TESTS),$(firstword $(subst :, ,$t)))))
 
 # For benchmarks, and for the gpt example where its own loops are not as fast: on x86-64 they are, and
@@ -250,11 +253,11 @@ MAKE_NCCL = $(MAKE) -s -j$(JOBS) --no-print-directory BUILD=$(BUILD)/nccl NCCL=y
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) examples gpt-cuda $(BUILD)/nccl/tests/conformance
-gpu-test: $(FSDPRUN) ## the tests on this machine's GPU
+gpu-test: $(FSDPRUN) ## the tests on this machine's GPU; PART=first|kernels|parity|ranks|... only those
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
-	@$(MAKE_NCCL) gpt-cuda $(GPU_PROGRAMS)
-	@$(MAKE) -s --no-print-directory examples
-	@JOBS=1 FSDP_BUILD=$(BUILD)/nccl tools/run_tests.sh "tools/gpu_test.sh $(FILTER)"
+	@$(MAKE_NCCL) gpt-cuda $(GPU_PROGRAMS) $(BUILD)/nccl/bench/bench_gpu
+	@$(MAKE) -s --no-print-directory examples/gpt/train_gpt
+	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh $(PART)
 gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) gpt-cuda $(BUILD)/nccl/bench/bench_gpu
@@ -271,7 +274,8 @@ RUN_gloo   := FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo $(GLOO_RUNS)
 MAKE_stub  := BUILD=$(BUILD)/stub NCCL=stub
 GOALS_stub := gpt-cuda $(STUB_PROGRAMS)
 RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=4* FSDP_STUB_CHECKS=1 $(NCCL_RUNS)
+              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=4* FSDP_STUB_CHECKS=1 $(NCCL_RUNS) \
+              -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) $(ONE_GPU) $(addprefix $(BUILD)/stub/tests/,test_agree test_cast:-*out_of_memory test_edges)
 
 # Three ranks meet in all the ways in which more do, where a test runs with both. What takes longest
 # runs under one of the sanitizers, or under none: arithmetic, and what the race checker of the stubs
@@ -370,7 +374,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS='$(NIGHT_NCCL)'
 	$(if $(HAVE_GLOO),@$(MAKE) -s --no-print-directory build-gloo GLOO_TESTS='$(NIGHT_GLOO)')
 	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
+	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(ONE_GPU) $(NCCL_RUNS) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
 	    $(NIGHT_GLOO:%=$(BUILD)/gloo/tests/%))
 	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \

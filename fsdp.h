@@ -158,7 +158,7 @@ ENVIRONMENT
                       (SLURM_*) or flux (FLUX_*)
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   jobs on several hosts: docs/cluster.md
-    FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000
+    FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
     FSDP_LANES        0: inline (default). 1 or 2: so many worker threads run collectives
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
@@ -270,7 +270,7 @@ typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
-    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else 60,000
+    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
                               // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN

@@ -248,8 +248,8 @@ static void fsdpi_cuda_warn(const fsdp_boot *boot) {
                        "rank cannot be named; set it only to find a kernel that fails");
 }
 
-/* The kernels are loaded now: the first launch of one that is not may wait for the whole device, and
-   so for a peer. */
+/* The kernels are loaded now: the first launch of one that is not may wait for the whole device,
+   and so for a peer. */
 static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
     int max_pitch = 0;
     cudaError_t e = cudaDeviceGetAttribute(&max_pitch, cudaDevAttrMaxPitch, d->place.ordinal);

@@ -29,8 +29,13 @@
                           copy engines where NCCL can: a lost peer then blocks the GPU's stream
                           until the process ends. With 1 and 2, ranks that use memory together have
                           to allocate the same sizes in the same order
+     FSDP_NCCL_WARM_UP    1 (default): a communicator runs operations of 64 KiB and 32 MiB when it
+                          is made, in which NCCL connects the ranks in the ways that a training uses;
+                          0: the first steps do that
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
+     NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; set to 1 here where it is not set: two
+                          communicators do not wait for each other's room on the GPU
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
@@ -120,6 +125,10 @@ extern "C" {
 #define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
 #define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and watchdogs of peers before the monitor
 #define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
+#define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // of the largest operation of a warm-up
+
+// Strict C99 hides it.
+extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) __asm__("setenv");
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
@@ -147,7 +156,7 @@ enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
 typedef struct fsdpi_nccl_world {
     fsdpi_store_world base;
     int version; // of the library
-    int registers;
+    int registers, warms_up;
     fsdpi_cuda_place place;
     int is_left;          // the watchdog still looks at this block, and CUDA may not be called
     int64_t patience_ns;  // of closing comms, all together
@@ -176,6 +185,7 @@ struct fsdpi_nccl_comm {
     int64_t error_ns;    // when NCCL first reported an error, or 0
     int64_t left_ns;     // when a member was first seen to have left, or 0
     void *made_by;       // the call that made the communicator
+    uint32_t is_cold;    // its ranks are connecting
     // To compare what members call: device memory for my record, and then for those of all; and
     // the host's copy of those of all.
     fsdpi_record *records, *shown;
@@ -624,6 +634,10 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
                   "no room beside your kernels (FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)",
                   seconds);
     }
+    if (FSDPI_LOAD(&c->is_cold))
+        fsdpi_say(&t,
+                  "; it is a first operation, in which NCCL connects the ranks: find out whether "
+                  "they reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)");
     fsdpi_store_world_tell(&c->base, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT, subject,
                            reason);
 }
@@ -1241,13 +1255,54 @@ static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
     fsdpi_unlock(&w->lock);
 }
 
-/* The first operations of each kind connect the members: now, and not inside the first step. */
-static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
-    static const uint8_t kinds[2] = {FSDP_OP_ALL_REDUCE, FSDP_OP_REDUCE_SCATTER};
+// One operation of a warm-up, done on return.
+static fsdp_status fsdpi_nccl_run_cold(fsdpi_nccl_comm *c, int kind, fsdp_coll *op) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    fsdpi_flight *f = NULL;
+    op->kind = (uint8_t)kind;
+    fsdpi_lock(&w->issue);
+    fsdp_status status = fsdpi_nccl_enqueue(c, op, c->stream, &f);
+    fsdpi_unlock(&w->issue);
+    return status ? status : fsdpi_nccl_await(c, f);
+}
+
+/* NCCL connects ranks at the first use of each of its algorithms, and chooses them by size: small
+   and large operations of each kind that steps use. In place, in memory of any content. */
+static fsdp_status fsdpi_nccl_run_large(fsdpi_nccl_comm *c) {
+    static const uint8_t kinds[3] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER,
+                                     FSDP_OP_ALL_REDUCE};
+    size_t members = (size_t)c->base.size;
+    void *data = NULL;
+    fsdp_status status = fsdpi_nccl_cuda(c, cudaMalloc(&data, FSDPI_NCCL_WARM_BYTES),
+                                         "memory of a communicator's first operations");
+    for (size_t bytes = FSDPI_NCCL_WARM_BYTES / 512; bytes <= FSDPI_NCCL_WARM_BYTES && !status;
+         bytes *= 512) {
+        fsdp_seg seg = {0, 0, (int64_t)(bytes / sizeof(float) / members)};
+        fsdp_coll op;
+        memset(&op, 0, sizeof op);
+        op.dtype = FSDP_F32;
+        op.segs = &seg;
+        op.num_segs = 1;
+        op.src = op.dst = data;
+        op.count = bytes / sizeof(float);
+        for (int i = 0; i < 3 && !status; i++) {
+            op.in_place = kinds[i] == FSDP_OP_ALL_GATHER;
+            seg.shard = kinds[i] == FSDP_OP_REDUCE_SCATTER ? c->base.index * seg.count : 0;
+            status = fsdpi_nccl_run_cold(c, kinds[i], &op);
+        }
+    }
+    if (data && fsdpi_cuda_idle(c->base.boot, c->stream, FSDPI_NCCL_ABORT_NS)) (void)cudaFree(data);
+    return status;
+}
+
+/* The first operations connect the members: now, and not inside the first step. */
+static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    int64_t start = fsdpi_boot_now(c->base.boot);
     fsdp_seg seg = {0, 0, 1};
     fsdp_coll op;
-    fsdpi_flight *f = NULL;
+    char text[FSDPI_REASON];
+    FSDPI_STORE(&c->is_cold, 1u);
     fsdp_status status = fsdpi_nccl_show(&c->base, NULL, NULL);
     if (!status) status = fsdpi_nccl_hear(&c->base, NULL);
     memset(&op, 0, sizeof op);
@@ -1257,14 +1312,16 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     op.num_segs = 1;
     op.src = c->records + 1;
     op.dst = c->records;
-    for (int i = 0; i < 2 && !status; i++) {
-        op.kind = kinds[i];
-        fsdpi_lock(&w->issue);
-        status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
-        fsdpi_unlock(&w->issue);
-        if (!status) status = fsdpi_nccl_await(c, f);
-    }
-    return status;
+    if (!status) status = fsdpi_nccl_run_cold(c, FSDP_OP_ALL_REDUCE, &op);
+    if (!status) status = fsdpi_nccl_run_cold(c, FSDP_OP_REDUCE_SCATTER, &op);
+    if (!status && w->warms_up) status = fsdpi_nccl_run_large(c);
+    FSDPI_STORE(&c->is_cold, 0u);
+    if (status) return status;
+    (void)snprintf(text, sizeof text, "%d ranks of '%s' are connected, within %.2f s",
+                   (int)c->base.size, c->base.now.comm,
+                   (double)(fsdpi_boot_now(c->base.boot) - start) * 1e-9);
+    if (c->base.index == 0) fsdpi_boot_log(c->base.boot, FSDP_LOG_INFO, text);
+    return FSDP_OK;
 }
 
 // A communicator is there: memory to compare what members call, and the first meeting.
@@ -1467,6 +1524,9 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
                            "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
                            "for: buffers are registered in a lesser way, or not");
+        // NCCL reads it at the first launch. The caller's own value stays.
+        if (w->version >= 22602 && c->base.size > 1)
+            (void)fsdpi_nccl_setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
         return FSDP_OK;
     }
     char text[FSDPI_REASON];
@@ -1535,6 +1595,8 @@ static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
     fsdp_status status = fsdpi_env_int("FSDP_NCCL_CHECK", 0, 1, &checks, &error);
     if (!status) status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.lanes, &error);
     if (!status) status = fsdpi_env_int("FSDP_NCCL_REGISTER", 0, 2, &w->registers, &error);
+    w->warms_up = 1;
+    if (!status) status = fsdpi_env_int("FSDP_NCCL_WARM_UP", 0, 1, &w->warms_up, &error);
     c->world->is_trusting = !checks;
     return status ? fsdpi_comm_error(c, status, "%s", text) : FSDP_OK;
 }

@@ -27,7 +27,6 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
-    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
     w->boot.stuck = &w->stuck;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
@@ -35,7 +34,10 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.user = d->user;
     w->boot.job = w->job;
     w->boot.store = w->store;
-    status = fsdpi_world_choose(w, d);
+    status = fsdpi_world_choose(w, d); // on GPUs, first compilations and connections take long
+    if (!status && !d->timeout_ms)
+        d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
+    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);

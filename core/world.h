@@ -13,7 +13,6 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
-    if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",

@@ -166,7 +166,7 @@ ENVIRONMENT
                       (SLURM_*) or flux (FLUX_*)
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   jobs on several hosts: docs/cluster.md
-    FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000
+    FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
     FSDP_LANES        0: inline (default). 1 or 2: so many worker threads run collectives
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
@@ -1323,7 +1323,7 @@ typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
-    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else 60,000
+    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
                               // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
@@ -7859,7 +7859,6 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
-    if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
@@ -12735,7 +12734,6 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
-    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
     w->boot.stuck = &w->stuck;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
@@ -12743,7 +12741,10 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.user = d->user;
     w->boot.job = w->job;
     w->boot.store = w->store;
-    status = fsdpi_world_choose(w, d);
+    status = fsdpi_world_choose(w, d); // on GPUs, first compilations and connections take long
+    if (!status && !d->timeout_ms)
+        d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
+    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);

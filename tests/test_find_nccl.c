@@ -10,6 +10,8 @@ static char output[OUTPUT_NBYTES]; /* of the script, both streams */
 /* Functions for the `made` of a case, in the test's directory, which is $T.
    cuda DIR                       a toolkit
    nccl DIR HEADER LIBRARY FILE   an NCCL of these versions; FILE is the library's name
+   cublas INCLUDE LIB FILE        a cuBLAS
+   archs NUMBER...                of the toolkit in $T/cuda, which is 12.4
    command NAME TEXT              an own command, before all others in PATH */
 static const char prelude[] =
     "set -e; cd \"$T\"; mkdir -p bin\n"
@@ -31,6 +33,16 @@ static const char prelude[] =
     "          const char made_for[] = \\\"NCCL version 2.1.1+cuda${5-13.0}\\\";\" |\n"
     "        shared $1/lib/$4 $4\n"
     "}\n"
+    "cublas() {\n"
+    "    mkdir -p $1 $2\n"
+    "    printf '%s\\n' 'enum { CUBLAS_STATUS_SUCCESS };' \\\n"
+    "        'const char *cublasGetStatusString(int status);' >$1/cublas_v2.h\n"
+    "    echo 'const char *cublasGetStatusString(int s) { return s ? \"\" : \"ok\"; }' |\n"
+    "        shared $2/$3 $3\n"
+    "}\n"
+    "archs() { printf '#!/bin/sh\\ncase $1 in --list*) printf \"%s\" ;; *) echo release 12.4 "
+    ";;'\\\n"
+    "' esac\\n' \"$(printf 'compute_%s\\\\n' \"$@\")\" >cuda/bin/nvcc; }\n"
     "command python3 'exit 1'; command pkg-config 'exit 1'; cuda cuda\n";
 
 /* Runs bash with T set; its exit status. */
@@ -129,7 +141,33 @@ static const struct {
      "nccl nccl 22809 22809 libnccl.so 12.9",
      HOME "NCCL_HOME=\"$T/nccl\"",
      {"warning: this NCCL was made for CUDA 12.9, the toolkit is 13.0", "for CUDA 12.9",
-      "NVCC = ", "no libcublas"}},
+      "NVCC = ", "no cuBLAS was found: the GPT in CUDA is left out"}},
+    {"cuBLAS_of_a_wheel", // and code for what the toolkit knows
+     "nccl nccl 22809 22809 libnccl.so; cublas blas/include blas/lib libcublas.so.12\n"
+     "command python3 'case $2 in *nvidia.cublas*) echo \"$T/blas\" ;; *) exit 1 ;; esac'\n"
+     "archs 75 80 86 90",
+     HOME "NCCL_HOME=\"$T/nccl\"",
+     {"CUBLAS_FLAGS = -isystem $T/blas/include\n", "# cuBLAS: $T/blas\n",
+      "CUBLAS_LIBS = -L$T/blas/lib -l:libcublas.so.12 -Wl,-rpath,$T/blas/lib\n",
+      "NVCC_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 "
+      "-gencode arch=compute_90,code=compute_90\n"}},
+    {"HPC_SDK", // nvcc is apart from its toolkit, and so is all else
+     "mkdir -p sdk/compilers/bin sdk/cuda; mv cuda sdk/cuda/13.0\n"
+     "mv sdk/cuda/13.0/bin/nvcc sdk/compilers/bin; ln -s 13.0/include 13.0/lib64 sdk/cuda\n"
+     "ln -s \"$T/sdk/compilers/bin/nvcc\" bin/nvcc\n"
+     "nccl sdk/comm_libs/13.0/nccl 22809 22809 libnccl.so\n"
+     "cublas sdk/math_libs/13.0/targets/x/include sdk/math_libs/13.0/targets/x/lib libcublas.so",
+     "",
+     {"# CUDA 13.0: $T/sdk/compilers/../cuda (HPC SDK, $T/sdk/compilers)", "(HPC SDK, ",
+      "/comm_libs/13.0/nccl/lib -lnccl", "/math_libs/13.0/targets/x/include\n"}},
+    {"conda_has_all",
+     "mkdir -p conda/targets/x; mv cuda/bin conda; mv cuda/include cuda/lib64 conda/targets/x\n"
+     "mv conda/targets/x/lib64 conda/targets/x/lib; nccl conda 22809 22809 libnccl.so\n"
+     "cublas conda/targets/x/include conda/targets/x/lib libcublas.so\n"
+     "ln -s \"$T/conda/bin/nvcc\" bin/nvcc",
+     "CONDA_PREFIX=\"$T/conda\"",
+     {"CUDA_FLAGS = -isystem $T/conda/targets/x/include\n", "CUDA_LIBS = -L$T/conda/targets/x/lib",
+      "CUBLAS_FLAGS = \n", "CUBLAS_LIBS = -L$T/conda/targets/x/lib -lcublas"}},
 };
 
 TEST_P(find_nccl, finds, places) {
@@ -287,5 +325,5 @@ TEST(find_nccl, usage) {
     CHECK_EQ_INT(find("", "-x"), 2);
     check_has("usage: find_nccl.sh [-g] [-o FILE]");
     CHECK_EQ_INT(find("", "--help"), 0);
-    check_has("CUDA  $CUDA_HOME, $CUDA_PATH, nvcc in PATH");
+    check_has("CUDA    $CUDA_HOME, $CUDA_PATH, nvcc in PATH");
 }

@@ -378,14 +378,16 @@ gate_fuzz() { # NAME
 gate_gpu_scripts() {
     local gpu=$build/stub csv=$build/stub/bench_gpu.csv
     make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
-        "$gpu/tests/conformance"
+        "$gpu/tests/conformance" "$gpu/tests/test_gpu_first"
     FSDP_BUILD=$gpu tools/gpu_bench.sh --small
     awk -F, 'NR > 1 { n[$6]++; if (NF != 9 || !($5 > 0)) { print; bad = 1 } }
              END { exit bad || n["GB/s"] != 20 || n["us"] != 2 || n["bytes"] != 2 || n["ms"] != 3 }
             ' "$csv" || die "$csv is not as expected"
-    JOBS=1 FSDP_BUILD=$gpu tools/run_tests.sh 'tools/gpu_test.sh parity conformance.W=2' |
-        tee "$work/gpu.log"
-    tail -n 1 "$work/gpu.log" | grep -q ' 0 failed, 0 skipped' || die 'a part failed or was skipped'
+    # as on a machine with one GPU, where threads are no ranks
+    FSDP_BUILD=$gpu FSDP_STUB_DEVICES=1 FSDP_GPUS=1 tools/gpu_test.sh first parity \
+        ranks/conformance.W=2 faults/conformance.absent multi | tee "$work/gpu.log"
+    tail -n 1 "$work/gpu.log" | grep -q ' 0 failed, 5 skipped' || die 'a part failed or was skipped'
+    cmp <(tail -n 1 "$gpu/gpu_test/summary.txt") <(tail -n 1 "$work/gpu.log")
     ! FSDP_BUILD=$gpu tools/gpu_test.sh nothing || die 'an unknown part is no failure'
 }
 # The GPT learns the same on 1 rank, on 3 processes and on 3 threads.

@@ -8,9 +8,12 @@
 #   tools/find_nccl.sh -g ...      fails without a GPU, too
 #
 # The first place that works is taken:
-#   CUDA  $CUDA_HOME, $CUDA_PATH, nvcc in PATH, /usr/local/cuda, wheels of $PYTHON
-#   NCCL  $NCCL_HOME, $NCCL_ROOT, pkg-config, wheel of $PYTHON, $CONDA_PREFIX, beside CUDA or where
-#         the compiler looks
+#   CUDA    $CUDA_HOME, $CUDA_PATH, nvcc in PATH (also NVIDIA's HPC SDK), /usr/local/cuda,
+#           $CONDA_PREFIX, wheels of $PYTHON
+#   NCCL    $NCCL_HOME, $NCCL_ROOT, pkg-config, wheel of $PYTHON, $CONDA_PREFIX, the HPC SDK,
+#           beside CUDA or where the compiler looks
+#   cuBLAS  beside CUDA, the HPC SDK, $CONDA_PREFIX, wheels of $PYTHON; without it one example is
+#           left out
 # Where one of the first two variables of a line is set, only that place counts. On failure: each
 # place with what is wrong there, then what to install; exit status 1.
 set -uo pipefail
@@ -36,8 +39,14 @@ give_up() { # WHAT HINT...
 excerpt() { grep -iE -m 2 'error|cannot|not found|undefined' "$tmp/log" || tail -n 2 "$tmp/log"; }
 version() { echo "$(($1 / 10000)).$(($1 / 100 % 100)).$(($1 % 100))"; } # 22809
 
-# The directory of a wheel of NVIDIA.
-wheel() { "$python" -c "import nvidia.$1 as m; print(list(m.__path__)[0])" 2>/dev/null; }
+# The directory of a wheel of NVIDIA; of several names, those that are there.
+wheel() {
+    local name found=1
+    for name; do
+        "$python" -c "import nvidia.$name as m; print(list(m.__path__)[0])" 2>/dev/null && found=0
+    done
+    return $found
+}
 
 # The first directory below ROOT that has libNAME.so or libNAME.so.N: library_dir ROOT NAME
 library_dir() {
@@ -47,6 +56,23 @@ library_dir() {
         compgen -G "$dir/lib$2.so*" >/dev/null && echo "$dir" && return
     done
     return 1
+}
+
+# The directory below ROOT that has a header: include_dir ROOT HEADER
+include_dir() {
+    local dir
+    for dir in "$1"/include "$1"/targets/*/include; do
+        [ -e "$dir/$2" ] && echo "$dir" && return
+    done
+    return 1
+}
+
+# Directories of NVIDIA's HPC SDK beside a toolkit of it: hpc_sdk ROOT PART
+hpc_sdk() {
+    local up
+    for up in "$1/.." "$1/../.."; do
+        compgen -G "$up/$2/${cuda_version:-*}" || compgen -G "$up/$2"
+    done
 }
 
 # Flags that link libNAME of a directory and find it again at run time. Wheels have no libNAME.so.
@@ -65,26 +91,39 @@ include() { case $1 in /usr/include) ;; *) echo "-isystem $1" ;; esac; }
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
-# Sets nvcc, cuda_version, cuda_flags, cuda_libs, cublas_libs.
+# Code for the GPUs of data centres that the toolkit knows, and for those that are to come. (Flags
+# as all-major ask for GPUs that are too old for the kernels; native, without a GPU, too.)
+find_archs() { # [ARCH...]: besides
+    local known arch last=''
+    known=$("$nvcc" --list-gpu-arch 2>/dev/null) nvcc_arch=''
+    for arch in "$@" 80 90 100; do
+        grep -qx "compute_$arch" <<<"$known" || continue
+        nvcc_arch+="-gencode arch=compute_$arch,code=sm_$arch " last=$arch
+    done
+    nvcc_arch+=${last:+-gencode arch=compute_$last,code=compute_$last}
+    nvcc_arch=${nvcc_arch:--arch=sm_80}
+}
+
+# Sets nvcc, nvcc_arch, cuda_version, cuda_flags, cuda_libs.
 cuda_at() { # PLACE ROOT [NVCC]
-    local dir
+    local dir headers
     nvcc=${3:-$2/bin/nvcc}
     [ -d "$2" ] || failed "$1" 'no such directory' || return
     [ -x "$nvcc" ] || failed "$1" "no ${nvcc#"$2/"}" || return
-    [ -e "$2/include/cuda_runtime_api.h" ] ||
+    headers=$(include_dir "$2" cuda_runtime_api.h) ||
         failed "$1" 'no include/cuda_runtime_api.h (the part cuda-cudart-dev)' || return
     dir=$(library_dir "$2" cudart) || failed "$1" 'no libcudart.so in its lib64 or lib' || return
     cuda_version=$("$nvcc" --version 2>&1 | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    find_archs
     echo '__global__ void kernel() {}' >"$tmp/kernel.cu"
-    "$nvcc" -c -o "$tmp/kernel.o" "$tmp/kernel.cu" >"$tmp/log" 2>&1 ||
+    "$nvcc" $nvcc_arch -c -o "$tmp/kernel.o" "$tmp/kernel.cu" >"$tmp/log" 2>&1 ||
         failed "$1" "nvcc does not compile: $(excerpt)" || return
-    cuda_flags=$(include "$2/include") cuda_libs=$(link "$dir" cudart)
+    cuda_flags=$(include "$headers") cuda_libs=$(link "$dir" cudart)
     printf '#include <cuda_runtime_api.h>\n%s\n' \
         'int main(void) { int n; return (int)cudaRuntimeGetVersion(&n); }' >"$tmp/cuda.c"
     # shellcheck disable=SC2086
     { $cc -o "$tmp/cuda" "$tmp/cuda.c" $cuda_flags $cuda_libs && "$tmp/cuda"; } >"$tmp/log" 2>&1 ||
         failed "$1" "a program is not linked, or does not run: $(excerpt)" || return
-    cublas_libs=$(dir=$(library_dir "$2" cublas) && link "$dir" cublas)
     cuda_place=$1 cuda_root=$2
 }
 
@@ -98,11 +137,14 @@ find_cuda() {
         return 1
     fi
     if nvcc_root=$(readlink -f "$(command -v nvcc)") && [ -n "$nvcc_root" ]; then
-        cuda_at "nvcc in PATH, ${nvcc_root%/bin/nvcc}" "${nvcc_root%/bin/nvcc}" && return
+        root=${nvcc_root%/bin/nvcc}
+        cuda_at "nvcc in PATH, $root" "$root" && return
+        [ ! -d "$root/../cuda" ] || cuda_at "HPC SDK, $root" "$root/../cuda" "$nvcc_root" && return
     else
         failed 'nvcc in PATH' 'none'
     fi
     cuda_at /usr/local/cuda /usr/local/cuda && return
+    [ -z "${CONDA_PREFIX:-}" ] || cuda_at "CONDA_PREFIX=$CONDA_PREFIX" "$CONDA_PREFIX" && return
     if root=$(wheel cu13); then
         cuda_at "wheels of $python, $root" "$root"
     elif root=$(wheel cuda_runtime) && nvcc_root=$(wheel cuda_nvcc); then
@@ -110,6 +152,34 @@ find_cuda() {
     else
         failed "wheels of $python" 'no nvidia-cuda-nvcc with nvidia-cuda-runtime'
     fi
+}
+
+# ---- cuBLAS -------------------------------------------------------------------------------------
+
+cublas_probe='#include <cublas_v2.h>
+int main(void) { return cublasGetStatusString(CUBLAS_STATUS_SUCCESS) == 0; }'
+
+# Sets cublas_flags, cublas_libs, cublas_root.
+cublas_at() { # ROOT
+    local headers dir
+    headers=$(include_dir "$1" cublas_v2.h) || failed "$1" 'no cublas_v2.h' || return
+    dir=$(library_dir "$1" cublas) || failed "$1" 'no libcublas.so' || return
+    cublas_flags=$(include "$headers") cublas_libs=$(link "$dir" cublas)
+    [ "$cublas_flags" != "$cuda_flags" ] || cublas_flags=''
+    echo "$cublas_probe" >"$tmp/cublas.c"
+    # shellcheck disable=SC2086
+    $cc -o "$tmp/cublas" "$tmp/cublas.c" $cuda_flags $cublas_flags $cublas_libs $cuda_libs \
+        >"$tmp/log" 2>&1 || failed "$1" "a program is not compiled or linked: $(excerpt)" || return
+    cublas_root=$1
+}
+
+find_cublas() {
+    local root
+    while read -r root; do
+        [ -z "$root" ] || ! cublas_at "$root" || return 0
+    done < <(echo "$cuda_root"; hpc_sdk "$cuda_root" math_libs; echo "${CONDA_PREFIX:-}"
+        wheel cu13 cublas)
+    cublas_flags='' cublas_libs='' cublas_root=''
 }
 
 # ---- NCCL ---------------------------------------------------------------------------------------
@@ -154,7 +224,8 @@ nccl_at() { # PLACE INCLUDE-DIR LIBRARY-DIR
     nccl_probe "$1"
 }
 nccl_below() { # PLACE ROOT
-    nccl_at "$1" "$2/include" "$(library_dir "$2" nccl || echo "$2/lib")"
+    nccl_at "$1" "$(include_dir "$2" nccl.h || echo "$2/include")" \
+        "$(library_dir "$2" nccl || echo "$2/lib")"
 }
 
 find_nccl() {
@@ -180,6 +251,9 @@ find_nccl() {
     if [ -n "${CONDA_PREFIX:-}" ]; then
         nccl_below "CONDA_PREFIX=$CONDA_PREFIX" "$CONDA_PREFIX" && return
     fi
+    while read -r root; do
+        nccl_below "HPC SDK, $root" "$root" && return
+    done < <(hpc_sdk "$cuda_root" comm_libs | sed 's|$|/nccl|')
     nccl_flags='' nccl_libs=-lnccl
     nccl_probe "beside CUDA or where $cc looks"
 }
@@ -224,10 +298,17 @@ report() {
     [ -z "$nccl_cuda" ] || [ "${nccl_cuda%%.*}" = "${cuda_version%%.*}" ] ||
         echo "# warning: this NCCL was made for CUDA $nccl_cuda, the toolkit is $cuda_version"
     [ -z "$need_gpu" ] || echo "$gpus"
-    [ -n "$cublas_libs" ] || echo "# warning: no libcublas: train_gpt.cu cannot be built"
+    if [ -n "$cublas_root" ]; then
+        [ "$cublas_root" = "$cuda_root" ] || echo "# cuBLAS: $cublas_root"
+    else
+        echo "# warning: no cuBLAS was found: the GPT in CUDA is left out. Looked at:"
+        sed 's/^/# /' <<<"${no_cublas%$'\n'}"
+    fi
     echo "NVCC = $nvcc"
+    echo "NVCC_ARCH ?= $nvcc_arch"
     echo "CUDA_FLAGS = $cuda_flags"
     echo "CUDA_LIBS = $cuda_libs"
+    echo "CUBLAS_FLAGS = $cublas_flags"
     echo "CUBLAS_LIBS = $cublas_libs"
     echo "NCCL_FLAGS = $nccl_flags"
     echo "NCCL_LIBS = $nccl_libs"
@@ -237,12 +318,17 @@ find_cuda || give_up 'CUDA toolkit' 'Install one: the package cuda-toolkit of NV
     '  pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cublas' \
     'or name one that is there: CUDA_HOME=DIR.'
 tried=''
+find_cublas
+no_cublas=$tried tried=''
 find_nccl || give_up "NCCL $(version "$oldest") or newer" 'Install one of:' \
     "  apt-get install libnccl-dev     pip install nvidia-nccl-cu${cuda_version%%.*}" \
     '  conda install -c conda-forge nccl' 'or name one that is there: NCCL_HOME=DIR.'
 tried=''
 [ -z "$need_gpu" ] || find_gpu || give_up GPU 'Run this where one is, with its driver installed:' \
     'nvidia-smi lists it. A container is started with --gpus all.'
+# Older GPUs than those that code is made for, if the toolkit knows them.
+older=$(sed -n 's/^# GPU.* 7\.\([0-9]\)$/7\1/p' <<<"${gpus:-}" | sort -u)
+[ -z "$older" ] || find_archs $older
 [ -n "$output" ] || { report && exit; }
 report >"$tmp/report"
 mkdir -p "$(dirname "$output")"

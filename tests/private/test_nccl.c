@@ -34,11 +34,30 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
     note(comm, base);
     return ncclCommWindowRegister(comm, base, size, window, flags);
 }
+/* Elements of each gather so far, by the thread that a world is made in. */
+static int num_gathers;
+static size_t sizes_gathered[64];
+static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream) {
+    if (num_gathers < 64) sizes_gathered[num_gathers] = count;
+    num_gathers++;
+    return ncclAllGather(src, dst, count, type, comm, stream);
+}
+/* Where told, a rank dawdles before it has memory of 32 MiB. */
+static int dawdle_ms;
+static cudaError_t slow_malloc(void **ptr, size_t size) {
+    if (size == (size_t)32 << 20) usleep((useconds_t)dawdle_ms * 1000);
+    return cudaMalloc(ptr, size);
+}
+#define cudaMalloc             slow_malloc
+#define ncclAllGather          noted_gather
 #define cudaEventQuery         counted_query
 #define ncclCommRegister       noted_register
 #define ncclCommWindowRegister noted_window
 #include "library.c"
 #include "lab_net.h"
+#undef cudaMalloc
+#undef ncclAllGather
 #undef cudaEventQuery
 #undef ncclCommRegister
 #undef ncclCommWindowRegister
@@ -904,6 +923,7 @@ static const struct {
                     {"comms_3", "FSDP_NCCL_COMMS", "3", "an integer from 1 to 2"},
                     {"register", "FSDP_NCCL_REGISTER", "-1", "an integer from 0 to 2"},
                     {"register_3", "FSDP_NCCL_REGISTER", "3", "an integer from 0 to 2"},
+                    {"warm_up", "FSDP_NCCL_WARM_UP", "2", "an integer from 0 to 1"},
                     {"managed", "FSDP_CUDA_MANAGED", "true", "an integer from 0 to 1"}};
 static void wrong_value(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
@@ -1104,6 +1124,121 @@ static void which_device(int rank, int world, void *arg) {
 TEST(nccl, which_device) {
     for (int count = 1; count <= 3; count++) h_ranks_proc(3, which_device, &count);
 }
+
+/* A communicator is warmed up by small operations, and by those of 64 KiB and 32 MiB. */
+static const struct {
+    const char *name, *value;
+    int operations; /* of each kind and communicator */
+} warmths[] = {{"default", NULL, 3}, {"on", "1", 3}, {"off", "0", 1}};
+static void warm(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int operations = warmths[row].operations;
+    job j;
+    if (warmths[row].value) setenv("FSDP_NCCL_WARM_UP", warmths[row].value, 1);
+    else unsetenv("FSDP_NCCL_WARM_UP");
+    begin(&j, &variants[0], rank, world, 1);
+    int64_t bytes = stub_live(STUB_DEVICE_BYTES);
+    CALL(NULL, open_world(&j, "warm", 0));
+    for (int i = GATHER; i <= REDUCE; i++) /* of two communicators; a split compares */
+        CHECK_EQ_INT(stub_count(counted[i]), 2 * operations + (i == GATHER));
+    for (int k = 0; k < 2 && operations > 1; k++) {
+        CHECK_EQ_INT(sizes_gathered[4 * k + 1] * sizeof(float) * (size_t)world, 64 << 10);
+        CHECK_EQ_INT(sizes_gathered[4 * k + 2] * sizeof(float) * (size_t)world, 32 << 20);
+    }
+    CHECK(stub_live(STUB_DEVICE_BYTES) - bytes < 4 << 20); /* of them, nothing is kept */
+    CALL(j.w, fsdp_shutdown(j.w));
+    check_nothing_live();
+}
+TEST_P(nccl, warm_up, warmths) { h_ranks_proc(2, warm, (void *)(uintptr_t)(row - warmths)); }
+
+/* A rank does not come to the largest one: the text says that ranks connect there. */
+static void cold(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    setenv("FSDP_NCCL_WARM_UP", "1", 1);
+    dawdle_ms = rank == 1 ? 2500 : 0;
+    begin(&j, &variants[0], rank, world, 1);
+    CHECK_STATUS(open_world(&j, "cold", 1000), FSDP_ERR_TIMEOUT);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "a first operation, in which NCCL connects the ranks"),
+              "%s", fsdp_last_error(NULL));
+    CHECK_EQ_INT(j.heap.live, 0);
+}
+TEST(nccl, cold_rank) { h_ranks_proc(2, cold, NULL); }
+
+/* What a world waits by default: on GPUs as long as PyTorch. */
+static void waits_long(int rank, int world, void *arg) {
+    int native = *(int *)arg;
+    fsdp_world_desc d = w_desc(rank, world, NULL, w_job("waits_long"), 0);
+    fsdp_world *w;
+    unsetenv("FSDP_TIMEOUT_MS");
+    d.backend = native ? "nccl" : "shm";
+    d.timeout_ms = 0;
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK_EQ_INT(w->boot.timeout_ns, (native ? 600 : 60) * (int64_t)1000000000);
+    CALL(w, fsdp_shutdown(w));
+    d.timeout_ms = 5000;
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK_EQ_INT(w->boot.timeout_ns, 5 * (int64_t)1000000000);
+    CALL(w, fsdp_shutdown(w));
+}
+TEST(nccl, default_deadline) {
+    for (int native = 0; native < 2; native++)
+        for (int world = 1; world <= 2; world++) h_ranks_proc(world, waits_long, &native);
+}
+
+/* Two communicators without room beside each other on the GPU, and a rank that comes to them in
+   another order: from NCCL 2.26 on they begin in the order of issue, unless the user forbids it. */
+static const struct {
+    const char *name, *value;
+    int version;
+    fsdp_status status;
+} room[] = {{"2.28", NULL, 22809, FSDP_OK},
+            {"2.26", NULL, 22602, FSDP_OK},
+            {"2.25", NULL, 22505, FSDP_ERR_TIMEOUT},
+            {"forbidden", "0", 22809, FSDP_ERR_TIMEOUT}};
+static int room_gate;
+static void wait_for_room(const void *params, unsigned block_index) {
+    long nap = 0;
+    (void)params, (void)block_index;
+    while (!__atomic_load_n(&room_gate, __ATOMIC_SEQ_CST)) h_nap(&nap);
+}
+static void crosses(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    const fsdp_comm_ops *ops = fsdp_nccl_comm_ops();
+    cudaStream_t stream[2];
+    fsdp_coll c[2];
+    int none = 0;
+    job j;
+    if (room[row].value) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", room[row].value, 1);
+    else unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    stub_set(STUB_NCCL_VERSION, room[row].version);
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "room", room[row].status ? 1000 : 20000));
+    CALL(j.w, fsdp_barrier(j.w));
+    stub_set(STUB_SMS, 32);
+    memset(c, 0, sizeof c);
+    for (int k = 0; k < 2; k++) {
+        CHECK_EQ_INT(cudaStreamCreateWithFlags(&stream[k], cudaStreamNonBlocking), 0);
+        c[k].kind = FSDP_OP_ALL_REDUCE, c[k].dtype = c[k].out_dtype = FSDP_F32;
+        c[k].scale = 1, c[k].count = 1, c[k].what = "sum", c[k].stream = stream[k];
+        CALL(j.w, ops->alloc(j.w->comm, 64, &c[k].dst));
+        c[k].src = c[k].dst;
+    }
+    const int begun = stub_begun(rank);
+    if (rank == 0)
+        CHECK_EQ_INT(fsdp_stub_launch(wait_for_room, &none, sizeof none, 1, stream[0]), 0);
+    CALL(j.w, ops->run(j.w->comm, &c[0]));
+    while (rank == 1 && stub_begun(rank) == begun) usleep(1000);
+    CALL(j.w, ops->run(j.w->reduce_comm, &c[1]));
+    while (rank == 0 && room[row].status && stub_begun(rank) == begun) usleep(1000);
+    __atomic_store_n(&room_gate, 1, __ATOMIC_SEQ_CST);
+    CHECK_STATUS(fsdp_barrier(j.w), room[row].status);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(cudaStreamSynchronize(stream[k]), 0);
+    for (int k = 0; k < 2; k++) ops->free(j.w->comm, c[k].dst, 64);
+    CHECK_STATUS(fsdp_shutdown(j.w), room[row].status);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(cudaStreamDestroy(stream[k]), 0);
+}
+TEST_P(nccl, room, room) { h_ranks_proc(2, crosses, (void *)(uintptr_t)(row - room)); }
 
 /* Two ranks on one device: NCCL says so, and every rank ends at once, also those that share nothing. */
 static void same_device(int rank, int world, void *arg) {
