@@ -20,7 +20,8 @@ VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2 test_safeten
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
-                  test_fully_shard_comm test_plan test_shm_faults test_spawn test_store
+                  test_fully_shard_comm test_plan test_shm_faults test_spawn test_store \
+                  test_store_trust
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
 SLOW := long_*:fully_shard_compile.*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:resume.*:find_nccl.*:budget.*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*:plan.leave*:cluster.*:extension.more*:shard.random*:reset.*:checkpoint.reshard*:checkpoint_slow.*:norm.slices:faults.*lanes:shm_faults.rank_missing*:store_launcher.late*:fully_shard_training.partial*:fully_shard_training.gradient*:checkpoint_faults.*
 
@@ -271,7 +272,7 @@ NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_h
 # Arithmetic of trainings, faults, which mostly wait, and delays, which tsan sees: at night.
 NIGHT   := test_delays test_dtensor_tp test_fsdpck test_fully_shard_dtensor test_fully_shard_training test_fully_shard_compile test_golden_tp \
            test_golden_train test_norm test_dtype test_plan_random test_replicate_faults test_replicate_training test_replicate_with_compiler test_spec \
-           test_store test_train
+           test_store test_store_trust test_train
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'

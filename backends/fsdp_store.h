@@ -41,8 +41,8 @@
        HELLO      client   i32 rank, i32 size, i64 timeout, i64 what is left of it
        REPLY      server   flags: fsdp_status. To HELLO: i32 who serves (-1: a launcher); GET: the
                            value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
-       REFUSED    server   to PROVE or HELLO, which is the end; value: a text. flags: fsdp_status, or
-                           0: another port may be the right one, or LATER: this is the right one
+       REFUSED    server   to PROVE or HELLO, which is the end; value: a text. flags: fsdp_status,
+                           or 0: another port may be the right one, or LATER: this is the right one
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits until the key is there. When
                            that has passed the server forgets it: the client has its own clock
        BEAT       client   i32 busy, i64 since, text: what the rank is doing
@@ -2006,8 +2006,8 @@ static int fsdpi_store_is_torchrun(int port) {
     return agent && own && !strcmp(agent, "True") && strtol(own, NULL, 10) == port;
 }
 
-/* A launcher says where it serves a job: FSDP_STORE_SERVED is the address and the job's name, with a
-   blank between them. "-PORT" behind the address: or at a port up to that one. Then nobody else
+/* A launcher says where it serves a job: FSDP_STORE_SERVED is the address and the job's name, with
+   a blank between them. "-PORT" behind the address: or at a port up to that one. Then nobody else
    serves, and a launcher that does not answer is waited for. */
 static void fsdpi_store_learn_served(fsdpi_store *s) {
     const char *at = fsdpi_env("FSDP_STORE_SERVED");

@@ -87,9 +87,10 @@ static const char *build_dir(void) {
 static const char *program(const char *name) {
     static char path[400];
     static const char *const others[] = {"RANK",        "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                                         "FSDP_JOB_ID", "FSDP_STORE", "FSDP_TOKEN"};
+                                         "FSDP_JOB_ID", "FSDP_STORE", "FSDP_STORE_SERVED"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) unsetenv(others[i]);
     setenv("FSDP_BACKEND", "gloo", 1);
+    setenv("FSDP_TOKEN", "of the tests", 1); /* else there is a warning */
     setenv("FSDP_TIMEOUT_MS", "20000", 1);
     snprintf(path, sizeof path, "%s/gloo/examples/%s", build_dir(), name);
     if (access(path, X_OK)) SKIP("no examples with the Gloo backend here: make gloo");
@@ -157,6 +158,23 @@ TEST_P(cluster, fsdprun, nodes) {
         CHECK_EQ_INT(finish(p[k]), 0);
         CHECK_EQ_STR(p[k]->output, k ? "" : expected);
     }
+}
+
+/* Without a secret the job runs, and its rank 0 warns. */
+TEST(cluster, no_secret) {
+    static const char warning[] = "this job has no secret", step[] = "step 200  loss ";
+    const char *hello = program("01_hello");
+    const int port = h_free_port();
+    process *p[2];
+    unsetenv("FSDP_TOKEN");
+    for (int k = 0; k < 2; k++)
+        p[k] = start("exec tools/fsdprun -n 2 --nnodes 2 --node-rank %d --master 127.0.0.1:%d %s",
+                     k, port, hello);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(p[k]), 0);
+    says(p[0], warning);
+    says(p[0], step);
+    CHECK(!strstr(strstr(p[0]->output, warning) + 1, warning));
+    CHECK_EQ_STR(p[1]->output, "");
 }
 
 /* The losses of torchrun's output, which has words of its own. */

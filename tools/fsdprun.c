@@ -248,8 +248,8 @@ static void set_token(const job *j) {
     setenv("FSDP_TOKEN", text, 1);
 }
 
-/* Says to the ranks that the fsdprun of node 0 serves, so that none of them does. There the place is
-   known; on other nodes it may be behind PORT. */
+/* Says to the ranks that the fsdprun of node 0 serves, so that none of them does. There the place
+   is known; on other nodes it may be behind PORT. */
 static void say_served(const job *j) {
     char store[sizeof j->store + 8], text[sizeof j->store + sizeof j->id + 32];
     unsetenv("FSDP_STORE_SERVED"); // of an fsdprun around this job

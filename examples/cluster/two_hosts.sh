@@ -64,8 +64,8 @@ say host-b 'sudo apt-get install libgloo0'
 
 command='fsdprun -n 2 --nnodes 2 --master host-a --node-rank' # but for the last word the same
 status_a=0 status_b=0
-on host-a . "FSDP_BACKEND=gloo tools/$command 0 $gloo/01_hello" >"$home/a" 2>&1 &
-on host-b "$home" "FSDP_BACKEND=gloo ./$command 1 ./01_hello" >"$home/b" 2>&1 || status_b=$?
+on host-a . "FSDP_TOKEN=SECRET FSDP_BACKEND=gloo tools/$command 0 $gloo/01_hello" >"$home/a" 2>&1 &
+on host-b "$home" "FSDP_TOKEN=SECRET FSDP_BACKEND=gloo ./$command 1 ./01_hello" >"$home/b" 2>&1 || status_b=$?
 wait $! || status_a=$?
 cat "$home/a" "$home/b"
 [ "$status_a$status_b" = 00 ] || fail "exit status $status_a and $status_b"

@@ -49,37 +49,37 @@ static void feed(state *s, fsdpi_conn *conn, const void *data, size_t size) {
     free(block);
 }
 
-// A hello of a program that knows the token; rank and size are the input's.
+// What the client at the other end would send next, with its tag once it has a key.
+static void say(state *s, fsdpi_conn *conn, int op, const uint8_t *key, size_t key_size,
+                const uint8_t *value, size_t value_size) {
+    fsdpi_queue out = {NULL, 0, 0, 0};
+    fsdpi_frame f = {(uint16_t)op,       0, 0, key_size, value_size, (const char *)key,
+                     (const char *)value};
+    fsdpi_seal seal = conn->seal_in;
+    seal.on = conn->state != FSDPI_CONN_STRANGER;
+    if (op == FSDPI_STORE_PROVE) fsdpi_seal_make(&seal, token, 0, conn->nonce, value);
+    must(fsdpi_frame_put(&s->core.allocator, &out, &f, &seal));
+    feed(s, conn, out.block, out.end);
+    fsdpi_queue_free(&s->core.allocator, &out);
+}
+
+// The first words of a program that knows the token, then its hello; rank and size are the input's.
 static void hello(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) {
-    char value[FSDPI_STORE_HELLO_BYTES] = {0}, out[HEADER + sizeof value], *at = out;
-    uint8_t mac[32];
-    fsdpi_hmac_sha256(token, sizeof token, nonce, sizeof nonce, mac);
-    memcpy(value, mac, sizeof mac);
-    (void)fsdpi_le_put(value + 32, FSDPI_STORE_VERSION, 4);
-    (void)fsdpi_le_put(value + 36, size > 0 ? data[0] % SIZE : 0, 4);
-    (void)fsdpi_le_put(value + 40, SIZE, 4);
-    for (size_t i = 1; i < size && i < sizeof value - 44; i++) value[43 + i] = (char)data[i];
-    at = fsdpi_le_put(at, FSDPI_STORE_MAGIC, 4);
-    at = fsdpi_le_put(at, FSDPI_STORE_HELLO, 2);
-    at = fsdpi_le_put(at, 0, 8);
-    at = fsdpi_le_put(at, 0, 2);
-    at = fsdpi_le_put(at, sizeof value, 8);
-    memcpy(at, value, sizeof value);
-    feed(s, conn, out, sizeof out);
+    uint8_t value[FSDPI_STORE_HELLO_BYTES] = {0};
+    if (conn->state == FSDPI_CONN_STRANGER)
+        say(s, conn, FSDPI_STORE_PROVE, NULL, 0, nonce, sizeof nonce);
+    if (conn->state != FSDPI_CONN_PROVEN) return;
+    value[0] = size > 0 ? data[0] % SIZE : 0, value[4] = SIZE;
+    for (size_t i = 1; i < size && i < sizeof value - 8; i++) value[7 + i] = data[i];
+    say(s, conn, FSDPI_STORE_HELLO, NULL, 0, value, sizeof value);
 }
 
 // A frame with a right header: first byte the op, second the size of the key.
 static void frame(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) {
-    char header[HEADER], *at = header;
     if (size < 2) return;
     size_t key_size = data[1] < size - 2 ? data[1] : size - 2;
-    at = fsdpi_le_put(at, FSDPI_STORE_MAGIC, 4);
-    at = fsdpi_le_put(at, FSDPI_STORE_SET + data[0] % 8, 2);
-    at = fsdpi_le_put(at, 0, 6);
-    at = fsdpi_le_put(at, key_size, 4);
-    (void)fsdpi_le_put(at, size - 2 - key_size, 8);
-    feed(s, conn, header, sizeof header);
-    feed(s, conn, data + 2, size - 2);
+    say(s, conn, FSDPI_STORE_SET + data[0] % 8, data + 2, key_size, data + 2 + key_size,
+        size - 2 - key_size);
 }
 
 // All that the core has to say is whole frames.
@@ -88,8 +88,9 @@ static void drain(state *s, fsdpi_conn *conn) {
     int whole;
     while ((whole = conn->out.block ? fsdpi_frame_get(&conn->out, &f) : 0) > 0) {
         must(f.op == FSDPI_STORE_CHALLENGE || f.op == FSDPI_STORE_REPLY ||
-             f.op == FSDPI_STORE_REFUSED || f.op >= FSDPI_STORE_ALL_JOINED);
-        fsdpi_frame_drop(&s->core.allocator, &conn->out, &f);
+             f.op == FSDPI_STORE_REFUSED || f.op == FSDPI_STORE_PROVEN ||
+             (f.op >= FSDPI_STORE_ALL_JOINED && f.op <= FSDPI_STORE_CLOSING));
+        fsdpi_frame_drop(&s->core.allocator, &conn->out);
     }
     must(whole == 0 && conn->out.begin == conn->out.end);
 }

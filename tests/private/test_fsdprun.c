@@ -135,6 +135,61 @@ TEST_P(fsdprun, environment_of_several_hosts, masters) {
     }
 }
 
+/* What keeps others out: random on one host, the user's if there is one, and on several hosts only
+   the user's. */
+static const struct {
+    const char *name, *given, *nodes;
+    int random;
+} tokens[] = {{"one_host", NULL, "1", 1},
+              {"one_host_and_empty", "", "1", 1},
+              {"one_host_and_given", "mine", "1", 0},
+              {"several_hosts", NULL, "2", 0},
+              {"several_hosts_and_given", "mine", "2", 0}};
+TEST_P(fsdprun, token, tokens) {
+    char text[2][80];
+    for (int i = 0; i < 2; i++) {
+        unsetenv("FSDP_TOKEN");
+        if (row->given) setenv("FSDP_TOKEN", row->given, 1);
+        CHECK_EQ_INT(RUN("-n1", "--nnodes", row->nodes, "--node-rank",
+                         *row->nodes == '1' ? "0" : "1", "--master", "127.0.0.1", "sh", "-c",
+                         "echo token:$FSDP_TOKEN."),
+                     0);
+        CHECK(strstr(output, "token:"));
+        snprintf(text[i], sizeof text[i], "%s", strstr(output, "token:") + 6);
+    }
+    if (!row->random) {
+        CHECK_EQ_STR(text[0], row->given ? "mine.\n" : ".\n");
+        return;
+    }
+    CHECK_EQ_INT(strspn(text[0], "0123456789abcdef"), 64);
+    CHECK_EQ_STR(text[0] + 64, ".\n");
+    CHECK(strcmp(text[0], text[1]) != 0);
+}
+TEST(fsdprun, ranks_have_one_token) {
+    unsetenv("FSDP_TOKEN");
+    CHECK_EQ_INT(RUN("-n3", "sh", "-c", "echo token:$FSDP_TOKEN"), 0);
+    CHECK_EQ_INT(count("token:"), 3);
+    char line[100];
+    snprintf(line, sizeof line, "%.71s", strstr(output, "token:")); /* with its end */
+    CHECK_EQ_INT(count(line), 3);
+}
+
+/* That the launcher serves, and where: node 0 knows the port, others know where it may be. */
+static const struct {
+    const char *name, *nodes, *node, *served;
+} serving[] = {{"one_host", NULL, NULL, "served:host: fsdprun-"},
+               {"node_1", "2", "1", "served:tcp://h:9-25 fsdprun-h:9.\n"}};
+TEST_P(fsdprun, says_that_it_serves, serving) {
+    const char *script = "echo served:$FSDP_STORE_SERVED.";
+    setenv("FSDP_STORE_SERVED", "of one around it", 1);
+    if (!row->nodes) CHECK_EQ_INT(RUN("-n1", "sh", "-c", script), 0);
+    else
+        CHECK_EQ_INT(RUN("-n1", "--nnodes", row->nodes, "--node-rank", row->node, "--master=h:9",
+                         "sh", "-c", script),
+                     0);
+    says(row->served);
+}
+
 TEST(fsdprun, a_name_for_the_job) {
     CHECK_EQ_INT(RUN("--nproc-per-node=1", "--nnodes=2", "--node-rank", "1", "--master=h:9",
                      "--job", "mine", "sh", "-c", "echo id $FSDP_JOB_ID"),
@@ -385,12 +440,16 @@ static fsdpi_store *join(int rank, int size, const served *s) {
 
 /* Node 0 of two, whose rank waits for the file "go"; this process joins as both ranks of the job. */
 static void start_node_0(served *s, int port) {
-    char master[64], script[500];
+    char master[64], script[600], out[400];
     snprintf(s->job, sizeof s->job, "fsdprun-127.0.0.1:%d", port);
     snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", port);
     snprintf(master, sizeof master, "127.0.0.1:%d", port);
-    snprintf(script, sizeof script, "echo ready; while ! test -e %s/go; do sleep 0.02; done",
+    snprintf(script, sizeof script,
+             "echo at $FSDP_STORE served $FSDP_STORE_SERVED.; echo ready;"
+             "while ! test -e %s/go; do sleep 0.02; done",
              h_tmpdir());
+    snprintf(out, sizeof out, "%s/out", h_tmpdir());
+    unlink(out); /* of a launcher before it */
     s->launcher = start("-n", "1", "--nnodes", "2", "--node-rank", "0", "--master", master, "sh",
                         "-c", script, (const char *)NULL);
     while (read_output(), !count("ready")) usleep(1000);
@@ -429,6 +488,64 @@ TEST(fsdprun, node_0_serves_until_its_ranks_end) {
     close_all(&s);
 }
 
+/* It is stopped when ranks look for its store: none of them serves one in its place. */
+static void join_stopped(int rank, int size, void *arg) {
+    served *s = (served *)arg;
+    if (rank < JOB_SIZE) {
+        h_mark(0);
+        join_rank(rank, JOB_SIZE, arg);
+        return;
+    }
+    (void)size;
+    h_await_marks(0, JOB_SIZE);
+    usleep(1300000); /* longer than a rank waits for a stranger */
+    CHECK_EQ_INT(kill(s->launcher, SIGCONT), 0);
+}
+TEST(fsdprun, a_stopped_launcher_is_waited_for) {
+    served s;
+    char text[200];
+    const int port = h_free_port();
+    start_node_0(&s, port);
+    snprintf(text, sizeof text, "served %s %s.\n", s.address, s.job);
+    says(text);
+    snprintf(text, sizeof text, "%s-%d %s", s.address, port + 16, s.job); /* as on node 1 */
+    setenv("FSDP_STORE_SERVED", text, 1);
+    CHECK_EQ_INT(kill(s.launcher, SIGSTOP), 0);
+    h_ranks_thread(JOB_SIZE + 1, join_stopped, &s);
+    end_node_0(&s);
+    close_all(&s);
+}
+
+/* Two jobs that differ in nothing but their secret, at one HOST and PORT: each has its own store. */
+TEST(fsdprun, two_jobs_on_one_port) {
+    served s[2];
+    const int port = h_free_port();
+    char key[16], expected[100];
+    for (int i = 0; i < 2; i++) {
+        setenv("FSDP_TOKEN", i ? "second" : "first", 1);
+        start_node_0(&s[i], port);
+    }
+    snprintf(expected, sizeof expected, "port %d is taken: ranks meet at 127.0.0.1:", port);
+    says(expected);
+    for (int i = 0; i < 2; i++) {
+        setenv("FSDP_TOKEN", i ? "second" : "first", 1);
+        h_ranks_thread(JOB_SIZE, join_rank, &s[i]);
+        snprintf(key, sizeof key, "of job %d", i);
+        CHECK_OK(fsdpi_store_set(s[i].stores[1], key, key, strlen(key) + 1));
+    }
+    for (int i = 0; i < 2; i++) {
+        char value[16];
+        size_t bytes;
+        snprintf(key, sizeof key, "of job %d", i);
+        CHECK_OK(fsdpi_store_get(s[i].stores[0], key, value, sizeof value, &bytes, 5000000000));
+        snprintf(key, sizeof key, "of job %d", !i);
+        CHECK_STATUS(fsdpi_store_get(s[i].stores[0], key, value, sizeof value, &bytes, 0),
+                     FSDP_ERR_TIMEOUT);
+    }
+    for (int i = 0; i < 2; i++) end_node_0(&s[i]);
+    for (int i = 0; i < 2; i++) close_all(&s[i]);
+}
+
 TEST(fsdprun, the_launchers_death_is_told) {
     served s;
     fsdpi_verdict verdict;
@@ -450,7 +567,7 @@ TEST(fsdprun, the_launchers_death_is_told) {
 
 TEST(fsdprun, a_port_that_is_taken) {
     served s;
-    char expected[100];
+    char expected[200];
     struct sockaddr_in a;
     socklen_t size = sizeof a;
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -463,7 +580,12 @@ TEST(fsdprun, a_port_that_is_taken) {
     start_node_0(&s, port);
     snprintf(expected, sizeof expected, "port %d is taken: ranks meet at 127.0.0.1:", port);
     says(expected);
-    h_ranks_thread(JOB_SIZE, join_rank, &s); /* they find it as they know where it may be */
+    const int found = atoi(strstr(output, expected) + strlen(expected));
+    CHECK(found > port && found <= port + 16);
+    snprintf(expected, sizeof expected, "at tcp://127.0.0.1:%d served tcp://127.0.0.1:%d %s.\n",
+             found, found, s.job); /* its own ranks need not look for it */
+    says(expected);
+    h_ranks_thread(JOB_SIZE, join_rank, &s); /* others find it as they know where it may be */
     end_node_0(&s);
     close_all(&s);
 }
