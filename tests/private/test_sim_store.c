@@ -484,6 +484,11 @@ static int blames_rightly(const job *j, const char *text) {
     }
 }
 
+static struct {
+    int64_t seeds, failed, finished, told, own, killed, did[OS_KINDS], sites[OS_SITES], steps;
+    int64_t heard; /* deaths of which nothing else kept the others from hearing */
+} total;
+
 /* A death in the running phase is heard of soon, if nothing else was wrong. */
 static void check_heard(const job *j) {
     const os_proc *dead = NULL;
@@ -495,6 +500,7 @@ static void check_heard(const job *j) {
         if (a->proc->faulty && a->proc->exit_code == 137) dead = a->proc;
     }
     if (!dead || faulty != 1 || os.did[OS_DID_cut]) return;
+    total.heard++;
     for (int r = 0; r < j->size; r++) {
         const actor *a = &j->ranks[r];
         if (a->proc->dead && a->proc->exit_code == 137) continue;
@@ -503,10 +509,6 @@ static void check_heard(const job *j) {
                     (double)(a->heard - dead->died) * 1e-9);
     }
 }
-
-static struct {
-    int64_t seeds, failed, finished, told, own, killed, did[OS_KINDS], sites[OS_SITES], steps;
-} total;
 
 static void judge(const job *j) {
     int faulty = j->has_launcher && j->launcher.proc->faulty;
@@ -564,9 +566,10 @@ static void print_totals(void) {
         used += snprintf(text + used, sizeof text - (size_t)used, "%s %s %lld", i ? "," : "",
                          os_kind_names[i], (long long)total.did[i]);
     h_message("%lld seeds, %lld steps; ranks: %lld finished, %lld told of others' faults, %lld of "
-              "their own, %lld killed",
+              "their own, %lld killed; %lld times all had to hear of a death at once",
               (long long)total.seeds, (long long)total.steps, (long long)total.finished,
-              (long long)total.told, (long long)total.own, (long long)total.killed);
+              (long long)total.told, (long long)total.own, (long long)total.killed,
+              (long long)total.heard);
     h_message("faults:%s", text);
     used = 0;
     for (int i = 0; i < OS_SITES; i++)
@@ -649,6 +652,6 @@ TEST(sim_store, one) { seeds(h_seed(), 1); }
 TEST(sim_store, seeds) { seeds(1000 * h_seed(), SLOW ? 60 : 500); }
 TEST(sim_store, each_call) { each_call(SLOW ? 1 : 3, SLOW ? 4 : 8); }
 TEST(sim_store, each_descriptor) { each_descriptor(SLOW ? 2 : 12); }
-TEST_TIMEOUT(long_sim_store, seeds, 1800) { seeds(1000000 * h_seed(), SLOW ? 5000 : 100000); }
-TEST_TIMEOUT(long_sim_store, each_call, 600) { each_call(80, 16); }
-TEST_TIMEOUT(long_sim_store, each_descriptor, 600) { each_descriptor(300); }
+TEST_TIMEOUT(long_sim, seeds, 1800) { seeds(1000000 * h_seed(), SLOW ? 5000 : 100000); }
+TEST_TIMEOUT(long_sim, each_call, 600) { each_call(80, 16); }
+TEST_TIMEOUT(long_sim, each_descriptor, 600) { each_descriptor(300); }
