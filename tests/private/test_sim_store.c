@@ -587,7 +587,7 @@ static void seeds(uint64_t first, int count) {
 /* ---- one fault after the other --------------------------------------------------------------- */
 
 /* Three ranks on two hosts, without anything that is drawn but the order of threads. */
-static void make_plain(int has_launcher, int is_host) {
+static void make_plain(int has_launcher, int is_host, int64_t pause) {
     job *j = &jobs[0];
     os_begin(h_seed());
     os.parts = os.interrupts = os.slow_names = 0;
@@ -595,8 +595,8 @@ static void make_plain(int has_launcher, int is_host) {
     num_jobs = 1;
     num_strangers = 0;
     memset(j, 0, sizeof *j);
-    j->size = 3, j->hosts = is_host ? 1 : 2, j->timeout = 10 * OS_S, j->pause = 5 * OS_MS;
-    j->rounds = 3, j->worlds = 1, j->has_launcher = has_launcher;
+    j->size = 3, j->hosts = is_host ? 1 : 2, j->timeout = 10 * OS_S, j->pause = pause;
+    j->rounds = pause > 100 * OS_MS ? 8 : 3, j->worlds = 1, j->has_launcher = has_launcher;
     snprintf(j->name, sizeof j->name, "plain");
     snprintf(j->store, sizeof j->store, is_host ? "host:" : "tcp://node-0:%d", PORT);
     start_job(j, 10 * OS_MS);
@@ -621,7 +621,7 @@ static void each_call(int most, int hows) {
             for (int how = 0; how < hows; how++)
                 for (int nth = 0, hit = 1; hit && nth < most; nth++) {
                     if (!is_chosen(site, e, how, nth)) continue;
-                    make_plain(how & 1, how & 2);
+                    make_plain(how & 1, how & 2, 5 * OS_MS);
                     os_fault *f = os_plan(OS_CALL, victim_of(how & 1, how & 4));
                     f->site = site, f->error = errors[site][e], f->nth = nth;
                     f->count = how & 8 ? 100 : 1;
@@ -638,9 +638,9 @@ static void each_descriptor(int times) {
         for (int how = 0; how < 8; how++)
             for (int nth = 0, hit = 1; hit; nth++) {
                 if (!is_chosen(time, 0, how, nth)) continue;
-                make_plain(how & 1, how & 2);
+                make_plain(how & 1, how & 2, 200 * OS_MS); /* who spins has time for it */
                 os_fault *f = os_plan(OS_CLOSE, victim_of(how & 1, how & 4));
-                f->nth = nth, f->at = os.now + time * 60 * OS_MS / times;
+                f->nth = nth, f->at = os.now + time * 120 * OS_MS / times;
                 run("--filter=sim_store.each_descriptor, with SIM_CASE=%d,0,%d,%d", time, how, nth);
                 hit = os.did[OS_DID_closed] != 0;
             }
