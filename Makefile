@@ -23,7 +23,7 @@ TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults 
                   test_fully_shard_comm test_plan test_shm_faults test_spawn test_store \
                   test_store_trust
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
-SLOW := long_*:fully_shard_compile.*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:resume.*:find_nccl.*:budget.*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*:plan.leave*:cluster.*:extension.more*:shard.random*:reset.*:checkpoint.reshard*:checkpoint_slow.*:norm.slices:faults.*lanes:shm_faults.rank_missing*:store_launcher.late*:fully_shard_training.partial*:fully_shard_training.gradient*:checkpoint_faults.*
+SLOW := long_*:fully_shard_compile.*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:resume.*:find_nccl.*:budget.*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*:plan.leave*:cluster.*:extension.more*:shard.random*:reset.*:checkpoint.reshard*:checkpoint_slow.*:norm.slices:faults.*lanes:shm_faults.rank_missing*:store_launcher.late*:trust.stopped_launcher*:fully_shard_training.partial*:fully_shard_training.gradient*:checkpoint_faults.*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum

@@ -1279,7 +1279,8 @@ static void *fsdpi_store_resolve(void *arg) {
 }
 
 /* Asks the resolver, which has deadlines of its own: a thread waits for it, and is left to itself
-   at ours. NULL, and *rc: there is no answer; *rc 0: not in time. */
+   at ours; until it has ended the library must stay loaded. NULL, and *rc: there is no answer; *rc
+   0: not in time. */
 static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, const char *host,
                                                        int64_t deadline, int *rc) {
     struct fsdpi_addrinfo *list = NULL;

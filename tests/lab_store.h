@@ -433,8 +433,9 @@ H_FN int raw_connect(int port) {
 }
 
 H_FN void raw_send(int fd, const void *data, size_t size) {
-    ssize_t done = send(fd, data, size, MSG_NOSIGNAL);
-    (void)done; /* the other side may have closed already */
+    ssize_t done = 1; /* the other side may be slow, or have closed already */
+    for (size_t at = 0; at < size && done > 0; at += (size_t)done)
+        done = send(fd, (const char *)data + at, size - at, MSG_NOSIGNAL);
 }
 
 /* 1: all of it came. */

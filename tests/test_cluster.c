@@ -286,7 +286,7 @@ static const struct {
      "",
      NULL,
      {"rank 1 has not joined within 1.0 s. The store is at tcp://127.0.0.1:", ""}},
-    {"node_0", NULL, "", {"", "was found at tcp://127.0.0.1:"}},
+    {"node_0", NULL, "", {"", "[E791] the launcher serves the store of job"}},
     {"same_job", "", "--job other", {"rank 1 has not joined", " serves another job"}},
     {"same_size",
      "",
