@@ -20,7 +20,7 @@ typedef struct {
     const uint8_t *data; /* what is left of the input */
     size_t size;
     int kind;
-    fsdp_world *w;
+    fsdp_world *w, *other; /* other: one of one rank beside it, whose mesh is among the meshes */
     fsdp_mesh *mesh[AF_MESHES];
     fsdp_model *model, *training;
     fsdp_unit *unit[AF_UNITS], *own[2]; /* of the victim; of the training */
@@ -133,11 +133,16 @@ H_FN void af_open(af *z) {
     fsdp_world_desc d = af_desc(z, z->kind);
     fsdp_status status = fsdp_init(&d, &z->w);
     AF_MUST(!status, "%s", fsdp_last_error(NULL));
-    af_worlds++;
+    d = af_desc(z, 0);
+    status = fsdp_init(&d, &z->other);
+    AF_MUST(!status, "%s", fsdp_last_error(NULL));
+    AF_MUST(!fsdp_mesh_1d(z->other, "other", &z->mesh[0]), "%s", fsdp_last_error(z->other));
+    af_worlds += 2;
 }
 
 /* Shutdown tells what has aborted the world, and leaves nothing. */
 H_FN void af_close(af *z) {
+    AF_MUST(!fsdp_shutdown(z->other), "the other world");
     fsdp_status failed = lib_failed(z->w), status = fsdp_shutdown(z->w);
     AF_MUST(status == failed, "shutdown: %d, expected %d", (int)status, (int)failed);
     AF_MUST(z->live == 0, "%lld bytes are left", (long long)z->live);

@@ -28,6 +28,11 @@
 #define SLACK (2 * OS_S)
 #define HEARD (300 * OS_MS)
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { SLOW = 1 };
+#else
+enum { SLOW = 0 };
+#endif
 enum { RANKS = 6, JOBS = 2, PORT = 29500, STRANGERS = 3 };
 
 /* ---- a job ----------------------------------------------------------------------------------- */
@@ -184,11 +189,9 @@ static void *rank_main(void *arg) {
 static void tell_place(job *j, const fsdpi_store_server *server) {
     for (int r = 0; r < j->size; r++) {
         actor *a = &j->ranks[r];
-        const char *colon = strncmp(j->store, "tcp:", 4) ? NULL : strrchr(j->store, ':');
+        char *colon = strncmp(a->place, "tcp:", 4) ? NULL : strrchr(a->place, ':');
         if (a->proc->host) continue;
-        if (colon)
-            snprintf(a->place, sizeof a->place, "%.*s:%d", (int)(colon - j->store), j->store,
-                     fsdpi_store_port(server));
+        if (colon) snprintf(colon, 8, ":%d", fsdpi_store_port(server));
         snprintf(a->served, sizeof a->served, "%s %s", a->place, j->name);
         a->proc->served = a->served;
     }
@@ -481,6 +484,11 @@ static int blames_rightly(const job *j, const char *text) {
     }
 }
 
+static struct {
+    int64_t seeds, failed, finished, told, own, killed, did[OS_KINDS], sites[OS_SITES], steps;
+    int64_t heard; /* deaths of which nothing else kept the others from hearing */
+} total;
+
 /* A death in the running phase is heard of soon, if nothing else was wrong. */
 static void check_heard(const job *j) {
     const os_proc *dead = NULL;
@@ -492,6 +500,7 @@ static void check_heard(const job *j) {
         if (a->proc->faulty && a->proc->exit_code == 137) dead = a->proc;
     }
     if (!dead || faulty != 1 || os.did[OS_DID_cut]) return;
+    total.heard++;
     for (int r = 0; r < j->size; r++) {
         const actor *a = &j->ranks[r];
         if (a->proc->dead && a->proc->exit_code == 137) continue;
@@ -500,10 +509,6 @@ static void check_heard(const job *j) {
                     (double)(a->heard - dead->died) * 1e-9);
     }
 }
-
-static struct {
-    int64_t seeds, failed, finished, told, own, killed, did[OS_KINDS], sites[OS_SITES], steps;
-} total;
 
 static void judge(const job *j) {
     int faulty = j->has_launcher && j->launcher.proc->faulty;
@@ -561,9 +566,10 @@ static void print_totals(void) {
         used += snprintf(text + used, sizeof text - (size_t)used, "%s %s %lld", i ? "," : "",
                          os_kind_names[i], (long long)total.did[i]);
     h_message("%lld seeds, %lld steps; ranks: %lld finished, %lld told of others' faults, %lld of "
-              "their own, %lld killed",
+              "their own, %lld killed; %lld times all had to hear of a death at once",
               (long long)total.seeds, (long long)total.steps, (long long)total.finished,
-              (long long)total.told, (long long)total.own, (long long)total.killed);
+              (long long)total.told, (long long)total.own, (long long)total.killed,
+              (long long)total.heard);
     h_message("faults:%s", text);
     used = 0;
     for (int i = 0; i < OS_SITES; i++)
@@ -581,7 +587,7 @@ static void seeds(uint64_t first, int count) {
 /* ---- one fault after the other --------------------------------------------------------------- */
 
 /* Three ranks on two hosts, without anything that is drawn but the order of threads. */
-static void make_plain(int has_launcher, int is_host) {
+static void make_plain(int has_launcher, int is_host, int64_t pause) {
     job *j = &jobs[0];
     os_begin(h_seed());
     os.parts = os.interrupts = os.slow_names = 0;
@@ -589,8 +595,8 @@ static void make_plain(int has_launcher, int is_host) {
     num_jobs = 1;
     num_strangers = 0;
     memset(j, 0, sizeof *j);
-    j->size = 3, j->hosts = is_host ? 1 : 2, j->timeout = 10 * OS_S, j->pause = 5 * OS_MS;
-    j->rounds = 3, j->worlds = 1, j->has_launcher = has_launcher;
+    j->size = 3, j->hosts = is_host ? 1 : 2, j->timeout = 10 * OS_S, j->pause = pause;
+    j->rounds = pause > 100 * OS_MS ? 8 : 3, j->worlds = 1, j->has_launcher = has_launcher;
     snprintf(j->name, sizeof j->name, "plain");
     snprintf(j->store, sizeof j->store, is_host ? "host:" : "tcp://node-0:%d", PORT);
     start_job(j, 10 * OS_MS);
@@ -615,7 +621,7 @@ static void each_call(int most, int hows) {
             for (int how = 0; how < hows; how++)
                 for (int nth = 0, hit = 1; hit && nth < most; nth++) {
                     if (!is_chosen(site, e, how, nth)) continue;
-                    make_plain(how & 1, how & 2);
+                    make_plain(how & 1, how & 2, 5 * OS_MS);
                     os_fault *f = os_plan(OS_CALL, victim_of(how & 1, how & 4));
                     f->site = site, f->error = errors[site][e], f->nth = nth;
                     f->count = how & 8 ? 100 : 1;
@@ -632,9 +638,9 @@ static void each_descriptor(int times) {
         for (int how = 0; how < 8; how++)
             for (int nth = 0, hit = 1; hit; nth++) {
                 if (!is_chosen(time, 0, how, nth)) continue;
-                make_plain(how & 1, how & 2);
+                make_plain(how & 1, how & 2, 200 * OS_MS); /* who spins has time for it */
                 os_fault *f = os_plan(OS_CLOSE, victim_of(how & 1, how & 4));
-                f->nth = nth, f->at = os.now + time * 60 * OS_MS / times;
+                f->nth = nth, f->at = os.now + time * 120 * OS_MS / times;
                 run("--filter=sim_store.each_descriptor, with SIM_CASE=%d,0,%d,%d", time, how, nth);
                 hit = os.did[OS_DID_closed] != 0;
             }
@@ -643,9 +649,9 @@ static void each_descriptor(int times) {
 }
 
 TEST(sim_store, one) { seeds(h_seed(), 1); }
-TEST(sim_store, seeds) { seeds(1000 * h_seed(), 500); }
-TEST(sim_store, each_call) { each_call(3, 8); }
-TEST(sim_store, each_descriptor) { each_descriptor(12); }
-TEST_TIMEOUT(long_sim_store, seeds, 1800) { seeds(1000000 * h_seed(), 100000); }
-TEST_TIMEOUT(long_sim_store, each_call, 600) { each_call(80, 16); }
-TEST_TIMEOUT(long_sim_store, each_descriptor, 600) { each_descriptor(300); }
+TEST(sim_store, seeds) { seeds(1000 * h_seed(), SLOW ? 60 : 500); }
+TEST(sim_store, each_call) { each_call(SLOW ? 1 : 3, SLOW ? 4 : 8); }
+TEST(sim_store, each_descriptor) { each_descriptor(SLOW ? 2 : 12); }
+TEST_TIMEOUT(long_sim, seeds, 1800) { seeds(1000000 * h_seed(), SLOW ? 5000 : 100000); }
+TEST_TIMEOUT(long_sim, each_call, 600) { each_call(80, 16); }
+TEST_TIMEOUT(long_sim, each_descriptor, 600) { each_descriptor(300); }
