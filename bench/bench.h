@@ -49,6 +49,20 @@ BENCH_FN bench_stats bench_summarize(double *samples, int count) {
     return s;
 }
 
+typedef struct {
+    double low, median, high; // 10th, 50th and 90th percentile
+} bench_spread;
+
+/* Sorts the samples. */
+BENCH_FN bench_spread bench_spread_of(double *samples, int count) {
+    bench_spread s = {0, 0, 0};
+    if (count == 0) return s;
+    s.median = bench_summarize(samples, count).median;
+    s.low = samples[(count - 1) / 10];
+    s.high = samples[(count - 1) * 9 / 10];
+    return s;
+}
+
 /* Calls `one`, which returns what it measured, `warm_up` times for nothing; then for `seconds` or
    `most` times, whichever ends first, but five times at least. */
 BENCH_FN bench_stats bench_run(double (*one)(void *), void *arg, int warm_up, double seconds,

@@ -2,19 +2,26 @@
    Gloo's own ring collectives; in one run, by the same processes, one of each in turn.
 
        build/bench/bench_comm [--backend shm,gloo] [--ranks 2,4] [--sizes 4K,64K,1M,16M,64M,256M]
-                              [--seconds 0.5] [--csv]
+                              [--seconds 0.5] [--cold 64M] [--csv]
        gnuplot -e "csv='build/bench_comm.csv'; png='build/bench_comm.png'" bench/bench_comm.gp
 
-   A size is that of the full side, B bytes of f32 on each of W ranks, which are processes.
+   A size is that of the full side, B bytes on each of W ranks, which are processes; of f32, but
+   for "reduce_bf16", a reduce_scatter of bf16 to f32.
      memcpy  of n bytes reads n and writes n; it is given the n that reads and writes what an
              operation has to at least: (W-1)/W*B an all_gather in place, (B + B/W)/2 a
-             reduce_scatter, the sum of both an all_reduce
+             reduce_scatter, (B + 2*B/W)/2 one of bf16 to f32, the sum of the first two an
+             all_reduce. It reads and writes what the operation of shm does: memory that shm has
+             allocated, at the same distances from pages, no other rank's
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
      ring    gloo::allgather, gloo::allreduce; Gloo has no reduce_scatter that is correct
    A sample is the time from the first rank's start to the last one's end, after a barrier, of one
-   operation or, where these are short, of several in a row, divided by their number. Results are
-   checked once per size. Writes $FSDP_BUILD/bench_comm.csv; --csv writes the same to stdout.
+   operation or, where these are short, of several in a row, divided by their number. From 1 MiB on
+   it is one, and before it each rank writes 64 MiB of its own (--cold; 0: it does not), so that the
+   caches have nothing of a rival before. Buffers lie at five places in turn. A ratio is the median
+   of those of rounds, in which each rival has one sample; in brackets are its 10th and 90th
+   percentiles. Results are checked once per size. Writes $FSDP_BUILD/bench_comm.csv; --csv writes
+   the same to stdout.
 
    With -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO both backends and the ring are there, which needs
    fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, shm alone.
@@ -43,17 +50,21 @@
 #include "bench/gloo_ring.h"
 #endif
 
-enum { WORLD_MAX = 8, SIZES_MAX = 16, LONG_RUN = 4 << 20 };
-typedef enum { GATHER = 0, SCATTER, REDUCE, OPS } op_kind;
+enum { WORLD_MAX = 8, SIZES_MAX = 16, LONG_RUN = 4 << 20, COLD_RUN = 1 << 20 };
+typedef enum { GATHER = 0, SCATTER, SCATTER_BF16, REDUCE, OPS } op_kind;
+// Bytes by which buffers are moved: lines, the halves of a page, pages.
+enum { PLACES = 5, SLACK = 65536 + 64 };
+static const size_t places[PLACES] = {0, 64, 2112, 4096, 65536};
 typedef enum { SHM = 0, GLOO, RING, TCP, COPY, RIVALS } rival;
 enum { BACKENDS = 2 }; // the first two rivals
-static const char *const op_names[OPS] = {"all_gather", "reduce_scatter", "all_reduce"};
+static const char *const op_names[OPS] = {"all_gather", "reduce_scatter", "reduce_bf16",
+                                          "all_reduce"};
 static const char *const rival_names[RIVALS] = {"shm", "gloo", "ring", "tcp", "memcpy"};
 
 typedef struct {
     uint32_t rivals; // bit 1 << rival
     int worlds[SIZES_MAX], num_worlds, num_sizes, csv;
-    size_t sizes[SIZES_MAX], bytes_max;
+    size_t sizes[SIZES_MAX], bytes_max, cold;
     double seconds;
 } options;
 
@@ -61,8 +72,8 @@ typedef struct {
 typedef struct {
     pthread_barrier_t gate;
     int64_t start[WORLD_MAX], end[WORLD_MAX]; // of one sample
-    int32_t op, who, repeats, check, quit;
-    size_t bytes;
+    int32_t op, who, repeats, check, quit, is_cold;
+    size_t bytes, place;
     char dir[64]; // where Gloo's ring meets
 } board;
 
@@ -80,6 +91,7 @@ typedef struct {
     void *ring;
     int sockets[WORLD_MAX];
     char *from, *to; // of the other rivals
+    char *cold;
 } worker;
 
 /* ---- rivals ---------------------------------------------------------------------------------- */
@@ -92,20 +104,22 @@ static void fail(const worker *w, const char *what, const char *why) {
 
 static void run_backend(worker *w, backend *k) {
     const board *b = w->b;
-    fsdp_seg seg = {0, 0, (int64_t)(b->bytes / sizeof(float)) / w->world};
     fsdp_coll c;
     memset(&c, 0, sizeof c);
-    c.dtype = c.out_dtype = FSDP_F32, c.scale = 1.0, c.what = "bench", c.redop = FSDP_SUM;
+    c.dtype = b->op == SCATTER_BF16 ? FSDP_BF16 : FSDP_F32;
+    c.out_dtype = FSDP_F32, c.scale = 1.0, c.what = "bench", c.redop = FSDP_SUM;
+    fsdp_seg seg = {0, 0, (int64_t)(b->bytes / fsdp_dtype_size(c.dtype)) / w->world};
+    char *full = k->full + b->place, *shard = k->shard + b->place;
     if (b->op == REDUCE) {
         c.kind = FSDP_OP_ALL_REDUCE;
         c.count = b->bytes / sizeof(float);
-        c.src = c.dst = k->full;
+        c.src = c.dst = full;
     } else {
         c.kind = b->op == GATHER ? FSDP_OP_ALL_GATHER : FSDP_OP_REDUCE_SCATTER;
         c.segs = &seg, c.num_segs = 1, c.count = (uint64_t)seg.count;
         c.in_place = b->op == GATHER;
-        c.src = k->full;
-        c.dst = b->op == GATHER ? k->full : k->shard;
+        c.src = full;
+        c.dst = b->op == GATHER ? full : shard;
     }
     if (k->ops->run(k->comm, &c)) fail(w, op_names[b->op], k->ops->error_text(k->comm));
 }
@@ -159,8 +173,11 @@ static void stream(worker *w, size_t part) {
 
 static void run_copy(worker *w) {
     size_t full = w->b->bytes, part = full / (size_t)w->world;
-    if (w->b->op != SCATTER) memcpy(w->to, w->from, full - part);
-    if (w->b->op != GATHER) memcpy(w->to, w->from, (full + part) / 2);
+    const char *from = w->from + w->b->place;
+    char *to = w->to + w->b->place;
+    if (w->b->op == GATHER || w->b->op == REDUCE) memcpy(to, from, full - part);
+    if (w->b->op == SCATTER || w->b->op == REDUCE) memcpy(to, from, (full + part) / 2);
+    if (w->b->op == SCATTER_BF16) memcpy(to, from, (full + 2 * part) / 2);
 }
 
 static void run(worker *w) {
@@ -178,25 +195,31 @@ static void run(worker *w) {
 /* ---- a sample, on every rank ----------------------------------------------------------------- */
 
 static int takes_part(const worker *w, int who, int op) {
-    return (w->opt->rivals >> who & 1) && !(who == RING && op == SCATTER);
+    int is_scatter = op == SCATTER || op == SCATTER_BF16;
+    return (w->opt->rivals >> who & 1) && !(who == RING && is_scatter);
 }
 
-// Before a check: small whole numbers, so that sums are exact. Element i of rank r is i%1000 + r.
-static void fill(const worker *w, float *x) {
-    size_t count = w->b->bytes / sizeof(float), part = count / (size_t)w->world;
-    for (size_t i = 0; i < count; i++)
-        x[i] = w->b->op == GATHER && i / part != (size_t)w->rank
-                   ? -1.0f
-                   : (float)(i % 1000) + (float)w->rank;
+// Before a check: small whole numbers, so that sums are exact. Element i of rank r is i%100 + r.
+static void fill(const worker *w, char *at) {
+    fsdp_dtype dtype = w->b->op == SCATTER_BF16 ? FSDP_BF16 : FSDP_F32;
+    size_t size = fsdp_dtype_size(dtype), count = w->b->bytes / size;
+    size_t part = count / (size_t)w->world;
+    for (size_t i = 0; i < count; i++) {
+        int is_mine = w->b->op != GATHER || i / part == (size_t)w->rank;
+        float x = is_mine ? (float)(i % 100) + (float)w->rank : -1.0f;
+        (void)fsdp_convert(at + i * size, dtype, &x, FSDP_F32, 1);
+    }
 }
 
 static void check(worker *w, const float *x) {
-    size_t count = w->b->bytes / sizeof(float), part = count / (size_t)w->world;
-    size_t first = w->b->op == SCATTER ? part * (size_t)w->rank : 0;
+    int is_scatter = w->b->op == SCATTER || w->b->op == SCATTER_BF16;
+    size_t size = w->b->op == SCATTER_BF16 ? 2 : sizeof(float);
+    size_t count = w->b->bytes / size, part = count / (size_t)w->world;
+    size_t first = is_scatter ? part * (size_t)w->rank : 0;
     float ranks = (float)w->world;
-    if (w->b->op == SCATTER) count = part;
+    if (is_scatter) count = part;
     for (size_t i = 0; i < count; i++) {
-        float here = (float)((first + i) % 1000);
+        float here = (float)((first + i) % 100);
         float expected = w->b->op == GATHER ? here + (float)(i / part)
                                             : ranks * here + ranks * (ranks - 1) / 2;
         if (x[i] != expected) fail(w, rival_names[w->b->who], "a wrong result");
@@ -206,10 +229,11 @@ static void check(worker *w, const float *x) {
 static void checked(worker *w) {
     backend *k = w->b->who < BACKENDS ? &w->backends[w->b->who] : NULL;
     char *full = k ? k->full : w->to;
-    fill(w, (float *)(void *)full);
+    int is_scatter = w->b->op == SCATTER || w->b->op == SCATTER_BF16;
+    fill(w, full);
     (void)pthread_barrier_wait(&w->b->gate);
     run(w);
-    check(w, (const float *)(const void *)(k && w->b->op == SCATTER ? k->shard : full));
+    check(w, (const float *)(const void *)(k && is_scatter ? k->shard : full));
     memset(full, 0, w->b->bytes); // sums in place that are repeated stay what they are
 }
 
@@ -221,6 +245,8 @@ static int sample(worker *w) {
     if (b->check) {
         checked(w);
     } else {
+        for (size_t i = 0; i < w->opt->cold && b->is_cold; i += 64) w->cold[i]++;
+        if (b->is_cold) (void)pthread_barrier_wait(&b->gate);
         b->start[w->rank] = bench_now_ns();
         for (int i = 0; i < b->repeats; i++) run(w);
         b->end[w->rank] = bench_now_ns();
@@ -244,7 +270,8 @@ static double once(worker *w, int who) {
     return (double)(last - first) * 1e-3 / b->repeats;
 }
 
-static void show(const worker *w, FILE *csv, const bench_stats *s) {
+// ratio: by rival, of its samples to those of its measure.
+static void show(const worker *w, FILE *csv, const bench_stats *s, const bench_spread *ratio) {
     const board *b = w->b;
     if (!w->opt->csv) printf("%-14s W=%d %10zu", op_names[b->op], w->world, b->bytes);
     for (int who = 0; who < RIVALS; who++) {
@@ -252,39 +279,49 @@ static void show(const worker *w, FILE *csv, const bench_stats *s) {
             if (!w->opt->csv) printf(" %10s", "-");
             continue;
         }
-        fprintf(csv, "%s,%d,%zu,%s,%d,%.2f,%.2f,%.2f,%.3f\n", op_names[b->op], w->world, b->bytes,
-                rival_names[who], s[who].samples, s[who].min, s[who].median, s[who].p95,
-                s[who].median / s[who < GLOO ? COPY : TCP].median);
+        fprintf(csv, "%s,%d,%zu,%s,%d,%.2f,%.2f,%.2f,%.3f,%.3f,%.3f\n", op_names[b->op], w->world,
+                b->bytes, rival_names[who], s[who].samples, s[who].min, s[who].median, s[who].p95,
+                ratio[who].median, ratio[who].low, ratio[who].high);
         if (!w->opt->csv) printf(" %10.1f", s[who].median);
     }
-    if (!w->opt->csv && s[SHM].samples)
-        printf("  shm/memcpy %5.2f", s[SHM].median / s[COPY].median);
-    if (!w->opt->csv && s[GLOO].samples) printf("  gloo/tcp %5.2f", s[GLOO].median / s[TCP].median);
+    for (int who = SHM; who <= GLOO && !w->opt->csv; who++)
+        if (s[who].samples)
+            printf("  %s %5.2f [%.2f, %.2f]", who == SHM ? "shm/memcpy" : "gloo/tcp",
+                   ratio[who].median, ratio[who].low, ratio[who].high);
     if (!w->opt->csv) printf("\n");
     fflush(NULL);
 }
 
 // All rivals in turn, round after round, so that what else the machine does hits all.
 static void compare(worker *w, FILE *csv) {
-    static double samples[RIVALS][BENCH_SAMPLES_MAX];
+    static double samples[RIVALS][BENCH_SAMPLES_MAX], ratios[BENCH_SAMPLES_MAX];
     board *b = w->b;
     bench_stats s[RIVALS];
+    bench_spread ratio[RIVALS];
     b->check = 1;
+    b->place = 0;
     for (int who = 0; who < TCP; who++)
         if (takes_part(w, who, b->op)) (void)once(w, who);
     b->check = 0;
-    b->repeats = b->bytes >= LONG_RUN ? 1 : b->bytes >= LONG_RUN / 16 ? 4 : 20;
+    b->is_cold = w->opt->cold && b->bytes >= COLD_RUN;
+    b->repeats = b->is_cold || b->bytes >= LONG_RUN ? 1 : b->bytes >= LONG_RUN / 16 ? 4 : 20;
     int round = -2, most = BENCH_SAMPLES_MAX; // two to warm up
     int64_t end = bench_now_ns() + (int64_t)(w->opt->seconds * 1e9);
-    for (; round < most && (round < 5 || bench_now_ns() < end); round++)
+    for (; round < most && (round < 2 * PLACES || bench_now_ns() < end); round++)
         for (int who = 0; who < RIVALS; who++) {
             if (!takes_part(w, who, b->op)) continue;
+            b->place = places[(round + 2) % PLACES];
             double us = once(w, who);
             if (round >= 0) samples[who][round] = us;
         }
+    for (int who = 0; who < RIVALS; who++) { // before summaries sort the samples
+        for (int i = 0; i < round; i++)
+            ratios[i] = samples[who][i] / samples[who < GLOO ? COPY : TCP][i];
+        ratio[who] = bench_spread_of(ratios, takes_part(w, who, b->op) ? round : 0);
+    }
     for (int who = 0; who < RIVALS; who++)
         s[who] = bench_summarize(samples[who], takes_part(w, who, b->op) ? round : 0);
-    show(w, csv, s);
+    show(w, csv, s, ratio);
 }
 
 static void lead(worker *w, FILE *csv) {
@@ -319,9 +356,11 @@ static void open_backend(worker *w, int which) {
     k->ops = fsdp_shm_comm_ops();
 #endif
     if (k->ops->open(&boot, &caps, &k->comm)) fail(w, k->ops->name, k->ops->error_text(NULL));
-    size_t full = w->opt->bytes_max;
-    if (k->ops->alloc(k->comm, full, (void **)&k->full) ||
-        k->ops->alloc(k->comm, full / (size_t)w->world, (void **)&k->shard))
+    size_t full = w->opt->bytes_max; // a shard of f32 may be twice as large as one of bf16
+    if (k->ops->alloc(k->comm, full + SLACK, (void **)&k->full) ||
+        k->ops->alloc(k->comm, 2 * full / (size_t)w->world + SLACK, (void **)&k->shard) ||
+        (which == SHM && (k->ops->alloc(k->comm, full + SLACK, (void **)&w->from) ||
+                          k->ops->alloc(k->comm, full + SLACK, (void **)&w->to))))
         fail(w, k->ops->name, k->ops->error_text(k->comm));
 }
 
@@ -334,11 +373,14 @@ static void rank_main(worker *w, FILE *csv) {
         gloo_ring_open(w->b->dir, w->rank, w->world, (gloo_ring **)&w->ring))
         fail(w, "ring", "Gloo could not connect");
 #endif
-    w->from = (char *)malloc(bytes);
-    w->to = (char *)malloc(bytes);
-    if (!w->from || !w->to) fail(w, "malloc", strerror(errno));
-    memset(w->from, 0, bytes);
-    memset(w->to, 0, bytes);
+    if (!w->from) w->from = (char *)malloc(bytes + SLACK); // without shm
+    if (!w->to) w->to = (char *)malloc(bytes + SLACK);
+    w->cold = (char *)calloc(1, w->opt->cold + 1);
+    if (!w->from || !w->to || !w->cold) fail(w, "malloc", strerror(errno));
+    memset(w->from, 0, bytes + SLACK);
+    memset(w->to, 0, bytes + SLACK);
+    for (int k = 0; k < BACKENDS; k++) // as those are: in this process's tables of pages
+        if (w->backends[k].full) memset(w->backends[k].full, 0, bytes + SLACK);
     if (w->rank == 0) lead(w, csv);
     else
         while (sample(w)) {
@@ -434,7 +476,7 @@ static int run_world(const options *opt, int world, FILE *csv) {
 
 static int usage(void) {
     fprintf(stderr, "usage: bench_comm [--backend shm,gloo] [--ranks 2,4] "
-                    "[--sizes 4K,64K,1M,16M,64M,256M] [--seconds 0.5] [--csv]\n"
+                    "[--sizes 4K,64K,1M,16M,64M,256M] [--seconds 0.5] [--cold 64M] [--csv]\n"
                     "ranks: 2 to 8; sizes: multiples of 4 bytes per rank; backends: those that "
                     "are compiled in\n");
     return 2;
@@ -469,9 +511,10 @@ static int parse_backends(const char *text, uint32_t *out) {
 
 static int parse(int argc, char **argv, options *o) {
     const char *backends = NULL, *ranks = "2,4", *sizes = "4K,64K,1M,16M,64M,256M";
-    size_t worlds[SIZES_MAX];
+    size_t worlds[SIZES_MAX], cold[SIZES_MAX];
     memset(o, 0, sizeof *o);
     o->seconds = 0.5;
+    o->cold = (size_t)64 << 20;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--csv")) {
@@ -482,6 +525,7 @@ static int parse(int argc, char **argv, options *o) {
         else if (!strcmp(argv[i], "--ranks")) ranks = value;
         else if (!strcmp(argv[i], "--sizes")) sizes = value;
         else if (!strcmp(argv[i], "--seconds")) o->seconds = strtod(value, NULL);
+        else if (!strcmp(argv[i], "--cold")) o->cold = parse_list(value, cold) == 1 ? cold[0] : 0;
         else return 0;
         i++;
     }
@@ -500,7 +544,7 @@ static int parse(int argc, char **argv, options *o) {
 
 int main(int argc, char **argv) {
     static const char columns[] =
-        "op,world,bytes,who,samples,us_min,us_median,us_p95,to_memcpy_or_tcp";
+        "op,world,bytes,who,samples,us_min,us_median,us_p95,to_memcpy_or_tcp,ratio_p10,ratio_p90";
     options o;
     int failed = 0;
     if (!parse(argc, argv, &o)) return usage();

@@ -7,7 +7,7 @@
 
 For every number of ranks and size, in turn and several rounds: bench_comm, then the same
 operations by processes of PyTorch, which wait in between without using a core. A time is the median
-of the rounds' medians; a sample is taken as bench_comm takes it: from the first rank's start to the
+of the rounds' medians; a sample is taken as bench_comm --cold 0 takes it: from the first rank's start to the
 last one's end, after a barrier, of several operations in a row where they are short. Buffers are
 f32, an all_gather's input is a part of its output, and nobody has more than one compute thread.
 Needs torch; writes $FSDP_BUILD/compare_torch.csv.
@@ -115,7 +115,7 @@ class Torch:
 def ours(args, world, size):
     """{(op, who): microseconds} of one run of bench_comm."""
     command = [args.bench, "--csv", "--backend", args.backend, "--ranks", str(world), "--sizes",
-               str(size), "--seconds", str(args.seconds)]
+               str(size), "--seconds", str(args.seconds), "--cold", "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows = csv.DictReader(done.stdout.splitlines())
     return {(row["op"], row["who"]): float(row["us_median"]) for row in rows}

@@ -452,11 +452,13 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 // leave: other types and operations, and the last elements.
 
 #define FSDPI_STRIDE 16                // elements: a loop takes a multiple of them
-#define FSDPI_STREAM ((size_t)4 << 20) // bytes from which on results need not stay in a cache
+#define FSDPI_STREAM ((size_t)512 << 10) // bytes from which on results need not stay in a cache
 
-FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i) {
+// An operand; in a sum a signalling NaN may stay one, since the sum is quiet.
+FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i, int in_sum) {
     if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
     uint16_t h = ((const uint16_t *)(const void *)src)[i];
+    if (dtype == FSDP_BF16 && in_sum) return fsdpi_f32_of((uint32_t)h << 16);
     return dtype == FSDP_BF16 ? fsdpi_bf16_to_f32(h) : fsdpi_f16_to_f32(h);
 }
 
@@ -468,14 +470,14 @@ FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *co
     for (int k = 0; k < 8; k++) s[k] = srcs[k < num ? k : 0];
     count = count / FSDPI_STRIDE * FSDPI_STRIDE; // so that compilers know that nothing is left
     for (size_t i = 0; i < count; i++) {
-        float x = fsdpi_at(s[0], from, i);
-        if (num > 1) x = x + fsdpi_at(s[1], from, i);
-        if (num > 2) x = x + fsdpi_at(s[2], from, i);
-        if (num > 3) x = x + fsdpi_at(s[3], from, i);
-        if (num > 4) x = x + fsdpi_at(s[4], from, i);
-        if (num > 5) x = x + fsdpi_at(s[5], from, i);
-        if (num > 6) x = x + fsdpi_at(s[6], from, i);
-        if (num > 7) x = x + fsdpi_at(s[7], from, i);
+        float x = fsdpi_at(s[0], from, i, num > 1);
+        if (num > 1) x = x + fsdpi_at(s[1], from, i, 1);
+        if (num > 2) x = x + fsdpi_at(s[2], from, i, 1);
+        if (num > 3) x = x + fsdpi_at(s[3], from, i, 1);
+        if (num > 4) x = x + fsdpi_at(s[4], from, i, 1);
+        if (num > 5) x = x + fsdpi_at(s[5], from, i, 1);
+        if (num > 6) x = x + fsdpi_at(s[6], from, i, 1);
+        if (num > 7) x = x + fsdpi_at(s[7], from, i, 1);
         if (scaled) x = x * scale;
         if (to == FSDP_F32) ((float *)dst)[i] = x;
         else ((uint16_t *)dst)[i] = to == FSDP_BF16 ? fsdpi_f32_to_bf16(x) : fsdpi_f32_to_f16(x);
