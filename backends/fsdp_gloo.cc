@@ -339,8 +339,8 @@ class Descriptor {
 // The device's own sockets: only connections within this process go there.
 const char LOOPBACK[] = "127.127.127.127";
 
-/* What stands for a socket of Gloo's that is to accept nobody. In upstream's library an event of the
-   old one may still be under way: accept has to say that there is nothing. */
+/* What stands for a socket of Gloo's that is to accept nobody. In upstream's library an event of
+   the old one may still be under way: accept has to say that there is nothing. */
 int open_inert() {
 #if __has_include(<gloo/transport/tcp/listener.h>)
     struct sock_filter drop_all = BPF_STMT(BPF_RET | BPF_K, 0);
