@@ -1227,8 +1227,8 @@ typedef struct fsdp_spawn_desc {
    arg         handed to fn
    Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
                value of fn if it is a status, PEER_LOST if a signal or fn ended the rank, INTERNAL
-               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
-               ranks: it aborts their worlds, terminates processes, and kills them after grace_ms
+               for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the
+               others: it aborts their worlds, terminates processes, and kills them after grace_ms
    Collective  no: call it outside any world      Blocks until all ranks have ended
    Allocates   yes      Thread any. It forks processes: call it before you start threads
    Source      torch: torch.multiprocessing.spawn */
