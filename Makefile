@@ -235,7 +235,7 @@ $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
 
-run: ## train a small GPT on 4 ranks, under a minute; 3 ranks go on from its checkpoint
+run: ## train a small GPT on 4 ranks, about a minute; 3 ranks go on from its checkpoint
 	@$(MAKE) -s -j$(JOBS) --no-print-directory $(GPT)
 	@rm -rf $(BUILD)/run
 	examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
