@@ -1510,8 +1510,8 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     fsdpi_store_core_disconnect(&server->core, conn, now);
 }
 
-// One round: waits until something happens, and does what is to be done.
-static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
+// One round: waits until something happens, and does what is to be done. 0: nothing was.
+static int fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
     int64_t now = fsdpi_store_server_now(server),
             next = fsdpi_store_core_expire(&server->core, now);
     nfds_t count = 2;
@@ -1541,14 +1541,17 @@ static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
             fsdpi_store_server_move(server, conn, events, now);
     }
     if (ready > 0 && server->polls[1].revents) fsdpi_store_server_accept(server, now);
+    return ready;
 }
 
 static void *fsdpi_store_server_main(void *arg) {
     fsdpi_store_server *server = (fsdpi_store_server *)arg;
-    while (!FSDPI_LOAD(&server->stop)) fsdpi_store_server_round(server, 1000000000);
+    while (!FSDPI_LOAD(&server->stop)) (void)fsdpi_store_server_round(server, 1000000000);
     int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_LINGER;
+    // A rank's end may be what the launcher has stopped for, and has come, but is not seen yet.
+    while (fsdpi_store_server_round(server, 0) != 0 && fsdpi_store_server_now(server) < end) continue;
     while (fsdpi_store_core_owes(&server->core) && fsdpi_store_server_now(server) < end)
-        fsdpi_store_server_round(server, 10000000);
+        (void)fsdpi_store_server_round(server, 10000000);
     // Nobody new; then a goodbye, and time for it to be read.
     (void)close(server->listener);
     server->listener = -1;
@@ -1559,7 +1562,7 @@ static void *fsdpi_store_server_main(void *arg) {
         fsdpi_store_server_move(server, conn, 0, now);
     }
     while (server->core.conns && fsdpi_store_server_now(server) < end)
-        fsdpi_store_server_round(server, 10000000);
+        (void)fsdpi_store_server_round(server, 10000000);
     return NULL;
 }
 

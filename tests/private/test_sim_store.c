@@ -51,7 +51,7 @@ typedef struct {
 
 typedef struct job {
     int number, size, hosts, worlds, rounds, has_launcher, serves, is_over;
-    int64_t timeout, pause;
+    int64_t timeout, pause, watch; /* watch: how often the launcher looks at its ranks */
     char name[32], store[64];
     actor ranks[RANKS], launcher;
 } job;
@@ -221,7 +221,7 @@ static void *launcher_main(void *arg) {
             if (p->dead && p->exit_code && !failed) failed = os.now;
             if (failed && os.now > failed + 100 * OS_MS) os_kill(p, OS_DID_killed);
         }
-        if (left) os_sleep(10 * OS_MS);
+        if (left) os_sleep(j->watch);
     }
     fsdpi_store_stop(server);
     os_exit(0);
@@ -318,6 +318,7 @@ static void make_job(int number) {
     j->timeout = (!num_strangers && os_one_in(3) ? 4 : os_one_in(2) ? 10 : 30) * OS_S;
     j->pause = os_one_in(2) ? OS_MS : 50 * OS_MS;
     j->rounds = (int)os_between(1, 12);
+    j->watch = 10 * OS_MS;
     j->has_launcher = os_one_in(2);
     j->worlds = os_one_in(4) ? 2 : 1;
     snprintf(j->name, sizeof j->name, "job-%d", number);
@@ -586,7 +587,7 @@ static void seeds(uint64_t first, int count) {
 
 /* ---- one fault after the other --------------------------------------------------------------- */
 
-/* Three ranks on two hosts, without anything that is drawn but the order of threads. */
+/* Three ranks on one host or several, without anything that is drawn but the order of threads. */
 static void make_plain(int has_launcher, int is_host, int64_t pause) {
     job *j = &jobs[0];
     os_begin(h_seed());
@@ -595,7 +596,11 @@ static void make_plain(int has_launcher, int is_host, int64_t pause) {
     num_jobs = 1;
     num_strangers = 0;
     memset(j, 0, sizeof *j);
-    j->size = 3, j->hosts = is_host ? 1 : 2, j->timeout = 10 * OS_S, j->pause = pause;
+    j->size = 3,
+    j->hosts = is_host               ? 1
+               : pause > 100 * OS_MS ? 2
+                                     : 3,
+    j->timeout = 10 * OS_S, j->pause = pause, j->watch = OS_MS / 5;
     j->rounds = pause > 100 * OS_MS ? 8 : 3, j->worlds = 1, j->has_launcher = has_launcher;
     snprintf(j->name, sizeof j->name, "plain");
     snprintf(j->store, sizeof j->store, is_host ? "host:" : "tcp://node-0:%d", PORT);
@@ -633,6 +638,21 @@ static void each_call(int most, int hows) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
+/* A rank of three, each on a host of its own, dies at each of its calls. */
+static void each_death(int most, int step) {
+    for (int how = 0; how < 6; how++)
+        for (int nth = 1, hit = 1; hit && nth < most; nth += step) {
+            if (!is_chosen(0, 0, how, nth)) continue;
+            make_plain(how & 1, 0, 5 * OS_MS);
+            os_proc *p = jobs[0].ranks[how / 2].proc;
+            os_plan(OS_KILL_CALL, p)->nth = nth;
+            run("--filter=sim_store.each_death, with SIM_CASE=0,0,%d,%d", how, nth);
+            hit = os.did[OS_DID_death] != 0;
+        }
+    print_totals();
+    CHECK_EQ_INT(total.failed, 0);
+}
+
 static void each_descriptor(int times) {
     for (int time = 0; time < times; time++)
         for (int how = 0; how < 8; how++)
@@ -651,7 +671,9 @@ static void each_descriptor(int times) {
 TEST(sim_store, one) { seeds(h_seed(), 1); }
 TEST(sim_store, seeds) { seeds(1000 * h_seed(), SLOW ? 60 : 500); }
 TEST(sim_store, each_call) { each_call(SLOW ? 1 : 3, SLOW ? 4 : 8); }
+TEST(sim_store, each_death) { each_death(5000, SLOW ? 101 : 13); }
 TEST(sim_store, each_descriptor) { each_descriptor(SLOW ? 2 : 12); }
 TEST_TIMEOUT(long_sim, seeds, 1800) { seeds(1000000 * h_seed(), SLOW ? 5000 : 100000); }
 TEST_TIMEOUT(long_sim, each_call, 600) { each_call(80, 16); }
+TEST_TIMEOUT(long_sim, each_death, 600) { each_death(5000, 1); }
 TEST_TIMEOUT(long_sim, each_descriptor, 600) { each_descriptor(300); }
