@@ -774,7 +774,7 @@ static void leaves_without_closing(int rank, int world, void *arg) {
     (void)world;
     if (rank == 1) left_behind = r, h_mark(0);
     else CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_TIMEOUT);
-    if (rank == 0) told(&r, "rank 1 has not come within 0.5 s");
+    if (rank == 0) told(&r, "rank 1 has not come within 1.0 s");
     if (rank == 0) r.ops->close(r.comm), h_mark(1);
     h_await_marks(1, 1);
     r = begin(rank, s);
@@ -782,7 +782,7 @@ static void leaves_without_closing(int rank, int world, void *arg) {
     r.ops->close(r.comm);
 }
 TEST(shm_faults, thread_that_leaves_without_closing) {
-    run(make_setup(2, 1, 500), leaves_without_closing);
+    run(make_setup(2, 1, 1000), leaves_without_closing);
 }
 
 /* A child that was forked while a thread of the rank told of a failure: it has the lock, not the
@@ -959,7 +959,7 @@ static void failing_memory(int rank, int world, void *arg) {
 TEST(shm_faults, every_allocation_fails_once) {
     for (int threads = 0, injected = 1, n = 0; threads < 2;
          threads += !injected, n = injected ? n + 1 : 0) {
-        setup *s = make_setup(2, threads, 400);
+        setup *s = make_setup(2, threads, 1000);
         s->allocator.alloc = failing_alloc;
         s->allocator.free = counted_free;
         s->extra = &n;
