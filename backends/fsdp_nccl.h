@@ -30,8 +30,8 @@
                           until the process ends. With 1 and 2, ranks that use memory together have
                           to allocate the same sizes in the same order
      FSDP_NCCL_WARM_UP    1 (default): a communicator runs operations of 64 KiB and 32 MiB when it
-                          is made, in which NCCL connects the ranks in the ways that a training uses;
-                          0: the first steps do that
+                          is made, in which NCCL connects the ranks in the ways that a training
+                          uses; 0: the first steps do that
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; set to 1 here where it is not set: two
