@@ -1067,7 +1067,7 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
     char said[FSDPI_REASON];
     fsdpi_text t = {said, sizeof said, 0};
     errno = EADDRNOTAVAIL;
-    if (fsdpi_store_lookup(address, &own->place, 1, &t) &&
+    if (fsdpi_store_lookup(&g->c->base.boot->clock, address, g->deadline, &own->place, 1, &t) &&
         fsdpi_gloo_is_random(own->ticket, sizeof own->ticket)) {
         fsdpi_store_set_port(&own->place, 0);
         g->listener = fsdpi_store_listen(&own->place);

@@ -34,8 +34,9 @@
                           uses; 0: the first steps do that
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
-     NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; set to 1 here where it is not set: two
-                          communicators do not wait for each other's room on the GPU
+     NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
+                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1, and
+                          so does fsdp_init while the process has one thread; else it warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
@@ -126,6 +127,8 @@ extern "C" {
 #define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and watchdogs of peers before the monitor
 #define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
 #define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // of the largest operation of a warm-up
+
+#define FSDPI_NCCL_ORDER       "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 // Strict C99 hides it.
 extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) __asm__("setenv");
@@ -1524,9 +1527,11 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
                            "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
                            "for: buffers are registered in a lesser way, or not");
-        // NCCL reads it at the first launch. The caller's own value stays.
-        if (w->version >= 22602 && c->base.size > 1)
-            (void)fsdpi_nccl_setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+        if (w->version >= 22602 && c->base.size > 1 && c->base.boot->rank == 0 &&
+            c->base.world->caps.lanes > 1 && !fsdpi_env(FSDPI_NCCL_ORDER))
+            fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
+                           "two communicators can wait for each other's room on the GPU: set "
+                           FSDPI_NCCL_ORDER "=1 before the program starts, or FSDP_NCCL_COMMS=1");
         return FSDP_OK;
     }
     char text[FSDPI_REASON];
@@ -1676,7 +1681,16 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 
+/* NCCL reads it at the first launch. The user's own value stays. While another thread may look at
+   the environment it must not change, so that this thread has to be the only one.               */
+static void fsdpi_nccl_order_launches(void) {
+    struct stat tasks;
+    if (!stat("/proc/self/task", &tasks) && tasks.st_nlink == 3) // ".", ".." and this thread
+        (void)fsdpi_nccl_setenv(FSDPI_NCCL_ORDER, "1", 0);
+}
+
 static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    fsdpi_nccl_order_launches();
     return fsdpi_comm_open(&fsdpi_nccl_transport, boot, caps, out);
 }
 

@@ -600,6 +600,7 @@ static FSDPI_NOINLINE size_t fsdpi_reduce_by_loops(char *dst, fsdp_dtype to,
         apart &= s + count * in <= d || d + count * out <= s;
     }
     int plain = num == 1 && scale == 1.0f;
+    if (plain && from == to && !accumulate) return 0; // by blocks: an f32 keeps its bits
     int has_loop = (num <= 4 || num == 8) && from != FSDP_F16 && (num > 1 || from == FSDP_F32);
     if (to != FSDP_F32) has_loop = plain && from == FSDP_F32;
     has_loop |= plain && to == FSDP_F32;

@@ -475,7 +475,7 @@ TEST(places, control_group) {
 static int ends_its_thread(fsdp_world *world, void *arg) {
     if (fsdp_rank(world) == 1) pthread_exit(NULL);
     const fsdp_status status = fsdp_barrier(world);
-    if (strstr(fsdp_last_error(world), "[E546] rank 1 has ended its thread"))
+    if (strstr(fsdp_last_error(world), "[E517] rank 1 has ended its thread"))
         __atomic_add_fetch((int *)arg, 1, __ATOMIC_SEQ_CST);
     return (int)status;
 }

@@ -176,6 +176,12 @@ TEST(fsdprun, environment_of_one_host) {
         0);
     says("0:0:host:::");
     says("1:0:host:::");
+    unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
+    says("order:1:");
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1); /* the user's own value stays */
+    CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
+    says("order:0:");
 }
 
 static const struct {

@@ -1240,6 +1240,47 @@ static void crosses(int rank, int world, void *arg) {
 }
 TEST_P(nccl, room, room) { h_ranks_proc(2, crosses, (void *)(uintptr_t)(row - room)); }
 
+/* The environment changes only while nobody else can look at it; else a warning says what to set. */
+static const struct {
+    const char *name, *before, *after;
+    int threads, warns;
+} orders[] = {{"alone", NULL, "1", 0, 0},
+              {"beside_a_thread", NULL, NULL, 1, 1},
+              {"forbidden", "0", "0", 0, 0},
+              {"forbidden_beside_a_thread", "0", "0", 1, 0}};
+static int num_order_warnings;
+static void hear_order(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)code, (void)rank, (void)user;
+    if (level == FSDP_LOG_WARN && strstr(text, "NCCL_LAUNCH_ORDER_IMPLICIT=1"))
+        __atomic_add_fetch(&num_order_warnings, 1, __ATOMIC_SEQ_CST);
+}
+static void *waits_for_room(void *arg) {
+    wait_for_room(arg, 0);
+    return NULL;
+}
+static void orders_launches(int rank, int world, void *arg) {
+    const size_t k = (size_t)(uintptr_t)arg;
+    const char *after;
+    pthread_t beside;
+    fsdp_world_desc d = w_desc(rank, world, NULL, w_job("order"), 1);
+    fsdp_world *w;
+    if (orders[k].before) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", orders[k].before, 1);
+    else unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    stub_set(STUB_NCCL_VERSION, 22809);
+    d.backend = "nccl", d.logger.log = hear_order;
+    if (orders[k].threads) CHECK_EQ_INT(pthread_create(&beside, NULL, waits_for_room, NULL), 0);
+    CALL(NULL, fsdp_init(&d, &w));
+    after = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    CHECK_EQ_STR(after ? after : "unset", orders[k].after ? orders[k].after : "unset");
+    CHECK_EQ_INT(num_order_warnings, rank == 0 && orders[k].warns);
+    CALL(w, fsdp_shutdown(w));
+    __atomic_store_n(&room_gate, 1, __ATOMIC_SEQ_CST);
+    if (orders[k].threads) CHECK_EQ_INT(pthread_join(beside, NULL), 0);
+}
+TEST_P(nccl, order_of_launches, orders) {
+    h_ranks_proc(2, orders_launches, (void *)(uintptr_t)(row - orders));
+}
+
 /* Two ranks on one device: NCCL says so, and every rank ends at once, also those that share nothing. */
 static void same_device(int rank, int world, void *arg) {
     job j;
