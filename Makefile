@@ -118,7 +118,7 @@ STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.roundtrip*:*freeze_thaw* \
               test_checkpoint_train:checkpoint_async.values* test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
-              test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.* \
+              test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.*:descriptors.closed/* \
               test_replicate test_replicate_faults test_scaler
 # Ranks that share a GPU, as `make gpu-test` runs them: processes, beside which streams go on.
 ONE_GPU    := FSDP_STUB_DEVICES=1 NCCL_HOSTID=host
@@ -358,7 +358,7 @@ check-san: ## only the sanitizers
 VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite \
             --trace-children=yes
 LONG_gloo = $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
-            $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults),$(WITHOUT_GLOO))
+            $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults test_sweep),$(WITHOUT_GLOO))
 NIGHT_NCCL := test_golden_train:-*replay/clip test_fully_shard_training:-*tp_ep test_replicate_training test_dtensor test_dtensor_compile:-*W=16 test_dtensor_tp:-*processes* test_golden_tp \
               test_fully_shard_compile test_fully_shard_mixed_precision:-*casts_are_fused* test_fully_shard_others \
               test_replicate_with_compiler:-*DIM=*

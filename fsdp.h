@@ -169,7 +169,8 @@ ERRORS
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
     at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
-    or abort. No call waits longer than the deadline. On devices with streams a call may wait 3
+    or abort. (Gloo ends the process if the program closes one of Gloo's descriptors.)
+    No call waits longer than the deadline. On devices with streams a call may wait 3
     seconds more, so that the backend, which can name the missing rank, reports first.
 
 MEMORY

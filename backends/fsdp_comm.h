@@ -86,6 +86,7 @@ struct fsdpi_comm_world {
     fsdp_caps caps;
     const uint32_t *failed; // not 0: a verdict stands, or is being told; NULL: not connected yet
     fsdpi_trace *trace;     // what this rank does, for whoever asks; NULL: the backend knows itself
+    int64_t open_ns;        // when the world began to open: of one deadline for all of it
     int is_trusting;        // ranks do not compare what they call
     fsdpi_chunks chunks;
 };
@@ -630,6 +631,12 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
     if (transport->close(w)) fsdpi_free(&allocator, w);
 }
 
+// What is left of the one deadline, while the world opens.
+static FSDPI_UNUSED int64_t fsdpi_comm_left_to_open(const fsdpi_comm_world *w) {
+    int64_t left = w->open_ns + w->boot.timeout_ns - fsdpi_boot_now(&w->boot);
+    return left > 1 ? left : 1;
+}
+
 // A failure's text goes where error_text(NULL) finds it.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
@@ -657,6 +664,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
     c->id = FSDPI_OPEN;
     fsdpi_describe(c, NULL, w->boot.job);
     c->now.kind = FSDPI_OPEN;
+    w->open_ns = fsdpi_boot_now(boot);
     fsdp_status status = fsdpi_check_world(c);
     int opens = !status;
     if (opens) status = transport->open(c);

@@ -326,7 +326,7 @@ class Floor {
 
 class Descriptor {
   public:
-    explicit Descriptor(int fd) : fd(fd) {}
+    explicit Descriptor(int number) : fd(number) {}
     ~Descriptor() {
         if (fd >= 0) (void)close(fd);
     }

@@ -905,6 +905,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
         l->member = -1;
         return 0;
     }
+    l->since_ns = fsdpi_gloo_now(g);
     memcpy(proof, l->nonce, 32);
     fsdpi_gloo_prove(g, l, 'L', me, proof + 32);
     return fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_ANSWER, proof, sizeof proof);
@@ -948,12 +949,15 @@ static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     return 1;
 }
 
-// The one that has been silent for the longest time makes room. 0: all have said who they are.
-static int fsdpi_gloo_evict(fsdpi_gloo_gate *g) {
+/* The caller that has been silent for the longest time makes room; of all: also one that has shown
+   the ticket, which listeners hear, too. 0: there is none. */
+static int fsdpi_gloo_evict(fsdpi_gloo_gate *g, int of_all) {
     fsdpi_gloo_link *oldest = NULL;
     for (int i = g->c->base.index; i < g->num_links; i++) {
         fsdpi_gloo_link *l = &g->links[i];
-        if (l->fd >= 0 && l->member < 0 && (!oldest || l->since_ns < oldest->since_ns)) oldest = l;
+        if (l->fd >= 0 && (of_all || l->member < 0) &&
+            (!oldest || l->since_ns < oldest->since_ns))
+            oldest = l;
     }
     if (oldest) fsdpi_gloo_drop(g, oldest);
     return oldest != NULL;
@@ -964,7 +968,7 @@ static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
     for (int turn = 0; turn < 2; turn++) {
         for (int i = g->c->base.index; i < g->num_links; i++)
             if (g->links[i].fd < 0) return &g->links[i];
-        if (!fsdpi_gloo_evict(g)) break;
+        if (!fsdpi_gloo_evict(g, 1)) break;
     }
     return NULL;
 }
@@ -982,7 +986,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
                                     SOCK_CLOEXEC | SOCK_NONBLOCK);
         int is_full = fd < 0 && (errno == EMFILE || errno == ENFILE);
         if (fd < 0 && (errno == EAGAIN || (is_full && !fsdpi_gloo_is_called(g)))) return FSDP_OK;
-        if (is_full && !fsdpi_gloo_evict(g)) return fsdpi_gloo_no_descriptor(g->c);
+        if (is_full && !fsdpi_gloo_evict(g, 0)) return fsdpi_gloo_no_descriptor(g->c);
         fsdpi_gloo_link *l = fd < 0 ? NULL : fsdpi_gloo_seat(g);
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
@@ -1014,7 +1018,7 @@ static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
 static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     const fsdpi_store_place *place = &g->doors[l->member].place;
     l->fd = fsdpi_store_socket(place);
-    if (l->fd < 0 && (errno == EMFILE || errno == ENFILE) && !fsdpi_gloo_evict(g))
+    if (l->fd < 0 && (errno == EMFILE || errno == ENFILE) && !fsdpi_gloo_evict(g, 0))
         return fsdpi_gloo_no_descriptor(g->c);
     l->step = FSDPI_GLOO_CALLS;
     if (l->fd >= 0) fsdpi_store_prompt(l->fd);
@@ -1150,7 +1154,7 @@ static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) 
     g->c = c;
     g->listener = -1;
     g->missing = c->base.size - 1;
-    g->deadline = fsdpi_boot_now(c->base.boot) + c->base.boot->timeout_ns;
+    g->deadline = c->base.now.since_ns + c->base.boot->timeout_ns;
     g->num_links = (int)links;
     g->doors = (fsdpi_gloo_door *)fsdpi_alloc(a, (size_t)c->base.size * sizeof *g->doors);
     g->links = (fsdpi_gloo_link *)fsdpi_alloc(a, links * sizeof *g->links);
@@ -1203,7 +1207,6 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
-    c->base.now.since_ns = fsdpi_boot_now(c->base.boot);
     fsdp_status status = fsdpi_comm_meet(&c->base, NULL, NULL);
     if (!status) status = fsdpi_gloo_settle(&c->base, FSDP_OK);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
@@ -1222,6 +1225,8 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     w->comms = c;
     fsdpi_unlock(&w->lock);
     if (c->base.size == 1) return FSDP_OK;
+    c->base.now.since_ns =
+        c->base.is_world ? c->base.world->open_ns : fsdpi_boot_now(c->base.boot);
     fsdp_status status = fsdpi_gloo_connect_all(c);
     if (!status) status = fsdpi_gloo_make_messages(c);
     return status ? status : fsdpi_gloo_first_meeting(c);

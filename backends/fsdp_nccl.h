@@ -35,8 +35,8 @@
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
-                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1, and
-                          so does fsdp_init while the process has one thread; else it warns
+                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1,
+                          and so does fsdp_init while the process has one thread; else it warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
@@ -450,9 +450,11 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
     const fsdp_boot *boot = c->base.boot;
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     int takes = (*call)->kind == FSDPI_NCCL_PART; // nobody else calls NCCL meanwhile
+    int64_t left = boot->timeout_ns;
+    if ((*call)->kind == FSDPI_NCCL_MAKE) left = fsdpi_comm_left_to_open(c->base.world);
     if (takes) fsdpi_lock(&w->issue);
     int is_done = fsdpi_nccl_call_start(*call);
-    if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, w);
+    if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, left, w);
     else (*call)->kind = FSDPI_NCCL_NONE;
     if (takes) fsdpi_unlock(&w->issue);
     if ((*call)->kind == FSDPI_NCCL_NONE)
@@ -1575,7 +1577,7 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
         if (!status) status = fsdpi_store_set(w->base.store, key, &call->id, sizeof call->id);
     } else {
         status = fsdpi_store_get(w->base.store, key, &call->id, sizeof call->id, &bytes,
-                                 c->base.boot->timeout_ns);
+                                 fsdpi_comm_left_to_open(c->base.world));
     }
     if (status) {
         fsdpi_free(&fsdpi_nccl_heap, call);
@@ -1691,6 +1693,7 @@ static void fsdpi_nccl_order_launches(void) {
 
 static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdpi_nccl_order_launches();
+    fsdpi_plug(); // NCCL and CUDA make their descriptors themselves, at any time
     return fsdpi_comm_open(&fsdpi_nccl_transport, boot, caps, out);
 }
 

@@ -551,6 +551,7 @@ typedef struct fsdpi_conn {
     const char *why;    // what the rank did then
     uint8_t nonce[FSDPI_STORE_NONCE];
     fsdpi_seal seal_in, seal_out;
+    char reached[64];    // by which address of this host it came; empty: by none for other hosts
     fsdpi_queue in, out; // out: the caller sends and drops these
 } fsdpi_conn;
 
@@ -720,6 +721,7 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     r->heard_ns = now;
     conn->state = FSDPI_CONN_RANK;
     conn->rank = rank;
+    if (!core->reached[0]) memcpy(core->reached, conn->reached, sizeof core->reached);
     (void)fsdpi_le_put(value, (uint32_t)core->server_rank, 4);
     fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_OK, 0, value, sizeof value);
     if (fsdpi_store_after(now, left) < core->join_ns) { // the first one whose time is over
@@ -1482,8 +1484,8 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         conn->fd = fd;
         fsdpi_store_prompt(fd);
         fsdpi_store_unmap(&here);
-        if (!server->core.reached[0] && !fsdpi_store_is_loopback(&here))
-            fsdpi_store_host_text(&here, server->core.reached, sizeof server->core.reached);
+        if (!fsdpi_store_is_loopback(&here)) // strangers choose no address for others
+            fsdpi_store_host_text(&here, conn->reached, sizeof conn->reached);
     }
     (void)fsdpi_store_core_evict(&server->core);
 }
@@ -1549,7 +1551,8 @@ static void *fsdpi_store_server_main(void *arg) {
     while (!FSDPI_LOAD(&server->stop)) (void)fsdpi_store_server_round(server, 1000000000);
     int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_LINGER;
     // A rank's end may be what the launcher has stopped for, and has come, but is not seen yet.
-    while (fsdpi_store_server_round(server, 0) != 0 && fsdpi_store_server_now(server) < end) continue;
+    while (fsdpi_store_server_round(server, 0) != 0 && fsdpi_store_server_now(server) < end)
+        continue;
     while (fsdpi_store_core_owes(&server->core) && fsdpi_store_server_now(server) < end)
         (void)fsdpi_store_server_round(server, 10000000);
     // Nobody new; then a goodbye, and time for it to be read.
@@ -1798,7 +1801,8 @@ static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
         int64_t left = until - fsdpi_store_now(s);
         if (whole || left <= 0) return whole;
         if (!fsdpi_store_flush(a, s->fd, &s->out)) return -1; // what was not sent at once
-        struct pollfd p = {s->fd, fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN, 0};
+        struct pollfd p = {s->fd, POLLIN, 0};
+        if (fsdpi_queue_size(&s->out)) p.events |= POLLOUT;
         if (poll(&p, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
         if (!(p.revents & ~POLLOUT)) continue;
         if (!fsdpi_queue_reserve(a, &s->in, 4096)) return -1;

@@ -177,7 +177,8 @@ ERRORS
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
     at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
-    or abort. No call waits longer than the deadline. On devices with streams a call may wait 3
+    or abort. (Gloo ends the process if the program closes one of Gloo's descriptors.)
+    No call waits longer than the deadline. On devices with streams a call may wait 3
     seconds more, so that the backend, which can name the missing rank, reports first.
 
 MEMORY
@@ -4617,6 +4618,7 @@ struct fsdpi_comm_world {
     fsdp_caps caps;
     const uint32_t *failed; // not 0: a verdict stands, or is being told; NULL: not connected yet
     fsdpi_trace *trace;     // what this rank does, for whoever asks; NULL: the backend knows itself
+    int64_t open_ns;        // when the world began to open: of one deadline for all of it
     int is_trusting;        // ranks do not compare what they call
     fsdpi_chunks chunks;
 };
@@ -5161,6 +5163,12 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
     if (transport->close(w)) fsdpi_free(&allocator, w);
 }
 
+// What is left of the one deadline, while the world opens.
+static FSDPI_UNUSED int64_t fsdpi_comm_left_to_open(const fsdpi_comm_world *w) {
+    int64_t left = w->open_ns + w->boot.timeout_ns - fsdpi_boot_now(&w->boot);
+    return left > 1 ? left : 1;
+}
+
 // A failure's text goes where error_text(NULL) finds it.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
@@ -5188,6 +5196,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
     c->id = FSDPI_OPEN;
     fsdpi_describe(c, NULL, w->boot.job);
     c->now.kind = FSDPI_OPEN;
+    w->open_ns = fsdpi_boot_now(boot);
     fsdp_status status = fsdpi_check_world(c);
     int opens = !status;
     if (opens) status = transport->open(c);

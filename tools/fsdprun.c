@@ -258,8 +258,8 @@ static void set_environment(const job *j) {
     set_number("WORLD_SIZE", (long)j->nodes * j->ranks);
     set_number("LOCAL_WORLD_SIZE", j->ranks);
     set_number("GROUP_RANK", j->node);
-    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); // a rank with threads cannot: backends/fsdp_nccl.h
-    unsetenv("TORCHELASTIC_USE_AGENT_STORE");     // of a torchrun around this job
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); // see backends/fsdp_nccl.h
+    unsetenv("TORCHELASTIC_USE_AGENT_STORE");      // of a torchrun around this job
 }
 
 /* What only programs of this job know. On several hosts it has to come from the user: what one

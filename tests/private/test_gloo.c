@@ -930,21 +930,27 @@ TEST(gloo, a_changed_handshake_is_refused) {
     free_gates(s);
 }
 
-/* Many call and say nothing, little, or nonsense, and hang up at once or never; then a member. */
-static void gets_past_strangers(void) {
+/* Many call and say nothing, little, or nonsense, and hang up at once or never; or they have heard
+   the ticket, and go no further. Then a member. */
+static void gets_past_strangers(int have_heard) {
     enum { STRANGERS = 400 };
     gates *s = make_gates();
     const fsdpi_store_place *at = &s->gate[0].doors[0].place;
     struct linger reset = {1, 0};
     int fd[STRANGERS];
-    uint8_t noise[100];
+    uint8_t noise[100], heard[52];
     memset(noise, 0x5A, sizeof noise);
     memcpy(noise, s->gate[0].doors[0].ticket, 15); /* the last byte differs */
     noise[15] = (uint8_t)~s->gate[0].doors[0].ticket[15];
+    memcpy(heard, s->gate[0].doors[0].ticket, 16); /* of who listens on the network: as member 1 */
+    memset(heard + 16, 0, sizeof heard - 16);
+    heard[16] = 1;
     for (int i = 0; i < STRANGERS; i++) {
         fd[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         CHECK_EQ_INT(connect(fd[i], &at->at.any, at->size), 0);
-        if (i % 4) CHECK(send(fd[i], noise, i % 4 == 1 ? 51 : sizeof noise, MSG_NOSIGNAL) > 0);
+        if (have_heard) CHECK_EQ_INT(send(fd[i], heard, sizeof heard, MSG_NOSIGNAL), sizeof heard);
+        else if (i % 4)
+            CHECK(send(fd[i], noise, i % 4 == 1 ? 51 : sizeof noise, MSG_NOSIGNAL) > 0);
         if (i % 8 == 7) setsockopt(fd[i], SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
         if (i % 8 == 7) close(fd[i]), fd[i] = -1;
     }
@@ -966,9 +972,10 @@ static void gets_past_strangers(void) {
     free_gates(s);
 }
 
-TEST(gloo, a_member_gets_past_strangers) { gets_past_strangers(); }
+TEST(gloo, a_member_gets_past_strangers) { gets_past_strangers(0); }
+TEST(gloo, a_member_gets_past_who_has_heard_the_ticket) { gets_past_strangers(1); }
 TEST_TIMEOUT(long_gloo, a_member_gets_past_strangers_300_times, 600) {
-    for (int i = 0; i < 300; i++) gets_past_strangers();
+    for (int i = 0; i < 300; i++) gets_past_strangers(0);
 }
 
 /* ---- the last words of a rank that leaves ---------------------------------------------------- */

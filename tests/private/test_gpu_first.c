@@ -125,7 +125,11 @@ static void do_mem_info(void) {
     CUDA(cudaMemGetInfo(&left, &total));
 }
 static void do_stream(void) { (void)stream_of(cudaStreamNonBlocking); }
-static void do_event(void) { CUDA(cudaEventCreateWithFlags(&my.event, cudaEventDisableTiming)); }
+static void do_event(void) {
+    cudaEvent_t event;
+    CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    CUDA(cudaEventDestroy(event));
+}
 static void do_record(void) { CUDA(cudaEventRecord(my.event, my.stream)); }
 static void do_wait(void) { CUDA(cudaStreamWaitEvent(my.stream, my.event, 0)); }
 static void do_query(void) { CUDA(cudaEventQuery(my.event)); }

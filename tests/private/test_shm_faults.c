@@ -756,10 +756,13 @@ TEST_P(shm_faults, no_memfd, refusals) {
     rank_state r;
     char text[80];
     CHECK_EQ_INT(getrlimit(RLIMIT_NOFILE, &few), 0);
+    const rlim_t usual = few.rlim_cur;
     few.rlim_cur = 0;
     if (row->error == EMFILE) CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &few), 0);
     else forbid_memfd(row->error);
     CHECK_STATUS(open_as(&r, s, 0, 2), FSDP_ERR_BACKEND);
+    few.rlim_cur = usual;
+    CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &few), 0);
     snprintf(text, sizeof text,
              "[E620] rank 0 cannot make the common file by memfd_create (errno %d)", row->error);
     says(r.ops->error_text(NULL), text);

@@ -284,6 +284,28 @@ static void waits_for_old(int rank, int world, void *arg) {
 }
 TEST(trust, old_ranks_are_counted) { run(make_setup(AT_IPV4, 2, 0, 700), waits_for_old); }
 
+/* By which address of the store's host others reach it: a rank has shown that, not a stranger. */
+TEST(trust, strangers_choose_no_address) {
+    setup *s = make_setup(AT_HOST, 2, 0, 1000);
+    fsdpi_store_core core;
+    unsigned char nonce[NONCE] = {1}, out[HEADER + PROVE_BYTES], token[32] = {2};
+    wire w;
+    memset(&w, 0, sizeof w);
+    CHECK(fsdpi_store_core_open(&core, &s->allocator, 2, -1, token));
+    fsdpi_conn *stranger = fsdpi_store_core_connect(&core, nonce, 0);
+    fsdpi_conn *rank = fsdpi_store_core_connect(&core, nonce, 0);
+    CHECK_EQ_STR(stranger->reached, "");
+    snprintf(stranger->reached, sizeof stranger->reached, "192.0.2.66");
+    snprintf(rank->reached, sizeof rank->reached, "192.0.2.1");
+    fsdpi_store_core_feed(&core, stranger, "x", 1, 0);
+    fsdpi_store_core_feed(&core, rank, out, prove(&w, out, token, nonce, nonce), 0);
+    CHECK_EQ_STR(core.reached, "");
+    fsdpi_store_core_feed(&core, rank, out, seal(&w, out, hello(out, 1, 2, 1000, 1000)), 0);
+    CHECK_EQ_INT(rank->state, FSDPI_CONN_RANK);
+    CHECK_EQ_STR(core.reached, "192.0.2.1");
+    fsdpi_store_core_close(&core);
+}
+
 /* Strangers go first when there are too many connections: who has proven itself stays. */
 TEST(trust, strangers_are_evicted_first) {
     setup *s = make_setup(AT_HOST, 2, 0, 1000);

@@ -7,6 +7,7 @@
 #endif
 #include "stub_core.h"
 
+#include <fcntl.h>    /* open */
 #include <limits.h>   /* INT_MAX */
 #include <pthread.h>  /* pthread_create, pthread_mutex_lock, pthread_cond_wait */
 #include <stdarg.h>   /* va_list */
@@ -794,6 +795,8 @@ static cudaError_t enter_as(const char *name, int uses) {
     if (code >= 700 && code < 800) s->sticky = code;
     if (s->sticky) code = s->sticky;
     if (uses && is_forked) code = cudaErrorInitializationError;
+    static int driver = -1; /* a file of it, for as long as the process lives */
+    if (uses && driver < 0) driver = open("/dev/zero", O_RDWR | O_CLOEXEC);
     s->is_used |= uses;
     end();
     return fails((cudaError_t)code);
