@@ -74,10 +74,12 @@ def test_higher_is_better():
 def test_places():
     """On a logarithmic axis equal ratios are equally far, on a linear one equal differences."""
     rows = "p,a,s,10,,,\np,b,s,100,,,\np,c,s,1000,,,\n"
-    for scale, ratio in (("log", 1), ("linear", 10)):
-        _, _, svg = draw(HEAD + f"# scale: {scale}\n" + NAMES + rows)
+    for scale, ratio in (("", 1), ("# scale: log\n", 1), ("# scale: linear\n", 10)):
+        _, _, svg = draw(HEAD + scale + NAMES + rows)
         a, b, c = (float(x) for x in re.findall(r'cx="([\d.]+)" cy="\d+" r="3.5" stroke', svg))
         check(abs((c - b) / (b - a) - ratio) < 0.02 * ratio, f"{scale}: {a} {b} {c}")
+    _, texts = drawn(HEAD + NAMES + "p,a,s,-20,,,\np,b,s,0,,,\np,c,s,20,,,\n")
+    check("-20" in texts and "0" in texts, f"a linear axis without being asked: {texts}")
 
 
 def test_quiet():
@@ -133,7 +135,10 @@ def test_files_that_are_none():
             (HEAD + "# scale: cubic\n" + NAMES + row, "scale is 'cubic'"),
             (HEAD + "panel,row,value\np,r,1\n", "line 9: the columns are panel,row,value"),
             (HEAD + NAMES + row + "p,r,s,x,,,\n", "line 11: could not convert"),
-            (HEAD + NAMES + "p,r,s,0,,,\n", "line 10: not above 0"),
+            (HEAD + "# scale: log\n" + NAMES + "p,r,s,0,,,\n", "a number is not above 0"),
+            (HEAD + NAMES + "p,r,s,nan,,,\n", "line 10: a number that is not finite"),
+            ("# title: t\nop,world,bytes,backend,us_torch,times_faster,goal\nx,2,4,shm,1,2,\n",
+             "no line '# machine: ...'"),
             (HEAD + NAMES + "p,r\n", "line 10: not 7 values"),
             (HEAD + NAMES + "p,r,s,,,,2\n", "no value"), (HEAD + NAMES, "no value"),
             ("", "line 1: the columns are")):
