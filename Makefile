@@ -143,7 +143,7 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single errors plan-svg gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+.PHONY: all tests examples single errors plan-svg bench-report gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
@@ -159,6 +159,8 @@ errors: ## docs/errors.md, the table of error texts
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
 	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
 	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
+bench-report: ## docs/bench_*.svg, the pictures of docs/performance.md, from bench/results/*.csv
+	tools/bench_report --write
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)

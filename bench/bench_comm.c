@@ -3,7 +3,7 @@
 
        build/bench/bench_comm [--backend shm,gloo] [--ranks 2,4] [--sizes 4K,64K,1M,16M,64M,256M]
                               [--seconds 0.5] [--cold 64M] [--csv]
-       gnuplot -e "csv='build/bench_comm.csv'; png='build/bench_comm.png'" bench/bench_comm.gp
+       tools/bench_report -o build/bench_comm.svg build/bench_comm.csv      as a picture
 
    A size is that of the full side, B bytes on each of W ranks, which are processes; of f32, but
    for "reduce_bf16", a reduce_scatter of bf16 to f32.

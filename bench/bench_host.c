@@ -3,9 +3,9 @@
 
        build/bench/bench_host                nanoseconds
        build/bench/bench_host --callgrind    and instructions, counted by valgrind
-       gnuplot -e "csv='build/bench_host.csv'; out='bench_host.png'" bench/bench_host.gp
+       tools/bench_report -o build/bench_host.svg build/bench_host.csv      as a picture
 
-   Goals: 200 ns for pre_ and post_forward together, 400 ns for pre_ and post_backward, at any W.
+   Goals: 80 ns for pre_ and post_forward together, 160 ns for pre_ and post_backward, at any W.
    Writes $FSDP_BUILD/bench_host.csv.
 
    SPDX-License-Identifier: MIT */
@@ -47,7 +47,7 @@ static int measure(FILE *csv, int world, int async, fsdp_dtype dtype, int callgr
     int counted = callgrind && !host_instructions(&c, instructions);
     if (callgrind && !counted) fprintf(stderr, "bench_host: valgrind cannot be used here\n");
     for (int loop = 0; loop < HOST_LOOPS; loop++) {
-        static const double goals[HOST_LOOPS] = {200, 400, 0, 0, 0};
+        static const double goals[HOST_LOOPS] = {80, 160, 0, 0, 0};
         bench_stats r = bench_summarize(t.samples[loop], STEPS);
         char count[32] = "";
         if (counted) snprintf(count, sizeof count, "%.0f", instructions[loop]);

@@ -5,7 +5,7 @@
                               [--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps N]
                               [--losses FILE] [--csv]
        FSDP_BACKEND=gloo build/bench/bench_step
-       gnuplot -e "csv='build/bench_step.csv'; png='build/bench_step.png'" bench/bench_step.gp
+       tools/bench_report -o build/bench_step.svg build/bench_step.csv      as a picture
 
    tiny    layers whose arithmetic is nearly free: what is left is the cost of a unit, its hooks and
            its collectives: (sharded - plain) / units, "extra"

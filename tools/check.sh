@@ -272,6 +272,11 @@ gate_errors() { # ids of error texts, and the table of them
     python3 tools/errors
 }
 
+gate_report() { # the pictures of docs/performance.md
+    need python3
+    python3 tools/bench_report
+}
+
 need_gloo() {
     echo '#include <gloo/transport/tcp/device.h>' | g++ ${GLOO_HOME:+-I"$GLOO_HOME/include"} -E \
         -x c++ - >/dev/null 2>&1 || skip 'no libgloo-dev'
@@ -416,7 +421,7 @@ existing() { # FILE...: those that are there
 
 list() {
     printf 'text.%s\n' toc docs functions columns code licence layers extensions tests
-    echo errors && echo single
+    echo errors && echo report && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo budget && echo symbols && echo math_only && echo reverse

@@ -234,7 +234,7 @@ def check_licence():
     for folder in FOLDERS:
         for where, _, names in os.walk(folder):
             sources += [os.path.join(where, n) for n in names
-                        if re.search(r"\.(h|c|cc|cu|py|sh|gp|cmake)$", n)]
+                        if re.search(r"\.(h|c|cc|cu|py|sh|cmake)$", n)]
     for path in sorted(s for s in sources if os.path.exists(s)):
         text = read(path)
         if "SPDX-License-Identifier: MIT" not in text:

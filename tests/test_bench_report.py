@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""test_bench_report.py - tools/bench_report: what is drawn, on small files; files as the benchmarks
+write them; files that are none; the check of the committed pictures finds each difference."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from xml.etree import ElementTree
+
+from harness import check, run
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOOL = os.path.join(ROOT, "tools/bench_report")
+HEAD = """# title: a < b
+# axis: us, median
+# machine: 2 cores
+# date: 2026-11-23
+# commit: 0123abc
+# state: busy: load 3
+# command: build/bench/it
+# better: lower
+"""
+NAMES = "panel,row,series,value,low,high,goal\n"
+
+
+def draw(text, name="it.csv"):
+    """(exit status, standard error, picture)"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, name)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+        r = subprocess.run([sys.executable, TOOL, path], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, universal_newlines=True)
+    return r.returncode, r.stderr, r.stdout
+
+
+def drawn(text):
+    """{class: how many} of circles and bars, and all texts."""
+    status, err, svg = draw(text)
+    check(status == 0 and not err, err)
+    tree, marks, texts = ElementTree.fromstring(svg), {}, []
+    for e in tree.iter():
+        name = e.tag.split("}")[1]
+        if name == "text":
+            texts.append(e.text or "")
+        elif name in ("circle", "rect", "path") and (name == "path" or len(e)):
+            key = f"{name} {e.get('class')}"
+            marks[key] = marks.get(key, 0) + 1
+    return marks, texts
+
+
+def test_marks_and_goals():
+    marks, texts = drawn(HEAD + NAMES + "p,r,s,1,0.9,1.2,1.1\np,q,s,1.2,,,1.1\np,t,s,,1,1.1,1.1\n"
+                                        "p,u,s,,1,1.2,1.1\np,v,s,,,,1.1\n\"x, y\",w,s,5,,,\n")
+    check(marks["circle s0"] == 2 and marks["circle s0 miss"] == 1, f"points {marks}")
+    check(marks["rect s0"] == 1 and marks["rect s0 miss"] == 1, f"bars {marks}")
+    check(marks["path s0"] == 1, f"spreads {marks}")
+    check(marks["path goal"] == 5 + 1, f"goals of rows, and in the key {marks}")
+    for text in ("a < b", "us, median", "busy machine", "2026-11-23, commit 0123abc, busy: load 3",
+                 "2 cores", "build/bench/it", "not measured", "goal 1.1", "x, y", "1 to 1.2"):
+        check(text in texts, f"no text '{text}': {texts}")
+
+
+def test_higher_is_better():
+    marks, _ = drawn(HEAD.replace("lower", "higher") + NAMES + "p,r,s,2,,,3\np,q,s,4,,,3\n"
+                                                              "p,t,s,,2,4,3\n")
+    check(marks["circle s0"] == 1 and marks["circle s0 miss"] == 1, f"{marks}")
+    check(marks["rect s0 miss"] == 1, f"{marks}")
+
+
+def test_places():
+    """On a logarithmic axis equal ratios are equally far, on a linear one equal differences."""
+    rows = "p,a,s,10,,,\np,b,s,100,,,\np,c,s,1000,,,\n"
+    for scale, ratio in (("", 1), ("# scale: log\n", 1), ("# scale: linear\n", 10)):
+        _, _, svg = draw(HEAD + scale + NAMES + rows)
+        a, b, c = (float(x) for x in re.findall(r'cx="([\d.]+)" cy="\d+" r="3.5" stroke', svg))
+        check(abs((c - b) / (b - a) - ratio) < 0.02 * ratio, f"{scale}: {a} {b} {c}")
+    _, texts = drawn(HEAD + NAMES + "p,a,s,-20,,,\np,b,s,0,,,\np,c,s,20,,,\n")
+    check("-20" in texts and "0" in texts, f"a linear axis without being asked: {texts}")
+
+
+def test_quiet():
+    _, texts = drawn(HEAD.replace("busy: load 3", "quiet") + NAMES + "p,r,s,1,,,\n")
+    check("quiet machine" in texts and "busy machine" not in texts, f"{texts}")
+
+
+def test_what_benchmarks_write():
+    known = (
+        ("op,world,bytes,who,samples,us_min,us_median,us_p95,to_memcpy_or_tcp,ratio_p10,ratio_p90",
+         "all_gather,2,65536,shm,9,1,2,3,1.1,1,1.2", ["all_gather, 2 ranks", "64 KiB"], 1),
+        ("param_dtype,mode,world,call,min_ns,median_ns,p95_ns,instructions",
+         "f32,inline,1024,forward,72.1,75.9,80.4,\nf32,inline,1024,data,5,6,7,",
+         ["pre_forward + post_forward, inline", "1,024 ranks", "goal 80"], 1),
+        ("op,world,bytes,backend,us_ours,us_torch,us_tcp,times_faster,goal,verdict,to_tcp",
+         "all_gather,2,1048576,gloo,1,3,1,3,1.5,reached,1", ["1 MiB", "goal 1.5"], 1),
+        ("model,case,world,lanes,pass_us,plain_pass_us,extra_us_per_unit",
+         "gpt,tiny,2,0,10,5,1", ["gpt tiny, W=2, lanes 0", "a pass"], 3),
+        ("model,case,world,lanes,pass_us,torch_pass_us,plain_us,torch_plain_us,extra_us,"
+         "torch_extra_us", "gpt,tiny,2,0,10,50,5,6,1,9", ["fsdp.h", "PyTorch"], 6),
+    )
+    for names, lines, expected, points in known:
+        marks, texts = drawn(f"{names}\n{lines}\n")
+        check(sum(n for m, n in marks.items() if m.startswith("circle")) == points, f"{marks}")
+        for text in [*expected, "?, commit ?, nothing is known about the run"]:
+            check(text in texts, f"no text '{text}': {texts}")
+        _, texts = drawn(f"{HEAD}{names}\n{lines}\n")
+        check("a < b" in texts and "busy machine" in texts, f"the lines above count: {texts}")
+
+
+def test_columns_of_the_benchmarks():
+    """What the reader needs is what the programs say that they write."""
+    for path, names in (
+            ("bench/bench_comm.c", "op,world,bytes,who,samples,us_min,us_median,us_p95,"),
+            ("bench/bench_host.c", "param_dtype,mode,world,call,min_ns,median_ns,p95_ns"),
+            ("bench/bench_step.c", "plain_pass_us"), ("bench/bench_step.c", "extra_us_per_unit"),
+            ("bench/fsdp_step.py", '"torch_extra_us"'), ("bench/fsdp_step.py", '"plain_us"'),
+            ("bench/compare_torch.py", '"us_torch", "us_tcp"'),
+            ("bench/compare_torch.py", '"times_faster", "goal"')):
+        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+            check(names in f.read(), f"{path} does not write {names}")
+
+
+def test_files_that_are_none():
+    row = "p,r,s,1,,,\n"
+    for text, says in (
+            (NAMES + row, "no line '# title: ...'"),
+            (HEAD.replace("# state: busy: load 3\n", "") + NAMES + row, "no line '# state: ...'"),
+            (HEAD.replace("busy: load 3", "busy") + NAMES + row, "state is 'busy'"),
+            (HEAD.replace("busy: load 3", "calm") + NAMES + row, "state is 'calm'"),
+            (HEAD.replace("2026-11-23", "today") + NAMES + row, "date is 'today'"),
+            (HEAD.replace("lower", "less") + NAMES + row, "better is 'less'"),
+            (HEAD + "# scale: cubic\n" + NAMES + row, "scale is 'cubic'"),
+            (HEAD + "panel,row,value\np,r,1\n", "line 9: the columns are panel,row,value"),
+            (HEAD + NAMES + row + "p,r,s,x,,,\n", "line 11: could not convert"),
+            (HEAD + "# scale: log\n" + NAMES + "p,r,s,0,,,\n", "a number is not above 0"),
+            (HEAD + NAMES + "p,r,s,nan,,,\n", "line 10: a number that is not finite"),
+            ("# title: t\nop,world,bytes,backend,us_torch,times_faster,goal\nx,2,4,shm,1,2,\n",
+             "no line '# machine: ...'"),
+            (HEAD + NAMES + "p,r\n", "line 10: not 7 values"),
+            (HEAD + NAMES + "p,r,s,,,,2\n", "no value"), (HEAD + NAMES, "no value"),
+            ("", "line 1: the columns are")):
+        status, err, svg = draw(text)
+        check(status == 1 and says in err and "Traceback" not in err and not svg, f"{says}: {err}")
+
+
+def tree(folder):
+    """A repository of two files of results, their pictures and a document that shows them."""
+    for name in ("tools", "bench/results", "docs"):
+        os.makedirs(os.path.join(folder, name))
+    shutil.copy(TOOL, os.path.join(folder, "tools"))
+    for name in ("a", "b"):
+        with open(os.path.join(folder, f"bench/results/{name}.csv"), "w", encoding="utf-8") as f:
+            f.write(HEAD + NAMES + "p,r,s,1,,,2\n")
+    with open(os.path.join(folder, "docs/performance.md"), "w", encoding="utf-8") as f:
+        f.write("![A](bench_a.svg)\n![B](bench_b.svg)\n")
+    return in_tree(folder, "--write")
+
+
+def in_tree(folder, *arguments):
+    r = subprocess.run([sys.executable, os.path.join(folder, "tools/bench_report"), *arguments],
+                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    return r.returncode, r.stdout
+
+
+def test_check_of_all_pictures():
+    def edit(path, old, new):
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text.replace(old, new))
+
+    breaks = (
+        (lambda d: None, 0, ""),
+        (lambda d: edit(f"{d}/bench/results/a.csv", "s,1,", "s,1.5,"), 1,
+         "docs/bench_a.svg is not the picture of its csv: make bench-report"),
+        (lambda d: edit(f"{d}/docs/bench_b.svg", "busy machine", "quiet machine"), 1,
+         "docs/bench_b.svg is not the picture of its csv"),
+        (lambda d: os.remove(f"{d}/docs/bench_a.svg"), 1, "docs/bench_a.svg is missing"),
+        (lambda d: os.remove(f"{d}/bench/results/a.csv"), 1,
+         "docs/bench_a.svg: no file of bench/results makes it"),
+        (lambda d: edit(f"{d}/docs/performance.md", "![B](bench_b.svg)", ""), 1,
+         "docs/performance.md does not show bench_b.svg"),
+        (lambda d: edit(f"{d}/docs/performance.md", "bench_b", "bench_c"), 1,
+         "docs/performance.md shows bench_c.svg"),
+    )
+    for change, status, says in breaks:
+        with tempfile.TemporaryDirectory() as folder:
+            wrote = tree(folder)
+            check(wrote[0] == 0 and "docs/bench_a.svg: 1 of 1 values with a goal meet it"
+                  in wrote[1], f"{wrote}")
+            change(folder)
+            found = in_tree(folder)
+            check(found[0] == status and says in found[1] and bool(found[1]) == bool(says),
+                  f"{says}: {found}")
+
+
+def test_pictures_of_the_document():
+    r = subprocess.run([sys.executable, TOOL], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                       universal_newlines=True)
+    check(r.returncode == 0 and not r.stdout, r.stdout)
+
+
+if __name__ == "__main__":
+    run("bench_report", globals())
