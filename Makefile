@@ -71,7 +71,7 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
               test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
@@ -276,7 +276,7 @@ RUN_gloo   := FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo $(GLOO_RUNS)
 MAKE_stub  := BUILD=$(BUILD)/stub NCCL=stub
 GOALS_stub := gpt-cuda $(STUB_PROGRAMS)
 RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
-              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=4* FSDP_STUB_CHECKS=1 $(NCCL_RUNS) \
+              $(BUILD)/stub/tests/conformance:*/nccl/*:-*W=[45]* FSDP_STUB_CHECKS=1 $(NCCL_RUNS) \
               -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) $(ONE_GPU) $(addprefix $(BUILD)/stub/tests/,test_agree test_cast:-*out_of_memory test_edges)
 
 # Three ranks meet in all the ways in which more do, where a test runs with both. What takes longest
@@ -286,7 +286,7 @@ SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
 # Arithmetic of trainings, faults, which mostly wait, and delays, which tsan sees: at night.
-NIGHT   := test_delays test_dtensor_tp test_fsdpck test_fully_shard_dtensor test_fully_shard_training test_fully_shard_compile test_golden_tp \
+NIGHT   := test_delays test_dtensor_tp test_fsdpck test_fully_shard_dtensor test_fully_shard_training test_fully_shard_compile test_fully_shard_mixed_precision test_golden_tp \
            test_golden_train test_norm test_dtype test_plan_random test_replicate_faults test_replicate_training test_replicate_with_compiler test_spec \
            test_store test_store_trust test_train
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
@@ -294,12 +294,12 @@ TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-checkpoint_faults.[dkp]*:-checkpoint.reshard*:-checkpoint_slow.*:-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]
+FEWER      := $(FEW):-checkpoint_faults.[dkp]*:-checkpoint.reshard*:-checkpoint_slow.*:-extension.more_records_than_events:-route.every_combination:-shard.random_units:-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*:-plan.leave_at_every_call/[fs]*:-memory.prediction/W=[23]:-dtensor.all_pairs*:-dtensor_faults.rank_stops*_[023]*:-reset.behind*:-freeze.between*:-offload.same_bits:-prefetch.depth*
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
-FEWEST_PLANS := -plan.net*:-plan.leave*:-plan_kinds.[cefls]*:-plan_kinds.*replicas:-plan_errors.[acdnst]*
-FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*:-faults.host_allocations*:-extension.more_records_than_events:-conformance.*/processes/*:$(FEWEST_PLANS)
+FEWEST_PLANS := -plan.net*:-plan.leave*:-plan_kinds.[cefls]*:-plan_kinds.*replicas:-plan_errors.[acdlnst]*
+FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*:-faults.host_allocations*:-extension.more_records_than_events:-conformance.*/processes/*:-delays.planned_on_streams/bf*:-delays.planned_on_streams/f64:-delays.planned_on_streams/f16*:-faults.reset*:-faults.operations/*/W=3/lanes:$(FEWEST_PLANS)
 RUN_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/tsan $(GOALS_tsan:%=%:$(FEWEST))
 MAKE_gloo_asan  := BUILD=$(BUILD)/gloo_asan GLOO=yes SAN=asan
 GOALS_gloo_asan := $(BUILD)/gloo_asan/tests/conformance
@@ -310,7 +310,7 @@ RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
 MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
 GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
                      $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait
-FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults*:-nccl.same_bits/[b-z]*:-copy.every_row_to*
+FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults*:-nccl.same_bits/[a-z]*:-nccl.registrations*:-nccl.own_stream*:-copy.every_row_to*
 FEWEST_nccl     := $(FEW):-stub_graph.forbids*
 RUN_nccl_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/nccl_asan \
                    $(patsubst %,%:$(FEWER_nccl),$(filter-out \
