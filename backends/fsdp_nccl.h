@@ -319,6 +319,7 @@ typedef struct fsdpi_nccl_tail {
 // Aborts the first of a list, and beside it those behind. When it returns all are done.
 static void *fsdpi_nccl_abort_main(void *arg) {
     const fsdpi_nccl_tail *t = (const fsdpi_nccl_tail *)arg;
+    fsdpi_stay();
     if (t->size == 0) return NULL;
     fsdpi_nccl_tail rest = {t->list + 1, t->size - 1};
     pthread_t thread;
@@ -356,6 +357,7 @@ static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free
 
 static void *fsdpi_nccl_call_main(void *arg) {
     fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
+    fsdpi_stay();
     (void)cudaSetDevice(call->ordinal);
     switch (call->kind) {
     case FSDPI_NCCL_MAKE:
@@ -844,6 +846,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
 
 static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
+    fsdpi_stay();
     (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode); // looking at an event ends no capture
@@ -862,6 +865,7 @@ static void *fsdpi_nccl_watchdog(void *arg) {
 
 static void *fsdpi_nccl_monitor(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
+    fsdpi_stay();
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         if (!fsdpi_nccl_failed(w)) fsdpi_nccl_look_inside(w);
