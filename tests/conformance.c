@@ -924,12 +924,18 @@ static void cycles(int rank, int world, void *arg) {
     CHECK_EQ_INT(live_bytes, 0);
 }
 
+static void first_cycle(int rank, int world, void *arg) {
+    (void)world;
+    cycle_once(rank, (launch *)arg);
+}
+
 TEST_P(conformance, cycles_leak_nothing, backends) {
     launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row;
     l->threads.size = row->world;
     l->timeout_ns = 30000000000;
     snprintf(l->job, sizeof l->job, "cycles-%d", (int)getpid());
+    if (row->threads) start_ranks(l, first_cycle); /* a driver keeps what it opens in the process */
     int descriptors = h_entries("/proc/self/fd");
     start_ranks(l, cycles);
     if (row->threads) CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);
