@@ -398,6 +398,19 @@ TEST(gpt, no_place_for_the_picture) {
     after("loss, nats per byte; a column is the mean of 1 steps\n");
 }
 
+/* Without descriptors 0 to 2 it trains as with them: none of the library's files lies there, and what
+   is printed goes nowhere. */
+TEST(gpt, closed_descriptors) {
+    curve with, without;
+    train("", "--ranks 2", &with);
+    train("sh -c 'exec \"$0\" \"$@\" <&- >&- 2>&-'", "--ranks 2", &without);
+    CHECK_EQ_STR(out_text, "");
+    for (int i = 0; i < with.count; i++) {
+        CHECK(with.loss[i] == without.loss[i]);
+        CHECK(with.norm[i] == without.norm[i]);
+    }
+}
+
 /* Runs differ by seed and repeat by seed; the text generated at the end too. */
 TEST(gpt, seed) {
     curve a, b, c;
