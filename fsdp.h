@@ -777,7 +777,8 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
 /* fsdp_pre_backward - gather the unit's parameters again. fsdp_grad is zero or holds gradients of
-   earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
+   earlier microbatches; with grads_overwrite it holds anything: store all of it. With lanes or
+   streams it starts to gather the unit of the forward before
    Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
                backward); OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use

@@ -1833,7 +1833,8 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
 /* fsdp_pre_backward - gather the unit's parameters again. fsdp_grad is zero or holds gradients of
-   earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
+   earlier microbatches; with grads_overwrite it holds anything: store all of it. With lanes or
+   streams it starts to gather the unit of the forward before
    Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
                backward); OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use
@@ -9619,18 +9620,39 @@ static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
     return fsdpi_emit(u->model, &op);
 }
 
+// Zero the padding of the direct parameters of a part, or of the packed ones. What lies between two
+// pieces is the caller's, who stores there later: little of it is filled, too, to save a call.
+static fsdp_status fsdpi_zero_padding_of(fsdp_unit *u, const fsdpi_part *part, int direct) {
+    enum { BETWEEN = 16384 }; // elements
+    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
+    int64_t world = fsdpi_shards(u), begin = 0, end = 0;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < u->desc.num_params && !status; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int64_t at = p->grad_offset + p->lay.numel,
+                past = p->grad_offset + world * p->lay.shard_numel;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part || p->lay.direct != direct ||
+            at == past)
+            continue;
+        if (end == begin || at < end || at - end > BETWEEN) {
+            status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
+                                     part->param_dtype, begin, end - begin, 0);
+            begin = at;
+        }
+        end = past;
+    }
+    return status ? status
+                  : fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
+                                    part->param_dtype, begin, end - begin, 0);
+}
+
 // Zero what the caller's backward does not store to: padding, in its own slot layout.
 static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
     fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
     int world = fsdpi_shards(u);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->desc.num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad) continue;
-        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
-                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset + p->lay.numel,
-                                 world * p->lay.shard_numel - p->lay.numel, 0);
-    }
+    for (int k = 0; k < 2 * u->layout.num_parts && !status; k++)
+        status = fsdpi_zero_padding_of(u, &u->layout.parts[k / 2], k % 2);
     for (int k = 0; k < u->layout.num_parts && u->layout.pad_rin && !status; k++) {
         const fsdpi_part *part = &u->layout.parts[k];
         int64_t packed = part->train.packed_numel;
@@ -9641,17 +9663,20 @@ static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
     return status;
 }
 
-// One rank: gradients are written where they end; zeros are put there before the first ones.
+// One rank: gradients are written where they end. Zeros are put there before the first ones, unless
+// the caller stores: then what it has not stored is zeroed in the end.
 static fsdp_status fsdpi_write_shard(fsdp_unit *u) {
     fsdpi_grads *g = &u->state.grads;
     const fsdpi_part *part = u->layout.parts;
     fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
-    int undefined = g->shard == FSDPI_GRADS_NONE;
+    int stores = u->model->desc.grads_overwrite, undefined = g->shard == FSDPI_GRADS_NONE;
     if (g->shard == FSDPI_GRADS_ZERO) g->shard = FSDPI_GRADS_NONE;
     g->newest = FSDPI_GRADS_IN_SHARD;
-    return undefined ? fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, shard,
-                                       part->dtype, part->train.base, u->layout.train_numel, 0)
-                     : fsdpi_caller_writes(u, shard);
+    if (stores) fsdpi_usage_clear(u, FSDPI_USE_WRITTEN);
+    return undefined && !stores
+               ? fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, shard,
+                                 part->dtype, part->train.base, u->layout.train_numel, 0)
+               : fsdpi_caller_writes(u, shard);
 }
 
 /* Where gradients will be written: zero, or what earlier microbatches left. */
@@ -9675,13 +9700,16 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
 
 // With grads_overwrite nothing was zeroed: what this rank did not store must not count.
 static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
+    int in_shard = u->state.grads.newest == FSDPI_GRADS_IN_SHARD;
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < u->desc.num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
+        const fsdpi_part *part = fsdpi_part_of(u, p);
         if (!p->requires_grad || (p->use & FSDPI_USE_WRITTEN)) continue;
-        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
-                                 u->state.slot[FSDP_POOL_GRAD], fsdpi_part_of(u, p)->param_dtype,
-                                 p->grad_offset, p->lay.numel, 0);
+        status = fsdpi_emit_fill(
+            u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
+            in_shard ? fsdpi_flat_of(u, part)->grad : u->state.slot[FSDP_POOL_GRAD],
+            part->param_dtype, in_shard ? p->lay.shard_offset : p->grad_offset, p->lay.numel, 0);
     }
     return status;
 }
@@ -9913,6 +9941,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     }
     if (g->newest == FSDPI_GRADS_IN_SHARD) { // others may have written the block: one event for all
         status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad);
+        if (!status && u->model->desc.grads_overwrite) status = fsdpi_step_zero_unused(u);
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);

@@ -143,6 +143,30 @@ TEST_P(gpt_cuda, parity, runs) {
     else check_same(&cpu, &gpu, 1e-4, 1e-3);
 }
 
+/* Attention does its part: losses are those of the CPU, and others with another number of heads,
+   whose parameters are the same at the start. Parity sees each wrong part of its backward: without
+   the gradients of the keys, the smallest one, losses here differ by 4e-4, norms by 5e-3. */
+TEST(gpt_cuda, attention) {
+    static const char *const heads[] = {"--heads 1", "--heads 2", "--heads 19"};
+    enum { COUNT = sizeof heads / sizeof *heads };
+    curve cpu, gpu[COUNT];
+    const char *program = cuda_program();
+    const int is_stub = strstr(program, "/stub/") != NULL;
+    for (int i = 0; i < COUNT; i++) {
+        char options[100];
+        snprintf(options, sizeof options, "--ranks 2 %s", heads[i]);
+        train("FSDP_BACKEND=shm", cpu_program(), options, &cpu);
+        train(NCCL, program, options, &gpu[i]);
+        CHECK_EQ_INT(gpu[i].count, STEPS);
+        check_same(&cpu, &gpu[i], is_stub ? 5e-6 : 1e-4, is_stub ? 1e-5 : 1e-3);
+        for (int k = 0; k < i; k++) {
+            const double apart = fabs(gpu[i].loss[STEPS - 1] - gpu[k].loss[STEPS - 1]);
+            h_message("%s, %s: losses are %.2g apart", heads[k], heads[i], apart);
+            CHECK(apart > 1e-4);
+        }
+    }
+}
+
 /* Parameters of 8 bits: near the CPU's losses, and the same with the library and without. */
 static const struct {
     const char *name, *options;
@@ -217,37 +241,54 @@ TEST_P(gpt_cuda, graph, graphs) {
     check_same(&calls, &graph, 0.0, 0.0);
 }
 
-/* Whether a training with --graph goes through although the nth call of a function fails. */
-static int survives(const char *function, int nth, int steps) {
+/* Whether a training goes through although the nth call of a function fails. */
+static int survives(const char *function, int nth, int steps, const char *options) {
     char environment[200];
     const char *program = cuda_program();
     if (!strstr(program, "/stub/")) SKIP("not built with tests/stubs, which fail as they are told");
     snprintf(environment, sizeof environment, NCCL "FSDP_STUB_FAIL=%s:%d:2", function, nth);
-    return run_training(environment, program, steps, "--graph") == 0;
+    return run_training(environment, program, steps, options) == 0;
+}
+
+/* How often a training of three steps calls a function. */
+static int calls_of(const char *function, const char *options) {
+    int fails = 0, works = 128; // the last call that there is; one that there is not
+    while (works - fails > 1) {
+        const int middle = (fails + works) / 2;
+        if (survives(function, middle, 3, options)) works = middle;
+        else fails = middle;
+    }
+    h_message("%s: %d calls", function, fails);
+    return fails;
 }
 
 /* One capture, and a launch for each step from the third on. */
 TEST(gpt_cuda, graph_launches) {
-    CHECK(!survives("cudaGraphInstantiate", 1, STEPS));
-    CHECK(survives("cudaGraphInstantiate", 2, STEPS));
-    CHECK(!survives("cudaGraphLaunch", STEPS - 2, STEPS));
-    CHECK(survives("cudaGraphLaunch", STEPS - 1, STEPS));
+    CHECK(!survives("cudaGraphInstantiate", 1, STEPS, "--graph"));
+    CHECK(survives("cudaGraphInstantiate", 2, STEPS, "--graph"));
+    CHECK(!survives("cudaGraphLaunch", STEPS - 2, STEPS, "--graph"));
+    CHECK(survives("cudaGraphLaunch", STEPS - 1, STEPS, "--graph"));
 }
 
 /* With a graph, more steps allocate nothing more. */
 TEST(gpt_cuda, graph_allocates_nothing) {
     static const char *const functions[] = {"cudaMalloc", "cudaMallocHost"};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
-        int fails = 0, works = 128; // the last call that there is; one that there is not
-        while (works - fails > 1) {
-            const int middle = (fails + works) / 2;
-            if (survives(functions[i], middle, 3)) works = middle;
-            else fails = middle;
-        }
-        h_message("%s: %d calls", functions[i], fails);
-        CHECK(i > 0 || fails > 0);
-        CHECK(survives(functions[i], works, STEPS));
+        const int calls = calls_of(functions[i], "--graph");
+        CHECK(i > 0 || calls > 0);
+        CHECK(survives(functions[i], calls + 1, STEPS, "--graph"));
     }
+}
+
+/* The backward stores gradients: on one rank no step fills anything with zeros. */
+static const struct {
+    const char *name, *options;
+} fills[] = {{"alone", ""}, {"plain", "--plain"}, {"graph", "--graph"}};
+
+TEST_P(gpt_cuda, fills_nothing, fills) {
+    const int calls = calls_of("cudaMemsetAsync", row->options);
+    CHECK(calls > 0); // before the first step
+    CHECK(survives("cudaMemsetAsync", calls + 1, STEPS, row->options));
 }
 
 static const struct {

@@ -729,6 +729,7 @@ static const copies_row copies_rows[] = {
     /* one rank: parameters and gradients are the shards; after zero_grad they are cleared */
     {"W=1/f32", 1, 0, 0, 0, 0, 0, 0, 1, CM * 4},
     {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 0, 1, CV * 4},
+    {"W=1/f32_overwrite", 1, 0, 0, 0, 1, 0, 0, 0, 0},
     /* one rank with a cast: two gathers, one reduction */
     {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
     /* direct, one dtype: the flags of who used what, one element for each rank, and nothing else;
@@ -738,6 +739,8 @@ static const copies_row copies_rows[] = {
     {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 3, 2 * CM / 4 * 2 + 4 * 2, 1, CM * 2 + 64},
     /* packed: two copy-outs, one chunk_cat, the flags */
     {"W=2/f32_packed", 2, 0, 0, 1, 0, 4, 3 * CV * 4 + 2 * 2 * 4, 1, (CV + 16 + CV) * 4},
+    /* rows that 5 does not divide: padding behind 48 and 96 elements is filled by one call */
+    {"W=5/f32_overwrite_packed", 5, 0, 0, 1, 1, 4, (2 * 150 + 150) * 4 + 2 * 5 * 4, 1, 116 * 4},
 };
 
 static void copies_rank(lab_rank *r) {

@@ -8,6 +8,10 @@
    with a parameter are bf16, its sums f32. Activations are f32. Sums have a fixed order: no
    atomics, so that two runs give the same bits.
 
+   Gradients of parameters are stored (=), where gpt.h adds (+=): nobody has to fill them with zeros,
+   and a model of fsdp.h says so (grads_overwrite). wte alone is used twice: the head stores its
+   gradient, and the embedding, whose backward is the last one, adds to it.
+
    Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are
    one batched product, and datt is (B, H, T, T).
 
@@ -136,10 +140,10 @@ GPT_DEVICE float gpt_get(const void *w, int64_t i, int bf16) {
     return x;
 }
 
-// Element i of a gradient += x
-GPT_DEVICE void gpt_add(void *g, int64_t i, float x, int bf16) {
-    if (bf16) ((uint16_t *)g)[i] = gpt_narrow(gpt_get(g, i, 1) + x);
-    else ((float *)g)[i] += x;
+// Element i of a gradient = x
+GPT_DEVICE void gpt_put(void *g, int64_t i, float x, int bf16) {
+    if (bf16) ((uint16_t *)g)[i] = gpt_narrow(x);
+    else ((float *)g)[i] = x;
 }
 
 /* ---- matrix product -------------------------------------------------------------------------- */
@@ -229,7 +233,7 @@ struct gpt_sum_some {
     }
 };
 
-// Then of all groups of rows; added to the gradients.
+// Then of all groups of rows; these are gradients.
 struct gpt_sum_all {
     void *g, *g_n; // g_n NULL: none
     const float *sums;
@@ -242,8 +246,8 @@ struct gpt_sum_all {
                 sum += sums[i * cols + c];
                 if (g_n) sum_n += sums[(groups + i) * cols + c];
             }
-            gpt_add(g, c, sum, bf16);
-            if (g_n) gpt_add(g_n, c, sum_n, bf16);
+            gpt_put(g, c, sum, bf16);
+            if (g_n) gpt_put(g_n, c, sum_n, bf16);
         }
     }
 };
@@ -282,17 +286,16 @@ static void gpt_cuda_linear_forward(gpt_cuda *gpu, float *out, const float *add,
                     gpt_matrix(w, IC, gpu->bf16), gpt_matrix(out, OC, 0), 1);
 }
 
-/* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) += dout^T * x */
+/* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) = dout^T * x */
 static void gpt_cuda_product_backward(gpt_cuda *gpu, float *dx, void *dw, const float *dout,
                                       const float *x, const void *w, int BT, int IC, int OC) {
     const gpt_operand d = gpt_beside_param(gpu, dout, BT, OC, 0);
     const gpt_operand in = gpt_beside_param(gpu, x, BT, IC, 1);
     gpt_cuda_matmul(gpu, 0, BT, IC, OC, d, gpt_matrix(w, IC, gpu->bf16), gpt_matrix(dx, IC, 0), 1);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A | GPT_ADD, OC, IC, BT, d, in, gpt_matrix(dw, IC, gpu->bf16),
-                    1);
+    gpt_cuda_matmul(gpu, GPT_TRANS_A, OC, IC, BT, d, in, gpt_matrix(dw, IC, gpu->bf16), 1);
 }
 
-/* The same, and dbias(OC) += columns of dout */
+/* The same, and dbias(OC) = columns of dout */
 static void gpt_cuda_linear_backward(gpt_cuda *gpu, float *dx, void *dw, void *dbias,
                                      const float *dout, const float *x, const void *w, int BT,
                                      int IC, int OC) {
@@ -354,7 +357,7 @@ static void gpt_cuda_layernorm_forward(gpt_cuda *gpu, float *out, float *mean, f
     gpt_launch(gpu, BT, kernel);
 }
 
-/* dx(BT, C) = or += the gradient; dw(C) and db(C) += */
+/* dx(BT, C) = or += the gradient; dw(C) and db(C) = */
 static void gpt_cuda_layernorm_backward(gpt_cuda *gpu, float *dx, int add, void *dw, void *db,
                                         const float *dout, const float *x, const void *w,
                                         const float *mean, const float *rstd, int BT, int C) {
@@ -507,7 +510,7 @@ static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, void *c
                             C);
 }
 
-/* acts->dx(B, T, C) holds the gradient of x_out and becomes that of x_in; g[...] += the gradients
+/* acts->dx(B, T, C) holds the gradient of x_out and becomes that of x_in; g[...] = the gradients
    of w[...] */
 static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
                                     void *const *g, const gpt_block_acts *a, gpt_acts *acts,
@@ -561,7 +564,8 @@ struct gpt_embed_tokens_backward {
             for (int64_t i = 0; i < BT; i++) {
                 if (tokens[i] == token) sum += dx[i * C + c];
             }
-            gpt_add(g, (int64_t)token * C + c, sum, bf16);
+            const int64_t at = (int64_t)token * C + c;
+            gpt_put(g, at, gpt_get(g, at, bf16) + sum, bf16);
         }
     }
 };
@@ -574,7 +578,7 @@ struct gpt_embed_positions_backward {
         for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
             float sum = 0.0f;
             for (int64_t b = 0; b < B; b++) sum += dx[(b * T + t) * C + c];
-            gpt_add(g, (int64_t)t * C + c, sum, bf16);
+            gpt_put(g, (int64_t)t * C + c, sum, bf16);
         }
     }
 };
@@ -620,7 +624,7 @@ static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, void *c
     gpt_launch(gpu, (int64_t)cfg->batch * cfg->context, kernel);
 }
 
-/* g[GPT_WTE] and g[GPT_WPE] += from dx(B, T, C) */
+/* g[GPT_WTE] += and g[GPT_WPE] = from dx(B, T, C) */
 static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *g,
                                     const float *dx) {
     const int B = cfg->batch, T = cfg->context, C = cfg->channels, V = cfg->vocab;
@@ -640,7 +644,7 @@ static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, void *co
                     gpt_matrix(w[GPT_WTE], C, gpu->bf16), gpt_matrix(acts->logits, V, 0), 1);
 }
 
-/* acts->dx(B, T, C) = gradient of x from that of the logits; g += */
+/* acts->dx(B, T, C) = gradient of x from that of the logits; g = but for wpe, which is not used */
 static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
                                    void *const *g, gpt_acts *acts, const float *x) {
     const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;

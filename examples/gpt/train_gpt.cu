@@ -1,13 +1,14 @@
 /* train_gpt.cu - train_gpt.c on GPUs: the same model, the same text, the same losses
 
    What fsdp.h is asked for is what train_gpt.c asks for; compare build_model, forward, backward and
-   train_step of the two. Five things changed:
+   train_step of the two. Six things changed:
    1  the build: nvcc, -DFSDP_BACKEND_NCCL and two libraries
    2  the arithmetic: gpt_cuda.h for gpt.h. fsdp_data and fsdp_grad are device pointers, ready in
       the order of the default stream, on which it runs
    3  memory of activations and of batches: cudaMalloc; the text is on the device, too
    4  the loss stays on the device, and is looked at only every --log-every steps
-   5  --bf16: param_dtype, one field of fsdp_model_desc
+   5  the backward stores gradients, and does not add: grads_overwrite, one field of fsdp_model_desc
+   6  --bf16: param_dtype, another field
    Loss and norm are brought to the host where they are shown: no other step waits for the GPU.
    With --graph, on one rank, the GPU gets all but the update as one CUDA graph (see capture).
 
@@ -148,6 +149,7 @@ static fsdp_status build_model(trainer *t) {
     const int reshard = opt->reshard ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
     fsdp_model_desc desc = FSDP_ZERO;
     if (opt->plain) return plain_build(t);
+    desc.grads_overwrite = 1;                    // nothing is filled with zeros for the backward
     if (opt->bf16) desc.param_dtype = FSDP_BF16; // of what is gathered; shards stay f32
     fsdp_status status = fsdp_model_create(t->world, &desc, &t->model);
     if (status) return status;
@@ -260,8 +262,8 @@ static fsdp_status clipped_gradients(trainer *t) {
 }
 
 /* --graph: makes one of clipped_gradients. Nothing runs: the stream keeps what it is given. The
-   steps before have called every hook and, by fsdp_zero_grad, left the filling of the gradients
-   with zeros to this one, so that the graph has it. */
+   steps before have called every hook and, by fsdp_zero_grad, left no gradients that the backward
+   of the graph would have to add to. */
 static fsdp_status capture(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
     gpt_cuda *gpu = &rank->gpu;
@@ -296,7 +298,7 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
     if (!status && look) status = fsdp_grad_norm(t->model, norm);
     if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
     // No hook runs in a launch: the library keeps what it knew behind the capture, that there are
-    // gradients, and the graph itself begins them anew.
+    // gradients, and the graph itself stores new ones.
     if (!status && !gpu_rank_of(t)->graph) status = fsdp_zero_grad(t->model);
     return status ? status : gpu_status(t);
 }
@@ -461,12 +463,6 @@ static fsdp_status plain_step(trainer *t, int step, int look, double *loss, doub
     gpt_cuda *gpu = &rank->gpu;
     const double lr = learning_rate(&t->j->opt, step);
     const int64_t rest = rank->numel - rank->decayed;
-    void *grads = rank->half_grads ? (void *)rank->half_grads : rank->grads;
-    const size_t size = rank->half_grads ? sizeof(uint16_t) : sizeof(float);
-    if (!gpu->error) { // products add to the gradients
-        gpt_cuda_check(gpu, cudaMemsetAsync(grads, 0, (size_t)rank->numel * size, gpu->stream),
-                       "gradients");
-    }
     fill_batch(t, step);
     plain_forward_backward(t);
     if (look) gpu_read(gpu, loss, gpu->loss, sizeof *loss);
