@@ -52,7 +52,6 @@ typedef struct fsdpi_ck_worker {
 
 static void *fsdpi_ck_work(void *arg) {
     fsdpi_ck_worker *w = (fsdpi_ck_worker *)arg;
-    fsdpi_stay();
     for (;;) {
         uint32_t seen = FSDPI_CK_GET(&w->to_worker);
         if (FSDPI_CK_GET(&w->busy)) {
