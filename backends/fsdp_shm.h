@@ -77,8 +77,8 @@ extern "C" {
 extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
-#define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
-#define FSDPI_SHM_YIELDS    16    // turns given to others before sleeping, where ranks share cores
+#define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
+#define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
 #define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
@@ -151,7 +151,7 @@ typedef struct fsdpi_shm_world {
     int crowded;            // there are fewer cores than ranks
     uint64_t inode, device; // of the common file: the program may have closed fd
     void *life;             // a mapping that keeps this rank's lock; NULL: the process does
-    int spin_max, joined;
+    int joined;
     size_t page;
     uint64_t next_at;
     uint32_t lock;             // of the rest
@@ -165,7 +165,7 @@ typedef struct fsdpi_shm_comm {
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int spin;
+    int64_t spin_ns; // how long to try before sleeping
     const int64_t *since;   // when the deadline of waits began; NULL: with each wait
     uint32_t calls;         // of send and recv so far
     uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
@@ -383,22 +383,30 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
         fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
+/* Tries as long as that helps: less after each failure, but in full now and then. Where ranks share
+   cores, each turn hands the core to the next one that can run; a core that falls asleep instead,
+   and has to be woken, costs five times as much. */
+static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    const fsdp_boot *boot = &w->base.boot;
+    int64_t most = ++c->waits % 64 ? c->spin_ns : FSDPI_SHM_SPIN_NS;
+    int64_t end = fsdpi_boot_now(boot) + most;
+    for (int i = 0; i < FSDPI_SHM_SPINS && (!i || fsdpi_boot_now(boot) < end); i++) {
+        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
+        for (int k = 0; k < 16 && !w->crowded && !fsdpi_shm_is_open(c); k++) fsdpi_pause();
+        if (!fsdpi_shm_is_open(c)) continue;
+        c->spin_ns = FSDPI_SHM_SPIN_NS;
+        return 1;
+    }
+    c->spin_ns /= 4;
+    return 0;
+}
+
 // verb: what the missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
-    // Spin as long as that helps: less after each failure, but a full try now and then. Where ranks
-    // share cores, each turn hands the core to the next one that can run; a core that falls asleep
-    // instead, and has to be woken, costs five times as much.
-    int spin = ++c->waits % 64 ? c->spin : w->spin_max;
-    for (int i = 0; i < spin; i++) {
-        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
-        else fsdpi_pause();
-        if (!fsdpi_shm_is_open(c)) continue;
-        c->spin = w->spin_max;
-        return FSDP_OK;
-    }
-    c->spin /= 4;
+    if (fsdpi_shm_spin(c)) return FSDP_OK;
     fsdpi_shm_place *me = &c->places[c->base.index];
     uint32_t *word = c->other ? &me->bell : &c->group->generation,
              *sleepers = c->other ? &me->asleep : &c->group->sleepers;
@@ -1134,8 +1142,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
     w->crowded = fsdpi_shm_cores() < base->size;
-    w->spin_max = w->crowded ? FSDPI_SHM_YIELDS : FSDPI_SHM_SPIN_MAX;
-    c->spin = w->spin_max;
+    c->spin_ns = FSDPI_SHM_SPIN_NS;
     int is_host = !base->boot->threads && base->index == 0;
     const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows
     c->since = &since;
@@ -1202,7 +1209,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
     fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     (void)g;
-    if (child) child->spin = w->spin_max;
+    if (child) child->spin_ns = FSDPI_SHM_SPIN_NS;
     if (child && !child->group) {
         int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
         child->block = fsdpi_record_of(base, first).block;

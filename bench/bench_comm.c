@@ -15,8 +15,8 @@
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
      ring    gloo::allgather, gloo::allreduce; Gloo has no reduce_scatter that is correct
-   A sample is the time from the first rank's start to the last one's end, after a barrier, of one
-   operation or, where these are short, of several in a row, divided by their number. From 1 MiB on
+   A sample is the time from the first rank's start to the last one's end, after a barrier that all
+   leave awake, of one operation or, where these are short, of several in a row, divided by their number. From 1 MiB on
    it is one, and before it each rank writes 64 MiB of its own (--cold; 0: it does not), so that the
    caches have nothing of a rival before. Buffers lie at five places in turn. A ratio is the median
    of those of rounds, in which each rival has one sample; in brackets are its 10th and 90th
@@ -73,6 +73,7 @@ typedef struct {
     pthread_barrier_t gate;
     int64_t start[WORLD_MAX], end[WORLD_MAX]; // of one sample
     int32_t op, who, repeats, check, quit, is_cold;
+    uint32_t awake; // how often ranks were, since the beginning
     size_t bytes, place;
     char dir[64]; // where Gloo's ring meets
 } board;
@@ -237,6 +238,15 @@ static void checked(worker *w) {
     memset(full, 0, w->b->bytes); // sums in place that are repeated stay what they are
 }
 
+/* A core that slept takes as long to wake as a short operation does: all are awake before the first
+   one starts. */
+static void wake(const worker *w) {
+    board *b = w->b;
+    uint32_t size = (uint32_t)w->world, all;
+    all = __atomic_fetch_add(&b->awake, 1u, __ATOMIC_SEQ_CST) / size * size + size;
+    while ((int32_t)(__atomic_load_n(&b->awake, __ATOMIC_SEQ_CST) - all) < 0) (void)sched_yield();
+}
+
 // 0: that was the last one.
 static int sample(worker *w) {
     board *b = w->b;
@@ -247,6 +257,7 @@ static int sample(worker *w) {
     } else {
         for (size_t i = 0; i < w->opt->cold && b->is_cold; i += 64) w->cold[i]++;
         if (b->is_cold) (void)pthread_barrier_wait(&b->gate);
+        wake(w);
         b->start[w->rank] = bench_now_ns();
         for (int i = 0; i < b->repeats; i++) run(w);
         b->end[w->rank] = bench_now_ns();

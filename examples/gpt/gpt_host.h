@@ -294,7 +294,7 @@ static options default_options(void) {
     opt.gpt.heads = 4;
     opt.gpt.channels = 128;
     opt.gpt.vocab = 256;
-    opt.steps = 1500;
+    opt.steps = 1000;
     opt.sample = 200;
     opt.reshard = 1;
     opt.tp = 1;

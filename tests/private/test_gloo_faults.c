@@ -501,6 +501,33 @@ TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     J_CHECK(j, took_ms(j, row->who) <= 2 * j->timeout_ms + allowed_ms(j, 400), "too late");
 }
 
+/* One that meets the others late, and goes no further. */
+static void stays_at_the_store(job *j, int rank) {
+    fsdpi_store_desc desc;
+    fsdpi_store *store;
+    char text[FSDPI_REASON];
+    table t;
+    if (rank != j->victim) {
+        tell(j, rank, open_table(j, rank, &t), ops()->error_text(NULL));
+        close_table(&t);
+        return;
+    }
+    memset(&desc, 0, sizeof desc);
+    desc.boot = boot_of(j, rank);
+    usleep((useconds_t)j->timeout_ms * 600);
+    CHECK(!fsdpi_store_open(&desc, &store, text, sizeof text));
+    while (__atomic_load_n(&j->rank[0].place, __ATOMIC_SEQ_CST) != AT_END) usleep(10000);
+    fsdpi_store_close(store);
+}
+TEST(gloo_faults, set_up_has_one_deadline) {
+    job *j = make_job(2, 2000, stays_at_the_store);
+    j->victim = 1;
+    mark(j);
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_timed_out(j, j->victim, 200);
+}
+
 static void pauses(job *j, fsdp_world *world) {
     (void)j, (void)world;
     usleep(400000);
@@ -704,7 +731,7 @@ static const struct {
                   {"noise", 0}};
 
 static void intrudes(job *j, int rank) {
-    uint64_t slot = *(const uint64_t *)j->extra, random = 7;
+    uint64_t slot = *(const uint64_t *)j->extra, random = h_seed();
     uint64_t message[6 + 512] = {48 + (1 << 20), 1, slot, 0, 1 << 20, 0};
     table t;
     fsdp_status status = open_table(j, rank, &t);
