@@ -133,9 +133,8 @@ GPU_PROGRAMS  := $(addprefix $(BUILD)/nccl/tests/,test_gpu_first test_cuda_kerne
 
 # For the gpt example and the benchmarks of steps, where their own loops are not as fast: on x86-64 they
 # are, and OpenBLAS takes its kernels without AVX on processors that it does not know.
-BLAS := $(shell pkg-config --exists openblas 2>/dev/null && \
-          echo -DGPT_USE_BLAS $$(pkg-config --cflags --libs openblas))
-GPT_BLAS := $(if $(filter x86_64,$(shell uname -m)),,$(BLAS))
+GPT_BLAS := $(if $(filter-out x86_64,$(shell uname -m)),$(shell pkg-config --exists openblas 2>/dev/null && \
+              echo -DGPT_USE_BLAS $$(pkg-config --cflags --libs openblas)))
 
 # V=1 shows the commands.
 Q := $(if $(V),,@)
