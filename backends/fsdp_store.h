@@ -1012,8 +1012,7 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
         int whole = fsdpi_frame_get(&conn->in, &f);
         if (whole == 0) return;
         if (whole < 0) {
-            fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
-                             "has sent the store bytes that are not a message");
+            fsdpi_store_core_cut_off(core, conn, now);
             return;
         }
         if (conn->state == FSDPI_CONN_STRANGER) fsdpi_store_core_prove(core, conn, &f, now);

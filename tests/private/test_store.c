@@ -1656,10 +1656,10 @@ typedef struct {
     const char *says;
 } badness;
 static const badness bad_members[] = {
-    {"garbage", B_GARBAGE, "rank 2 has sent"},
+    {"garbage", B_GARBAGE, "rank 2 is cut off: its messages"},
     {"unknown_op", B_OPS, "rank 2 has sent"},
-    {"value_too_long", B_LENGTH, "rank 2 has sent"},
-    {"key_too_long", B_KEY, "rank 2 has sent"},
+    {"value_too_long", B_LENGTH, "rank 2 is cut off: its messages"},
+    {"key_too_long", B_KEY, "rank 2 is cut off: its messages"},
     {"half_a_frame_then_end", B_HALF, "rank 2 has died"},
     {"does_not_read", B_DEAF, NULL},
     {"asks_without_reading", B_GREEDY, "rank 2 does not read"},
@@ -1739,7 +1739,7 @@ static void with_bad_member(int rank, int world, void *arg) {
     if (b->says) {
         s->verdicts[rank] = await_verdict(&c, 20000);
         CHECK_EQ_INT(s->verdicts[rank].status,
-                     b->kind == B_AGAIN || b->kind == B_TAG ? FSDP_ERR_IO : FSDP_ERR_PEER_LOST);
+                     strstr(b->says, "cut off") ? FSDP_ERR_IO : FSDP_ERR_PEER_LOST);
         says(s->verdicts[rank].reason, b->says);
     } else {
         for (int i = 0; i < 50; i++) {

@@ -110,7 +110,7 @@ TEST_P(trust, rogue_store, rogues) {
 
 /* ---- a program in between ---------------------------------------------------------------------- */
 
-enum { FORWARDS, RANK, BIT, AGAIN, LEAVES_OUT, INSERTS, ANSWER };
+enum { FORWARDS, RANK, SIZE, PROOF, BIT, MAGIC, AGAIN, LEAVES_OUT, INSERTS, ANSWER };
 typedef struct {
     const char *name;
     int kind;
@@ -119,7 +119,10 @@ typedef struct {
 static const relay relays[] = {
     {"forwards", FORWARDS, NULL},
     {"another_rank", RANK, NULL},
+    {"another_size", SIZE, NULL},
+    {"bit_of_the_stores_proof", PROOF, NULL},
     {"bit_of_a_set", BIT, "[E792] rank 1 is cut off"},
+    {"bit_of_the_magic_number", MAGIC, "[E792] rank 1 is cut off"},
     {"set_repeated", AGAIN, "[E792] rank 1 is cut off"},
     {"set_left_out", LEAVES_OUT, "[E792] rank 1 is cut off"},
     {"verdict_inserted", INSERTS, "[E790] rank 1: messages of the store were changed"},
@@ -141,6 +144,9 @@ static void relay_frame(const setup *s, pair *p, int from, unsigned char *at, si
         /* where version 1 had it, and where it is now */
         at[size == HEADER + 60 ? HEADER + 36 : HEADER] = 2;
     }
+    if (op == OP_HELLO && kind == SIZE) at[HEADER + 4] = 2;
+    if (op == OP_PROVEN && kind == PROOF) at[size - 1] ^= 1;
+    if (op == OP_SET && kind == MAGIC) at[0] ^= 1;
     if (op == OP_SET && kind == BIT) at[HEADER + number_at(at + 12, 4)] ^= 1;
     if (op == OP_SET && kind == AGAIN) raw_send(to, at, size);
     if (op == OP_SET && kind == LEAVES_OUT) return;
@@ -191,6 +197,11 @@ static void relay_runs(setup *s) {
     }
 }
 
+/* Its change makes the proof of rank 1, or of the store, a wrong one. */
+static int is_kept_out(const relay *r) {
+    return r->kind == RANK || r->kind == SIZE || r->kind == PROOF;
+}
+
 /* Rank 1 comes to the store of rank 0 by way of it. */
 static void through_relay(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
@@ -203,7 +214,7 @@ static void through_relay(int rank, int world, void *arg) {
         snprintf(mine.address, sizeof mine.address, "tcp://127.0.0.1:%d", s->served_at);
         say_served(&mine, NULL);
     }
-    if (r->kind == RANK) { /* it does not come in as rank 2 */
+    if (is_kept_out(r)) { /* nor does it come in as rank 2 */
         CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
         if (rank == 0) says(c.error, "ranks 1, 2 have not joined");
         return;
@@ -225,13 +236,13 @@ static void through_relay(int rank, int world, void *arg) {
         return;
     }
     fsdpi_verdict v = await_verdict(&c, 5000);
-    CHECK_EQ_INT(v.status, FSDP_ERR_IO);
     says(v.reason, r->says);
+    CHECK_EQ_INT(v.status, FSDP_ERR_IO);
     gather_at(s, 1);
     fsdpi_store_close(c.store);
 }
 TEST_P(trust, relay, relays) {
-    const int lost = row->kind == RANK;
+    const int lost = is_kept_out(row);
     setup *s = make_setup(AT_IPV4, 2 + lost, 0, lost ? 1500 : 10000);
     s->extra = row, s->squatter = row->kind;
     do s->served_at = h_free_port();
