@@ -124,7 +124,8 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_PORTS       17                    // that are tried
 #define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
-#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
+#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for a goodbye to go
+#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for one to be read: it may be sent again
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when another is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
@@ -608,7 +609,7 @@ static void fsdpi_conn_break(fsdpi_conn *conn, fsdp_status status, const char *w
 static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
     conn->state = FSDPI_CONN_ENDING;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_GRACE);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_FAREWELL);
 }
 
 static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
@@ -1559,7 +1560,7 @@ static void *fsdpi_store_server_main(void *arg) {
     // Nobody new; then a goodbye, and time for it to be read.
     (void)close(server->listener);
     server->listener = -1;
-    now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_GRACE;
+    now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_FAREWELL;
     fsdpi_store_core_farewell(&server->core, now);
     for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
         after = conn->next;

@@ -149,7 +149,8 @@ typedef struct os_fault {
 
 static struct {
     uint64_t seed, rng, order, digest;
-    int64_t now, limit, cut_until[OS_HOSTS], latency, jitter; /* of other hosts */
+    int64_t now, limit, cut_until[OS_HOSTS], cut_for[OS_HOSTS];
+    int64_t latency, jitter; /* of other hosts */
     int parts, interrupts, yields, slow_names;                /* one in so many; 0: never */
     os_task tasks[OS_TASKS];
     os_proc procs[OS_PROCS];
@@ -598,6 +599,7 @@ OS_FN void os_planned(os_fault *f) {
     if (f->kind == OS_KILL) os_kill(p, OS_DID_death);
     if (f->kind == OS_CUT) {
         os.cut_until[p->host] = os.now + f->length;
+        os.cut_for[p->host] = f->length;
         os.did[OS_DID_cut]++;
         os_say("fault: host %d is cut off for %.3f s", p->host, (double)f->length * 1e-9);
         for (int i = 0; i < os.num_procs; i++) /* whose peers are elsewhere */
