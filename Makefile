@@ -247,7 +247,7 @@ gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 	    { echo "no Gloo: make deps installs libgloo-dev; or GLOO_HOME=..."; exit 1; }
 	@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes examples
 run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
-	FSDP_BACKEND=gloo tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt --steps 300
+	FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt --steps 300
 
 # What is missing, GPU included, find_nccl.sh tells at once.
 MAKE_NCCL = $(MAKE) -s -j$(JOBS) --no-print-directory BUILD=$(BUILD)/nccl NCCL=yes

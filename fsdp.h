@@ -157,7 +157,7 @@ ENVIRONMENT
                       are not set, the library reads those of mpirun (OMPI_*, PMI_*, MV2_*), srun
                       (SLURM_*) or flux (FLUX_*)
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
-    FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   jobs on several hosts: docs/cluster.md
+    FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
     FSDP_LANES        0: inline (default). 1 or 2: so many worker threads run collectives
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none

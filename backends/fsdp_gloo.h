@@ -1,4 +1,5 @@
-/* fsdp_gloo.h - the backend for several hosts without accelerators: collectives over TCP
+/* fsdp_gloo.h - the backend for several hosts without accelerators: collectives over TCP, and
+   through shared memory where all ranks of a comm are on one host
 
    -DFSDP_BACKEND_GLOO compiles it in; the program is linked with the object of fsdp_gloo.cc:
 
@@ -15,6 +16,8 @@
      never match, so nobody gets more than it expects.
    - The message that a peer will send next is always expected already: a small collective is one
      message in each direction.
+   - A comm whose members are all on this host is one of shared memory (fsdp_near.h): Gloo knows
+     nothing of it.
    - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
    - Members connect to each other before Gloo knows of it: each side shows the other that it knows
      the job's token. The sockets are Gloo's then. Nobody listens while ranks work.
@@ -44,13 +47,14 @@ extern "C" {
                Knows all_to_all, send and recv too. What shm would read from peers has to lie in
                memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is
                told
-   alloc       does not wait; from the allocator, zero-filled
+   alloc       does not wait; zero-filled. From the allocator; where this host has other ranks, as
+               in shm
    close       groups before their world. Waits until its peers have closed the comm too, or have
                failed: what was sent last is then delivered. At most half a second for the world,
                and as long for all groups together that peers keep
    abort       from any thread      poll never blocks
-   Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its
-               first large reduction on
+   Memory      a comm of W members that are not all on one host: messages of 2..32 KiB, 3 for each
+               member; and 8 MiB from its first large reduction on
    Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. Who connects has to
                know the job's token; after that data is neither checked nor encrypted: a trusted
                network. The process ignores SIGPIPE from open on, unless it has a handler
@@ -73,6 +77,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 
 #include "fsdp_comm.h"        // the base: what all backends do in the same way
 #include "fsdp_gloo_shim.h"   // the transport
+#include "fsdp_near.h"        // ranks of one host
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
 
 #ifdef __cplusplus
@@ -105,8 +110,10 @@ typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
 
 typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
-    fsdp_gloo_device *device;
-    fsdpi_trace trace;
+    fsdp_gloo_device *device; // NULL: all ranks are near
+    fsdpi_near_hosts hosts;
+    fsdpi_comm *near;  // the ranks of this host; NULL: it has no other
+    fsdpi_trace trace; // until near has one
     int64_t patience_ns; // of closing groups, all together
     uint32_t lock;       // of the list
     fsdpi_gloo_comm *comms;
@@ -132,8 +139,9 @@ typedef struct fsdpi_gloo_walk {
 struct fsdpi_gloo_comm {
     fsdpi_comm base;
     fsdpi_gloo_comm *next;
+    fsdpi_comm *near; // the members of this host; NULL: there is no other
     int turn, closed;
-    fsdp_gloo_context *context;
+    fsdp_gloo_context *context; // NULL: all members are near
     uint32_t lock;             // of the next one
     fsdp_gloo_buffer *waiting; // what this rank waits for now
     size_t small;              // bytes of data behind a record
@@ -165,6 +173,11 @@ static fsdpi_store *fsdpi_gloo_store(const fsdpi_gloo_comm *c) {
 }
 
 static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_failed(&c->base); }
+
+// Whether all members are near: then nothing goes through Gloo.
+static int fsdpi_gloo_is_near(const fsdpi_gloo_comm *c) {
+    return c->near && c->near->size == c->base.size;
+}
 
 // Member k cannot come any more, because of `how`; what it did last may say why.
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
@@ -286,6 +299,7 @@ static void fsdpi_gloo_wake(void *user) {
         fsdpi_lock(&c->lock);
         if (c->waiting) fsdp_gloo_abort(c->waiting);
         fsdpi_unlock(&c->lock);
+        if (c->near) fsdpi_near_wake(c->near);
     }
     fsdpi_unlock(&w->lock);
 }
@@ -293,7 +307,8 @@ static void fsdpi_gloo_wake(void *user) {
 static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     int64_t since_ns;
-    out->busy = fsdpi_trace_read(&w->trace, out->text, sizeof out->text, &since_ns);
+    out->busy = fsdpi_trace_read(FSDPI_LOAD(&w->base.base.trace), out->text, sizeof out->text,
+                                 &since_ns);
     out->since_ns = fsdpi_boot_now(&w->base.base.boot) - since_ns;
 }
 
@@ -352,6 +367,8 @@ static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeou
 
 static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    if (fsdpi_gloo_is_near(c))
+        return fsdpi_near_result(base, c->near, fsdpi_shm_hear(c->near, op));
     int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
     if (op && fsdpi_is_pair(op->kind))
@@ -754,7 +771,10 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
 
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    (void)span;
+    if (fsdpi_gloo_is_near(c)) {
+        c->near->now = base->now;
+        return fsdpi_near_result(base, c->near, fsdpi_shm_show(c->near, op, span));
+    }
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
     fsdp_status status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
     return status || !op ? status : fsdpi_gloo_start(c, op);
@@ -780,7 +800,8 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
 
 static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    (void)span;
+    if (fsdpi_gloo_is_near(c))
+        return fsdpi_near_result(base, c->near, fsdpi_shm_move(c->near, op, span));
     if (!fsdpi_is_pair(op->kind)) return fsdpi_gloo_complete(c, op);
     int is_send = op->kind == FSDP_OP_SEND;
     return fsdpi_gloo_post(c, (int)op->root, is_send, is_send ? op->src : op->dst, 2, 0,
@@ -1217,14 +1238,15 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
 // Connects the members of a comm.
 static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
-                               "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
     fsdpi_unlock(&w->lock);
-    if (c->base.size == 1) return FSDP_OK;
+    if (fsdpi_gloo_is_near(c)) c->base.shown = c->near->shown, c->base.step = c->near->step;
+    if (c->base.size == 1 || fsdpi_gloo_is_near(c)) return FSDP_OK;
+    if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
+                               "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
     c->base.now.since_ns =
         c->base.is_world ? c->base.world->open_ns : fsdpi_boot_now(c->base.boot);
     fsdp_status status = fsdpi_gloo_connect_all(c);
@@ -1275,29 +1297,68 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     }
     fsdpi_free(&base->boot->allocator, c->messages);
     fsdpi_free(&base->boot->allocator, c->scratch);
+    if (c->near && base->is_world) fsdpi_shm_leave(c->near); // its memory is still used
+    else fsdpi_comm_close((fsdp_comm *)(void *)c->near);
 }
 
 static int fsdpi_gloo_close(fsdpi_comm_world *base) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)(void *)base;
     fsdpi_store_close(w->base.store);
     if (w->device) fsdp_gloo_device_destroy(w->device);
+    fsdpi_comm_close((fsdp_comm *)(void *)w->near); // the store's thread has read its trace
     return 1;
 }
 
 static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *g) {
-    (void)parent, (void)g;
-    return child ? fsdpi_gloo_connect_members(fsdpi_gloo_of(child)) : FSDP_OK;
+    fsdpi_gloo_comm *p = fsdpi_gloo_of(parent), *c = fsdpi_gloo_of(child);
+    fsdpi_comm *near = NULL;
+    fsdp_status status = FSDP_OK;
+    if (p->near)
+        status = fsdpi_near_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g, &near);
+    if (child) c->near = near;
+    return child && !status ? fsdpi_gloo_connect_members(c) : status;
+}
+
+// Opens the world of the ranks of this host. What it shows of this rank, the store tells, too.
+static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
+    fsdp_status status = fsdpi_near_find(&c->base, &w->hosts);
+    if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
+    c->near = w->near;
+    if (status || !w->near) return status;
+    fsdpi_trace_begin(w->near->world->trace, &c->base.now);
+    FSDPI_STORE(&w->base.base.trace, w->near->world->trace);
+    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_store_world_open(&c->base, fsdpi_gloo_beat, fsdpi_gloo_wake);
+    if (!status) status = fsdpi_gloo_connect_near(c);
     if (status) return status;
-    fsdpi_plug(); // Gloo makes its descriptors itself, at any time
-    if (fsdp_gloo_device_create(&w->device))
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot start: %s",
-                               fsdp_gloo_error());
-    return fsdpi_gloo_connect_members(c);
+    if (c->base.size > 1 && !fsdpi_gloo_is_near(c)) {
+        fsdpi_plug(); // Gloo makes its descriptors itself, at any time
+        if (fsdp_gloo_device_create(&w->device))
+            return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot start: %s",
+                                   fsdp_gloo_error());
+    }
+    status = fsdpi_gloo_connect_members(c);
+    if (!status) fsdpi_near_forget(&c->base);
+    return status;
+}
+
+// What near ranks read lies in memory that they share.
+static fsdp_status fsdpi_gloo_take_memory(fsdpi_comm_world *base, fsdpi_chunk *chunk,
+                                          const char **why) {
+    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;
+    return near ? fsdpi_shm_take_beside(near->world, &base->chunks, chunk, why)
+                : fsdpi_take_host(base, chunk, why);
+}
+
+static void fsdpi_gloo_give_memory(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;
+    if (near) fsdpi_shm_give(near->world, chunk);
+    else fsdpi_give_host(base, chunk);
 }
 
 static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
@@ -1316,7 +1377,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
     fsdpi_store_world_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
-    fsdpi_take_host, fsdpi_give_host, fsdpi_advise_host};
+    fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 
 static fsdp_status fsdpi_gloo_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {

@@ -100,7 +100,8 @@ typedef struct fsdpi_shm_place {
     uint64_t call;         // the last one: its number, and in the low half the other member
     uint32_t done;         // number of the last one in which this rank needs nothing any more
     uint32_t bell, asleep; // another member has news for this rank; which sleeps
-    uint32_t pad1[11];
+    uint32_t closed;       // it has left the group
+    uint32_t pad1[10];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -139,15 +140,21 @@ typedef struct fsdpi_shm_control {
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
     fsdpi_verdict verdict;
-    fsdpi_shm_block *blocks; // threads
+    // threads
+    fsdpi_shm_block *blocks;
     fsdp_allocator allocator;
+    struct fsdpi_shm_control *next; // of fsdp_threads.common: hosts within one process
+    int32_t first;                  // the world rank that the block's ranks begin with
 } fsdpi_shm_control;
 
+/* Of a world that is a part of another one (fsdp_near.h) only some ranks are here: boot has the
+   numbers of the whole, the world's comm has those that are. */
 typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd;                 // -1: threads
+    int members;            // ranks that are here
     int crowded;            // there are fewer cores than ranks
     uint64_t inode, device; // of the common file: the program may have closed fd
     void *life;             // a mapping that keeps this rank's lock; NULL: the process does
@@ -322,17 +329,19 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
-        int left = state == FSDPI_SHM_LEFT;
+        int left = state == FSDPI_SHM_LEFT || FSDPI_LOAD(&c->places[k].closed);
         if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
+        uint32_t has_closed = FSDPI_LOAD(&c->places[k].closed);
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
         if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
+        else if (has_closed) fsdpi_say(&t, "[E622] rank %d has closed this group; ", rank);
         else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
@@ -453,7 +462,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
         return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = !is_small && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
+        int refused = !is_small && (int64_t)step * w->members > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -496,7 +505,7 @@ static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->base.boot.threads->lock);
-    if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
+    if (--block->users == 0 && !FSDPI_LOAD(w->base.failed)) {
         fsdp_allocator allocator = block->allocator;
         fsdpi_shm_block **link = &w->control->blocks;
         while (*link != block) link = &(*link)->next;
@@ -512,12 +521,13 @@ static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
     return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
-// The parts of all ranks, side by side in this process.
+// The parts of all ranks that are here, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
+        if (FSDPI_LOAD(&w->peers[r].state) == FSDPI_SHM_ABSENT) continue;
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
         if (at != MAP_FAILED) continue;
@@ -547,7 +557,9 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     return number;
 }
 
-static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
+// beside: this rank's allocations so far.
+static fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base, const fsdpi_chunks *beside,
+                                         fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     const size_t size = chunk->size;
     *why = "that is more than the backend can address";
@@ -555,7 +567,7 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         return FSDP_ERR_OUT_OF_MEMORY;
     *why = "the host has not enough memory";
     chunk->at = w->next_at;
-    chunk->number = fsdpi_shm_number(&base->chunks);
+    chunk->number = fsdpi_shm_number(beside);
     if (w->fd < 0) {
         chunk->base = fsdpi_shm_share(w, size, 1);
     } else {
@@ -572,6 +584,10 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
     return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static fsdp_status fsdpi_shm_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why) {
+    return fsdpi_shm_take_beside(w, &w->chunks, chunk, why);
 }
 
 // Room for allocations of peers up to `number`.
@@ -839,7 +855,7 @@ static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     w->control = (fsdpi_shm_control *)block;
     w->peers = (fsdpi_shm_peer *)(void *)(w->control + 1);
-    w->base.failed = &w->control->failed;
+    if (!w->base.failed) w->base.failed = &w->control->failed;
     w->base.trace = &w->peers[w->base.boot.rank].trace;
     fsdpi_shm_use_group(c, w->peers + w->base.boot.size);
 }
@@ -849,12 +865,16 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     fsdp_threads *threads = w->base.boot.threads;
     fsdp_status status = FSDP_OK;
     fsdpi_lock(&threads->lock);
-    void *block = threads->common;
+    fsdpi_shm_control *block = (fsdpi_shm_control *)threads->common;
+    while (block && block->first != c->base.ranks[0]) block = block->next;
     if (!block) {
-        block = fsdpi_alloc(&w->base.boot.allocator, fsdpi_shm_control_bytes(w->base.boot.size));
+        block = (fsdpi_shm_control *)fsdpi_alloc(&w->base.boot.allocator,
+                                                 fsdpi_shm_control_bytes(w->base.boot.size));
         if (block) {
-            ((fsdpi_shm_control *)block)->size = w->base.boot.size;
-            ((fsdpi_shm_control *)block)->allocator = w->base.boot.allocator;
+            block->size = w->base.boot.size;
+            block->allocator = w->base.boot.allocator;
+            block->first = c->base.ranks[0];
+            block->next = (fsdpi_shm_control *)threads->common;
             threads->common = block;
         }
     }
@@ -863,11 +883,11 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
             &c->base, FSDP_ERR_OUT_OF_MEMORY,
             "[E604] the allocator has returned NULL for %llu bytes of the common block",
             (unsigned long long)fsdpi_shm_control_bytes(w->base.boot.size));
-    } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
+    } else if (block->size != w->base.boot.size) {
         status = fsdpi_comm_error(
             &c->base, FSDP_ERR_MISMATCH,
             "[E605] this rank has a world size of %d, another one has %d: give all the same",
-            w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
+            w->base.boot.size, (int)block->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
@@ -982,9 +1002,9 @@ static int fsdpi_shm_socket(void) {
     return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-/* Rank 0: answers one rank, which has so many nanoseconds to say who it is. Who is started with
-   another size or version can never come, so all are told; a rank that comes twice belongs to
-   another job and is sent away. */
+/* The first rank: answers another one, which has so many nanoseconds to say who it is. Who is
+   started with another size or version can never come, so all are told; a rank that comes twice
+   belongs to another job and is sent away. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
                                    uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
@@ -993,7 +1013,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_text t = {answer.reason, sizeof answer.reason, 0};
-    int gift;
+    int gift, k = 0;
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
     if (fd < 0) return FSDP_OK;
@@ -1006,15 +1026,15 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_say(&t,
-                  "[E610] rank 0 and rank %d were built with different versions of fsdp.h: build "
+                  "[E610] rank %d and rank %d were built with different versions of fsdp.h: build "
                   "both alike",
-                  (int)hello.rank);
+                  w->base.boot.rank, (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_say(&t,
-                  "[E611] rank 0 has a world size of %d, rank %d has %d: give all ranks the same",
-                  w->base.boot.size, (int)hello.rank, (int)hello.size);
-    } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
+                  "[E611] rank %d has a world size of %d, rank %d has %d: give all ranks the same",
+                  w->base.boot.rank, w->base.boot.size, (int)hello.rank, (int)hello.size);
+    } else if ((k = fsdpi_index_of(&c->base, hello.rank)) == c->base.size || admitted[k]) {
         answer.status = FSDP_ERR_INVALID_ARG;
         fsdpi_say(&t,
                   "[E612] rank %d has joined already: give each process its own rank, and each job "
@@ -1022,24 +1042,24 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
                   (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
-        admitted[hello.rank] = 1;
+        admitted[k] = 1;
     (void)close(fd);
     return answer.status == FSDP_ERR_MISMATCH
                ? fsdpi_comm_fail(&c->base, FSDP_ERR_MISMATCH, "%s", answer.reason)
                : FSDP_OK;
 }
 
-// Rank 0: makes the file.
+// The first rank: makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
     fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
     if (w->fd < 0)
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "[E620] rank 0 cannot make the common file by memfd_create (errno "
+                                "[E620] rank %d cannot make the common file by memfd_create (errno "
                                 "%d): if that is %d, raise ulimit -n; else allow the call in the "
                                 "sandbox of this program",
-                                errno, EMFILE);
+                                w->base.boot.rank, errno, EMFILE);
     if (!fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "[E613] the host has no memory for the common block (errno %d)",
@@ -1051,23 +1071,25 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     return FSDP_OK;
 }
 
-// Rank 0, which waits at the first barrier already: gives the file to the others as they come.
+// The first rank, which waits at the first barrier already: gives the file to the others as they
+// come.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = fsdpi_shm_socket(), missing = w->base.boot.size - 1;
+    int listener = fsdpi_shm_socket(), missing = c->base.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
-        listen(listener, w->base.boot.size)) {
+        listen(listener, c->base.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
                                       "[E614] another job with this id is starting on this host: "
                                       "give each job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                      "[E615] rank 0 cannot listen (errno %d)", errno);
+                                      "[E615] rank %d cannot listen (errno %d)", w->base.boot.rank,
+                                      errno);
     }
     while (!status && missing > 0) {
         int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - *c->since);
@@ -1077,14 +1099,15 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
         else status = fsdpi_shm_admit(c, listener, left, admitted);
-        missing = w->base.boot.size;
-        for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
+        missing = c->base.size;
+        for (int k = 0; k < c->base.size; k++) missing -= admitted[k];
     }
     if (listener >= 0) (void)close(listener);
     return status;
 }
 
-// The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
+// The others: ask the first rank until it answers. A connection that breaks may be to an earlier
+// world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
@@ -1099,7 +1122,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_BACKEND,
                 "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
-        // EAGAIN: many ranks have come, and rank 0 does not look at them, just now.
+        // EAGAIN: many ranks have come, and the first does not look at them, just now.
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -1116,9 +1139,9 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "[E617] rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "[E617] rank %d has not come within %.1f s: start it on this host, as this user, "
                 "with this job id (FSDP_JOB_ID, MASTER_PORT)",
-                (double)w->base.boot.timeout_ns * 1e-9);
+                (int)c->base.ranks[0], (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
@@ -1144,8 +1167,8 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->crowded = fsdpi_shm_cores() < base->size;
     c->spin_ns = FSDPI_SHM_SPIN_NS;
     int is_host = !base->boot->threads && base->index == 0;
-    const int64_t since = fsdpi_boot_now(base->boot); // one deadline for all that follows
-    c->since = &since;
+    w->members = base->size;
+    c->since = &base->world->open_ns; // one deadline for all that follows
     fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
                          : is_host           ? fsdpi_shm_found(c)
                                              : fsdpi_shm_join(c);
@@ -1179,6 +1202,10 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
+    if (!fsdpi_comm_failed(&c->base)) { // else peers have a better reason than this
+        FSDPI_STORE(&c->places[c->base.index].closed, 1u);
+        fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+    }
     if (w->fd < 0) {
         fsdpi_shm_unshare(w, c->group);
         return;
@@ -1231,8 +1258,10 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     fsdp_threads *threads = w->base.boot.threads;
     fsdpi_shm_control *control = w->control;
     fsdpi_lock(&threads->lock);
-    if (threads->common == (void *)control)
-        threads->common = NULL; // who opens again meets at a new block
+    fsdpi_shm_control *all = (fsdpi_shm_control *)threads->common, **link = &all;
+    while (*link && *link != control) link = &(*link)->next;
+    if (*link) *link = control->next; // who opens again meets at a new block
+    threads->common = all;
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;

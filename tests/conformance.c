@@ -14,18 +14,22 @@ typedef struct {
     const char *name;
     const fsdp_comm_ops *(*ops)(void);
     int threads, world;
+    const char *near; /* FSDP_GLOO_NEAR: so many ranks seem to be on one host; NULL: all */
 } backend;
 #define ROWS(name, ops)                                                                            \
-    {name "/processes/W=1", ops, 0, 1}, {name "/processes/W=2", ops, 0, 2},                        \
-        {name "/processes/W=3", ops, 0, 3}, {name "/processes/W=4", ops, 0, 4},                    \
-        {name "/processes/W=5", ops, 0, 5}, {name "/threads/W=1", ops, 1, 1},                      \
-        {name "/threads/W=2", ops, 1, 2}, {name "/threads/W=3", ops, 1, 3}, {                      \
-        name "/threads/W=4", ops, 1, 4                                                             \
+    {name "/processes/W=1", ops, 0, 1, NULL}, {name "/processes/W=2", ops, 0, 2, NULL},            \
+        {name "/processes/W=3", ops, 0, 3, NULL}, {name "/processes/W=4", ops, 0, 4, NULL},        \
+        {name "/processes/W=5", ops, 0, 5, NULL}, {name "/threads/W=1", ops, 1, 1, NULL},          \
+        {name "/threads/W=2", ops, 1, 2, NULL}, {name "/threads/W=3", ops, 1, 3, NULL}, {          \
+        name "/threads/W=4", ops, 1, 4, NULL                                                       \
     }
 static const backend backends[] = {
     ROWS("shm", fsdp_shm_comm_ops),
 #ifdef FSDP_BACKEND_GLOO
     ROWS("gloo", fsdp_gloo_comm_ops),
+    {"gloo/tcp/processes/W=3", fsdp_gloo_comm_ops, 0, 3, "1"},
+    {"gloo/mixed/processes/2+2", fsdp_gloo_comm_ops, 0, 4, "2"},
+    {"gloo/mixed/threads/2+1", fsdp_gloo_comm_ops, 1, 3, "2"},
 #endif
 #ifdef FSDP_BACKEND_NCCL
     ROWS("nccl", fsdp_nccl_comm_ops),
@@ -117,6 +121,7 @@ static void start_ranks(launch *l, h_rank_fn fn) {
     const backend *row = l->row;
     if (row->threads && row->world > 1 && strstr(row->name, "nccl/") && lab_shares_gpu())
         SKIP("ranks that are threads need a GPU each");
+    if (row->near) setenv("FSDP_GLOO_NEAR", row->near, 1);
     if (row->threads) h_ranks_thread(row->world, fn, l);
     else h_ranks_proc(row->world, fn, l);
 }

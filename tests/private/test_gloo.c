@@ -168,12 +168,21 @@ enum { MAX_WORLD = 20, MAX_SEGS = 6, GUARD = 64 };
 typedef struct {
     const char *name;
     int threads, world;
+    int near; /* so many ranks share memory; 0: all, and then nothing goes through the transport */
 } ranks;
 static const ranks all_ranks[] = {
-    {"processes/W=1", 0, 1}, {"processes/W=2", 0, 2}, {"processes/W=3", 0, 3},
-    {"processes/W=4", 0, 4}, {"threads/W=1", 1, 1},   {"threads/W=2", 1, 2},
-    {"threads/W=3", 1, 3},   {"threads/W=4", 1, 4},
+    {"processes/W=1", 0, 1, 1}, {"processes/W=2", 0, 2, 1}, {"processes/W=3", 0, 3, 1},
+    {"processes/W=4", 0, 4, 1}, {"threads/W=1", 1, 1, 1},   {"threads/W=2", 1, 2, 1},
+    {"threads/W=3", 1, 3, 1},   {"threads/W=4", 1, 4, 1},   {"near/W=3", 0, 3, 0},
 };
+
+static void be_near(int near) {
+    char text[16];
+    snprintf(text, sizeof text, "%d", near);
+    if (near) setenv("FSDP_GLOO_NEAR", text, 1);
+    else unsetenv("FSDP_GLOO_NEAR");
+}
+__attribute__((constructor)) static void nobody_is_near(void) { be_near(1); }
 
 typedef struct member member;
 typedef struct {
@@ -273,6 +282,7 @@ static void run_ranks(const ranks *row, void (*body)(member *), const void *arg,
     l->row = row, l->body = body, l->arg = arg, l->room = room;
     l->threads.size = row->world;
     snprintf(l->job, sizeof l->job, "gloo-%d-%d", (int)getpid(), runs++);
+    be_near(row->near);
     if (row->threads) h_ranks_thread(row->world, on_rank, l);
     else h_ranks_proc(row->world, on_rank, l);
     free(l);
@@ -576,7 +586,8 @@ static void closed_groups(member *m) {
     drop_group(second, 0);
     drop_group(first, 0);
 }
-static const ranks two_ranks[] = {{"processes/W=2", 0, 2}, {"threads/W=2", 1, 2}};
+static const ranks two_ranks[] = {
+    {"processes/W=2", 0, 2, 1}, {"threads/W=2", 1, 2, 1}, {"near/W=2", 0, 2, 0}};
 TEST_P(gloo, a_closed_group_is_named, two_ranks) {
     for (int uses_pair = 0; uses_pair < 2; uses_pair++)
         run_ranks(row, closed_groups, &uses_pair, 4096);
@@ -620,7 +631,8 @@ static uint64_t bytes_of(const shape *s, int me, int world) {
 static void exactly(member *m, const shape *s) {
     for (int pass = 0; pass < 2; pass++) {
         int64_t buffers = m->seen.buffers, total = m->heap.total;
-        uint64_t bytes = m->seen.bytes, expected = bytes_of(s, m->index, m->size);
+        uint64_t bytes = m->seen.bytes;
+        uint64_t expected = m->start->row->near ? bytes_of(s, m->index, m->size) : 0;
         run_shape(m, s);
         bytes = m->seen.bytes - bytes;
         W_CHECK(bytes == expected, "%llu bytes were sent, expected %llu", (unsigned long long)bytes,
@@ -722,7 +734,9 @@ static void edges(member *m) {
     }
 }
 static const ranks some_ranks[] = {
-    {"processes/W=1", 0, 1}, {"processes/W=3", 0, 3}, {"threads/W=2", 1, 2}, {"threads/W=4", 1, 4}};
+    {"processes/W=1", 0, 1, 1}, {"processes/W=3", 0, 3, 1}, {"threads/W=2", 1, 2, 1},
+    {"threads/W=4", 1, 4, 1},   {"near/W=3", 0, 3, 0},
+};
 TEST_P(gloo, edges_of_what_is_small, some_ranks) {
     run_ranks(row, edges, NULL, (size_t)row->world * (64 << 10));
 }
@@ -786,7 +800,7 @@ static void twenty(member *m) {
     s = plain(FSDP_OP_ALL_TO_ALL, FSDP_U8, 40000);
     exactly(m, &s);
 }
-static const ranks many_ranks[] = {{"threads/W=20", 1, 20}};
+static const ranks many_ranks[] = {{"threads/W=20", 1, 20, 1}};
 TEST_P(gloo, many_ranks, many_ranks) { run_ranks(row, twenty, NULL, (size_t)1 << 20); }
 
 /* How much a comm of any size takes, without a transport: the header's promise. */
@@ -1048,7 +1062,7 @@ static void all_last_words(int rank, int world, void *arg) {
     for (int i = 0; i < rounds; i++)
         last_words(l, rank, i, l->row->threads ? &last_threads[i] : NULL);
 }
-static const ranks few_ranks[] = {{"processes/W=3", 0, 3}, {"threads/W=2", 1, 2}};
+static const ranks few_ranks[] = {{"processes/W=3", 0, 3, 1}, {"threads/W=2", 1, 2, 1}};
 static void run_last_words(const ranks *row, int count) {
     launch l;
     memset(&l, 0, sizeof l);
@@ -1481,7 +1495,11 @@ static void anything(member *m) {
     drop_group(beside, 1);
 }
 static const ranks random_ranks[] = {
-    {"processes/W=3", 0, 3}, {"threads/W=4", 1, 4}, {"processes/W=4", 0, 4}};
+    {"processes/W=3", 0, 3, 1},
+    {"threads/W=4", 1, 4, 1},
+    {"processes/W=4", 0, 4, 1},
+    {"near/W=4", 0, 4, 0},
+};
 TEST_P(gloo, anything, random_ranks) {
     int steps = W_SLOW ? 100 : 170;
     run_ranks(row, anything, &steps, RANDOM_ROOM);
@@ -1532,7 +1550,7 @@ static void huge(member *m) {
     ops()->free(m->comm, data, bytes);
 }
 TEST_TIMEOUT(long_gloo, counts_beyond_32_bits, 300) {
-    static const ranks pair = {"processes/W=2", 0, 2};
+    static const ranks pair = {"processes/W=2", 0, 2, 1};
     const char *whose;
     if (W_SLOW) SKIP("a sanitizer would take too long");
     if (fsdpi_memory_left(&whose) < (int64_t)12 << 30) SKIP("needs 12 GiB of free memory");

@@ -20,6 +20,14 @@ static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
     return new_job("gloo", world, timeout_ms, body);
 }
 
+/* Jobs from here on: so many ranks of this host share memory, the others use TCP. 0: all share. */
+static void be_near(int near) {
+    char text[16];
+    snprintf(text, sizeof text, "%d", near);
+    if (near) setenv("FSDP_GLOO_NEAR", text, 1);
+    else unsetenv("FSDP_GLOO_NEAR");
+}
+
 TEST(gloo_faults, culprits_are_found_in_texts) {
     const char *text = "rank 1: all_gather: ranks 0, 12 have not come; rank 3: it is in "
                        "split. Rank 5 has to";
@@ -232,6 +240,7 @@ static void one_kill(int i, tally *sum) {
     uint64_t random = sum->seed;
     int world = 2 + (int)(h_rand64(&random) % 3);
     job *j = make_job(world, p->place == AT_INIT ? 1500 : 20000, p->body);
+    be_near((int)(h_rand64(&random) % 3));
     sum->name = p->name, sum->place = p->place;
     j->bytes = p->bytes;
     j->victim = (int)(h_rand64(&random) % (uint64_t)world);
@@ -254,15 +263,18 @@ typedef struct {
     void (*body)(job *, int);
     int world, victim, lanes, place, delay_us, timeout_ms;
     size_t bytes;
+    int near;
 } stop;
 static const stop stops[] = {
-    {"comm/W=2/rank_0", loop, 2, 0, 0, AT_REDUCE, 100, 600, 0},
-    {"comm/W=3/rank_2", loop, 3, 2, 0, AT_GATHER, 50, 600, 0},
-    {"comm/W=4/rank_1", loop, 4, 1, 0, AT_BROADCAST, 0, 600, 0},
-    {"64MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 15000, 1500, BIG},
-    {"64MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 25000, 1500, BIG},
-    {"train/W=3/rank_0", train, 3, 0, 0, AT_STEP, 300, 600, 0},
-    {"train/W=4/rank_3", train, 4, 3, 2, AT_STEP, 300, 600, 0},
+    {"comm/W=2/rank_0", loop, 2, 0, 0, AT_REDUCE, 100, 600, 0, 0},
+    {"comm/W=3/rank_2", loop, 3, 2, 0, AT_GATHER, 50, 600, 0, 1},
+    {"comm/W=3/rank_1", loop, 3, 1, 0, AT_GATHER, 50, 600, 0, 2},
+    {"comm/W=4/rank_1", loop, 4, 1, 0, AT_BROADCAST, 0, 600, 0, 1},
+    {"64MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 15000, 1500, BIG, 1},
+    {"64MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 25000, 1500, BIG, 2},
+    {"train/W=3/rank_0", train, 3, 0, 0, AT_STEP, 300, 600, 0, 0},
+    {"train/W=4/rank_3", train, 4, 3, 2, AT_STEP, 300, 600, 0, 2},
+    {"train/W=4/rank_2", train, 4, 2, 2, AT_STEP, 300, 600, 0, 1},
 };
 
 /* All ranks but `except` have TIMEOUT within the deadline and `extra`, and name the victim. On a
@@ -284,6 +296,7 @@ static void all_timed_out(job *j, int except, int extra_ms) {
 }
 
 TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
+    be_near(row->near);
     job *j = make_job(row->world, row->timeout_ms, row->body);
     j->victim = row->victim, j->lanes = row->lanes, j->bytes = row->bytes;
     start(j);
@@ -292,7 +305,8 @@ TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
     mark(j);
     kill(j->pid[j->victim], SIGSTOP);
     J_CHECK(j, await_results(j, j->victim, 5000), "a rank hangs");
-    all_timed_out(j, j->victim, row->bytes ? 1000 : 200);
+    /* Who shares memory with it cannot tell a stopped rank from one that waits elsewhere. */
+    all_timed_out(j, j->victim, row->bytes ? 1000 : row->near == 1 ? 200 : 300);
     kill(j->pid[j->victim], SIGCONT);
     J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
     all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
@@ -675,6 +689,7 @@ static const struct {
 TEST_P(gloo_faults, port_scanner, scans) {
     const char *why = n_begin(0); /* a namespace of its own: no ports of others are touched */
     if (why) SKIP(why);
+    be_near(1);
     enum { MANY = 300 };
     job *calm = undisturbed(3, MANY), *j = make_lone(3, train);
     int *touched = (int *)shared(sizeof *touched);
@@ -700,6 +715,7 @@ TEST_P(gloo_faults, port_scanner, scans) {
 static void floods(int jobs) {
     const char *why = n_begin(0);
     if (why) SKIP(why);
+    be_near(1);
     int *touched = (int *)shared(sizeof *touched);
     pid_t scanner[3];
     int64_t begin = now_ns();
@@ -751,6 +767,7 @@ static void intrudes(job *j, int rank) {
     close_table(&t);
 }
 TEST_P(gloo_faults, intruder_on_the_path, intrusions) {
+    be_near(1);
     job *j = make_job(3, row->slot ? 20000 : 1500, intrudes);
     j->victim = 1, j->extra = &row->slot; /* the store is no TCP connection */
     start(j);
@@ -775,6 +792,7 @@ static void closes_all(job *j, int rank) {
     _exit(0); /* no leak checker: what cannot be closed is not freed */
 }
 TEST(gloo_faults, program_closes_all_descriptors) {
+    be_near(1);
     job *j = make_job(3, 2000, closes_all);
     j->victim = 1;
     start(j);
@@ -855,6 +873,7 @@ static void differ(job *j, int rank) {
     close_table(&t);
 }
 TEST_P(gloo_faults, ranks_that_differ_get_mismatch, mismatches) {
+    be_near((int)(row - mismatches) % 3);
     job *j = make_job(3, 20000, differ);
     j->bytes = row->bytes, j->extra = row;
     int64_t begin = now_ns();
@@ -881,6 +900,7 @@ static void swapped(job *j, int rank) {
 }
 TEST(gloo_faults, another_order_is_a_mismatch) {
     for (int victim = 0; victim < 3; victim++) {
+        be_near(victim);
         job *j = make_job(3, 20000, swapped);
         j->victim = victim;
         start(j);
@@ -909,10 +929,13 @@ static void cross(job *j, int rank) {
     close_table(&t);
 }
 TEST(gloo_faults, crossed_groups_are_a_timeout) {
-    job *j = make_job(2, 500, cross);
-    start(j);
-    J_CHECK(j, !finish(j, 10000), "a rank hangs");
-    all_got(j, -1, FSDP_ERR_TIMEOUT, "on 'backwards' (op 1)");
+    for (int near = 0; near < 2; near++) {
+        be_near(near);
+        job *j = make_job(2, 500, cross);
+        start(j);
+        J_CHECK(j, !finish(j, 10000), "a rank hangs");
+        all_got(j, -1, FSDP_ERR_TIMEOUT, "on 'backwards' (op 1)");
+    }
 }
 
 /* ---- the store ends -------------------------------------------------------------------------- */
@@ -995,7 +1018,8 @@ static const leaving leavings[] = {
      0},
     {"failure", fails, FSDP_ERR_ABORTED, "aborted the world: it cannot go on", 1, 0},
 };
-static void rank_leaves(const leaving *row, int victim) {
+static void rank_leaves(const leaving *row, int victim, int near) {
+    be_near(near);
     job *j = make_job(3, 20000, train);
     j->victim = victim, j->quirk = row->quirk, j->lanes = row->lanes;
     start(j);
@@ -1005,8 +1029,8 @@ static void rank_leaves(const leaving *row, int victim) {
     all_know(j, victim, 1000);
 }
 TEST_P(gloo_faults, rank_that_leaves, leavings) {
-    rank_leaves(row, 1);
-    rank_leaves(row, 0); /* which serves the store */
+    for (int near = 0; near < 3; near++) rank_leaves(row, near % 2, near);
+    rank_leaves(row, 0, 1); /* which serves the store */
 }
 
 /* A rank closes a group in which others wait: it has left that group, and they are told so. */
@@ -1028,12 +1052,15 @@ static void closes_group(job *j, int rank) {
     close_table(&t);
 }
 TEST(gloo_faults, group_is_closed_while_others_are_inside) {
-    job *j = make_job(3, 20000, closes_group);
-    j->victim = 1;
-    start(j);
-    J_CHECK(j, !finish(j, 10000), "a rank hangs");
-    all_got(j, -1, FSDP_ERR_PEER_LOST, "rank 1 ");
-    all_know(j, 1, 1000);
+    for (int near = 0; near < 3; near++) {
+        be_near(near);
+        job *j = make_job(3, 20000, closes_group);
+        j->victim = 1;
+        start(j);
+        J_CHECK(j, !finish(j, 10000), "a rank hangs");
+        all_got(j, -1, FSDP_ERR_PEER_LOST, "rank 1 ");
+        all_know(j, 1, 1000);
+    }
 }
 
 /* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank.
@@ -1056,9 +1083,13 @@ static void without_a_store(job *j, int rank) {
 static const struct {
     const char *name;
     size_t bytes;
-    int timeout_ms;
-} storeless[] = {{"64KiB", 0, 3000}, {"64MiB", BIG, 3000}};
+    int timeout_ms, near;
+} storeless[] = {{"64KiB", 0, 3000, 1},
+                 {"64MiB", BIG, 3000, 1},
+                 {"64KiB/near", 0, 3000, 0},
+                 {"64MiB/mixed", BIG, 3000, 2}};
 TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
+    be_near(row->near);
     job *j = make_job(4, row->timeout_ms, without_a_store);
     j->victim = 2, j->bytes = row->bytes;
     start(j);
@@ -1080,12 +1111,13 @@ TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
    also in the middle of a message. */
 static const struct {
     const char *name, *store;
-    int place;
-} silent[] = {{"host/gather", NULL, AT_GATHER},
-              {"tcp/scatter", "tcp", AT_SCATTER},
-              {"tcp/reduce", "tcp", AT_REDUCE},
-              {"host/broadcast", NULL, AT_BROADCAST}};
+    int place, near;
+} silent[] = {{"host/gather", NULL, AT_GATHER, 1},
+              {"tcp/scatter", "tcp", AT_SCATTER, 1},
+              {"tcp/reduce", "tcp", AT_REDUCE, 0},
+              {"host/broadcast", NULL, AT_BROADCAST, 2}};
 TEST_P(gloo_faults, rank_dies_while_the_store_is_silent, silent) {
+    be_near(row->near);
     job *j = make_coming(3, 30000, row->store);
     pid_t pid = serve(j);
     j->body = loop, j->rounds = 1 << 30, j->victim = 2, j->bytes = BIG;
@@ -1119,9 +1151,10 @@ static void leaves_one_by_one(job *j, int rank) {
     tell(j, rank, status ? status : ended, "");
 }
 TEST(gloo_faults, ranks_leave_one_by_one) {
-    for (int order = 0; order < 2; order++) {
+    for (int order = 0; order < 4; order++) {
+        be_near(order % 3);
         job *j = make_job(4, 20000, leaves_one_by_one);
-        j->extra = order ? j : NULL;
+        j->extra = order % 2 ? j : NULL;
         start(j);
         J_CHECK(j, !finish(j, 10000), "a rank hangs");
         all_got(j, -1, FSDP_OK, NULL);
@@ -1132,6 +1165,7 @@ TEST(gloo_faults, ranks_leave_one_by_one) {
 
 TEST(gloo_faults, lanes_do_not_change_bits) {
     for (int world = 2; world <= 4; world++) {
+        be_near(world - 2);
         job *calm = undisturbed(world, 30), *j = make_job(world, 20000, train);
         j->rounds = 30, j->lanes = 2;
         start(j);
@@ -1144,12 +1178,15 @@ TEST(gloo_faults, lanes_do_not_change_bits) {
 #ifdef FSDP_BACKEND_SHM
 TEST(gloo_faults, bits_are_those_of_shm) {
     for (int world = 2; world <= 4; world++) {
-        job *calm = undisturbed(world, 30), *j = make_job(world, 20000, train);
+        job *j = make_job(world, 20000, train);
         j->rounds = 30, j->backend = "shm";
         start(j);
         J_CHECK(j, !finish(j, 20000), "a rank hangs");
         all_got(j, -1, FSDP_OK, NULL);
-        same_bits(j, calm);
+        for (int near = 0; near < (world == 2 ? 2 : 3); near++) {
+            be_near(near);
+            same_bits(j, undisturbed(world, 30));
+        }
     }
 }
 #endif
@@ -1217,11 +1254,31 @@ static void grid(job *j, int rank) {
     close_table(&t);
 }
 TEST(gloo_faults, rows_and_columns_at_once) {
-    job *j = make_job(4, 20000, grid);
-    j->rounds = W_SLOW ? 50 : 300;
-    start(j);
-    J_CHECK(j, !finish(j, 30000), "a rank hangs");
-    all_got(j, -1, FSDP_OK, NULL);
+    for (int near = 0; near < 3; near++) {
+        be_near(near);
+        job *j = make_job(4, 20000, grid);
+        j->rounds = W_SLOW ? 50 : 300;
+        start(j);
+        J_CHECK(j, !finish(j, 30000), "a rank hangs");
+        all_got(j, -1, FSDP_OK, NULL);
+    }
+}
+
+/* A rank whose files may not grow has no common file; it is beside those that have one. */
+static void files_are_limited(job *j, int rank) {
+    struct rlimit limit = {1 << 20, 1 << 20};
+    if (rank == j->victim) CHECK_EQ_INT(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+TEST(gloo_faults, rank_that_cannot_share_memory) {
+    job *calm = undisturbed(3, STEPS);
+    for (int victim = 0; victim < 3; victim++) {
+        job *j = make_job(3, 20000, train);
+        j->victim = victim, j->rounds = STEPS, j->begin = files_are_limited;
+        start(j);
+        J_CHECK(j, !finish(j, 20000), "a rank hangs");
+        all_got(j, -1, FSDP_OK, NULL);
+        same_bits(j, calm);
+    }
 }
 TEST(gloo_faults, rows_and_columns_lose_a_rank) {
     for (int victim = 0; victim < 4; victim += 3) {

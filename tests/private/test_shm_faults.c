@@ -420,6 +420,29 @@ static void groups_go(int rank, int world, void *arg) {
 }
 TEST(shm_faults, memory_of_groups_comes_back) { run(make_setup(2, 0, 20000), groups_go); }
 
+/* A rank that closes a group in which others wait has left it: they are told so at once. */
+static void group_goes(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    fsdp_comm *group = group_of_all(&r, rank, world, "left");
+    CHECK_OK(one(&r, group, FSDP_OP_ALL_GATHER, "h.3", 0));
+    if (rank == 1) {
+        w_sleep_ns(20000000); /* most likely the others are asleep */
+        r.ops->close(group);
+        for (int i = 0; i < 1000 && !r.ops->poll(r.comm); i++) w_sleep_ns(5000000);
+    } else {
+        CHECK_STATUS(one(&r, group, FSDP_OP_ALL_GATHER, "h.4", 0), FSDP_ERR_PEER_LOST);
+        const char *text = r.ops->error_text(group);
+        CHECK_MSG(strstr(text, "rank 1 has closed this group"), "%s", text);
+        r.ops->close(group);
+    }
+    CHECK_STATUS(r.ops->poll(r.comm), FSDP_ERR_PEER_LOST);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, group_is_closed_while_others_are_inside) {
+    run(make_setup(3, 0, 20000), group_goes);
+    run(make_setup(3, 1, 20000), group_goes);
+}
+
 /* ---- send and recv --------------------------------------------------------------------------- */
 
 static fsdp_status pair(rank_state *r, int kind, int other, uint64_t count, fsdp_dtype dtype,

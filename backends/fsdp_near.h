@@ -1,0 +1,308 @@
+/* fsdp_near.h - shared memory between the ranks of one host, within a world of several hosts
+
+   A backend whose ranks meet at a store opens, among the ranks of this host, a world of shared
+   memory: the ranks that are near. That world has the numbers of the whole one, but only the near
+   ranks are in it; what peers read lies in its memory. It keeps no verdict of its own: a failure is
+   told to the store, and every wait in it ends with the verdict that stands there.
+
+   Who is near is decided once, from facts that all ranks show at the store: two ranks are near if
+   they show the same host, as the same user. A rank that cannot share shows none, and is alone.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NEAR_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_NEAR_IMPLEMENTED
+
+#include "fsdp_shm.h"         // the memory, and what goes through it
+#include "fsdp_store_world.h" // where ranks meet, and the verdict
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_NEAR_TICKET 16
+#define FSDPI_NEAR_WHY_NS 1000000000 // for the store to say why a rank has gone
+
+typedef struct fsdpi_near_world {
+    fsdpi_shm_world shm;
+    fsdpi_store_world *outer;
+    char job[64];
+} fsdpi_near_world;
+
+// What the ranks of a world know of their hosts.
+typedef struct fsdpi_near_hosts {
+    uint8_t ticket[FSDPI_NEAR_TICKET]; // names the worlds of shared memory; nobody can guess it
+    int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
+} fsdpi_near_hosts;
+
+/* -------------------------------------------------------------------------------------------- */
+// >>near_fail
+// Owns: failures, which have one place.
+
+static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
+    return ((const fsdpi_near_world *)(const void *)w)->outer;
+}
+
+// Whether a member has ended, in any way.
+static int fsdpi_near_has_gone(const fsdpi_comm *base) {
+    const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
+    for (int k = 0; k < base->size; k++) {
+        int rank = (int)base->ranks[k];
+        if (rank == base->boot->rank) continue;
+        if (FSDPI_LOAD(&w->peers[rank].state) == FSDPI_SHM_LEFT) return 1;
+        if (fsdpi_shm_has_file(w) && fsdpi_shm_is_dead(w, rank)) return 1;
+    }
+    return 0;
+}
+
+// Who has gone told the store why before it went, or the store tells why: that is awaited. A rank
+// that has said goodbye has no other reason.
+static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store) {
+    const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_NEAR_WHY_NS;
+    int has_left = 0;
+    while (!has_left && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until) {
+        for (int k = 0; k < c->size; k++) has_left |= fsdpi_store_has_left(store, (int)c->ranks[k]);
+        fsdpi_sleep_ns(1000000);
+    }
+}
+
+/* When the store has ended in order, what one of the near ranks tells first stands for all of them
+   that see its end: else each would name the one that it saw go. */
+static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                            const char *reason) {
+    fsdpi_store *store = fsdpi_near_outer(c->world)->store;
+    fsdpi_verdict first;
+    if (status == FSDP_ERR_PEER_LOST && fsdpi_near_has_gone(c)) fsdpi_near_await_why(c, store);
+    if (fsdpi_store_ended(store)) {
+        fsdpi_shm_tell(c, status, subject, reason);
+        if (fsdpi_shm_verdict(c->world, &first)) fsdpi_store_judge(store, &first);
+    }
+    fsdpi_store_abort(store, status, subject, reason);
+}
+
+static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
+    return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
+}
+
+// Whoever sleeps in the comm looks whether the world has failed. From any thread.
+static void fsdpi_near_wake(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    int shared = fsdpi_shm_world_of(c)->fd >= 0;
+    fsdpi_futex_wake_all(&c->group->generation, shared);
+    fsdpi_futex_wake_all(&c->places[base->index].bell, shared);
+}
+
+// clang-format off
+static const fsdpi_transport fsdpi_near_transport = {
+    sizeof(fsdpi_shm_comm), sizeof(fsdpi_near_world), FSDPI_MAX_SRCS,
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
+    fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
+    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_shm_say_last,
+    fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
+// clang-format on
+
+/* -------------------------------------------------------------------------------------------- */
+// >>near_hosts
+// Owns: who is near. Invariant: all ranks have the same answer, which rank 0 has made.
+
+// Whether this process could have a common file with others. A limit of files' sizes would get it
+// killed when that grows.
+static int fsdpi_near_can_share(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
+    if (fd >= 0) (void)close(fd);
+    return fd >= 0 && limit[0] == UINT64_MAX;
+}
+
+/* The host as two ranks see it that can share memory: the kernel, the network whose abstract
+   sockets they see, the user. most: ranks of a host that share. "": this rank cannot. */
+static void fsdpi_near_say_host(const fsdp_boot *boot, int most, char *host, size_t cap) {
+    char id[64] = "";
+    struct stat net, user;
+    fsdpi_text t = {host, cap, 0};
+    memset(host, 0, cap);
+    if (boot->threads) {
+        fsdpi_say(&t, "one process %d %d", most, boot->rank / most);
+        return;
+    }
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    int known = file && fgets(id, sizeof id, file) && *id;
+    if (file) (void)fclose(file);
+    if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user) ||
+        !fsdpi_near_can_share())
+        return;
+    id[strcspn(id, "\n")] = 0;
+    fsdpi_say(&t, "%s %llu %llu %lu %d %d", id, (unsigned long long)net.st_ino,
+              (unsigned long long)user.st_ino, (unsigned long)getuid(), most, boot->rank / most);
+}
+
+static void fsdpi_near_key(char *key, size_t cap, int rank) {
+    (void)snprintf(key, cap, "near/%d", rank);
+}
+
+// The deadline has passed while this rank waited for what another one shows.
+static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
+    uint8_t missing[FSDPI_MAX_SRCS];
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    memset(missing, 0, sizeof missing);
+    missing[rank] = 1;
+    if (fsdpi_store_world_await_verdict(c, missing)) return fsdpi_comm_report(c);
+    fsdpi_say_late(&t, c, missing, "connected");
+    return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
+}
+
+// Rank 0: hears all, and says who is near whom.
+static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
+    enum { TEXT = 160 };
+    fsdpi_store *store = fsdpi_store_world_of(c)->store;
+    char *all = (char *)fsdpi_alloc(&c->boot->allocator, (size_t)c->size * TEXT), key[32];
+    fsdp_status status = FSDP_OK;
+    if (!all) return fsdpi_comm_no_memory(c, "names of hosts", (size_t)c->size * TEXT);
+    for (int k = 0; k < c->size && !status; k++) {
+        char *host = all + k * TEXT;
+        size_t bytes;
+        fsdpi_near_key(key, sizeof key, k);
+        status = fsdpi_store_get(store, key, host, TEXT - 1, &bytes,
+                                 fsdpi_comm_left_to_open(c->world));
+        if (status == FSDP_ERR_TIMEOUT) status = fsdpi_near_late(c, k);
+        for (int j = 0; j <= k && !status; j++) {
+            hosts->first[k] = j;
+            if (j == k || (*host && !strcmp(all + j * TEXT, host))) break;
+        }
+    }
+    fsdpi_free(&c->boot->allocator, all);
+    if (status) return status;
+    if (fsdpi_syscall(SYS_getrandom, hosts->ticket, sizeof hosts->ticket, 0) !=
+        (long)sizeof hosts->ticket)
+        return FSDP_ERR_BACKEND;
+    return fsdpi_store_set(store, "near", hosts, sizeof *hosts);
+}
+
+// All ranks of the world learn who is near whom.
+static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
+    fsdpi_store *store = fsdpi_store_world_of(c)->store;
+    char text[FSDPI_REASON], host[160], key[32];
+    fsdpi_text error = {text, sizeof text, 0};
+    int most = FSDPI_MAX_SRCS;
+    size_t bytes;
+    for (int k = 0; k < c->size; k++) hosts->first[k] = k;
+    fsdp_status status = fsdpi_env_int("FSDP_GLOO_NEAR", 1, FSDPI_MAX_SRCS, &most, &error);
+    if (status) return fsdpi_comm_fail(c, status, "%s", text);
+    if (c->size == 1) return FSDP_OK;
+    fsdpi_near_say_host(c->boot, most, host, sizeof host);
+    fsdpi_near_key(key, sizeof key, c->index);
+    status = fsdpi_store_set(store, key, host, sizeof host - 1);
+    if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
+    if (!status && c->index != 0)
+        status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,
+                                 fsdpi_comm_left_to_open(c->world));
+    if (status == FSDP_ERR_TIMEOUT && c->index != 0) return fsdpi_near_late(c, 0);
+    if (fsdpi_comm_failed(c)) return fsdpi_comm_report(c);
+    if (!status) return FSDP_OK;
+    return fsdpi_comm_fail(
+        c, status, "[E761] this rank could not learn from the store of %s who shares its host: %s",
+        fsdpi_store_who(store), fsdp_status_name(status));
+}
+
+// All ranks have learned it.
+static void fsdpi_near_forget(fsdpi_comm *c) {
+    fsdpi_store *store = fsdpi_store_world_of(c)->store;
+    char key[32];
+    fsdpi_near_key(key, sizeof key, c->index);
+    if (c->size > 1) (void)fsdpi_store_delete(store, key); // if it stays, no harm
+    if (c->size > 1 && c->index == 0) (void)fsdpi_store_delete(store, "near");
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>near_open
+// Owns: the world of the near ranks, and its groups.
+
+static int fsdpi_near_is(const fsdpi_near_hosts *hosts, int a, int b) {
+    return hosts->first[a] == hosts->first[b];
+}
+
+// What failed in `near` has failed in c.
+static fsdp_status fsdpi_near_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
+    if (status) fsdpi_copy_name(c->error, sizeof c->error, near->error);
+    return status;
+}
+
+// The near members of a comm, in its order. Returns how many these are, and this rank's place.
+static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c, int32_t *ranks,
+                              int *index) {
+    int count = 0;
+    for (int k = 0; k < c->size; k++) {
+        if (!fsdpi_near_is(hosts, (int)c->ranks[k], c->boot->rank)) continue;
+        if (k == c->index) *index = count;
+        ranks[count++] = c->ranks[k];
+    }
+    return count;
+}
+
+// Opens the world of the ranks that are near this one; *out is NULL where there is none.
+static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
+                                   fsdpi_comm **out) {
+    int32_t ranks[FSDPI_MAX_SRCS];
+    int index = 0, count = fsdpi_near_members(hosts, c, ranks, &index);
+    const fsdp_allocator *a = &c->boot->allocator;
+    if (count < 2) return FSDP_OK;
+    fsdpi_comm *near = fsdpi_comm_block(a, &fsdpi_near_transport, count, 0);
+    fsdpi_near_world *w = (fsdpi_near_world *)fsdpi_alloc(a, sizeof *w);
+    if (!near || !w) {
+        fsdpi_free(a, near);
+        fsdpi_free(a, w);
+        return fsdpi_comm_no_memory(c, "ranks of this host", sizeof(fsdpi_shm_comm) + sizeof *w);
+    }
+    fsdpi_text job = {w->job, sizeof w->job, 0};
+    for (int i = 0; i < FSDPI_NEAR_TICKET; i++) fsdpi_say(&job, "%02x", hosts->ticket[i]);
+    fsdpi_say(&job, "-%d", (int)hosts->first[c->index]);
+    fsdpi_comm_world *base = &w->shm.base;
+    base->boot = *c->boot;
+    base->boot.job = w->job;
+    base->transport = &fsdpi_near_transport;
+    base->caps = fsdpi_near_transport.caps;
+    base->failed = c->world->failed;
+    base->open_ns = c->world->open_ns;
+    w->outer = fsdpi_store_world_of(c);
+    near->world = base;
+    near->boot = &base->boot;
+    near->is_world = 1;
+    near->id = FSDPI_OPEN;
+    near->index = index;
+    near->size = count;
+    memcpy(near->ranks, ranks, (size_t)count * sizeof *ranks);
+    near->now = c->now;
+    fsdp_status status = fsdpi_near_result(c, near, fsdpi_shm_open_world(near));
+    if (!status) *out = near;
+    if (!status) return FSDP_OK;
+    // What this rank alone has met with is told to all.
+    const char *why = strstr(near->error, "[E");
+    if (!fsdpi_comm_failed(c)) status = fsdpi_comm_fail(c, status, "%s", why ? why : near->error);
+    fsdpi_comm_close((fsdp_comm *)(void *)near);
+    return status;
+}
+
+/* The near members of a group, where there are several: all members of the parent that are near
+   each other call this. child NULL: this rank is in none. */
+static fsdp_status fsdpi_near_split(fsdpi_comm *parent, fsdpi_comm *near,
+                                    const fsdpi_near_hosts *hosts, const fsdpi_comm *child,
+                                    const fsdp_group *group, fsdpi_comm **out) {
+    int32_t ranks[FSDPI_MAX_SRCS];
+    fsdp_group g = *group;
+    fsdp_comm *made = NULL;
+    int index = 0, count = child ? fsdpi_near_members(hosts, child, ranks, &index) : 0;
+    g.ranks = ranks, g.index = index, g.size = count;
+    if (count < 2) g.color = -1;
+    fsdp_status status = fsdpi_comm_split((fsdp_comm *)(void *)near, &g, &made);
+    *out = (fsdpi_comm *)(void *)made;
+    return fsdpi_near_result(parent, near, status);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
