@@ -637,6 +637,7 @@ OS_FN void os_begin(uint64_t seed) {
     memset(os.did, 0, sizeof os.did);
     memset(os.sites, 0, sizeof os.sites);
     memset(os.cut_until, 0, sizeof os.cut_until);
+    memset(os.cut_for, 0, sizeof os.cut_for);
     memset(os.files, 0, sizeof os.files);
     for (int i = 0; i < OS_TASKS; i++) os.tasks[i].state = OS_FREE;
     os.latency = os_one_in(2) ? 100000 : os_between(0, 20 * OS_MS);

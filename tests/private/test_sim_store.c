@@ -466,6 +466,13 @@ static int leaves_unheard(const job *j, const char *text) {
            os.cut_for[p->host] > OS_S;
 }
 
+/* The store was stopped or cut off for a while: it learns of deadlines as much later as it hears of
+   ranks, whose own then comes first. */
+static int was_away(const job *j) {
+    const os_proc *p = j->has_launcher ? j->launcher.proc : j->ranks[0].proc;
+    return p->stop_sum > 200 * OS_MS || os.cut_for[p->host] > 200 * OS_MS;
+}
+
 /* Whether an error names one who has a fault. */
 static int blames_rightly(const job *j, const char *text) {
     const char *at = strstr(text, "[E"), *who = strstr(text, "[sim] rank ");
@@ -496,8 +503,8 @@ static int blames_rightly(const job *j, const char *text) {
                (id == 701 ? all_faulty(j, who) : is_faulty(j, (int)strtol(who + 5, NULL, 10)) ||
                                                      has_given_up(j, (int)strtol(who + 5, NULL, 10)));
     case 707: return all_faulty(j, at + 6);
-    case 718:
-    case 721: return server;
+    case 718: return server;
+    case 721: return server || was_away(j);
     case 720: return server || (j->has_launcher && local); /* it ends with its ranks */
     case 717:
     case 791: return any; /* also: the job has ended before it came */
