@@ -174,6 +174,7 @@ class Agent : public tcp::Handler {
     void work();
     void end_wait(Wait *wait, const std::exception_ptr &error);
     void end_late_waits();
+    bool is_awaited(const Peer *peer) const;
     void look_for_ends();
     void arm(Clock::time_point at);
     void close_all();
@@ -277,6 +278,7 @@ template <typename F> int guarded(F f) noexcept {
 
 // 0 ms would mean "late already", and much more than ten years overflows in the library.
 const std::chrono::milliseconds TEN_YEARS(315360000000);
+const std::chrono::milliseconds TICK(50); // from one look at peers that are waited for to the next
 
 std::chrono::milliseconds clamped(int64_t timeout_ms) {
     const int64_t most = TEN_YEARS.count();
@@ -482,7 +484,7 @@ void Agent::end_late_waits() {
     const Clock::time_point now = Clock::now();
     for (Wait *wait : waits_) {
         if (wait->deadline <= now) end_wait(wait, nullptr);
-        else if (!wait->ended) next = std::min(next, wait->deadline);
+        else if (!wait->ended) next = std::min(next, std::min(wait->deadline, now + TICK));
     }
     arm(next);
 }
@@ -512,15 +514,26 @@ std::exception_ptr end_of(gloo::transport::UnboundBuffer *last) {
     return nullptr;
 }
 
-// Gloo has read what a peer has sent, and its end: what has arrived, has. Else it is near that.
+bool Agent::is_awaited(const Peer *peer) const {
+    for (const Wait *wait : waits_)
+        if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
+            return true;
+    return false;
+}
+
+/* Gloo has read what a peer has sent, and its end: what has arrived, has. Else it is near that. If
+   Gloo has closed the connection before its end was told here, nothing will be: who is waited for
+   is looked at now and then. */
 void Agent::look_for_ends() {
     bool is_near = false;
     for (Peer *peer : peers_) {
-        if (!peer->ending || peer->lost) continue;
+        if (peer->lost || (!peer->ending && !is_awaited(peer))) continue;
         peer->error = end_of(peer->last.get());
         peer->lost = peer->error != nullptr;
-        is_near |= !peer->lost;
+        is_near |= peer->ending && !peer->lost;
         if (!peer->lost) continue;
+        int none = -1;
+        peer->context->first_lost.compare_exchange_strong(none, peer->index);
         for (Wait *wait : waits_)
             if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
                 end_wait(wait, peer->error);
@@ -575,7 +588,8 @@ void Agent::begin(Wait *wait) {
     if (peer >= 0) wait->error = wait->buffer->context->peers[size_t(peer)].error;
     if (wait->error) // if its messages are here, it ends before
         wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
-    if (wait->deadline < armed_) arm(wait->deadline);
+    const Clock::time_point look = std::min(wait->deadline, Clock::now() + TICK);
+    if (look < armed_) arm(look);
 }
 
 void Agent::end(Wait *wait) {

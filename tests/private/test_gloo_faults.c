@@ -1115,7 +1115,8 @@ static const struct {
 } silent[] = {{"host/gather", NULL, AT_GATHER, 1},
               {"tcp/scatter", "tcp", AT_SCATTER, 1},
               {"tcp/reduce", "tcp", AT_REDUCE, 0},
-              {"host/broadcast", NULL, AT_BROADCAST, 2}};
+              {"host/broadcast", NULL, AT_BROADCAST, 2},
+              {"tcp/broadcast", "tcp", AT_BROADCAST, 1}};
 TEST_P(gloo_faults, rank_dies_while_the_store_is_silent, silent) {
     be_near(row->near);
     job *j = make_coming(3, 30000, row->store);
