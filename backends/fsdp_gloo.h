@@ -1,5 +1,5 @@
 /* fsdp_gloo.h - the backend for several hosts without accelerators: collectives over TCP, and
-   through shared memory where all ranks of a comm are on one host
+   through shared memory inside a host
 
    -DFSDP_BACKEND_GLOO compiles it in; the program is linked with the object of fsdp_gloo.cc:
 
@@ -10,14 +10,15 @@
    - The Gloo library is the transport: connections between all members of a comm, and a thread that
      serves them. The collectives are ours: each rank sends every member what that member needs,
      once, from where it lies to where it belongs: (W-1)/W of the buffer.
+   - That is for members of other hosts, the far ones. The near ones share memory (fsdp_near.h):
+     they show each other their records there, and read each other's buffers beside what comes from
+     far. Gloo knows nothing of comms whose members are all near.
    - A collective begins with a message to each member: the record of what I am about to do, and
      behind it the data that is small enough. All compare the records before they use any data. What
      is larger goes in messages of its own, under a slot made from the record: ranks that disagree
      never match, so nobody gets more than it expects.
    - The message that a peer will send next is always expected already: a small collective is one
      message in each direction.
-   - A comm whose members are all on this host is one of shared memory (fsdp_near.h): Gloo knows
-     nothing of it.
    - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
    - Members connect to each other before Gloo knows of it: each side shows the other that it knows
      the job's token. The sockets are Gloo's then. Nobody listens while ranks work.
@@ -141,7 +142,7 @@ struct fsdpi_gloo_comm {
     fsdpi_gloo_comm *next;
     fsdpi_comm *near; // the members of this host; NULL: there is no other
     int turn, closed;
-    fsdp_gloo_context *context; // NULL: all members are near
+    fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
     uint32_t lock;             // of the next one
     fsdp_gloo_buffer *waiting; // what this rank waits for now
     size_t small;              // bytes of data behind a record
@@ -149,6 +150,8 @@ struct fsdpi_gloo_comm {
     char *scratch;
     size_t piece, depth;   // bytes of one piece of one member, pieces of one member
     fsdpi_gloo_walk ahead; // pieces of this operation that are expected so far
+    int at[FSDPI_MAX_SRCS];         // the members' places in `near`; -1: they are far
+    const char *of[FSDPI_MAX_SRCS]; // of near members: the buffer of this operation
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
 };
 
@@ -179,6 +182,21 @@ static int fsdpi_gloo_is_near(const fsdpi_gloo_comm *c) {
     return c->near && c->near->size == c->base.size;
 }
 
+// Whether member k is on another host: then what it needs goes through Gloo.
+static int fsdpi_gloo_is_far(const fsdpi_gloo_comm *c, int k) {
+    return c->at[k] < 0 && k != c->base.index;
+}
+
+static fsdp_status fsdpi_gloo_near_result(fsdpi_gloo_comm *c, fsdp_status status) {
+    return fsdpi_near_result(&c->base, c->near, status);
+}
+
+// All near members come here, or have gone.
+static fsdp_status fsdpi_gloo_near_barrier(fsdpi_gloo_comm *c) {
+    if (!c->near) return FSDP_OK;
+    return fsdpi_gloo_near_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
+}
+
 // Member k cannot come any more, because of `how`; what it did last may say why.
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
@@ -201,11 +219,15 @@ static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
 }
 
 /* The connection to member k has broken: why is the store's to say. Who has lost another member
-   itself closes its connections too: the first one that was lost is to blame. */
+   itself closes its connections too: the first one that was lost is to blame, or who is near and
+   has gone. */
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
     int first = fsdp_gloo_context_first_lost(c->context);
+    int gone = c->near ? fsdpi_near_gone(c->near) : -1;
     if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
+    for (int j = 0; j < c->base.size && gone >= 0 && !fsdpi_is_pair(c->base.now.kind); j++)
+        if (c->at[j] == gone) k = j, how = "it has ended";
     int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
@@ -234,9 +256,12 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     memset(missing, 0, sizeof missing);
     missing[k] = 1;
     // The records that came in time are there; waiting for another one ends at once.
-    for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++)
-        missing[j] |= j != c->base.index && !c->peers[j].arrived &&
-                      fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
+    for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++) {
+        if (fsdpi_gloo_is_far(c, j))
+            missing[j] |= !c->peers[j].arrived &&
+                          fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
+        else if (j != c->base.index) missing[j] = !fsdpi_near_has_come(c->near, c->at[j]);
+    }
     if (fsdpi_store_world_await_verdict(&c->base, missing)) return fsdpi_comm_report(&c->base);
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say_late(&t, &c->base, missing, verb);
@@ -324,7 +349,7 @@ static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which) { //
 
 static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
     for (int k = 0; k < c->base.size; k++) {
-        if (k == c->base.index) continue;
+        if (!fsdpi_gloo_is_far(c, k)) continue;
         fsdp_status status = fsdpi_gloo_result(c, k,
                                                fsdp_gloo_recv(c->peers[k].in[turn], k,
                                                               FSDPI_GLOO_SLOT_RECORD, 0,
@@ -343,14 +368,16 @@ static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot,
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Sends it to all; everybody begins with another rank.
+// Sends it to all that are far; everybody begins with another rank.
 static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
     c->turn ^= 1;
     if (c->messages) c->base.shown = fsdpi_gloo_message(c, 0, c->turn);
     fsdp_status status = fsdpi_gloo_expect(c, !c->turn); // the one after this one
-    for (int i = 1; i < c->base.size && !status; i++)
-        status = fsdpi_gloo_show_one(c, (c->base.index + i) % c->base.size, FSDPI_GLOO_SLOT_RECORD,
-                                     FSDPI_GLOO_HEAD + bytes);
+    for (int i = 1; i < c->base.size && !status; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        if (fsdpi_gloo_is_far(c, k))
+            status = fsdpi_gloo_show_one(c, k, FSDPI_GLOO_SLOT_RECORD, FSDPI_GLOO_HEAD + bytes);
+    }
     return status;
 }
 
@@ -365,18 +392,55 @@ static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeou
     return FSDP_OK;
 }
 
+// The same call for the near members: of a pair the other one has another number among them.
+static fsdp_coll fsdpi_gloo_near_call(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    fsdp_coll call = *op;
+    call.root = c->at[op->root];
+    return call;
+}
+
+static int fsdpi_gloo_is_near_pair(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    return op && fsdpi_is_pair(op->kind) && !fsdpi_gloo_is_far(c, (int)op->root);
+}
+
+// Puts the record of a near member where those of the others lie.
+static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
+    fsdpi_record record = fsdpi_record_of(c->near, c->at[k]);
+    memcpy(fsdpi_gloo_message(c, k, c->turn), &record, sizeof record);
+}
+
+// Waits for the records of the near members. The deadline began with the operation.
+static fsdp_status fsdpi_gloo_hear_near(fsdpi_gloo_comm *c) {
+    fsdpi_shm_comm *near = fsdpi_shm_comm_of(c->near);
+    near->since = &c->base.now.since_ns;
+    fsdp_status status = fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, NULL));
+    near->since = NULL;
+    for (int k = 0; k < c->base.size && !status; k++)
+        if (c->at[k] >= 0 && k != c->base.index) fsdpi_gloo_take_record(c, k);
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_hear_pair(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    int k = (int)op->root;
+    if (fsdpi_gloo_is_far(c, k)) return fsdpi_gloo_hear_one(c, k, c->base.boot->timeout_ns);
+    fsdp_coll call = fsdpi_gloo_near_call(c, op);
+    fsdp_status status = fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, &call));
+    if (!status) fsdpi_gloo_take_record(c, k);
+    return status;
+}
+
 static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    if (fsdpi_gloo_is_near(c))
-        return fsdpi_near_result(base, c->near, fsdpi_shm_hear(c->near, op));
     int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
-    if (op && fsdpi_is_pair(op->kind))
-        return fsdpi_gloo_hear_one(c, (int)op->root, base->boot->timeout_ns);
-    for (int i = 1; i < base->size && !status; i++)
-        status = fsdpi_gloo_hear_one(c, (base->index + i) % base->size,
-                                     deadline - fsdpi_boot_now(base->boot));
-    return status;
+    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, op));
+    if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_hear_pair(c, op);
+    for (int i = 1; i < base->size && !status; i++) {
+        int k = (base->index + i) % base->size;
+        if (fsdpi_gloo_is_far(c, k))
+            status = fsdpi_gloo_hear_one(c, k, deadline - fsdpi_boot_now(base->boot));
+    }
+    return status || !c->near ? status : fsdpi_gloo_hear_near(c);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -438,20 +502,30 @@ static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
     return before >= s->total ? 0 : s->total - before < s->part ? s->total - before : s->part;
 }
 
-// Sends each member what begins at src_at + k * step, and puts theirs in place. step 0: all get the
-// same. `but`: who has everything.
-static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdpi_gloo_strip *s, size_t size,
-                                       const void *src, size_t src_at, size_t step, void *dst,
-                                       int phase, int but) {
+// Whether member k has all of a broadcast from the root: it is on the root's host.
+static int fsdpi_gloo_has_all(const fsdpi_gloo_comm *c, const fsdp_coll *op, int k) {
+    return op->kind == FSDP_OP_BROADCAST &&
+           (k == op->root || fsdpi_near_is(&fsdpi_gloo_world_of(c)->hosts, (int)c->base.ranks[k],
+                                           (int)c->base.ranks[op->root]));
+}
+
+// Sends each far member what begins at src_at + k * step, and puts theirs in place. step 0: all get
+// the same.
+static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                       const fsdpi_gloo_strip *s, const void *src, size_t src_at,
+                                       size_t step, int phase) {
+    size_t size = fsdp_dtype_size(op->dtype);
+    int has_all = fsdpi_gloo_has_all(c, op, c->base.index);
     fsdp_status status = FSDP_OK;
-    for (int i = 1; i < c->base.size && !status && c->base.index != but; i++) {
+    for (int i = 1; i < c->base.size && !status && !has_all; i++) {
         int k = (c->base.index + c->base.size - i) % c->base.size;
-        status = fsdpi_gloo_post(c, k, 0, dst, phase, fsdpi_gloo_begin_of(s, k) * size,
-                                 fsdpi_gloo_count_of(s, k) * size);
+        if (fsdpi_gloo_is_far(c, k))
+            status = fsdpi_gloo_post(c, k, 0, op->dst, phase, fsdpi_gloo_begin_of(s, k) * size,
+                                     fsdpi_gloo_count_of(s, k) * size);
     }
     for (int i = 1; i < c->base.size && !status; i++) {
         int k = (c->base.index + i) % c->base.size;
-        if (k != but)
+        if (fsdpi_gloo_is_far(c, k) && !fsdpi_gloo_has_all(c, op, k))
             status = fsdpi_gloo_post(c, k, 1, src, phase, (src_at + step * (size_t)k) * size,
                                      fsdpi_gloo_count_of(s, c->base.index) * size);
     }
@@ -556,7 +630,7 @@ static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     while (fsdpi_gloo_next_small(c, op, &walk, &s, &at))
         for (int k = 0; k < c->base.size; k++) {
             const char *from = fsdpi_gloo_source(c, op, &s, k, &bytes);
-            if (k != c->base.index && from && bytes)
+            if (fsdpi_gloo_is_far(c, k) && from && bytes)
                 memcpy(fsdpi_gloo_message(c, k, 2) + FSDPI_GLOO_HEAD + at, from, bytes);
         }
     return op->kind == FSDP_OP_BROADCAST && op->root != c->base.index ? 0 : walk.used;
@@ -566,6 +640,24 @@ static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
+// What this rank needs of a near member's buffer: of strip s, but for reductions of large ones.
+static const char *fsdpi_gloo_near_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                          const fsdpi_gloo_strip *s, int k) {
+    size_t size = fsdp_dtype_size(op->dtype);
+    switch (op->kind) {
+    case FSDP_OP_ALL_GATHER:
+        return c->of[k] + (op->in_place ? fsdpi_gloo_begin_of(s, k) : s->shard) * size;
+    case FSDP_OP_REDUCE_SCATTER:
+    case FSDP_OP_ALL_TO_ALL: return c->of[k] + fsdpi_gloo_begin_of(s, c->base.index) * size;
+    default: return c->of[k];
+    }
+}
+
+// Where a small all_reduce goes until the near members have read dst.
+static char *fsdpi_gloo_aside(const fsdpi_gloo_comm *c) {
+    return fsdpi_gloo_message(c, c->base.index, 2) + FSDPI_GLOO_HEAD;
+}
+
 // A small strip, of which every member's data is here.
 static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                               const fsdpi_gloo_strip *s, size_t at) {
@@ -573,7 +665,9 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     size_t bytes, size = fsdp_dtype_size(op->dtype);
     char *dst = (char *)op->dst;
     for (int k = 0; k < c->base.size; k++)
-        if (k != c->base.index) srcs[k] = fsdpi_gloo_message(c, k, c->turn) + FSDPI_GLOO_HEAD + at;
+        if (k != c->base.index)
+            srcs[k] = c->at[k] >= 0 ? fsdpi_gloo_near_source(c, op, s, k)
+                                    : fsdpi_gloo_message(c, k, c->turn) + FSDPI_GLOO_HEAD + at;
     srcs[c->base.index] = fsdpi_gloo_source(c, op, s, c->base.index, &bytes);
     if (op->kind == FSDP_OP_BROADCAST) {
         fsdpi_gloo_copy(dst, op->root == c->base.index ? dst : srcs[op->root], s->total * size);
@@ -582,8 +676,8 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                      srcs, c->base.size, (fsdp_dtype)op->dtype, s->part, op->scale, op->accumulate,
                      op->redop);
     } else if (op->kind == FSDP_OP_ALL_REDUCE) {
-        fsdpi_reduce(dst, (fsdp_dtype)op->dtype, srcs, c->base.size, (fsdp_dtype)op->dtype,
-                     s->total, op->scale, 0, op->redop);
+        fsdpi_reduce(c->near ? fsdpi_gloo_aside(c) : dst, (fsdp_dtype)op->dtype, srcs, c->base.size,
+                     (fsdp_dtype)op->dtype, s->total, op->scale, 0, op->redop);
     } else {
         for (int k = 0; k < c->base.size; k++)
             fsdpi_gloo_copy(dst + fsdpi_gloo_begin_of(s, k) * size, srcs[k], bytes);
@@ -617,7 +711,7 @@ static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
     c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * peers);
     int made = c->scratch != NULL;
     for (int k = 0; k < c->base.size && made; k++)
-        made = k == c->base.index ||
+        made = !fsdpi_gloo_is_far(c, k) ||
                fsdp_gloo_buffer_create(c->context, fsdpi_gloo_scratch_of(c, k), each,
                                        &c->peers[k].scratch) == FSDP_GLOO_OK;
     if (made) return FSDP_OK;
@@ -639,7 +733,7 @@ static const char *fsdpi_gloo_reduced(const fsdp_coll *op) {
     return (const char *)(op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst);
 }
 
-// Expects the next piece of my region from all.
+// Expects the next piece of my region from all that are far.
 static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_strip s;
     size_t at, place = c->ahead.pieces;
@@ -649,6 +743,7 @@ static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *
     size_t bytes = fsdpi_gloo_piece_of(c, op, &s, c->base.index, at) * fsdp_dtype_size(op->dtype);
     for (int j = 1; j < c->base.size && !status && bytes; j++) {
         int k = (c->base.index + c->base.size - j) % c->base.size;
+        if (!fsdpi_gloo_is_far(c, k)) continue;
         status = fsdpi_gloo_result(c, k,
                                    fsdp_gloo_recv(c->peers[k].scratch, k, fsdpi_gloo_slot(c, 0),
                                                   place % c->depth * c->piece, bytes));
@@ -665,6 +760,7 @@ static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *o
     while (!status && fsdpi_gloo_next(c, op, &walk, fsdpi_gloo_piece(c, op), &s, &at))
         for (int j = 1; j < c->base.size && !status; j++) {
             int k = (c->base.index + j) % c->base.size;
+            if (!fsdpi_gloo_is_far(c, k)) continue;
             status = fsdpi_gloo_post(c, k, 1, fsdpi_gloo_reduced(op), 0,
                                      (fsdpi_gloo_begin_of(&s, k) + at) * size,
                                      fsdpi_gloo_piece_of(c, op, &s, k, at) * size);
@@ -684,11 +780,11 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
     for (; !status && fsdpi_gloo_next(c, op, &walk, fsdpi_gloo_piece(c, op), &s, &at); place++) {
         size_t count = fsdpi_gloo_piece_of(c, op, &s, me, at);
         for (int k = 0; k < c->base.size && count && !status; k++) {
-            if (k == me) continue;
+            srcs[k] = c->of[k] + (fsdpi_gloo_begin_of(&s, me) + at) * size;
+            if (!fsdpi_gloo_is_far(c, k)) continue;
             srcs[k] = fsdpi_gloo_scratch_of(c, k) + place % c->depth * c->piece;
             status = fsdpi_gloo_wait(c, k, c->peers[k].scratch, 0, c->base.boot->timeout_ns);
         }
-        srcs[me] = fsdpi_gloo_reduced(op) + (fsdpi_gloo_begin_of(&s, me) + at) * size;
         if (count && !status)
             fsdpi_reduce((char *)op->dst + (s.shard + at) * fsdp_dtype_size(out), out, srcs,
                          c->base.size, (fsdp_dtype)op->dtype, count, op->scale,
@@ -716,17 +812,19 @@ static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_col
     return status ? status : fsdpi_gloo_send_pieces(c, op);
 }
 
-// The root sends each member its region.
+// The root sends each far member its region.
 static fsdp_status fsdpi_gloo_deal(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                    const fsdpi_gloo_strip *s) {
     size_t size = fsdp_dtype_size(op->dtype);
     int me = c->base.index, root = (int)op->root;
     fsdp_status status = FSDP_OK;
+    if (fsdpi_gloo_has_all(c, op, me) && root != me) return FSDP_OK;
     if (root != me)
         return fsdpi_gloo_post(c, root, 0, op->dst, 0, fsdpi_gloo_begin_of(s, me) * size,
                                fsdpi_gloo_count_of(s, me) * size);
     for (int i = 1; i < c->base.size && !status; i++) {
         int k = (me + i) % c->base.size;
+        if (!fsdpi_gloo_is_far(c, k)) continue;
         status = fsdpi_gloo_post(c, k, 1, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size,
                                  fsdpi_gloo_count_of(s, k) * size);
     }
@@ -740,9 +838,8 @@ static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *o
     int in_place = op->kind == FSDP_OP_ALL_GATHER && op->in_place;
     size_t src_at = in_place ? mine : s->shard; // which is 0 for all_to_all
     if (op->kind == FSDP_OP_BROADCAST) return fsdpi_gloo_deal(c, op, s);
-    fsdp_status status = fsdpi_gloo_exchange(c, s, size, in_place ? op->dst : op->src, src_at,
-                                             op->kind == FSDP_OP_ALL_TO_ALL ? s->part : 0, op->dst,
-                                             0, -1);
+    fsdp_status status = fsdpi_gloo_exchange(c, op, s, in_place ? op->dst : op->src, src_at,
+                                             op->kind == FSDP_OP_ALL_TO_ALL ? s->part : 0, 0);
     const char *own = fsdpi_gloo_source(c, op, s, c->base.index, &bytes);
     fsdpi_gloo_copy((char *)op->dst + mine * size, own, bytes);
     return status;
@@ -769,19 +866,70 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
     return status ? status : fsdpi_gloo_show_one(c, k, FSDPI_GLOO_SLOT_PAIR, sizeof c->base.now);
 }
 
+// Shows the near members what this rank is about to do. Their copy of the record has its buffer.
+static fsdp_status fsdpi_gloo_show_near(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                        const fsdpi_span *span) {
+    c->near->now = c->base.now;
+    return fsdpi_gloo_near_result(c, fsdpi_shm_show(c->near, op, span));
+}
+
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    if (fsdpi_gloo_is_near(c)) {
-        c->near->now = base->now;
-        return fsdpi_near_result(base, c->near, fsdpi_shm_show(c->near, op, span));
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_show_near(c, op, span);
+    if (fsdpi_gloo_is_near_pair(c, op)) {
+        fsdp_coll call = fsdpi_gloo_near_call(c, op);
+        return fsdpi_gloo_show_near(c, &call, span);
     }
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
-    fsdp_status status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
+    if (c->near) status = fsdpi_gloo_show_near(c, op, span);
+    if (!status) status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
 
-// All agree: reduces what arrives. all_reduce and broadcast: each member has its region now, and
-// all collect the regions.
+// All agree: finds the buffers of the near members, which these have shown.
+static fsdp_status fsdpi_gloo_find_near(fsdpi_gloo_comm *c, const fsdpi_span *span) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < c->base.size && !status; k++) {
+        c->of[k] = (const char *)span->shared;
+        if (c->at[k] >= 0 && k != c->base.index && span->chunk.base)
+            status = fsdpi_gloo_near_result(c, fsdpi_shm_find(fsdpi_shm_comm_of(c->near),
+                                                              &span->chunk, c->at[k], &c->of[k]));
+    }
+    return status;
+}
+
+// The near members' regions of a large strip.
+static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                               const fsdpi_gloo_strip *s) {
+    int is_own = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_ALL_TO_ALL;
+    size_t size = fsdp_dtype_size(op->dtype);
+    for (int i = 1; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        size_t begin = fsdpi_gloo_begin_of(s, k) * size;
+        if (c->at[k] >= 0)
+            fsdpi_gloo_copy((char *)op->dst + begin,
+                            is_own ? fsdpi_gloo_near_source(c, op, s, k) : c->of[k] + begin,
+                            fsdpi_gloo_count_of(s, k) * size);
+    }
+}
+
+// all_reduce and broadcast: each member has its region of a large strip now, or all of it where the
+// root is near, and all collect the regions.
+static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                     const fsdpi_gloo_strip *s) {
+    fsdp_status status = fsdpi_gloo_finish(c, FSDP_OK);
+    if (!status) status = fsdpi_gloo_near_barrier(c);
+    if (status) return status;
+    int has_all = fsdpi_gloo_has_all(c, op, c->base.index);
+    if (has_all && op->root != c->base.index)
+        fsdpi_gloo_copy(op->dst, c->of[op->root], s->total * fsdp_dtype_size(op->dtype));
+    status = fsdpi_gloo_exchange(c, op, s, op->dst, fsdpi_gloo_begin_of(s, c->base.index), 0, 1);
+    if (!status && !has_all) fsdpi_gloo_collect(c, op, s);
+    return status;
+}
+
+// All agree, and what is near can be read: reduces what arrives, and passes it on.
 static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -789,20 +937,33 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
     fsdp_status status = FSDP_OK;
     fsdpi_gloo_unpack_all(c, op);
     if (fsdpi_gloo_is_reduction(op)) status = fsdpi_gloo_reduce_pieces(c, op);
-    int collects = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
-    if (status || !collects || !fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return status;
-    status = fsdpi_gloo_finish(c, FSDP_OK);
-    if (status) return status;
-    return fsdpi_gloo_exchange(c, &s, fsdp_dtype_size(op->dtype), op->dst,
-                               fsdpi_gloo_begin_of(&s, c->base.index), 0, op->dst, 1,
-                               op->kind == FSDP_OP_BROADCAST ? (int)op->root : -1);
+    int is_sum = op->kind == FSDP_OP_ALL_REDUCE, is_large = 0;
+    int spreads = is_sum || op->kind == FSDP_OP_BROADCAST;
+    while (!status && op->kind != FSDP_OP_REDUCE_SCATTER &&
+           fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) {
+        is_large = 1;
+        if (spreads) status = fsdpi_gloo_spread(c, op, &s);
+        else fsdpi_gloo_collect(c, op, &s);
+    }
+    // What peers read may be overwritten when they have.
+    if (!status) status = fsdpi_gloo_near_barrier(c);
+    if (!status && c->near && is_sum && !is_large)
+        fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
+                        (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return status;
 }
 
 static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    if (fsdpi_gloo_is_near(c))
-        return fsdpi_near_result(base, c->near, fsdpi_shm_move(c->near, op, span));
-    if (!fsdpi_is_pair(op->kind)) return fsdpi_gloo_complete(c, op);
+    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_near_result(c, fsdpi_shm_move(c->near, op, span));
+    if (fsdpi_gloo_is_near_pair(c, op)) {
+        fsdp_coll call = fsdpi_gloo_near_call(c, op);
+        return fsdpi_gloo_near_result(c, fsdpi_shm_move(c->near, &call, span));
+    }
+    if (!fsdpi_is_pair(op->kind)) {
+        fsdp_status status = fsdpi_gloo_find_near(c, span);
+        return status ? status : fsdpi_gloo_complete(c, op);
+    }
     int is_send = op->kind == FSDP_OP_SEND;
     return fsdpi_gloo_post(c, (int)op->root, is_send, is_send ? op->src : op->dst, 2, 0,
                            (size_t)op->count * fsdp_dtype_size(op->dtype));
@@ -871,6 +1032,11 @@ static int fsdpi_gloo_is_random(void *out, size_t bytes) {
     return fsdpi_syscall(SYS_getrandom, out, bytes, 0) == (long)bytes;
 }
 
+// Whether a connection to member k is still to be made.
+static int fsdpi_gloo_lacks(const fsdpi_gloo_gate *g, int k) {
+    return fsdpi_gloo_is_far(g->c, k) && g->fds[k] < 0;
+}
+
 static int64_t fsdpi_gloo_now(const fsdpi_gloo_gate *g) { return fsdpi_boot_now(g->c->base.boot); }
 
 // What shows that somebody knows the job's token. side: 'L' or 'C'.
@@ -921,7 +1087,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     memcpy(l->hello, l->in, sizeof l->hello);
     l->member = fsdpi_le_i32((const char *)l->in + 16);
     if (fsdpi_gloo_differ(l->in, g->doors[me].ticket, 16) || l->member <= me ||
-        l->member >= g->c->base.size || g->fds[l->member] >= 0 ||
+        l->member >= g->c->base.size || !fsdpi_gloo_lacks(g, l->member) ||
         !fsdpi_gloo_is_random(l->nonce, sizeof l->nonce)) {
         l->member = -1;
         return 0;
@@ -1067,7 +1233,8 @@ static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
 static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.index && !status; k++)
-        if (g->links[k].fd < 0 && g->fds[k] < 0 && fsdpi_gloo_now(g) >= g->links[k].since_ns)
+        if (fsdpi_gloo_lacks(g, k) && g->links[k].fd < 0 &&
+            fsdpi_gloo_now(g) >= g->links[k].since_ns)
             status = fsdpi_gloo_call(g, &g->links[k]);
     if (status) return status;
     int count = fsdpi_gloo_list(g);
@@ -1116,6 +1283,7 @@ static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
                                          sizeof(fsdpi_gloo_door));
     for (int k = 0; k < c->base.index && !status; k++) {
         int64_t left = g->deadline - fsdpi_gloo_now(g);
+        if (!fsdpi_gloo_is_far(c, k)) continue;
         fsdpi_gloo_key(key, sizeof key, c, k);
         status = fsdpi_store_get(store, key, &g->doors[k], sizeof(fsdpi_gloo_door), &bytes,
                                  left > 0 ? left : 1);
@@ -1137,7 +1305,7 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
     while (g->missing > 0 && !status) {
         if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
         for (int k = 0; k < c->base.size && fsdpi_gloo_now(g) >= g->deadline; k++)
-            if (k != c->base.index && g->fds[k] < 0) return fsdpi_gloo_late(c, k);
+            if (fsdpi_gloo_lacks(g, k)) return fsdpi_gloo_late(c, k);
         status = fsdpi_gloo_turn(g);
     }
     return status;
@@ -1147,7 +1315,7 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
 static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.size && !status; k++) {
-        if (k == g->c->base.index) continue;
+        if (!fsdpi_gloo_is_far(g->c, k)) continue;
         int result = fsdp_gloo_context_connect(g->c->context, k, g->fds[k]);
         g->fds[k] = -1;
         status = fsdpi_gloo_result(g->c, k, result);
@@ -1174,7 +1342,7 @@ static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) 
     memset(g->fds, 0xFF, sizeof g->fds);
     g->c = c;
     g->listener = -1;
-    g->missing = c->base.size - 1;
+    for (int k = 0; k < c->base.size; k++) g->missing += fsdpi_gloo_is_far(c, k);
     g->deadline = c->base.now.since_ns + c->base.boot->timeout_ns;
     g->num_links = (int)links;
     g->doors = (fsdpi_gloo_door *)fsdpi_alloc(a, (size_t)c->base.size * sizeof *g->doors);
@@ -1215,7 +1383,7 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     for (int k = 0; k < c->base.size; k++) {
         fsdpi_gloo_peer *peer = &c->peers[k];
         fsdp_gloo_buffer **buffers[3] = {&peer->in[0], &peer->in[1], &peer->out};
-        for (int i = 0; i < 3 && k != c->base.index; i++)
+        for (int i = 0; i < 3 && fsdpi_gloo_is_far(c, k); i++)
             if (fsdp_gloo_buffer_create(c->context, fsdpi_gloo_message(c, k, i), each, buffers[i]))
                 return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                        "[E757] Gloo has no memory for messages of %llu bytes: %s",
@@ -1229,6 +1397,7 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
     fsdp_status status = fsdpi_comm_meet(&c->base, NULL, NULL);
+    if (!status) status = fsdpi_gloo_near_barrier(c);
     if (!status) status = fsdpi_gloo_settle(&c->base, FSDP_OK);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
     if (!status) (void)fsdpi_store_delete(fsdpi_gloo_store(c), key); // if it stays, no harm
@@ -1238,6 +1407,10 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
 // Connects the members of a comm.
 static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
+    for (int k = 0, near = 0; k < c->base.size; k++) {
+        int is_near = fsdpi_near_is(&w->hosts, (int)c->base.ranks[k], c->base.boot->rank);
+        c->at[k] = is_near && c->near ? near++ : -1;
+    }
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
@@ -1265,18 +1438,18 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
     for (int k = 0; k < c->base.size; k++) {
-        if (k == c->base.index) continue;
+        if (!fsdpi_gloo_is_far(c, k)) continue;
         memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
         (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
     }
     for (int k = 0; k < c->base.size; k++) {
         int64_t left = *patience - (fsdpi_boot_now(boot) - start);
-        if (k != c->base.index && left > 0)
+        if (fsdpi_gloo_is_far(c, k) && left > 0)
             (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
     if (fsdpi_boot_now(boot) - start >= *patience) *patience = 0;
     for (int k = 0; k < c->base.size; k++) // what is only queued would go with the context
-        if (k != c->base.index) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
+        if (fsdpi_gloo_is_far(c, k)) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
 }
 
 static void fsdpi_gloo_leave(fsdpi_comm *base) {
@@ -1313,7 +1486,8 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
     fsdpi_gloo_comm *p = fsdpi_gloo_of(parent), *c = fsdpi_gloo_of(child);
     fsdpi_comm *near = NULL;
     fsdp_status status = FSDP_OK;
-    if (p->near)
+    if (p->near) status = fsdpi_gloo_near_barrier(p); // all have compared what they showed there
+    if (p->near && !status)
         status = fsdpi_near_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g, &near);
     if (child) c->near = near;
     return child && !status ? fsdpi_gloo_connect_members(c) : status;
@@ -1370,13 +1544,20 @@ static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
     return fsdpi_comm_end(base, fsdpi_gloo_connect_world(c));
 }
 
+static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                            const char *reason) {
+    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)c->world)->near;
+    if (near) fsdpi_near_tell_all(near, status, subject, reason);
+    else fsdpi_store_world_tell(c, status, subject, reason);
+}
+
 // clang-format off
 static const fsdpi_transport fsdpi_gloo_transport = {
     sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
     {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
-    fsdpi_store_world_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
     fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 

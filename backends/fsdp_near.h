@@ -44,22 +44,21 @@ static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
     return ((const fsdpi_near_world *)(const void *)w)->outer;
 }
 
-// Whether a member has ended, in any way.
-static int fsdpi_near_has_gone(const fsdpi_comm *base) {
+// A member that has ended, in any way; -1: none.
+static int fsdpi_near_gone(const fsdpi_comm *base) {
     const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
     for (int k = 0; k < base->size; k++) {
         int rank = (int)base->ranks[k];
         if (rank == base->boot->rank) continue;
-        if (FSDPI_LOAD(&w->peers[rank].state) == FSDPI_SHM_LEFT) return 1;
-        if (fsdpi_shm_has_file(w) && fsdpi_shm_is_dead(w, rank)) return 1;
+        if (FSDPI_LOAD(&w->peers[rank].state) == FSDPI_SHM_LEFT) return k;
+        if (fsdpi_shm_has_file(w) && fsdpi_shm_is_dead(w, rank)) return k;
     }
-    return 0;
+    return -1;
 }
 
-// Who has gone told the store why before it went, or the store tells why: that is awaited. A rank
-// that has said goodbye has no other reason.
-static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store) {
-    const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_NEAR_WHY_NS;
+// The store says why, in so much time. A rank that has said goodbye has no other reason.
+static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store, int64_t ns) {
+    const int64_t until = fsdpi_boot_now(c->boot) + ns;
     int has_left = 0;
     while (!has_left && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until) {
         for (int k = 0; k < c->size; k++) has_left |= fsdpi_store_has_left(store, (int)c->ranks[k]);
@@ -67,18 +66,25 @@ static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store) {
     }
 }
 
-/* When the store has ended in order, what one of the near ranks tells first stands for all of them
-   that see its end: else each would name the one that it saw go. */
-static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
-                            const char *reason) {
+/* Tells the store; and the near ranks, for whom the first of them stands if the store has ended or
+   does not answer: else each would name the one that it saw go. */
+static void fsdpi_near_tell_all(fsdpi_comm *c, fsdp_status status, const char *subject,
+                                const char *reason) {
     fsdpi_store *store = fsdpi_near_outer(c->world)->store;
     fsdpi_verdict first;
-    if (status == FSDP_ERR_PEER_LOST && fsdpi_near_has_gone(c)) fsdpi_near_await_why(c, store);
-    if (fsdpi_store_ended(store)) {
-        fsdpi_shm_tell(c, status, subject, reason);
-        if (fsdpi_shm_verdict(c->world, &first)) fsdpi_store_judge(store, &first);
-    }
+    fsdpi_shm_tell(c, status, subject, reason);
+    int is_first = !fsdpi_shm_verdict(c->world, &first) || first.rank == c->boot->rank;
+    if (!is_first) fsdpi_near_await_why(c, store, FSDPI_STORE_ABORT_NS);
+    if (!is_first || fsdpi_store_ended(store)) fsdpi_store_judge(store, &first);
     fsdpi_store_abort(store, status, subject, reason);
+}
+
+// Who has gone told the store why before it went, or the store tells it of who has died.
+static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                            const char *reason) {
+    if (status == FSDP_ERR_PEER_LOST && fsdpi_near_gone(c) >= 0)
+        fsdpi_near_await_why(c, fsdpi_near_outer(c->world)->store, FSDPI_NEAR_WHY_NS);
+    fsdpi_near_tell_all(c, status, subject, reason);
 }
 
 static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
@@ -223,6 +229,12 @@ static void fsdpi_near_forget(fsdpi_comm *c) {
 
 static int fsdpi_near_is(const fsdpi_near_hosts *hosts, int a, int b) {
     return hosts->first[a] == hosts->first[b];
+}
+
+// Whether a member has come to the barrier at which this rank waits, or is about to.
+static int fsdpi_near_has_come(fsdpi_comm *base, int k) {
+    const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    return (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) >= 0;
 }
 
 // What failed in `near` has failed in c.

@@ -324,6 +324,11 @@ static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
 // OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
 // kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
+    // A verdict is told here, and the word that stands for all does not say so yet.
+    if (FSDPI_LOAD(&fsdpi_shm_world_of(c)->control->failed)) {
+        c->base.world->transport->tell(&c->base, FSDP_ERR_ABORTED, "", "");
+        return fsdpi_comm_report(&c->base);
+    }
     thorough = thorough && fsdpi_shm_has_file(fsdpi_shm_world_of(c));
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];

@@ -174,6 +174,7 @@ static const ranks all_ranks[] = {
     {"processes/W=1", 0, 1, 1}, {"processes/W=2", 0, 2, 1}, {"processes/W=3", 0, 3, 1},
     {"processes/W=4", 0, 4, 1}, {"threads/W=1", 1, 1, 1},   {"threads/W=2", 1, 2, 1},
     {"threads/W=3", 1, 3, 1},   {"threads/W=4", 1, 4, 1},   {"near/W=3", 0, 3, 0},
+    {"mixed/2+1", 0, 3, 2},     {"mixed/2+2", 0, 4, 2},
 };
 
 static void be_near(int near) {
@@ -595,36 +596,48 @@ TEST_P(gloo, a_closed_group_is_named, two_ranks) {
 
 /* ---- bytes and memory ------------------------------------------------------------------------ */
 
-/* What rank `me` has to send, from the specification: a record of 192 bytes to each peer with the
-   data that is small behind it, at multiples of 64 bytes and in 32 KiB at most; and each byte that
-   somebody else needs once, where a large all_reduce or broadcast is cut into a region for each
-   rank, of whole groups of 64 elements. */
+/* What member `me` has to send, from the specification: a record of 192 bytes to each member on
+   another host with the data that is small behind it, at multiples of 64 bytes and in 32 KiB at
+   most; and each byte that one of those needs once, where a large all_reduce or broadcast is cut
+   into a region for each rank, of whole groups of 64 elements. The root of a broadcast deals the
+   regions; who shares its host has all of them. */
 static uint64_t region(uint64_t count, uint64_t size, uint64_t k) {
     uint64_t each = (count / size + 64) / 64 * 64;
     return each * k >= count ? 0 : count - each * k < each ? count - each * k : each;
 }
 
-static uint64_t bytes_of_item(const shape *s, uint64_t count, int me, int world) {
-    uint64_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), peers = (uint64_t)world - 1;
-    uint64_t own = region(count, (uint64_t)world, (uint64_t)me);
-    if (s->kind == FSDP_OP_ALL_REDUCE) return size * (count - own + peers * own);
-    if (s->kind != FSDP_OP_BROADCAST) return size * peers * count;
-    return size * (me == s->root ? count - own + peers * own : (peers - 1) * own);
+static int is_far(const member *m, int a, int b) {
+    int near = m->start->row->near;
+    return near && m->of[a] / near != m->of[b] / near;
 }
 
-static uint64_t bytes_of(const shape *s, int me, int world) {
-    uint64_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), behind = 0, alone = 0;
-    if (world == 1) return 0;
-    if (s->kind == FSDP_OP_RECV) return sizeof(fsdpi_record);
-    if (s->kind == FSDP_OP_SEND) return sizeof(fsdpi_record) + size * (uint64_t)s->count;
+static uint64_t bytes_of_item(const member *m, const shape *s, uint64_t count, int me) {
+    uint64_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), sum = 0;
+    for (int k = 0; k < m->size; k++) {
+        uint64_t own = region(count, (uint64_t)m->size, (uint64_t)me),
+                 theirs = region(count, (uint64_t)m->size, (uint64_t)k);
+        if (!is_far(m, me, k)) continue;
+        if (s->kind == FSDP_OP_ALL_REDUCE) sum += theirs + own;
+        else if (s->kind != FSDP_OP_BROADCAST) sum += count;
+        else sum += (me == s->root ? theirs : 0) + (is_far(m, s->root, k) ? own : 0);
+    }
+    return sum * size;
+}
+
+static uint64_t bytes_of(const member *m, const shape *s, int me) {
+    uint64_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), behind = 0, alone = 0, far = 0;
+    int is_pair = s->kind == FSDP_OP_SEND || s->kind == FSDP_OP_RECV;
+    for (int k = 0; k < m->size; k++) far += is_far(m, me, k) && (!is_pair || k == s->root);
+    if (s->kind == FSDP_OP_RECV) return far * sizeof(fsdpi_record);
+    if (s->kind == FSDP_OP_SEND) return far * (sizeof(fsdpi_record) + size * (uint64_t)s->count);
     for (int i = 0; i < (is_list(s) ? s->num : 1); i++) {
         uint64_t count = (uint64_t)(is_list(s) ? s->segs[i].count : s->count);
         uint64_t end = (behind + count * size + 63) / 64 * 64;
         if (end <= 32768) behind = end;
-        else alone += bytes_of_item(s, count, me, world);
+        else alone += bytes_of_item(m, s, count, me);
     }
     if (s->kind == FSDP_OP_BROADCAST && me != s->root) behind = 0;
-    return (uint64_t)(world - 1) * (192 + behind) + alone;
+    return far * (192 + behind) + alone;
 }
 
 /* Runs it twice; the second time nothing is allocated. */
@@ -632,7 +645,7 @@ static void exactly(member *m, const shape *s) {
     for (int pass = 0; pass < 2; pass++) {
         int64_t buffers = m->seen.buffers, total = m->heap.total;
         uint64_t bytes = m->seen.bytes;
-        uint64_t expected = m->start->row->near ? bytes_of(s, m->index, m->size) : 0;
+        uint64_t expected = bytes_of(m, s, m->index);
         run_shape(m, s);
         bytes = m->seen.bytes - bytes;
         W_CHECK(bytes == expected, "%llu bytes were sent, expected %llu", (unsigned long long)bytes,
@@ -645,10 +658,12 @@ static void exactly(member *m, const shape *s) {
 }
 
 /* That the regions' sum is the least that is possible: nobody sends what nobody needs. */
-static void sums_are_least(const shape *s, int world) {
+static void sums_are_least(const member *m, const shape *s) {
     uint64_t sum = 0, all = (uint64_t)s->count * fsdp_dtype_size((fsdp_dtype)s->dtype);
-    for (int k = 0; k < world; k++) sum += bytes_of_item(s, (uint64_t)s->count, k, world);
-    CHECK_EQ_INT(sum, all * (uint64_t)(world - 1) * (s->kind == FSDP_OP_ALL_REDUCE ? 2 : 1));
+    for (int k = 0; k < m->size; k++) sum += bytes_of_item(m, s, (uint64_t)s->count, k);
+    if (m->start->row->near == 1)
+        CHECK_EQ_INT(sum,
+                     all * (uint64_t)(m->size - 1) * (s->kind == FSDP_OP_ALL_REDUCE ? 2 : 1));
 }
 
 static void all_pairs(member *m, int64_t count) { /* of neighbours */
@@ -689,11 +704,11 @@ static void exact_bytes(member *m) {
         exact_lists(m, count);
         shape s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, count);
         exactly(m, &s);
-        sums_are_least(&s, m->size);
+        sums_are_least(m, &s);
         s = plain(FSDP_OP_BROADCAST, FSDP_F32, count);
         for (s.root = 0; s.root < m->size; s.root++) {
             exactly(m, &s);
-            sums_are_least(&s, m->size);
+            sums_are_least(m, &s);
         }
         s = plain(FSDP_OP_ALL_TO_ALL, FSDP_F32, count);
         exactly(m, &s);
@@ -735,7 +750,8 @@ static void edges(member *m) {
 }
 static const ranks some_ranks[] = {
     {"processes/W=1", 0, 1, 1}, {"processes/W=3", 0, 3, 1}, {"threads/W=2", 1, 2, 1},
-    {"threads/W=4", 1, 4, 1},   {"near/W=3", 0, 3, 0},
+    {"threads/W=4", 1, 4, 1},   {"near/W=3", 0, 3, 0},     {"mixed/2+1", 0, 3, 2},
+    {"mixed/2+2", 0, 4, 2},
 };
 TEST_P(gloo, edges_of_what_is_small, some_ranks) {
     run_ranks(row, edges, NULL, (size_t)row->world * (64 << 10));
@@ -815,6 +831,7 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
         memset(&fake, 0, sizeof fake);
         fake.is_fake = 1;
         memset(c, 0, sizeof *c);
+        memset(c->at, 0xFF, sizeof c->at); /* nobody is near */
         w->base.base.boot = boot;
         c->base.world = &w->base.base, c->base.boot = &w->base.base.boot, c->base.size = size;
         CHECK_OK(fsdpi_gloo_make_messages(c));
@@ -869,6 +886,7 @@ static gates *make_gates(void) {
         fsdpi_gloo_comm *c = &s->comm[k];
         c->base.world = &s->world.base.base, c->base.boot = &s->world.base.base.boot;
         c->base.size = 2, c->base.index = k, c->base.id = 77;
+        c->at[0] = c->at[1] = -1;
         CHECK_OK(fsdpi_gloo_open_gate(&s->gate[k], c));
     }
     s->gate[1].doors[0] = s->gate[0].doors[0];
@@ -1499,6 +1517,8 @@ static const ranks random_ranks[] = {
     {"threads/W=4", 1, 4, 1},
     {"processes/W=4", 0, 4, 1},
     {"near/W=4", 0, 4, 0},
+    {"mixed/2+1", 0, 3, 2},
+    {"mixed/2+2", 0, 4, 2},
 };
 TEST_P(gloo, anything, random_ranks) {
     int steps = W_SLOW ? 100 : 170;
