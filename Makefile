@@ -119,7 +119,7 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.ro
               test_checkpoint_train:checkpoint_async.values* test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.*:descriptors.closed/* \
-              test_replicate test_replicate_faults test_scaler
+              test_replicate test_replicate_faults test_rounding test_scaler
 # Ranks that share a GPU, as `make gpu-test` runs them: processes, beside which streams go on.
 ONE_GPU    := FSDP_STUB_DEVICES=1 NCCL_HOSTID=host
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
