@@ -72,7 +72,7 @@ endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
-              test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
+              test_compress test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
               test_replicate test_replicate_faults test_scaler test_spawn test_sweep test_uneven
@@ -116,7 +116,7 @@ endif
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.roundtrip*:*freeze_thaw* \
-              test_checkpoint_train:checkpoint_async.values* test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+              test_checkpoint_train:checkpoint_async.values* test_compress test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.*:descriptors.closed/* \
               test_replicate test_replicate_faults test_rounding test_scaler

@@ -140,6 +140,46 @@ static void mean(lab_rank *r) {
 }
 TEST(rounding, mean) { lab_run(1, NULL, mean, NULL); }
 
+/* Parameters and steps draw numbers of their own: a quarter goes up in both of two parameters, or of
+   two steps, each of which takes half of the elements up. */
+static void apart(lab_rank *r) {
+    enum { N = 1024 };
+    fsdp_param_desc p[2] = {fsdp_vec("a", N), fsdp_vec("b", N)};
+    uint16_t full[2][N];
+    fsdp_model *m = lab_model(r->w, NULL);
+    int ups[4] = {0, 0, 0, 0}, both = 0; /* of a; of a and b in the first step */
+    p[0].dtype = p[1].dtype = FSDP_BF16;
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
+    optim o = make_optim(r->w, m, 1, 1, 5);
+    for (int step = 0; step < 4; step++) {
+        for (int k = 0; k < 2; k++) {
+            for (int i = 0; i < N; i++) full[k][i] = 0x3F80;
+            CALL(r->w, fsdp_param_load(u, k, full[k]));
+        }
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int k = 0; k < 2; k++)
+            for (int i = 0; i < N; i++) lab_put(fsdp_grad(u, k), FSDP_BF16, i, -1.0 / 256);
+        CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_finalize_backward(m));
+        step_optim(r->w, &o, 1);
+        CALL(r->w, fsdp_zero_grad(m));
+        for (int k = 0; k < 2; k++) CALL(r->w, fsdp_param_full(u, k, full[k]));
+        for (int i = 0; i < N; i++) {
+            static int first[N];
+            if (step == 0) first[i] = full[0][i] != 0x3F80;
+            ups[step] += first[i] && full[0][i] != 0x3F80;
+            both += step == 0 && full[0][i] != 0x3F80 && full[1][i] != 0x3F80;
+        }
+    }
+    double sigma = sqrt(N * 0.25 * 0.75);
+    CHECK_MSG(fabs(both - N * 0.25) < 5 * sigma, "%d of %d go up in both", both, (int)N);
+    for (int step = 1; step < 4; step++)
+        CHECK_MSG(fabs(ups[step] - N * 0.25) < 5 * sigma, "%d of %d again in step %d", ups[step],
+                  (int)N, step);
+}
+TEST(rounding, apart) { lab_run(1, NULL, apart, NULL); }
+
 /* ---- models ---------------------------------------------------------------------------------- */
 
 enum { NUM = 9, UNITS = 3, STEPS = 8, HALF = 4, BIG = 600 };
