@@ -29,9 +29,9 @@
      most, and so is the sum, of the sum of their absolute values.
    COST
      A reduction over W ranks is a copy to bf16, the all_to_all, W copies that add, and one to the
-     result, in the order of the stream REDUCE. The copy to bf16 falls away if the reduction reads
-     bf16 that lies as it is sent: a unit whose parameters are all packed, or one parameter.
-     fsdp_counters counts the reduce-scatter, which does not run, and the all_to_all.
+     result, in the order of the stream REDUCE: with many ranks and small units the launches of
+     these copies take longer than what they do. fsdp_counters counts the reduce-scatter, which does
+     not run, and the all_to_all.
    MEMORY
      One buffer in the pool "compress" of fsdp_memory: of the largest reduction 2 bytes for each
      element to send and to receive, and 4 for each element of a shard. It is allocated in the first
@@ -194,8 +194,7 @@ static fsdp_status fsdpi_compress_reduce(fsdp_compress *c, const fsdp_op *scatte
     const fsdpi_compress_lists *p = fsdpi_compress_lists_of(c, scatter);
     int64_t part = (int64_t)scatter->count, whole = part * scatter->group_size * 2;
     if (!p) return FSDP_ERR_OUT_OF_MEMORY;
-    int tight = scatter->dtype == FSDP_BF16 && p->num == 1;
-    fsdp_status status = fsdpi_compress_room(c, part * 4 + whole * (tight ? 1 : 2));
+    fsdp_status status = fsdpi_compress_room(c, part * 4 + whole * 2);
     if (status) return status;
     char *sums = (char *)fsdp_buf_ptr(c->room), *received = sums + part * 4;
     fsdp_op op = fsdpi_compress_record(c, scatter, FSDP_OP_COPY);
@@ -207,14 +206,13 @@ static fsdp_status fsdpi_compress_reduce(fsdp_compress *c, const fsdp_op *scatte
     op.src = scatter->src;
     op.src_ptr = scatter->src_ptr;
     op.dst_ptr = received + whole;
-    if (!tight) status = fsdp_emit(c->model, &op);
+    status = fsdp_emit(c->model, &op);
     op = fsdpi_compress_record(c, scatter, FSDP_OP_ALL_TO_ALL);
     op.out_dtype = FSDP_BF16;
     op.comm = scatter->comm;
     op.group_size = scatter->group_size;
     op.list_count = 0;
-    if (tight) op.src = scatter->src;
-    op.src_ptr = tight ? (const char *)scatter->src_ptr + p->segs[0].full * 2 : received + whole;
+    op.src_ptr = received + whole;
     op.dst_ptr = received;
     if (!status) status = fsdp_emit(c->model, &op);
     return status ? status : fsdpi_compress_sum(c, p, scatter, sums, received);
