@@ -22,7 +22,8 @@
    ARITHMETIC
      Each rank rounds its f32 gradients to bf16, to nearest even. If backward wrote bf16 and nothing
      was added to it in f32 since (microbatches without gradient sync), nothing is lost. The sum of
-     rank 0, 1, ... is one of f32; it is then scaled, added and cast as the reduction asks for.
+     rank 0, 1, ... is one of f32; it is then scaled, added and cast as the reduction asks for: one
+     in bf16 stores its sums in bf16, so set reduce_dtype to f32.
      Shared memory and Gloo do all that in one pass already, if backward writes bf16 and the
      reduction runs in f32, with the same bits: attach the extension there only if backward writes
      f32 gradients, which it compresses. A gradient that is not bf16 is off by 2^-9 of itself at

@@ -19,24 +19,27 @@ static const lab_net net = {rows, NUM, UNITS};
 
 typedef struct {
     const char *name;
-    fsdp_dtype param, reduce, stored; /* KEEP: f32 */
+    fsdp_dtype param, reduce; /* KEEP: f32 */
     int replicas, lanes, micro, planned, plain; /* micro: backwards of a step; plain: by the backend */
     int64_t direct_min;
     double factor;
+    int offload;
 } config;
 
 static const config cases[] = {
-    {"bf16", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 0, 1, 0, 0, 0, 0},
-    {"bf16_added", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 0, 3, 0, 0, 0, 0},
-    {"bf16_direct_lanes", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 2, 2, 0, 0, 1, 0},
-    {"bf16_factor", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 1, 1, 0, 0, FSDP_DIRECT_NEVER, 5},
-    {"bf16_hsdp", FSDP_BF16, FSDP_F32, FSDP_F32, 2, 2, 2, 0, 0, 0, 0},
-    {"bf16_planned", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 0, 1, 1, 0, 0, 0},
-    {"bf16_planned_lanes", FSDP_BF16, FSDP_F32, FSDP_F32, 0, 2, 1, 1, 0, 1, 0},
-    {"f32", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, 0, 0, 2, 0, 0, 0, 0},
-    {"f32_direct_lanes", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, 0, 2, 1, 0, 0, 1, 0},
-    {"f32_planned", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, 0, 0, 1, 1, 0, 0, 0},
-    {"f32_hsdp", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, 2, 0, 1, 0, 0, 1, 0},
+    {"bf16", FSDP_BF16, FSDP_F32, 0, 0, 1, 0, 0, 0, 0, 0},
+    {"bf16_added", FSDP_BF16, FSDP_F32, 0, 0, 3, 0, 0, 0, 0, 0},
+    {"bf16_direct_lanes", FSDP_BF16, FSDP_F32, 0, 2, 2, 0, 0, 1, 0, 0},
+    {"bf16_factor", FSDP_BF16, FSDP_F32, 0, 1, 1, 0, 0, FSDP_DIRECT_NEVER, 5, 0},
+    {"bf16_hsdp", FSDP_BF16, FSDP_F32, 2, 2, 2, 0, 0, 0, 0, 0},
+    {"bf16_planned", FSDP_BF16, FSDP_F32, 0, 0, 1, 1, 0, 0, 0, 0},
+    {"bf16_planned_lanes", FSDP_BF16, FSDP_F32, 0, 2, 1, 1, 0, 1, 0, 0},
+    {"f32", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 2, 0, 0, 0, 0, 0},
+    {"f32_direct_lanes", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 2, 1, 0, 0, 1, 0, 0},
+    {"f32_planned", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 1, 1, 0, 0, 0, 0},
+    {"f32_hsdp", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 2, 0, 1, 0, 0, 1, 0, 0},
+    {"bf16_offload", FSDP_BF16, FSDP_F32, 0, 2, 2, 0, 0, 1, 0, 1},
+    {"reduced_in_bf16", FSDP_DTYPE_KEEP, FSDP_BF16, 0, 0, 2, 0, 0, 0, 0, 0},
 };
 
 static int uses(int step, int p, int rank) { return p != 1 || (step + rank) % 2; }
@@ -73,9 +76,10 @@ static float plus(float a, float b) {
 }
 
 /* What an element is after `micro` reductions: sums of bf16 in f32, rank after rank; then, of HSDP,
-   those of the replicas. */
-static float expected(const config *c, int size, int step, int p, int64_t i) {
-    int replicas = c->replicas ? c->replicas : 1, shards = size / replicas;
+   those of the replicas. If the reduction is one of bf16, the sums are stored in bf16, once. */
+static float expected(const config *c, fsdp_world *w, int step, int p, int64_t i) {
+    int size = fsdp_world_size(w), replicas = c->replicas ? c->replicas : 1;
+    int shards = size / replicas, narrow = c->reduce == FSDP_BF16;
     float factor = (float)(1 / (c->factor > 0 ? c->factor : (double)size)), grad = 0;
     for (int b = 0; b < c->micro; b++) {
         float whole = 0;
@@ -87,6 +91,7 @@ static float expected(const config *c, int size, int step, int p, int64_t i) {
                 x = (float)lab_round(FSDP_BF16, (double)x);
                 sum = s ? plus(sum, x) : x;
             }
+            if (narrow) sum = (float)lab_round(FSDP_BF16, (double)sum);
             whole = k ? plus(whole, sum) : sum;
         }
         grad = b ? plus(grad, times(whole, factor)) : times(whole, factor);
@@ -100,7 +105,7 @@ static void check(const lab_built *m, const config *c, int step) {
         int p = lab_row_of(&net, &v);
         W_CHECK((v.shard_grad != NULL) != m->frozen[p], "%s: gradient %p", v.name, v.shard_grad);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            float want = expected(c, fsdp_world_size(m->w), step, p, fsdp_view_index(&v, k));
+            float want = expected(c, m->w, step, p, fsdp_view_index(&v, k));
             lab_check_float(c->name, p, k, ((const float *)v.shard_grad)[k], want);
         }
     }
@@ -109,6 +114,7 @@ static void check(const lab_built *m, const config *c, int step) {
 static void make(lab_built *m, lab_rank *r, const config *c) {
     fsdp_model_desc md = FSDP_ZERO;
     md.param_dtype = c->param, md.reduce_dtype = c->reduce, md.direct_min = c->direct_min;
+    md.cpu_offload = c->offload;
     if (c->replicas) md.mesh = lab_hsdp(r->w, c->replicas, r->size / c->replicas);
     lab_build(m, &net, r->w, &md);
     CALL(r->w, fsdp_init_params(m->model, lab_fill, NULL));
@@ -123,7 +129,8 @@ static void check_counts(const fsdp_counters *a, const fsdp_counters *b, const c
     uint64_t bytes = b->bytes[FSDP_OP_ALL_TO_ALL] - a->bytes[FSDP_OP_ALL_TO_ALL];
     CHECK_EQ_INT(sent, scatters);
     if (!c->planned) CHECK_EQ_INT(sent, UNITS * c->micro);
-    if (c->param == FSDP_BF16 && whole == bytes) return; /* the backend would have sent bf16 */
+    if (whole == bytes && (c->param == FSDP_BF16 || c->reduce == FSDP_BF16))
+        return; /* the backend would have sent bf16 */
     CHECK_EQ_INT(2 * bytes, whole);
 }
 
