@@ -15,7 +15,7 @@ export FSDP_GOLDEN_DIR ?= tests/golden
 export FSDP_BUILD := $(BUILD)
 
 # Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
-BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
+BIT_TESTS      ?= test_dtype test_shard test_train test_optim test_rounding conformance
 VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2 test_safetensors:safetensors.[!lm]*# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.

@@ -75,6 +75,8 @@ static float of_bf16(uint16_t h) { return lab_from_bits32((uint32_t)h << 16); }
 static void what_stays(lab_rank *r) {
     enum { ALL = 65536, MORE = ALL + 512 };
     static uint16_t p[MORE], g[MORE], out[MORE];
+    volatile float tiny = lab_from_bits32(0x10000), zero = 0;
+    const int flushes = lab_bits32(tiny + zero) == 0; /* a program that gcc -Ofast has linked */
     vector v = make_vector(r->w, MORE);
     for (int i = 0; i < MORE; i++) {
         p[i] = (uint16_t)(i < ALL ? i : i % 2 ? 0x7F7F : 0x7F80);
@@ -84,6 +86,7 @@ static void what_stays(lab_rank *r) {
         descend(&v, p, g, seed, out);
         for (int i = 0; i < MORE; i++) {
             int nan = i < ALL ? (i & 0x7FFF) > 0x7F80 : !(i % 2);
+            if (flushes && (i & 0x7FFF) < 0x80) continue;
             if (nan) W_CHECK((out[i] & 0x7FFF) > 0x7F80, "%d: 0x%04x is no NaN", i, out[i]);
             else W_CHECK(out[i] == p[i], "%d: 0x%04x became 0x%04x", i, p[i], out[i]);
         }
@@ -179,6 +182,21 @@ static void apart(lab_rank *r) {
                   (int)N, step);
 }
 TEST(rounding, apart) { lab_run(1, NULL, apart, NULL); }
+
+/* The numbers themselves: a run that goes on with a later version of the library draws the same. */
+static void known(lab_rank *r) {
+    static const uint64_t want[2] = {0xC1F5A5E7766CF1D6u, 0x19FC2E06BFFCE4BCu};
+    uint16_t p[64], g[64], out[64];
+    vector v = make_vector(r->w, 64);
+    for (int i = 0; i < 64; i++) p[i] = 0x3F80, g[i] = 0xBB80; /* 1, and half a unit more */
+    for (int s = 0; s < 2; s++) {
+        uint64_t ups = 0;
+        descend(&v, p, g, s ? 0x123456789ABCDEFu : 0, out);
+        for (int i = 0; i < 64; i++) ups |= (uint64_t)(out[i] != p[i]) << i;
+        CHECK_MSG(ups == want[s], "0x%016llx", (unsigned long long)ups);
+    }
+}
+TEST(rounding, known) { lab_run(1, NULL, known, NULL); }
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
