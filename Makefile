@@ -15,7 +15,7 @@ export FSDP_GOLDEN_DIR ?= tests/golden
 export FSDP_BUILD := $(BUILD)
 
 # Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
-BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
+BIT_TESTS      ?= test_dtype test_shard test_train test_optim test_rounding conformance
 VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2 test_safetensors:safetensors.[!lm]*# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
@@ -72,7 +72,7 @@ endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
-              test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
+              test_compress test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
               test_replicate test_replicate_faults test_scaler test_spawn test_sweep test_uneven
@@ -116,10 +116,10 @@ endif
 # ranks than there are devices.
 STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_checkpoint:checkpoint.roundtrip*:*freeze_thaw* \
-              test_checkpoint_train:checkpoint_async.values* test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
+              test_checkpoint_train:checkpoint_async.values* test_compress test_dtensor:*all_pairs*:*begin_and_wait* test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*tp_ep:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_plan:plan.net*:plan_kinds.* test_process:forks.*:descriptors.closed/* \
-              test_replicate test_replicate_faults test_scaler
+              test_replicate test_replicate_faults test_rounding test_scaler
 # Ranks that share a GPU, as `make gpu-test` runs them: processes, beside which streams go on.
 ONE_GPU    := FSDP_STUB_DEVICES=1 NCCL_HOSTID=host
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1

@@ -49,8 +49,20 @@
      f32 and f64 parameters have a state of their own dtype. bf16 and f16 parameters have a state in
      f32: the update is computed in f32 and rounded to nearest even when it is stored, so updates
      below half a unit of a 16-bit parameter are lost. For training keep f32 parameters and set
-     fsdp_model_desc.param_dtype. If gradients have another dtype than the parameter
-     (fsdp_model_desc.grad_dtype), they are first converted to the dtype of the arithmetic.
+     fsdp_model_desc.param_dtype, or round bf16 parameters stochastically. If gradients have another
+     dtype than the parameter (fsdp_model_desc.grad_dtype), they are first converted to the dtype of
+     the arithmetic.
+   STOCHASTIC ROUNDING (stochastic_rounding of a desc)
+     A bf16 parameter takes the bf16 number below or above the f32 result, each with a probability
+     in proportion to how near it is. So the mean is the f32 result, and small updates are not lost.
+     NaN, infinities, zeros and results that bf16 can represent stay as they are. Results beyond the
+     largest bf16 are rounded to nearest. The random bits are a hash of desc.seed, t, the ordinal of
+     the parameter and the index of the element in the whole parameter. So parameters have the same
+     bits on any number of ranks, on any mesh, on host and device, and in a run that goes on from a
+     checkpoint. A checkpoint has t, but not the seed: give the same one again. In a unit that
+     tensor parallelism cuts (fsdp_dtensor.h), the whole parameter is this rank's part of it, so the
+     bits depend on the number of ranks of tp. f16, f32 and f64 parameters are rounded to nearest.
+     Each bf16 parameter is updated by a loop of its own.
    UPDATED PARAMETERS
      A step updates the parameters that have a gradient (fsdp_param_view.shard_grad). A parameter
      keeps its value and its state if it is frozen, if no rank used it in this step, or if its group
@@ -161,10 +173,11 @@ typedef struct fsdp_adamw_desc {
     double eps;          // default 1e-8;  >= 0
     double weight_decay; // default 0.01;  >= 0
     int32_t num_groups;  // 0: no groups; at most FSDP_OPTIM_GROUPS
-    int32_t reserved;
+    int32_t stochastic_rounding; // 1: of bf16 parameters; default 0: to nearest
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
     fsdp_optim_group_fn group; // NULL: all parameters are in group 0
     void *user;                // argument of group
+    uint64_t seed;             // of stochastic rounding; the same on all ranks
     uint64_t end_canary;
 } fsdp_adamw_desc;
 
@@ -176,8 +189,11 @@ typedef struct fsdp_sgd_desc {
     int32_t nesterov;    // 1: needs momentum > 0 and dampening 0
     int32_t num_groups;  // 0: no groups; at most FSDP_OPTIM_GROUPS
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
-    fsdp_optim_group_fn group; // NULL: all parameters are in group 0
-    void *user;                // argument of group
+    fsdp_optim_group_fn group;   // NULL: all parameters are in group 0
+    void *user;                  // argument of group
+    uint64_t seed;               // of stochastic rounding; the same on all ranks
+    int32_t stochastic_rounding; // 1: of bf16 parameters; default 0: to nearest
+    int32_t reserved;
     uint64_t end_canary;
 } fsdp_sgd_desc;
 
@@ -388,6 +404,52 @@ extern "C" {
 
 #define FSDPI_OPTIM_BLOCK 512 // elements
 
+// What the random bits of a stochastic rounding come from: see fsdp_update.
+typedef struct fsdpi_rounding {
+    uint64_t key;
+    int64_t at, row, pitch;
+} fsdpi_rounding;
+
+// The end of murmur3, a hash: each bit of h changes half of the bits.
+static inline uint32_t fsdpi_stir(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+    h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+// 16 random bits of an element. Of products of 32 bits, which processors have for vectors.
+static inline uint32_t fsdpi_chance(uint64_t key, uint64_t index) {
+    uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
+    return fsdpi_stir(fsdpi_stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
+}
+
+/* p has x rounded to nearest; what lies between two bf16 takes the one further from zero if the 16
+   bits that are cut off carry when random bits are added. Beyond the largest bf16 nothing changes:
+   there are no neighbours. */
+static FSDPI_OPTIM_NOINLINE void fsdpi_round_row(uint16_t *FSDPI_OPTIM_RESTRICT p,
+                                                 const float *FSDPI_OPTIM_RESTRICT x, size_t count,
+                                                 uint64_t key, uint64_t index) {
+    for (size_t i = 0; i < count; i++) {
+        uint32_t u, nearest = p[i];
+        memcpy(&u, &x[i], sizeof u);
+        uint32_t chosen = (u + fsdpi_chance(key, index + i)) >> 16;
+        p[i] = (uint16_t)((u & 0x7FFFFFFFu) > 0x7F7F0000u ? nearest : chosen);
+    }
+}
+
+// Stores f32 results of 16-bit parameters; the first is element i of a run.
+static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t count,
+                              const fsdpi_rounding *r, int64_t i) {
+    (void)fsdp_convert(p, dtype, x, FSDP_F32, (int64_t)count);
+    for (size_t done = 0, n; r && done < count; done += n, i += (int64_t)n) {
+        int64_t column = i % r->row;
+        n = count - done;
+        if ((int64_t)n > r->row - column) n = (size_t)(r->row - column);
+        fsdpi_round_row((uint16_t *)p + done, x + done, n, r->key,
+                        (uint64_t)(r->at + i / r->row * r->pitch + column));
+    }
+}
+
 /* A body for both types of the arithmetic, which it calls fsdpi_real: double if wide, else float.
    So a kernel is written once. */
 #define FSDPI_IN_REAL(wide, ...)                                                                   \
@@ -528,7 +590,8 @@ static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_
 }
 
 static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *m,
-                        void *v, int64_t count, const fsdpi_adamw_scalars *k) {
+                        void *v, int64_t count, const fsdpi_adamw_scalars *k,
+                        const fsdpi_rounding *r) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     double g64[FSDPI_OPTIM_BLOCK];
     float p32[FSDPI_OPTIM_BLOCK];
@@ -539,7 +602,7 @@ static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const 
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
         if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
         fsdpi_adamw_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, mm, vv, n, k);
-        if (size < wide) (void)fsdp_convert(pp, dtype, p32, FSDP_F32, (int64_t)n);
+        if (size < wide) fsdpi_optim_store(pp, dtype, p32, n, r, (int64_t)at);
     }
 }
 
@@ -586,7 +649,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_sgd_block(int wide, void *p, const void *
 }
 
 static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *b,
-                      int64_t count, const fsdpi_sgd_scalars *k) {
+                      int64_t count, const fsdpi_sgd_scalars *k, const fsdpi_rounding *r) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     double g64[FSDPI_OPTIM_BLOCK];
     float p32[FSDPI_OPTIM_BLOCK];
@@ -597,7 +660,7 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
         if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
         fsdpi_sgd_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, bb, n, k);
-        if (size < wide) (void)fsdp_convert(pp, dtype, p32, FSDP_F32, (int64_t)n);
+        if (size < wide) fsdpi_optim_store(pp, dtype, p32, n, r, (int64_t)at);
     }
 }
 
@@ -615,7 +678,7 @@ FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype 
     if (count == 0) return FSDP_OK;
     if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
     fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hyper);
-    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k);
+    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k, NULL);
     return FSDP_OK;
 }
 
@@ -633,7 +696,7 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
     if (count == 0) return FSDP_OK;
     if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
     fsdpi_sgd_scalars k = fsdpi_sgd_prepare(hyper);
-    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k);
+    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k, NULL);
     return FSDP_OK;
 }
 
@@ -686,13 +749,15 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
 static void fsdpi_optim_host_update(const fsdp_update *u) {
     fsdpi_adamw_scalars adamw;
     fsdpi_sgd_scalars sgd;
+    const fsdpi_rounding rounding = {u->key, u->at, u->row, u->pitch};
+    const fsdpi_rounding *r = u->rounds && u->dtype == FSDP_BF16 ? &rounding : NULL;
     if (u->kind == FSDP_UPDATE_ADAMW) {
         memcpy(&adamw, u->scalars, sizeof adamw);
         fsdpi_adamw(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->second, u->count,
-                    &adamw);
+                    &adamw, r);
     } else if (u->kind == FSDP_UPDATE_SGD) {
         memcpy(&sgd, u->scalars, sizeof sgd);
-        fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd);
+        fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd, r);
     } else {
         *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
     }
@@ -768,6 +833,8 @@ typedef struct fsdpi_optim {
     const char *state_names[2];
     int memory;                                 // where updates run: FSDP_MEMORY_HOST or _DEVICE
     int num_params, num_groups, num_states;     // states: numbers kept for each element
+    int rounds;                                 // bf16 parameters stochastically, by bits of seed
+    uint64_t seed;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdp_optim_group_fn group;
     void *user;
@@ -846,6 +913,7 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
 // Ranks compare what an optimizer was made with.
 static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
     fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
+    if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
     for (int i = 0; i < o->num_groups && !status; i++) {
         const double group[] = {o->groups[i].lr_scale, o->groups[i].weight_decay};
         status = fsdp_agree(o->model, group, sizeof group);
@@ -1075,6 +1143,31 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     return FSDP_OK;
 }
 
+// The end of splitmix64, a generator.
+static uint64_t fsdpi_optim_mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// The random bits of a run, which is one parameter: nothing in them is of this rank or its layout
+// but the places of the elements in the whole parameter.
+static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_run *run,
+                                      fsdp_update *u) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_status status = fsdp_param_view_get(run->first->unit, run->first->index, &v);
+    uint64_t step = fsdpi_optim_mix(o->seed + (uint64_t)run->step * 0x9E3779B97F4A7C15u);
+    u->rounds = 1;
+    u->key = fsdpi_optim_mix(step + (uint64_t)(v.ordinal + 1) * 0x9E3779B97F4A7C15u);
+    u->at = fsdp_view_index(&v, 0);
+    u->row = u->pitch = 1;
+    for (int d = v.shard_dim; d < v.ndim; d++) {
+        u->row *= v.local_shape[d];
+        u->pitch *= v.shape[d];
+    }
+    return status;
+}
+
 static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, const char *what,
                                      fsdpi_optim_fn fill, double lr) {
     fsdp_update u;
@@ -1090,6 +1183,10 @@ static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run,
     if (o->states[0][wide]) u.first = o->states[0][wide] + offset;
     if (o->states[1][wide]) u.second = o->states[1][wide] + offset;
     fill(o, run, lr * o->groups[run->first->group].lr_scale, &u);
+    if (o->rounds && u.dtype == FSDP_BF16) {
+        fsdp_status status = fsdpi_optim_rounds(o, run, &u);
+        if (status) return status;
+    }
     return fsdpi_optim_emit(o->model, o->memory, what, &u);
 }
 
@@ -1122,7 +1219,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         status = fsdp_param_view_get(p->unit, p->index, &v);
         if (status || !v.shard_grad) continue;
         p->step++;
-        if (!fsdpi_optim_joins(&run, p, &v)) {
+        if (!fsdpi_optim_joins(&run, p, &v) || (o->rounds && p->dtype == FSDP_BF16)) {
             status = fsdpi_optim_flush(o, &run, what, fill, lr);
             run.first = p;
             run.grad = (char *)v.shard_grad;
@@ -1210,6 +1307,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.state_names[0] = "exp_avg";
     settings.base.state_names[1] = "exp_avg_sq";
     settings.base.num_states = 2;
+    settings.base.rounds = d.stochastic_rounding != 0;
+    settings.base.seed = d.seed;
     if (!status) status = fsdpi_optim_setting(w, name, "beta1", d.beta1, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
@@ -1293,6 +1392,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     settings.base.num_states = d.momentum > 0;
+    settings.base.rounds = d.stochastic_rounding != 0;
+    settings.base.seed = d.seed;
     if (!status)
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
                                     d.user, &base);

@@ -796,6 +796,30 @@ template <class T> struct Sgd {
     }
 };
 
+FSDPI_DEVICE uint32_t stir(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+    h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+// A result as element i of a run stores it.
+template <class P> struct Rounded {
+    static FSDPI_DEVICE typename P::Bits bits(const fsdp_update &, typename P::Number x, int64_t) {
+        return P::bits(x);
+    }
+};
+template <> struct Rounded<BF16> { // stochastically, if `rounds` says so
+    static FSDPI_DEVICE uint16_t bits(const fsdp_update &u, float x, int64_t i) {
+        uint32_t bits = fsdpi_f32_bits(x);
+        if (!u.rounds || (bits & 0x7FFFFFFFu) > 0x7F7F0000u) return BF16::bits(x);
+        int64_t row = i < u.row ? 0 : i / u.row;
+        uint64_t index = (uint64_t)(u.at + row * u.pitch + (i - row * u.row));
+        uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(u.key >> 32);
+        return (uint16_t)((bits + (stir(stir((uint32_t)index + (uint32_t)u.key) ^ high) >> 16)) >>
+                          16);
+    }
+};
+
 template <template <class> class Rule, class P, class G> struct Update {
     typedef UpdateParams Params;
     typedef typename P::Number Number;
@@ -814,7 +838,7 @@ template <template <class> class Rule, class P, class G> struct Update {
             if (j > 0 && !is_vector) continue;
             Number x = to<Number>(P::number(p.bits[j]));
             rule.step(&x, to<Number>(G::number(g.bits[j])), &first.bits[j], &second.bits[j]);
-            p.bits[j] = P::bits(x);
+            p.bits[j] = Rounded<P>::bits(u, x, column + j);
         }
         put((typename P::Bits *)u.param + column, p, is_vector);
         if (u.first) put((Number *)u.first + column, first, is_vector);

@@ -113,16 +113,20 @@ enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1  */
+   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1
+   rounds      1: parameters, which are bf16, are rounded stochastically, by bits of key and index:
+               element i is number at + i / row * pitch + i % row of the whole parameter          */
 typedef struct fsdp_update {
-    uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
+    uint8_t kind, dtype, grad_dtype, rounds, reserved[4]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;
     void *param, *grad, *first, *second;          // states: f64 for f64 parameters, else f32
     int32_t *found;
     double scalars[8];
+    uint64_t key;
+    int64_t at, row, pitch;
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 5
+#define FSDP_DEVICE_VERSION 6
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;

@@ -62,10 +62,10 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     int watched = m->watch & FSDPI_RECORDS;
     if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
-    if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;
     const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
+    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
 }

@@ -2752,16 +2752,20 @@ enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1  */
+   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1
+   rounds      1: parameters, which are bf16, are rounded stochastically, by bits of key and index:
+               element i is number at + i / row * pitch + i % row of the whole parameter          */
 typedef struct fsdp_update {
-    uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
+    uint8_t kind, dtype, grad_dtype, rounds, reserved[4]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;
     void *param, *grad, *first, *second;          // states: f64 for f64 parameters, else f32
     int32_t *found;
     double scalars[8];
+    uint64_t key;
+    int64_t at, row, pitch;
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 5
+#define FSDP_DEVICE_VERSION 6
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
@@ -8934,10 +8938,10 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     int watched = m->watch & FSDPI_RECORDS;
     if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
-    if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;
     const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
+    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
 }

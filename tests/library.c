@@ -7,6 +7,7 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"
 #include "fsdp_replicate.h"
+#include "fsdp_compress.h"
 #include "library.h"
 
 const fsdp_device_ops *lib_host_ops(void) { return fsdpi_host_ops(); }

@@ -6,6 +6,7 @@
 #define LIBRARY_H
 #include "fsdp_optim.h"
 #include "fsdp_replicate.h"
+#include "fsdp_compress.h"
 #include "fsdp_plan.h"
 #include "fsdp_dtensor.h"
 #include "fsdp_checkpoint.h"

@@ -676,6 +676,51 @@ TEST_P(update, bits_of_the_cpu, updates) {
     }
 }
 
+/* Rounded stochastically, as the host does it: rows of any length, in wholes of more than 2^32
+   elements; and other dtypes, to nearest. */
+static void rounded(int kind, const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
+    static const int64_t starts[] = {0, 7, 0xFFFFFF00, (int64_t)1 << 41};
+    static const double scalars[2][7] = {{0.999, 0.1, 0.99, 0.01, 0.5, 1e-3, -1e-2},
+                                         {1e-2, 0.9, 1, 0.1, 0, 0, 0}};
+    static arrays host, device;
+    int offset[STATES];
+    arrays_fill(&host, &device, dtypes, seed);
+    offsets(offset, seed);
+    fsdp_update u = update_of(kind, &device, dtypes, offset, count);
+    fsdp_update on_host = update_of(kind, &host, dtypes, offset, count);
+    memcpy(u.scalars, scalars[kind == FSDP_UPDATE_SGD], sizeof scalars[0]);
+    u.rounds = 1;
+    u.key = h_rand64(seed);
+    u.at = starts[h_rand64(seed) % 4];
+    u.row = h_rand64(seed) % 2 ? count : 1 + (int64_t)(h_rand64(seed) % 40);
+    u.pitch = u.row + (int64_t)(h_rand64(seed) % 40);
+    on_host.key = u.key, on_host.at = u.at, on_host.row = u.row, on_host.pitch = u.pitch;
+    on_host.rounds = 1;
+    memcpy(on_host.scalars, u.scalars, sizeof u.scalars);
+    finish(fsdp_cuda_update(NULL, &u));
+    fsdpi_optim_host_update(&on_host);
+    arrays_equal(&device, &host);
+    if (count < 1000 || dtypes[0] != FSDP_BF16) return;
+    u.key++; /* the same update again; the arrays differ in the bits of the roundings alone */
+    finish(fsdp_cuda_update(NULL, &u));
+    fsdpi_optim_host_update(&on_host);
+    CHECK(memcmp(device.at[0], host.at[0], ARRAY_BYTES) != 0);
+    for (int k = 1; k < STATES; k++) CHECK_EQ_MEM(device.at[k], host.at[k], ARRAY_BYTES);
+}
+
+TEST(update, rounded) {
+    uint64_t seed = h_seed();
+    for (int k = 0; k < 16; k++) {
+        fsdp_dtype state = floats[k / 4] == FSDP_F64 ? FSDP_F64 : FSDP_F32;
+        fsdp_dtype dtypes[STATES] = {floats[k / 4], floats[k % 4], state, state};
+        for (size_t c = 1; c < sizeof update_counts / sizeof *update_counts; c++)
+            for (int n = 0; n < (dtypes[0] == FSDP_BF16 ? 6 : 1); n++) {
+                rounded(FSDP_UPDATE_ADAMW, dtypes, update_counts[c], &seed);
+                rounded(FSDP_UPDATE_SGD, dtypes, update_counts[c], &seed);
+            }
+    }
+}
+
 /* More tiles than thread blocks, without vectors, and a number that is not finite in the last. */
 TEST(update, many_tiles) {
     const int64_t count = 16384 * 1024 + 555;

@@ -1,0 +1,278 @@
+/* fsdp_compress.h - gradients sent as bf16 and summed in f32: an extension of fsdp.h
+
+       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
+       #include "fsdp_compress.h"           // includes fsdp.h; link with -lm
+
+       md.param_dtype = FSDP_BF16;                             // what backward writes
+       md.reduce_dtype = FSDP_F32;
+       ...                                                     // fsdp_model_create
+       if (fsdp_compress_create(model, NULL)) return 1;        // before the first step
+
+   A reduction in f32 by NCCL sends f32; a reduction in bf16 sends half of that, but rounds the sum
+   at every hop, in an order that NCCL chooses. With this extension a reduce-scatter is an
+   all_to_all of bf16, whose receiver sums in f32, in the order of the ranks: half the bytes of f32,
+   no rounding of sums, and the same bits in every run.
+
+   SPDX-License-Identifier: MIT (full text in fsdp.h)
+
+   WHAT IT CHANGES
+     Reductions over the shards in f32 or bf16, of f32, bf16 and f16 parameters. f16 and f64
+     reductions, the all-reduce over the replicas of HSDP and DDP, and units with a function of
+     fsdp_set_custom_reduce_scatter stay as they are.
+   ARITHMETIC
+     Each rank rounds its f32 gradients to bf16, to nearest even. If backward wrote bf16 and nothing
+     was added to it in f32 since (microbatches without gradient sync), nothing is lost. The sum of
+     rank 0, 1, ... is one of f32; it is then scaled, added and cast as the reduction asks for: one
+     in bf16 stores its sums in bf16, so set reduce_dtype to f32.
+     Shared memory and Gloo do all that in one pass already, if backward writes bf16 and the
+     reduction runs in f32, with the same bits: attach the extension there only if backward writes
+     f32 gradients, which it compresses. A gradient that is not bf16 is off by 2^-9 of itself at
+     most, and so is the sum, of the sum of their absolute values.
+   COST
+     A reduction over W ranks is a copy to bf16, the all_to_all, W copies that add, and one to the
+     result, in the order of the stream REDUCE: with many ranks and small units the launches of
+     these copies take longer than what they do. fsdp_counters counts the reduce-scatter, which does
+     not run, and the all_to_all.
+   MEMORY
+     One buffer in the pool "compress" of fsdp_memory: of the largest reduction 2 bytes for each
+     element to send and to receive, and 4 for each element of a shard. It is allocated in the first
+     step, and again if a larger reduction comes. */
+#include "fsdp.h"
+
+#ifndef FSDP_COMPRESS_H
+#define FSDP_COMPRESS_H
+#ifndef FSDP_MATH_ONLY
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fsdp_compress fsdp_compress;
+
+/* fsdp_compress_create - send the gradients of a model as bf16 from the next reduction on
+   compress    the model owns it: it ends with fsdp_compress_destroy, the model or the world. NULL:
+               you do not need it. NULL in it after a failure
+   Result      FSDP_OK; INVALID_ARG (model NULL), INVALID_STATE (a unit is not idle), UNSUPPORTED
+               (the backend has no all_to_all), OUT_OF_MEMORY
+   Collective  no, but every rank has to do the same: else the next reduction is a MISMATCH
+   Blocks      no      Allocates yes; in the first step too
+   Source      torch: FSDPModule.set_custom_reduce_scatter */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_compress_create(fsdp_model *model,
+                                                          fsdp_compress **compress);
+
+/* fsdp_compress_destroy - reduce again as the backend does; NULL is allowed. Between steps
+   Collective  yes: every rank of the mesh      Blocks for operations under way      Allocates no */
+FSDP_API void fsdp_compress_destroy(fsdp_compress *compress);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_ONLY
+#endif // FSDP_COMPRESS_H
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_COMPRESS_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_COMPRESS_IMPLEMENTED
+
+#include <string.h> // memcmp, memcpy
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Owns: the records in place of a reduce-scatter, their lists and memory. Invariant: all are on its
+// stream, so that one buffer is enough. In it lie sums of f32, what is received, what is sent.
+
+// What the copies of one list of segments do. Made once: a record that has not run reads it.
+typedef struct fsdpi_compress_lists {
+    struct fsdpi_compress_lists *next;
+    int64_t bytes;
+    int32_t ranks, num;
+    fsdp_seg *segs;                 // [num], as the reduce-scatter has them
+    fsdp_block *pack, *unpack, all; // [num] each; all: the part of a rank
+} fsdpi_compress_lists;
+
+struct fsdp_compress {
+    fsdp_model *model;
+    fsdp_extension extension;
+    fsdpi_compress_lists *lists;
+    fsdp_buf *room;
+    int label, pool;
+};
+
+// Gradients of segment after segment: from the slot, where each segment has the parts of all ranks,
+// to a part of each rank; and of my sums to the shard.
+static void fsdpi_compress_fill(fsdpi_compress_lists *p) {
+    int64_t at = 0, count = 0;
+    for (int32_t i = 0; i < p->num; i++) count += p->segs[i].count;
+    const fsdp_block all = {0, 0, count, 1, count, count};
+    for (int32_t i = 0; i < p->num; i++) {
+        const fsdp_seg *s = &p->segs[i];
+        const fsdp_block pack = {s->full, at, s->count, p->ranks, s->count, count},
+                         unpack = {at, s->shard, s->count, 1, s->count, s->count};
+        p->pack[i] = pack;
+        p->unpack[i] = unpack;
+        at += s->count;
+    }
+    p->all = all;
+}
+
+static fsdpi_compress_lists *fsdpi_compress_lists_of(fsdp_compress *c, const fsdp_op *op) {
+    size_t segs = op->list_count * sizeof(fsdp_seg), blocks = op->list_count * sizeof(fsdp_block);
+    fsdpi_compress_lists *p = c->lists;
+    void *room;
+    while (p && (p->ranks != op->group_size || p->num != (int32_t)op->list_count ||
+                 memcmp(p->segs, op->list, segs) != 0))
+        p = p->next;
+    if (p) return p;
+    int64_t bytes = (int64_t)(sizeof *p + segs + 2 * blocks);
+    if (fsdp_alloc(c->model, FSDP_MEMORY_HOST, bytes, "compress: no memory for a list", &room))
+        return NULL;
+    p = (fsdpi_compress_lists *)room;
+    p->next = c->lists;
+    p->bytes = bytes;
+    p->ranks = op->group_size;
+    p->num = (int32_t)op->list_count;
+    p->segs = (fsdp_seg *)(void *)(p + 1);
+    p->pack = (fsdp_block *)(void *)(p->segs + p->num);
+    p->unpack = p->pack + p->num;
+    memcpy(p->segs, op->list, segs);
+    fsdpi_compress_fill(p);
+    c->lists = p;
+    return p;
+}
+
+// Room for a reduction. All ranks need the same, at the same reduction.
+static fsdp_status fsdpi_compress_room(fsdp_compress *c, int64_t nbytes) {
+    if (fsdp_buf_nbytes(c->room) >= nbytes) return FSDP_OK;
+    fsdp_buf_destroy(c->model, c->room);
+    c->room = NULL;
+    return fsdp_buf_create(c->model, c->pool, FSDP_MEMORY_DEVICE, nbytes, &c->room);
+}
+
+// A record beside the reduce-scatter: of the same unit, and compared by ranks like it.
+static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like, int kind) {
+    fsdp_op op;
+    fsdp_op_init(&op, c->model, like->unit, kind, c->label, like->stream);
+    op.what = like->what;
+    op.what_hash = like->what_hash;
+    memcpy(op.agree, like->agree, sizeof op.agree);
+    op.count = like->count;
+    op.src = op.dst = c->room;
+    op.dtype = FSDP_BF16;
+    op.out_dtype = FSDP_F32;
+    op.list_count = 1;
+    return op;
+}
+
+// The part of this rank in f32, scaled, cast and added to the shard's.
+static fsdp_status fsdpi_compress_sum(const fsdp_compress *c, const fsdpi_compress_lists *p,
+                                      const fsdp_op *scatter, char *sums, char *received) {
+    fsdp_status status = FSDP_OK;
+    fsdp_op op = fsdpi_compress_record(c, scatter, FSDP_OP_COPY);
+    op.list = &p->all;
+    op.dst_ptr = sums;
+    for (int32_t k = 0; k < p->ranks && !status; k++) {
+        op.src_ptr = received + (size_t)k * scatter->count * sizeof(uint16_t);
+        op.accumulate = k > 0;
+        status = fsdp_emit(c->model, &op);
+    }
+    op = fsdpi_compress_record(c, scatter, FSDP_OP_COPY);
+    op.dtype = FSDP_F32;
+    op.out_dtype = scatter->out_dtype;
+    op.scale = scatter->scale;
+    op.accumulate = scatter->accumulate;
+    op.list = p->unpack;
+    op.list_count = (uint32_t)p->num;
+    op.src_ptr = sums;
+    op.dst = scatter->dst;
+    op.dst_ptr = scatter->dst_ptr;
+    return status ? status : fsdp_emit(c->model, &op);
+}
+
+static fsdp_status fsdpi_compress_reduce(fsdp_compress *c, const fsdp_op *scatter) {
+    const fsdpi_compress_lists *p = fsdpi_compress_lists_of(c, scatter);
+    int64_t part = (int64_t)scatter->count, whole = part * scatter->group_size * 2;
+    if (!p) return FSDP_ERR_OUT_OF_MEMORY;
+    fsdp_status status = fsdpi_compress_room(c, part * 4 + whole * 2);
+    if (status) return status;
+    char *sums = (char *)fsdp_buf_ptr(c->room), *received = sums + part * 4;
+    fsdp_op op = fsdpi_compress_record(c, scatter, FSDP_OP_COPY);
+    op.dtype = scatter->dtype;
+    op.out_dtype = FSDP_BF16;
+    op.count *= (uint64_t)p->ranks;
+    op.list = p->pack;
+    op.list_count = (uint32_t)p->num;
+    op.src = scatter->src;
+    op.src_ptr = scatter->src_ptr;
+    op.dst_ptr = received + whole;
+    status = fsdp_emit(c->model, &op);
+    op = fsdpi_compress_record(c, scatter, FSDP_OP_ALL_TO_ALL);
+    op.out_dtype = FSDP_BF16;
+    op.comm = scatter->comm;
+    op.group_size = scatter->group_size;
+    op.list_count = 0;
+    op.src_ptr = received + whole;
+    op.dst_ptr = received;
+    if (!status) status = fsdp_emit(c->model, &op);
+    return status ? status : fsdpi_compress_sum(c, p, scatter, sums, received);
+}
+
+/* Without memory the reduce-scatter runs, while those of other ranks do not: they differ, and the
+   world ends. */
+static int fsdpi_compress_op(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)model;
+    int sends = op->dtype == FSDP_F32 || op->dtype == FSDP_BF16;
+    if (op->kind != FSDP_OP_REDUCE_SCATTER || op->label != FSDP_LABEL_REDUCE || op->custom ||
+        !sends)
+        return 0;
+    return fsdpi_compress_reduce((fsdp_compress *)user, op) != FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static void fsdpi_compress_free(void *user) {
+    fsdp_compress *c = (fsdp_compress *)user;
+    fsdp_model *m = c->model;
+    fsdp_buf_destroy(m, c->room); // whatever reads the lists has run
+    while (c->lists) {
+        fsdpi_compress_lists *p = c->lists;
+        c->lists = p->next;
+        fsdp_free(m, FSDP_MEMORY_HOST, p, p->bytes);
+    }
+    fsdp_free(m, FSDP_MEMORY_HOST, c, 0);
+}
+
+FSDP_API fsdp_status fsdp_compress_create(fsdp_model *model, fsdp_compress **compress) {
+    void *room;
+    if (compress) *compress = NULL;
+    if (!model)
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E919] compress_create: model is NULL");
+    fsdp_world *w = fsdp_model_world(model);
+    if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "[E920] compress_create: the backend has no all_to_all");
+    fsdp_status status = fsdp_alloc(model, FSDP_MEMORY_HOST, sizeof(fsdp_compress),
+                                    "compress_create: no memory", &room);
+    if (status) return status;
+    fsdp_compress *c = (fsdp_compress *)room;
+    c->model = model;
+    c->label = fsdp_label_register(model, "compress");
+    c->pool = fsdp_pool_register(model, "compress");
+    c->extension.name = "compress";
+    c->extension.user = c;
+    c->extension.op = fsdpi_compress_op;
+    c->extension.destroy = fsdpi_compress_free;
+    status = c->label < 0 || c->pool < 0 ? FSDP_ERR_INVALID_ARG : fsdp_attach(model, &c->extension);
+    if (status) fsdp_free(model, FSDP_MEMORY_HOST, c, 0);
+    else if (compress) *compress = c;
+    return status;
+}
+
+FSDP_API void fsdp_compress_destroy(fsdp_compress *compress) {
+    if (compress) (void)fsdp_detach(compress->model, &compress->extension);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
