@@ -71,7 +71,7 @@ LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
-GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]* test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
+GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]*:-*/gloo/threads/W=[12] test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
               test_compress test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
               test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
@@ -302,10 +302,10 @@ FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*
 RUN_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/tsan $(GOALS_tsan:%=%:$(FEWEST))
 MAKE_gloo_asan  := BUILD=$(BUILD)/gloo_asan GLOO=yes SAN=asan
 GOALS_gloo_asan := $(BUILD)/gloo_asan/tests/conformance
-RUN_gloo_asan   := $(SLOWER) $(GOALS_gloo_asan):*gloo/processes/W=3
+RUN_gloo_asan   := $(SLOWER) $(GOALS_gloo_asan):*gloo/processes/W=3:*gloo/mixed/processes*
 MAKE_gloo_tsan  := BUILD=$(BUILD)/gloo_tsan GLOO=yes SAN=tsan
 GOALS_gloo_tsan := $(BUILD)/gloo_tsan/tests/conformance
-RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
+RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3:*gloo/mixed/threads*
 MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
 GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
                      $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait

@@ -58,7 +58,8 @@ extern "C" {
                member; and 8 MiB from its first large reduction on
    Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. Who connects has to
                know the job's token; after that data is neither checked nor encrypted: a trusted
-               network. The process ignores SIGPIPE from open on, unless it has a handler
+               network. The process ignores SIGPIPE from open on, unless it has a handler,
+               or all ranks are on one host
    Collective  no      Blocks no      Allocates no      Thread any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);

@@ -56,14 +56,13 @@ static int fsdpi_near_gone(const fsdpi_comm *base) {
     return -1;
 }
 
-// The store says why, in so much time. A rank that has said goodbye has no other reason.
-static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store, int64_t ns) {
+// The store may say why, in so much time. gone: a member that has no other reason if it has said
+// goodbye; -1: none.
+static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store, int gone, int64_t ns) {
     const int64_t until = fsdpi_boot_now(c->boot) + ns;
-    int has_left = 0;
-    while (!has_left && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until) {
-        for (int k = 0; k < c->size; k++) has_left |= fsdpi_store_has_left(store, (int)c->ranks[k]);
+    while (!fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until &&
+           (gone < 0 || !fsdpi_store_has_left(store, (int)c->ranks[gone])))
         fsdpi_sleep_ns(1000000);
-    }
 }
 
 /* Tells the store; and the near ranks, for whom the first of them stands if the store has ended or
@@ -74,7 +73,7 @@ static void fsdpi_near_tell_all(fsdpi_comm *c, fsdp_status status, const char *s
     fsdpi_verdict first;
     fsdpi_shm_tell(c, status, subject, reason);
     int is_first = !fsdpi_shm_verdict(c->world, &first) || first.rank == c->boot->rank;
-    if (!is_first) fsdpi_near_await_why(c, store, FSDPI_STORE_ABORT_NS);
+    if (!is_first) fsdpi_near_await_why(c, store, -1, FSDPI_STORE_ABORT_NS);
     if (!is_first || fsdpi_store_ended(store)) fsdpi_store_judge(store, &first);
     fsdpi_store_abort(store, status, subject, reason);
 }
@@ -82,8 +81,9 @@ static void fsdpi_near_tell_all(fsdpi_comm *c, fsdp_status status, const char *s
 // Who has gone told the store why before it went, or the store tells it of who has died.
 static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
-    if (status == FSDP_ERR_PEER_LOST && fsdpi_near_gone(c) >= 0)
-        fsdpi_near_await_why(c, fsdpi_near_outer(c->world)->store, FSDPI_NEAR_WHY_NS);
+    int gone = status == FSDP_ERR_PEER_LOST ? fsdpi_near_gone(c) : -1;
+    if (gone >= 0)
+        fsdpi_near_await_why(c, fsdpi_near_outer(c->world)->store, gone, FSDPI_NEAR_WHY_NS);
     fsdpi_near_tell_all(c, status, subject, reason);
 }
 
@@ -207,6 +207,7 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,
                                  fsdpi_comm_left_to_open(c->world));
     if (status == FSDP_ERR_TIMEOUT && c->index != 0) return fsdpi_near_late(c, 0);
+    if (!status && c->index != 0 && bytes != sizeof *hosts) status = FSDP_ERR_INTERNAL;
     if (fsdpi_comm_failed(c)) return fsdpi_comm_report(c);
     if (!status) return FSDP_OK;
     return fsdpi_comm_fail(

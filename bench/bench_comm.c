@@ -14,6 +14,7 @@
              allocated, at the same distances from pages, no other rank's
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
+     gloo    over TCP, though all ranks are on this host: FSDP_GLOO_NEAR=1, unless it is set
      ring    gloo::allgather, gloo::allreduce; Gloo has no reduce_scatter that is correct
    A sample is the time from the first rank's start to the last one's end, after a barrier that all
    leave awake, of one operation or, where these are short, of several in a row, divided by their number. From 1 MiB on
@@ -362,6 +363,7 @@ static void open_backend(worker *w, int which) {
     boot.job = job;
     boot.store = "host:";
 #ifdef FSDP_BACKEND_GLOO
+    setenv("FSDP_GLOO_NEAR", "1", 0);
     k->ops = which == GLOO ? fsdp_gloo_comm_ops() : fsdp_shm_comm_ops();
 #else
     k->ops = fsdp_shm_comm_ops();

@@ -6365,6 +6365,11 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
+        if (answered && w->fd < 0)
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                    "[E623] this process has too many open files to take the "
+                                    "common file of rank %d: raise ulimit -n",
+                                    (int)c->base.ranks[0]);
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,

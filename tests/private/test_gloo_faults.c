@@ -1151,6 +1151,36 @@ TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
     all_know(j, 2, 1000);
 }
 
+/* Near ranks need no store to learn that one of them has aborted. */
+static void aborts_without_a_store(job *j, int rank) {
+    int32_t ranks[2] = {1, 2};
+    fsdp_group g = {rank ? 1 : -1, rank - 1, 2, 0, ranks, "others"};
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    if (!status) status = ops()->split(t.world, &g, &t.group);
+    CHECK_MSG(!status, "%s", ops()->error_text(t.world));
+    t.boot.size = 2;
+    if (rank == 1) {
+        J_CHECK(j, await(j, 0, AT_END, 1), "rank 0 does not leave");
+        mark(j);
+        ops()->abort(t.world, FSDP_ERR_ABORTED, "out of data");
+    }
+    if (rank) status = run_one(&t, t.group, FSDP_OP_ALL_GATHER, 0);
+    tell(j, rank, status, rank ? ops()->error_text(t.group) : "");
+    close_table(&t);
+}
+TEST(gloo_faults, rank_aborts_after_the_store_has_left) {
+    job *j = make_job(3, 20000, aborts_without_a_store);
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    for (int k = 1; k < 3; k++) {
+        const report *r = &j->rank[k];
+        J_CHECK(j, r->status == FSDP_ERR_ABORTED, "rank %d got %d", k, r->status);
+        J_CHECK(j, strstr(r->text, "aborted by rank 1: out of data"), "rank %d: no reason", k);
+        J_CHECK(j, took_ms(j, k) <= allowed_ms(j, 1000), "rank %d: after %d ms", k, took_ms(j, k));
+    }
+}
+
 /* The store is there, and silent: its host is stopped. What a rank's own connections tell is enough,
    also in the middle of a message. */
 static const struct {
@@ -1480,11 +1510,15 @@ static void allocations_fail(int victim, int step) {
 }
 TEST_TIMEOUT(gloo_faults, some_allocations_fail, 120) {
     allocations_fail(0, W_SLOW ? 23 : 7);
+    be_near(1);
     allocations_fail(1, W_SLOW ? 23 : 7);
 }
 TEST_TIMEOUT(long_gloo_faults, every_allocation_fails_once, 1200) {
-    allocations_fail(0, 1);
-    allocations_fail(1, 1);
+    for (int near = 0; near < 2; near++) {
+        be_near(near);
+        allocations_fail(0, 1);
+        allocations_fail(1, 1);
+    }
 }
 
 /* Rank j->victim may open only so many descriptors more. */
@@ -1510,8 +1544,9 @@ static void few_descriptors(job *j, int rank) {
         0); /* no leak checker: it needs descriptors, and Gloo loses an address when it has none */
 }
 TEST(gloo_faults, descriptors_run_out) {
-    for (int victim = 0; victim < 2; victim++) {
-        int more = 0, failed = 1;
+    for (int turn = 0; turn < 3; turn++) {
+        int more = 0, failed = 1, victim = turn > 0;
+        be_near(turn < 2);
         for (; failed && more < 200; more++) {
             job *j = make_job(2, 500, few_descriptors);
             j->victim = victim, j->extra = &more;
