@@ -1085,9 +1085,8 @@ enum {
     FSDP_STREAM_COUNT
 };
 
-// A point in a stream's order. With lanes: the seq-th op of the stream; on a device: its event.
+// A point in a stream's order. With lanes: its seq-th op; on a device: its seq-th mark. 0: none.
 typedef struct fsdp_event {
-    void *native;
     uint64_t seq;
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
