@@ -525,7 +525,7 @@ typedef struct fsdp_model_desc {
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
                                    // place, if it is cut by rows, its padded shard in multiples of
-                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
+                                   // 64 bytes (streams: 256). 0: 65536 (streams: 1 MiB); 1: all
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;
@@ -1085,9 +1085,8 @@ enum {
     FSDP_STREAM_COUNT
 };
 
-// A point in a stream's order. With lanes: the seq-th op of the stream; on a device: its event.
+// A point in a stream's order. With lanes: its seq-th op; on a device: its seq-th mark. 0: none.
 typedef struct fsdp_event {
-    void *native;
     uint64_t seq;
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;

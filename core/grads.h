@@ -126,8 +126,8 @@ static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
 // The caller has written the slot.
 static fsdp_status fsdpi_step_wrote(fsdp_unit *u) {
     fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
-    fsdp_status status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready);
-    return status ? status : fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
+    fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready, NULL);
+    return fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
 }
 
 // Brings gradients to the reduce input, where earlier microbatches may be: cast, divided, added.

@@ -202,13 +202,42 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     }
 }
 
-// *event := now, in the order of `stream`.
-static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
+/* *event := now, in the order of `stream`. A device records it when another stream asks. That comes
+   late where more work follows at once: `due` is the buffer of such a mark, else NULL. */
+static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
+    fsdpi_order *o = &w->order[stream];
     event->stream = stream;
-    event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (!event->native) return FSDP_OK; // no device, or a buffer without memory
-    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
+    if (w->mode == FSDPI_NATIVE) event->seq = ++o->behind[stream];
+    else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
+    if (due && due->ptr && w->mode == FSDPI_NATIVE) // else a rehearsal's
+        o->due_for = o->due++ ? NULL : due;
+}
+
+// A point behind all marks of a stream so far.
+static fsdp_status fsdpi_record_point(fsdp_world *w, int stream) {
+    fsdpi_order *o = &w->order[stream];
+    fsdpi_event *p = &w->points[(unsigned)stream * FSDPI_POINTS + o->recorded++ % FSDPI_POINTS];
+    memcpy(p->behind, o->behind, sizeof p->behind);
+    o->due = 0;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], p->event);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
+}
+
+// A stream waits for a mark of another one, unless it is behind it: at the first point that has it.
+static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *mark) {
+    fsdpi_order *o = &w->order[stream], *other = &w->order[mark->stream];
+    const fsdpi_event *p = &w->points[(unsigned)mark->stream * FSDPI_POINTS];
+    uint64_t at = other->recorded;
+    if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
+    for (; at > 0 && other->recorded - at < FSDPI_POINTS; at--)
+        if (p[(at - 1) % FSDPI_POINTS].behind[mark->stream] < mark->seq) break;
+    fsdp_status status = at == other->recorded ? fsdpi_record_point(w, mark->stream) : FSDP_OK;
+    if (status) return status;
+    p += at % FSDPI_POINTS;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+        if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
+    status = w->device_ops->wait(w->device, w->streams[stream], p->event);
+    return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
 // The host waits until everything issued so far on a stream is done.
@@ -232,13 +261,13 @@ static void fsdpi_drain(fsdp_world *w) {
 static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
     if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
-        for (int i = 0; i < op->num_waits; i++) {
-            if (!op->wait[i].native) continue;
-            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
-                                                     op->wait[i].native);
-            if (status) return fsdpi_device_fail(w, status, "ordering streams of");
-        }
-        return fsdpi_run_op(w, op, w->streams[op->stream]);
+        const fsdpi_order *o = &w->order[op->stream];
+        int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
+        int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
+        fsdp_status status = o->due && !again ? fsdpi_record_point(w, op->stream) : FSDP_OK;
+        for (int i = 0; i < op->num_waits && !status; i++)
+            status = fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]);
+        return status ? status : fsdpi_run_op(w, op, w->streams[op->stream]);
     }
     if (w->lanes[op->stream]) {
         fsdpi_lane_push(w->lanes[op->stream], op);

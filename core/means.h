@@ -189,14 +189,14 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
 }
 
 // What a marker says happens: to slots that an extension gives to units.
-static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
+static void fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
     if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
     if (op->kind == FSDP_OP_WROTE && op->dst)
-        return fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready);
-    if (op->kind != FSDP_OP_RELEASE || !op->src) return FSDP_OK;
+        fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready, NULL);
+    if (op->kind != FSDP_OP_RELEASE || !op->src) return;
     op->src->held = 0;
     op->src->released = ++m->release_seq;
-    return op->src->avail.seq ? FSDP_OK : fsdpi_mark(m->world, op->stream, &op->src->avail);
+    fsdpi_mark_released(m->world, op->stream, op->src);
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
@@ -208,10 +208,9 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (fault)
         return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
                          fsdp_op_label(op), op->what ? op->what : "", fault);
-    if (op->kind >= FSDP_OP_HOOK) {
-        fsdp_status done = fsdpi_do_marker(model, op);
-        return done ? done : fsdpi_show(model, op);
-    }
+    const int is_marker = op->kind >= FSDP_OP_HOOK;
+    if (is_marker) fsdpi_do_marker(model, op);
+    if (is_marker) return fsdpi_show(model, op);
     if (op->kind == FSDP_OP_COPY && !op->bytes)
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
@@ -258,12 +257,10 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
         op->timed = 0;
         op->step = model->step;
         op->given = model->given;
-        if (op->kind < FSDP_OP_HOOK) {
-            status = fsdpi_emit(model, op);
-            continue;
-        }
-        status = fsdpi_do_marker(model, op);
-        if (shown && !status) status = fsdpi_show(model, op);
+        const int is_marker = op->kind >= FSDP_OP_HOOK;
+        if (is_marker) fsdpi_do_marker(model, op);
+        if (!is_marker) status = fsdpi_emit(model, op);
+        else if (shown) status = fsdpi_show(model, op);
     }
     return status;
 }
@@ -306,7 +303,7 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
         (whole && offset + nbytes > (int64_t)whole->bytes))
         return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
                          (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
-    fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
+    fsdp_buf *part = *buf = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
     if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
     part->part = 1;
     part->bytes = (size_t)nbytes;
@@ -318,10 +315,7 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
         part->pinned = whole->pinned;
         part->ptr = whole->ptr + offset;
     }
-    fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
-    if (status) fsdpi_buf_free(model, part);
-    else *buf = part;
-    return status;
+    return FSDP_OK;
 }
 
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {

@@ -14,6 +14,21 @@ typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
 
+// A recorded event of a device's stream. behind: of each stream, and of its own, the number of the
+// last mark before it.
+#define FSDPI_POINTS 16u
+typedef struct fsdpi_event {
+    void *event;
+    uint64_t behind[FSDP_STREAM_COUNT];
+} fsdpi_event;
+
+typedef struct fsdpi_order {
+    uint64_t behind[FSDP_STREAM_COUNT]; // of the stream as it is now
+    uint64_t recorded;                  // points so far: the newest are kept
+    uint64_t due;                       // marks that are to be recorded before more work comes
+    const fsdp_buf *due_for;            // the buffer of the only one, or NULL
+} fsdpi_order;
+
 struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
@@ -32,6 +47,8 @@ struct fsdp_world {
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
     void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
+    fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
+    fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one

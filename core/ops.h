@@ -51,23 +51,30 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
+static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
+    fsdp_world *w = m->world;
+    fsdp_status status = FSDP_OK;
+    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
+    fsdp_op seen;
+    const fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
+    if (runs) status = fsdpi_issue(w, runs);
+    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
+    // Gathers, and what extensions issue, go on while others wait for what is there.
+    unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
+    if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
+    return status;
+}
+
 // The record is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
-    fsdp_world *w = m->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    int watched = m->watch & FSDPI_RECORDS;
-    if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
-    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
-    fsdp_op seen;
-    const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
-    if (runs) status = fsdpi_issue(w, runs);
-    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
-    if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
-    return status;
+    if (m->world->mode == FSDPI_INLINE && !(m->watch & FSDPI_RECORDS))
+        return fsdpi_execute(m->world, op, NULL); // no order to keep
+    return fsdpi_emit_ordered(m, op);
 }
 
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
@@ -157,6 +164,13 @@ static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, 
     return fsdpi_emit(m, &op);
 }
 
+// `stream` is a slot's last consumer. But for gradients, REDUCE writes again what it gives back.
+static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
+    int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
+    if (buf->avail.seq == 0) // else nobody has written it meanwhile
+        fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
+}
+
 // An extension's slot, or NULL: there is none.
 static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
@@ -198,8 +212,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (!status && buf->avail.seq == 0) // else nobody has written it meanwhile
-        status = fsdpi_mark(m->world, stream, &buf->avail);
+    if (m->world->mode != FSDPI_INLINE) fsdpi_mark_released(m->world, stream, buf);
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;

@@ -14,8 +14,6 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     }
-    if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
-    if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
     if (buf->part) buf->ptr = NULL;
     if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
     else if (buf->ptr)
@@ -24,16 +22,7 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// Its two events, where the device orders by them.
-static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
-    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-    if (!status) return FSDP_OK;
-    return fsdpi_device_error(w, status, "make an event");
-}
-
-// Device memory, where peers can read it, and its two events.
+// Device memory, where peers can read it.
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
@@ -46,7 +35,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
-    return fsdpi_buf_events(w, buf);
+    return FSDP_OK;
 }
 
 // Can the host read it?

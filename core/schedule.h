@@ -227,8 +227,10 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
-// Finalize reports the first failed call of the step again.
+// The end of a call: the caller's work comes next. Finalize reports the first failure again.
 static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+    if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
+        status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
     if (status && !m->hook_status) {
         m->hook_status = status;
         snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));

@@ -15,11 +15,10 @@ static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
 
 // Shards are as the caller's stream has left them: later gathers come after.
 static fsdp_status fsdpi_shards_written(fsdp_model *m) {
-    fsdp_status status = FSDP_OK;
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
-            status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready);
-    return status;
+            fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
+    return FSDP_OK;
 }
 
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.

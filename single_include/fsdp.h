@@ -1581,7 +1581,7 @@ typedef struct fsdp_model_desc {
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
                                    // place, if it is cut by rows, its padded shard in multiples of
-                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
+                                   // 64 bytes (streams: 256). 0: 65536 (streams: 1 MiB); 1: all
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;
@@ -2141,9 +2141,8 @@ enum {
     FSDP_STREAM_COUNT
 };
 
-// A point in a stream's order. With lanes: the seq-th op of the stream; on a device: its event.
+// A point in a stream's order. With lanes: its seq-th op; on a device: its seq-th mark. 0: none.
 typedef struct fsdp_event {
-    void *native;
     uint64_t seq;
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
@@ -3138,6 +3137,21 @@ typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
 
+// A recorded event of a device's stream. behind: of each stream, and of its own, the number of the
+// last mark before it.
+#define FSDPI_POINTS 16u
+typedef struct fsdpi_event {
+    void *event;
+    uint64_t behind[FSDP_STREAM_COUNT];
+} fsdpi_event;
+
+typedef struct fsdpi_order {
+    uint64_t behind[FSDP_STREAM_COUNT]; // of the stream as it is now
+    uint64_t recorded;                  // points so far: the newest are kept
+    uint64_t due;                       // marks that are to be recorded before more work comes
+    const fsdp_buf *due_for;            // the buffer of the only one, or NULL
+} fsdpi_order;
+
 struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
@@ -3156,6 +3170,8 @@ struct fsdp_world {
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
     void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
+    fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
+    fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
@@ -7408,13 +7424,42 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     }
 }
 
-// *event := now, in the order of `stream`.
-static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
+/* *event := now, in the order of `stream`. A device records it when another stream asks. That comes
+   late where more work follows at once: `due` is the buffer of such a mark, else NULL. */
+static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
+    fsdpi_order *o = &w->order[stream];
     event->stream = stream;
-    event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (!event->native) return FSDP_OK; // no device, or a buffer without memory
-    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
+    if (w->mode == FSDPI_NATIVE) event->seq = ++o->behind[stream];
+    else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
+    if (due && due->ptr && w->mode == FSDPI_NATIVE) // else a rehearsal's
+        o->due_for = o->due++ ? NULL : due;
+}
+
+// A point behind all marks of a stream so far.
+static fsdp_status fsdpi_record_point(fsdp_world *w, int stream) {
+    fsdpi_order *o = &w->order[stream];
+    fsdpi_event *p = &w->points[(unsigned)stream * FSDPI_POINTS + o->recorded++ % FSDPI_POINTS];
+    memcpy(p->behind, o->behind, sizeof p->behind);
+    o->due = 0;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], p->event);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
+}
+
+// A stream waits for a mark of another one, unless it is behind it: at the first point that has it.
+static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *mark) {
+    fsdpi_order *o = &w->order[stream], *other = &w->order[mark->stream];
+    const fsdpi_event *p = &w->points[(unsigned)mark->stream * FSDPI_POINTS];
+    uint64_t at = other->recorded;
+    if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
+    for (; at > 0 && other->recorded - at < FSDPI_POINTS; at--)
+        if (p[(at - 1) % FSDPI_POINTS].behind[mark->stream] < mark->seq) break;
+    fsdp_status status = at == other->recorded ? fsdpi_record_point(w, mark->stream) : FSDP_OK;
+    if (status) return status;
+    p += at % FSDPI_POINTS;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+        if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
+    status = w->device_ops->wait(w->device, w->streams[stream], p->event);
+    return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
 // The host waits until everything issued so far on a stream is done.
@@ -7438,13 +7483,13 @@ static void fsdpi_drain(fsdp_world *w) {
 static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
     if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
-        for (int i = 0; i < op->num_waits; i++) {
-            if (!op->wait[i].native) continue;
-            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
-                                                     op->wait[i].native);
-            if (status) return fsdpi_device_fail(w, status, "ordering streams of");
-        }
-        return fsdpi_run_op(w, op, w->streams[op->stream]);
+        const fsdpi_order *o = &w->order[op->stream];
+        int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
+        int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
+        fsdp_status status = o->due && !again ? fsdpi_record_point(w, op->stream) : FSDP_OK;
+        for (int i = 0; i < op->num_waits && !status; i++)
+            status = fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]);
+        return status ? status : fsdpi_run_op(w, op, w->streams[op->stream]);
     }
     if (w->lanes[op->stream]) {
         fsdpi_lane_push(w->lanes[op->stream], op);
@@ -8045,6 +8090,8 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
+        for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_POINTS && !status; i++)
+            status = w->device_ops->event(w->device, &w->points[i].event);
         if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
@@ -8076,6 +8123,8 @@ static void fsdpi_world_close(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
     if (w->fence) w->device_ops->destroy(w->device, NULL, w->fence);
+    for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_POINTS; i++)
+        if (w->points[i].event) w->device_ops->destroy(w->device, NULL, w->points[i].event);
     if (w->comm && w->reduce_comm != w->comm) w->comm_ops->close(w->reduce_comm);
     if (w->bounce) w->comm_ops->free(w->comm, w->bounce, FSDPI_BOUNCE);
     if (w->comm) w->comm_ops->close(w->comm);
@@ -8149,7 +8198,8 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
                                      fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
                                      fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
-    int count = 0;
+    int on_stream = fsdpi_shards(u) > 1 && u->model->world->mode == FSDPI_NATIVE, count = 0;
+    if (min == 0) min = on_stream ? 1 << 20 : 65536; // there an operation costs more than a copy
     for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;
@@ -8366,8 +8416,6 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     }
-    if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
-    if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
     if (buf->part) buf->ptr = NULL;
     if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
     else if (buf->ptr)
@@ -8376,16 +8424,7 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// Its two events, where the device orders by them.
-static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
-    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-    if (!status) return FSDP_OK;
-    return fsdpi_device_error(w, status, "make an event");
-}
-
-// Device memory, where peers can read it, and its two events.
+// Device memory, where peers can read it.
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
@@ -8398,7 +8437,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
-    return fsdpi_buf_events(w, buf);
+    return FSDP_OK;
 }
 
 // Can the host read it?
@@ -8932,23 +8971,30 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
+static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
+    fsdp_world *w = m->world;
+    fsdp_status status = FSDP_OK;
+    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
+    fsdp_op seen;
+    const fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
+    if (runs) status = fsdpi_issue(w, runs);
+    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
+    // Gathers, and what extensions issue, go on while others wait for what is there.
+    unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
+    if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
+    return status;
+}
+
 // The record is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
-    fsdp_world *w = m->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    int watched = m->watch & FSDPI_RECORDS;
-    if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
-    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
-    fsdp_op seen;
-    const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
-    if (runs) status = fsdpi_issue(w, runs);
-    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
-    if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
-    return status;
+    if (m->world->mode == FSDPI_INLINE && !(m->watch & FSDPI_RECORDS))
+        return fsdpi_execute(m->world, op, NULL); // no order to keep
+    return fsdpi_emit_ordered(m, op);
 }
 
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
@@ -9038,6 +9084,13 @@ static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, 
     return fsdpi_emit(m, &op);
 }
 
+// `stream` is a slot's last consumer. But for gradients, REDUCE writes again what it gives back.
+static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
+    int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
+    if (buf->avail.seq == 0) // else nobody has written it meanwhile
+        fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
+}
+
 // An extension's slot, or NULL: there is none.
 static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
@@ -9079,8 +9132,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (!status && buf->avail.seq == 0) // else nobody has written it meanwhile
-        status = fsdpi_mark(m->world, stream, &buf->avail);
+    if (m->world->mode != FSDPI_INLINE) fsdpi_mark_released(m->world, stream, buf);
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;
@@ -9767,8 +9819,8 @@ static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
 // The caller has written the slot.
 static fsdp_status fsdpi_step_wrote(fsdp_unit *u) {
     fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
-    fsdp_status status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready);
-    return status ? status : fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
+    fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready, NULL);
+    return fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
 }
 
 // Brings gradients to the reduce input, where earlier microbatches may be: cast, divided, added.
@@ -10695,8 +10747,10 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
-// Finalize reports the first failed call of the step again.
+// The end of a call: the caller's work comes next. Finalize reports the first failure again.
 static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+    if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
+        status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
     if (status && !m->hook_status) {
         m->hook_status = status;
         snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
@@ -10768,11 +10822,10 @@ static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
 
 // Shards are as the caller's stream has left them: later gathers come after.
 static fsdp_status fsdpi_shards_written(fsdp_model *m) {
-    fsdp_status status = FSDP_OK;
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
-            status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready);
-    return status;
+            fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
+    return FSDP_OK;
 }
 
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
@@ -12043,7 +12096,6 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
-    if (d->direct_min == 0) d->direct_min = 65536;
     if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
     return FSDP_OK;
 }
@@ -12291,14 +12343,14 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
 }
 
 // What a marker says happens: to slots that an extension gives to units.
-static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
+static void fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
     if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
     if (op->kind == FSDP_OP_WROTE && op->dst)
-        return fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready);
-    if (op->kind != FSDP_OP_RELEASE || !op->src) return FSDP_OK;
+        fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready, NULL);
+    if (op->kind != FSDP_OP_RELEASE || !op->src) return;
     op->src->held = 0;
     op->src->released = ++m->release_seq;
-    return op->src->avail.seq ? FSDP_OK : fsdpi_mark(m->world, op->stream, &op->src->avail);
+    fsdpi_mark_released(m->world, op->stream, op->src);
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
@@ -12310,10 +12362,9 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (fault)
         return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
                          fsdp_op_label(op), op->what ? op->what : "", fault);
-    if (op->kind >= FSDP_OP_HOOK) {
-        fsdp_status done = fsdpi_do_marker(model, op);
-        return done ? done : fsdpi_show(model, op);
-    }
+    const int is_marker = op->kind >= FSDP_OP_HOOK;
+    if (is_marker) fsdpi_do_marker(model, op);
+    if (is_marker) return fsdpi_show(model, op);
     if (op->kind == FSDP_OP_COPY && !op->bytes)
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
@@ -12360,12 +12411,10 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
         op->timed = 0;
         op->step = model->step;
         op->given = model->given;
-        if (op->kind < FSDP_OP_HOOK) {
-            status = fsdpi_emit(model, op);
-            continue;
-        }
-        status = fsdpi_do_marker(model, op);
-        if (shown && !status) status = fsdpi_show(model, op);
+        const int is_marker = op->kind >= FSDP_OP_HOOK;
+        if (is_marker) fsdpi_do_marker(model, op);
+        if (!is_marker) status = fsdpi_emit(model, op);
+        else if (shown) status = fsdpi_show(model, op);
     }
     return status;
 }
@@ -12408,7 +12457,7 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
         (whole && offset + nbytes > (int64_t)whole->bytes))
         return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
                          (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
-    fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
+    fsdp_buf *part = *buf = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
     if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
     part->part = 1;
     part->bytes = (size_t)nbytes;
@@ -12420,10 +12469,7 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
         part->pinned = whole->pinned;
         part->ptr = whole->ptr + offset;
     }
-    fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
-    if (status) fsdpi_buf_free(model, part);
-    else *buf = part;
-    return status;
+    return FSDP_OK;
 }
 
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {

@@ -55,6 +55,7 @@ typedef struct sim_block { /* one piece of memory of the tables */
 
 typedef struct sim_event {
     int64_t time;
+    int actor; /* recorded it */
     uint32_t clock[SIM_ACTORS];
 } sim_event;
 
@@ -99,6 +100,7 @@ typedef struct sim {
     fsdp_op *ops;
     int num_ops, cap_ops;
     void (*on_op)(void *user, const fsdp_op *op); /* called for each op that sim_watch sees */
+    void (*on_wait)(void *user, int stream); /* for an event of which it is about to wait */
     void *on_op_user;
     int num_logged;
     char logged[1024]; /* the latest text */
@@ -329,6 +331,7 @@ SIM_FN fsdp_status sim_device_record(fsdp_device *device, void *stream, void *ev
     s->records++;
     sim_work(s, actor, 0, 0);
     e->time = s->now[actor];
+    e->actor = actor;
     memcpy(e->clock, s->clock[actor], sizeof e->clock);
     return FSDP_OK;
 }
@@ -337,6 +340,7 @@ SIM_FN fsdp_status sim_device_wait(fsdp_device *device, void *stream, void *even
     sim *s = sim_of(device);
     const sim_event *e = (const sim_event *)event;
     int actor = sim_actor(stream);
+    if (s->on_wait) s->on_wait(s->on_op_user, e->actor);
     if (s->waits++ == s->ignore_wait) return FSDP_OK;
     if (s->now[actor] < e->time) s->now[actor] = e->time;
     sim_join(s->clock[actor], e->clock);

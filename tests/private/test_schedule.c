@@ -449,6 +449,10 @@ TEST(schedule, world_of_one) {
 
 /* ---- the op table of one unit ---------------------------------------------------------------- */
 
+static int is_event(const fsdp_event *a, const fsdp_event *b) {
+    return a->stream == b->stream && a->seq == b->seq;
+}
+
 /* kind label stream source>destination <what it waits for */
 static void op_text(const fsdp_op *op, char *out, size_t size) {
     static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
@@ -469,12 +473,10 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     else if (op->scale < 1)
         used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
     for (int i = 0; i < op->num_waits; i++) {
-        const void *event = op->wait[i].native;
         const char *which = "?";
-        if (!event) continue;
-        if (op->src && event == op->src->ready.native) which = "source";
-        else if (op->dst && event == op->dst->ready.native) which = "destination written";
-        else if (op->dst && event == op->dst->avail.native) which = "destination released";
+        if (op->src && is_event(&op->wait[i], &op->src->ready)) which = "source";
+        else if (op->dst && is_event(&op->wait[i], &op->dst->ready)) which = "destination written";
+        else if (op->dst) which = "destination released"; /* which is no event any more */
         used += snprintf(out + used, size - (size_t)used, " <%s:%s", which,
                          streams[op->wait[i].stream]);
     }
@@ -697,26 +699,39 @@ static const struct {
       "copy clip C sgrad>sgrad *clip <source:R", "|"}},
 };
 
+/* The texts of all ops: an op's buffers have other events later. */
+enum { MAX_TEXTS = 256 };
+typedef struct {
+    int count;
+    char of[MAX_TEXTS][160];
+} text_log;
+
+static void log_text(void *user, const fsdp_op *op) {
+    text_log *log = (text_log *)user;
+    CHECK(log->count < MAX_TEXTS);
+    if (op->kind < FSDP_OP_HOOK) op_text(op, log->of[log->count++], sizeof log->of[0]);
+}
+
 TEST_P(schedule, ops, tables) {
     config c = CONF(ASYNC, 2, ALWAYS, ALWAYS);
+    static text_log log;
     rig r;
-    char text[256];
     c.param = row->param;
     c.reduce = row->reduce;
     c.unfused = row->unfused;
     rig_open(&r, &c);
     for (int step = 0; step < 2; step++) play(&r, "(0 )0 (1 )1 [1 ]1 [0 ]0 . o z");
     const char *at = row->script;
-    int seen = r.s.num_ops, next = 0;
+    int seen = log.count = 0, next = 0;
+    r.s.on_op = log_text;
+    r.s.on_op_user = &log;
     while (*at) {
         char part[64];
         size_t length = strcspn(at, "|");
         snprintf(part, sizeof part, "%.*s", (int)length, at);
         play(&r, part);
-        for (; seen < r.s.num_ops; seen++) {
-            if (r.s.ops[seen].kind == FSDP_OP_HOOK) continue;
-            op_text(&r.s.ops[seen], text, sizeof text);
-            const char *expected = row->expected[next];
+        for (; seen < log.count; seen++) {
+            const char *expected = row->expected[next], *text = log.of[seen];
             CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next,
                       text, expected ? expected : "(none)");
             next++;
@@ -879,32 +894,35 @@ TEST(streams, every_access_is_ordered) {
 enum { MAX_WAITS = 4096, MAX_KINDS = 64 };
 typedef struct {
     rig *r;
+    fsdp_op op; /* the latest one */
     int16_t kind[MAX_WAITS];
     char kinds[MAX_KINDS][96];
     int num_kinds, removed[MAX_KINDS], reported[MAX_KINDS];
 } wait_log;
 
-static void log_waits(void *user, const fsdp_op *op) {
+static void log_op(void *user, const fsdp_op *op) { ((wait_log *)user)->op = *op; }
+
+/* Of the waits that the op asks for, the one that is behind all others of that stream. */
+static void log_wait(void *user, int stream) {
     wait_log *log = (wait_log *)user;
-    int64_t at = log->r->s.waits;
-    char text[256];
+    const fsdp_op *op = &log->op;
+    char text[256], kind[96];
+    int last = -1, k = 0;
+    for (int i = 0; i < op->num_waits; i++)
+        if (op->wait[i].stream == stream && (last < 0 || op->wait[i].seq > op->wait[last].seq))
+            last = i;
+    CHECK(last >= 0 && log->r->s.waits < MAX_WAITS);
     op_text(op, text, sizeof text);
     char *wait = strchr(text, '<');
-    for (int i = 0; wait && i < op->num_waits && op->wait[i].native; i++, at++) {
-        char kind[96];
-        int k = 0;
-        snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind),
-                 fsdp_label_name(op->label), (int)strcspn(wait, " "), wait);
-        if (!strncmp(wait, "<destination", 12)) /* two words */
-            snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind),
-                     fsdp_label_name(op->label), (int)(13 + strcspn(wait + 13, " ")), wait);
-        while (k < log->num_kinds && strcmp(log->kinds[k], kind)) k++;
-        CHECK(k < MAX_KINDS && at < MAX_WAITS);
-        if (k == log->num_kinds)
-            snprintf(log->kinds[log->num_kinds++], sizeof log->kinds[0], "%s", kind);
-        log->kind[at] = (int16_t)k;
-        wait = strchr(wait + 1, '<');
-    }
+    for (int i = 0; i < last; i++) wait = strchr(wait + 1, '<');
+    char *next = strchr(wait + 1, '<');
+    if (next) next[-1] = 0;
+    snprintf(kind, sizeof kind, "%s %s %s", fsdp_op_name(op->kind), fsdp_label_name(op->label),
+             wait);
+    while (k < log->num_kinds && strcmp(log->kinds[k], kind)) k++;
+    CHECK(k < MAX_KINDS);
+    if (k == log->num_kinds) memcpy(log->kinds[log->num_kinds++], kind, sizeof kind);
+    log->kind[log->r->s.waits] = (int16_t)k;
 }
 
 /* Steps that need every kind of wait: other orders, a second gradient, a gather nobody used. */
@@ -947,7 +965,8 @@ TEST(streams, a_removed_wait_is_reported) {
             r.s.ignore_wait = ignore;
             log.r = &r;
             if (ignore < 0) {
-                r.s.on_op = log_waits;
+                r.s.on_op = log_op;
+                r.s.on_wait = log_wait;
                 r.s.on_op_user = &log;
             }
             play(&r, k < 4 ? hard_script : replicas_script);
