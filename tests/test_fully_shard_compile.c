@@ -640,7 +640,7 @@ TEST(fully_shard_compile, trace_fsdp_copy_) {
     int found = 0;
     for (int64_t k = waits[0]; k < waits[1]; k++) found += races_of(net, 1, -1, k, 3, unused) > 0;
     h_message("%d of %d waits of a replayed step are needed", found, (int)(waits[1] - waits[0]));
-    CHECK_EQ_INT(waits[1] - waits[0], 34);
+    CHECK_EQ_INT(waits[1] - waits[0], 27); /* of 34 that records name, the others are given */
     CHECK_EQ_INT(found, 27);
     /* The same without running: gradients are copied before the event that says they are there. */
     texts_lines *t = texts_split(job.text);

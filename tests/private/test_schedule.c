@@ -995,6 +995,48 @@ TEST(streams, a_removed_wait_is_reported) {
     }
 }
 
+/* Events recorded, and waited for, in a step of three layers and a root. */
+TEST(streams, counts) {
+    static const int records[] = {22, 30, 37}, waits[] = {21, 21, 27};
+    for (int k = 0; k < 3; k++) {
+        config c = CONF(ASYNC, 3, ALWAYS, ALWAYS);
+        rig r;
+        c.param = k ? FSDP_BF16 : FSDP_F32;
+        c.unfused = 1;
+        c.replicas = k == 2 ? 2 : 0;
+        rig_open(&r, &c);
+        for (int step = 0; step < 4; step++) {
+            int64_t recorded = r.s.records, waited = r.s.waits;
+            play(&r, FWD BWD ". o z");
+            r.used = 0;
+            if (step < 2) continue;
+            CHECK_EQ_INT(r.s.records - recorded, records[k]);
+            CHECK_EQ_INT(r.s.waits - waited, waits[k]);
+        }
+        rig_close(&r);
+    }
+}
+
+/* A gather on a stream has an operation for parameters from 1 MiB on, else from 64 KiB on. */
+TEST(streams, direct_by_default) {
+    for (int async = 0; async < 2; async++) {
+        config c = CONF(INLINE, 1, NEVER, ALWAYS);
+        fsdp_param_desc p[2] = {fsdp_mat("w", 256, 256), fsdp_vec("b", 5)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fsdp_model *model;
+        fsdp_unit *u;
+        rig r;
+        c.async = async;
+        rig_open(&r, &c);
+        ud.name = "u", ud.params = p, ud.num_params = 2;
+        CHECK_OK(fsdp_model_create(r.s.world, NULL, &model));
+        CHECK_OK(fsdp_fully_shard(model, &ud, &u));
+        CHECK_OK(fsdp_model_commit(model));
+        CHECK_EQ_INT(u->layout.all_gather.num, async ? 1 : 2);
+        rig_close(&r);
+    }
+}
+
 /* Random calls, possible or not, by a caller who uses what he was given: parameters where they are
    valid, a random part of the gradients. */
 static void random_call(rig *r, uint64_t *seed) {
