@@ -715,12 +715,25 @@ static void exact_bytes(member *m) {
     }
 }
 TEST_P(gloo, exact_bytes_and_no_allocations, all_ranks) {
-    int sizes = row->world == 2 && !W_SLOW ? 4 : row->world == 3 ? 3 : 2;
+    int sizes = row->world == 2 && !W_SLOW ? 4 : row->world == 3 && row->near == 1 ? 3 : 2;
     run_ranks(row, exact_bytes, &sizes, (size_t)row->world * (5 << 20));
 }
 TEST_P(long_gloo, exact_bytes_and_no_allocations, all_ranks) {
     int sizes = 4;
     run_ranks(row, exact_bytes, &sizes, (size_t)row->world * (5 << 20));
+}
+
+/* Reductions in several pieces, to which near ranks add theirs without a message. */
+static void many_pieces(member *m) {
+    int64_t count = ((3 << 20) + 20) / 4;
+    shape s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_F32, m->size, &count, 1);
+    exactly(m, &s);
+    s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, 3 * count);
+    exactly(m, &s);
+}
+static const ranks mixed_ranks[] = {{"mixed/2+1", 0, 3, 2}};
+TEST_P(gloo, many_pieces_beside_near_ranks, mixed_ranks) {
+    run_ranks(row, many_pieces, NULL, (size_t)row->world * (5 << 20));
 }
 
 /* 32 KiB behind a record and not one element more, in one strip or in several. */
