@@ -114,8 +114,8 @@ typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
     fsdp_gloo_device *device; // NULL: all ranks are near
     fsdpi_near_hosts hosts;
-    fsdpi_comm *near;  // the ranks of this host; NULL: it has no other
-    fsdpi_trace trace; // until near has one
+    fsdpi_comm *near;    // the ranks of this host; NULL: it has no other
+    fsdpi_trace trace;   // until near has one
     int64_t patience_ns; // of closing groups, all together
     uint32_t lock;       // of the list
     fsdpi_gloo_comm *comms;
@@ -144,13 +144,13 @@ struct fsdpi_gloo_comm {
     fsdpi_comm *near; // the members of this host; NULL: there is no other
     int turn, closed;
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
-    uint32_t lock;             // of the next one
-    fsdp_gloo_buffer *waiting; // what this rank waits for now
-    size_t small;              // bytes of data behind a record
-    char *messages;            // in[0], in[1] and out of each member
+    uint32_t lock;              // of the next one
+    fsdp_gloo_buffer *waiting;  // what this rank waits for now
+    size_t small;               // bytes of data behind a record
+    char *messages;             // in[0], in[1] and out of each member
     char *scratch;
-    size_t piece, depth;   // bytes of one piece of one member, pieces of one member
-    fsdpi_gloo_walk ahead; // pieces of this operation that are expected so far
+    size_t piece, depth;            // bytes of one piece of one member, pieces of one member
+    fsdpi_gloo_walk ahead;          // pieces of this operation that are expected so far
     int at[FSDPI_MAX_SRCS];         // the members' places in `near`; -1: they are far
     const char *of[FSDPI_MAX_SRCS]; // of near members: the buffer of this operation
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
@@ -894,8 +894,8 @@ static fsdp_status fsdpi_gloo_find_near(fsdpi_gloo_comm *c, const fsdpi_span *sp
     for (int k = 0; k < c->base.size && !status; k++) {
         c->of[k] = (const char *)span->shared;
         if (c->at[k] >= 0 && k != c->base.index && span->chunk.base)
-            status = fsdpi_gloo_near_result(c, fsdpi_shm_find(fsdpi_shm_comm_of(c->near),
-                                                              &span->chunk, c->at[k], &c->of[k]));
+            status = fsdpi_gloo_near_result(
+                c, fsdpi_shm_find(fsdpi_shm_comm_of(c->near), &span->chunk, c->at[k], &c->of[k]));
     }
     return status;
 }
@@ -1548,7 +1548,7 @@ static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
 static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
     fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)c->world)->near;
-    if (near) fsdpi_near_tell_all(near, status, subject, reason);
+    if (near) fsdpi_near_tell(near, status, subject, reason);
     else fsdpi_store_world_tell(c, status, subject, reason);
 }
 

@@ -2,8 +2,9 @@
 
    A backend whose ranks meet at a store opens, among the ranks of this host, a world of shared
    memory: the ranks that are near. That world has the numbers of the whole one, but only the near
-   ranks are in it; what peers read lies in its memory. It keeps no verdict of its own: a failure is
-   told to the store, and every wait in it ends with the verdict that stands there.
+   ranks are in it; what peers read lies in its memory. A failure is told to the store, and every
+   wait in it ends with the verdict that stands there. If the store has ended, or does not answer,
+   what a near rank has told first stands for the near ranks.
 
    Who is near is decided once, from facts that all ranks show at the store: two ranks are near if
    they show the same host, as the same user. A rank that cannot share shows none, and is alone.
@@ -22,7 +23,6 @@ extern "C" {
 #endif
 
 #define FSDPI_NEAR_TICKET 16
-#define FSDPI_NEAR_WHY_NS 1000000000 // for the store to say why a rank has gone
 
 typedef struct fsdpi_near_world {
     fsdpi_shm_world shm;
@@ -56,35 +56,20 @@ static int fsdpi_near_gone(const fsdpi_comm *base) {
     return -1;
 }
 
-// The store may say why, in so much time. gone: a member that has no other reason if it has said
-// goodbye; -1: none.
-static void fsdpi_near_await_why(const fsdpi_comm *c, fsdpi_store *store, int gone, int64_t ns) {
-    const int64_t until = fsdpi_boot_now(c->boot) + ns;
-    while (!fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until &&
-           (gone < 0 || !fsdpi_store_has_left(store, (int)c->ranks[gone])))
-        fsdpi_sleep_ns(1000000);
-}
-
 /* Tells the store; and the near ranks, for whom the first of them stands if the store has ended or
    does not answer: else each would name the one that it saw go. */
-static void fsdpi_near_tell_all(fsdpi_comm *c, fsdp_status status, const char *subject,
-                                const char *reason) {
-    fsdpi_store *store = fsdpi_near_outer(c->world)->store;
-    fsdpi_verdict first;
-    fsdpi_shm_tell(c, status, subject, reason);
-    int is_first = !fsdpi_shm_verdict(c->world, &first) || first.rank == c->boot->rank;
-    if (!is_first) fsdpi_near_await_why(c, store, -1, FSDPI_STORE_ABORT_NS);
-    if (!is_first || fsdpi_store_ended(store)) fsdpi_store_judge(store, &first);
-    fsdpi_store_abort(store, status, subject, reason);
-}
-
-// Who has gone told the store why before it went, or the store tells it of who has died.
 static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
-    int gone = status == FSDP_ERR_PEER_LOST ? fsdpi_near_gone(c) : -1;
-    if (gone >= 0)
-        fsdpi_near_await_why(c, fsdpi_near_outer(c->world)->store, gone, FSDPI_NEAR_WHY_NS);
-    fsdpi_near_tell_all(c, status, subject, reason);
+    fsdpi_store *store = fsdpi_near_outer(c->world)->store;
+    const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
+    fsdpi_verdict first;
+    fsdpi_shm_tell(c, status, subject, reason);
+    (void)fsdpi_shm_verdict(c->world, &first); // one stands now
+    int is_first = first.rank == c->boot->rank;
+    while (!is_first && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until)
+        fsdpi_sleep_ns(1000000);
+    if (!is_first || fsdpi_store_ended(store)) fsdpi_store_judge(store, &first);
+    fsdpi_store_abort(store, status, subject, reason);
 }
 
 static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
@@ -257,8 +242,7 @@ static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c
 }
 
 // Opens the world of the ranks that are near this one; *out is NULL where there is none.
-static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
-                                   fsdpi_comm **out) {
+static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts, fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
     int index = 0, count = fsdpi_near_members(hosts, c, ranks, &index);
     const fsdp_allocator *a = &c->boot->allocator;
