@@ -1102,7 +1102,7 @@ typedef struct fsdp_event {
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
     X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
-    X(GIVEN, "lr or another setting of the optimizer, or how often it stepped (fsdp_agree)")
+    X(GIVEN, "lr or another setting of the optimizer or clip, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
