@@ -827,6 +827,7 @@ static void be_launcher(int tty, const char *script) {
 static void be_shell(const char *slave, const char *script, int is_launcher) {
     char order;
     int status;
+    signal(SIGHUP, SIG_DFL), signal(SIGINT, SIG_DFL), signal(SIGQUIT, SIG_DFL); /* after nohup, & */
     signal(SIGTTOU, SIG_IGN);
     setsid();
     close(keyboard);
