@@ -173,7 +173,7 @@ ENVIRONMENT
 
 ERRORS
     Functions return fsdp_status. The text of an error names the rank, the unit, the operation, the
-    expected value and the actual one. The library logs it once and keeps it for fsdp_last_error.
+    expected value and the actual one. Each rank logs it once and keeps it for fsdp_last_error.
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
     at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
@@ -1322,7 +1322,8 @@ typedef struct fsdp_clock {
     void *user;
 } fsdp_clock;
 
-// Every desc: all zero is valid. size 0 means sizeof of this header's struct. Canaries stay 0.
+// Every desc here: all zero is valid; others may have a function for defaults, as fsdp_adamw_desc.
+// size 0 means sizeof of this header's struct. Canaries stay 0.
 typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
@@ -1389,7 +1390,7 @@ typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // returns 0 for succ
 
 typedef struct fsdp_spawn_desc {
     uint32_t size, start_canary;
-    int32_t num_ranks;            // >= 1
+    int32_t num_ranks;            // 1 .. 256
     int32_t threads;              // 1: ranks are threads of this process; 0: forked processes
     int32_t grace_ms;             // if one rank fails, the others get so long to end. 0: 1000
     const fsdp_world_desc *world; // NULL: defaults. fsdp_spawn sets rank, world_size, job, threads
@@ -1726,7 +1727,7 @@ struct fsdp_param_view {
                                         // in hooks) finalize_backward has not run yet
 };
 
-/* fsdp_view_index - row-major index of element k of the view's block in the full tensor
+/* fsdp_view_index - row-major index of element k of the view's block in the full tensor; NULL: -1
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
@@ -3768,12 +3769,8 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    if (max == 0x7FFFFFFF)
-        fsdpi_say(error, "[E501] variable %s is '%s', expected an integer of at least %d", name,
-                  text, min);
-    else
-        fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
-                  text, min, max);
+    fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name, text,
+              min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 
@@ -6133,15 +6130,17 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
+// A file that grows beyond this limit gets the process killed.
+static int fsdpi_shm_files_are_limited(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    return limit[0] != UINT64_MAX;
+}
+#define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
+
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
-    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
-    if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(
-            &c->base, FSDP_ERR_UNSUPPORTED,
-            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
@@ -6278,6 +6277,8 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
+    if (fsdpi_shm_files_are_limited()) // the common block alone may be too large
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
     if (w->fd < 0)
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
@@ -6370,7 +6371,11 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
-    return fsdpi_shm_enter(c);
+    fsdp_status status = fsdpi_shm_enter(c);
+    // Behind it the others are told; before, they would wait until the deadline.
+    if (!status && fsdpi_shm_files_are_limited())
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
+    return status;
 }
 
 // Cores that this process may run on.
@@ -6803,11 +6808,11 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!status)
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
-    if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
+    if (!fn || d.num_ranks < 1 || d.num_ranks > FSDPI_MAX_SRCS || d.grace_ms < 0)
         return fsdpi_bad(NULL,
                          "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
-                         "num_ranks >= 1, grace_ms >= 0 and a function",
-                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+                         "num_ranks from 1 to %d, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
@@ -11230,6 +11235,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
 
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     int64_t index = 0, stride = 1;
+    if (!view) return -1;
     for (int d = view->ndim - 1; d >= 0; d--) {
         int64_t size = view->local_shape[d] ? view->local_shape[d] : 1;
         index += (view->start[d] + k % size) * stride;

@@ -449,7 +449,8 @@ static void become_rank(int local, pid_t parent, int errors, char **argv) {
     int null = local > 0 ? open("/dev/null", O_RDONLY | O_CLOEXEC) : -1;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    if (local == 0 || dup2(null, STDIN_FILENO) == STDIN_FILENO) execvp(argv[0], argv);
+    if (local == 0 || (null >= 0 && dup2(null, STDIN_FILENO) == STDIN_FILENO))
+        execvp(argv[0], argv);
     int error = errno;
     ssize_t done = write(errors, &error, sizeof error);
     (void)done;

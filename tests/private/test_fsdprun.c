@@ -632,6 +632,21 @@ static void close_some(void) {
         if (closed >> fd & 1) close(fd);
 }
 
+/* Whatever lacks a descriptor, the reason is told. */
+static rlim_t most_files;
+static void limit_files(void) {
+    struct rlimit limit = {most_files, most_files};
+    (void)setrlimit(RLIMIT_NOFILE, &limit);
+}
+TEST(fsdprun, too_few_descriptors) {
+    prepare = limit_files, most_files = 6; /* the first numbers fail earlier */
+    do {
+        CHECK(RUN("-n", "2", "true") != 0);
+        most_files++;
+    } while (!strstr(output, "[E540]"));
+    says("the system cannot start 'true': Too many open files");
+}
+
 static const struct {
     const char *name;
     int closed;
