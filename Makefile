@@ -411,24 +411,23 @@ quiet-deps: | $(BUILD)
 deps: ## install what tests and figures use (Debian, as root or by sudo)
 	@tools/deps.sh
 
+# In quotes, as a path may hold blanks: without them uninstall removes what stands behind one.
+INTO := "$(DESTDIR)$(PREFIX)"
 install: ## headers, tools and fsdp.pc below $DESTDIR$PREFIX
-	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/plan \
-	    include/fsdp/dtensor include/fsdp/checkpoint include/fsdp/backends share/pkgconfig)
-	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
-	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
-	install -m 644 plan/*.h $(DESTDIR)$(PREFIX)/include/fsdp/plan
-	install -m 644 dtensor/*.h $(DESTDIR)$(PREFIX)/include/fsdp/dtensor
-	install -m 644 checkpoint/*.h $(DESTDIR)$(PREFIX)/include/fsdp/checkpoint
+	mkdir -p $(foreach d,include/fsdp/core include/fsdp/plan include/fsdp/dtensor include/fsdp/checkpoint \
+	    include/fsdp/backends share/pkgconfig,$(INTO)/$d)
+	install -m 644 $(HEADERS) $(INTO)/include/fsdp
+	install -m 644 core/*.h $(INTO)/include/fsdp/core
+	install -m 644 plan/*.h $(INTO)/include/fsdp/plan
+	install -m 644 dtensor/*.h $(INTO)/include/fsdp/dtensor
+	install -m 644 checkpoint/*.h $(INTO)/include/fsdp/checkpoint
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
-	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
-	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \
-	    >$(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc
-	$(if $(TOOLS),$(MAKE) $(TOOLS) && install -d $(DESTDIR)$(PREFIX)/bin && \
-	    install -m 755 $(TOOLS) $(DESTDIR)$(PREFIX)/bin)
+	    install -m 644 $b $(INTO)/include/fsdp/backends;)
+	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in >$(INTO)/share/pkgconfig/fsdp.pc
+	$(if $(TOOLS),$(MAKE) $(TOOLS) && install -d $(INTO)/bin && install -m 755 $(TOOLS) $(INTO)/bin)
 uninstall:
-	rm -rf $(DESTDIR)$(PREFIX)/include/fsdp
-	rm -f $(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc \
-	    $(patsubst tools/%,$(DESTDIR)$(PREFIX)/bin/%,$(TOOLS))
+	rm -rf $(INTO)/include/fsdp
+	rm -f $(INTO)/share/pkgconfig/fsdp.pc $(foreach t,$(TOOLS:tools/%=%),$(INTO)/bin/$t)
 
 format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] examples/*.[ch] \

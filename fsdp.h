@@ -165,7 +165,7 @@ ENVIRONMENT
 
 ERRORS
     Functions return fsdp_status. The text of an error names the rank, the unit, the operation, the
-    expected value and the actual one. The library logs it once and keeps it for fsdp_last_error.
+    expected value and the actual one. Each rank logs it once and keeps it for fsdp_last_error.
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
     at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
@@ -266,7 +266,8 @@ typedef struct fsdp_clock {
     void *user;
 } fsdp_clock;
 
-// Every desc: all zero is valid. size 0 means sizeof of this header's struct. Canaries stay 0.
+// Every desc here: all zero is valid; others may have a function for defaults, as fsdp_adamw_desc.
+// size 0 means sizeof of this header's struct. Canaries stay 0.
 typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
@@ -333,7 +334,7 @@ typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // returns 0 for succ
 
 typedef struct fsdp_spawn_desc {
     uint32_t size, start_canary;
-    int32_t num_ranks;            // >= 1
+    int32_t num_ranks;            // 1 .. 256
     int32_t threads;              // 1: ranks are threads of this process; 0: forked processes
     int32_t grace_ms;             // if one rank fails, the others get so long to end. 0: 1000
     const fsdp_world_desc *world; // NULL: defaults. fsdp_spawn sets rank, world_size, job, threads
@@ -670,7 +671,7 @@ struct fsdp_param_view {
                                         // in hooks) finalize_backward has not run yet
 };
 
-/* fsdp_view_index - row-major index of element k of the view's block in the full tensor
+/* fsdp_view_index - row-major index of element k of the view's block in the full tensor; NULL: -1
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
@@ -1101,7 +1102,7 @@ typedef struct fsdp_event {
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
     X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
-    X(GIVEN, "lr or another setting of the optimizer, or how often it stepped (fsdp_agree)")
+    X(GIVEN, "lr or another setting of the optimizer or clip, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X

@@ -323,7 +323,8 @@ FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler);
    Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE: already done in this step (call update
                first), a unit is not idle, or no rank has a gradient (then nothing changes);
                collective errors
-   Collective  yes: every rank of the world; one all-reduce of two numbers
+   Collective  yes: every rank of the world; one all-reduce of 12 numbers. Ranks also compare their
+               scalers in it. If these differ, all ranks get MISMATCH with what differs
    Blocks      yes, at most timeout_ms      Allocates no
    Source      torch: GradScaler.unscale_, found_inf_reduce_handler */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler);
@@ -1487,6 +1488,38 @@ static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
     return fsdp_transfer(g->model, g->verdict, &none, sizeof none);
 }
 
+static void fsdpi_scaler_numbers(const fsdp_grad_scaler_state *s, double *n) {
+    n[0] = s->scale;
+    n[1] = s->growth_factor;
+    n[2] = s->backoff_factor;
+    n[3] = s->growth_interval;
+    n[4] = s->growth_tracker;
+}
+
+// The maxima of found and any over all ranks. In the same collective ranks compare their states:
+// the largest number and the negative of the smallest one.
+static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what, int32_t *found,
+                                     int32_t *any) {
+    static const char *const fields[5] = {"scale", "growth_factor", "backoff_factor",
+                                          "growth_interval", "growth_tracker"};
+    fsdp_world *w = fsdp_model_world(g->model);
+    double most[12];
+    fsdpi_scaler_numbers(&g->state, most);
+    for (int i = 0; i < 5; i++) most[5 + i] = -most[i];
+    most[10] = *found;
+    most[11] = *any;
+    fsdp_status status = fsdp_all_reduce(w, NULL, most, 12, FSDP_F64, FSDP_MAX);
+    *found = (int32_t)most[10];
+    *any = (int32_t)most[11];
+    for (int i = 0; i < 5 && !status; i++)
+        if (most[i] > -most[5 + i])
+            status = fsdp_fail(w, FSDP_ERR_MISMATCH,
+                               "[E949] %s: ranks disagree about %s: it is %g on one and %g on "
+                               "another: give all of them the same desc and state",
+                               what, fields[i], -most[5 + i], most[i]);
+    return status;
+}
+
 // What a checkpoint writes: the state as numbers.
 static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
                                      fsdp_state_item *item) {
@@ -1503,11 +1536,7 @@ static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
         return fsdp_grad_scaler_set_state(g, &s);
     }
     if (index > 0) return FSDP_OK;
-    n[0] = g->state.scale;
-    n[1] = g->state.growth_factor;
-    n[2] = g->state.backoff_factor;
-    n[3] = g->state.growth_interval;
-    n[4] = g->state.growth_tracker;
+    fsdpi_scaler_numbers(&g->state, n);
     item->name = "state";
     item->dtype = FSDP_F64;
     item->memory = FSDP_MEMORY_HOST;
@@ -1607,7 +1636,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
         seen[1] = 1;
     }
     if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
-    if (!status) status = fsdp_all_reduce(w, NULL, seen, 2, FSDP_I32, FSDP_MAX);
+    if (!status) status = fsdpi_scaler_meet(scaler, name, &seen[0], &seen[1]);
     if (status) return status;
     if (!seen[1])
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,

@@ -164,7 +164,7 @@ typedef struct fsdp_box_overlap {
    fsdp_box_next  - the next run, in row-major order
    ndim        0 .. FSDP_MAX_DIMS; with 0 there is one element
    src_start, src_shape, dst_start, dst_shape  [ndim] in the whole tensor. A box with a negative
-               number, one above 2^62, or more than 2^62 elements shares nothing
+               number, one above 2^62, or more than 2^62 elements shares nothing; so does NULL
    Result      next: 1; 0: that was the last run, and the overlap is at its first one again
    Note        if (o.rows) do copy o.elements from src + o.src to dst + o.dst;
                while (fsdp_box_next(&o));
@@ -344,7 +344,9 @@ FSDP_API void fsdp_box_begin(int ndim, const int64_t *src_start, const int64_t *
                              const int64_t *dst_start, const int64_t *dst_shape,
                              fsdp_box_overlap *out) {
     int64_t size[FSDP_MAX_DIMS], src[FSDP_MAX_DIMS], dst[FSDP_MAX_DIMS], src_step = 1, dst_step = 1;
+    if (!out) return;
     memset(out, 0, sizeof *out);
+    if (ndim > 0 && (!src_start || !src_shape || !dst_start || !dst_shape)) return;
     if (ndim < 0 || ndim > FSDP_MAX_DIMS || !fsdpi_box_possible(ndim, src_start, src_shape) ||
         !fsdpi_box_possible(ndim, dst_start, dst_shape))
         return;
@@ -375,7 +377,7 @@ FSDP_API void fsdp_box_begin(int ndim, const int64_t *src_start, const int64_t *
 }
 
 FSDP_API int fsdp_box_next(fsdp_box_overlap *o) {
-    for (int d = o->outer - 1; d >= 0; d--) {
+    for (int d = o ? o->outer - 1 : -1; d >= 0; d--) {
         o->src += o->src_step[d];
         o->dst += o->dst_step[d];
         if (++o->at[d] < o->size[d]) return 1;

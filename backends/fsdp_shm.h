@@ -913,15 +913,17 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
+// A file that grows beyond this limit gets the process killed.
+static int fsdpi_shm_files_are_limited(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    return limit[0] != UINT64_MAX;
+}
+#define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
+
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
-    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
-    if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(
-            &c->base, FSDP_ERR_UNSUPPORTED,
-            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
@@ -1058,6 +1060,8 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
+    if (fsdpi_shm_files_are_limited()) // the common block alone may be too large
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
     if (w->fd < 0)
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
@@ -1155,7 +1159,11 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
-    return fsdpi_shm_enter(c);
+    fsdp_status status = fsdpi_shm_enter(c);
+    // Behind it the others are told; before, they would wait until the deadline.
+    if (!status && fsdpi_shm_files_are_limited())
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
+    return status;
 }
 
 // Cores that this process may run on.

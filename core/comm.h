@@ -80,7 +80,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
-    uint64_t given = op->unit ? op->given : 0;
+    uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
     c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
     memcpy(c.agree, op->agree, sizeof c.agree);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);

@@ -22,12 +22,8 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    if (max == 0x7FFFFFFF)
-        fsdpi_say(error, "[E501] variable %s is '%s', expected an integer of at least %d", name,
-                  text, min);
-    else
-        fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
-                  text, min, max);
+    fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name, text,
+              min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 

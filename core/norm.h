@@ -21,21 +21,21 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
 }
 
 // Sum (or maximum) of m->scalar over one group.
-static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size) {
+static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *comm, int size) {
     fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
     fsdpi_work one = {NULL, NULL, 0, 1};
     int is_max = !fsdpi_is_finite(m->norm_type);
     fsdp_dtype dtype = is_max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
     if (size == 1) return FSDP_OK;
     op.redop = is_max ? FSDP_MAX : FSDP_SUM;
-    op.in_place = 1;
+    op.in_place = 1, op.given = given;
     op.comm = comm;
     op.group_size = size;
     return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
 }
 
 // Of all gradients: the sum of |g|^p, or the maximum, to m->scalar. Nobody waits.
-static fsdp_status fsdpi_norm(fsdp_model *m) {
+static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     const fsdp_mesh *mesh = m->info.mesh;
     fsdp_status status = FSDP_OK;
     int num = 0, accumulate = 0;
@@ -61,12 +61,12 @@ static fsdp_status fsdpi_norm(fsdp_model *m) {
         status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
                                  0, 1, 0);
     if (!status && !m->mixed)
-        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size);
+        status = fsdpi_norm_reduce(m, given, m->shard_reduce_comm, m->info.shard_mesh_size);
     else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
-        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size);
+        status = fsdpi_norm_reduce(m, given, m->world->reduce_comm, m->world->size);
     else
         for (int d = 0; d < mesh->ndim && !status; d++)
-            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d]);
+            status = fsdpi_norm_reduce(m, given, mesh->reduce_comm[d], mesh->shape[d]);
     return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
@@ -125,8 +125,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
+    // Ranks compare this in the norm's collective, and replicas that it leaves out in the next one.
+    const double settings[3] = {d.max_norm, d.norm_type, d.error_if_nonfinite};
+    uint64_t given = 1, bits[3];
+    memcpy(bits, settings, sizeof bits);
+    for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);
+    model->given = fsdpi_hash(model->given, given);
     model->norm_type = d.norm_type;
-    status = fsdpi_norm(model);
+    status = fsdpi_norm(model, given);
     if (status) model->norm_type = 0;
     if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
     int is_bad = !status && !fsdpi_is_finite(total);

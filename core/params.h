@@ -153,6 +153,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
 
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     int64_t index = 0, stride = 1;
+    if (!view) return -1;
     for (int d = view->ndim - 1; d >= 0; d--) {
         int64_t size = view->local_shape[d] ? view->local_shape[d] : 1;
         index += (view->start[d] + k % size) * stride;

@@ -216,11 +216,11 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!status)
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
-    if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
+    if (!fn || d.num_ranks < 1 || d.num_ranks > FSDPI_MAX_SRCS || d.grace_ms < 0)
         return fsdpi_bad(NULL,
                          "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
-                         "num_ranks >= 1, grace_ms >= 0 and a function",
-                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+                         "num_ranks from 1 to %d, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);

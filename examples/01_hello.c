@@ -1,7 +1,7 @@
 /* 01_hello.c - the smallest trainer: each layer is sharded, gathered when used, and freed after it
-   cc -O2 -I. examples/01_hello.c -o hello -pthread -lm
-   ./hello                         one rank
-   tools/fsdprun -n 4 ./hello      four ranks, each with a quarter of every matrix
+   cc -O2 -I. examples/01_hello.c -o 01_hello -pthread -lm
+   ./01_hello                         one rank
+   tools/fsdprun -n 4 ./01_hello      four ranks, each with a quarter of every matrix
 
    SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION

@@ -1,5 +1,5 @@
 /* 02_mlp.c - mixed precision and gradient accumulation, on 4 ranks and on 1 with the same result
-   cc -O2 -I. examples/02_mlp.c -o mlp -pthread -lm && ./mlp
+   cc -O2 -I. examples/02_mlp.c -o 02_mlp -pthread -lm && ./02_mlp
 
    A multilayer perceptron learns sin(3x)*cos(2y). Master weights and optimizer are f32 and sharded;
    layers see bf16 weights and write bf16 gradients, which travel and are averaged in f32. A step

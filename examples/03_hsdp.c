@@ -1,5 +1,5 @@
 /* 03_hsdp.c - hybrid sharding (HSDP): sharded over 2 ranks, replicated on 2 such groups
-   cc -O2 -I. examples/03_hsdp.c -o hsdp -pthread -lm && ./hsdp
+   cc -O2 -I. examples/03_hsdp.c -o 03_hsdp -pthread -lm && ./03_hsdp
 
    Four ranks train the same model twice. Plain FSDP shards it over all of them. HSDP arranges them
    as a 2-D mesh, whose dim 0 replicates and whose dim 1 shards:

@@ -1,5 +1,5 @@
 /* 04_accumulate.c - gradients of several microbatches: three ways, one result
-   cc -O2 -I. examples/04_accumulate.c -o accumulate -pthread -lm && ./accumulate
+   cc -O2 -I. examples/04_accumulate.c -o 04_accumulate -pthread -lm && ./04_accumulate
 
    A step takes 4 microbatches. Reducing each one over the ranks is right, but only the sum counts:
    fsdp_set_requires_gradient_sync(model, NULL, 0) leaves gradients where they are until the last

@@ -1,7 +1,7 @@
 /* 05_lora.c - fine-tuning by low-rank adapters: a frozen bf16 base, small trainable matrices
-   cc -O2 -I. examples/05_lora.c -o lora -pthread -lm
-   ./lora                          one rank
-   tools/fsdprun -n 4 ./lora       four ranks, each with a quarter of every matrix
+   cc -O2 -I. examples/05_lora.c -o 05_lora -pthread -lm
+   ./05_lora                          one rank
+   tools/fsdprun -n 4 ./05_lora       four ranks, each with a quarter of every matrix
 
    A layer is y = x + W x + B (A x), where W (C,C) is frozen and A (R,C), B (C,R) are adapters. All
    of it is sharded and gathered alike, whatever the dtypes; but only adapters have gradients and

@@ -1,5 +1,5 @@
 /* 06_ddp.c - DDP: an all-reduce for each layer, and for each bucket of layers, with the same losses
-   cc -O2 -I. examples/06_ddp.c -o ddp -pthread -lm && ./ddp
+   cc -O2 -I. examples/06_ddp.c -o 06_ddp -pthread -lm && ./06_ddp
 
    Four ranks hold all parameters, and each sees samples of its own. 24 small layers have 48
    gradients of 16 or 256 numbers. Layer by layer these are 24 messages in each step. In buckets

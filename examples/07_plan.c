@@ -1,11 +1,11 @@
 /* 07_plan.c - a step that is recorded and replayed: fewer gathers, the same bits
-   cc -O2 -I. examples/07_plan.c -o plan -pthread -lm && ./plan
+   cc -O2 -I. examples/07_plan.c -o 07_plan -pthread -lm && ./07_plan
 
    A net uses its three layers as 0 0 1 1 2 2 0 1 2 0 1 2. By calls each use gathers its layer twice,
    in forward and in backward. A plan knows the whole step: it keeps what is needed soonest, as far
    as memory allows. The trainer says one line more. The same training runs by calls, from a plan
    in the memory that calls take, and from one that may take two slots more.
-   ./plan FILE also writes the first plan as text (docs/plan.md reads one).
+   ./07_plan FILE also writes the first plan as text (docs/plan.md reads one).
 
    SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION

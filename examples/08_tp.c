@@ -1,5 +1,5 @@
 /* 08_tp.c - tensor parallelism and FSDP at the same time: an MLP with sequence parallel on 2 x 2
-   cc -O2 -I. examples/08_tp.c -o tp -pthread -lm && ./tp
+   cc -O2 -I. examples/08_tp.c -o 08_tp -pthread -lm && ./08_tp
 
    y = x + w2 tanh(w1 (x * g)), with w1 cut by rows (column-parallel), w2 by columns (row-parallel)
    over the 2 ranks of tp; g is whole on each. FSDP shards all of it over the 2 ranks of dp. Between

@@ -1,9 +1,9 @@
 /* 09_checkpoint.c - save while training goes on, then go on with the same ranks and with fewer
-   cc -O2 -I. examples/09_checkpoint.c -o checkpoint -pthread -lm && ./checkpoint
+   cc -O2 -I. examples/09_checkpoint.c -o 09_checkpoint -pthread -lm && ./09_checkpoint
 
    A training of 40 steps on 4 ranks saves behind each 10 of them, asynchronously. Then it is started
    again from step 20: 4 ranks compute the same bits as before, 3 ranks the same but for rounding.
-   ./checkpoint DIR keeps the files in DIR, to look at.
+   ./09_checkpoint DIR keeps the files in DIR, to look at.
 
    SPDX-License-Identifier: MIT */
 #define _DEFAULT_SOURCE // mkdtemp

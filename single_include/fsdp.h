@@ -173,7 +173,7 @@ ENVIRONMENT
 
 ERRORS
     Functions return fsdp_status. The text of an error names the rank, the unit, the operation, the
-    expected value and the actual one. The library logs it once and keeps it for fsdp_last_error.
+    expected value and the actual one. Each rank logs it once and keeps it for fsdp_last_error.
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
     at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
@@ -1322,7 +1322,8 @@ typedef struct fsdp_clock {
     void *user;
 } fsdp_clock;
 
-// Every desc: all zero is valid. size 0 means sizeof of this header's struct. Canaries stay 0.
+// Every desc here: all zero is valid; others may have a function for defaults, as fsdp_adamw_desc.
+// size 0 means sizeof of this header's struct. Canaries stay 0.
 typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
@@ -1389,7 +1390,7 @@ typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // returns 0 for succ
 
 typedef struct fsdp_spawn_desc {
     uint32_t size, start_canary;
-    int32_t num_ranks;            // >= 1
+    int32_t num_ranks;            // 1 .. 256
     int32_t threads;              // 1: ranks are threads of this process; 0: forked processes
     int32_t grace_ms;             // if one rank fails, the others get so long to end. 0: 1000
     const fsdp_world_desc *world; // NULL: defaults. fsdp_spawn sets rank, world_size, job, threads
@@ -1726,7 +1727,7 @@ struct fsdp_param_view {
                                         // in hooks) finalize_backward has not run yet
 };
 
-/* fsdp_view_index - row-major index of element k of the view's block in the full tensor
+/* fsdp_view_index - row-major index of element k of the view's block in the full tensor; NULL: -1
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
@@ -2157,7 +2158,7 @@ typedef struct fsdp_event {
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
     X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
-    X(GIVEN, "lr or another setting of the optimizer, or how often it stepped (fsdp_agree)")
+    X(GIVEN, "lr or another setting of the optimizer or clip, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
@@ -3788,12 +3789,8 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    if (max == 0x7FFFFFFF)
-        fsdpi_say(error, "[E501] variable %s is '%s', expected an integer of at least %d", name,
-                  text, min);
-    else
-        fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
-                  text, min, max);
+    fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name, text,
+              min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 
@@ -6153,15 +6150,17 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
+// A file that grows beyond this limit gets the process killed.
+static int fsdpi_shm_files_are_limited(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    return limit[0] != UINT64_MAX;
+}
+#define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
+
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
-    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
-    if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(
-            &c->base, FSDP_ERR_UNSUPPORTED,
-            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
@@ -6298,6 +6297,8 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
+    if (fsdpi_shm_files_are_limited()) // the common block alone may be too large
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
     if (w->fd < 0)
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
@@ -6395,7 +6396,11 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
-    return fsdpi_shm_enter(c);
+    fsdp_status status = fsdpi_shm_enter(c);
+    // Behind it the others are told; before, they would wait until the deadline.
+    if (!status && fsdpi_shm_files_are_limited())
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
+    return status;
 }
 
 // Cores that this process may run on.
@@ -6828,11 +6833,11 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!status)
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
-    if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
+    if (!fn || d.num_ranks < 1 || d.num_ranks > FSDPI_MAX_SRCS || d.grace_ms < 0)
         return fsdpi_bad(NULL,
                          "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
-                         "num_ranks >= 1, grace_ms >= 0 and a function",
-                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+                         "num_ranks from 1 to %d, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
@@ -6938,7 +6943,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
-    uint64_t given = op->unit ? op->given : 0;
+    uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
     c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
     memcpy(c.agree, op->agree, sizeof c.agree);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
@@ -10995,21 +11000,21 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
 }
 
 // Sum (or maximum) of m->scalar over one group.
-static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size) {
+static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *comm, int size) {
     fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
     fsdpi_work one = {NULL, NULL, 0, 1};
     int is_max = !fsdpi_is_finite(m->norm_type);
     fsdp_dtype dtype = is_max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
     if (size == 1) return FSDP_OK;
     op.redop = is_max ? FSDP_MAX : FSDP_SUM;
-    op.in_place = 1;
+    op.in_place = 1, op.given = given;
     op.comm = comm;
     op.group_size = size;
     return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
 }
 
 // Of all gradients: the sum of |g|^p, or the maximum, to m->scalar. Nobody waits.
-static fsdp_status fsdpi_norm(fsdp_model *m) {
+static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     const fsdp_mesh *mesh = m->info.mesh;
     fsdp_status status = FSDP_OK;
     int num = 0, accumulate = 0;
@@ -11035,12 +11040,12 @@ static fsdp_status fsdpi_norm(fsdp_model *m) {
         status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
                                  0, 1, 0);
     if (!status && !m->mixed)
-        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size);
+        status = fsdpi_norm_reduce(m, given, m->shard_reduce_comm, m->info.shard_mesh_size);
     else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
-        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size);
+        status = fsdpi_norm_reduce(m, given, m->world->reduce_comm, m->world->size);
     else
         for (int d = 0; d < mesh->ndim && !status; d++)
-            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d]);
+            status = fsdpi_norm_reduce(m, given, mesh->reduce_comm[d], mesh->shape[d]);
     return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
@@ -11099,8 +11104,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
+    // Ranks compare this in the norm's collective, and replicas that it leaves out in the next one.
+    const double settings[3] = {d.max_norm, d.norm_type, d.error_if_nonfinite};
+    uint64_t given = 1, bits[3];
+    memcpy(bits, settings, sizeof bits);
+    for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);
+    model->given = fsdpi_hash(model->given, given);
     model->norm_type = d.norm_type;
-    status = fsdpi_norm(model);
+    status = fsdpi_norm(model, given);
     if (status) model->norm_type = 0;
     if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
     int is_bad = !status && !fsdpi_is_finite(total);
@@ -11286,6 +11297,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
 
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     int64_t index = 0, stride = 1;
+    if (!view) return -1;
     for (int d = view->ndim - 1; d >= 0; d--) {
         int64_t size = view->local_shape[d] ? view->local_shape[d] : 1;
         index += (view->start[d] + k % size) * stride;

@@ -257,6 +257,52 @@ TEST_P(agree, optimizers, settings) {
     lab_run(2, NULL, optim_rank, &job);
 }
 
+/* Of fsdp_clip_grads; rank 0 differs. Replicas have no collective in it, and hear it in the next. */
+static const struct {
+    const char *name;
+    double max_norm, norm_type;
+    int32_t error_if_nonfinite, replicas;
+} clips[] = {{"same", 1, 0, 0, 0},           {"max_norm", 4, 2, 0, 0},
+             {"norm_type", 1, 3, 0, 0},      {"error_if_nonfinite", 1, 2, 1, 0},
+             {"same_of_replicas", 1, 2, 0, 1}, {"max_norm_of_replicas", 4, 2, 0, 1}};
+typedef struct {
+    fsdp_clip_desc odd;
+    int replicas, differs;
+} clip_job;
+static void clip_rank(lab_rank *r) {
+    const clip_job *job = (const clip_job *)r->arg;
+    fsdp_clip_desc d = FSDP_ZERO;
+    fsdp_model *m;
+    fsdp_unit *u;
+    d.max_norm = 1, d.norm_type = 2;
+    make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
+    lab_forward(r->w, u);
+    lab_backward(r->w, u);
+    CHECK_OK(fsdp_finalize_backward(m));
+    fsdp_status status = fsdp_clip_grads(m, r->rank ? &d : &job->odd, NULL);
+    if (job->replicas) {
+        CHECK_OK(status);
+        CALL(r->w, fsdp_zero_grad(m));
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int i = 0; i < 2; i++) (void)fsdp_grad(u, i);
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+    }
+    CHECK_STATUS(status, job->differs ? FSDP_ERR_MISMATCH : FSDP_OK);
+    if (status)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "setting of the optimizer or clip"), "%s",
+                  fsdp_last_error(r->w));
+    end_with(r, status);
+}
+
+TEST_P(agree, clip, clips) {
+    clip_job job = {FSDP_ZERO, row->replicas, strncmp(row->name, "same", 4) != 0};
+    job.odd.max_norm = row->max_norm, job.odd.norm_type = row->norm_type;
+    job.odd.error_if_nonfinite = row->error_if_nonfinite;
+    lab_run(2, NULL, clip_rank, &job);
+}
+
 /* Stages of a pipeline have models and optimizers of their own, and clip together. */
 static void stages_rank(lab_rank *r) {
     const fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "pp", "dp");

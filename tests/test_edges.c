@@ -96,6 +96,8 @@ static void large_factor(lab_rank *r) {
         CALL(x.w, fsdp_zero_grad(x.m));
     }
 }
+TEST(edges, index_of_no_view) { CHECK_EQ_INT(fsdp_view_index(NULL, 3), -1); }
+
 TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
 
 /* More parameters than counts that are read at a time; each rank used others. */

@@ -173,6 +173,27 @@ def test_uninstall():
     make(f"install {where}")
     check(os.path.exists("stage/usr/include/fsdp/core/dtype.h"), "nothing below DESTDIR")
     make(f"uninstall {where}")
+    nothing_left()
+
+
+@needs()
+def test_uninstall_from_a_path_with_blanks():
+    """What the path begins with may be somebody's folder, and so may what stands behind the blank."""
+    where = f"DESTDIR='{os.getcwd()}/a b' PREFIX='/stage x'"
+    for folder in ("a", "a b/stage"):
+        os.makedirs(folder)
+    with open("a/mine", "w", encoding="utf-8"), open("a b/stage/mine", "w", encoding="utf-8"):
+        pass
+    make(f"install {where}")
+    check(os.path.exists("a b/stage x/include/fsdp/core/dtype.h"), "nothing below DESTDIR")
+    check(os.access("a b/stage x/bin/fsdprun", os.X_OK), "no tools below DESTDIR")
+    make(f"uninstall {where}")
+    check(os.path.exists("a/mine") and os.path.exists("a b/stage/mine"), "a stranger's file is gone")
+    os.rename("a b/stage x", "stage")
+    nothing_left()
+
+
+def nothing_left():
     left = [os.path.join(where, n) for where, _, names in os.walk("stage") for n in names]
     left += [where for where, _, _ in os.walk("stage") if "fsdp" in where.split("stage", 1)[1]]
     check(not left, f"left behind: {left}")

@@ -1319,6 +1319,20 @@ static const struct {
     {0, {0}, {0}, 1, 1, 0, 0, 0, 0},
 };
 
+TEST(boxes, null) {
+    const int64_t one[1] = {1};
+    fsdp_box_overlap o;
+    fsdp_box_begin(1, one, one, one, one, NULL);
+    for (int k = 0; k < 4; k++) {
+        memset(&o, 1, sizeof o);
+        fsdp_box_begin(1, k == 0 ? NULL : one, k == 1 ? NULL : one, k == 2 ? NULL : one,
+                       k == 3 ? NULL : one, &o);
+        CHECK_EQ_INT(o.rows, 0);
+    }
+    fsdp_box_begin(0, NULL, NULL, NULL, NULL, &o);
+    CHECK_EQ_INT(o.rows, 1);
+    CHECK_EQ_INT(fsdp_box_next(NULL), 0);
+}
 TEST(boxes, resharding) {
     for (int64_t i = 0; i < COUNT(reshards); i++) {
         int n = reshards[i].ndim;

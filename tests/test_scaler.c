@@ -402,6 +402,35 @@ TEST(scaler, one_collective) {
     launch(4, MESH_MIXED, FSDP_F32, 0, 0, one_collective);
 }
 
+/* Rank 0 differs in one number of its state; in row 0 in none. */
+static void different(job *j) {
+    static const char *const names[] = {"growth_tracker", "scale", "growth_factor",
+                                        "backoff_factor", "growth_interval"};
+    for (int n = 0; n < 6; n++) {
+        fsdp_grad_scaler_state s = {256, 2, 0.5, 10, 0};
+        make_model(j);
+        CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &j->scaler));
+        if (j->rank == 0 && n == 1) s.growth_tracker = 1;
+        if (j->rank == 0 && n == 2) s.scale = 255;
+        if (j->rank == 0 && n == 3) s.growth_factor = 2.5;
+        if (j->rank == 0 && n == 4) s.backoff_factor = 0.25;
+        if (j->rank == 0 && n == 5) s.growth_interval = 11;
+        CALL(j->w, fsdp_grad_scaler_set_state(j->scaler, &s));
+        backward(j, 1);
+        const fsdp_status status = fsdp_grad_scaler_unscale(j->scaler);
+        CHECK_STATUS(status, n ? FSDP_ERR_MISMATCH : FSDP_OK);
+        if (n) {
+            CHECK_MSG(strstr(fsdp_last_error(j->w), names[n - 1]), "%s", fsdp_last_error(j->w));
+            CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
+        }
+        fsdp_model_destroy(j->model);
+    }
+}
+TEST(scaler, ranks_that_differ) {
+    launch(3, MESH_1D, FSDP_F32, 0, 0, different);
+    launch(4, MESH_HSDP, FSDP_F32, 0, 0, different);
+}
+
 /* At the ends of the range the scale stays. */
 static void ends(job *j) {
     static const struct {

@@ -264,6 +264,10 @@ TEST(spawn, bad_requests_are_refused) {
     fsdp_spawn_desc d = FSDP_ZERO;
     CHECK_STATUS(fsdp_spawn(&d, nothing, NULL), FSDP_ERR_INVALID_ARG);
     text_has("num_ranks is 0");
+    d.num_ranks = 257;
+    CHECK_STATUS(fsdp_spawn(&d, nothing, NULL), FSDP_ERR_INVALID_ARG);
+    text_has("num_ranks is 257");
+    text_has("from 1 to 256");
     d.num_ranks = 2;
     CHECK_STATUS(fsdp_spawn(&d, NULL, NULL), FSDP_ERR_INVALID_ARG);
     d.grace_ms = -1;

@@ -420,7 +420,7 @@ existing() { # FILE...: those that are there
 }
 
 list() {
-    printf 'text.%s\n' toc docs functions columns code licence layers extensions tests
+    printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests
     echo errors && echo report && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++

@@ -6,6 +6,8 @@
   functions  no function of fsdp.h and core/ is longer than 50 lines, of another header than 70
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
   code       every C block of the documents compiles; whole programs also run
+  commands   compile commands of documents and of first comments that are run in the root: their
+             sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
   layers     calls go down: no file of core/ includes anything of the project or names a backend,
              and only fsdp.h includes files of core/
@@ -224,6 +226,24 @@ def check_code():
     print("note: " + ", ".join(f"{n} of kind {kind}" for kind, n in count.items()))
     if count["program"] == 0:
         yield "fsdp.h: the manual's program was not found"
+
+
+def check_commands():
+    paths = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md") + HEADERS
+    paths += BACKENDS + glob.glob("examples/**/*.c*", recursive=True) + glob.glob("tools/*.c")
+    made = {name for path in paths for name in re.findall(r"\bmkdir (\w+)", read(path))}
+    count = 0
+    for path in sorted(paths):
+        for i, line in enumerate(lines_of(path)):
+            m = re.search(r"\b(?:g?cc|[cg]\+\+|nvcc) -.* -o (\S+)", line)
+            sources = re.findall(r"(?<=\s)\w+/\S+\.(?:cc|cu|c)\b", line) if m else []
+            count += len(sources)
+            for source in sources:
+                if not os.path.exists(source):
+                    yield f"{path}:{i + 1}: there is no {source}"
+            if sources and (os.path.isdir(m.group(1)) or m.group(1) in made):
+                yield f"{path}:{i + 1}: {m.group(1)} is a folder: choose another name behind -o"
+    print(f"note: {count} sources in commands")
 
 
 def check_licence():

@@ -369,29 +369,36 @@ static int descendants(process **out) {
     return found;
 }
 
+// far: only if it is not in the process group of this one.
+static void signal_one(pid_t pid, int sig, int far) {
+    if (!far || getpgid(pid) != getpgrp()) kill(pid, sig);
+}
+
 // To all of them: to parents first, so that no wrapper goes on with its next command. Returns the
 // first one, 0: there is none.
-static pid_t signal_descendants(int sig) {
+static pid_t signal_descendants(int sig, int far) {
     process *all = NULL;
     const int count = descendants(&all);
-    for (int k = 0; k < count; k++) kill(all[k].pid, sig);
+    for (int k = 0; k < count; k++) signal_one(all[k].pid, sig, far);
     const pid_t first = count ? all[0].pid : 0;
     free(all);
     return first;
 }
 
-static void signal_ranks(const job *j, int sig) {
+static void signal_ranks(const job *j, int sig, int far) {
     for (int r = 0; r < j->ranks; r++)
-        if (j->pids[r] > 0) kill(j->pids[r], sig);
+        if (j->pids[r] > 0) signal_one(j->pids[r], sig, far);
 }
 
 // Where /proc cannot be read, the ranks that were started are all that is known. Returns as above.
-static pid_t signal_all(const job *j, int sig) {
-    const pid_t first = signal_descendants(sig);
-    if (!first) signal_ranks(j, sig);
-    if (sig == SIGTERM) signal_all(j, SIGCONT); // a stopped process would not see it
+static pid_t signal_those(const job *j, int sig, int far) {
+    const pid_t first = signal_descendants(sig, far);
+    if (!first) signal_ranks(j, sig, far);
+    if (sig == SIGTERM) signal_those(j, SIGCONT, far); // a stopped process would not see it
     return first;
 }
+
+static pid_t signal_all(const job *j, int sig) { return signal_those(j, sig, 0); }
 
 static void complain_of_stuck(pid_t pid) {
     complain("[E546] process %ld was killed, and the system has not ended it within %d s",
@@ -442,7 +449,8 @@ static void become_rank(int local, pid_t parent, int errors, char **argv) {
     int null = local > 0 ? open("/dev/null", O_RDONLY | O_CLOEXEC) : -1;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    if (local == 0 || dup2(null, STDIN_FILENO) == STDIN_FILENO) execvp(argv[0], argv);
+    if (local == 0 || (null >= 0 && dup2(null, STDIN_FILENO) == STDIN_FILENO))
+        execvp(argv[0], argv);
     int error = errno;
     ssize_t done = write(errors, &error, sizeof error);
     (void)done;
@@ -581,10 +589,11 @@ static void pass_on(job *j, int sig, const siginfo_t *info) {
     if (!own) j->quiet = 1;
     if (sig == SIGTERM && j->kill_at == NEVER)
         j->term_at = NEVER, j->kill_at = now_ms() + grace_ms(j);
-    // A terminal, and who signals the whole group, reach the ranks as well.
-    if (info->si_pid != j->launcher) return;
-    if (own) signal_ranks(j, sig); // others would die of it
-    else signal_all(j, sig);
+    // A terminal, and who signals the whole group, reach all that is in it as well: each gets a
+    // Ctrl-C once.
+    const int far = info->si_pid != j->launcher;
+    if (!own) signal_those(j, sig, far);
+    else if (!far) signal_ranks(j, sig, 0); // others would die of it
 }
 
 static void look_after(job *j, const sigset_t *signals) {
@@ -658,7 +667,10 @@ static int watch(job *j, pid_t keeper, const sigset_t *signals, int has_others) 
     while (waitpid(keeper, &how, WNOHANG) == 0) {
         siginfo_t info;
         sig = sigwaitinfo(signals, &info);
-        if (sig > 0 && sig != SIGCHLD && info.si_code <= 0) kill(keeper, sig);
+        // A terminal signals the whole group, the keeper too. When it is gone, the kernel tells
+        // only the leader of the session.
+        const int alone = info.si_code <= 0 || (sig == SIGHUP && getsid(0) == getpid());
+        if (sig > 0 && sig != SIGCHLD && alone) kill(keeper, sig);
     }
     if (WIFEXITED(how)) return WEXITSTATUS(how);
     complain("[E548] process %ld, which looks after the ranks, was killed by signal %d (%s): all "

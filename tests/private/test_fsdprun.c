@@ -632,6 +632,21 @@ static void close_some(void) {
         if (closed >> fd & 1) close(fd);
 }
 
+/* Whatever lacks a descriptor, the reason is told. */
+static rlim_t most_files;
+static void limit_files(void) {
+    struct rlimit limit = {most_files, most_files};
+    (void)setrlimit(RLIMIT_NOFILE, &limit);
+}
+TEST(fsdprun, too_few_descriptors) {
+    prepare = limit_files, most_files = 6; /* the first numbers fail earlier */
+    do {
+        CHECK(RUN("-n", "2", "true") != 0);
+        most_files++;
+    } while (!strstr(output, "[E540]"));
+    says("the system cannot start 'true': Too many open files");
+}
+
 static const struct {
     const char *name;
     int closed;
@@ -817,21 +832,27 @@ TEST(fsdprun, a_reader_that_went_away_is_no_reason_to_end) {
 static int keyboard, orders[2], changes[2];
 static pid_t shell;
 
-static void be_shell(const char *slave, const char *script) {
+static void be_launcher(int tty, const char *script) {
+    signal(SIGTTOU, SIG_DFL);
+    for (int fd = 0; fd < 3; fd++) dup2(tty, fd);
+    execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
+    _exit(99);
+}
+
+static void be_shell(const char *slave, const char *script, int is_launcher) {
     char order;
     int status;
+    signal(SIGHUP, SIG_DFL), signal(SIGINT, SIG_DFL), signal(SIGQUIT, SIG_DFL); /* after nohup, & */
     signal(SIGTTOU, SIG_IGN);
     setsid();
     close(keyboard);
     int tty = open(slave, O_RDWR); /* becomes that of the session */
+    if (is_launcher) be_launcher(tty, script);
     pid_t job = fork();
     if (job == 0) {
         setpgid(0, 0);
         tcsetpgrp(tty, getpid());
-        signal(SIGTTOU, SIG_DFL);
-        for (int fd = 0; fd < 3; fd++) dup2(tty, fd);
-        execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
-        _exit(99);
+        be_launcher(tty, script);
     }
     setpgid(job, job);
     for (;;) {
@@ -846,16 +867,18 @@ static void be_shell(const char *slave, const char *script) {
     _exit(0);
 }
 
-static void start_shell(const char *script) {
+static void start_session(const char *script, int is_launcher) {
     CHECK(!pipe2(orders, O_CLOEXEC) && !pipe2(changes, O_CLOEXEC));
     keyboard = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
     CHECK(keyboard >= 0 && !grantpt(keyboard) && !unlockpt(keyboard));
     fcntl(keyboard, F_SETFL, O_NONBLOCK);
     const char *slave = ptsname(keyboard);
     shell = fork_holding();
-    if (shell == 0) be_shell(slave, script);
+    if (shell == 0) be_shell(slave, script, is_launcher);
     close(changes[1]), close(orders[0]);
 }
+
+static void start_shell(const char *script) { start_session(script, 0); }
 
 static void type_keys(const char *keys) {
     CHECK_EQ_INT(write(keyboard, keys, strlen(keys)), strlen(keys));
@@ -873,6 +896,8 @@ static void shows(const char *part, int times) {
 
 static int next_change(void) {
     int status = 0;
+    struct pollfd p = {changes[0], POLLIN, 0};
+    CHECK_EQ_INT(poll(&p, 1, 20000), 1);
     CHECK_EQ_INT(read(changes[0], &status, sizeof status), sizeof status);
     return status;
 }
@@ -914,6 +939,48 @@ TEST(fsdprun, a_terminal_that_is_closed_ends_it) {
     start_shell(reads);
     shows("reader=", 1), shows("other=", 1);
     close(keyboard);
+    CHECK(is_gone(shell, 20000));
+}
+
+/* As a terminal emulator starts a command: the kernel tells nobody else of the end. */
+TEST(fsdprun, a_closed_terminal_ends_the_leader_of_its_session) {
+    int status;
+    start_session(reads, 1);
+    shows("reader=", 1), shows("other=", 1);
+    close(keyboard);
+    CHECK(is_gone(shell, 20000));
+    CHECK_EQ_INT(waitpid(shell, &status, 0), shell);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + SIGHUP);
+}
+
+static const struct {
+    const char *name, *keys;
+    int sig;
+} keys[] = {{"INT", "\x03", SIGINT}, {"QUIT", "\x1c", SIGQUIT}};
+TEST_P(fsdprun, keys_reach_other_sessions, keys) {
+    start_shell("ulimit -c 0; exec setsid sh -c 'echo far=$$,; while :; do sleep 0.02; done'");
+    shows("far=", 2);
+    type_keys(row->keys);
+    int status = next_change();
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + row->sig);
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
+    CHECK(is_gone(shell, 20000));
+}
+
+/* The terminal has signalled those in the group. */
+TEST(fsdprun, a_key_is_one_signal) {
+    start_shell("n=0; trap 'n=$((n+1)); echo got=$n,' INT; trap 'echo end=$n,; exit 0' QUIT;"
+                "echo ready,; while :; do sleep 0.02; done");
+    shows("ready,", 2);
+    type_keys("\x03");
+    shows("got=", 2);
+    type_keys("\x1c");
+    shows("end=", 2);
+    CHECK_EQ_INT(count("end=1,"), 2);
+    CHECK(WIFEXITED(next_change()));
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
     CHECK(is_gone(shell, 20000));
 }
 

@@ -586,6 +586,27 @@ TEST(shm_faults, rank_missing_at_open) {
     }
 }
 
+/* Rank 0 makes the file; the others are told of one of them. */
+static void files_may_not_grow(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    struct rlimit limit = {1, RLIM_INFINITY};
+    const int victim = *(int *)s->extra;
+    rank_state r;
+    if (rank == victim) CHECK_EQ_INT(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    const fsdp_status status = victim || rank == 0 ? open_as(&r, s, rank, world) : FSDP_OK;
+    if (rank == victim) limit.rlim_cur = RLIM_INFINITY, (void)setrlimit(RLIMIT_FSIZE, &limit);
+    if (!victim && rank) return;
+    CHECK_STATUS(status, FSDP_ERR_UNSUPPORTED);
+    says(r.ops->error_text(NULL), victim ? "rank 1: [E607]" : "[E607]");
+}
+TEST(shm_faults, files_are_limited) {
+    for (int victim = 0; victim < 2; victim++) {
+        setup *s = make_setup(3, 0, 20000);
+        s->extra = &victim;
+        run(s, files_may_not_grow);
+    }
+}
+
 static void dies_in_open(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     rank_state r;
