@@ -75,6 +75,7 @@ typedef struct fsdp_file_ops {
     int (*make_dir)(void *user, const char *path);       // EEXIST if it is there
     int (*sync_dir)(void *user, const char *path);       // the names in it are on the disk
     int (*rename)(void *user, const char *from, const char *to); // fails if `to` is there
+    // is_dir 0: a file; a link itself; EISDIR for a directory. 1: an empty directory
     int (*remove)(void *user, const char *path, int is_dir);
     int (*list)(void *user, const char *path, int (*each)(void *arg, const char *name), void *arg);
 } fsdp_file_ops;
@@ -91,7 +92,7 @@ typedef struct fsdp_checkpoint_blob {
 
 // How a parameter is called in files, and where this rank's part lies in the whole tensor.
 typedef struct fsdp_checkpoint_place {
-    char name[FSDP_CHECKPOINT_NAME];   // in: see NAMES. out: "" leaves the parameter out
+    char name[FSDP_CHECKPOINT_NAME];   // in: see NAMES. out: "" leaves the parameter out. UTF-8
     int64_t shape[FSDP_MAX_DIMS];      // in: the parameter's. out: the whole tensor's
     int64_t start[FSDP_MAX_DIMS];      // in: 0. out: where the parameter begins in the whole
     int32_t replica, num_replicas;     // in: 0, 1. out: groups of ranks beside the unit's mesh that
@@ -127,9 +128,9 @@ typedef struct fsdp_checkpoint_desc {
    desc        NULL: defaults
    ck          the model owns it: it ends with fsdp_checkpoint_destroy or the model
    Result      FSDP_OK; INVALID_ARG (the text names the field, the blob or the parameter: two of one
-               name, a name that begins with "optim.state." or "fsdp.", a place outside of the
-               whole), UNSUPPORTED (a host that is not little endian), OUT_OF_MEMORY, errors of
-               commit. It fails on all ranks or on none
+               name, no name, a name that is not UTF-8, that is "__metadata__" or begins with
+               "optim.state." or "fsdp.", a place outside of the whole), UNSUPPORTED (a host that is
+               not little endian), OUT_OF_MEMORY, errors of commit. It fails on all ranks or on none
    Collective  yes: every rank of the world, each with its own model      Blocks no
    Allocates   tables      Source torch: torch.distributed.checkpoint, get_state_dict */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_create(fsdp_model *model,
@@ -149,12 +150,13 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck);
    fsdp_checkpoint_poll       - go on with a save under way without waiting for files. busy: out: 1:
                it is not complete yet; may be NULL
    fsdp_checkpoint_wait       - complete the save under way
-   dir         made if it is not there, but not its parent; equal on all ranks. step >= 0
+   dir         made if it is not there, but not its parent; equal on all ranks. step, too: 0 to 2^62
    Result      FSDP_OK (poll, wait: also if no save is under way). The same failure on every rank:
-               INVALID_STATE (a unit is not idle, or holds gradients that are not reduced),
-               INVALID_ARG (the step is there already; ranks or replicas write the same rows: the
-               text names the tensor), IO, OUT_OF_MEMORY: there is no such checkpoint, nothing of
-               it is left if files can be removed, and the world goes on. Collective errors
+               MISMATCH (dir or step differ between ranks; the text says how), INVALID_STATE (a unit
+               is not idle, or holds gradients that are not reduced), INVALID_ARG (the step is there
+               already; ranks or replicas write the same rows: the text names the tensor), IO,
+               OUT_OF_MEMORY: there is no such checkpoint, nothing of it is left if files can be
+               removed, and the world goes on. Collective errors
    Collective  yes: every rank of the world
    Blocks      save: until it is complete. save_async: until everything is copied; if stage_bytes is
                less than what this rank writes, until the rest is written. poll: no longer than the
@@ -209,12 +211,13 @@ typedef struct fsdp_checkpoint_load_desc {
 /* fsdp_checkpoint_load - fill parameters, states of extensions and blobs; ends with
                fsdp_params_changed
    path        a checkpoint directory of ours, one of PyTorch's in safetensors form, a directory of
-               Hugging Face, or one .safetensors file
-   desc        NULL: defaults
+               Hugging Face, or one .safetensors file; equal on all ranks
+   desc        NULL: defaults. Equal on all ranks: params_only, verify, whether there is a source
    States      if a parameter has no state in the checkpoint although others have (it was frozen, or
                never updated), its states become zero
-   Result      FSDP_OK; the same failure on every rank. INVALID_ARG: it is of another model: the
-               text names what is missing or has another shape or dtype. INVALID_STATE: a unit is
+   Result      FSDP_OK; the same failure on every rank. MISMATCH: what has to be equal on all ranks
+               differs; the text says what. INVALID_ARG: it is of another model: the text names what
+               is missing or has another shape or dtype. INVALID_STATE: a unit is
                not idle. UNSUPPORTED: a format that it does not read. OUT_OF_MEMORY. CORRUPT, IO.
                If the failure is found before the first parameter is read, nothing has changed; if
                a file fails while it is read, parameters and states are undefined. Collective errors
@@ -358,6 +361,7 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 
 #include <errno.h>       // errno, EEXIST, ENOENT
 #include <pthread.h>     // one worker thread
+#include <signal.h>      // SIGXFSZ
 #include <stdio.h>       // snprintf
 #include <stdlib.h>      // qsort; calloc where there is no model
 #include <string.h>      // memcpy, memcmp, strlen, strerror

@@ -5,15 +5,18 @@
 // Owns: the names in the directory of a run, and what is removed. Runs in rank 0's worker. An old
 // checkpoint is renamed first, so that nobody finds half of one.
 
-enum { FSDPI_CK_MOST_STEPS = 4096 }; // looked at in one pass; a later save sees the rest
+enum {
+    FSDPI_CK_MOST_STEPS = 4096, // looked at in one pass; a later save sees the rest
+    FSDPI_CK_MOST_DEPTH = 16    // of directories in a checkpoint, which are somebody else's
+};
 
-// step-NNNNNNNN: its number; -1: another name.
+// step-NNNNNNNN: its number, of those that a manifest can have; -1: another name.
 static int64_t fsdpi_ck_step_of(const char *name) {
     char again[FSDPI_CK_LEAF];
     int64_t step = 0;
     if (strncmp(name, "step-", 5) != 0) return -1;
     for (const char *c = name + 5; *c; c++) {
-        if (*c < '0' || *c > '9' || step > (INT64_MAX - 9) / 10) return -1;
+        if (*c < '0' || *c > '9' || step > (FSDPI_ST_MOST - (*c - '0')) / 10) return -1;
         step = 10 * step + (*c - '0');
     }
     fsdpi_ck_step_name(again, step);
@@ -51,25 +54,37 @@ static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_
 typedef struct fsdpi_ck_removal {
     fsdpi_ck_disk *d;
     const char *dir;
+    int depth; // of what is in it
     char path[FSDP_CHECKPOINT_PATH];
 } fsdpi_ck_removal;
 
-static int fsdpi_ck_remove_file(void *arg, const char *name) {
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth);
+static int fsdpi_ck_remove_name(void *arg, const char *name) {
     fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
-    if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
-    return !fsdpi_ck_moved(r->d);
+    if (r->depth < FSDPI_CK_MOST_DEPTH && fsdpi_ck_join(r->path, r->dir, name))
+        (void)fsdpi_ck_remove_tree(r->d, r->path, r->depth);
+    return __atomic_load_n(&r->d->left, __ATOMIC_ACQUIRE) != 0;
 }
-/* Remove a directory and its files as far as that goes. Returns an errno value. */
-static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+// A link goes and what it points at stays: only what is a directory itself is listed.
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     fsdpi_ck_removal r;
-    int error = 0;
+    int error = d->ops->remove(d->user, path, 0);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    if (error != EISDIR) return error;
     r.d = d;
-    r.dir = dir;
+    r.dir = path;
+    r.depth = depth + 1;
+    error = d->ops->list(d->user, path, fsdpi_ck_remove_name, &r);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    return error ? error : d->ops->remove(d->user, path, 1);
+}
+/* Remove a directory and all that is in it as far as that goes. Returns an errno value. */
+static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+    int error = 0;
     for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
-        error = d->ops->list(d->user, dir, fsdpi_ck_remove_file, &r);
-        if (!fsdpi_ck_moved(d)) return EIO;
-        if (!error) error = d->ops->remove(d->user, dir, 1);
+        error = fsdpi_ck_remove_tree(d, dir, 0);
         if (!error || error == ENOENT) return 0;
+        if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) break;
     }
     return error;
 }

@@ -146,7 +146,7 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck) {
 // Saves.
 
 static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = fsdp_world_status(ck->world);
     while (!status && ck->save.stage_of != FSDPI_CK_IDLE)
         status = fsdpi_ck_advance(ck, call, FSDPI_CK_NAP);
     return status;
@@ -156,22 +156,28 @@ static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
 static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, const char *dir,
                                        int64_t step, int is_async) {
     fsdpi_ck_save *s = &ck->save;
-    uint64_t layout = 0, nonce = fsdpi_ck_nonce();
+    fsdpi_ck_args args, first;
+    uint64_t layout = 0;
     int32_t is_new;
     s->begin_ns = fsdpi_ck_now();
-    fsdp_status status = fsdpi_ck_agree(
-        ck->world, call, fsdpi_ck_check_save(ck, call, dir, step, is_async, &layout));
+    memset(&args, 0, sizeof args);
+    args.nonce = fsdpi_ck_nonce();
+    args.step = step;
+    snprintf(args.path, sizeof args.path, "%s", dir ? dir : "");
+    first = args;
+    fsdp_status status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
+    if (status) return status;
+    status = fsdpi_ck_agree(ck->world, call,
+                            fsdpi_ck_check_save(ck, call, &args, &first, is_async, &layout));
     if (status) return status;
     is_new = layout != s->layout;
     s->layout = 0;
     status = fsdp_all_reduce(ck->world, NULL, &is_new, 1, FSDP_I32, FSDP_MAX);
     if (!status && is_new) status = fsdpi_ck_new_layout(ck, call);
-    if (!status) status = fsdp_broadcast(ck->world, NULL, &nonce, 8, 0);
     if (status) return status;
     s->layout = layout;
     memset(s->crcs.ptr, 0, (size_t)(s->num_crcs * 4));
-    status = fsdpi_ck_set_paths(ck, call, dir, step, nonce);
-    if (!status && ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
+    if (ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
     status = fsdpi_ck_follow(ck, call, status);
     if (status) return status;
     int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
@@ -205,9 +211,10 @@ FSDP_API fsdp_status fsdp_checkpoint_save_async(fsdp_checkpoint *ck, const char 
     return fsdpi_ck_save_call(ck, "checkpoint_save_async", dir, step, 1);
 }
 FSDP_API fsdp_status fsdp_checkpoint_poll(fsdp_checkpoint *ck, int *busy) {
-    fsdp_status status = FSDP_OK;
     if (!ck) return fsdpi_ck_null(NULL, "checkpoint_poll", "ck");
-    if (ck->save.stage_of != FSDPI_CK_IDLE) status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
+    fsdp_status status = fsdp_world_status(ck->world);
+    if (!status && ck->save.stage_of != FSDPI_CK_IDLE)
+        status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
     if (busy) *busy = ck->save.stage_of != FSDPI_CK_IDLE;
     return status;
 }
@@ -266,7 +273,7 @@ static fsdp_status fsdpi_ck_find_here(fsdp_checkpoint *ck, const char *dir, int6
     char leaf[FSDPI_CK_LEAF];
     int complete = 0;
     ck->found.steps = (int64_t *)ck->steps.ptr;
-    ck->found.below = max_step < 0 ? INT64_MAX : max_step + 1;
+    ck->found.below = max_step < 0 || max_step == INT64_MAX ? INT64_MAX : max_step + 1;
     snprintf(ck->io.path, sizeof ck->io.path, "%s", dir);
     fsdp_status status = fsdpi_ck_run(ck, ck->io.call, fsdpi_ck_find_steps, ck);
     for (int32_t i = 0; i < ck->found.num && !status && !complete; i++) {
@@ -313,6 +320,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                                           const fsdp_checkpoint_load_desc *desc) {
     static const char *const call = "checkpoint_load";
     fsdpi_ck_room room = {NULL, 0};
+    fsdpi_ck_args args, first;
     int64_t begin = fsdpi_ck_now();
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
@@ -332,7 +340,11 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     if (!mine)
         mine = ck->stuck ? fsdpi_ck_told(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
-    status = fsdpi_ck_agree(ck->world, call, mine);
+    fsdpi_ck_load_args(l, path, &args);
+    first = args;
+    status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
+    if (!mine && !status) mine = fsdpi_ck_same_args(ck, call, &args, &first);
+    if (!status) status = fsdpi_ck_agree(ck->world, call, mine);
     int began = !status; // only then may a worker that hangs look into the room
     if (began) {
         l->ck = ck;

@@ -293,6 +293,15 @@ static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     return status ? status : fsdpi_ck_settle(l);
 }
 
+// What the ranks have to pass alike. l is NULL without memory: then another rank's failure counts.
+static void fsdpi_ck_load_args(const fsdpi_ck_load *l, const char *path, fsdpi_ck_args *out) {
+    memset(out, 0, sizeof *out);
+    snprintf(out->path, sizeof out->path, "%s", path ? path : "");
+    out->params_only = l && l->desc.params_only;
+    out->has_source = l && l->desc.source;
+    out->verify = l ? l->desc.verify : 0;
+}
+
 static void fsdpi_ck_report_load(fsdpi_ck_load *l, int64_t begin_ns) {
     fsdp_checkpoint_report *r = &l->ck->report;
     int rank_blobs = 1;

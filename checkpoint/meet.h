@@ -17,8 +17,14 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
     return status;
 }
 
+// Do two texts tell the same failure, each of its own rank? Both begin with "rank N: [E".
+static int fsdpi_ck_is_same_text(const char *a, const char *b) {
+    const char *x = strchr(a, '['), *y = strchr(b, '[');
+    return x && y && strcmp(x, y) == 0;
+}
+
 /* If `mine` is a failure on any rank, all return the failure of the lowest one. Its text is that
-   of the rank's last error. */
+   of the rank's last error. What this rank has logged itself is not logged again. */
 static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
@@ -33,8 +39,43 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     if (rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(world));
     status = fsdp_broadcast(world, NULL, &told, sizeof told, first);
     if (status) return status;
-    if (rank == first) return mine;
+    if (rank == first || (mine && fsdpi_ck_is_same_text(told.text, fsdp_last_error(world))))
+        return (fsdp_status)told.status;
     return fsdp_fail(world, (fsdp_status)told.status, "[E421] %s failed on %s", call, told.text);
+}
+
+// What the caller of a save or a load has passed. All ranks compare theirs with rank 0's.
+typedef struct fsdpi_ck_args {
+    uint64_t nonce; // of a save
+    int64_t step;
+    int32_t params_only, has_source, verify, reserved;
+    char path[FSDP_CHECKPOINT_PATH];
+} fsdpi_ck_args;
+
+static fsdp_status fsdpi_ck_same_number(fsdp_checkpoint *ck, const char *call, const char *what,
+                                        int64_t mine, int64_t first) {
+    return mine == first ? FSDP_OK
+                         : fsdp_fail(ck->world, FSDP_ERR_MISMATCH,
+                                     "[E448] %s: %s is %lld here and %lld on rank 0: pass the same "
+                                     "on all ranks",
+                                     call, what, (long long)mine, (long long)first);
+}
+static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
+                                      const fsdpi_ck_args *mine, const fsdpi_ck_args *first) {
+    if (strcmp(mine->path, first->path) != 0)
+        return fsdp_fail(ck->world, FSDP_ERR_MISMATCH,
+                         "[E449] %s: the path is '%.300s' here and '%.300s' on rank 0: pass the "
+                         "same on all ranks",
+                         call, mine->path, first->path);
+    fsdp_status status = fsdpi_ck_same_number(ck, call, "step", mine->step, first->step);
+    if (!status)
+        status = fsdpi_ck_same_number(ck, call, "desc.params_only", mine->params_only,
+                                      first->params_only);
+    if (!status)
+        status = fsdpi_ck_same_number(ck, call, "desc.source (1: there is one)", mine->has_source,
+                                      first->has_source);
+    return status ? status
+                  : fsdpi_ck_same_number(ck, call, "desc.verify", mine->verify, first->verify);
 }
 
 /* The worker's failure becomes this call's. A worker whose file call does not move for stall_ms is

@@ -93,7 +93,7 @@ typedef struct fsdpi_ck_list_job { // names of data files, one behind another wi
     fsdpi_ck_disk *disk;
     const char *path;
     char *to;
-    int64_t cap, used, num;
+    int64_t cap, used, num, has_manifest;
 } fsdpi_ck_list_job;
 
 // Who makes the file calls: an object's worker, meeting other ranks; or one process alone. The jobs

@@ -13,7 +13,8 @@ static void fsdpi_ck_try_open(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     if (fsdpi_ck_open(j->disk, j->path, 0, &j->file, &j->nbytes)) {
         j->error = j->disk->error;
-        if (j->error == ENOENT || j->error == EISDIR || j->error == EINVAL || j->error == ENOTDIR)
+        if (j->error == ENOENT || j->error == EISDIR || j->error == EINVAL || j->error == ENOTDIR ||
+            j->error == ELOOP)
             fsdpi_ck_forget(j->disk);
     }
 }
@@ -30,6 +31,7 @@ static void fsdpi_ck_close_file(void *arg) {
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     int64_t n = (int64_t)strlen(name) + 1;
+    if (strcmp(name, "manifest.json") == 0) j->has_manifest = 1;
     if (!fsdpi_ck_is_leaf(name)) return 0;
     if (j->used + n <= j->cap) memcpy(j->to + j->used, name, (size_t)n);
     j->used += n;
@@ -38,7 +40,7 @@ static int fsdpi_ck_note_leaf(void *arg, const char *name) {
 }
 static void fsdpi_ck_list_leaves(void *arg) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
-    j->used = j->num = 0;
+    j->used = j->num = j->has_manifest = 0;
     if (fsdpi_ck_begin(j->disk, "list", j->path)) return;
     (void)fsdpi_ck_end(j->disk, j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j),
                        j->path);
@@ -133,7 +135,8 @@ static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **w
     return nbytes;
 }
 
-// A whole file as a piece. there: out: 0: there is no such file (a piece that is none).
+// A whole file as a piece. there: out: 0: there is no such file (a piece that is none). What has
+// its name and is no file is a failure: nobody takes a checkpoint for one without a manifest.
 static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const char *dir,
                                        const char *leaf, int *there) {
     char path[FSDP_CHECKPOINT_PATH], *to = NULL;
@@ -142,7 +145,11 @@ static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const 
         return fsdpi_ck_broken(io, FSDP_ERR_INVALID_ARG, dir, "the path is too long");
     fsdp_status status = fsdpi_ck_open_path(io, path);
     if (status) return status;
-    if (io->open.error) return fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (io->open.error == ENOENT || io->open.error == ENOTDIR)
+        return fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (io->open.error)
+        return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                               io->open.error == ELOOP ? strerror(ELOOP) : "it is no regular file");
     *there = 1;
     if (io->open.nbytes > FSDPI_CK_MOST_TEXT)
         status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, "it has more than 64 MiB");
@@ -280,6 +287,10 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
         status = fsdpi_ck_told_leaves(io, text, nbytes, index, l);
     } else if (!status) {
         status = fsdpi_ck_leaves_of_dir(io, path, l);
+        if (!status && io->list.has_manifest)
+            status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                                     "there is a manifest.json that cannot be opened: does it "
+                                     "point at nothing?");
         int64_t used = b->used;
         if (!status && !l->num) {
             status = fsdpi_ck_fetch_text(io, b, path, ".metadata", &pickled);

@@ -85,8 +85,8 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         s->header_bytes = fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, NULL, 0);
         if (s->header_bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
-                             "[E427] %s: the header of %d tensors cannot be written: a name is not "
-                             "UTF-8, or the header is larger than 100,000,000 bytes",
+                             "[E427] %s: the header of %d tensors cannot be written: it is larger "
+                             "than 100,000,000 bytes",
                              call, s->num_entries);
         status = fsdpi_ck_reserve(m, &s->header, s->header_bytes, 0);
         if (status) return status;
@@ -231,6 +231,10 @@ static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
     memcpy(out, n ? path : ".", n ? n : 1);
     out[n ? n : 1] = 0;
 }
+static void fsdpi_ck_is_there(fsdpi_ck_disk *d, const char *path) {
+    (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
+                         "%s is there already: choose another step or directory", path);
+}
 /* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
@@ -246,8 +250,7 @@ static void fsdpi_ck_make_dirs(void *arg) {
     if (fsdpi_ck_begin(d, "list", s->final)) return;
     error = d->ops->list(d->user, s->final, fsdpi_ck_stop_at_once, NULL);
     if (!error || error == ENOTDIR) {
-        (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
-                             "%s is there already: choose another step or directory", s->final);
+        fsdpi_ck_is_there(d, s->final);
         return;
     }
     if (error != ENOENT && fsdpi_ck_end(d, error, s->final)) return;
@@ -370,7 +373,12 @@ static void fsdpi_ck_commit(void *arg) {
     if (!ck->desc.no_sync) (void)fsdpi_ck_sync(d, file, s->scratch);
     (void)fsdpi_ck_close(d, file, s->scratch);
     if (!ck->desc.no_sync) (void)fsdpi_ck_sync_dir(d, s->tmp);
-    if (fsdpi_ck_rename(d, s->tmp, s->final)) return;
+    if (fsdpi_ck_rename(d, s->tmp, s->final)) {
+        if (d->error != EEXIST) return;
+        fsdpi_ck_forget(d); // another object has saved the step meanwhile
+        fsdpi_ck_is_there(d, s->final);
+        return;
+    }
     if (!ck->desc.no_sync && fsdpi_ck_sync_dir(d, s->dir)) s->warned = 1;
     int error = s->warned ? 0
                           : fsdpi_ck_keep(d, &ck->desc, s->dir, s->step, (int64_t *)ck->steps.ptr);
@@ -465,16 +473,19 @@ static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
 }
 
 // What a rank finds out alone, before the first file call.
-static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call, const char *dir,
-                                       int64_t step, int is_async, uint64_t *layout) {
+static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
+                                       const fsdpi_ck_args *args, const fsdpi_ck_args *first,
+                                       int is_async, uint64_t *layout) {
     fsdpi_ck_save *s = &ck->save;
-    if (!dir || !*dir || step < 0)
+    if (!*args->path || args->step < 0 || args->step > FSDPI_ST_MOST)
         return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E432] %s: dir is empty or step is %lld: pass a directory and a step of "
-                         "0 or more",
-                         call, (long long)step);
-    fsdp_status status = ck->stuck ? fsdpi_ck_told(ck, call) : fsdpi_ck_check_units(ck, call);
-    if (!status) status = fsdpi_ck_set_paths(ck, call, dir, step, 0);
+                         "0 to 2^62",
+                         call, (long long)args->step);
+    fsdp_status status = ck->stuck ? fsdpi_ck_told(ck, call)
+                                   : fsdpi_ck_same_args(ck, call, args, first);
+    if (!status) status = fsdpi_ck_check_units(ck, call);
+    if (!status) status = fsdpi_ck_set_paths(ck, call, args->path, args->step, first->nonce);
     if (!status) status = fsdpi_ck_prepare(ck, call, layout);
     if (!status) status = fsdp_wait_stream(ck->model, -1);
     if (status) return status;

@@ -50,7 +50,11 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
                             "names of unit and parameter, or give desc.place");
     if (ck->desc.place) ck->desc.place(ck->desc.user, v, p);
     p->name[FSDP_CHECKPOINT_NAME - 1] = 0;
-    if (!*p->name) return FSDP_OK;
+    if (!*p->name && ck->desc.place) return FSDP_OK; // it is to be left out
+    if (!*p->name)
+        return fsdpi_ck_bad(ck, call, p->name,
+                            "a parameter has no name, and nor has its unit: give it one, or give "
+                            "desc.place");
     if (fsdpi_ck_is_reserved(p->name))
         return fsdpi_ck_bad(ck, call, p->name,
                             "names that begin with 'optim.state.' or 'fsdp.' "
@@ -176,7 +180,7 @@ static fsdpi_ck_tensor *fsdpi_ck_find_tensor(const fsdpi_ck_table *t, const char
     return found ? fsdpi_ck_tensor_at(t, found->index) : NULL;
 }
 
-// Names are there for good; no two are equal.
+// Names are there for good; a header can have each of them, and no two are equal.
 static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_table *t = &ck->table;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &t->order,
@@ -186,6 +190,10 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     for (int i = 0; i < t->num; i++) {
         fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(t, i);
         x->name = (const char *)t->text.ptr + x->name_at;
+        if (!fsdpi_st_is_text(x->name) || strcmp(x->name, "__metadata__") == 0)
+            return fsdpi_ck_bad(ck, call, x->name,
+                                "a name in a file is UTF-8, and not '__metadata__': give units, "
+                                "parameters or extensions other names, or give desc.place");
         order[i].name = x->name;
         order[i].index = i;
     }

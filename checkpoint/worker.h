@@ -52,6 +52,9 @@ typedef struct fsdpi_ck_worker {
 
 static void *fsdpi_ck_work(void *arg) {
     fsdpi_ck_worker *w = (fsdpi_ck_worker *)arg;
+    // A write above the limit of a file's size (ulimit -f) returns EFBIG, and ends no process.
+    uint64_t signals = (uint64_t)1 << (SIGXFSZ - 1);
+    (void)fsdpi_ck_syscall(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, &signals, NULL, sizeof signals);
     for (;;) {
         uint32_t seen = FSDPI_CK_GET(&w->to_worker);
         if (FSDPI_CK_GET(&w->busy)) {

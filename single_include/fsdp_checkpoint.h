@@ -1484,6 +1484,7 @@ typedef struct fsdp_file_ops {
     int (*make_dir)(void *user, const char *path);       // EEXIST if it is there
     int (*sync_dir)(void *user, const char *path);       // the names in it are on the disk
     int (*rename)(void *user, const char *from, const char *to); // fails if `to` is there
+    // is_dir 0: a file; a link itself; EISDIR for a directory. 1: an empty directory
     int (*remove)(void *user, const char *path, int is_dir);
     int (*list)(void *user, const char *path, int (*each)(void *arg, const char *name), void *arg);
 } fsdp_file_ops;
@@ -1500,7 +1501,7 @@ typedef struct fsdp_checkpoint_blob {
 
 // How a parameter is called in files, and where this rank's part lies in the whole tensor.
 typedef struct fsdp_checkpoint_place {
-    char name[FSDP_CHECKPOINT_NAME];   // in: see NAMES. out: "" leaves the parameter out
+    char name[FSDP_CHECKPOINT_NAME];   // in: see NAMES. out: "" leaves the parameter out. UTF-8
     int64_t shape[FSDP_MAX_DIMS];      // in: the parameter's. out: the whole tensor's
     int64_t start[FSDP_MAX_DIMS];      // in: 0. out: where the parameter begins in the whole
     int32_t replica, num_replicas;     // in: 0, 1. out: groups of ranks beside the unit's mesh that
@@ -1536,9 +1537,9 @@ typedef struct fsdp_checkpoint_desc {
    desc        NULL: defaults
    ck          the model owns it: it ends with fsdp_checkpoint_destroy or the model
    Result      FSDP_OK; INVALID_ARG (the text names the field, the blob or the parameter: two of one
-               name, a name that begins with "optim.state." or "fsdp.", a place outside of the
-               whole), UNSUPPORTED (a host that is not little endian), OUT_OF_MEMORY, errors of
-               commit. It fails on all ranks or on none
+               name, no name, a name that is not UTF-8, that is "__metadata__" or begins with
+               "optim.state." or "fsdp.", a place outside of the whole), UNSUPPORTED (a host that is
+               not little endian), OUT_OF_MEMORY, errors of commit. It fails on all ranks or on none
    Collective  yes: every rank of the world, each with its own model      Blocks no
    Allocates   tables      Source torch: torch.distributed.checkpoint, get_state_dict */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_create(fsdp_model *model,
@@ -1558,12 +1559,13 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck);
    fsdp_checkpoint_poll       - go on with a save under way without waiting for files. busy: out: 1:
                it is not complete yet; may be NULL
    fsdp_checkpoint_wait       - complete the save under way
-   dir         made if it is not there, but not its parent; equal on all ranks. step >= 0
+   dir         made if it is not there, but not its parent; equal on all ranks. step, too: 0 to 2^62
    Result      FSDP_OK (poll, wait: also if no save is under way). The same failure on every rank:
-               INVALID_STATE (a unit is not idle, or holds gradients that are not reduced),
-               INVALID_ARG (the step is there already; ranks or replicas write the same rows: the
-               text names the tensor), IO, OUT_OF_MEMORY: there is no such checkpoint, nothing of
-               it is left if files can be removed, and the world goes on. Collective errors
+               MISMATCH (dir or step differ between ranks; the text says how), INVALID_STATE (a unit
+               is not idle, or holds gradients that are not reduced), INVALID_ARG (the step is there
+               already; ranks or replicas write the same rows: the text names the tensor), IO,
+               OUT_OF_MEMORY: there is no such checkpoint, nothing of it is left if files can be
+               removed, and the world goes on. Collective errors
    Collective  yes: every rank of the world
    Blocks      save: until it is complete. save_async: until everything is copied; if stage_bytes is
                less than what this rank writes, until the rest is written. poll: no longer than the
@@ -1618,12 +1620,13 @@ typedef struct fsdp_checkpoint_load_desc {
 /* fsdp_checkpoint_load - fill parameters, states of extensions and blobs; ends with
                fsdp_params_changed
    path        a checkpoint directory of ours, one of PyTorch's in safetensors form, a directory of
-               Hugging Face, or one .safetensors file
-   desc        NULL: defaults
+               Hugging Face, or one .safetensors file; equal on all ranks
+   desc        NULL: defaults. Equal on all ranks: params_only, verify, whether there is a source
    States      if a parameter has no state in the checkpoint although others have (it was frozen, or
                never updated), its states become zero
-   Result      FSDP_OK; the same failure on every rank. INVALID_ARG: it is of another model: the
-               text names what is missing or has another shape or dtype. INVALID_STATE: a unit is
+   Result      FSDP_OK; the same failure on every rank. MISMATCH: what has to be equal on all ranks
+               differs; the text says what. INVALID_ARG: it is of another model: the text names what
+               is missing or has another shape or dtype. INVALID_STATE: a unit is
                not idle. UNSUPPORTED: a format that it does not read. OUT_OF_MEMORY. CORRUPT, IO.
                If the failure is found before the first parameter is read, nothing has changed; if
                a file fails while it is read, parameters and states are undefined. Collective errors
@@ -1767,6 +1770,7 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 
 #include <errno.h>       // errno, EEXIST, ENOENT
 #include <pthread.h>     // one worker thread
+#include <signal.h>      // SIGXFSZ
 #include <stdio.h>       // snprintf
 #include <stdlib.h>      // qsort; calloc where there is no model
 #include <string.h>      // memcpy, memcmp, strlen, strerror
@@ -2107,6 +2111,9 @@ typedef struct fsdpi_ck_worker {
 
 static void *fsdpi_ck_work(void *arg) {
     fsdpi_ck_worker *w = (fsdpi_ck_worker *)arg;
+    // A write above the limit of a file's size (ulimit -f) returns EFBIG, and ends no process.
+    uint64_t signals = (uint64_t)1 << (SIGXFSZ - 1);
+    (void)fsdpi_ck_syscall(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, &signals, NULL, sizeof signals);
     for (;;) {
         uint32_t seen = FSDPI_CK_GET(&w->to_worker);
         if (FSDPI_CK_GET(&w->busy)) {
@@ -2247,7 +2254,7 @@ typedef struct fsdpi_ck_list_job { // names of data files, one behind another wi
     fsdpi_ck_disk *disk;
     const char *path;
     char *to;
-    int64_t cap, used, num;
+    int64_t cap, used, num, has_manifest;
 } fsdpi_ck_list_job;
 
 // Who makes the file calls: an object's worker, meeting other ranks; or one process alone. The jobs
@@ -2335,8 +2342,14 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
     return status;
 }
 
+// Do two texts tell the same failure, each of its own rank? Both begin with "rank N: [E".
+static int fsdpi_ck_is_same_text(const char *a, const char *b) {
+    const char *x = strchr(a, '['), *y = strchr(b, '[');
+    return x && y && strcmp(x, y) == 0;
+}
+
 /* If `mine` is a failure on any rank, all return the failure of the lowest one. Its text is that
-   of the rank's last error. */
+   of the rank's last error. What this rank has logged itself is not logged again. */
 static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
@@ -2351,8 +2364,43 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     if (rank == first) snprintf(told.text, sizeof told.text, "%s", fsdp_last_error(world));
     status = fsdp_broadcast(world, NULL, &told, sizeof told, first);
     if (status) return status;
-    if (rank == first) return mine;
+    if (rank == first || (mine && fsdpi_ck_is_same_text(told.text, fsdp_last_error(world))))
+        return (fsdp_status)told.status;
     return fsdp_fail(world, (fsdp_status)told.status, "[E421] %s failed on %s", call, told.text);
+}
+
+// What the caller of a save or a load has passed. All ranks compare theirs with rank 0's.
+typedef struct fsdpi_ck_args {
+    uint64_t nonce; // of a save
+    int64_t step;
+    int32_t params_only, has_source, verify, reserved;
+    char path[FSDP_CHECKPOINT_PATH];
+} fsdpi_ck_args;
+
+static fsdp_status fsdpi_ck_same_number(fsdp_checkpoint *ck, const char *call, const char *what,
+                                        int64_t mine, int64_t first) {
+    return mine == first ? FSDP_OK
+                         : fsdp_fail(ck->world, FSDP_ERR_MISMATCH,
+                                     "[E448] %s: %s is %lld here and %lld on rank 0: pass the same "
+                                     "on all ranks",
+                                     call, what, (long long)mine, (long long)first);
+}
+static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
+                                      const fsdpi_ck_args *mine, const fsdpi_ck_args *first) {
+    if (strcmp(mine->path, first->path) != 0)
+        return fsdp_fail(ck->world, FSDP_ERR_MISMATCH,
+                         "[E449] %s: the path is '%.300s' here and '%.300s' on rank 0: pass the "
+                         "same on all ranks",
+                         call, mine->path, first->path);
+    fsdp_status status = fsdpi_ck_same_number(ck, call, "step", mine->step, first->step);
+    if (!status)
+        status = fsdpi_ck_same_number(ck, call, "desc.params_only", mine->params_only,
+                                      first->params_only);
+    if (!status)
+        status = fsdpi_ck_same_number(ck, call, "desc.source (1: there is one)", mine->has_source,
+                                      first->has_source);
+    return status ? status
+                  : fsdpi_ck_same_number(ck, call, "desc.verify", mine->verify, first->verify);
 }
 
 /* The worker's failure becomes this call's. A worker whose file call does not move for stall_ms is
@@ -2485,7 +2533,11 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
                             "names of unit and parameter, or give desc.place");
     if (ck->desc.place) ck->desc.place(ck->desc.user, v, p);
     p->name[FSDP_CHECKPOINT_NAME - 1] = 0;
-    if (!*p->name) return FSDP_OK;
+    if (!*p->name && ck->desc.place) return FSDP_OK; // it is to be left out
+    if (!*p->name)
+        return fsdpi_ck_bad(ck, call, p->name,
+                            "a parameter has no name, and nor has its unit: give it one, or give "
+                            "desc.place");
     if (fsdpi_ck_is_reserved(p->name))
         return fsdpi_ck_bad(ck, call, p->name,
                             "names that begin with 'optim.state.' or 'fsdp.' "
@@ -2611,7 +2663,7 @@ static fsdpi_ck_tensor *fsdpi_ck_find_tensor(const fsdpi_ck_table *t, const char
     return found ? fsdpi_ck_tensor_at(t, found->index) : NULL;
 }
 
-// Names are there for good; no two are equal.
+// Names are there for good; a header can have each of them, and no two are equal.
 static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_table *t = &ck->table;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &t->order,
@@ -2621,6 +2673,10 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     for (int i = 0; i < t->num; i++) {
         fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(t, i);
         x->name = (const char *)t->text.ptr + x->name_at;
+        if (!fsdpi_st_is_text(x->name) || strcmp(x->name, "__metadata__") == 0)
+            return fsdpi_ck_bad(ck, call, x->name,
+                                "a name in a file is UTF-8, and not '__metadata__': give units, "
+                                "parameters or extensions other names, or give desc.place");
         order[i].name = x->name;
         order[i].index = i;
     }
@@ -3137,15 +3193,18 @@ static fsdp_status fsdpi_ck_parse_index(fsdpi_ck_index *x, const char *text, int
 // Owns: the names in the directory of a run, and what is removed. Runs in rank 0's worker. An old
 // checkpoint is renamed first, so that nobody finds half of one.
 
-enum { FSDPI_CK_MOST_STEPS = 4096 }; // looked at in one pass; a later save sees the rest
+enum {
+    FSDPI_CK_MOST_STEPS = 4096, // looked at in one pass; a later save sees the rest
+    FSDPI_CK_MOST_DEPTH = 16    // of directories in a checkpoint, which are somebody else's
+};
 
-// step-NNNNNNNN: its number; -1: another name.
+// step-NNNNNNNN: its number, of those that a manifest can have; -1: another name.
 static int64_t fsdpi_ck_step_of(const char *name) {
     char again[FSDPI_CK_LEAF];
     int64_t step = 0;
     if (strncmp(name, "step-", 5) != 0) return -1;
     for (const char *c = name + 5; *c; c++) {
-        if (*c < '0' || *c > '9' || step > (INT64_MAX - 9) / 10) return -1;
+        if (*c < '0' || *c > '9' || step > (FSDPI_ST_MOST - (*c - '0')) / 10) return -1;
         step = 10 * step + (*c - '0');
     }
     fsdpi_ck_step_name(again, step);
@@ -3183,25 +3242,37 @@ static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_
 typedef struct fsdpi_ck_removal {
     fsdpi_ck_disk *d;
     const char *dir;
+    int depth; // of what is in it
     char path[FSDP_CHECKPOINT_PATH];
 } fsdpi_ck_removal;
 
-static int fsdpi_ck_remove_file(void *arg, const char *name) {
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth);
+static int fsdpi_ck_remove_name(void *arg, const char *name) {
     fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
-    if (fsdpi_ck_join(r->path, r->dir, name)) (void)r->d->ops->remove(r->d->user, r->path, 0);
-    return !fsdpi_ck_moved(r->d);
+    if (r->depth < FSDPI_CK_MOST_DEPTH && fsdpi_ck_join(r->path, r->dir, name))
+        (void)fsdpi_ck_remove_tree(r->d, r->path, r->depth);
+    return __atomic_load_n(&r->d->left, __ATOMIC_ACQUIRE) != 0;
 }
-/* Remove a directory and its files as far as that goes. Returns an errno value. */
-static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+// A link goes and what it points at stays: only what is a directory itself is listed.
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     fsdpi_ck_removal r;
-    int error = 0;
+    int error = d->ops->remove(d->user, path, 0);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    if (error != EISDIR) return error;
     r.d = d;
-    r.dir = dir;
+    r.dir = path;
+    r.depth = depth + 1;
+    error = d->ops->list(d->user, path, fsdpi_ck_remove_name, &r);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    return error ? error : d->ops->remove(d->user, path, 1);
+}
+/* Remove a directory and all that is in it as far as that goes. Returns an errno value. */
+static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+    int error = 0;
     for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
-        error = d->ops->list(d->user, dir, fsdpi_ck_remove_file, &r);
-        if (!fsdpi_ck_moved(d)) return EIO;
-        if (!error) error = d->ops->remove(d->user, dir, 1);
+        error = fsdpi_ck_remove_tree(d, dir, 0);
         if (!error || error == ENOENT) return 0;
+        if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) break;
     }
     return error;
 }
@@ -3338,8 +3409,8 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         s->header_bytes = fsdpi_ck_print_begin(e, s->num_entries, 1, ck->rank, ck->size, NULL, 0);
         if (s->header_bytes < 0)
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
-                             "[E427] %s: the header of %d tensors cannot be written: a name is not "
-                             "UTF-8, or the header is larger than 100,000,000 bytes",
+                             "[E427] %s: the header of %d tensors cannot be written: it is larger "
+                             "than 100,000,000 bytes",
                              call, s->num_entries);
         status = fsdpi_ck_reserve(m, &s->header, s->header_bytes, 0);
         if (status) return status;
@@ -3484,6 +3555,10 @@ static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
     memcpy(out, n ? path : ".", n ? n : 1);
     out[n ? n : 1] = 0;
 }
+static void fsdpi_ck_is_there(fsdpi_ck_disk *d, const char *path) {
+    (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
+                         "%s is there already: choose another step or directory", path);
+}
 /* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
@@ -3499,8 +3574,7 @@ static void fsdpi_ck_make_dirs(void *arg) {
     if (fsdpi_ck_begin(d, "list", s->final)) return;
     error = d->ops->list(d->user, s->final, fsdpi_ck_stop_at_once, NULL);
     if (!error || error == ENOTDIR) {
-        (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
-                             "%s is there already: choose another step or directory", s->final);
+        fsdpi_ck_is_there(d, s->final);
         return;
     }
     if (error != ENOENT && fsdpi_ck_end(d, error, s->final)) return;
@@ -3623,7 +3697,12 @@ static void fsdpi_ck_commit(void *arg) {
     if (!ck->desc.no_sync) (void)fsdpi_ck_sync(d, file, s->scratch);
     (void)fsdpi_ck_close(d, file, s->scratch);
     if (!ck->desc.no_sync) (void)fsdpi_ck_sync_dir(d, s->tmp);
-    if (fsdpi_ck_rename(d, s->tmp, s->final)) return;
+    if (fsdpi_ck_rename(d, s->tmp, s->final)) {
+        if (d->error != EEXIST) return;
+        fsdpi_ck_forget(d); // another object has saved the step meanwhile
+        fsdpi_ck_is_there(d, s->final);
+        return;
+    }
     if (!ck->desc.no_sync && fsdpi_ck_sync_dir(d, s->dir)) s->warned = 1;
     int error = s->warned ? 0
                           : fsdpi_ck_keep(d, &ck->desc, s->dir, s->step, (int64_t *)ck->steps.ptr);
@@ -3718,16 +3797,19 @@ static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
 }
 
 // What a rank finds out alone, before the first file call.
-static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call, const char *dir,
-                                       int64_t step, int is_async, uint64_t *layout) {
+static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
+                                       const fsdpi_ck_args *args, const fsdpi_ck_args *first,
+                                       int is_async, uint64_t *layout) {
     fsdpi_ck_save *s = &ck->save;
-    if (!dir || !*dir || step < 0)
+    if (!*args->path || args->step < 0 || args->step > FSDPI_ST_MOST)
         return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E432] %s: dir is empty or step is %lld: pass a directory and a step of "
-                         "0 or more",
-                         call, (long long)step);
-    fsdp_status status = ck->stuck ? fsdpi_ck_told(ck, call) : fsdpi_ck_check_units(ck, call);
-    if (!status) status = fsdpi_ck_set_paths(ck, call, dir, step, 0);
+                         "0 to 2^62",
+                         call, (long long)args->step);
+    fsdp_status status = ck->stuck ? fsdpi_ck_told(ck, call)
+                                   : fsdpi_ck_same_args(ck, call, args, first);
+    if (!status) status = fsdpi_ck_check_units(ck, call);
+    if (!status) status = fsdpi_ck_set_paths(ck, call, args->path, args->step, first->nonce);
     if (!status) status = fsdpi_ck_prepare(ck, call, layout);
     if (!status) status = fsdp_wait_stream(ck->model, -1);
     if (status) return status;
@@ -3889,7 +3971,8 @@ static void fsdpi_ck_try_open(void *arg) {
     fsdpi_ck_open_job *j = (fsdpi_ck_open_job *)arg;
     if (fsdpi_ck_open(j->disk, j->path, 0, &j->file, &j->nbytes)) {
         j->error = j->disk->error;
-        if (j->error == ENOENT || j->error == EISDIR || j->error == EINVAL || j->error == ENOTDIR)
+        if (j->error == ENOENT || j->error == EISDIR || j->error == EINVAL || j->error == ENOTDIR ||
+            j->error == ELOOP)
             fsdpi_ck_forget(j->disk);
     }
 }
@@ -3906,6 +3989,7 @@ static void fsdpi_ck_close_file(void *arg) {
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     int64_t n = (int64_t)strlen(name) + 1;
+    if (strcmp(name, "manifest.json") == 0) j->has_manifest = 1;
     if (!fsdpi_ck_is_leaf(name)) return 0;
     if (j->used + n <= j->cap) memcpy(j->to + j->used, name, (size_t)n);
     j->used += n;
@@ -3914,7 +3998,7 @@ static int fsdpi_ck_note_leaf(void *arg, const char *name) {
 }
 static void fsdpi_ck_list_leaves(void *arg) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
-    j->used = j->num = 0;
+    j->used = j->num = j->has_manifest = 0;
     if (fsdpi_ck_begin(j->disk, "list", j->path)) return;
     (void)fsdpi_ck_end(j->disk, j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j),
                        j->path);
@@ -4009,7 +4093,8 @@ static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **w
     return nbytes;
 }
 
-// A whole file as a piece. there: out: 0: there is no such file (a piece that is none).
+// A whole file as a piece. there: out: 0: there is no such file (a piece that is none). What has
+// its name and is no file is a failure: nobody takes a checkpoint for one without a manifest.
 static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const char *dir,
                                        const char *leaf, int *there) {
     char path[FSDP_CHECKPOINT_PATH], *to = NULL;
@@ -4018,7 +4103,11 @@ static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const 
         return fsdpi_ck_broken(io, FSDP_ERR_INVALID_ARG, dir, "the path is too long");
     fsdp_status status = fsdpi_ck_open_path(io, path);
     if (status) return status;
-    if (io->open.error) return fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (io->open.error == ENOENT || io->open.error == ENOTDIR)
+        return fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (io->open.error)
+        return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                               io->open.error == ELOOP ? strerror(ELOOP) : "it is no regular file");
     *there = 1;
     if (io->open.nbytes > FSDPI_CK_MOST_TEXT)
         status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, "it has more than 64 MiB");
@@ -4156,6 +4245,10 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
         status = fsdpi_ck_told_leaves(io, text, nbytes, index, l);
     } else if (!status) {
         status = fsdpi_ck_leaves_of_dir(io, path, l);
+        if (!status && io->list.has_manifest)
+            status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                                     "there is a manifest.json that cannot be opened: does it "
+                                     "point at nothing?");
         int64_t used = b->used;
         if (!status && !l->num) {
             status = fsdpi_ck_fetch_text(io, b, path, ".metadata", &pickled);
@@ -5038,6 +5131,15 @@ static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     return status ? status : fsdpi_ck_settle(l);
 }
 
+// What the ranks have to pass alike. l is NULL without memory: then another rank's failure counts.
+static void fsdpi_ck_load_args(const fsdpi_ck_load *l, const char *path, fsdpi_ck_args *out) {
+    memset(out, 0, sizeof *out);
+    snprintf(out->path, sizeof out->path, "%s", path ? path : "");
+    out->params_only = l && l->desc.params_only;
+    out->has_source = l && l->desc.source;
+    out->verify = l ? l->desc.verify : 0;
+}
+
 static void fsdpi_ck_report_load(fsdpi_ck_load *l, int64_t begin_ns) {
     fsdp_checkpoint_report *r = &l->ck->report;
     int rank_blobs = 1;
@@ -5219,7 +5321,7 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck) {
 // Saves.
 
 static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = fsdp_world_status(ck->world);
     while (!status && ck->save.stage_of != FSDPI_CK_IDLE)
         status = fsdpi_ck_advance(ck, call, FSDPI_CK_NAP);
     return status;
@@ -5229,22 +5331,28 @@ static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
 static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, const char *dir,
                                        int64_t step, int is_async) {
     fsdpi_ck_save *s = &ck->save;
-    uint64_t layout = 0, nonce = fsdpi_ck_nonce();
+    fsdpi_ck_args args, first;
+    uint64_t layout = 0;
     int32_t is_new;
     s->begin_ns = fsdpi_ck_now();
-    fsdp_status status = fsdpi_ck_agree(
-        ck->world, call, fsdpi_ck_check_save(ck, call, dir, step, is_async, &layout));
+    memset(&args, 0, sizeof args);
+    args.nonce = fsdpi_ck_nonce();
+    args.step = step;
+    snprintf(args.path, sizeof args.path, "%s", dir ? dir : "");
+    first = args;
+    fsdp_status status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
+    if (status) return status;
+    status = fsdpi_ck_agree(ck->world, call,
+                            fsdpi_ck_check_save(ck, call, &args, &first, is_async, &layout));
     if (status) return status;
     is_new = layout != s->layout;
     s->layout = 0;
     status = fsdp_all_reduce(ck->world, NULL, &is_new, 1, FSDP_I32, FSDP_MAX);
     if (!status && is_new) status = fsdpi_ck_new_layout(ck, call);
-    if (!status) status = fsdp_broadcast(ck->world, NULL, &nonce, 8, 0);
     if (status) return status;
     s->layout = layout;
     memset(s->crcs.ptr, 0, (size_t)(s->num_crcs * 4));
-    status = fsdpi_ck_set_paths(ck, call, dir, step, nonce);
-    if (!status && ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
+    if (ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
     status = fsdpi_ck_follow(ck, call, status);
     if (status) return status;
     int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
@@ -5278,9 +5386,10 @@ FSDP_API fsdp_status fsdp_checkpoint_save_async(fsdp_checkpoint *ck, const char 
     return fsdpi_ck_save_call(ck, "checkpoint_save_async", dir, step, 1);
 }
 FSDP_API fsdp_status fsdp_checkpoint_poll(fsdp_checkpoint *ck, int *busy) {
-    fsdp_status status = FSDP_OK;
     if (!ck) return fsdpi_ck_null(NULL, "checkpoint_poll", "ck");
-    if (ck->save.stage_of != FSDPI_CK_IDLE) status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
+    fsdp_status status = fsdp_world_status(ck->world);
+    if (!status && ck->save.stage_of != FSDPI_CK_IDLE)
+        status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
     if (busy) *busy = ck->save.stage_of != FSDPI_CK_IDLE;
     return status;
 }
@@ -5339,7 +5448,7 @@ static fsdp_status fsdpi_ck_find_here(fsdp_checkpoint *ck, const char *dir, int6
     char leaf[FSDPI_CK_LEAF];
     int complete = 0;
     ck->found.steps = (int64_t *)ck->steps.ptr;
-    ck->found.below = max_step < 0 ? INT64_MAX : max_step + 1;
+    ck->found.below = max_step < 0 || max_step == INT64_MAX ? INT64_MAX : max_step + 1;
     snprintf(ck->io.path, sizeof ck->io.path, "%s", dir);
     fsdp_status status = fsdpi_ck_run(ck, ck->io.call, fsdpi_ck_find_steps, ck);
     for (int32_t i = 0; i < ck->found.num && !status && !complete; i++) {
@@ -5386,6 +5495,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                                           const fsdp_checkpoint_load_desc *desc) {
     static const char *const call = "checkpoint_load";
     fsdpi_ck_room room = {NULL, 0};
+    fsdpi_ck_args args, first;
     int64_t begin = fsdpi_ck_now();
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
@@ -5405,7 +5515,11 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     if (!mine)
         mine = ck->stuck ? fsdpi_ck_told(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
-    status = fsdpi_ck_agree(ck->world, call, mine);
+    fsdpi_ck_load_args(l, path, &args);
+    first = args;
+    status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
+    if (!mine && !status) mine = fsdpi_ck_same_args(ck, call, &args, &first);
+    if (!status) status = fsdpi_ck_agree(ck->world, call, mine);
     int began = !status; // only then may a worker that hangs look into the room
     if (began) {
         l->ck = ck;

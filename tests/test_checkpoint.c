@@ -4,6 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "lab_ckmodel.h"
 #include "golden.h"
+#include <sys/resource.h> /* setrlimit */
 
 #define COUNT(table) (int)(sizeof(table) / sizeof *(table))
 
@@ -956,7 +957,8 @@ enum {
     P_HOLE,
     P_OVERLAP,
     P_SHAPES,
-    P_UTF8
+    P_UTF8,
+    P_METADATA
 };
 static const bad_place bad_places[] = {
     {"twice",
@@ -986,10 +988,9 @@ static const bad_place bad_places[] = {
      "[E429] checkpoint_save: tensor 'h.0.w' has another dtype, rank or whole shape in rank 1 than "
      "in rank 0",
      1},
-    {"utf8",
-     "[E427] checkpoint_save: the header of 10 tensors cannot be written: a name is not "
-     "UTF-8",
-     1},
+    {"utf8", "[E425] checkpoint_create: 'a\xff': a name in a file is UTF-8, and not '__metadata__'",
+     0},
+    {"metadata", "[E425] checkpoint_create: '__metadata__': a name in a file is UTF-8, and not", 0},
 };
 static void place_badly(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *p) {
     const int how = (int)((const bad_place *)user - bad_places);
@@ -1007,6 +1008,7 @@ static void place_badly(void *user, const fsdp_param_view *v, fsdp_checkpoint_pl
     if (how == P_OVERLAP) p->shape[0] = 7, p->start[0] = second ? 0 : 1;
     if (how == P_SHAPES) p->shape[0] = second ? 7 : 6;
     if (how == P_UTF8) snprintf(p->name, sizeof p->name, "a\xff");
+    if (how == P_METADATA) snprintf(p->name, sizeof p->name, "__metadata__");
 }
 static void bad_place_body(lab_rank *r) {
     const bad_place *b = (const bad_place *)r->arg;
@@ -1059,6 +1061,192 @@ static void long_name(lab_rank *r) {
     fsdp_model_destroy(model); /* ends it, too */
 }
 TEST(checkpoint_errors, long_name) { lab_run(2, NULL, long_name, NULL); }
+
+/* "" leaves a parameter out if `place` says so; else it has no name. */
+static void leave_out(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *place) {
+    (void)user, (void)v;
+    place->name[0] = 0;
+}
+static void no_name(lab_rank *r) {
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    for (int named = 0; named < 2; named++) { /* its unit has a name that is not asked for */
+        fsdp_param_desc p = fsdp_vec("", 3);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fsdp_checkpoint *ck;
+        fsdp_model *model = lab_model(r->w, NULL);
+        ud.name = named ? "unit" : "";
+        lab_unit(r->w, model, &ud, &p, 1);
+        d.param_names = named;
+        d.place = NULL;
+        REFUSED(r->w, fsdp_checkpoint_create(model, &d, &ck),
+                "[E425] checkpoint_create: '': a parameter has no name");
+        d.place = leave_out;
+        CALL(r->w, fsdp_checkpoint_create(model, &d, &ck));
+        fsdp_model_destroy(model);
+    }
+}
+TEST(checkpoint_errors, no_name) { lab_run(2, NULL, no_name, NULL); }
+
+/* What has to be equal on all ranks is compared, and nothing has changed. */
+static int no_source(void *user, const fsdp_param_view *param, fsdp_checkpoint_source *out) {
+    (void)user, (void)param, (void)out;
+    return 0;
+}
+static void ranks_differ(lab_rank *r) {
+    static const char *const loads[] = {
+        "rank 1: [E448] checkpoint_load: desc.params_only is 1 here and 0 on rank 0: pass the same",
+        "rank 1: [E448] checkpoint_load: desc.source (1: there is one) is 1 here and 0 on rank 0",
+        "rank 1: [E448] checkpoint_load: desc.verify is 1 here and 0 on rank 0: pass the same",
+        "rank 1: [E449] checkpoint_load: the path is '"};
+    char dir[512], other[512], path[600], text[1400];
+    ck_model m;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 2);
+    ck_save(&m, ck_dir(other, "other"), 1);
+    for (int i = 0; i < COUNT(loads); i++) {
+        fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+        if (r->rank && i == 0) ld.params_only = 1;
+        if (r->rank && i == 1) ld.source = no_source;
+        if (r->rank && i == 2) ld.verify = FSDP_VERIFY_ALL;
+        refuse_load(&m, r->rank && i == 3 ? ck_step_path(other, 1) : path, &ld, FSDP_ERR_MISMATCH,
+                    loads[i]);
+    }
+    snprintf(text, sizeof text, "here and '%.300s' on rank 0: pass the same on all ranks", path);
+    refuse_load(&m, r->rank ? ck_step_path(other, 1) : path, NULL, FSDP_ERR_MISMATCH, text);
+    for (int is_async = 0; is_async < 2; is_async++) {
+        const char *call = is_async ? "checkpoint_save_async" : "checkpoint_save";
+        fsdp_status (*save)(fsdp_checkpoint *, const char *,
+                            int64_t) = is_async ? fsdp_checkpoint_save_async : fsdp_checkpoint_save;
+        snprintf(text, sizeof text, "rank 1: [E448] %s: step is 6 here and 5 on rank 0: pass", call);
+        REFUSED_AS(FSDP_ERR_MISMATCH, r->w, save(m.ck, dir, 5 + r->rank), text);
+        snprintf(text, sizeof text, "rank 1: [E449] %s: the path is '%.300s' here and '%.300s' on",
+                 call, other, dir);
+        REFUSED_AS(FSDP_ERR_MISMATCH, r->w, save(m.ck, r->rank ? other : dir, 5), text);
+    }
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    CHECK_EQ_INT(ck_num_names(other), 1);
+    ck_save(&m, dir, 5); /* the world goes on */
+    CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint_errors, ranks_differ) { lab_run(2, NULL, ranks_differ, NULL); }
+
+/* A failure that a rank has found itself is not logged a second time as that of another one. */
+static void said_once(lab_rank *r) {
+    char text[64];
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    snprintf(text, sizeof text, "rank %d: [E432] checkpoint_save: dir is empty", r->rank);
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, "", 1), text);
+    CHECK(!strstr(fsdp_last_error(r->w), "E421"));
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, "", r->rank - 1),
+            "rank 0: [E432] checkpoint_save: dir is empty or step is -1: pass"); /* another one */
+    ck_end(&m);
+}
+TEST(checkpoint_errors, said_once) { lab_run(2, NULL, said_once, NULL); }
+
+/* Steps that a manifest cannot tell are refused; the last one that it can is found. */
+static void late_steps(lab_rank *r) {
+    const int64_t last = (int64_t)1 << 62;
+    char dir[512], path[600];
+    int64_t step = 0;
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, dir, last + 1), "pass a directory and a step of 0 to");
+    REFUSED(r->w, fsdp_checkpoint_save(m.ck, dir, INT64_MAX), "[E432]");
+    ck_save(&m, dir, last - 1);
+    ck_save(&m, dir, last);
+    CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
+    CHECK_EQ_INT(step, last);
+    CALL(r->w, fsdp_checkpoint_find(m.ck, dir, INT64_MAX, path, sizeof path, &step));
+    CHECK_EQ_INT(step, last);
+    CALL(r->w, fsdp_checkpoint_find(m.ck, dir, last - 1, path, sizeof path, &step));
+    CHECK_EQ_INT(step, last - 1);
+    ck_load(&m, dir, last, FSDP_VERIFY_ALL);
+    ck_end(&m);
+}
+TEST(checkpoint, late_steps) { lab_run(2, NULL, late_steps, NULL); }
+
+/* Without a save under way, too. */
+TEST(checkpoint_errors, aborted) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "aborted", 0);
+    fsdp_param_desc p = fsdp_vec("w", 3);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_checkpoint *ck;
+    fsdp_world *w;
+    int busy = 7;
+    d.log_level = 0;
+    CHECK_OK(fsdp_init(&d, &w));
+    fsdp_model *model = lab_model(w, NULL);
+    lab_unit(w, model, &ud, &p, 1);
+    CALL(w, fsdp_checkpoint_create(model, NULL, &ck));
+    CALL(w, fsdp_checkpoint_poll(ck, &busy));
+    CALL(w, fsdp_checkpoint_wait(ck));
+    fsdp_abort(w, "out of data");
+    CHECK_STATUS(fsdp_checkpoint_poll(ck, &busy), FSDP_ERR_ABORTED);
+    CHECK_STATUS(fsdp_checkpoint_wait(ck), FSDP_ERR_ABORTED);
+    CHECK_EQ_INT(busy, 0);
+    fsdp_model_destroy(model);
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_ABORTED);
+}
+
+/* Two objects save one step at a time: who comes second learns that it is there. */
+static void same_step(lab_rank *r) {
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    fsdp_checkpoint *other;
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    d.no_sync = 1;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &other));
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    CALL(r->w, fsdp_checkpoint_save_async(m.ck, dir, 1));
+    CALL(r->w, fsdp_checkpoint_save_async(other, dir, 1));
+    CALL(r->w, fsdp_checkpoint_wait(m.ck));
+    REFUSED(r->w, fsdp_checkpoint_wait(other), "step-00000001 is there already: choose another");
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_ALL);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint_errors, same_step) { lab_run(2, NULL, same_step, NULL); }
+
+/* A file above `ulimit -f` is a failure like that of a full disk. */
+static void file_limit(lab_rank *r) {
+    enum { BYTES = 1 << 20 };
+    static char data[2][BYTES];
+    fsdp_checkpoint_blob blob = {"large", data[r->rank], BYTES, 1, 0};
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    struct rlimit before, limit;
+    char dir[512];
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    d.blobs = &blob, d.num_blobs = 1, d.no_sync = 1;
+    CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    CHECK(!getrlimit(RLIMIT_FSIZE, &before));
+    limit = before;
+    limit.rlim_cur = BYTES / 2;
+    CALL(r->w, fsdp_barrier(r->w));
+    CHECK(!setrlimit(RLIMIT_FSIZE, &limit));
+    CALL(r->w, fsdp_barrier(r->w));
+    REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, dir, 2), "checkpoint_save: write of ");
+    W_CHECK(strstr(fsdp_last_error(r->w), strerror(EFBIG)), "%s", fsdp_last_error(r->w));
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    CALL(r->w, fsdp_barrier(r->w));
+    CHECK(!setrlimit(RLIMIT_FSIZE, &before));
+    CALL(r->w, fsdp_barrier(r->w));
+    ck_save(&m, dir, 2);
+    ck_end(&m);
+}
+TEST(checkpoint_errors, file_limit) { lab_run(2, NULL, file_limit, NULL); }
 
 static void bad_descs(lab_rank *r) {
     static const char *const names[] = {
@@ -1396,6 +1584,50 @@ static void keep_body(lab_rank *r) {
 }
 TEST(checkpoint, keep) { lab_run(2, NULL, keep_body, NULL); }
 
+static void make_link(const char *dir, const char *name, const char *to) {
+    char path[1024];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    CHECK(!symlink(to, path));
+}
+/* What is removed: never what a link points at; and directories that somebody has put there. */
+static void keep_links(lab_rank *r) {
+    static const char *const archive[] = {"best/shard", "best/inner/shard"};
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    char dir[512], arch[512];
+    ck_model m;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_optimizers(&m);
+    d.keep = d.no_sync = 1;
+    ck_open(&m, &d);
+    ck_fill(&m, 1);
+    ck_dir(dir, "run");
+    ck_dir(arch, "arch");
+    ck_save(&m, dir, 2);
+    if (r->rank == 0) {
+        CHECK(!mkdir(arch, 0755));
+        make_dir(arch, "best");
+        make_dir(arch, "best/inner");
+        for (int i = 0; i < COUNT(archive); i++) make_file(arch, archive[i], "weights");
+        make_link(dir, "step-00000001", "../arch/best");
+        make_link(dir, ".tmp-step-00000003-00ff", "../arch/best");
+        make_link(dir, ".tmp-delete-4", "../arch/best/");
+        make_dir(dir, "step-00000002/notes");
+        make_dir(dir, "step-00000002/notes/deep");
+        make_file(dir, "step-00000002/notes/deep/note", "a note");
+        make_link(dir, "step-00000002/notes/link", "../../../arch/best");
+        make_link(dir, "step-00000002/notes/loop", "loop");
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    ck_save(&m, dir, 5);
+    W_CHECK(!strstr(fsdp_last_error(r->w), "E433"), "%s", fsdp_last_error(r->w));
+    CHECK_EQ_INT(ck_num_names(dir), 1);
+    CHECK(ck_exists(ck_step_path(dir, 5)));
+    CHECK_EQ_INT(there(arch, archive, COUNT(archive)), 3);
+    CHECK_EQ_INT(ck_num_names(arch), 1);
+    ck_end(&m);
+}
+TEST(checkpoint, keep_links) { lab_run(2, NULL, keep_links, NULL); }
+
 /* keep 0: nothing is ever removed. */
 static void keep_all(lab_rank *r) {
     char dir[512];
@@ -1450,6 +1682,11 @@ static void find_body(lab_rank *r) {
         make_dir(dir, ".tmp-step-00000200-0123456789abcdef");
         make_file(dir, "step-00000300", "is no directory");
         make_dir(dir, "step-123");
+        make_link(dir, "step-00000400", "step-00000400"); /* a loop */
+        make_dir(dir, "step-00000500");
+        make_dir(dir, "step-00000500/manifest.json");
+        make_dir(dir, "step-00000600");
+        make_link(dir, "step-00000600/manifest.json", "nowhere");
     }
     CALL(r->w, fsdp_barrier(r->w));
     find_is(&m, dir, -1, 100000000);

@@ -7,6 +7,7 @@
 #include "harness.h"
 #include "golden.h"
 #include "fsdp_checkpoint.h"
+#include <sys/resource.h> /* setrlimit */
 
 static const char *const example_files[3] = {"manifest.json",
                                              "shard-00001-model-00001-of-00001.safetensors",
@@ -670,6 +671,29 @@ TEST(fsdpck, verify_finds_other_files) {
 }
 
 /* Data that is damaged is neither read nor exported. */
+/* What has the name of a manifest and is none is no checkpoint without a manifest. */
+TEST(fsdpck, manifest_that_is_no_file) {
+    static const char *const texts[4] = {"manifest.json: it is no regular file",
+                                         "manifest.json: it is no regular file",
+                                         "there is a manifest.json that cannot be opened",
+                                         "manifest.json: Too many levels of symbolic links"};
+    char dir[600], path[700];
+    copy_example(path_of(dir, "step-00000017"));
+    snprintf(path, sizeof path, "%s/manifest.json", dir);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQ_INT(remove(path), 0);
+        CHECK(!(i == 0   ? mkfifo(path, 0600)
+                : i == 1 ? mkdir(path, 0700)
+                : i == 2 ? symlink("nowhere", path)
+                         : symlink("manifest.json", path)));
+        damaged(dir, texts[i]);
+        says(texts[i]);
+    }
+    CHECK_EQ_INT(remove(path), 0);
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    says("only headers were checked");
+}
+
 TEST(fsdpck, damage_is_not_passed_on) {
     char dir[600], out[600];
     float w[6];
@@ -1085,6 +1109,26 @@ TEST(fsdpck_tool, full_disk_for_the_output) {
     int status = run_to(null, "ls", golden_path(path, "example/step-00000017"), NULL);
     dup2(before, STDOUT_FILENO);
     CHECK_EQ_INT(status, 3);
+}
+
+/* A file above `ulimit -f` is a failure like that of a full disk. */
+TEST(fsdpck_tool, file_limit) {
+    fsdp_safetensors_entry e[1] = {tensor("x", FSDP_U8, 1, 1 << 20, 0, 0)};
+    struct rlimit before, limit;
+    char from[600], out[600], in[600];
+    CHECK_EQ_INT(mkdir(path_of(in, "in"), 0700), 0);
+    store_tensors(in, "from.safetensors", e, 1);
+    path_of(from, "in/from.safetensors");
+    CHECK(!getrlimit(RLIMIT_FSIZE, &before));
+    limit = before;
+    limit.rlim_cur = 1 << 19;
+    CHECK(!setrlimit(RLIMIT_FSIZE, &limit));
+    int status = RUN("import", from, path_of(out, "in/out"));
+    CHECK(!setrlimit(RLIMIT_FSIZE, &before));
+    CHECK_EQ_INT(status, 3);
+    says(strerror(EFBIG));
+    CHECK_EQ_INT(unlink(from), 0);
+    CHECK_EQ_INT(rmdir(in), 0); /* nothing is left beside it */
 }
 
 /* A bar goes to a terminal alone, and is gone when the verb ends. */

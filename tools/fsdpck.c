@@ -16,6 +16,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
 #include "../fsdp_checkpoint.h"
 #pragma GCC diagnostic pop
+#include <signal.h> // SIGXFSZ
 #include <stdio.h>  // printf
 #include <stdlib.h> // malloc, strtoll
 #include <string.h> // strcmp
@@ -457,6 +458,7 @@ int main(int argc, char **argv) {
     if (!q.verb) return unknown("verb", argv[1]);
     int result = read_arguments(&q, argc, argv);
     if (result) return result;
+    (void)signal(SIGXFSZ, SIG_IGN); // a file above ulimit -f is a failure with a text
     counted = fsdpi_ck_os_files;
     counted.read = counted_read;
     bar.on = isatty(STDERR_FILENO) != 0;
