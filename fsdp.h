@@ -526,7 +526,7 @@ typedef struct fsdp_model_desc {
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
                                    // place, if it is cut by rows, its padded shard in multiples of
-                                   // 64 bytes (streams: 256). 0: 65536 (streams: 1 MiB); 1: all
+                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;

@@ -36,8 +36,7 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
                                      fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
                                      fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
-    int on_stream = fsdpi_shards(u) > 1 && u->model->world->mode == FSDPI_NATIVE, count = 0;
-    if (min == 0) min = on_stream ? 1 << 20 : 65536; // there an operation costs more than a copy
+    int count = 0;
     for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;

@@ -50,6 +50,7 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
+    if (d->direct_min == 0) d->direct_min = 65536;
     if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
     return FSDP_OK;
 }

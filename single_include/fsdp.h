@@ -1582,7 +1582,7 @@ typedef struct fsdp_model_desc {
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
                                    // place, if it is cut by rows, its padded shard in multiples of
-                                   // 64 bytes (streams: 256). 0: 65536 (streams: 1 MiB); 1: all
+                                   // 64 bytes (streams: 256). 0: 65536; 1: all; FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;
@@ -8203,8 +8203,7 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
                                      fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
                                      fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
-    int on_stream = fsdpi_shards(u) > 1 && u->model->world->mode == FSDPI_NATIVE, count = 0;
-    if (min == 0) min = on_stream ? 1 << 20 : 65536; // there an operation costs more than a copy
+    int count = 0;
     for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;
@@ -12108,6 +12107,7 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
+    if (d->direct_min == 0) d->direct_min = 65536;
     if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
     return FSDP_OK;
 }

@@ -566,39 +566,6 @@ static void gather(int rank, int world, void *arg) {
 
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
-/* Parameters of 64 KiB, 512 KiB, 1 MiB and 2 MiB, and a small one. Below 1 MiB a copy costs less than
-   an operation: by default the first two are packed with the small one. */
-static const struct {
-    const char *name;
-    int64_t direct_min;
-    int gathers, reductions; /* of the flags of use, too */
-} mins[] = {{"default", 0, 3, 4}, {"64KiB", 65536, 5, 6}, {"never", FSDP_DIRECT_NEVER, 1, 2}};
-
-static void direct_min(int rank, int world, void *arg) {
-    size_t row = (size_t)(uintptr_t)arg;
-    fsdp_param_desc p[5] = {fsdp_mat(NULL, 64, 256), fsdp_mat(NULL, 512, 256),
-                            fsdp_mat(NULL, 1024, 256), fsdp_mat(NULL, 1024, 512), fsdp_vec(NULL, 7)};
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc ud = FSDP_ZERO;
-    job j;
-    open_plainly(&j, rank, world, mins[row].name);
-    md.direct_min = mins[row].direct_min;
-    ud.params = p, ud.num_params = 5;
-    CALL(j.w, fsdp_model_create(j.w, &md, &j.m.model));
-    CALL(j.w, fsdp_fully_shard(j.m.model, &ud, &j.m.unit[0]));
-    CALL(j.w, fsdp_init_params(j.m.model, lab_fill, NULL));
-    CALL(j.w, one_unit_step(&j, 5));
-    stub_count_reset();
-    CALL(j.w, one_unit_step(&j, 5));
-    CHECK_EQ_INT(stub_count("ncclGroupStart"), 3);
-    CHECK_EQ_INT(stub_count("ncclAllGather"), 2 * mins[row].gathers);
-    CHECK_EQ_INT(stub_count("ncclReduceScatter"), mins[row].reductions);
-    finish(&j);
-}
-TEST_P(nccl, direct_min, mins) {
-    h_ranks_proc(2, direct_min, (void *)(uintptr_t)(row - mins));
-}
-
 /* ---- times ----------------------------------------------------------------------------------- */
 
 typedef struct {

@@ -1017,26 +1017,6 @@ TEST(streams, counts) {
     }
 }
 
-/* A gather on a stream has an operation for parameters from 1 MiB on, else from 64 KiB on. */
-TEST(streams, direct_by_default) {
-    for (int async = 0; async < 2; async++) {
-        config c = CONF(INLINE, 1, NEVER, ALWAYS);
-        fsdp_param_desc p[2] = {fsdp_mat("w", 256, 256), fsdp_vec("b", 5)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        fsdp_model *model;
-        fsdp_unit *u;
-        rig r;
-        c.async = async;
-        rig_open(&r, &c);
-        ud.name = "u", ud.params = p, ud.num_params = 2;
-        CHECK_OK(fsdp_model_create(r.s.world, NULL, &model));
-        CHECK_OK(fsdp_fully_shard(model, &ud, &u));
-        CHECK_OK(fsdp_model_commit(model));
-        CHECK_EQ_INT(u->layout.all_gather.num, async ? 1 : 2);
-        rig_close(&r);
-    }
-}
-
 /* Random calls, possible or not, by a caller who uses what he was given: parameters where they are
    valid, a random part of the gradients. */
 static void random_call(rig *r, uint64_t *seed) {
