@@ -126,7 +126,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
     // Ranks compare this in the norm's collective, and replicas that it leaves out in the next one.
-    const double settings[3] = {d.max_norm, d.norm_type, d.error_if_nonfinite};
+    const double settings[3] = {d.max_norm, d.norm_type, (double)d.error_if_nonfinite};
     uint64_t given = 1, bits[3];
     memcpy(bits, settings, sizeof bits);
     for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);

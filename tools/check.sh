@@ -183,7 +183,7 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (10660), $((text / 1024)) KB of .text (167)," \
+    echo "note: fsdp.h and core/: $lines lines (10660), $((text / 1024)) KB of .text (168)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in" \
         "$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c") ms (3000)"
     for f in core/*.h; do
@@ -191,7 +191,7 @@ gate_budget() {
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
     [ "$lines" -lt 10660 ] || die 'fsdp.h and core/ are too long'
-    [ "$text" -le $((167 * 1024)) ] || die 'too much code'
+    [ "$text" -le $((168 * 1024)) ] || die 'too much code'
 }
 
 # What examples and tests include, with the one header in place of fsdp.h and core/.
