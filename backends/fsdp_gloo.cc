@@ -623,12 +623,17 @@ void Agent::swap(int fd, int socket, tcp::Handler *handler, Peer *peer) {
 
 bool Agent::can_close(const Peer *peer) {
     struct stat status;
-    if (peer->closed || !peer->last || end_of(peer->last.get())) return true; // it is
-    if (fstat(peer->fd, &status) || status.st_ino != peer->socket) return false;
-    return guarded([&] {
-               device_->registerDescriptor(wake_, EPOLLIN, this); // as it is
-               return 0;
-           }) == 0;
+    for (int turn = 0; turn < 50; turn++) {
+        if (peer->closed || !peer->last || end_of(peer->last.get())) return true; // it is
+        if (!fstat(peer->fd, &status) && status.st_ino == peer->socket)
+            return guarded([&] {
+                       device_->registerDescriptor(wake_, EPOLLIN, this); // as it is
+                       return 0;
+                   }) == 0;
+        // Gloo closes the descriptor a moment before it tells the receive.
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return false;
 }
 
 int post(const Post &post) noexcept {
