@@ -174,7 +174,6 @@ class Agent : public tcp::Handler {
     void work();
     void end_wait(Wait *wait, const std::exception_ptr &error);
     void end_late_waits();
-    bool is_awaited(const Peer *peer) const;
     void look_for_ends();
     void arm(Clock::time_point at);
     void close_all();
@@ -514,11 +513,8 @@ std::exception_ptr end_of(gloo::transport::UnboundBuffer *last) {
     return nullptr;
 }
 
-bool Agent::is_awaited(const Peer *peer) const {
-    for (const Wait *wait : waits_)
-        if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
-            return true;
-    return false;
+bool is_for(const Wait *wait, const Peer *peer) {
+    return wait->buffer->context == peer->context && wait->buffer->peer == peer->index;
 }
 
 /* Gloo has read what a peer has sent, and its end: what has arrived, has. Else it is near that. If
@@ -527,7 +523,9 @@ bool Agent::is_awaited(const Peer *peer) const {
 void Agent::look_for_ends() {
     bool is_near = false;
     for (Peer *peer : peers_) {
-        if (peer->lost || (!peer->ending && !is_awaited(peer))) continue;
+        const bool is_awaited = std::any_of(waits_.begin(), waits_.end(),
+                                            [=](const Wait *wait) { return is_for(wait, peer); });
+        if (peer->lost || (!peer->ending && !is_awaited)) continue;
         peer->error = end_of(peer->last.get());
         peer->lost = peer->error != nullptr;
         is_near |= peer->ending && !peer->lost;
@@ -535,8 +533,7 @@ void Agent::look_for_ends() {
         int none = -1;
         peer->context->first_lost.compare_exchange_strong(none, peer->index);
         for (Wait *wait : waits_)
-            if (wait->buffer->context == peer->context && wait->buffer->peer == peer->index)
-                end_wait(wait, peer->error);
+            if (is_for(wait, peer)) end_wait(wait, peer->error);
     }
     const Clock::time_point soon = Clock::now() + std::chrono::milliseconds(1);
     if (is_near && soon < armed_) arm(soon);
@@ -578,8 +575,8 @@ void Agent::hurry(int begins) {
     (void)!write(wake_, &one, sizeof one);
 }
 
-/* The timer stays at the earliest deadline that was asked for, though that wait may be over: most
-   waits end long before, and cost no call of the system. */
+/* The timer stays at the earliest time that was asked for, a TICK from a wait at most, though that
+   wait may be over: most waits end long before, and cost no call of the system. */
 void Agent::begin(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
     const int peer = wait->buffer->peer;

@@ -253,7 +253,6 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
 static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     uint8_t missing[FSDPI_MAX_SRCS];
     const char *verb = !c->messages ? "connected" : c->peers[k].arrived ? "finished" : "come";
-    char reason[FSDPI_REASON];
     memset(missing, 0, sizeof missing);
     missing[k] = 1;
     // The records that came in time are there; waiting for another one ends at once.
@@ -263,10 +262,7 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
                           fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
         else if (j != c->base.index) missing[j] = !fsdpi_near_has_come(c->near, c->at[j]);
     }
-    if (fsdpi_store_world_await_verdict(&c->base, missing)) return fsdpi_comm_report(&c->base);
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb);
-    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
+    return fsdpi_store_world_late(&c->base, missing, verb);
 }
 
 // What a call of the transport for member k has come to.

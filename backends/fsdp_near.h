@@ -98,14 +98,11 @@ static const fsdpi_transport fsdpi_near_transport = {
 // >>near_hosts
 // Owns: who is near. Invariant: all ranks have the same answer, which rank 0 has made.
 
-// Whether this process could have a common file with others. A limit of files' sizes would get it
-// killed when that grows.
+// Whether this process could have a common file with others.
 static int fsdpi_near_can_share(void) {
-    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
-    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
     if (fd >= 0) (void)close(fd);
-    return fd >= 0 && limit[0] == UINT64_MAX;
+    return fd >= 0 && !fsdpi_shm_files_are_limited();
 }
 
 /* The host as two ranks see it that can share memory: the kernel, the network whose abstract
@@ -137,13 +134,9 @@ static void fsdpi_near_key(char *key, size_t cap, int rank) {
 // The deadline has passed while this rank waited for what another one shows.
 static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
     uint8_t missing[FSDPI_MAX_SRCS];
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
     memset(missing, 0, sizeof missing);
     missing[rank] = 1;
-    if (fsdpi_store_world_await_verdict(c, missing)) return fsdpi_comm_report(c);
-    fsdpi_say_late(&t, c, missing, "connected");
-    return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
+    return fsdpi_store_world_late(c, missing, "connected");
 }
 
 // Rank 0: hears all, and says who is near whom.

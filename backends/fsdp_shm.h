@@ -172,7 +172,7 @@ typedef struct fsdpi_shm_comm {
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int64_t spin_ns; // how long to try before sleeping
+    int64_t spin_ns;        // how long to try before sleeping
     const int64_t *since;   // when the deadline of waits began; NULL: with each wait
     uint32_t calls;         // of send and recv so far
     uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet

@@ -95,6 +95,16 @@ static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *m
     return fsdpi_comm_failed(c);
 }
 
+// The deadline has passed: names the members that are missing. verb: what they have not done.
+static FSDPI_UNUSED fsdp_status fsdpi_store_world_late(fsdpi_comm *c, const uint8_t *missing,
+                                                       const char *verb) {
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    if (fsdpi_store_world_await_verdict(c, missing)) return fsdpi_comm_report(c);
+    fsdpi_say_late(&t, c, missing, verb);
+    return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
+}
+
 #ifdef __cplusplus
 }
 #endif
