@@ -1087,16 +1087,20 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     return next;
 }
 
-// Too many connections: of the strangers the oldest goes; without one, of all that are no rank's.
-// 0: there is none.
+// What would be lost with a connection: 0, nothing (it is being sent away), to 3, a rank.
+static int fsdpi_conn_worth(const fsdpi_conn *conn) {
+    if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: its token was the right one
+    return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_STRANGER;
+}
+
+/* Too many connections: the oldest goes of those that are worth least. Strangers that are being
+   sent away do not keep out a rank that has yet to show itself. 0: all are ranks'. */
 static int fsdpi_store_core_evict(fsdpi_store_core *core) {
-    fsdpi_conn *oldest = NULL;
+    fsdpi_conn *least = NULL;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
-        if (conn->state == FSDPI_CONN_STRANGER ||
-            (conn->state != FSDPI_CONN_RANK && (!oldest || oldest->state != FSDPI_CONN_STRANGER)))
-            oldest = conn;
-    if (oldest) fsdpi_conn_break(oldest, FSDP_OK, NULL);
-    return oldest != NULL;
+        if (fsdpi_conn_worth(conn) <= (least ? fsdpi_conn_worth(least) : 2)) least = conn;
+    if (least) fsdpi_conn_break(least, FSDP_OK, NULL);
+    return least != NULL;
 }
 
 // Whether a rank that is still to come has to be told that another one is lost, or disagrees.

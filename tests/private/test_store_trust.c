@@ -339,6 +339,22 @@ TEST(trust, strangers_are_evicted_first) {
     CHECK_EQ_INT(first->state, FSDPI_CONN_PROVEN);
     CHECK(fsdpi_store_core_evict(&core));
     CHECK_EQ_INT(first->state, FSDPI_CONN_BROKEN);
+    fsdpi_store_core_disconnect(&core, first, 0);
+
+    /* Those with the wrong token, who are being sent away, go before one who has just come. */
+    fsdpi_conn *newcomer = fsdpi_store_core_connect(&core, nonce, 0), *refused[2];
+    for (int i = 0; i < 2; i++) {
+        refused[i] = fsdpi_store_core_connect(&core, nonce, 0);
+        size = prove(&w, out, nonce, nonce, nonce);
+        fsdpi_store_core_feed(&core, refused[i], out, size, 0);
+        CHECK_EQ_INT(refused[i]->state, FSDPI_CONN_ENDING);
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK(fsdpi_store_core_evict(&core));
+        CHECK_EQ_INT(refused[i]->state, FSDPI_CONN_BROKEN);
+        fsdpi_store_core_disconnect(&core, refused[i], 0);
+    }
+    CHECK_EQ_INT(newcomer->state, FSDPI_CONN_STRANGER);
     fsdpi_store_core_close(&core);
 }
 
