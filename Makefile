@@ -321,14 +321,14 @@ RUN_nccl_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/nccl_tsan $(BUILD)/
                    $(NCCL_ENV) $(BUILD)/nccl_tsan/tests/conformance:*nccl/threads/W=3
 MAKE_ofast  := BUILD=$(BUILD)/ofast CC=gcc $(OFAST)
 GOALS_ofast := $(BIT_TESTS:%=$(BUILD)/ofast/tests/%)
-RUN_ofast   := FSDP_BUILD=$(BUILD)/ofast $(GOALS_ofast)
+RUN_ofast   := FSDP_BUILD=$(BUILD)/ofast $(GOALS_ofast:%=%:$(FEW))
 MAKE_clang_ofast  := BUILD=$(BUILD)/clang_ofast CC=clang $(OFAST)
 GOALS_clang_ofast := $(BIT_TESTS:%=$(BUILD)/clang_ofast/tests/%)
 RUN_clang_ofast   := FSDP_BUILD=$(BUILD)/clang_ofast $(GOALS_clang_ofast)
 
 # Gloo where it is installed; else what says so.
-VARIANTS  = nccl_asan nccl_tsan tsan asan $(if $(HAVE_GLOO),gloo_asan gloo_tsan) ofast
-TESTED    = shm $(if $(HAVE_GLOO),gloo) stub
+VARIANTS  = ofast nccl_asan nccl_tsan $(if $(HAVE_GLOO),gloo_asan gloo_tsan) tsan asan# long programs first
+TESTED    = stub $(if $(HAVE_GLOO),gloo) shm
 WITHOUT_GLOO = $(if $(HAVE_GLOO),,skip:gloo:no-libgloo-dev)
 CHOSEN    = $(filter $(if $(GATES),$(GATES),%),$(VARIANTS))
 WORDS     = $(foreach v,$1,-- $(RUN_$v:%='%'))

@@ -54,7 +54,7 @@ gate_alone() { # HEADER'S STEM
     { include "$1.h" "$1.h" && echo 'int main(void) { return 0; }'; } |
         compile gcc c99 -fsyntax-only
     { implement "$1.h" && include "$1.h"; } | compile gcc c99 -c -o /dev/null
-    { implement "$1.h" && include "$1.h"; } | compile g++ c++11 -c -o /dev/null
+    { implement "$1.h" && include "$1.h"; } | compile g++ c++11 -fsyntax-only
 }
 
 gate_reverse() {
@@ -114,11 +114,11 @@ gate_units_static() {
 # FSDP_MATH_ONLY needs three headers and no function beyond mem* and str*.
 gate_math_only() {
     local bad h allowed
-    implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
-    implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O1 -c -o "$work/math.o"
+    implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -fsyntax-only
     for h in dtensor safetensors; do # __cpu_model: data of the compiler's library. exp: of losses
-        implement "fsdp_$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/$h.o"
-        implement "fsdp_$h.h" | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+        implement "fsdp_$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -O1 -c -o "$work/$h.o"
+        implement "fsdp_$h.h" | compile g++ c++11 -DFSDP_MATH_ONLY -fsyntax-only
         allowed='__cpu_model$'
         [ $h = dtensor ] && allowed="$allowed|exp\$"
         bad=$(nm -u "$work/$h.o" | awk -v allowed="^(mem|str|$allowed|__stack_chk|_GLOBAL_OFFSET)" \
@@ -142,7 +142,7 @@ gate_math_only() {
 # Exported names begin with fsdp_, and nothing writable is global but what a thread owns.
 gate_symbols() {
     local bad
-    implement | compile gcc c99 -O2 -fno-pic -fno-pie -c -o "$work/impl.o"
+    implement | compile gcc c99 -O0 -fno-pic -fno-pie -c -o "$work/impl.o"
     bad=$(nm -g --defined-only "$work/impl.o" | awk '$3 !~ /^fsdp_/ {print $3}')
     [ -z "$bad" ] || die "exported without the prefix:" $bad
     bad=$(objdump -t "$work/impl.o" |
@@ -176,16 +176,15 @@ gate_warnings() { # COMPILER
 
 # Sizes are limits, times are told. fsdp.h and core/, with the default backend.
 gate_budget() {
-    local f n lines text parse empty
+    local f n lines text parse empty built
     include fsdp.h >"$work/decl.c" && implement fsdp.h >"$work/core.c" && : >"$work/empty.c"
     lines=$(cat fsdp.h core/*.h | wc -l)
-    gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c"
+    built=$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c")
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
     echo "note: fsdp.h and core/: $lines lines (10660), $((text / 1024)) KB of .text (168)," \
-        "declarations parsed in $((parse - empty)) ms (40), -O2 build in" \
-        "$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c") ms (3000)"
+        "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
