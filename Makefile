@@ -377,7 +377,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
 	    $(NIGHT_NCCL:%=$(BUILD)/stub/tests/%) $(ONE_GPU) $(NCCL_RUNS) $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
 	    $(NIGHT_GLOO:%=$(BUILD)/gloo/tests/%))
-	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
+	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan ofast' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \
 	    TSAN_TESTS='$(TSAN_TESTS) test_features test_fully_shard_training test_memory test_replicate test_train'
 	@tools/mutate

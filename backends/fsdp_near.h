@@ -160,9 +160,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     }
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
-    if (fsdpi_syscall(SYS_getrandom, hosts->ticket, sizeof hosts->ticket, 0) !=
-        (long)sizeof hosts->ticket)
-        return FSDP_ERR_BACKEND;
+    if (!fsdpi_store_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;
     return fsdpi_store_set(store, "near", hosts, sizeof *hosts);
 }
 
@@ -238,30 +236,19 @@ static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c
 static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts, fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
     int index = 0, count = fsdpi_near_members(hosts, c, ranks, &index);
-    const fsdp_allocator *a = &c->boot->allocator;
     if (count < 2) return FSDP_OK;
-    fsdpi_comm *near = fsdpi_comm_block(a, &fsdpi_near_transport, count, 0);
-    fsdpi_near_world *w = (fsdpi_near_world *)fsdpi_alloc(a, sizeof *w);
-    if (!near || !w) {
-        fsdpi_free(a, near);
-        fsdpi_free(a, w);
-        return fsdpi_comm_no_memory(c, "ranks of this host", sizeof(fsdpi_shm_comm) + sizeof *w);
-    }
+    fsdpi_comm *near = fsdpi_comm_make(&fsdpi_near_transport, c->boot, count);
+    if (!near)
+        return fsdpi_comm_no_memory(c, "ranks of this host",
+                                    sizeof(fsdpi_shm_comm) + sizeof(fsdpi_near_world));
+    fsdpi_near_world *w = (fsdpi_near_world *)near->world;
     fsdpi_text job = {w->job, sizeof w->job, 0};
     for (int i = 0; i < FSDPI_NEAR_TICKET; i++) fsdpi_say(&job, "%02x", hosts->ticket[i]);
     fsdpi_say(&job, "-%d", (int)hosts->first[c->index]);
-    fsdpi_comm_world *base = &w->shm.base;
-    base->boot = *c->boot;
-    base->boot.job = w->job;
-    base->transport = &fsdpi_near_transport;
-    base->caps = fsdpi_near_transport.caps;
-    base->failed = c->world->failed;
-    base->open_ns = c->world->open_ns;
+    near->world->boot.job = w->job;
+    near->world->failed = c->world->failed;
+    near->world->open_ns = c->world->open_ns;
     w->outer = fsdpi_store_world_of(c);
-    near->world = base;
-    near->boot = &base->boot;
-    near->is_world = 1;
-    near->id = FSDPI_OPEN;
     near->index = index;
     near->size = count;
     memcpy(near->ranks, ranks, (size_t)count * sizeof *ranks);

@@ -1416,9 +1416,8 @@ static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matt
 }
 
 // 0: the system has none yet, early after its start; it is not waited for.
-static int fsdpi_store_random(void *nonce) {
-    return fsdpi_syscall(SYS_getrandom, nonce, (size_t)FSDPI_STORE_NONCE, 1 /* GRND_NONBLOCK */) ==
-           FSDPI_STORE_NONCE;
+static int fsdpi_store_random(void *out, size_t bytes) {
+    return fsdpi_syscall(SYS_getrandom, out, bytes, 1 /* GRND_NONBLOCK */) == (long)bytes;
 }
 
 static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
@@ -1480,7 +1479,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         int known = !getsockname(fd, &here.at.any, &here.size);
         fsdpi_conn *conn = NULL;
         if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_same_user(fd)) &&
-            fsdpi_store_random(nonce))
+            fsdpi_store_random(nonce, sizeof nonce))
             conn = fsdpi_store_core_connect(&server->core, nonce, now);
         if (!conn) {
             (void)close(fd);
@@ -1737,7 +1736,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
     if (!fsdpi_store_parse(d->boot.store, &where)) {
         fsdpi_say(
             &t,
-            "[E715] the store's address is '%s', expected tcp://HOST:PORT, file:///PATH or host:",
+            "[E715] the store's address is '%s', expected tcp://HOST:PORT with a port up to 65535, "
+            "file:///PATH or host:",
             d->boot.store);
         return FSDP_ERR_INVALID_ARG;
     }
@@ -1854,7 +1854,7 @@ static int fsdpi_store_say(fsdpi_store *s, int op, const char *value, size_t byt
 static int fsdpi_store_say_prove(fsdpi_store *s, const char *nonce) {
     char mine[FSDPI_STORE_NONCE];
     uint8_t token[32];
-    if (!fsdpi_store_random(mine)) return 0;
+    if (!fsdpi_store_random(mine, sizeof mine)) return 0;
     (void)fsdpi_store_token(s->desc.boot.job, token);
     fsdpi_seal_make(&s->seal_out, token, 0, nonce, mine);
     fsdpi_seal_make(&s->seal_in, token, 1, nonce, mine);
@@ -2563,8 +2563,9 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     if (!fsdpi_store_parse(boot->store, &s->where) ||
         (s->where.kind == FSDPI_STORE_TCP && !s->where.port)) {
         fsdpi_say(error,
-                  "[E725] the store's address (FSDP_STORE) is '%s', expected tcp://HOST:PORT, "
-                  "file:///PATH or host:",
+                  "[E725] the store's address (FSDP_STORE, or MASTER_ADDR and MASTER_PORT) is "
+                  "'%s', expected tcp://HOST:PORT with a port from 1 to 65535, file:///PATH or "
+                  "host:",
                   boot->store);
         return FSDP_ERR_INVALID_ARG;
     }

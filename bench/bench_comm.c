@@ -12,6 +12,10 @@
              reduce_scatter, (B + 2*B/W)/2 one of bf16 to f32, the sum of the first two an
              all_reduce. It reads and writes what the operation of shm does: memory that shm has
              allocated, at the same distances from pages, no other rank's
+     meet    what an all_reduce in shared memory cannot do without: the memcpy that moves what its
+             reduce_scatter does, a meeting, and a memcpy of what the others have just written,
+             from their caches; a last meeting, after which memory is the caller's again. Nothing
+             is added up
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
      gloo    over TCP, though all ranks are on this host: FSDP_GLOO_NEAR=1, unless it is set
@@ -56,11 +60,11 @@ typedef enum { GATHER = 0, SCATTER, SCATTER_BF16, REDUCE, OPS } op_kind;
 // Bytes by which buffers are moved: lines, the halves of a page, pages.
 enum { PLACES = 5, SLACK = 65536 + 64 };
 static const size_t places[PLACES] = {0, 64, 2112, 4096, 65536};
-typedef enum { SHM = 0, GLOO, RING, TCP, COPY, RIVALS } rival;
+typedef enum { SHM = 0, GLOO, RING, TCP, COPY, MEET, RIVALS } rival;
 enum { BACKENDS = 2 }; // the first two rivals
 static const char *const op_names[OPS] = {"all_gather", "reduce_scatter", "reduce_bf16",
                                           "all_reduce"};
-static const char *const rival_names[RIVALS] = {"shm", "gloo", "ring", "tcp", "memcpy"};
+static const char *const rival_names[RIVALS] = {"shm", "gloo", "ring", "tcp", "memcpy", "meet"};
 
 typedef struct {
     uint32_t rivals; // bit 1 << rival
@@ -76,6 +80,7 @@ typedef struct {
     int32_t op, who, repeats, check, quit, is_cold;
     uint32_t awake; // how often ranks were, since the beginning
     size_t bytes, place;
+    char *common; // [the largest size] of all ranks, for MEET
     char dir[64]; // where Gloo's ring meets
 } board;
 
@@ -182,6 +187,28 @@ static void run_copy(worker *w) {
     if (w->b->op == SCATTER_BF16) memcpy(to, from, (full + 2 * part) / 2);
 }
 
+/* A core that slept takes as long to wake as a short operation does: all are awake before the first
+   one starts. */
+static void wake(const worker *w) {
+    board *b = w->b;
+    uint32_t size = (uint32_t)w->world, all;
+    all = __atomic_fetch_add(&b->awake, 1u, __ATOMIC_SEQ_CST) / size * size + size;
+    while ((int32_t)(__atomic_load_n(&b->awake, __ATOMIC_SEQ_CST) - all) < 0) (void)sched_yield();
+}
+
+static void run_meet(worker *w) {
+    size_t full = w->b->bytes, part = full / (size_t)w->world, mine = (size_t)w->rank * part;
+    char *common = w->b->common;
+    memcpy(w->to, w->from, (full - part) / 2);
+    memcpy(common + mine, w->from + mine, part);
+    wake(w);
+    for (int k = 1; k < w->world; k++) {
+        size_t at = (size_t)((w->rank + k) % w->world) * part;
+        memcpy(w->to + at, common + at, part);
+    }
+    wake(w);
+}
+
 static void run(worker *w) {
     int who = w->b->who;
     if (who < BACKENDS) run_backend(w, &w->backends[who]);
@@ -189,6 +216,7 @@ static void run(worker *w) {
     else if (who == RING) run_ring(w);
 #endif
     else if (who == COPY) run_copy(w);
+    else if (who == MEET) run_meet(w);
     else
         for (int k = 0; k < (w->b->op == REDUCE ? 2 : 1); k++)
             stream(w, w->b->bytes / (size_t)w->world);
@@ -198,7 +226,8 @@ static void run(worker *w) {
 
 static int takes_part(const worker *w, int who, int op) {
     int is_scatter = op == SCATTER || op == SCATTER_BF16;
-    return (w->opt->rivals >> who & 1) && !(who == RING && is_scatter);
+    return (w->opt->rivals >> who & 1) && !(who == RING && is_scatter) &&
+           !(who == MEET && op != REDUCE);
 }
 
 // Before a check: small whole numbers, so that sums are exact. Element i of rank r is i%100 + r.
@@ -237,15 +266,6 @@ static void checked(worker *w) {
     run(w);
     check(w, (const float *)(const void *)(k && is_scatter ? k->shard : full));
     memset(full, 0, w->b->bytes); // sums in place that are repeated stay what they are
-}
-
-/* A core that slept takes as long to wake as a short operation does: all are awake before the first
-   one starts. */
-static void wake(const worker *w) {
-    board *b = w->b;
-    uint32_t size = (uint32_t)w->world, all;
-    all = __atomic_fetch_add(&b->awake, 1u, __ATOMIC_SEQ_CST) / size * size + size;
-    while ((int32_t)(__atomic_load_n(&b->awake, __ATOMIC_SEQ_CST) - all) < 0) (void)sched_yield();
 }
 
 // 0: that was the last one.
@@ -296,10 +316,14 @@ static void show(const worker *w, FILE *csv, const bench_stats *s, const bench_s
                 ratio[who].median, ratio[who].low, ratio[who].high);
         if (!w->opt->csv) printf(" %10.1f", s[who].median);
     }
-    for (int who = SHM; who <= GLOO && !w->opt->csv; who++)
-        if (s[who].samples)
-            printf("  %s %5.2f [%.2f, %.2f]", who == SHM ? "shm/memcpy" : "gloo/tcp",
-                   ratio[who].median, ratio[who].low, ratio[who].high);
+    static const struct {
+        rival who;
+        const char *name;
+    } told[] = {{SHM, "shm/memcpy"}, {MEET, "meet/memcpy"}, {GLOO, "gloo/tcp"}};
+    for (int i = 0; i < 3 && !w->opt->csv; i++)
+        if (s[told[i].who].samples)
+            printf("  %s %5.2f [%.2f, %.2f]", told[i].name, ratio[told[i].who].median,
+                   ratio[told[i].who].low, ratio[told[i].who].high);
     if (!w->opt->csv) printf("\n");
     fflush(NULL);
 }
@@ -328,7 +352,7 @@ static void compare(worker *w, FILE *csv) {
         }
     for (int who = 0; who < RIVALS; who++) { // before summaries sort the samples
         for (int i = 0; i < round; i++)
-            ratios[i] = samples[who][i] / samples[who < GLOO ? COPY : TCP][i];
+            ratios[i] = samples[who][i] / samples[who == SHM || who == MEET ? COPY : TCP][i];
         ratio[who] = bench_spread_of(ratios, takes_part(w, who, b->op) ? round : 0);
     }
     for (int who = 0; who < RIVALS; who++)
@@ -392,6 +416,7 @@ static void rank_main(worker *w, FILE *csv) {
     if (!w->from || !w->to || !w->cold) fail(w, "malloc", strerror(errno));
     memset(w->from, 0, bytes + SLACK);
     memset(w->to, 0, bytes + SLACK);
+    memset(w->b->common, 0, bytes); // in this process's tables of pages, as the others
     for (int k = 0; k < BACKENDS; k++) // as those are: in this process's tables of pages
         if (w->backends[k].full) memset(w->backends[k].full, 0, bytes + SLACK);
     if (w->rank == 0) lead(w, csv);
@@ -430,25 +455,28 @@ static void connected(int ends[2]) {
     (void)close(server);
 }
 
-static board *open_board(int world) {
+static board *open_board(int world, size_t bytes_max) {
     pthread_barrierattr_t shared;
     board *b = (board *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
                              -1, 0);
-    snprintf(b->dir, sizeof b->dir, "/tmp/bench_comm_XXXXXX");
-    if (b == MAP_FAILED || !mkdtemp(b->dir)) {
+    void *common = mmap(NULL, bytes_max, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (b != MAP_FAILED) snprintf(b->dir, sizeof b->dir, "/tmp/bench_comm_XXXXXX");
+    if (b == MAP_FAILED || common == MAP_FAILED || !mkdtemp(b->dir)) {
         perror("bench_comm");
         exit(1);
     }
+    b->common = (char *)common;
     (void)pthread_barrierattr_init(&shared);
     (void)pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
     (void)pthread_barrier_init(&b->gate, &shared, (unsigned)world);
     return b;
 }
 
-static void close_board(board *b) {
+static void close_board(board *b, size_t bytes_max) {
     char command[96];
     snprintf(command, sizeof command, "rm -r %s", b->dir);
     if (system(command)) fprintf(stderr, "bench_comm: %s stays behind\n", b->dir);
+    (void)munmap(b->common, bytes_max);
     (void)munmap(b, sizeof *b);
 }
 
@@ -456,7 +484,7 @@ static void close_board(board *b) {
 static int run_world(const options *opt, int world, FILE *csv) {
     static worker w[WORLD_MAX];
     pid_t pids[WORLD_MAX];
-    board *b = open_board(world);
+    board *b = open_board(world, opt->bytes_max);
     int failed = 0, status, ends[2];
     memset(w, 0, sizeof w);
     for (int r = 0; r < world; r++)
@@ -483,7 +511,7 @@ static int run_world(const options *opt, int world, FILE *csv) {
     for (int r = 0; r < world; r++)
         for (int peer = 0; peer < world; peer++)
             if (peer != r) (void)close(w[r].sockets[peer]);
-    close_board(b);
+    close_board(b, opt->bytes_max);
     return failed;
 }
 
@@ -515,7 +543,7 @@ static int parse_backends(const char *text, uint32_t *out) {
 #ifdef FSDP_BACKEND_GLOO
     all |= 1u << GLOO;
 #endif
-    *out = 1u << TCP | 1u << COPY | (all & 1u << GLOO ? 1u << RING : 0);
+    *out = 1u << TCP | 1u << COPY | 1u << MEET | (all & 1u << GLOO ? 1u << RING : 0);
     if (!text) *out |= all;
     for (int k = 0; k < BACKENDS && text; k++)
         if (strstr(text, rival_names[k])) *out |= 1u << k;
@@ -564,8 +592,8 @@ int main(int argc, char **argv) {
     FILE *csv = o.csv ? stdout : bench_csv("bench_comm", columns);
     if (o.csv) printf("%s\n", columns);
     else
-        printf("medians, us        %10s %10s %10s %10s %10s %10s\n", "bytes", rival_names[0],
-               rival_names[1], rival_names[2], rival_names[3], rival_names[4]);
+        printf("medians, us        %10s %10s %10s %10s %10s %10s %10s\n", "bytes", rival_names[0],
+               rival_names[1], rival_names[2], rival_names[3], rival_names[4], rival_names[5]);
     for (int k = 0; k < o.num_worlds && !failed; k++) failed = run_world(&o, o.worlds[k], csv);
     if (!o.csv) fclose(csv);
     return failed;

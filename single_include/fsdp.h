@@ -5187,16 +5187,34 @@ static FSDPI_UNUSED int64_t fsdpi_comm_left_to_open(const fsdpi_comm_world *w) {
     return left > 1 ? left : 1;
 }
 
+/* The comm of a world of so many ranks, who are still to be named, and the world. NULL: no
+   memory. */
+static fsdpi_comm *fsdpi_comm_make(const fsdpi_transport *transport, const fsdp_boot *boot,
+                                   int size) {
+    fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
+    fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
+    if (!c || !w) {
+        fsdpi_free(&boot->allocator, c);
+        fsdpi_free(&boot->allocator, w);
+        return NULL;
+    }
+    w->boot = *boot;
+    w->transport = transport;
+    w->caps = transport->caps;
+    c->world = w;
+    c->boot = &w->boot;
+    c->is_world = 1;
+    c->id = FSDPI_OPEN;
+    return c;
+}
+
 // A failure's text goes where error_text(NULL) finds it.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
     const int size = boot->size >= 1 && boot->size <= transport->most_ranks ? boot->size : 0;
-    fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
-    fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
+    fsdpi_comm *c = fsdpi_comm_make(transport, boot, size);
     *out = NULL;
-    if (!c || !w) {
-        fsdpi_free(&boot->allocator, c);
-        fsdpi_free(&boot->allocator, w);
+    if (!c) {
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
                        "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
                        boot->rank,
@@ -5204,14 +5222,8 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
                                             (size_t)size * 4));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
-    w->boot = *boot;
+    fsdpi_comm_world *w = c->world;
     if (!w->boot.job) w->boot.job = "";
-    w->transport = transport;
-    w->caps = transport->caps;
-    c->world = w;
-    c->boot = &w->boot;
-    c->is_world = 1;
-    c->id = FSDPI_OPEN;
     fsdpi_describe(c, NULL, w->boot.job);
     c->now.kind = FSDPI_OPEN;
     w->open_ns = fsdpi_boot_now(boot);

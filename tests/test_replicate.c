@@ -2086,6 +2086,7 @@ static void no_memory(lab_rank *r) {
     fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
     const int32_t shape[1] = {r->size};
     if (c.arg) c.d.mesh = lab_mesh(r->w, 1, shape, NULL, NULL);
+    CALL(r->w, fsdp_barrier(r->w)); /* rank 0 keeps what the others left in the store until then */
     for (int64_t n = -1; n <= 0 || status; n++) { /* once none, so that all else is there */
         job_begin(j, &c, r);
         const int64_t live = r->heap->live, bytes = r->heap->live_bytes;
