@@ -271,6 +271,11 @@ gate_errors() { # ids of error texts, and the table of them
     python3 tools/errors
 }
 
+gate_mutations() { # each changes a line that is there
+    need python3
+    ! tools/mutate --list | grep ' broken: '
+}
+
 gate_report() { # the pictures of docs/performance.md
     need python3
     python3 tools/bench_report
@@ -420,7 +425,7 @@ existing() { # FILE...: those that are there
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests
-    echo errors && echo report && echo single
+    echo errors && echo report && echo mutations && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo budget && echo symbols && echo math_only && echo reverse
