@@ -70,21 +70,16 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.seq = op->seq;
     c.what = op->what;
     c.stream = stream;
-    // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    // The two of a pair name each other, one by SEND and one by RECV.
-    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
-    uint32_t root = is_pair ? 0 : (uint32_t)op->root;
-    uint64_t h = fsdpi_hash((uint64_t)root << 8 | (uint8_t)(is_pair ? (int)FSDP_OP_SEND : op->kind),
-                            ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
-                                ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
-                                ((uint64_t)op->state << 8) | op->accumulate);
-    h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
-    // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
+    // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
+    // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.
+    uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
+    uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
+                   (uint64_t)op->label << 16 | (uint64_t)op->state << 8 | op->accumulate;
     uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
+    c.fingerprint = fsdpi_hash(fsdpi_hash(op->what_hash, how), op->step + given);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
-    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, given);
+    c.agree[FSDP_AGREE_STEP] = (uint8_t)op->step;
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)

@@ -149,7 +149,7 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    if (at) u->layout.ops = (fsdpi_template *)(void *)(at + bytes);
+    if (at) u->layout.ops[0] = (fsdpi_template *)(void *)(at + bytes);
     return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
 }
 
@@ -229,7 +229,7 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
         none;
     u->layout.slice_copy = u->layout.partial = u->layout.users = none;
     u->layout.lists = u->usage.flags = u->usage.wide = NULL;
-    u->layout.ops = NULL;
+    memset(u->layout.ops, 0, sizeof u->layout.ops);
     u->layout.pad_rin = 0;
 }
 
@@ -350,8 +350,8 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
             if (!old->old_shard) continue;
             status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
-            if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
-            if (!status && (p->use & FSDPI_USE_REDUCED))
+            if (!p->requires_grad) *fsdpi_use(u, k) &= (uint8_t)~FSDPI_USE_REDUCED;
+            if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
                                         flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }

@@ -114,7 +114,7 @@ static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
     for (int i = 0; i < u->desc.num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         const fsdpi_part *part = fsdpi_part_of(u, p);
-        if (!p->requires_grad || (p->use & FSDPI_USE_WRITTEN)) continue;
+        if (!p->requires_grad || (*fsdpi_use(u, i) & FSDPI_USE_WRITTEN)) continue;
         status = fsdpi_emit_fill(
             u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
             in_shard ? fsdpi_flat_of(u, part)->grad : u->state.slot[FSDP_POOL_GRAD],
@@ -160,7 +160,7 @@ static fsdp_status fsdpi_step_fold(fsdp_unit *u) {
 // num_train flags for every rank ride along.
 static fsdp_status fsdpi_step_users(fsdp_unit *u) {
     int input = fsdpi_input(u);
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_USERS];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_USERS];
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     fsdpi_usage_send(u, fsdpi_route_now(u)->factor / u->state.grads.divided);
     t->dst = (uint8_t)input;
@@ -172,7 +172,8 @@ static fsdp_status fsdpi_step_users(fsdp_unit *u) {
 // Reads the reduce input, over the shard group, and gives it back.
 static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accumulate) {
     int input = fsdpi_input(u);
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
+    fsdpi_template *t = u->layout.ops[kind];
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
@@ -188,13 +189,10 @@ static double fsdpi_rest(const fsdp_unit *u) { // what sums of the input are to 
 }
 
 static fsdp_status fsdpi_step_scatter_fused(fsdp_unit *u) {
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     return fsdpi_scatter(u, FSDPI_OPS_SCATTER, fsdpi_rest(u),
                          u->state.grads.shard == FSDPI_GRADS_REDUCED);
 }
-
 static fsdp_status fsdpi_step_scatter(fsdp_unit *u) {
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     return fsdpi_scatter(u, FSDPI_OPS_SCATTER, 1, 0);
 }
 
@@ -220,8 +218,8 @@ static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
     if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, g->divided / g->summed, 0);
     if (status || !waiting) return status;
-    fsdp_op *add = fsdpi_only_op(u, FSDPI_OPS_ADD);
-    if (add) add->dst = waiting;
+    fsdpi_template *const *add = &u->layout.ops[FSDPI_OPS_ADD];
+    if (add[0] != add[1]) add[0]->op.dst = waiting;
     status = fsdpi_emit_kind(u, FSDPI_OPS_ADD);
     if (!status) status = fsdpi_release(u, sums, FSDP_STREAM_REDUCE);
     *sums = waiting;
@@ -239,7 +237,7 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     const fsdpi_route *route = fsdpi_route_now(u);
     fsdpi_grads *g = &u->state.grads;
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
     t->op.scale = 1 / route->replicas;
     g->summed = (route->from_input ? g->divided : g->summed) * route->replicas;
@@ -255,19 +253,19 @@ static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
 }
 
 static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_HOOK];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_HOOK];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
     return fsdpi_emit_kind(u, FSDPI_OPS_HOOK);
 }
 
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
-    const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
+    fsdpi_template *const *ops = &u->layout.ops[FSDPI_OPS_OUT];
     double scale = u->state.grads.summed / fsdpi_route_now(u)->factor;
     fsdpi_each(u, FSDPI_OPS_OUT, scale, u->state.grads.shard == FSDPI_GRADS_REDUCED);
-    for (int i = begin[0]; i < begin[1]; i++) {
-        u->layout.ops[i].src = (uint8_t)sums;
-        fsdpi_op_cast(&u->layout.ops[i].op, fsdpi_sums_dtype(u), u->layout.ops[i].op.out_dtype);
+    for (fsdpi_template *t = ops[0]; t != ops[1]; t++) {
+        t->src = (uint8_t)sums;
+        fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), t->op.out_dtype);
     }
     fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_OUT);
     fsdp_status released = fsdpi_release(u, &u->state.slot[sums], fsdpi_out_stream(u));

@@ -13,7 +13,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
         for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
-            if ((p->use & FSDPI_USE_REDUCED) && p->dtype == dtype)
+            if ((*fsdpi_use(u, k) & FSDPI_USE_REDUCED) && p->dtype == dtype)
                 out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }

@@ -40,8 +40,7 @@ struct fsdp_world {
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
     char job[128], store[320];
     const fsdp_comm_ops *comm_ops; // NULL: one rank
-    fsdp_comm *comm,
-        *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
+    fsdp_comm *comm, *reduce_comm; // equal, unless two streams may run collectives at a time
     fsdp_caps caps;
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
@@ -133,7 +132,6 @@ typedef struct fsdpi_param {
     int32_t ordinal, requires_grad, keep_dtype;
     int32_t part;             // index in the unit's parts
     int32_t train_index;      // place among the unit's trainables; -1: frozen
-    uint8_t use;              // FSDPI_USE_*
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
@@ -245,16 +243,15 @@ typedef struct fsdpi_layout {
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
-    int64_t
-        gather_begin; // of the unit's shards in their block; segments of all_gather count from it
+    int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
-    fsdpi_template *ops;                   // by kind
-    int32_t ops_begin[FSDPI_OPS_COUNT + 1];
+    fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;
 
-// Who used which parameter, as far as it is not in fsdpi_param.use.
+// Who used which parameter.
 typedef struct fsdpi_usage {
+    uint64_t *use;      // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     char *flags, *wide; // num_train flags in param_dtype and in reduce_dtype: what ops copy
     double value;       // of those that are not zero
     uint8_t in_flight;  // a copy of them may not be done yet

@@ -136,8 +136,9 @@ static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
     op->bytes = fsdpi_op_bytes(op);
 }
 
-// The same work in other dtypes.
-static void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+// The same work in other dtypes, or mostly the same ones.
+static inline void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+    if (op->dtype == dtype && op->out_dtype == out_dtype) return;
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
     op->bytes = fsdpi_op_bytes(op);

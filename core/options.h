@@ -28,7 +28,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
+            return fsdpi_hook_failed(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
     if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
     return status;
 }
@@ -201,7 +201,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (status) return status;
     fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
                   requires_grad != 0);
-    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+    *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     return FSDP_OK;
 }
 

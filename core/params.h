@@ -101,7 +101,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if ((p->use & FSDPI_USE_REDUCED) && !u->model->backward) // as on any number of ranks
+    if ((*fsdpi_use(u, index) & FSDPI_USE_REDUCED) && !u->model->backward) // for any W, R
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
@@ -206,7 +206,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     fsdp_param_view v = FSDP_ZERO;
     while (!status && fsdp_next_param(model, &v))
         if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
-    return status ? fsdpi_fail_together(model->world, status) : fsdpi_shards_written(model);
+    if (!status) fsdpi_shards_written(model);
+    return fsdpi_fail_together(model->world, status);
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
@@ -244,7 +245,8 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
     fsdp_block rows = {from, 0, width, outer, pitch, width};
     status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
-    return status ? status : fsdpi_shards_written(unit->model);
+    if (!status) fsdpi_shards_written(unit->model);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {

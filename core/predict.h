@@ -12,8 +12,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
         reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
-        for (int pass = 0; pass < 3;
-             pass++) { // open those around, run the others, close those around
+        for (int pass = 0; pass < 3; pass++) { // open those around, run others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
                 int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
@@ -21,7 +20,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
                 for (int k = 0; back && k < u->desc.num_params; k++)
-                    u->params[k].use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+                    *fsdpi_use(u, k) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
             }
         }
@@ -32,7 +31,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     size_t parts = (size_t)u->desc.num_params * sizeof *u->layout.parts,
-           params = (size_t)u->desc.num_params * sizeof *u->params;
+           params = fsdpi_params_bytes(u);
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
     *copy = *u;
@@ -47,6 +46,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
     memset(&copy->usage, 0, sizeof copy->usage);
+    copy->usage.use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
     copy->state = fsdpi_state_new();
     copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
     fsdpi_unit_route(copy);

@@ -14,9 +14,11 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
-        fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
-                                        sizeof *m->order, "post_forward of unit", u->desc.name);
-        if (status) return fsdpi_fail_together(m->world, status);
+        if (m->num_order == m->cap_order) {
+            fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                            sizeof *m->order, "post_forward of unit", u->desc.name);
+            if (status) return fsdpi_fail_together(m->world, status);
+        }
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -227,15 +229,18 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
-// The end of a call: the caller's work comes next. Finalize reports the first failure again.
-static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+// Finalize reports the first failure again.
+static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
+    if (m->hook_status) return status;
+    snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    return m->hook_status = status;
+}
+
+// The end of a call: the caller's work comes next.
+static inline fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
     if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
         status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
-    if (status && !m->hook_status) {
-        m->hook_status = status;
-        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
-    }
-    return status;
+    return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
@@ -244,11 +249,11 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
-    if (status) return fsdpi_remember(m, status);
+    if (status) return fsdpi_hook_failed(m, status);
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
+    if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
@@ -273,7 +278,7 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_remember(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
+    (void)fsdpi_hook_failed(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     return 0;
 }
 

@@ -34,6 +34,7 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->state, sizeof u->state);
     fsdpi_walk_bytes(w, &u->options, sizeof u->options);
     fsdpi_walk_bytes(w, u->route, sizeof u->route);
+    fsdpi_walk_bytes(w, u->usage.use, (size_t)fsdpi_use_words(u) * sizeof *u->usage.use);
     fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
@@ -41,7 +42,6 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->told, sizeof u->told);
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
         fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
         fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
     }

@@ -14,11 +14,10 @@ static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
 }
 
 // Shards are as the caller's stream has left them: later gathers come after.
-static fsdp_status fsdpi_shards_written(fsdp_model *m) {
+static void fsdpi_shards_written(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
             fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
-    return FSDP_OK;
 }
 
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
@@ -81,7 +80,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
-    if (!status) status = fsdpi_shards_written(model);
+    if (!status) fsdpi_shards_written(model);
     return model ? fsdpi_remember(model, status) : status;
 }
 
@@ -132,11 +131,11 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (fsdpi_param_call(unit, index, FSDP_CALL_GRAD)) return NULL;
-    fsdpi_param *p = &unit->params[index];
+    const fsdpi_param *p = &unit->params[index];
     if (!p->requires_grad) return NULL;
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
-    p->use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+    *fsdpi_use(unit, index) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
     if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);

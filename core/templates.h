@@ -164,10 +164,10 @@ static int fsdpi_templates_max(const fsdp_unit *u) {
 // All records of a unit: its lists and blocks are there.
 static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_layout *l = &u->layout;
-    fsdpi_template *t = l->ops;
+    fsdpi_template *t = l->ops[0];
     for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
         const fsdpi_template_row *row = &fsdpi_template_rows[kind];
-        l->ops_begin[kind] = (int32_t)(t - l->ops);
+        l->ops[kind] = t;
         if (row->grads && l->num_train == 0) continue;
         for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
             const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
@@ -176,15 +176,14 @@ static void fsdpi_templates_make(fsdp_unit *u) {
             t = next;
         }
     }
-    l->ops_begin[FSDPI_OPS_COUNT] = (int32_t)(t - l->ops);
+    l->ops[FSDPI_OPS_COUNT] = t;
 }
 
 /* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
    buffers has written them into the template. */
 static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
     fsdp_model *m = u->model;
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
-    const fsdpi_template *end = u->layout.ops + u->layout.ops_begin[kind + 1];
+    fsdpi_template *t = u->layout.ops[kind], *end = u->layout.ops[kind + 1];
     fsdp_status status = FSDP_OK;
     for (; t != end && !status; t++) {
         fsdp_op *op = &t->op;
@@ -200,17 +199,10 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
     return status;
 }
 
-// The only record of a kind, to be changed before it is emitted; NULL: there is nothing to do.
-static fsdp_op *fsdpi_only_op(fsdp_unit *u, int kind) {
-    const int32_t *begin = &u->layout.ops_begin[kind];
-    return begin[0] == begin[1] ? NULL : &u->layout.ops[begin[0]].op;
-}
-
 // What all records of a kind multiply by, and whether they add to what is there.
 static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
-    const int32_t *begin = &u->layout.ops_begin[kind];
-    for (int i = begin[0]; i < begin[1]; i++) {
-        u->layout.ops[i].op.scale = scale;
-        u->layout.ops[i].op.accumulate = (uint8_t)accumulate;
+    for (fsdpi_template *t = u->layout.ops[kind]; t != u->layout.ops[kind + 1]; t++) {
+        t->op.scale = scale;
+        t->op.accumulate = (uint8_t)accumulate;
     }
 }

@@ -2,6 +2,12 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
+// Parameters, and behind them the marks of their use, eight in a word.
+static int fsdpi_use_words(const fsdp_unit *u) { return (u->desc.num_params + 7) >> 3; }
+static size_t fsdpi_params_bytes(const fsdp_unit *u) {
+    return (size_t)u->desc.num_params * sizeof *u->params + 8 * (size_t)fsdpi_use_words(u);
+}
+
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
     for (int i = 0; u->params && i < u->desc.num_params; i++)
@@ -312,7 +318,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
     u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
     if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
-    u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
+    u->desc.num_params = d->num_params;
+    u->params = (fsdpi_param *)fsdpi_model_alloc(m, fsdpi_params_bytes(u));
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
@@ -326,7 +333,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
     u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
-    u->desc.num_params = d->num_params;
+    u->usage.use = (uint64_t *)(void *)(u->params + count);
     status = fsdpi_unit_params(u, d);
     if (!status) status = fsdpi_unit_composes(u);
     if (!status) status = fsdpi_unit_groups(u, d);

@@ -3164,8 +3164,7 @@ struct fsdp_world {
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
     char job[128], store[320];
     const fsdp_comm_ops *comm_ops; // NULL: one rank
-    fsdp_comm *comm,
-        *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
+    fsdp_comm *comm, *reduce_comm; // equal, unless two streams may run collectives at a time
     fsdp_caps caps;
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
@@ -3257,7 +3256,6 @@ typedef struct fsdpi_param {
     int32_t ordinal, requires_grad, keep_dtype;
     int32_t part;             // index in the unit's parts
     int32_t train_index;      // place among the unit's trainables; -1: frozen
-    uint8_t use;              // FSDPI_USE_*
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
@@ -3369,16 +3367,15 @@ typedef struct fsdpi_layout {
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
-    int64_t
-        gather_begin; // of the unit's shards in their block; segments of all_gather count from it
+    int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
-    fsdpi_template *ops;                   // by kind
-    int32_t ops_begin[FSDPI_OPS_COUNT + 1];
+    fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;
 
-// Who used which parameter, as far as it is not in fsdpi_param.use.
+// Who used which parameter.
 typedef struct fsdpi_usage {
+    uint64_t *use;      // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     char *flags, *wide; // num_train flags in param_dtype and in reduce_dtype: what ops copy
     double value;       // of those that are not zero
     uint8_t in_flight;  // a copy of them may not be done yet
@@ -6945,21 +6942,16 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.seq = op->seq;
     c.what = op->what;
     c.stream = stream;
-    // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    // The two of a pair name each other, one by SEND and one by RECV.
-    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
-    uint32_t root = is_pair ? 0 : (uint32_t)op->root;
-    uint64_t h = fsdpi_hash((uint64_t)root << 8 | (uint8_t)(is_pair ? (int)FSDP_OP_SEND : op->kind),
-                            ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
-                                ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
-                                ((uint64_t)op->state << 8) | op->accumulate);
-    h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
-    // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
+    // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
+    // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.
+    uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
+    uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
+                   (uint64_t)op->label << 16 | (uint64_t)op->state << 8 | op->accumulate;
     uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
+    c.fingerprint = fsdpi_hash(fsdpi_hash(op->what_hash, how), op->step + given);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
-    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, given);
+    c.agree[FSDP_AGREE_STEP] = (uint8_t)op->step;
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
@@ -8531,6 +8523,12 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
 /* ==== core/unit.h ===========================================================================
    units and parameters: what fully_shard makes of a desc */
 
+// Parameters, and behind them the marks of their use, eight in a word.
+static int fsdpi_use_words(const fsdp_unit *u) { return (u->desc.num_params + 7) >> 3; }
+static size_t fsdpi_params_bytes(const fsdp_unit *u) {
+    return (size_t)u->desc.num_params * sizeof *u->params + 8 * (size_t)fsdpi_use_words(u);
+}
+
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
     for (int i = 0; u->params && i < u->desc.num_params; i++)
@@ -8841,7 +8839,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
     u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
     if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
-    u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
+    u->desc.num_params = d->num_params;
+    u->params = (fsdpi_param *)fsdpi_model_alloc(m, fsdpi_params_bytes(u));
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
@@ -8855,7 +8854,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
     u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
-    u->desc.num_params = d->num_params;
+    u->usage.use = (uint64_t *)(void *)(u->params + count);
     status = fsdpi_unit_params(u, d);
     if (!status) status = fsdpi_unit_composes(u);
     if (!status) status = fsdpi_unit_groups(u, d);
@@ -9072,8 +9071,9 @@ static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
     op->bytes = fsdpi_op_bytes(op);
 }
 
-// The same work in other dtypes.
-static void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+// The same work in other dtypes, or mostly the same ones.
+static inline void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+    if (op->dtype == dtype && op->out_dtype == out_dtype) return;
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
     op->bytes = fsdpi_op_bytes(op);
@@ -9320,10 +9320,10 @@ static int fsdpi_templates_max(const fsdp_unit *u) {
 // All records of a unit: its lists and blocks are there.
 static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_layout *l = &u->layout;
-    fsdpi_template *t = l->ops;
+    fsdpi_template *t = l->ops[0];
     for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
         const fsdpi_template_row *row = &fsdpi_template_rows[kind];
-        l->ops_begin[kind] = (int32_t)(t - l->ops);
+        l->ops[kind] = t;
         if (row->grads && l->num_train == 0) continue;
         for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
             const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
@@ -9332,15 +9332,14 @@ static void fsdpi_templates_make(fsdp_unit *u) {
             t = next;
         }
     }
-    l->ops_begin[FSDPI_OPS_COUNT] = (int32_t)(t - l->ops);
+    l->ops[FSDPI_OPS_COUNT] = t;
 }
 
 /* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
    buffers has written them into the template. */
 static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
     fsdp_model *m = u->model;
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
-    const fsdpi_template *end = u->layout.ops + u->layout.ops_begin[kind + 1];
+    fsdpi_template *t = u->layout.ops[kind], *end = u->layout.ops[kind + 1];
     fsdp_status status = FSDP_OK;
     for (; t != end && !status; t++) {
         fsdp_op *op = &t->op;
@@ -9356,18 +9355,11 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
     return status;
 }
 
-// The only record of a kind, to be changed before it is emitted; NULL: there is nothing to do.
-static fsdp_op *fsdpi_only_op(fsdp_unit *u, int kind) {
-    const int32_t *begin = &u->layout.ops_begin[kind];
-    return begin[0] == begin[1] ? NULL : &u->layout.ops[begin[0]].op;
-}
-
 // What all records of a kind multiply by, and whether they add to what is there.
 static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
-    const int32_t *begin = &u->layout.ops_begin[kind];
-    for (int i = begin[0]; i < begin[1]; i++) {
-        u->layout.ops[i].op.scale = scale;
-        u->layout.ops[i].op.accumulate = (uint8_t)accumulate;
+    for (fsdpi_template *t = u->layout.ops[kind]; t != u->layout.ops[kind + 1]; t++) {
+        t->op.scale = scale;
+        t->op.accumulate = (uint8_t)accumulate;
     }
 }
 
@@ -9570,68 +9562,76 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
 /* ==== core/usage.h ==========================================================================
    who used which parameter */
 
-// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
-// gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a
-// parameter that no rank used is known without another collective. Who used one need not look.
+// Owns: fsdpi_usage. A parameter is used when the caller asks where its gradient is written. Flags
+// of use ride along in every reduction, summed like gradients, so that a parameter that no rank
+// used is known without another collective. Who used one need not look.
+
+static uint8_t *fsdpi_use(const fsdp_unit *u, int i) { return (uint8_t *)u->usage.use + i; }
+
+// Hooks look at all parameters of a unit: at eight at a time. One set of marks for each of them.
+static inline uint64_t fsdpi_uses(int use) { return 0x0101010101010101u * (uint64_t)use; }
+
+// Those that have the mark `from`, with the mark `to` instead.
+static inline uint64_t fsdpi_uses_as(uint64_t uses, int from, int to) {
+    return (uses & fsdpi_uses(from)) / (uint64_t)from * (uint64_t)to;
+}
+
+// All lose the marks `gone`; who had `from` gets `to`.
+static inline void fsdpi_usage_turn(fsdp_unit *u, int gone, int from, int to) {
+    for (int k = 0; k < fsdpi_use_words(u); k++) {
+        uint64_t uses = u->usage.use[k];
+        u->usage.use[k] = (uses & ~fsdpi_uses(gone)) | fsdpi_uses_as(uses, from, to);
+    }
+}
+static FSDPI_NOINLINE void fsdpi_usage_clear(fsdp_unit *u, int use) {
+    fsdpi_usage_turn(u, use, 1, 0);
+}
+
+static int fsdpi_usage_any(const fsdp_unit *u, int use) {
+    uint64_t any = 0;
+    for (int k = 0; k < fsdpi_use_words(u); k++) any |= u->usage.use[k] & fsdpi_uses(use);
+    return any != 0;
+}
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.
-static void fsdpi_usage_flag(fsdp_unit *u, fsdpi_param *p, double value) {
+static FSDPI_NOINLINE void fsdpi_usage_write(fsdp_unit *u, double value) {
     fsdp_dtype dtypes[2] = {u->layout.parts[u->layout.users_part].param_dtype,
                             u->layout.reduce_dtype};
     char *flags[2] = {u->usage.flags, u->usage.wide};
-    int used = (p->use & FSDPI_USE_USED) != 0;
-    double flag = used ? value : 0;
-    p->use = (uint8_t)((p->use & ~FSDPI_USE_FLAGGED) | (used ? FSDPI_USE_FLAGGED : 0));
-    for (int i = 0; i < 2; i++)
-        (void)fsdp_convert(flags[i] + (size_t)p->train_index * fsdp_dtype_size(dtypes[i]),
-                           dtypes[i], &flag, FSDP_F64, 1);
+    if (u->usage.in_flight) fsdpi_drain(u->model->world); // a copy may still read them
+    for (int i = 0; i < 2 * u->desc.num_params; i++) {
+        int at = u->params[i / 2].train_index, k = i % 2;
+        double flag = *fsdpi_use(u, i / 2) & FSDPI_USE_USED ? value : 0;
+        if (at >= 0)
+            (void)fsdp_convert(flags[k] + (size_t)at * fsdp_dtype_size(dtypes[k]), dtypes[k], &flag,
+                               FSDP_F64, 1);
+    }
+    fsdpi_usage_turn(u, FSDPI_USE_FLAGGED, FSDPI_USE_USED, FSDPI_USE_FLAGGED);
 }
 
 /* Brings the flags up to date for a reduction that multiplies sums by value's reciprocal. The flags
    of a step are mostly those of the step before, so that they are seldom written. */
 static void fsdpi_usage_send(fsdp_unit *u, double value) {
-    int anew = value != u->usage.value, pending = u->options.reduce_unused ? 0 : FSDPI_USE_PENDING;
-    for (int i = 0; i < u->desc.num_params; i++) {
-        fsdpi_param *p = &u->params[i];
-        int marks = p->use & (FSDPI_USE_USED | FSDPI_USE_FLAGGED);
-        int differs = marks == FSDPI_USE_USED || marks == FSDPI_USE_FLAGGED;
-        if (marks == 0 && !anew) continue;
-        if ((differs || anew) && p->requires_grad) {
-            if (u->usage.in_flight) fsdpi_drain(u->model->world); // a copy may still read them
-            u->usage.in_flight = 0;
-            fsdpi_usage_flag(u, p, value);
-        }
-        if (p->use & FSDPI_USE_USED) p->use = (uint8_t)((p->use & ~FSDPI_USE_USED) | pending);
+    uint64_t differs = value != u->usage.value;
+    for (int k = 0; k < fsdpi_use_words(u); k++) {
+        uint64_t uses = u->usage.use[k];
+        differs |= (fsdpi_uses_as(uses, FSDPI_USE_USED, FSDPI_USE_FLAGGED) ^ uses) &
+                   fsdpi_uses(FSDPI_USE_FLAGGED);
     }
+    if (differs) fsdpi_usage_write(u, value);
+    fsdpi_usage_turn(u, FSDPI_USE_USED, FSDPI_USE_USED,
+                     u->options.reduce_unused ? 0 : FSDPI_USE_PENDING);
     u->usage.value = value;
     u->usage.in_flight = 1;
 }
 
-// One rank: what it used has a gradient.
-static void fsdpi_usage_own(fsdp_unit *u) {
-    for (int i = 0; i < u->desc.num_params; i++) {
-        fsdpi_param *p = &u->params[i];
-        if (p->use & FSDPI_USE_USED)
-            p->use = (uint8_t)((p->use & ~FSDPI_USE_USED) | FSDPI_USE_REDUCED);
-    }
-}
-
-// Takes marks away, or asks for one, of all parameters.
-static void fsdpi_usage_clear(fsdp_unit *u, int use) {
-    for (int i = 0; i < u->desc.num_params; i++) u->params[i].use &= (uint8_t)~use;
-}
-
-// A reduction is on its way, and the counts of users with it.
+// A reduction is on its way, with the counts of users. One rank: what it used has a gradient.
 static void fsdpi_usage_sent(fsdp_unit *u) {
     u->usage.counted = 1;
-    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
+    if (fsdpi_ranks(u) == 1)
+        fsdpi_usage_turn(u, FSDPI_USE_USED, FSDPI_USE_USED, FSDPI_USE_REDUCED);
     if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
-}
-static int fsdpi_usage_any(const fsdp_unit *u, int use) {
-    int any = 0;
-    for (int i = 0; i < u->desc.num_params; i++) any |= u->params[i].use & use;
-    return any;
 }
 
 // What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
@@ -9639,10 +9639,11 @@ static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
     const fsdpi_grads *g = &u->state.grads;
     uint64_t bits, used = 0, adds = (g->shard == FSDPI_GRADS_REDUCED) | (uint64_t)g->waits << 1;
     memcpy(&bits, &factor, sizeof bits);
-    for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
-        used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
-    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), fsdpi_hash(used, adds));
-    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)fsdpi_hash(1, bits);
+    bits = fsdpi_hash(1, bits);
+    for (int k = 0; k < fsdpi_use_words(u) && !u->options.reduce_unused; k++)
+        used = fsdpi_hash(used, u->usage.use[k] & fsdpi_uses(FSDPI_USE_PENDING));
+    op->what_hash = fsdpi_hash(u->layout.hash, bits + used + adds);
+    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
     op->agree[FSDP_AGREE_USED] = (uint8_t)used;
     op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)adds;
 }
@@ -9659,8 +9660,8 @@ static void fsdpi_usage_counts(const fsdp_unit *u, int from, int count, float *c
 // Did a rank use a trainable parameter that has been reduced? The counts are read if need be.
 static int fsdpi_usage_of(const fsdp_unit *u, const fsdpi_param *p) {
     float users = 0;
-    if ((p->use & FSDPI_USE_REDUCED) || fsdpi_ranks(u) == 1)
-        return (p->use & FSDPI_USE_REDUCED) != 0;
+    int reduced = *fsdpi_use(u, (int)(p - u->params)) & FSDPI_USE_REDUCED;
+    if (reduced || fsdpi_ranks(u) == 1) return reduced != 0;
     fsdpi_usage_counts(u, p->train_index, 1, &users);
     return users != 0.0f;
 }
@@ -9683,28 +9684,25 @@ static fsdp_status fsdpi_usage_read(fsdp_model *m) {
 /* Marks what this rank used as reduced. Returns whether something is left, for which the host has
    to look at the counts. */
 static int fsdpi_usage_known(fsdp_unit *u) {
-    int asks = 0;
-    for (int i = 0; i < u->desc.num_params; i++) {
-        fsdpi_param *p = &u->params[i];
-        if (p->use & FSDPI_USE_FLAGGED) p->use |= FSDPI_USE_REDUCED;
-        asks |= p->requires_grad && !(p->use & FSDPI_USE_REDUCED);
-    }
-    return asks;
+    int known = 0;
+    fsdpi_usage_turn(u, 0, FSDPI_USE_FLAGGED, FSDPI_USE_REDUCED);
+    for (int k = 0; k < fsdpi_use_words(u); k++) // the sum of eight bytes
+        known += (int)(fsdpi_uses_as(u->usage.use[k], FSDPI_USE_REDUCED, 1) * fsdpi_uses(1) >> 56);
+    return known < u->layout.num_train;
 }
 
 // Marks what other ranks used: their counts have been read.
 static void fsdpi_usage_learn(fsdp_unit *u) {
     float counts[64];
     for (int i = 0, known = 0; i < u->desc.num_params && fsdpi_ranks(u) > 1; i++) {
-        fsdpi_param *p = &u->params[i];
-        int at = p->train_index;
-        if (!p->requires_grad) continue;
+        int at = u->params[i].train_index;
+        if (at < 0) continue;
         if (at == known) { // trainables are numbered in the order of parameters
             int count = u->layout.num_train - at < 64 ? u->layout.num_train - at : 64;
             fsdpi_usage_counts(u, at, count, counts);
             known += count;
         }
-        if (counts[at % 64] != 0.0f) p->use |= FSDPI_USE_REDUCED;
+        if (counts[at % 64] != 0.0f) *fsdpi_use(u, i) |= FSDPI_USE_REDUCED;
     }
 }
 
@@ -9823,7 +9821,7 @@ static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
     for (int i = 0; i < u->desc.num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         const fsdpi_part *part = fsdpi_part_of(u, p);
-        if (!p->requires_grad || (p->use & FSDPI_USE_WRITTEN)) continue;
+        if (!p->requires_grad || (*fsdpi_use(u, i) & FSDPI_USE_WRITTEN)) continue;
         status = fsdpi_emit_fill(
             u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
             in_shard ? fsdpi_flat_of(u, part)->grad : u->state.slot[FSDP_POOL_GRAD],
@@ -9869,7 +9867,7 @@ static fsdp_status fsdpi_step_fold(fsdp_unit *u) {
 // num_train flags for every rank ride along.
 static fsdp_status fsdpi_step_users(fsdp_unit *u) {
     int input = fsdpi_input(u);
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_USERS];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_USERS];
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     fsdpi_usage_send(u, fsdpi_route_now(u)->factor / u->state.grads.divided);
     t->dst = (uint8_t)input;
@@ -9881,7 +9879,8 @@ static fsdp_status fsdpi_step_users(fsdp_unit *u) {
 // Reads the reduce input, over the shard group, and gives it back.
 static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accumulate) {
     int input = fsdpi_input(u);
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
+    fsdpi_template *t = u->layout.ops[kind];
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
@@ -9897,13 +9896,10 @@ static double fsdpi_rest(const fsdp_unit *u) { // what sums of the input are to 
 }
 
 static fsdp_status fsdpi_step_scatter_fused(fsdp_unit *u) {
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     return fsdpi_scatter(u, FSDPI_OPS_SCATTER, fsdpi_rest(u),
                          u->state.grads.shard == FSDPI_GRADS_REDUCED);
 }
-
 static fsdp_status fsdpi_step_scatter(fsdp_unit *u) {
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     return fsdpi_scatter(u, FSDPI_OPS_SCATTER, 1, 0);
 }
 
@@ -9929,8 +9925,8 @@ static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
     if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, g->divided / g->summed, 0);
     if (status || !waiting) return status;
-    fsdp_op *add = fsdpi_only_op(u, FSDPI_OPS_ADD);
-    if (add) add->dst = waiting;
+    fsdpi_template *const *add = &u->layout.ops[FSDPI_OPS_ADD];
+    if (add[0] != add[1]) add[0]->op.dst = waiting;
     status = fsdpi_emit_kind(u, FSDPI_OPS_ADD);
     if (!status) status = fsdpi_release(u, sums, FSDP_STREAM_REDUCE);
     *sums = waiting;
@@ -9948,7 +9944,7 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     const fsdpi_route *route = fsdpi_route_now(u);
     fsdpi_grads *g = &u->state.grads;
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
     t->op.scale = 1 / route->replicas;
     g->summed = (route->from_input ? g->divided : g->summed) * route->replicas;
@@ -9964,19 +9960,19 @@ static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
 }
 
 static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
-    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_HOOK];
+    fsdpi_template *t = u->layout.ops[FSDPI_OPS_HOOK];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
     return fsdpi_emit_kind(u, FSDPI_OPS_HOOK);
 }
 
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
-    const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
+    fsdpi_template *const *ops = &u->layout.ops[FSDPI_OPS_OUT];
     double scale = u->state.grads.summed / fsdpi_route_now(u)->factor;
     fsdpi_each(u, FSDPI_OPS_OUT, scale, u->state.grads.shard == FSDPI_GRADS_REDUCED);
-    for (int i = begin[0]; i < begin[1]; i++) {
-        u->layout.ops[i].src = (uint8_t)sums;
-        fsdpi_op_cast(&u->layout.ops[i].op, fsdpi_sums_dtype(u), u->layout.ops[i].op.out_dtype);
+    for (fsdpi_template *t = ops[0]; t != ops[1]; t++) {
+        t->src = (uint8_t)sums;
+        fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), t->op.out_dtype);
     }
     fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_OUT);
     fsdp_status released = fsdpi_release(u, &u->state.slot[sums], fsdpi_out_stream(u));
@@ -10253,7 +10249,7 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    if (at) u->layout.ops = (fsdpi_template *)(void *)(at + bytes);
+    if (at) u->layout.ops[0] = (fsdpi_template *)(void *)(at + bytes);
     return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
 }
 
@@ -10333,7 +10329,7 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
         none;
     u->layout.slice_copy = u->layout.partial = u->layout.users = none;
     u->layout.lists = u->usage.flags = u->usage.wide = NULL;
-    u->layout.ops = NULL;
+    memset(u->layout.ops, 0, sizeof u->layout.ops);
     u->layout.pad_rin = 0;
 }
 
@@ -10454,8 +10450,8 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
             if (!old->old_shard) continue;
             status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
-            if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
-            if (!status && (p->use & FSDPI_USE_REDUCED))
+            if (!p->requires_grad) *fsdpi_use(u, k) &= (uint8_t)~FSDPI_USE_REDUCED;
+            if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
                                         flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }
@@ -10550,9 +10546,11 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
-        fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
-                                        sizeof *m->order, "post_forward of unit", u->desc.name);
-        if (status) return fsdpi_fail_together(m->world, status);
+        if (m->num_order == m->cap_order) {
+            fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                            sizeof *m->order, "post_forward of unit", u->desc.name);
+            if (status) return fsdpi_fail_together(m->world, status);
+        }
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -10763,15 +10761,18 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
-// The end of a call: the caller's work comes next. Finalize reports the first failure again.
-static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+// Finalize reports the first failure again.
+static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
+    if (m->hook_status) return status;
+    snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    return m->hook_status = status;
+}
+
+// The end of a call: the caller's work comes next.
+static inline fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
     if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
         status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
-    if (status && !m->hook_status) {
-        m->hook_status = status;
-        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
-    }
-    return status;
+    return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
@@ -10780,11 +10781,11 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
-    if (status) return fsdpi_remember(m, status);
+    if (status) return fsdpi_hook_failed(m, status);
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
+    if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
@@ -10809,7 +10810,7 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_remember(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
+    (void)fsdpi_hook_failed(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     return 0;
 }
 
@@ -10837,11 +10838,10 @@ static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
 }
 
 // Shards are as the caller's stream has left them: later gathers come after.
-static fsdp_status fsdpi_shards_written(fsdp_model *m) {
+static void fsdpi_shards_written(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
             fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
-    return FSDP_OK;
 }
 
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
@@ -10904,7 +10904,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
-    if (!status) status = fsdpi_shards_written(model);
+    if (!status) fsdpi_shards_written(model);
     return model ? fsdpi_remember(model, status) : status;
 }
 
@@ -10955,11 +10955,11 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (fsdpi_param_call(unit, index, FSDP_CALL_GRAD)) return NULL;
-    fsdpi_param *p = &unit->params[index];
+    const fsdpi_param *p = &unit->params[index];
     if (!p->requires_grad) return NULL;
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
-    p->use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+    *fsdpi_use(unit, index) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
     if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
@@ -11003,7 +11003,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
         for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
-            if ((p->use & FSDPI_USE_REDUCED) && p->dtype == dtype)
+            if ((*fsdpi_use(u, k) & FSDPI_USE_REDUCED) && p->dtype == dtype)
                 out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }
@@ -11256,7 +11256,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if ((p->use & FSDPI_USE_REDUCED) && !u->model->backward) // as on any number of ranks
+    if ((*fsdpi_use(u, index) & FSDPI_USE_REDUCED) && !u->model->backward) // for any W, R
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
@@ -11361,7 +11361,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     fsdp_param_view v = FSDP_ZERO;
     while (!status && fsdp_next_param(model, &v))
         if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
-    return status ? fsdpi_fail_together(model->world, status) : fsdpi_shards_written(model);
+    if (!status) fsdpi_shards_written(model);
+    return fsdpi_fail_together(model->world, status);
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
@@ -11399,7 +11400,8 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
     fsdp_block rows = {from, 0, width, outer, pitch, width};
     status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
-    return status ? status : fsdpi_shards_written(unit->model);
+    if (!status) fsdpi_shards_written(unit->model);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
@@ -11443,8 +11445,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
         reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
-        for (int pass = 0; pass < 3;
-             pass++) { // open those around, run the others, close those around
+        for (int pass = 0; pass < 3; pass++) { // open those around, run others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
                 int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
@@ -11452,7 +11453,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
                 for (int k = 0; back && k < u->desc.num_params; k++)
-                    u->params[k].use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+                    *fsdpi_use(u, k) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
             }
         }
@@ -11463,7 +11464,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     size_t parts = (size_t)u->desc.num_params * sizeof *u->layout.parts,
-           params = (size_t)u->desc.num_params * sizeof *u->params;
+           params = fsdpi_params_bytes(u);
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
     *copy = *u;
@@ -11478,6 +11479,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
     memset(&copy->usage, 0, sizeof copy->usage);
+    copy->usage.use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
     copy->state = fsdpi_state_new();
     copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
     fsdpi_unit_route(copy);
@@ -11787,7 +11789,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
+            return fsdpi_hook_failed(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
     if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
     return status;
 }
@@ -11960,7 +11962,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (status) return status;
     fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
                   requires_grad != 0);
-    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+    *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     return FSDP_OK;
 }
 
@@ -12689,6 +12691,7 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->state, sizeof u->state);
     fsdpi_walk_bytes(w, &u->options, sizeof u->options);
     fsdpi_walk_bytes(w, u->route, sizeof u->route);
+    fsdpi_walk_bytes(w, u->usage.use, (size_t)fsdpi_use_words(u) * sizeof *u->usage.use);
     fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
@@ -12696,7 +12699,6 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->told, sizeof u->told);
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
         fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
         fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
     }

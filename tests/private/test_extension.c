@@ -944,7 +944,7 @@ TEST(extension, flags_of_use) {
     CHECK_OK(fsdp_unit_flag_use(b.units[0]));
     const float *flags = (const float *)(const void *)b.units[0]->usage.flags;
     CHECK(flags[0] == 0.0f && flags[1] == 0.0f);
-    b.units[0]->params[1].use |= FSDPI_USE_USED;
+    *fsdpi_use(b.units[0], 1) |= FSDPI_USE_USED;
     CHECK_OK(fsdp_unit_flag_use(b.units[0]));
     CHECK(flags[0] == 0.0f && flags[1] == 3.0f); /* times what gradients will be divided by */
     bed_close(&b);
@@ -1216,8 +1216,9 @@ TEST(extension, many_parts) {
     CHECK_OK(fsdp_fully_shard(b.model, &ud, &unit));
     CHECK_OK(fsdp_model_commit(b.model));
     CHECK_EQ_INT(unit->layout.num_parts, MANY);
-    CHECK(unit->layout.ops_begin[FSDPI_OPS_COUNT] <= fsdpi_templates_max(unit));
-    CHECK(unit->layout.ops_begin[FSDPI_OPS_COUNT] > FSDPI_OPS_COUNT + 6 * MANY - 20);
+    const ptrdiff_t num = unit->layout.ops[FSDPI_OPS_COUNT] - unit->layout.ops[0];
+    CHECK(num <= fsdpi_templates_max(unit));
+    CHECK(num > FSDPI_OPS_COUNT + 6 * MANY - 20);
     bed_close(&b);
 }
 
@@ -2453,8 +2454,8 @@ static void trainees_equal(const trainee *p, const trainee *q, int step) {
             fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
             CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
             CALL(p->w, fsdp_param_view_get(q->units[i], n, &y));
-            W_CHECK(u->params[n].use == v->params[n].use, "step %d: use of %d in unit %d: %d, %d",
-                    step, n, i, u->params[n].use, v->params[n].use);
+            W_CHECK(*fsdpi_use(u, n) == *fsdpi_use(v, n), "step %d: use of %d in unit %d: %d, %d",
+                    step, n, i, *fsdpi_use(u, n), *fsdpi_use(v, n));
             W_CHECK(!x.shard_grad == !y.shard_grad, "step %d: gradient of %d in unit %d", step, n,
                     i);
             W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused && step == 6)),
