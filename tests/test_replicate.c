@@ -2109,12 +2109,14 @@ static void no_memory(lab_rank *r) {
             step(j, 1);
         }
         fsdp_model_destroy(j->m.model);
-        /* NCCL keeps what its collectives needed; the thread of a store takes and gives buffers. */
+        /* NCCL keeps what its collectives needed. The thread of a store, which shared memory does
+           not have, takes and gives buffers: what it holds at the first look may be less later. */
         const int compare = c.arg && (status || (n >= 0 && !lib_on_streams(r->w)));
         for (int i = 0; i < 5000 && compare && (r->heap->live > live || r->heap->live_bytes > bytes); i++)
             usleep(1000);
-        W_CHECK(!compare || (r->heap->live <= live && r->heap->live_bytes <= bytes),
-                "%lld bytes are left", (long long)(r->heap->live_bytes - bytes));
+        const int64_t blocks = r->heap->live - live, more = r->heap->live_bytes - bytes;
+        W_CHECK(!compare || (blocks == 0 && more == 0) || (getenv("FSDP_BACKEND") && blocks <= 0 && more <= 0),
+                "%lld bytes are left", (long long)more);
     }
     CHECK(failures > 3);
     if (r->rank == 0) h_message("%d allocations failed", failures);

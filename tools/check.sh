@@ -273,7 +273,7 @@ gate_errors() { # ids of error texts, and the table of them
 
 gate_mutations() { # each changes a line that is there
     need python3
-    ! tools/mutate --list | grep ' broken: '
+    tools/mutate --list >"$work/mutations" || die "$(grep ' broken: ' "$work/mutations")"
 }
 
 gate_report() { # the pictures of docs/performance.md
