@@ -24,6 +24,7 @@
 #endif
 #include "library.c"
 #include "lab.h"
+#include <sys/syscall.h> /* SYS_gettid */
 
 #ifndef FSDP_BACKEND_GLOO
 TEST(gloo, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }
@@ -734,6 +735,54 @@ static void many_pieces(member *m) {
 static const ranks mixed_ranks[] = {{"mixed/2+1", 0, 3, 2}};
 TEST_P(gloo, many_pieces_beside_near_ranks, mixed_ranks) {
     run_ranks(row, many_pieces, NULL, (size_t)row->world * (5 << 20));
+}
+
+/* How often all threads of this process but the calling one have slept. */
+static int64_t sleeps_of_others(void) {
+    char path[64], line[256];
+    int64_t sum = 0, own = syscall(SYS_gettid);
+    long long here;
+    DIR *all = opendir("/proc/self/task");
+    CHECK(all != NULL);
+    for (struct dirent *d; (d = readdir(all)) != NULL;) {
+        snprintf(path, sizeof path, "/proc/self/task/%d/status", atoi(d->d_name));
+        FILE *f = atoi(d->d_name) && atoi(d->d_name) != own ? fopen(path, "r") : NULL;
+        while (f && fgets(line, sizeof line, f))
+            if (sscanf(line, "voluntary_ctxt_switches: %lld", &here) == 1) sum += here;
+        if (f) fclose(f);
+    }
+    closedir(all);
+    return sum;
+}
+
+/* Runs it that often. How often the others have slept; *ms: how long it took. */
+static int64_t sleeps_in(member *m, const shape *s, int rounds, int64_t *ms) {
+    for (int i = 0; i < 4; i++) run_shape(m, s);
+    int64_t sleeps = sleeps_of_others(), start = fsdpi_monotonic_ns(NULL);
+    for (int i = 0; i < rounds; i++) run_shape(m, s);
+    *ms = (fsdpi_monotonic_ns(NULL) - start) / 1000000;
+    sleeps = sleeps_of_others() - sleeps;
+    h_message("%s of %lld: others have slept %lld times in %d, %lld ms", fsdp_op_name(s->kind),
+              (long long)s->count, (long long)sleeps, rounds, (long long)*ms);
+    return sleeps;
+}
+
+/* A rank that waits for short messages reads them itself: it wakes no other thread to do it. (Those
+   that there are look around every 10 ms.) Long ones arrive beside what the rank does. */
+static void who_wakes(member *m) {
+    const int64_t counts[] = {1024, 16384 / m->size, 1 << 20};
+    const int rounds[] = {400, 400, 4};
+    for (int n = 0; n < 3; n++)
+        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_REDUCE_SCATTER; kind++) {
+            shape s = listed(kind, FSDP_F32, m->size, &counts[n], 1);
+            int64_t ms, sleeps = sleeps_in(m, &s, rounds[n], &ms);
+            if (n == 2) W_CHECK(sleeps >= rounds[n], "%lld times", (long long)sleeps);
+            else W_CHECK(sleeps < rounds[n] / 8 + ms / 2, "%lld times", (long long)sleeps);
+        }
+}
+static const ranks sleepy_ranks[] = {{"processes/W=2", 0, 2, 1}, {"processes/W=4", 0, 4, 1}};
+TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
+    run_ranks(row, who_wakes, NULL, (size_t)row->world * (5 << 20));
 }
 
 /* 32 KiB behind a record and not one element more, in one strip or in several. */
