@@ -242,9 +242,10 @@ class Agent : public tcp::Handler {
     const std::shared_ptr<tcp::Device> device_;
     tcp::Loop *const loop_;
     Watch watch_;
-    bool serves_;    // of Gloo's thread
-    int tries_;      // of who waits, before it sleeps
-    uint32_t turns_; // so far
+    bool serves_;             // of Gloo's thread
+    std::atomic<bool> tells_; // who drives is in one of Gloo's handlers
+    int tries_;               // of who waits, before it sleeps
+    uint32_t turns_;          // so far
     const int wake_, timer_, ends_, inert_;
     std::mutex mutex_;               // of all that follows
     std::condition_variable ran_;    // running_ is empty again, a call is done, who drives changes
@@ -432,8 +433,8 @@ int open_inert() {
 
 Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
     : device_(std::static_pointer_cast<tcp::Device>(device)),
-      loop_((device_.get()->*reveal(LoopOf())).get()), watch_(this), serves_(false), tries_(TRIES),
-      turns_(0), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      loop_((device_.get()->*reveal(LoopOf())).get()), watch_(this), serves_(false), tells_(false),
+      tries_(TRIES), turns_(0), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
       ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), is_parked_(false),
       is_driven_(false), quits_(false), has_quit_(false), needs_(0), sleepers_(0), asks_(0),
@@ -506,12 +507,14 @@ void Agent::turn(bool waits) noexcept {
         if (count < 0 && errno != EINTR) throw_errno("epoll_wait");
         for (int i = 0; i < count; i++)
             if (events[i].data.ptr == first) hear();
+        tells_ = true;
         for (int i = 0; i < count; i++)
             tell(static_cast<tcp::Handler *>(events[i].data.ptr), loop_, int(events[i].events), 0);
     } catch (...) {
         fail(std::current_exception());
         std::this_thread::sleep_for(std::chrono::milliseconds(1)); // it may throw again at once
     }
+    tells_ = false;
 }
 
 // In Gloo's thread, until the agent ends.
@@ -529,12 +532,13 @@ void Agent::serve() {
 }
 
 /* Until Gloo's thread has to drive. Who drives instead may meet the end of a connection: Gloo then
-   waits until its own thread has looked again, which has nothing to look at. */
+   waits until its own thread has looked again, which has nothing to look at. Where one has ended,
+   there may be many. */
 void Agent::park(std::unique_lock<std::mutex> &lock) {
     is_parked_ = true;
     ran_.notify_all();
     while (is_driven_ || can_park()) {
-        parked_.wait_for(lock, std::chrono::milliseconds(10));
+        parked_.wait_for(lock, std::chrono::microseconds(is_driven_ && tells_ ? 100 : 10000));
         if (is_driven_) (loop_->*reveal(TickOf())).notify_all();
     }
     is_parked_ = false;
