@@ -13,7 +13,11 @@
 #include <gloo/transport/device.h>
 #include <gloo/transport/tcp/address.h>
 #include <gloo/transport/tcp/device.h> // CreateDevice
+#if __has_include(<gloo/common/memory.h>)
+#include <gloo/transport/tcp/unbound_buffer.h>
+#else
 #include <gloo/transport/unbound_buffer.h>
+#endif
 
 #include <arpa/inet.h>    // inet_addr
 #include <dirent.h>       // /proc/self/fd
@@ -23,6 +27,7 @@
 #include <netinet/in.h>   // sockaddr_in
 #include <netinet/tcp.h>  // TCP_NODELAY
 #include <poll.h>         // poll
+#include <sched.h>        // sched_yield
 #include <signal.h>       // SIGPIPE
 #include <sys/epoll.h>    // EPOLLIN; watches connections
 #include <sys/eventfd.h>  // wakes the device's thread
@@ -49,6 +54,27 @@
 #include <thread>
 #include <vector>
 
+#if !__has_include(<gloo/common/memory.h>)
+/* Debian's package lacks what this class's header includes. As the class is in that version of the
+   library, up to what is looked at. */
+namespace gloo {
+namespace transport {
+namespace tcp {
+class Context;
+class UnboundBuffer : public ::gloo::transport::UnboundBuffer {
+  protected:
+    std::shared_ptr<Context> context_;
+    std::mutex m_;
+    std::condition_variable recvCv_, sendCv_;
+    bool abortWaitRecv_, abortWaitSend_;
+    int recvCompletions_, recvRank_, sendCompletions_, sendRank_;
+    std::exception_ptr ex_;
+};
+} // namespace tcp
+} // namespace transport
+} // namespace gloo
+#endif
+
 namespace {
 
 namespace tcp = gloo::transport::tcp;
@@ -58,19 +84,33 @@ typedef std::chrono::steady_clock Clock;
 template <typename Tag, typename Tag::type member> struct Reveal {
     friend typename Tag::type reveal(Tag) { return member; }
 };
-struct LoopOf {
-    typedef std::shared_ptr<tcp::Loop> tcp::Device::*type;
-    friend type reveal(LoopOf);
-};
-template struct Reveal<LoopOf, &tcp::Device::loop_>;
+#define REVEAL(tag, owner, kind, member)                                                           \
+    struct tag {                                                                                   \
+        typedef kind owner::*type;                                                                 \
+        friend type reveal(tag);                                                                   \
+    };                                                                                             \
+    template struct Reveal<tag, &owner::member>
+REVEAL(LoopOf, tcp::Device, std::shared_ptr<tcp::Loop>, loop_);
+REVEAL(EventsOf, tcp::Loop, int, fd_); // of epoll
+REVEAL(TickOf, tcp::Loop, std::condition_variable, cv_);
+REVEAL(LockOf, tcp::UnboundBuffer, std::mutex, m_);
+REVEAL(ReceivedOf, tcp::UnboundBuffer, int, recvCompletions_);
+REVEAL(SentOf, tcp::UnboundBuffer, int, sendCompletions_);
+REVEAL(RecvAbortOf, tcp::UnboundBuffer, bool, abortWaitRecv_);
+REVEAL(SendAbortOf, tcp::UnboundBuffer, bool, abortWaitSend_);
+REVEAL(ErrorOf, tcp::UnboundBuffer, std::exception_ptr, ex_);
 
-class Agent;
-
-// What Gloo's thread tells that it could not go on. It lives as long as that thread.
-struct Shield {
-    std::mutex mutex;
-    Agent *agent; // NULL: gone
-};
+// Of the library as it was, and as it is.
+template <typename Handler>
+auto tell(Handler *handler, tcp::Loop *loop, int events, int)
+    -> decltype(handler->handleEvents(*loop, events)) {
+    handler->handleEvents(*loop, events);
+}
+template <typename Handler>
+auto tell(Handler *handler, tcp::Loop *, int events, long)
+    -> decltype(handler->handleEvents(events)) {
+    handler->handleEvents(events);
+}
 
 // A send or receive to be posted.
 struct Post {
@@ -87,6 +127,7 @@ struct Wait {
     bool is_send;
     Clock::time_point deadline;
     bool ended;               // by the agent
+    bool sleeps;              // the device's thread has to go on
     std::exception_ptr error; // why, or why it will be; NULL: it is late
 };
 
@@ -111,15 +152,19 @@ struct Call {
     std::exception_ptr error;
 };
 
-/* What runs in the device's own thread: all sends and receives are posted there, connections are
-   handed over and watched there, and waits that are late are ended there. Gloo's thread only tries
-   the lock of a connection. While another thread holds it, Gloo's spins; where cores are few it so
-   keeps that other thread from running, for milliseconds. Therefore no other thread takes these
-   locks while messages are under way. A thread that closes a connection holds its lock until Gloo's
-   has looked: before, no post that would wait for the lock may be left.
+const int TRIES = 64; // most turns of a wait before it sleeps
 
-   What Gloo throws in its own thread ends the process. Therefore the first event of the agent does
-   not return: it runs Gloo's loop, in Gloo's thread, and catches. All waits then fail.
+/* What runs in the thread that drives the device: all sends and receives are posted there,
+   connections are handed over and watched there, and waits that are late are ended there. Gloo's
+   own thread drives, or one that waits: then Gloo's is parked, and a message wakes nobody but him
+   who waits for it. A connection whose lock another thread holds is only tried, again and again;
+   where cores are few this keeps that other thread from running, for milliseconds. Therefore only
+   who drives takes these locks while messages are under way. A thread that closes a connection
+   holds its lock until Gloo's has looked: before, no post that would wait for the lock may be left.
+
+   What Gloo throws in its own thread ends the process, and a loop of its own never stops. Therefore
+   the first event of the agent does not return: it does what Gloo's loop does, and catches. All
+   waits then fail.
 
    When a connection ends, Gloo tells the operations that have not begun, but not one that is under
    way. Therefore one receive of each connection never begins; who waits for the peer is ended when
@@ -137,12 +182,18 @@ class Agent : public tcp::Handler {
     void call(const std::function<void()> &f);
 
     void begin(Wait *wait);
+    // Until it is over, or Gloo's thread has to see to it.
+    void drive(Wait *wait);
     void end(Wait *wait);
+    // A wait has been ended by somebody else.
+    void stir();
 
-    // In the device's thread. A socket of Gloo's becomes one that never tells anything.
+    // Who drives: a socket of Gloo's becomes one that never tells anything.
     void plug(int fd, tcp::Handler *handler);
-    // In the device's thread. A socket of Gloo's becomes another one.
+    // Who drives: a socket of Gloo's becomes another one.
     void swap(int fd, int socket, tcp::Handler *handler, Peer *peer);
+    // Throws if somebody else has closed Gloo's descriptors.
+    void look() { device_->registerDescriptor(wake_, EPOLLIN, this); } // as it is
     // Whether Gloo can close the connection. It ends the process if somebody else has closed its
     // descriptors.
     bool can_close(const Peer *peer);
@@ -152,8 +203,9 @@ class Agent : public tcp::Handler {
     // Gloo's thread looks again every 10 ms, and who opens or closes a connection waits for that.
     // In between it looks much more often.
     void hurry(int begins);
+    // Gloo's thread shall drive, beside what the others do.
+    void overlap(int begins);
 
-    // Of the library as it was, and as it is.
     void handleEvents(int) { handle(); }
     void handleEvents(tcp::Loop &, int) { handle(); }
 
@@ -172,6 +224,15 @@ class Agent : public tcp::Handler {
     void handle();
     void hear();
     void work();
+    void serve();
+    int listen(struct epoll_event *events, int most, bool waits);
+    void turn(bool waits) noexcept;
+    void park(std::unique_lock<std::mutex> &lock);
+    bool can_park() const { return needs_ == 0 && sleepers_ == 0 && !broken_; }
+    bool take(std::unique_lock<std::mutex> &lock);
+    void release();
+    void call_back();
+    void wake();
     void end_wait(Wait *wait, const std::exception_ptr &error);
     void end_late_waits();
     void look_for_ends();
@@ -179,12 +240,21 @@ class Agent : public tcp::Handler {
     void close_all();
 
     const std::shared_ptr<tcp::Device> device_;
-    const std::shared_ptr<Shield> shield_;
+    tcp::Loop *const loop_;
     Watch watch_;
-    bool is_shielded_; // of the device's thread
+    bool serves_;             // of Gloo's thread
+    std::atomic<bool> tells_; // who drives is in one of Gloo's handlers
+    int tries_;               // of who waits, before it sleeps
+    uint32_t turns_;          // so far
     const int wake_, timer_, ends_, inert_;
-    std::mutex mutex_;            // of all that follows
-    std::condition_variable ran_; // running_ is empty again, or a call is done
+    std::mutex mutex_;               // of all that follows
+    std::condition_variable ran_;    // running_ is empty again, a call is done, who drives changes
+    std::condition_variable parked_; // for Gloo's thread
+    bool is_parked_, is_driven_;     // Gloo's thread is; another thread drives
+    bool quits_, has_quit_;
+    int needs_;    // reasons why Gloo's thread has to drive
+    int sleepers_; // waits that do not drive
+    int asks_;     // threads that would like to
     std::vector<Post> posts_, running_;
     std::vector<Call *> calls_;
     std::vector<Wait *> waits_;
@@ -284,7 +354,7 @@ std::chrono::milliseconds clamped(int64_t timeout_ms) {
     return std::chrono::milliseconds(timeout_ms < 1 ? 1 : timeout_ms > most ? most : timeout_ms);
 }
 
-// In the device's thread. What fails ends the waits of its buffer, which then tell.
+// Who drives. What fails ends the waits of its buffer, which then tell.
 void run(const Post &post) noexcept {
     try {
         if (post.buffer->context->closed) throw std::runtime_error("the connections are closed");
@@ -362,21 +432,20 @@ int open_inert() {
 }
 
 Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
-    : device_(std::static_pointer_cast<tcp::Device>(device)), shield_(new Shield), watch_(this),
-      is_shielded_(false), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+    : device_(std::static_pointer_cast<tcp::Device>(device)),
+      loop_((device_.get()->*reveal(LoopOf())).get()), watch_(this), serves_(false), tells_(false),
+      tries_(TRIES), turns_(0), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), ids_(0),
-      armed_(Clock::time_point::max()), hurries_(0) {
-    const uint64_t one = 1;
-    shield_->agent = this;
+      ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), is_parked_(false),
+      is_driven_(false), quits_(false), has_quit_(false), needs_(0), sleepers_(0), asks_(0),
+      ids_(0), armed_(Clock::time_point::max()), hurries_(0) {
     if (wake_ < 0 || timer_ < 0 || ends_ < 0 || inert_ < 0) {
         int why = errno;
         close_all();
         errno = why;
         throw_errno("eventfd");
     }
-    device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when the shield is raised
-    (void)!write(wake_, &one, sizeof one);
+    device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when serve begins
     call([] {});
     device_->registerDescriptor(timer_, EPOLLIN, this);
     device_->registerDescriptor(ends_, EPOLLIN, &watch_);
@@ -389,11 +458,9 @@ Agent::~Agent() {
             device_->unregisterDescriptor(fd, this);
             return 0;
         });
-    {
-        std::lock_guard<std::mutex> lock(shield_->mutex);
-        shield_->agent = nullptr;
-    }
-    std::lock_guard<std::mutex> lock(mutex_); // behind work's last use of them
+    std::unique_lock<std::mutex> lock(mutex_);
+    quits_ = true;
+    ran_.wait(lock, [&] { return has_quit_; });
     close_all();
 }
 
@@ -402,48 +469,145 @@ void Agent::close_all() {
         if (fd >= 0) (void)close(fd);
 }
 
-// In the device's thread, from its first event on until the device ends: then this agent is gone.
-void run_shielded(tcp::Loop *loop, const std::shared_ptr<Shield> &shield) {
-    for (;;) {
+void Agent::handle() {
+    if (serves_) return work();
+    serves_ = true;
+    tcp::Loop *const loop = loop_;
+    serve();
+    for (;;) // until the device ends: the agent is gone
         try {
-            loop->run();
-            return;
+            return loop->run();
         } catch (...) {
-            std::lock_guard<std::mutex> lock(shield->mutex);
-            if (shield->agent) shield->agent->fail(std::current_exception());
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // it may throw again at once
-    }
 }
 
-void Agent::handle() {
-    if (is_shielded_) return work();
-    is_shielded_ = true;
-    const std::shared_ptr<Shield> shield = shield_;
-    run_shielded((device_.get()->*reveal(LoopOf())).get(), shield);
+// What there is to be told. Who waits tries for about as long as it takes to wake a core, and then
+// sleeps; if it has tried in vain, the next ones try less.
+int Agent::listen(struct epoll_event *events, int most, bool waits) {
+    const int all = loop_->*reveal(EventsOf());
+    const int tries = !waits ? 0 : ++turns_ % 64 ? tries_ : TRIES;
+    for (int i = 0; i < tries; i++) {
+        const int count = epoll_wait(all, events, most, 0);
+        tries_ = TRIES;
+        if (count != 0) return count;
+        (void)sched_yield();
+    }
+    if (waits) tries_ = tries / 4;
+    return epoll_wait(all, events, most, 10);
+}
+
+/* One turn of Gloo's loop, by who drives. Which connection has ended first is told before Gloo
+   closes any. */
+void Agent::turn(bool waits) noexcept {
+    struct epoll_event events[64];
+    tcp::Handler *const first = &watch_;
+    try {
+        const int count = listen(events, 64, waits);
+        if (count < 0 && errno != EINTR) throw_errno("epoll_wait");
+        for (int i = 0; i < count; i++)
+            if (events[i].data.ptr == first) hear();
+        tells_ = true;
+        for (int i = 0; i < count; i++)
+            tell(static_cast<tcp::Handler *>(events[i].data.ptr), loop_, int(events[i].events), 0);
+    } catch (...) {
+        fail(std::current_exception());
+        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // it may throw again at once
+    }
+    tells_ = false;
+}
+
+// In Gloo's thread, until the agent ends.
+void Agent::serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!quits_) {
+        if (asks_ > 0 && can_park()) park(lock);
+        lock.unlock();
+        turn(false);
+        (loop_->*reveal(TickOf())).notify_all();
+        lock.lock();
+    }
+    has_quit_ = true;
+    ran_.notify_all();
+}
+
+/* Until Gloo's thread has to drive. Who drives instead may meet the end of a connection: Gloo then
+   waits until its own thread has looked again, which has nothing to look at. Where one has ended,
+   there may be many. */
+void Agent::park(std::unique_lock<std::mutex> &lock) {
+    is_parked_ = true;
+    ran_.notify_all();
+    while (is_driven_ || can_park()) {
+        parked_.wait_for(lock, std::chrono::microseconds(is_driven_ && tells_ ? 100 : 10000));
+        if (is_driven_) (loop_->*reveal(TickOf())).notify_all();
+    }
+    is_parked_ = false;
+}
+
+bool Agent::take(std::unique_lock<std::mutex> &lock) {
+    if (!is_parked_ && can_park()) {
+        asks_++;
+        wake();
+        ran_.wait(lock, [&] { return is_parked_ || !can_park(); });
+        asks_--;
+    }
+    if (!is_parked_ || is_driven_ || !can_park()) return false;
+    return is_driven_ = true;
+}
+
+void Agent::release() {
+    is_driven_ = false;
+    if (!can_park()) parked_.notify_one();
+    ran_.notify_all();
+}
+
+// Gloo's thread has to drive, as soon as nobody else does.
+void Agent::call_back() {
+    if (needs_ && is_driven_) wake();
+    parked_.notify_one();
+    ran_.notify_all();
+}
+
+// Who drives, or will, looks again.
+void Agent::wake() {
+    const uint64_t one = 1;
+    (void)!write(wake_, &one, sizeof one); // it cannot be full
 }
 
 void Agent::fail(const std::exception_ptr &error) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!broken_) broken_ = error;
+    call_back();
     for (Wait *wait : waits_) end_wait(wait, error);
 }
 
 void Agent::post(const Post &post) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const uint64_t one = 1;
+    std::unique_lock<std::mutex> lock(mutex_);
     post.buffer->peer = post.peer;
+    if (is_parked_ && !is_driven_ && can_park() && posts_.empty()) {
+        is_driven_ = true;
+        lock.unlock();
+        try {
+            look(); // Gloo would end the process
+            run(post);
+        } catch (...) {
+            fail(std::current_exception());
+        }
+        lock.lock();
+        return release();
+    }
     posts_.push_back(post);
-    if (posts_.size() == 1) (void)!write(wake_, &one, sizeof one); // it cannot be full
+    if (posts_.size() == 1) wake();
 }
 
 void Agent::call(const std::function<void()> &f) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t one = 1;
     Call call = {f, false, nullptr};
+    overlap(1);
+    std::unique_lock<std::mutex> lock(mutex_);
     calls_.push_back(&call);
-    (void)!write(wake_, &one, sizeof one);
+    wake();
     ran_.wait(lock, [&] { return call.done; });
+    needs_--;
     if (call.error) std::rethrow_exception(call.error);
 }
 
@@ -569,10 +733,40 @@ void Agent::work() {
 }
 
 void Agent::hurry(int begins) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const uint64_t one = 1;
+    overlap(begins);
+    std::unique_lock<std::mutex> lock(mutex_);
     hurries_ += begins;
-    (void)!write(wake_, &one, sizeof one);
+    wake();
+    ran_.wait(lock, [&] { return !is_driven_ || begins < 0; });
+}
+
+void Agent::overlap(int begins) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    needs_ += begins;
+    if (begins > 0) call_back();
+}
+
+void Agent::stir() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_driven_) wake();
+}
+
+// Whether Gloo would not let a thread sleep that waits.
+bool is_over(gloo::transport::UnboundBuffer *buffer, bool is_send) {
+    tcp::UnboundBuffer *b = static_cast<tcp::UnboundBuffer *>(buffer);
+    std::lock_guard<std::mutex> lock(b->*reveal(LockOf()));
+    if (b->*reveal(ErrorOf())) return true;
+    return is_send ? b->*reveal(SentOf()) > 0 || b->*reveal(SendAbortOf())
+                   : b->*reveal(ReceivedOf()) > 0 || b->*reveal(RecvAbortOf());
+}
+
+// Whether an abort is where is_over looks. In an unknown version of the library it may not be; then
+// only Gloo's thread drives.
+bool can_look(gloo::transport::UnboundBuffer *fresh) {
+    if (is_over(fresh, false) || is_over(fresh, true)) return false;
+    fresh->abortWaitRecv();
+    return is_over(fresh, false) && !is_over(fresh, true) && !fresh->waitRecv(TEN_YEARS) &&
+           !is_over(fresh, false);
 }
 
 /* The timer stays at the earliest time that was asked for, a TICK from a wait at most, though that
@@ -589,8 +783,27 @@ void Agent::begin(Wait *wait) {
     if (look < armed_) arm(look);
 }
 
+void Agent::drive(Wait *wait) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (take(lock)) {
+        bool over;
+        do {
+            lock.unlock();
+            over = is_over(wait->buffer->buffer.get(), wait->is_send);
+            if (!over) turn(true);
+            lock.lock();
+        } while (!over && needs_ == 0);
+        release();
+        if (over) return;
+    }
+    wait->sleeps = true;
+    sleepers_++;
+    call_back();
+}
+
 void Agent::end(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
+    sleepers_ -= wait->sleeps;
     waits_.erase(std::find(waits_.begin(), waits_.end(), wait));
 }
 
@@ -624,7 +837,7 @@ bool Agent::can_close(const Peer *peer) {
         if (peer->closed || !peer->last || end_of(peer->last.get())) return true; // it is
         if (!fstat(peer->fd, &status) && status.st_ino == peer->socket)
             return guarded([&] {
-                       device_->registerDescriptor(wake_, EPOLLIN, this); // as it is
+                       look();
                        return 0;
                    }) == 0;
         // Gloo closes the descriptor a moment before it tells the receive.
@@ -645,16 +858,18 @@ int post(const Post &post) noexcept {
 int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
     return guarded([&] {
         gloo::transport::UnboundBuffer *b = buffer->buffer.get();
-        Wait wait = {buffer, is_send, Clock::now() + clamped(timeout_ms), false, nullptr};
+        Wait wait = {buffer, is_send, Clock::now() + clamped(timeout_ms), false, false, nullptr};
         bool done = false;
         std::exception_ptr error;
-        buffer->context->agent->begin(&wait);
+        const bool begins = !is_over(b, is_send);
+        if (begins) buffer->context->agent->begin(&wait);
+        if (begins) buffer->context->agent->drive(&wait);
         try {
             done = is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS);
         } catch (...) {
             error = std::current_exception();
         }
-        buffer->context->agent->end(&wait);
+        if (begins) buffer->context->agent->end(&wait);
         if (error) std::rethrow_exception(error);
         // It is done and was ended at the same time: the end of a wait is not to be kept.
         if (done && wait.ended) (void)(is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS));
@@ -826,6 +1041,8 @@ int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
         made->context = device->device->createContext(index, size);
         made->context->setTimeout(std::chrono::seconds(2)); // for connections within this process
         made->agent = device->agent.get();
+        char byte;
+        if (!can_look(made->context->createUnboundBuffer(&byte, 1).get())) made->agent->overlap(1);
         made->peers.resize(size_t(size));
         made->first_lost = -1;
         made->closed = false;
@@ -856,6 +1073,10 @@ void fsdp_gloo_context_close(fsdp_gloo_context *context) {
             p->closed = true;
             return FSDP_GLOO_OK;
         });
+}
+
+void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins) {
+    context->agent->overlap(begins ? 1 : -1);
 }
 
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
@@ -905,6 +1126,7 @@ void fsdp_gloo_abort(fsdp_gloo_buffer *buffer) {
     (void)guarded([&] {
         buffer->buffer->abortWaitRecv();
         buffer->buffer->abortWaitSend();
+        buffer->context->agent->stir();
         return FSDP_GLOO_OK;
     });
 }

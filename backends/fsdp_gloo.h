@@ -19,6 +19,9 @@
      never match, so nobody gets more than it expects.
    - The message that a peer will send next is always expected already: a small collective is one
      message in each direction.
+   - Who waits for a short collective reads and writes its messages itself, and Gloo's thread sleeps
+     meanwhile: a message wakes one thread. Gloo's thread works beside long collectives, and
+     wherever this rank waits for something else, too.
    - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
    - Members connect to each other before Gloo knows of it: each side shows the other that it knows
      the job's token. The sockets are Gloo's then. Nobody listens while ranks work.
@@ -94,6 +97,7 @@ extern "C" {
 #define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
+#define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most that moves only while this rank waits
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000  // that groups wait, and then the world, for goodbyes
 #define FSDPI_GLOO_GRACE      20         // ms for what was sent before a verdict
@@ -143,6 +147,7 @@ struct fsdpi_gloo_comm {
     fsdpi_gloo_comm *next;
     fsdpi_comm *near; // the members of this host; NULL: there is no other
     int turn, closed;
+    int overlaps; // messages move beside what this rank does
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
     uint32_t lock;              // of the next one
     fsdp_gloo_buffer *waiting;  // what this rank waits for now
@@ -870,6 +875,15 @@ static fsdp_status fsdpi_gloo_show_near(fsdpi_gloo_comm *c, const fsdp_coll *op,
     return fsdpi_gloo_near_result(c, fsdpi_shm_show(c->near, op, span));
 }
 
+/* Messages shall move beside what this rank does if there is much to reduce or to copy. They have
+   to if it waits for anything else meanwhile: near members, or whoever opens a group. */
+static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    if (!op || c->near) return 1;
+    int is_whole = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    return bytes > FSDPI_GLOO_SHORT / (is_whole ? 1 : (size_t)c->base.size);
+}
+
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     fsdp_status status = FSDP_OK;
@@ -878,6 +892,8 @@ static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const 
         fsdp_coll call = fsdpi_gloo_near_call(c, op);
         return fsdpi_gloo_show_near(c, &call, span);
     }
+    c->overlaps = c->context && fsdpi_gloo_overlaps(c, op);
+    if (c->overlaps) fsdp_gloo_context_overlap(c->context, 1);
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
     if (c->near) status = fsdpi_gloo_show_near(c, op, span);
     if (!status) status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
@@ -974,7 +990,10 @@ static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
             status = fsdpi_gloo_wait(c, k, c->peers[k].out, 1, base->boot->timeout_ns);
         c->peers[k].showing = 0;
     }
-    return fsdpi_gloo_finish(c, status);
+    status = fsdpi_gloo_finish(c, status);
+    if (c->overlaps) fsdp_gloo_context_overlap(c->context, 0);
+    c->overlaps = 0;
+    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-typedef struct fsdp_gloo_device fsdp_gloo_device;   // sockets, and one thread that serves them
+typedef struct fsdp_gloo_device fsdp_gloo_device;   // sockets, and a thread that can serve them
 typedef struct fsdp_gloo_context fsdp_gloo_context; // a connection to every other member
 typedef struct fsdp_gloo_buffer fsdp_gloo_buffer;   // memory that is sent from or received into
 
@@ -53,6 +53,9 @@ int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context);
 // Resets all connections: peers see it at once. Any thread, when all members are connected. What is
 // posted never completes.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
+/* Messages move while somebody waits for one, in his thread, and else in the device's own. Between
+   these two calls they move in the device's own thread, beside what the others do. */
+void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins);
 // What has been written is still delivered, unless closed. Before the buffers that have posted
 // operations.
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context);

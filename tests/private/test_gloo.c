@@ -15,6 +15,7 @@
 #define fsdp_gloo_context_create  seen_gloo_context_create
 #define fsdp_gloo_context_connect seen_gloo_context_connect
 #define fsdp_gloo_context_destroy seen_gloo_context_destroy
+#define fsdp_gloo_context_overlap seen_gloo_context_overlap
 #define fsdp_gloo_buffer_create   seen_gloo_buffer_create
 #define fsdp_gloo_buffer_destroy  seen_gloo_buffer_destroy
 #define fsdp_gloo_send            seen_gloo_send
@@ -24,6 +25,7 @@
 #endif
 #include "library.c"
 #include "lab.h"
+#include <sys/syscall.h> /* SYS_gettid */
 
 #ifndef FSDP_BACKEND_GLOO
 TEST(gloo, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }
@@ -48,6 +50,7 @@ enum {
 typedef struct {
     uint64_t bytes;                             /* handed to send */
     int64_t devices, contexts, buffers;         /* alive */
+    int64_t overlaps, overlapped;               /* now, ever */
     int64_t calls[CALLS];                       /* so far */
     int fail, with, failed, is_fake;            /* is_fake: there is no transport at all */
     int64_t fail_at;                            /* this call of `fail`, from 1 on */
@@ -65,6 +68,7 @@ int real_context_create(fsdp_gloo_device *device, int index, int size, fsdp_gloo
 int real_context_connect(fsdp_gloo_context *context, int peer, int socket)
     REAL(fsdp_gloo_context_connect);
 void real_context_destroy(fsdp_gloo_context *context) REAL(fsdp_gloo_context_destroy);
+void real_context_overlap(fsdp_gloo_context *context, int begins) REAL(fsdp_gloo_context_overlap);
 int real_buffer_create(fsdp_gloo_context *context, void *memory, size_t bytes,
                        fsdp_gloo_buffer **out) REAL(fsdp_gloo_buffer_create);
 void real_buffer_destroy(fsdp_gloo_buffer *buffer) REAL(fsdp_gloo_buffer_destroy);
@@ -120,6 +124,12 @@ int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket) 
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
     if (mine && context) alive(&mine->contexts, -1);
     real_context_destroy(context);
+}
+
+void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins) {
+    if (mine) alive(&mine->overlaps, begins ? 1 : -1);
+    if (mine && begins) alive(&mine->overlapped, 1);
+    real_context_overlap(context, begins);
 }
 
 int fsdp_gloo_buffer_create(fsdp_gloo_context *context, void *memory, size_t bytes,
@@ -734,6 +744,59 @@ static void many_pieces(member *m) {
 static const ranks mixed_ranks[] = {{"mixed/2+1", 0, 3, 2}};
 TEST_P(gloo, many_pieces_beside_near_ranks, mixed_ranks) {
     run_ranks(row, many_pieces, NULL, (size_t)row->world * (5 << 20));
+}
+
+/* How often all threads of this process but the calling one have slept. */
+static int64_t sleeps_of_others(void) {
+    char path[64], line[256];
+    int64_t sum = 0, own = syscall(SYS_gettid);
+    long long here;
+    DIR *all = opendir("/proc/self/task");
+    CHECK(all != NULL);
+    for (struct dirent *d; (d = readdir(all)) != NULL;) {
+        snprintf(path, sizeof path, "/proc/self/task/%d/status", atoi(d->d_name));
+        FILE *f = atoi(d->d_name) && atoi(d->d_name) != own ? fopen(path, "r") : NULL;
+        while (f && fgets(line, sizeof line, f))
+            if (sscanf(line, "voluntary_ctxt_switches: %lld", &here) == 1) sum += here;
+        if (f) fclose(f);
+    }
+    closedir(all);
+    return sum;
+}
+
+/* Runs it that often. How often the others have slept; *ms: how long it took. */
+static int64_t sleeps_in(member *m, const shape *s, int rounds, int64_t *ms) {
+    for (int i = 0; i < 4; i++) run_shape(m, s);
+    int64_t sleeps = sleeps_of_others(), start = fsdpi_monotonic_ns(NULL);
+    for (int i = 0; i < rounds; i++) run_shape(m, s);
+    *ms = (fsdpi_monotonic_ns(NULL) - start) / 1000000;
+    sleeps = sleeps_of_others() - sleeps;
+    h_message("%s of %lld: others have slept %lld times in %d, %lld ms", fsdp_op_name(s->kind),
+              (long long)s->count, (long long)sleeps, rounds, (long long)*ms);
+    return sleeps;
+}
+
+/* A rank that waits for short messages reads them itself: it wakes no other thread to do it. (Those
+   that there are look around every 10 ms.) Long ones, and those of a rank that also waits for near
+   ranks, are left to Gloo's thread. */
+static void who_wakes(member *m) {
+    const int64_t counts[] = {1024, 16384 / m->size, 1 << 20};
+    const int rounds[] = {400, 400, 4};
+    int has_near = m->start->row->near > 1 && m->rank < 2; /* 2 of 3 */
+    for (int n = 0; n < 3; n++)
+        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_REDUCE_SCATTER; kind++) {
+            shape s = listed(kind, FSDP_F32, m->size, &counts[n], 1);
+            int is_left = n == 2 || has_near;
+            int64_t ms, before = m->seen.overlapped, sleeps = sleeps_in(m, &s, rounds[n], &ms);
+            W_CHECK(is_left || sleeps < rounds[n] / 8 + ms / 2, "%lld times", (long long)sleeps);
+            CHECK_EQ_INT(m->seen.overlapped - before, is_left ? rounds[n] + 4 : 0);
+            CHECK_EQ_INT(m->seen.overlaps, 0);
+        }
+}
+static const ranks sleepy_ranks[] = {
+    {"processes/W=2", 0, 2, 1}, {"processes/W=4", 0, 4, 1}, {"mixed/2+1", 0, 3, 2}};
+TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
+    run_ranks(row, who_wakes, NULL, (size_t)row->world * (5 << 20));
 }
 
 /* 32 KiB behind a record and not one element more, in one strip or in several. */
