@@ -193,7 +193,7 @@ class Agent : public tcp::Handler {
     // Who drives: a socket of Gloo's becomes another one.
     void swap(int fd, int socket, tcp::Handler *handler, Peer *peer);
     // Throws if somebody else has closed Gloo's descriptors.
-    void look() { device_->registerDescriptor(wake_, EPOLLIN, this); } // as it is
+    void look();
     // Whether Gloo can close the connection. It ends the process if somebody else has closed its
     // descriptors.
     bool can_close(const Peer *peer);
@@ -744,6 +744,14 @@ void Agent::overlap(int begins) {
     std::lock_guard<std::mutex> lock(mutex_);
     needs_ += begins;
     if (begins > 0) call_back();
+}
+
+void Agent::look() {
+    struct epoll_event as_it_is = epoll_event();
+    as_it_is.events = EPOLLIN;
+    as_it_is.data.ptr = static_cast<tcp::Handler *>(this);
+    if (epoll_ctl(loop_->*reveal(EventsOf()), EPOLL_CTL_MOD, wake_, &as_it_is))
+        throw_errno("epoll_ctl");
 }
 
 void Agent::stir() {

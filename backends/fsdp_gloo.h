@@ -18,7 +18,7 @@
      is larger goes in messages of its own, under a slot made from the record: ranks that disagree
      never match, so nobody gets more than it expects.
    - The message that a peer will send next is always expected already: a small collective is one
-     message in each direction.
+     message in each direction, and one more for an all_reduce that goes around twice.
    - Who waits for a short collective reads and writes its messages itself, and Gloo's thread sleeps
      meanwhile: a message wakes one thread. Gloo's thread works beside long collectives, and
      wherever this rank waits for something else, too.
@@ -558,19 +558,26 @@ static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp
         s.total = s.part * size;
     } else {
         s.total = s.part;
-        s.part = (s.total / size + 64) / 64 * 64;
+        s.part = ((s.total + size - 1) / size + 63) / 64 * 64;
         s.shard = s.part * me;
     }
     return s;
 }
 
+// Whether a member needs a region of a small strip, not all of it. An all_reduce that is too large
+// for that goes around twice: sums of regions first, as a reduce_scatter.
+static int fsdpi_gloo_is_parted(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                const fsdpi_gloo_strip *s) {
+    if (op->kind == FSDP_OP_ALL_REDUCE) return s->total * fsdp_dtype_size(op->dtype) > c->small;
+    return op->kind != FSDP_OP_BROADCAST;
+}
+
 // Bytes behind a record, one after the other, each at a multiple of 64: how far strip i ends if it
-// is small, else `used`. all_reduce and broadcast send all of it, the others a region.
+// is small, else `used`.
 static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s, size_t used, int *is_small) {
-    int whole = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
-    size_t bytes = (whole ? s->total : s->part) * fsdp_dtype_size(op->dtype);
-    size_t end = (used + bytes + 63) / 64 * 64;
+    size_t count = fsdpi_gloo_is_parted(c, op, s) ? s->part : s->total;
+    size_t end = (used + count * fsdp_dtype_size(op->dtype) + 63) / 64 * 64;
     *is_small = end <= c->small;
     return *is_small ? end : used;
 }
@@ -618,7 +625,10 @@ static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *
     case FSDP_OP_BROADCAST:
         if (op->root != c->base.index) return NULL;
         break;
-    default: break;
+    default:
+        if (!fsdpi_gloo_is_parted(c, op, s)) break;
+        *bytes = fsdpi_gloo_count_of(s, k) * size;
+        return dst + fsdpi_gloo_begin_of(s, k) * size;
     }
     *bytes = s->total * size;
     return dst;
@@ -639,7 +649,7 @@ static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
 }
 
 static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
-    if (bytes && to != from) memcpy(to, from, bytes);
+    if (to != from) fsdpi_shm_copy((char *)to, (const char *)from, bytes);
 }
 
 // What this rank needs of a near member's buffer: of strip s, but for reductions of large ones.
@@ -649,9 +659,10 @@ static const char *fsdpi_gloo_near_source(const fsdpi_gloo_comm *c, const fsdp_c
     switch (op->kind) {
     case FSDP_OP_ALL_GATHER:
         return c->of[k] + (op->in_place ? fsdpi_gloo_begin_of(s, k) : s->shard) * size;
-    case FSDP_OP_REDUCE_SCATTER:
-    case FSDP_OP_ALL_TO_ALL: return c->of[k] + fsdpi_gloo_begin_of(s, c->base.index) * size;
-    default: return c->of[k];
+    case FSDP_OP_BROADCAST: return c->of[k];
+    default:
+        return c->of[k] +
+               (fsdpi_gloo_is_parted(c, op, s) ? fsdpi_gloo_begin_of(s, c->base.index) * size : 0);
     }
 }
 
@@ -678,8 +689,11 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                      srcs, c->base.size, (fsdp_dtype)op->dtype, s->part, op->scale, op->accumulate,
                      op->redop);
     } else if (op->kind == FSDP_OP_ALL_REDUCE) {
-        fsdpi_reduce(c->near ? fsdpi_gloo_aside(c) : dst, (fsdp_dtype)op->dtype, srcs, c->base.size,
-                     (fsdp_dtype)op->dtype, s->total, op->scale, 0, op->redop);
+        int is_parted = fsdpi_gloo_is_parted(c, op, s);
+        if (is_parted) dst += fsdpi_gloo_begin_of(s, c->base.index) * size;
+        else if (c->near) dst = fsdpi_gloo_aside(c);
+        fsdpi_reduce(dst, (fsdp_dtype)op->dtype, srcs, c->base.size, (fsdp_dtype)op->dtype,
+                     bytes / size, op->scale, 0, op->redop);
     } else {
         for (int k = 0; k < c->base.size; k++)
             fsdpi_gloo_copy(dst + fsdpi_gloo_begin_of(s, k) * size, srcs[k], bytes);
@@ -950,17 +964,20 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
     fsdp_status status = FSDP_OK;
     fsdpi_gloo_unpack_all(c, op);
     if (fsdpi_gloo_is_reduction(op)) status = fsdpi_gloo_reduce_pieces(c, op);
-    int is_sum = op->kind == FSDP_OP_ALL_REDUCE, is_large = 0;
-    int spreads = is_sum || op->kind == FSDP_OP_BROADCAST;
-    while (!status && op->kind != FSDP_OP_REDUCE_SCATTER &&
+    int is_sum = op->kind == FSDP_OP_ALL_REDUCE, is_parted = 1;
+    if (is_sum) {
+        s = fsdpi_gloo_strip_of(c, op, 0);
+        is_parted = fsdpi_gloo_is_parted(c, op, &s);
+        if (is_parted && !status) status = fsdpi_gloo_spread(c, op, &s);
+    }
+    while (!status && !fsdpi_gloo_is_reduction(op) &&
            fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) {
-        is_large = 1;
-        if (spreads) status = fsdpi_gloo_spread(c, op, &s);
+        if (op->kind == FSDP_OP_BROADCAST) status = fsdpi_gloo_spread(c, op, &s);
         else fsdpi_gloo_collect(c, op, &s);
     }
     // What peers read may be overwritten when they have.
     if (!status) status = fsdpi_gloo_near_barrier(c);
-    if (!status && c->near && is_sum && !is_large)
+    if (!status && c->near && is_sum && !is_parted)
         fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
                         (size_t)op->count * fsdp_dtype_size(op->dtype));
     return status;

@@ -609,10 +609,11 @@ TEST_P(gloo, a_closed_group_is_named, two_ranks) {
 /* What member `me` has to send, from the specification: a record of 192 bytes to each member on
    another host with the data that is small behind it, at multiples of 64 bytes and in 32 KiB at
    most; and each byte that one of those needs once, where a large all_reduce or broadcast is cut
-   into a region for each rank, of whole groups of 64 elements. The root of a broadcast deals the
-   regions; who shares its host has all of them. */
+   into a region for each rank, of whole groups of 64 elements. The regions of an all_reduce may be
+   small enough to go behind the record first. The root of a broadcast deals the regions; who shares
+   its host has all of them. */
 static uint64_t region(uint64_t count, uint64_t size, uint64_t k) {
-    uint64_t each = (count / size + 64) / 64 * 64;
+    uint64_t each = ((count + size - 1) / size + 63) / 64 * 64;
     return each * k >= count ? 0 : count - each * k < each ? count - each * k : each;
 }
 
@@ -643,8 +644,15 @@ static uint64_t bytes_of(const member *m, const shape *s, int me) {
     for (int i = 0; i < (is_list(s) ? s->num : 1); i++) {
         uint64_t count = (uint64_t)(is_list(s) ? s->segs[i].count : s->count);
         uint64_t end = (behind + count * size + 63) / 64 * 64;
-        if (end <= 32768) behind = end;
-        else alone += bytes_of_item(m, s, count, me);
+        uint64_t part = region(count, (uint64_t)m->size, 0) * size; /* the first is whole */
+        if (end <= 32768) {
+            behind = end;
+        } else if (s->kind == FSDP_OP_ALL_REDUCE && part <= 32768) {
+            behind = part;
+            alone += far * region(count, (uint64_t)m->size, (uint64_t)me) * size;
+        } else {
+            alone += bytes_of_item(m, s, count, me);
+        }
     }
     if (s->kind == FSDP_OP_BROADCAST && me != s->root) behind = 0;
     return far * (192 + behind) + alone;
@@ -799,9 +807,16 @@ TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
     run_ranks(row, who_wakes, NULL, (size_t)row->world * (5 << 20));
 }
 
-/* 32 KiB behind a record and not one element more, in one strip or in several. */
+/* 32 KiB behind a record and not one element more, in one strip or in several; and in the regions of
+   an all_reduce, whose last ones are empty. */
 static void edges(member *m) {
     static const int64_t around[] = {8191, 8192, 8193};
+    for (int n = -1; n < 2; n++) {
+        shape s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, (int64_t)m->size * 8192 + n);
+        exactly(m, &s);
+        s = plain(FSDP_OP_ALL_REDUCE, FSDP_F64, 4096 + 64 + n);
+        exactly(m, &s);
+    }
     for (int n = 0; n < 3; n++) {
         int64_t parts[2] = {16, around[n] - 16}, odd[3] = {1, around[n] - 16, 15};
         shape s = listed(FSDP_OP_ALL_GATHER, FSDP_F32, m->size, &around[n], 1);

@@ -566,6 +566,75 @@ static void gather(int rank, int world, void *arg) {
 
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
+/* A layer of a GPT costs that many calls in each step: what four of them cost beyond three. */
+static const struct {
+    const char *name;
+    fsdp_dtype param_dtype, reduce_dtype;
+    int expected[COUNTED];
+} layers[] = {
+    {"f32", 0, 0, {5, 0, 0, 11, 6, 3, 10, 6, 0}},
+    {"bf16_f32", FSDP_BF16, FSDP_F32, {7, 0, 0, 13, 6, 3, 10, 6, 0}},
+};
+
+static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
+    enum { C = 256, NUM_PARAMS = 12 };
+    static const int rows[NUM_PARAMS] = {C, C, 3 * C, 3 * C, C, C, C, C, 4 * C, 4 * C, C, C};
+    static const int columns[NUM_PARAMS] = {0, 0, C, 0, C, 0, 0, 0, C, 0, 4 * C, 0};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_desc d[NUM_PARAMS];
+    for (int i = 0; i < NUM_PARAMS; i++)
+        d[i] = columns[i] ? fsdp_mat(NULL, rows[i], columns[i]) : fsdp_vec(NULL, rows[i]);
+    md.param_dtype = layers[row].param_dtype, md.reduce_dtype = layers[row].reduce_dtype;
+    md.grads_overwrite = 1;
+    ud.params = d, ud.num_params = NUM_PARAMS;
+    fsdp_status status = fsdp_model_create(j->w, &md, &m->model);
+    for (int i = 0; i < count && !status; i++) status = fsdp_fully_shard(m->model, &ud, &m->unit[i]);
+    return status ? status : fsdp_init_params(m->model, lab_fill, NULL);
+}
+
+static fsdp_status step_of_layers(const lab_built *m, int count) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < count && !status; i++) {
+        status = fsdp_pre_forward(m->unit[i]);
+        if (!status) status = fsdp_post_forward(m->unit[i]);
+    }
+    for (int i = count - 1; i >= 0 && !status; i--) {
+        status = fsdp_pre_backward(m->unit[i]);
+        for (int k = 0; k < 12 && !status; k++) CHECK(fsdp_grad(m->unit[i], k) != NULL);
+        if (!status) status = fsdp_post_backward(m->unit[i]);
+    }
+    if (!status) status = fsdp_finalize_backward(m->model);
+    return status ? status : fsdp_zero_grad(m->model);
+}
+
+static void layer(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int sum = 0, counts[2][COUNTED];
+    job j;
+    open_plainly(&j, rank, world, layers[row].name);
+    for (int more = 0; more < 2; more++) {
+        lab_built m;
+        memset(&m, 0, sizeof m);
+        CALL(j.w, make_layers(&j, 3 + more, row, &m));
+        for (int step = 0; step < 4; step++) {
+            stub_count_reset();
+            CALL(j.w, step_of_layers(&m, 3 + more));
+        }
+        for (int i = 0; i < COUNTED; i++) counts[more][i] = (int)stub_count(counted[i]);
+    }
+    for (int i = 0; i < COUNTED; i++) {
+        int calls = counts[1][i] - counts[0][i];
+        sum += calls;
+        W_CHECK(calls == layers[row].expected[i], "%d calls of %s, expected %d", calls, counted[i],
+                layers[row].expected[i]);
+    }
+    h_message("%s: %d calls", layers[row].name, sum);
+    finish(&j);
+}
+
+TEST_P(nccl, layer, layers) { h_ranks_proc(2, layer, (void *)(uintptr_t)(row - layers)); }
+
 /* ---- times ----------------------------------------------------------------------------------- */
 
 typedef struct {

@@ -1142,3 +1142,28 @@ TEST_P(shm_waits, more_ranks_than_cores, crowds) {
     CHECK_EQ_INT(sched_setaffinity(0, sizeof two, &two), 0);
     run(s, hand_over);
 }
+
+/* ---- large copies ---------------------------------------------------------------------------- */
+
+/* A copy is one, however long it is, and writes nothing else: around the length from which it goes
+   around the caches, and around whole groups of pages behind that. */
+TEST(shm_faults, copies_of_any_length) {
+    static const size_t beyond[] = {0, 1, 15, 64, 4095, 16383, 16384, 16385, 3 * 16384 + 77};
+    static const size_t shifts[] = {0, 4, 16, 48};
+    const size_t least = FSDPI_SHM_STREAM - 1, most = FSDPI_SHM_STREAM + 4 * 16384, guard = 64;
+    unsigned char *from = (unsigned char *)lab_zeros(most + 2 * guard, 1),
+                  *to = (unsigned char *)lab_zeros(most + 4 * guard, 1),
+                  *model = (unsigned char *)lab_zeros(most + 4 * guard, 1);
+    for (size_t i = 0; i < most + 2 * guard; i++) from[i] = (unsigned char)(i % 251 + i / 65536);
+    for (size_t n = 0; n < sizeof beyond / sizeof *beyond; n++)
+        for (size_t s = 0; s < sizeof shifts / sizeof *shifts; s++) {
+            size_t bytes = least + beyond[n], at = guard + shifts[s], read = shifts[s] / 4;
+            memset(to, 0xEE, most + 4 * guard);
+            memset(model, 0xEE, most + 4 * guard);
+            memcpy(model + at, from + read, bytes);
+            fsdpi_shm_copy((char *)to + at, (const char *)from + read, bytes);
+            CHECK_EQ_MEM(to, model, most + 4 * guard);
+        }
+    fsdpi_shm_copy(NULL, NULL, 0);
+    free(from), free(to), free(model);
+}
