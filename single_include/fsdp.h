@@ -5326,6 +5326,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
 #define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_STREAM    ((size_t)8 << 20)   // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -5963,6 +5964,26 @@ static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, in
     return status;
 }
 
+/* What is so large does not stay in a cache: it goes around the caches, of four pages by turns, as
+   memory is faster so. It may be empty. */
+static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
+    size_t at = 0;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+    enum { PAGE = 4096, PAGES = 4 };
+    if (bytes >= FSDPI_SHM_STREAM && (uintptr_t)to % 16 == 0) {
+        for (; bytes - at >= PAGE * PAGES; at += PAGE * PAGES)
+            for (size_t line = 0; line < PAGE; line += 64)
+                for (size_t page = 0; page < PAGES; page++) {
+                    size_t here = at + page * PAGE + line;
+                    __builtin_prefetch(from + here + PAGES * PAGE);
+                    fsdpi_stream(to + here, from + here, 64);
+                }
+        fsdpi_stream_end();
+    }
+#endif
+    if (bytes > at) memcpy(to + at, from + at, bytes - at);
+}
+
 // of: where each member's buffer is.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
                                  const char *const *of) {
@@ -5974,7 +5995,7 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
             size_t full = (size_t)(seg->full + k * seg->count);
             const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
             char *to = (char *)op->dst + full * bytes;
-            if (seg->count && to != from) memcpy(to, from, (size_t)seg->count * bytes);
+            if (to != from) fsdpi_shm_copy(to, from, (size_t)seg->count * bytes);
         }
     }
 }
@@ -5998,7 +6019,8 @@ static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size && bytes; i++) {
         int k = (c->base.index + i) % c->base.size;
-        memcpy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index, bytes);
+        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k,
+                       of[k] + bytes * (size_t)c->base.index, bytes);
     }
 }
 
@@ -6029,8 +6051,8 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
         int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
-        memcpy((char *)op->dst + at * bytes, of[k] + at * bytes,
-               (count - at < part ? count - at : part) * bytes);
+        fsdpi_shm_copy((char *)op->dst + at * bytes, of[k] + at * bytes,
+                       (count - at < part ? count - at : part) * bytes);
     }
     return fsdpi_shm_barrier(c, "finished");
 }
@@ -6041,7 +6063,8 @@ static fsdp_status fsdpi_shm_move_pair(fsdpi_shm_comm *c, const fsdp_coll *op,
     fsdp_status status = FSDP_OK;
     if (op->kind == FSDP_OP_RECV && mine->base) {
         status = fsdpi_shm_find(c, mine, (int)op->root, &src);
-        if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+        if (!status)
+            fsdpi_shm_copy((char *)op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
     }
     if (status) return status;
     FSDPI_STORE(&c->places[c->base.index].done, c->calls);
@@ -6065,8 +6088,9 @@ static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const f
     if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
     if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
-    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index && op->count)
-        memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
+    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index)
+        fsdpi_shm_copy((char *)op->dst, of[op->root],
+                       (size_t)op->count * fsdp_dtype_size(op->dtype));
     return fsdpi_shm_barrier(c, "finished");
 }
 
