@@ -145,7 +145,7 @@ struct Peer {
     std::exception_ptr error;                             // why it is lost
 };
 
-// Function f is to run in the device's own thread.
+// Function f is to run in the thread that drives.
 struct Call {
     std::function<void()> f;
     bool done;

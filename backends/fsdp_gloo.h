@@ -1490,6 +1490,7 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     while (*link && *link != c) link = &(*link)->next;
     if (*link) *link = c->next;
     fsdpi_unlock(&w->lock);
+    if (c->overlaps) fsdp_gloo_context_overlap(c->context, 0); // the first meeting has failed
     if (c->context) fsdp_gloo_context_destroy(c->context); // before what is posted to it
     for (int k = 0; k < c->base.size; k++) {
         fsdp_gloo_buffer_destroy(c->peers[k].in[0]);

@@ -54,7 +54,8 @@ int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context);
 // posted never completes.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
 /* Messages move while somebody waits for one, in his thread, and else in the device's own. Between
-   these two calls they move in the device's own thread, beside what the others do. */
+   these two calls they move in the device's own thread, beside what the others do, as soon as who
+   drives has ended its turn. */
 void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins);
 // What has been written is still delivered, unless closed. Before the buffers that have posted
 // operations.

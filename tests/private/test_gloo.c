@@ -808,7 +808,7 @@ TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
 }
 
 /* 32 KiB behind a record and not one element more, in one strip or in several; and in the regions of
-   an all_reduce, whose last ones are empty. */
+   an all_reduce, whose last ones are shorter (of many ranks some are empty). */
 static void edges(member *m) {
     static const int64_t around[] = {8191, 8192, 8193};
     for (int n = -1; n < 2; n++) {
@@ -897,6 +897,8 @@ static void twenty(member *m) {
     s.scale = 0.05;
     exactly(m, &s);
     s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, 70001);
+    exactly(m, &s);
+    s = plain(FSDP_OP_ALL_REDUCE, FSDP_F64, 4097); /* 16 regions of 256, one of 1, 3 of 0 */
     exactly(m, &s);
     s = plain(FSDP_OP_ALL_REDUCE, FSDP_BF16, 3);
     exactly(m, &s);
