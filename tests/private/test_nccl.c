@@ -522,16 +522,23 @@ static fsdp_status make_one_unit(job *j, int direct, int packed, int64_t rows, f
     return status ? status : fsdp_init_params(j->m.model, lab_fill, NULL);
 }
 
-/* One step of a unit alone: its gradients are what the device has in them. */
-static fsdp_status one_unit_step(job *j, int count) {
-    fsdp_status status = fsdp_pre_forward(j->m.unit[0]);
-    if (!status) status = fsdp_post_forward(j->m.unit[0]);
-    if (!status) status = fsdp_pre_backward(j->m.unit[0]);
-    for (int i = 0; i < count && !status; i++) CHECK(fsdp_grad(j->m.unit[0], i) != NULL);
-    if (!status) status = fsdp_post_backward(j->m.unit[0]);
-    if (!status) status = fsdp_finalize_backward(j->m.model);
-    return status ? status : fsdp_zero_grad(j->m.model);
+/* One step of units of `count` parameters: their gradients are what the device has in them. */
+static fsdp_status step_of_units(const lab_built *m, int num, int count) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < num && !status; i++) {
+        status = fsdp_pre_forward(m->unit[i]);
+        if (!status) status = fsdp_post_forward(m->unit[i]);
+    }
+    for (int i = num - 1; i >= 0 && !status; i--) {
+        status = fsdp_pre_backward(m->unit[i]);
+        for (int k = 0; k < count && !status; k++) CHECK(fsdp_grad(m->unit[i], k) != NULL);
+        if (!status) status = fsdp_post_backward(m->unit[i]);
+    }
+    if (!status) status = fsdp_finalize_backward(m->model);
+    return status ? status : fsdp_zero_grad(m->model);
 }
+
+static fsdp_status one_unit_step(job *j, int count) { return step_of_units(&j->m, 1, count); }
 
 static void open_plainly(job *j, int rank, int world, const char *name) {
     begin(j, &variants[0], rank, world, 1);
@@ -567,6 +574,7 @@ static void gather(int rank, int world, void *arg) {
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
 /* A layer of a GPT costs that many calls in each step: what four of them cost beyond three. */
+enum { LAYER_PARAMS = 12 };
 static const struct {
     const char *name;
     fsdp_dtype param_dtype, reduce_dtype;
@@ -577,35 +585,20 @@ static const struct {
 };
 
 static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
-    enum { C = 256, NUM_PARAMS = 12 };
-    static const int rows[NUM_PARAMS] = {C, C, 3 * C, 3 * C, C, C, C, C, 4 * C, 4 * C, C, C};
-    static const int columns[NUM_PARAMS] = {0, 0, C, 0, C, 0, 0, 0, C, 0, 4 * C, 0};
+    enum { C = 256 };
+    static const int rows[LAYER_PARAMS] = {C, C, 3 * C, 3 * C, C, C, C, C, 4 * C, 4 * C, C, C};
+    static const int columns[LAYER_PARAMS] = {0, 0, C, 0, C, 0, 0, 0, C, 0, 4 * C, 0};
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_param_desc d[NUM_PARAMS];
-    for (int i = 0; i < NUM_PARAMS; i++)
+    fsdp_param_desc d[LAYER_PARAMS];
+    for (int i = 0; i < LAYER_PARAMS; i++)
         d[i] = columns[i] ? fsdp_mat(NULL, rows[i], columns[i]) : fsdp_vec(NULL, rows[i]);
     md.param_dtype = layers[row].param_dtype, md.reduce_dtype = layers[row].reduce_dtype;
     md.grads_overwrite = 1;
-    ud.params = d, ud.num_params = NUM_PARAMS;
+    ud.params = d, ud.num_params = LAYER_PARAMS;
     fsdp_status status = fsdp_model_create(j->w, &md, &m->model);
     for (int i = 0; i < count && !status; i++) status = fsdp_fully_shard(m->model, &ud, &m->unit[i]);
     return status ? status : fsdp_init_params(m->model, lab_fill, NULL);
-}
-
-static fsdp_status step_of_layers(const lab_built *m, int count) {
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        status = fsdp_pre_forward(m->unit[i]);
-        if (!status) status = fsdp_post_forward(m->unit[i]);
-    }
-    for (int i = count - 1; i >= 0 && !status; i--) {
-        status = fsdp_pre_backward(m->unit[i]);
-        for (int k = 0; k < 12 && !status; k++) CHECK(fsdp_grad(m->unit[i], k) != NULL);
-        if (!status) status = fsdp_post_backward(m->unit[i]);
-    }
-    if (!status) status = fsdp_finalize_backward(m->model);
-    return status ? status : fsdp_zero_grad(m->model);
 }
 
 static void layer(int rank, int world, void *arg) {
@@ -619,7 +612,7 @@ static void layer(int rank, int world, void *arg) {
         CALL(j.w, make_layers(&j, 3 + more, row, &m));
         for (int step = 0; step < 4; step++) {
             stub_count_reset();
-            CALL(j.w, step_of_layers(&m, 3 + more));
+            CALL(j.w, step_of_units(&m, 3 + more, LAYER_PARAMS));
         }
         for (int i = 0; i < COUNTED; i++) counts[more][i] = (int)stub_count(counted[i]);
     }
