@@ -315,112 +315,70 @@ static inline float fsdpi_f64_to_f32_odd(double d) {
     return fsdpi_f32_of(u | 1u);
 }
 
-// count <= FSDPI_BLOCK elements of any floating dtype to and from one arithmetic type. `src` may be
-// returned as it is, so that nothing is copied where nothing is converted.
-static FSDPI_NOINLINE const float *fsdpi_load_f32(float *tmp, const void *src, fsdp_dtype dtype,
-                                                  size_t count) {
-    if (dtype == FSDP_F32) return (const float *)src;
-    if (dtype == FSDP_BF16) {
-        const uint16_t *s = (const uint16_t *)src;
-        for (size_t i = 0; i < count; i++) tmp[i] = fsdpi_bf16_to_f32(s[i]);
-    } else {
-        const uint16_t *s = (const uint16_t *)src;
-        for (size_t i = 0; i < count; i++) tmp[i] = fsdpi_f16_to_f32(s[i]);
-    }
-    return tmp;
+// An element that is no f64; in a sum a signalling NaN may stay one, since the sum is quiet.
+FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i, int in_sum) {
+    if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
+    uint16_t h = ((const uint16_t *)(const void *)src)[i];
+    if (dtype == FSDP_BF16 && in_sum) return fsdpi_f32_of((uint32_t)h << 16);
+    return dtype == FSDP_BF16 ? fsdpi_bf16_to_f32(h) : fsdpi_f16_to_f32(h);
 }
 
-static FSDPI_NOINLINE void fsdpi_store_f32(void *dst, fsdp_dtype dtype, const float *src,
-                                           size_t count) {
-    if (dtype == FSDP_F32) {
-        if (dst != (const void *)src) memcpy(dst, src, count * sizeof *src);
-    } else if (dtype == FSDP_BF16) {
-        uint16_t *d = (uint16_t *)dst;
-        for (size_t i = 0; i < count; i++) d[i] = fsdpi_f32_to_bf16(src[i]);
-    } else {
-        uint16_t *d = (uint16_t *)dst;
-        for (size_t i = 0; i < count; i++) d[i] = fsdpi_f32_to_f16(src[i]);
-    }
+FSDPI_MERGED void fsdpi_put(void *dst, fsdp_dtype dtype, size_t i, float x) {
+    if (dtype == FSDP_F32) ((float *)dst)[i] = x;
+    else ((uint16_t *)dst)[i] = dtype == FSDP_BF16 ? fsdpi_f32_to_bf16(x) : fsdpi_f32_to_f16(x);
 }
 
+/* count <= FSDPI_BLOCK elements of any floating dtype to and from f64. `src` may be returned as it
+   is, so that nothing is copied where nothing is converted. */
 static const double *fsdpi_load_f64(double *tmp, const void *src, fsdp_dtype dtype, size_t count) {
     if (dtype == FSDP_F64) return (const double *)src;
-    float block[FSDPI_BLOCK];
-    const float *s = fsdpi_load_f32(block, src, dtype, count);
-    for (size_t i = 0; i < count; i++) tmp[i] = (double)s[i];
+    for (size_t i = 0; i < count; i++) tmp[i] = (double)fsdpi_at((const char *)src, dtype, i, 0);
     return tmp;
 }
 
 static void fsdpi_store_f64(void *dst, fsdp_dtype dtype, const double *src, size_t count) {
-    if (dtype == FSDP_F64) {
-        if (dst != (const void *)src) memcpy(dst, src, count * sizeof *src);
-        return;
-    }
-    float block[FSDPI_BLOCK];
-    if (dtype == FSDP_F32) {
-        for (size_t i = 0; i < count; i++) block[i] = (float)src[i];
-    } else {
-        for (size_t i = 0; i < count; i++) block[i] = fsdpi_f64_to_f32_odd(src[i]);
-    }
-    fsdpi_store_f32(dst, dtype, block, count);
+    if (dtype == FSDP_F64) memcpy(dst, src, count * sizeof *src);
+    else
+        for (size_t i = 0; i < count; i++)
+            fsdpi_put(dst, dtype, i,
+                      dtype == FSDP_F32 ? (float)src[i] : fsdpi_f64_to_f32_odd(src[i]));
 }
 
-// acc (op)= x, element by element.
-#define FSDPI_COMBINE(type, acc, x, count, redop)                                                  \
-    do {                                                                                           \
-        if ((redop) == FSDP_SUM)                                                                   \
-            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (type)((acc)[i_] + (x)[i_]);       \
-        else if ((redop) == FSDP_MAX)                                                              \
-            for (size_t i_ = 0; i_ < (count); i_++)                                                \
-                (acc)[i_] = (x)[i_] > (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
-        else                                                                                       \
-            for (size_t i_ = 0; i_ < (count); i_++)                                                \
-                (acc)[i_] = (x)[i_] < (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
-    } while (0)
-
-// One block of dst (+)= scale * (src_0 op src_1 op ...), in f32. The scale is applied to the whole
-// block before anything is added, in loops of their own: see the invariants above.
-static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtype,
-                                                  const char *const *srcs, int num_srcs,
-                                                  fsdp_dtype dtype, size_t count, float scale,
-                                                  int accumulate, fsdp_redop redop) {
-    float acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
-    const float *x = fsdpi_load_f32(acc, srcs[0], dtype, count);
-    if (num_srcs == 1 && scale == 1.0f && !accumulate) {
-        fsdpi_store_f32(dst, dst_dtype, x, count); // a plain cast
-        return;
-    }
-    if (x != acc) memcpy(acc, x, count * sizeof *acc);
-    for (int k = 1; k < num_srcs; k++) {
-        x = fsdpi_load_f32(tmp, srcs[k], dtype, count);
-        FSDPI_COMBINE(float, acc, x, count, redop);
-    }
-    if (scale != 1.0f)
-        for (size_t i = 0; i < count; i++) acc[i] *= scale;
-    if (accumulate) {
-        x = fsdpi_load_f32(tmp, dst, dst_dtype, count);
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + acc[i];
-    }
-    fsdpi_store_f32(dst, dst_dtype, acc, count);
+// acc (op)= x, element by element. To round an f64 sum or product of two f32 is to have made it so.
+static void fsdpi_combine(double *acc, const double *x, size_t count, fsdp_redop redop, int wide) {
+    if (redop == FSDP_MAX) // choices, no branches: with -Ofast gcc takes those for fmax, fmin
+        for (size_t i = 0; i < count; i++) acc[i] = x[i] > acc[i] ? x[i] : acc[i];
+    else if (redop == FSDP_MIN)
+        for (size_t i = 0; i < count; i++) acc[i] = x[i] < acc[i] ? x[i] : acc[i];
+    else
+        for (size_t i = 0; i < count; i++) {
+            double sum = acc[i] + x[i];
+            acc[i] = wide ? sum : (double)(float)sum;
+        }
 }
 
-static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtype,
-                                                  const char *const *srcs, int num_srcs,
-                                                  fsdp_dtype dtype, size_t count, double scale,
-                                                  int accumulate, fsdp_redop redop) {
+/* One block of dst (+)= scale * (src_0 op src_1 op ...), in f64 if wide, else in f32. The scale is
+   applied to the whole block before anything is added, in loops of their own: see above.
+   A cast is no arithmetic: with that a process may flush subnormals (-Ofast). */
+static FSDPI_NOINLINE void fsdpi_reduce_block(void *dst, fsdp_dtype dst_dtype,
+                                              const char *const *srcs, int num_srcs,
+                                              fsdp_dtype dtype, size_t count, double scale,
+                                              int accumulate, fsdp_redop redop, int wide) {
     double acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
+    if (num_srcs == 1 && scale == 1.0 && !accumulate && !wide) {
+        for (size_t i = 0; i < count; i++)
+            fsdpi_put(dst, dst_dtype, i, fsdpi_at(srcs[0], dtype, i, 0));
+        return;
+    }
     const double *x = fsdpi_load_f64(acc, srcs[0], dtype, count);
     if (x != acc) memcpy(acc, x, count * sizeof *acc);
-    for (int k = 1; k < num_srcs; k++) {
-        x = fsdpi_load_f64(tmp, srcs[k], dtype, count);
-        FSDPI_COMBINE(double, acc, x, count, redop);
-    }
+    for (int k = 1; k < num_srcs; k++)
+        fsdpi_combine(acc, fsdpi_load_f64(tmp, srcs[k], dtype, count), count, redop, wide);
     if (scale != 1.0)
-        for (size_t i = 0; i < count; i++) acc[i] *= scale;
-    if (accumulate) {
-        x = fsdpi_load_f64(tmp, dst, dst_dtype, count);
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + acc[i];
-    }
+        for (size_t i = 0; i < count; i++)
+            acc[i] = wide ? acc[i] * scale : (double)(float)(acc[i] * scale);
+    if (accumulate)
+        fsdpi_combine(acc, fsdpi_load_f64(tmp, dst, dst_dtype, count), count, FSDP_SUM, wide);
     fsdpi_store_f64(dst, dst_dtype, acc, count);
 }
 
@@ -453,14 +411,6 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 
 #define FSDPI_STRIDE 16                // elements: a loop takes a multiple of them
 #define FSDPI_STREAM ((size_t)512 << 10) // bytes from which on results need not stay in a cache
-
-// An operand; in a sum a signalling NaN may stay one, since the sum is quiet.
-FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i, int in_sum) {
-    if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
-    uint16_t h = ((const uint16_t *)(const void *)src)[i];
-    if (dtype == FSDP_BF16 && in_sum) return fsdpi_f32_of((uint32_t)h << 16);
-    return dtype == FSDP_BF16 ? fsdpi_bf16_to_f32(h) : fsdpi_f16_to_f32(h);
-}
 
 /* dst = scale * (src_0 + src_1 + ...): the one loop, of which compilers make vectors. dtypes, num
    and scaled are constants where this is used. No source lies in dst. */
@@ -563,11 +513,11 @@ static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, s
    the sum, dst is added behind it, and the last step rounds. */
 static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
                                             int num, fsdp_dtype from, size_t count, float scale,
-                                            int accumulate, int streams) {
+                                            int accumulate) {
     float wide[8][FSDPI_BLOCK], sums[2][FSDPI_BLOCK];
     const char *x[8];
-    int turn = 0;
-    for (int next = 0; next < num; turn = !turn) {
+    int cast = num == 1 && from != FSDP_F32 && scale == 1.0f && !accumulate, turn = 0;
+    for (int next = cast; next < num; turn = !turn) {
         int k = next > 0, left = num - next + k, most = left >= 8 ? 8 : left > 4 ? 4 : left;
         int as_bf16 = from == FSDP_BF16 && !k && most > 1;
         x[0] = (const char *)sums[!turn];
@@ -582,42 +532,73 @@ static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char
         fsdpi_loops(sums[turn], FSDP_F32, x, 2, FSDP_F32, count, 1);
         turn = !turn;
     }
-    x[0] = (const char *)sums[!turn];
+    x[0] = cast ? fsdpi_widen(wide[0], srcs[0], from, count) : (const char *)sums[!turn];
     if (to != FSDP_F32) fsdpi_loops(dst, to, x, 1, FSDP_F32, count, 1);
-    else if (streams) fsdpi_stream(dst, x[0], count * sizeof(float));
     else memcpy(dst, x[0], count * sizeof(float));
 }
 
-// Sums of f32 and 16-bit floats. Returns how many elements are done.
-static FSDPI_NOINLINE size_t fsdpi_reduce_by_loops(char *dst, fsdp_dtype to,
-                                                   const char *const *srcs, int num,
-                                                   fsdp_dtype from, size_t count, float scale,
-                                                   int accumulate) {
-    size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to), apart = 1;
-    count = count / FSDPI_STRIDE * FSDPI_STRIDE;
-    for (int k = 0; k < num; k++) {
-        uintptr_t s = (uintptr_t)srcs[k], d = (uintptr_t)dst;
-        apart &= s + count * in <= d || d + count * out <= s;
-    }
+// Whether the table has a loop for it: else blocks, in several.
+static int fsdpi_has_loop(fsdp_dtype to, int num, fsdp_dtype from, float scale) {
     int plain = num == 1 && scale == 1.0f;
-    if (plain && from == to && !accumulate) return 0; // by blocks: an f32 keeps its bits
-    int has_loop = (num <= 4 || num == 8) && from != FSDP_F16 && (num > 1 || from == FSDP_F32);
-    if (to != FSDP_F32) has_loop = plain && from == FSDP_F32;
-    has_loop |= plain && to == FSDP_F32;
-    int streams = apart && !accumulate && to == FSDP_F32 && count * out >= FSDPI_STREAM &&
-                  (uintptr_t)dst % 16 == 0;
-    if (has_loop && apart && !accumulate && !streams) {
-        fsdpi_loops(dst, to, srcs, num, from, count, scale);
-        return count;
-    }
+    if (to != FSDP_F32) return plain && from == FSDP_F32;
+    if (plain) return 1;
+    return (num <= 4 || num == 8) && from != FSDP_F16 && (num > 1 || from == FSDP_F32);
+}
+
+static FSDPI_NOINLINE void fsdpi_reduce_by_blocks(char *dst, fsdp_dtype to, const char *const *srcs,
+                                                  int num, fsdp_dtype from, size_t count,
+                                                  float scale, int accumulate) {
+    size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to);
     for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const char *block[FSDPI_MAX_SRCS];
         for (int k = 0; k < num; k++) block[k] = srcs[k] + at * in;
-        fsdpi_loop_block(dst + at * out, to, block, num, from, n, scale, accumulate, streams);
+        fsdpi_loop_block(dst + at * out, to, block, num, from, n, scale, accumulate);
     }
-    if (streams) fsdpi_stream_end();
-    return count;
+}
+
+/* Around the caches: lines are not read only to be overwritten. Of two pages by turns, and what
+   they need is asked for ahead: memory is faster so. */
+static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const char *const *srcs,
+                                               int num, fsdp_dtype from, size_t count,
+                                               float scale) {
+    enum { CHUNK = 64, PAGE = 1024, PAIR = 2 * PAGE, AHEAD = 4096 }; // elements
+    size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to), pairs = count / PAIR * PAIR;
+    int has_loop = fsdpi_has_loop(to, num, from, scale);
+    float chunk[CHUNK];
+    for (size_t i = 0; i < count; i += CHUNK) {
+        size_t turn = i / CHUNK % 2 * PAGE + i % PAIR / (2 * CHUNK) * CHUNK;
+        size_t at = i < pairs ? i / PAIR * PAIR + turn : i;
+        size_t n = count - at;
+        if (n > CHUNK) n = CHUNK;
+        const char *here[FSDPI_MAX_SRCS];
+        for (int k = 0; k < num; k++) {
+            here[k] = srcs[k] + at * in;
+            for (size_t line = 0; line < CHUNK * in; line += 64)
+                __builtin_prefetch(here[k] + AHEAD * in + line);
+        }
+        if (has_loop) fsdpi_loops(chunk, to, here, num, from, n, scale);
+        else fsdpi_loop_block((char *)chunk, to, here, num, from, n, scale, 0);
+        fsdpi_stream(dst + at * out, (const char *)chunk, n * out);
+    }
+    fsdpi_stream_end();
+}
+
+/* Sums of f32 and 16-bit floats; count is a multiple of FSDPI_STRIDE. By blocks where dst is read,
+   too, or no loop is made for it. */
+static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *srcs, int num,
+                                  fsdp_dtype from, size_t count, float scale, int accumulate) {
+    size_t in = count * fsdp_dtype_size(from), out = count * fsdp_dtype_size(to);
+    int by_blocks = accumulate || !fsdpi_has_loop(to, num, from, scale);
+    for (int k = 0; k < num; k++) {
+        uintptr_t s = (uintptr_t)srcs[k], d = (uintptr_t)dst;
+        by_blocks |= s + in > d && d + out > s;
+    }
+    if (!accumulate && out >= FSDPI_STREAM && (uintptr_t)dst % 16 == 0)
+        fsdpi_reduce_around(dst, to, srcs, num, from, count, scale);
+    else if (by_blocks)
+        fsdpi_reduce_by_blocks(dst, to, srcs, num, from, count, scale, accumulate);
+    else fsdpi_loops(dst, to, srcs, num, from, count, scale);
 }
 
 /* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
@@ -626,8 +607,11 @@ static FSDPI_NOINLINE size_t fsdpi_reduce_by_loops(char *dst, fsdp_dtype to,
 static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
                                       int num_srcs, fsdp_dtype dtype, size_t count, double scale,
                                       int accumulate, fsdp_redop redop) {
-    size_t in = fsdp_dtype_size(dtype), out = fsdp_dtype_size(dst_dtype);
-    if (num_srcs == 1 && dtype == dst_dtype && scale == 1.0 && !accumulate) {
+    size_t in = fsdp_dtype_size(dtype), out = fsdp_dtype_size(dst_dtype), done = 0;
+    int wide = dtype == FSDP_F64 || dst_dtype == FSDP_F64;
+    int is_one = scale == 1.0 || (dtype == FSDP_F32 && !wide && (float)scale == 1.0f);
+    if (!wide) scale = (double)(float)scale;
+    if (num_srcs == 1 && dtype == dst_dtype && is_one && !accumulate) {
         if (dst != (const void *)srcs[0]) memmove(dst, srcs[0], count * in);
         return;
     }
@@ -635,22 +619,17 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
         fsdpi_reduce_ints(dst, srcs, num_srcs, dtype, count, redop);
         return;
     }
-    int wide = dtype == FSDP_F64 || dst_dtype == FSDP_F64;
-    size_t done = 0;
-    if (!wide && redop == FSDP_SUM)
-        done = fsdpi_reduce_by_loops((char *)dst, dst_dtype, srcs, num_srcs, dtype, count,
-                                     (float)scale, accumulate);
+    if (!wide && redop == FSDP_SUM) {
+        done = count / FSDPI_STRIDE * FSDPI_STRIDE;
+        fsdpi_reduce_by_loops((char *)dst, dst_dtype, srcs, num_srcs, dtype, done, (float)scale,
+                              accumulate);
+    }
     for (size_t at = done; at < count; at += FSDPI_BLOCK) {
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const char *block[FSDPI_MAX_SRCS];
         for (int k = 0; k < num_srcs; k++) block[k] = srcs[k] + at * in;
-        char *d = (char *)dst + at * out;
-        if (wide)
-            fsdpi_reduce_block_f64(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
-                                   redop);
-        else
-            fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, (float)scale,
-                                   accumulate, redop);
+        fsdpi_reduce_block((char *)dst + at * out, dst_dtype, block, num_srcs, dtype, n, scale,
+                           accumulate, redop, wide);
     }
 }
 

@@ -551,8 +551,8 @@ static void reduce_by_blocks(char *dst, fsdp_dtype to, const char *const *srcs, 
     for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         for (int k = 0; k < num; k++) block[k] = srcs[k] + at * fsdp_dtype_size(from);
-        fsdpi_reduce_block_f32(dst + at * fsdp_dtype_size(to), to, block, num, from, n, scale,
-                               accumulate, FSDP_SUM);
+        fsdpi_reduce_block(dst + at * fsdp_dtype_size(to), to, block, num, from, n, (double)scale,
+                           accumulate, FSDP_SUM, 0);
     }
 }
 
@@ -579,19 +579,19 @@ static const fsdp_dtype narrow_floats[] = {FSDP_F32, FSDP_F16, FSDP_BF16};
 TEST(dtype, loops_have_the_bits_of_the_blocks) {
     static char src[SOURCES][ROOM], got[ROOM], want[ROOM], before[ROOM];
     static const size_t counts[] = {0, 1, 15, 16, 17, 31, 32, 48, 511, 512, 513, 528, 1024, LONGEST};
-    static const float scales[] = {1, 0.25f, 1.0f / 3, -2};
-    static const double near_one = 1 + 1e-12; /* as an f32 it is 1 */
+    static const double scales[] = {1, 0.25, 1.0 / 3, -2, 1 + 1e-12}; /* as an f32 the last is 1 */
     uint64_t rng = h_seed();
     int64_t runs = 0, several = 0;
     for (int pair = 0; pair < 9; pair++)
         for (int num = 1; num <= SOURCES; num++)
-            for (int mode = 0; mode < 8; mode++) {
+            for (int mode = 0; mode < 10; mode++) {
                 fsdp_dtype from = narrow_floats[pair / 3], to = narrow_floats[pair % 3];
                 size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to);
                 size_t count = counts[(size_t)runs % (sizeof counts / sizeof *counts)];
-                float scale = scales[mode % 4];
+                double scale = scales[mode % 5];
+                int is_one = scale == 1 || (mode % 5 == 4 && from == FSDP_F32);
                 const char *srcs[SOURCES];
-                int accumulate = mode / 4, which = from == to && num > 1 && runs % 3 == 0;
+                int accumulate = mode / 5, which = from == to && num > 1 && runs % 3 == 0;
                 for (int k = 0; k < num; k++) {
                     char *at = src[k] + in * (size_t)(h_rand64(&rng) % 16);
                     fill_any(at, from, count, &rng);
@@ -603,15 +603,14 @@ TEST(dtype, loops_have_the_bits_of_the_blocks) {
                 if (which) memcpy(got + shift, srcs[num / 2], count * in);
                 memcpy(before, got + shift, count * out);
                 memcpy(want, got, sizeof got);
-                if (from == to && num == 1 && mode == 0) /* a copy changes no bit */
+                if (from == to && num == 1 && is_one && !accumulate) /* a copy changes no bit */
                     memcpy(want + shift, srcs[0], count * in);
                 else
-                    reduce_by_blocks(want + shift, to, srcs, num, from, count, scale, accumulate);
+                    reduce_by_blocks(want + shift, to, srcs, num, from, count, (float)scale,
+                                     accumulate);
                 const char *kept = srcs[num / 2];
                 if (which) srcs[num / 2] = got + shift; /* in place */
-                fsdpi_reduce(got + shift, to, srcs, num, from, count,
-                             mode == 0 && runs % 2 ? near_one : (double)scale, accumulate,
-                             FSDP_SUM);
+                fsdpi_reduce(got + shift, to, srcs, num, from, count, scale, accumulate, FSDP_SUM);
                 srcs[num / 2] = kept;
                 for (size_t i = 0; i < count; i++) {
                     int finite = !accumulate || is_finite_at(before, to, i);
@@ -626,7 +625,7 @@ TEST(dtype, loops_have_the_bits_of_the_blocks) {
                     h_fail(H_HERE("loops"),
                            "%d x %s -> %s, %zu elements, scale %g, accumulate %d, in place %d: "
                            "element %lld differs",
-                           num, fsdp_dtype_name(from), fsdp_dtype_name(to), count, (double)scale,
+                           num, fsdp_dtype_name(from), fsdp_dtype_name(to), count, scale,
                            accumulate, which, (long long)((i - shift) / out));
                 }
                 runs++;
@@ -667,27 +666,70 @@ TEST(dtype, loops_of_every_processor) {
     }
 }
 
-/* Results so large that they go around the caches: to places that are and are not fit for that. */
-TEST(dtype, loops_that_stream) {
-    enum { COUNT = (5 << 20) / 4 + 7 };
-    float *x[3], *room = (float *)malloc((COUNT + 16) * 4), *want = (float *)malloc(COUNT * 4);
+/* Results so large that they go around the caches, and the length before: every shape of a sum, to
+   places that are and are not fit for that, also into the first source. */
+TEST(dtype, results_around_the_caches) {
+    static const int nums[] = {1, 2, 3, 5, 8, 9};
+    enum { NUM = 9, ELEMENTS = FSDPI_STREAM / 2 + 5000, BYTES = ELEMENTS * 4 };
+    char *src[NUM], *room = (char *)malloc(BYTES), *want = (char *)malloc(BYTES);
     uint64_t rng = h_seed();
-    for (int k = 0; k < 3; k++) {
-        x[k] = (float *)malloc(COUNT * 4);
-        for (int i = 0; i < COUNT; i++) x[k][i] = (float)(int32_t)h_rand64(&rng);
+    for (int k = 0; k < NUM; k++) src[k] = (char *)malloc(BYTES);
+    for (int run = 0; run < 9 * 6 * 5; run++) {
+        fsdp_dtype from = narrow_floats[run / 90], to = narrow_floats[run / 30 % 3];
+        size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to);
+        int num = nums[run / 5 % 6], mode = run % 5;
+        size_t least = FSDPI_STREAM / out, shift = mode == 1 ? out : 0;
+        size_t count = mode == 4 ? least - 1 : least + (size_t)(h_rand64(&rng) % 4900);
+        int accumulate = mode == 2, in_place = mode == 3 && from == to && num > 1;
+        const char *srcs[NUM];
+        for (int k = 0; k < NUM; k++) srcs[k] = src[k];
+        for (int k = 0; k < NUM && run % 90 == 0; k++)
+            for (size_t i = 0; i < ELEMENTS; i++) {
+                float x = (float)((int32_t)h_rand64(&rng) % 4096) / 16;
+                uint16_t h = from == FSDP_F16 ? fsdpi_f32_to_f16(x) : fsdpi_f32_to_bf16(x);
+                if (from == FSDP_F32) memcpy(src[k] + i * 4, &x, 4);
+                else memcpy(src[k] + i * 2, &h, 2);
+            }
+        memset(room, 0x3A, BYTES);
+        if (in_place) memcpy(room, src[0], count * in);
+        memcpy(want, room, BYTES);
+        reduce_by_blocks(want + shift, to, srcs, num, from, count, 0.3f, accumulate);
+        if (in_place) srcs[0] = room;
+        fsdpi_reduce(room + shift, to, srcs, num, from, count, (double)0.3f, accumulate, FSDP_SUM);
+        CHECK_MSG(memcmp(room, want, BYTES) == 0, "%d x %s -> %s, %zu elements, mode %d", num,
+                  fsdp_dtype_name(from), fsdp_dtype_name(to), count, mode);
     }
-    const char *srcs[3] = {(const char *)x[0], (const char *)x[1], (const char *)x[2]};
-    reduce_by_blocks((char *)want, FSDP_F32, srcs, 3, FSDP_F32, COUNT, 0.3f, 0);
-    for (int shift = 0; shift < 8; shift++) {
-        memset(room, 0x5A, (COUNT + 16) * 4);
-        fsdpi_reduce(room + shift, FSDP_F32, srcs, 3, FSDP_F32, COUNT, (double)0.3f, 0, FSDP_SUM);
-        CHECK_EQ_MEM(room + shift, want, COUNT * 4);
-        CHECK(lab_bits32(room[COUNT + shift]) == 0x5A5A5A5Au);
-        CHECK(shift == 0 || lab_bits32(room[shift - 1]) == 0x5A5A5A5Au);
-    }
-    for (int k = 0; k < 3; k++) free(x[k]);
+    for (int k = 0; k < NUM; k++) free(src[k]);
     free(room);
     free(want);
+}
+
+/* The largest and the least: a NaN of rank 0 stays, those of others are passed over, and of zeros the
+   first one stays; also where the program is built to take no account of them. */
+TEST(dtype, largest_and_least_beside_nan) {
+    static const fsdp_dtype dtypes[] = {FSDP_F64, FSDP_F32, FSDP_F16, FSDP_BF16};
+    static const double nan = (double)NAN, rows[][5] = {/* sources; MAX, MIN; NaN: 0 is not */
+        {1, nan, 2, 2, 1}, {nan, 1, 2, nan, nan}, {1, 2, nan, 2, 1}, {-0.0, 0, -0.0, -0.0, -0.0},
+        {0, -0.0, nan, 0, 0}, {nan, nan, 3, nan, nan}, {-3, nan, nan, -3, -3}};
+    enum { MOST_OF_THEM = 70, ROWS = sizeof rows / sizeof *rows };
+    for (int n = 0; n < 4 * 2 * MOST_OF_THEM; n++) {
+        fsdp_dtype dtype = dtypes[n % 4];
+        size_t count = (size_t)n / 8, size = fsdp_dtype_size(dtype);
+        int least = n / 4 % 2;
+        char src[3][MOST_OF_THEM * 8], got[MOST_OF_THEM * 8];
+        const char *srcs[3] = {src[0], src[1], src[2]};
+        for (size_t i = 0; i < 3 * count; i++)
+            CHECK(!fsdp_convert(src[i % 3] + i / 3 * size, dtype, &rows[i / 3 % ROWS][i % 3], FSDP_F64,
+                                1));
+        fsdpi_reduce(got, dtype, srcs, 3, dtype, count, 1, 0, least ? FSDP_MIN : FSDP_MAX);
+        for (size_t i = 0; i < count; i++) {
+            double x, want = rows[i % ROWS][3 + least];
+            CHECK(!fsdp_convert(&x, FSDP_F64, got + i * size, dtype, 1));
+            int same = fsdpi_is_nan(want) ? fsdpi_is_nan(x) : memcmp(&x, &want, sizeof x) == 0;
+            CHECK_MSG(same, "%s of %s, %zu of %zu: %g", least ? "MIN" : "MAX",
+                      fsdp_dtype_name(dtype), i, count, x);
+        }
+    }
 }
 
 /* The sum depends on the order of the ranks, and rank 0 comes first; the destination last. */
