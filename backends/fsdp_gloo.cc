@@ -30,11 +30,11 @@
 #include <sched.h>        // sched_yield
 #include <signal.h>       // SIGPIPE
 #include <sys/epoll.h>    // EPOLLIN; watches connections
-#include <sys/eventfd.h>  // wakes the device's thread
+#include <sys/eventfd.h>  // wakes who drives
 #include <sys/resource.h> // RLIMIT_NOFILE
 #include <sys/socket.h>   // socket and others
 #include <sys/stat.h>     // fstat
-#include <sys/timerfd.h>  // wakes the device's thread at a deadline
+#include <sys/timerfd.h>  // wakes who drives at a deadline
 #include <unistd.h>       // read, write, close, dup3
 
 #include <algorithm>
@@ -237,7 +237,7 @@ class Agent : public tcp::Handler {
     void end_late_waits();
     void look_for_ends();
     void arm(Clock::time_point at);
-    void close_all();
+    void end() noexcept;
 
     const std::shared_ptr<tcp::Device> device_;
     tcp::Loop *const loop_;
@@ -439,19 +439,22 @@ Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
       ends_(epoll_create1(EPOLL_CLOEXEC)), inert_(open_inert()), is_parked_(false),
       is_driven_(false), quits_(false), has_quit_(false), needs_(0), sleepers_(0), asks_(0),
       ids_(0), armed_(Clock::time_point::max()), hurries_(0) {
-    if (wake_ < 0 || timer_ < 0 || ends_ < 0 || inert_ < 0) {
-        int why = errno;
-        close_all();
-        errno = why;
-        throw_errno("eventfd");
+    try {
+        if (wake_ < 0 || timer_ < 0 || ends_ < 0 || inert_ < 0) throw_errno("eventfd");
+        device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when serve begins
+        call([] {});
+        device_->registerDescriptor(timer_, EPOLLIN, this);
+        device_->registerDescriptor(ends_, EPOLLIN, &watch_);
+    } catch (...) {
+        end();
+        throw;
     }
-    device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when serve begins
-    call([] {});
-    device_->registerDescriptor(timer_, EPOLLIN, this);
-    device_->registerDescriptor(ends_, EPOLLIN, &watch_);
 }
 
-Agent::~Agent() {
+Agent::~Agent() { end(); }
+
+// Gloo's thread, which may not yet have begun to serve, leaves.
+void Agent::end() noexcept {
     hurry(1);
     for (int fd : {ends_, timer_, wake_}) // the last one wakes those before
         (void)guarded([&] {
@@ -460,11 +463,7 @@ Agent::~Agent() {
         });
     std::unique_lock<std::mutex> lock(mutex_);
     quits_ = true;
-    ran_.wait(lock, [&] { return has_quit_; });
-    close_all();
-}
-
-void Agent::close_all() {
+    ran_.wait(lock, [&] { return has_quit_ || !serves_; });
     for (int fd : {wake_, timer_, ends_, inert_})
         if (fd >= 0) (void)close(fd);
 }

@@ -893,9 +893,10 @@ static fsdp_status fsdpi_gloo_show_near(fsdpi_gloo_comm *c, const fsdp_coll *op,
    to if it waits for anything else meanwhile: near members, or whoever opens a group. */
 static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     if (!op || c->near) return 1;
-    int is_whole = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    int of_each = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
+                  op->kind == FSDP_OP_ALL_TO_ALL;
     size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
-    return bytes > FSDPI_GLOO_SHORT / (is_whole ? 1 : (size_t)c->base.size);
+    return bytes > FSDPI_GLOO_SHORT / (of_each ? (size_t)c->base.size : 1);
 }
 
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {

@@ -18,6 +18,8 @@
              is added up
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
+     bare    the same as messages of Gloo's, from buffers that are there: what a collective over Gloo
+             cannot do without, if Gloo's own thread moves it
      gloo    over TCP, though all ranks are on this host: FSDP_GLOO_NEAR=1, unless it is set
      ring    gloo::allgather, gloo::allreduce; Gloo has no reduce_scatter that is correct
    A sample is the time from the first rank's start to the last one's end, after a barrier that all
@@ -60,11 +62,12 @@ typedef enum { GATHER = 0, SCATTER, SCATTER_BF16, REDUCE, OPS } op_kind;
 // Bytes by which buffers are moved: lines, the halves of a page, pages.
 enum { PLACES = 5, SLACK = 65536 + 64 };
 static const size_t places[PLACES] = {0, 64, 2112, 4096, 65536};
-typedef enum { SHM = 0, GLOO, RING, TCP, COPY, MEET, RIVALS } rival;
+typedef enum { SHM = 0, GLOO, RING, TCP, BARE, COPY, MEET, RIVALS } rival;
 enum { BACKENDS = 2 }; // the first two rivals
 static const char *const op_names[OPS] = {"all_gather", "reduce_scatter", "reduce_bf16",
                                           "all_reduce"};
-static const char *const rival_names[RIVALS] = {"shm", "gloo", "ring", "tcp", "memcpy", "meet"};
+static const char *const rival_names[RIVALS] = {"shm",  "gloo",   "ring", "tcp",
+                                                "bare", "memcpy", "meet"};
 
 typedef struct {
     uint32_t rivals; // bit 1 << rival
@@ -140,6 +143,13 @@ static void run_ring(worker *w) {
                      : gloo_ring_all_reduce(ring, (float *)(void *)w->to, b->bytes / sizeof(float));
     if (failed) fail(w, op_names[b->op], "Gloo's ring failed");
 }
+
+static void run_bare(worker *w) {
+    size_t part = w->b->bytes / (size_t)w->world;
+    for (int k = 0; k < (w->b->op == REDUCE ? 2 : 1); k++)
+        if (gloo_ring_exchange((gloo_ring *)w->ring, w->from, w->to, w->opt->bytes_max, part))
+            fail(w, op_names[w->b->op], "Gloo's messages failed");
+}
 #endif
 
 // Moves what is ready; 1 if something was, and *at is further.
@@ -214,6 +224,7 @@ static void run(worker *w) {
     if (who < BACKENDS) run_backend(w, &w->backends[who]);
 #ifdef FSDP_BACKEND_GLOO
     else if (who == RING) run_ring(w);
+    else if (who == BARE) run_bare(w);
 #endif
     else if (who == COPY) run_copy(w);
     else if (who == MEET) run_meet(w);
@@ -319,8 +330,8 @@ static void show(const worker *w, FILE *csv, const bench_stats *s, const bench_s
     static const struct {
         rival who;
         const char *name;
-    } told[] = {{SHM, "shm/memcpy"}, {MEET, "meet/memcpy"}, {GLOO, "gloo/tcp"}};
-    for (int i = 0; i < 3 && !w->opt->csv; i++)
+    } told[] = {{SHM, "shm/memcpy"}, {MEET, "meet/memcpy"}, {GLOO, "gloo/tcp"}, {BARE, "bare/tcp"}};
+    for (int i = 0; i < 4 && !w->opt->csv; i++)
         if (s[told[i].who].samples)
             printf("  %s %5.2f [%.2f, %.2f]", told[i].name, ratio[told[i].who].median,
                    ratio[told[i].who].low, ratio[told[i].who].high);
@@ -543,7 +554,7 @@ static int parse_backends(const char *text, uint32_t *out) {
 #ifdef FSDP_BACKEND_GLOO
     all |= 1u << GLOO;
 #endif
-    *out = 1u << TCP | 1u << COPY | 1u << MEET | (all & 1u << GLOO ? 1u << RING : 0);
+    *out = 1u << TCP | 1u << COPY | 1u << MEET | (all & 1u << GLOO ? 1u << RING | 1u << BARE : 0);
     if (!text) *out |= all;
     for (int k = 0; k < BACKENDS && text; k++)
         if (strstr(text, rival_names[k])) *out |= 1u << k;

@@ -19,6 +19,7 @@
 struct gloo_ring {
     std::shared_ptr<gloo::rendezvous::Context> context;
     uint32_t tag; // of the next collective
+    std::unique_ptr<gloo::transport::UnboundBuffer> out, in; // of messages
 };
 
 namespace {
@@ -52,7 +53,7 @@ int gloo_ring_open(const char *dir, int rank, int size, gloo_ring **out) {
 #else
         context->connectFullMesh(*store, device);
 #endif
-        *out = new gloo_ring{context, 0};
+        *out = new gloo_ring{context, 0, nullptr, nullptr};
     });
 }
 
@@ -74,5 +75,20 @@ int gloo_ring_all_reduce(gloo_ring *ring, float *data, size_t count) {
         o.setReduceFunction(sum);
         o.setTag(ring->tag++);
         gloo::allreduce(o);
+    });
+}
+
+int gloo_ring_exchange(gloo_ring *ring, char *from, char *to, size_t bytes, size_t part) {
+    return guarded([&] {
+        const int size = ring->context->size, rank = ring->context->rank;
+        const uint32_t slot = ring->tag++;
+        if (!ring->out) ring->out = ring->context->createUnboundBuffer(from, bytes);
+        if (!ring->in) ring->in = ring->context->createUnboundBuffer(to, bytes);
+        for (int k = 0; k < size; k++)
+            if (k != rank) ring->in->recv(k, slot, size_t(k) * part, part);
+        for (int k = 0; k < size; k++)
+            if (k != rank) ring->out->send(k, slot, size_t(k) * part, part);
+        for (int k = 1; k < size; k++) ring->in->waitRecv();
+        for (int k = 1; k < size; k++) ring->out->waitSend();
     });
 }

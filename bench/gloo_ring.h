@@ -20,6 +20,9 @@ void gloo_ring_close(gloo_ring *ring);
 int gloo_ring_all_gather(gloo_ring *ring, void *data, size_t bytes);
 /* In place, sums. */
 int gloo_ring_all_reduce(gloo_ring *ring, float *data, size_t count);
+/* Messages alone: `part` bytes at from + k*part to each other rank k, as many from it to to + k*part.
+   Both are `bytes` long, and the same in all calls. */
+int gloo_ring_exchange(gloo_ring *ring, char *from, char *to, size_t bytes, size_t part);
 
 #ifdef __cplusplus
 }

@@ -807,6 +807,30 @@ TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
     run_ranks(row, who_wakes, NULL, (size_t)row->world * (5 << 20));
 }
 
+/* 2 MiB in all are short, and not one element more. Each rank has its part of some kinds, and the
+   whole of the others; the two ranks of a pair say what a rank of two would. */
+static void limits(member *m) {
+    for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_RECV; kind++)
+        for (int more = 0; more < 2; more++) {
+            int of_each = kind <= FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL;
+            int is_pair = kind == FSDP_OP_SEND || kind == FSDP_OP_RECV;
+            int64_t most = (int64_t)FSDPI_GLOO_SHORT / (of_each ? m->size : 1) / 4;
+            int64_t count = most + more, before = m->seen.overlapped;
+            shape s = kind <= FSDP_OP_REDUCE_SCATTER ? listed(kind, FSDP_F32, m->size, &count, 1)
+                                                     : plain(kind, FSDP_F32, count);
+            if (is_pair && m->index > 1) continue;
+            if (is_pair) s.kind = m->index == (kind == FSDP_OP_RECV) ? FSDP_OP_SEND : FSDP_OP_RECV;
+            if (is_pair) s.root = 1 - m->index;
+            exactly(m, &s);
+            CHECK_EQ_INT(m->seen.overlapped > before, more);
+            CHECK_EQ_INT(m->seen.overlaps, 0);
+        }
+}
+static const ranks limit_ranks[] = {{"W=2", 0, 2, 1}, {"W=4", 0, 4, 1}};
+TEST_P(gloo, the_limit_of_what_is_short, limit_ranks) {
+    run_ranks(row, limits, NULL, (size_t)row->world * (5 << 20));
+}
+
 /* 32 KiB behind a record and not one element more, in one strip or in several; and in the regions of
    an all_reduce, whose last ones are shorter (of many ranks some are empty). */
 static void edges(member *m) {

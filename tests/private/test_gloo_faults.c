@@ -4,7 +4,9 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
+#include <sys/epoll.h>    /* epoll_ctl */
 #include <sys/resource.h> /* setrlimit */
+#include <sys/syscall.h>  /* SYS_epoll_ctl */
 #include "library.c"
 #include "lab.h"
 #include "netns.h"
@@ -1519,6 +1521,36 @@ TEST_TIMEOUT(long_gloo_faults, every_allocation_fails_once, 1200) {
         allocations_fail(0, 1);
         allocations_fail(1, 1);
     }
+}
+
+/* In place of the C library's, also for Gloo: that one of the next registrations is refused. */
+static int registrations = -1;
+int epoll_ctl(int loop, int how, int fd, struct epoll_event *event) {
+    if (how == EPOLL_CTL_ADD && registrations >= 0 && registrations-- == 0) {
+        errno = ENOSPC;
+        return -1;
+    }
+    return (int)syscall(SYS_epoll_ctl, loop, how, fd, event);
+}
+
+/* If the system watches no more descriptors, there is no device, and nothing is left of it: Gloo's
+   thread does not go on with what is gone. */
+TEST(gloo_faults, device_that_epoll_refuses) {
+    int refused = -1, failed = 1;
+    usage before = usage_now();
+    for (; failed; refused++) {
+        fsdp_gloo_device *device = NULL;
+        registrations = refused + 1;
+        int result = fsdp_gloo_device_create(&device);
+        failed = registrations < 0;
+        registrations = -1;
+        CHECK_EQ_INT(result, failed ? FSDP_GLOO_INVALID : FSDP_GLOO_OK);
+        CHECK((device == NULL) == failed);
+        if (device) fsdp_gloo_device_destroy(device);
+        usleep(failed ? 20000 : 0); /* for a thread that is left */
+        same_usage(before, 1 << 20);
+    }
+    CHECK(refused >= 3);
 }
 
 /* Rank j->victim may open only so many descriptors more. */
