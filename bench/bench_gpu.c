@@ -238,7 +238,7 @@ typedef struct {
 
 /* Units of these matrices and of a vector. */
 static void open_trainer(trainer *t, const fsdp_device_ops *ops, int units, int matrices,
-                         int64_t width, fsdp_dtype dtype) {
+                         int64_t width, fsdp_dtype dtype, int64_t direct_min) {
     fsdp_world_desc desc = FSDP_ZERO;
     fsdp_model_desc model = FSDP_ZERO;
     fsdp_param_desc params[12];
@@ -248,6 +248,7 @@ static void open_trainer(trainer *t, const fsdp_device_ops *ops, int units, int 
     desc.device_ops = ops;
     must(fsdp_init(&desc, &t->world), NULL);
     model.param_dtype = dtype;
+    model.direct_min = direct_min;
     must(fsdp_model_create(t->world, &model, &t->model), t->world);
     for (int i = 0; i < matrices; i++) params[i] = fsdp_mat(NULL, width, width);
     params[matrices] = fsdp_vec("b", width);
@@ -280,7 +281,7 @@ static void bench_hooks(void) {
     int64_t total = 0, hooks = 0;
     ops.record = timed_record, ops.wait = timed_wait;
     ops.copy = timed_copy, ops.zero = timed_zero;
-    open_trainer(&t, &ops, UNITS, 11, 256, FSDP_BF16);
+    open_trainer(&t, &ops, UNITS, 11, 256, FSDP_BF16, 0);
     for (int i = 0; i < HOOK_STEPS + 3; i++) {
         if (i == 3) total = hooks = inside.ns = inside.calls = 0; /* it is warm now */
         int64_t begin = bench_now_ns();
@@ -303,7 +304,7 @@ static void bench_memory(void) {
     size_t before, after, all;
     fsdp_memory memory;
     int64_t width = is_small ? 512 : 4096;
-    open_trainer(&t, NULL, 4, 4, width, FSDP_BF16);
+    open_trainer(&t, NULL, 4, 4, width, FSDP_BF16, 0);
     must(fsdp_model_predict(t.model, &memory), t.world);
     check((int)cudaMemGetInfo(&before, &all), "cudaMemGetInfo");
     for (int i = 0; i < 3; i++) {
@@ -345,6 +346,27 @@ static double reduce_seconds(void *arg) {
     return seconds;
 }
 
+/* Four matrices that arrive in place, by an operation each, beside the same packed: one operation,
+   and a copy out. Which is faster at which size, direct_min should know. */
+static void bench_direct(int64_t width) {
+    double us[2][2]; /* gather, reduce; in place, packed */
+    char what[64];
+    int is_first = 0, ranks = 0;
+    for (int packed = 0; packed < 2; packed++) {
+        trainer t;
+        open_trainer(&t, NULL, 1, 4, width, FSDP_DTYPE_KEEP, packed ? FSDP_DIRECT_NEVER : 1);
+        ranks = fsdp_world_size(t.world), is_first = fsdp_rank(t.world) == 0;
+        us[0][packed] = bench_run(gather_seconds, &t, 3, 0, 5).median * 1e6;
+        us[1][packed] = bench_run(reduce_seconds, &t, 3, 0, 5).median * 1e6;
+        must(fsdp_shutdown(t.world), NULL);
+    }
+    for (int k = 0; k < 2 && is_first; k++) {
+        snprintf(what, sizeof what, "%s W=%d 4 x %lld KiB in place", k ? "reduce" : "gather", ranks,
+                 (long long)(width * width * 4 / 1024));
+        result(what, us[k][0], "us", us[k][1], "");
+    }
+}
+
 /* As many samples on all ranks. */
 static void bench_collectives(void) {
     static const int64_t widths[] = {128, 512, 2048, 4096};
@@ -352,7 +374,7 @@ static void bench_collectives(void) {
         trainer t;
         char what[64];
         double bytes = (double)(widths[i] * (widths[i] + 1)) * 4;
-        open_trainer(&t, NULL, 1, 1, widths[i], FSDP_DTYPE_KEEP);
+        open_trainer(&t, NULL, 1, 1, widths[i], FSDP_DTYPE_KEEP, 0);
         int ranks = fsdp_world_size(t.world), is_first = fsdp_rank(t.world) == 0;
         double gather = bench_run(gather_seconds, &t, 3, 0, 5).median;
         double reduce = bench_run(reduce_seconds, &t, 3, 0, 5).median;
@@ -361,6 +383,7 @@ static void bench_collectives(void) {
         snprintf(what, sizeof what, "reduce W=%d %.0f KiB", ranks, bytes / 1024);
         if (is_first) result(what, bytes * 1e-9 / reduce, "GB/s", reduce * 1e6, "");
         must(fsdp_shutdown(t.world), NULL);
+        bench_direct(widths[i]);
     }
 }
 

@@ -573,15 +573,19 @@ static void gather(int rank, int world, void *arg) {
 
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
-/* A layer of a GPT costs that many calls in each step: what four of them cost beyond three. */
+/* A layer of a GPT costs that many calls in each step: what four of them cost beyond three. By
+   default its four matrices are gathered and reduced where they lie; packed, they are copied. */
 enum { LAYER_PARAMS = 12 };
 static const struct {
     const char *name;
     fsdp_dtype param_dtype, reduce_dtype;
+    int64_t direct_min;
     int expected[COUNTED];
 } layers[] = {
-    {"f32", 0, 0, {5, 0, 0, 11, 6, 3, 10, 6, 0}},
-    {"bf16_f32", FSDP_BF16, FSDP_F32, {7, 0, 0, 13, 6, 3, 10, 6, 0}},
+    {"f32", 0, 0, 0, {5, 0, 0, 11, 6, 3, 10, 6, 0}},
+    {"bf16_f32", FSDP_BF16, FSDP_F32, 0, {7, 0, 0, 13, 6, 3, 10, 6, 0}},
+    {"f32_packed", 0, 0, FSDP_DIRECT_NEVER, {5, 0, 0, 11, 6, 3, 2, 2, 0}},
+    {"bf16_f32_packed", FSDP_BF16, FSDP_F32, FSDP_DIRECT_NEVER, {7, 0, 0, 13, 6, 3, 2, 2, 0}},
 };
 
 static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
@@ -594,7 +598,7 @@ static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
     for (int i = 0; i < LAYER_PARAMS; i++)
         d[i] = columns[i] ? fsdp_mat(NULL, rows[i], columns[i]) : fsdp_vec(NULL, rows[i]);
     md.param_dtype = layers[row].param_dtype, md.reduce_dtype = layers[row].reduce_dtype;
-    md.grads_overwrite = 1;
+    md.grads_overwrite = 1, md.direct_min = layers[row].direct_min;
     ud.params = d, ud.num_params = LAYER_PARAMS;
     fsdp_status status = fsdp_model_create(j->w, &md, &m->model);
     for (int i = 0; i < count && !status; i++) status = fsdp_fully_shard(m->model, &ud, &m->unit[i]);
