@@ -124,6 +124,7 @@ template <class T> T plus(T a, T b) { return a + b; }
 template <class T> T minus(T a, T b) { return a - b; }
 template <class T> T times(T a, T b) { return a * b; }
 template <class T> T over(T a, T b) { return a / b; }
+inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline float root(float x) { return sqrtf(x); }
 inline double root(double x) { return sqrt(x); }
 inline float narrow(double x) { return (float)x; }
@@ -156,6 +157,11 @@ FSDPI_BINARY(times, "mul")
 FSDPI_BINARY(over, "div")
 #undef FSDPI_BINARY
 
+FSDPI_DEVICE float fused(float a, float b, float c) { // a * b + c
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
 FSDPI_DEVICE float root(float x) {
     float r;
     asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -577,10 +583,46 @@ FSDPI_DEVICE void join_lanes(double *lanes, int norm) {
     }
 }
 
+// What a thread adds up.
+struct Wide {
+    double sum;
+    FSDPI_DEVICE Wide() : sum(0) {}
+    template <class T> FSDPI_DEVICE void add(T x, int norm, double p) {
+        sum = join(sum, term(to<double>(x), norm, p), norm);
+    }
+};
+
+/* The same of f32 for a device that has few units for f64: `rest` is what was rounded off `sum`.
+   `most` is the largest magnitude; as integers they are in their order. */
+struct Pair {
+    float sum, rest;
+    uint32_t most;
+    FSDPI_DEVICE Pair() : sum(0), rest(0), most(0) {}
+    template <class T> FSDPI_DEVICE void add(T number, int norm, double) {
+        float x = to<float>(number);
+        uint32_t magnitude = fsdpi_f32_bits(x) & 0x7FFFFFFFu;
+        float next = norm == SQUARES ? times(x, x) : fsdpi_f32_of(magnitude);
+        float lost = norm == SQUARES ? fused(x, x, -next) : 0;
+        float whole = plus(sum, next), came = minus(whole, sum);
+        lost = plus(lost, plus(minus(sum, minus(whole, came)), minus(next, came)));
+        rest = plus(rest, lost);
+        sum = whole;
+        if (magnitude > most) most = magnitude;
+    }
+    // From 2^-40 to 2^60: no square overflows, and what vanishes is too small to matter.
+    FSDPI_DEVICE bool holds(int norm) const {
+        return norm == LARGEST || most == 0 || (most >= 87u << 23 && most <= 187u << 23);
+    }
+    FSDPI_DEVICE double value(int norm) const {
+        return norm == LARGEST ? widen(fsdpi_f32_of(most)) : plus(widen(sum), widen(rest));
+    }
+};
+
 template <unsigned N> struct NormParams {
     double p;
     double *tiles, *sums; // of every tile, of every run
     int norm;
+    bool in_pairs;
     Runs<N> runs;
 };
 
@@ -610,9 +652,10 @@ template <class In, unsigned N> struct NormTiles {
         return count;
     }
 
-    static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
-                                      const fsdpi_cuda_tile &tile, uint32_t t) {
-        double sum = 0;
+    template <class Sum>
+    static FSDPI_DEVICE Sum sum_of(const Params &p, const fsdpi_cuda_run &run,
+                                   const fsdpi_cuda_tile &tile, uint32_t t) {
+        Sum sum;
         for (uint32_t i = t * V; i < tile.count; i += FSDPI_THREADS * V * FSDPI_ITEMS) {
             Chunk<Bits, V> chunk[FSDPI_ITEMS];
             uint32_t count[FSDPI_ITEMS];
@@ -621,11 +664,19 @@ template <class In, unsigned N> struct NormTiles {
             FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++)
                 FSDPI_UNROLL for (uint32_t j = 0; j < V; j++) {
                 if (j >= count[k]) continue;
-                double x = to<double>(In::number(chunk[k].bits[j]));
-                sum = join(sum, term(x, p.norm, p.p), p.norm);
+                sum.add(In::number(chunk[k].bits[j]), p.norm, p.p);
             }
         }
         return sum;
+    }
+
+    static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
+                                      const fsdpi_cuda_tile &tile, uint32_t t) {
+        if (p.in_pairs) {
+            Pair pair = sum_of<Pair>(p, run, tile, t);
+            if (pair.holds(p.norm)) return pair.value(p.norm);
+        }
+        return sum_of<Wide>(p, run, tile, t).sum;
     }
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
@@ -707,6 +758,7 @@ struct NormJob {
     double *out, *partials;
     const void *src;
     int dtype, norm, accumulate;
+    bool in_pairs;
     const fsdp_block *blocks;
     uint32_t num;
     double p;
@@ -719,6 +771,7 @@ template <class In, unsigned N> static int norm_part(NormJob *job, uint32_t *nex
     NormParams<N> p;
     p.p = job->p;
     p.norm = job->norm;
+    p.in_pairs = job->in_pairs;
     p.runs.tiles = p.runs.grid = p.runs.num = 0;
     for (; *next < job->num && p.runs.num < N; ++*next) {
         fsdpi_cuda_run run;
@@ -1012,10 +1065,11 @@ FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t 
 
 FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
                                  const fsdp_block *blocks, uint32_t num, double p, int accumulate,
-                                 double *partials) {
+                                 int in_pairs, double *partials) {
     using namespace fsdpi_cuda;
     int norm = p == (double)INFINITY ? LARGEST : p == 2 ? SQUARES : p == 1 ? MAGNITUDES : POWERS;
-    NormJob job = {stream, out, partials, src, dtype, norm, accumulate, blocks, num, p};
+    bool pairs = in_pairs && dtype != FSDP_F64 && norm != POWERS;
+    NormJob job = {stream, out, partials, src, dtype, norm, accumulate, pairs, blocks, num, p};
     switch (dtype) {
     case FSDP_F32: return norm_list<F32>(job);
     case FSDP_F64: return norm_list<F64>(job);
@@ -1058,7 +1112,7 @@ static int load_lists(int dtype, const fsdp_block *blocks, uint32_t num) {
         error = fsdp_cuda_copy(FSDPI_LOADS, at, floats[to], at, dtype, blocks, num, 2, 0);
     if (!error) error = fsdp_cuda_clip(FSDPI_LOADS, at, dtype, blocks, num, 1, 2, numbers);
     if (!error)
-        error = fsdp_cuda_norm(FSDPI_LOADS, numbers, at, dtype, blocks, num, 2, 0, numbers);
+        error = fsdp_cuda_norm(FSDPI_LOADS, numbers, at, dtype, blocks, num, 2, 0, 0, numbers);
     return error;
 }
 

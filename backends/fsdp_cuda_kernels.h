@@ -46,11 +46,14 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
    NaN being larger than infinity. accumulate: joined with what is in *out. The sum of a block
    depends on its elements alone, and blocks are added in their order: a list gives the same bits
    wherever its blocks lie and into however many calls it is split.
+   in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
+               up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
+               given; elements of which a square leaves the range of f32 are added up in f64
    partials    device memory of fsdp_cuda_norm_partials() doubles, aligned as doubles are         */
 FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t num);
 FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
                                  const fsdp_block *blocks, uint32_t num, double p,
-                                 int accumulate, double *partials);
+                                 int accumulate, int in_pairs, double *partials);
 
 /* data *= max_norm / (norm + 1e-6) if that is less than 1, or NaN. *sum (device memory) is what
    fsdp_cuda_norm has found with this p, perhaps over other elements, too. Bits are those of

@@ -108,7 +108,10 @@ static int call_copy(kernels *k) {
                           k->accumulate);
 }
 static int call_norm(kernels *k) {
-    return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, k->partials);
+    return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, 0, k->partials);
+}
+static int call_norm_in_pairs(kernels *k) {
+    return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, 1, k->partials);
 }
 static int call_update(kernels *k) { return fsdp_cuda_update(NULL, &k->update); }
 static int call_memcpy(kernels *k) {
@@ -188,6 +191,11 @@ static void bench_kernels(void) {
     size_t partials = fsdp_cuda_norm_partials(k.blocks, PARAMS);
     k.partials = (double *)device_memory((partials ? partials : 1) * sizeof(double));
     compare("norm f32", &k, call_norm);
+    compare("norm f32 in pairs", &k, call_norm_in_pairs);
+    set_copy(&k, SHARDS, FSDP_BF16, FSDP_BF16, 1, 0);
+    k.moved = (size_t)k.shard * 2;
+    compare("norm bf16", &k, call_norm);
+    compare("norm bf16 in pairs", &k, call_norm_in_pairs);
 
     k.update.kind = FSDP_UPDATE_ADAMW;
     k.update.dtype = k.update.grad_dtype = FSDP_F32;

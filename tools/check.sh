@@ -392,7 +392,7 @@ gate_gpu_scripts() {
         "$gpu/tests/conformance" "$gpu/tests/test_gpu_first"
     FSDP_BUILD=$gpu tools/gpu_bench.sh --small
     awk -F, 'NR > 1 { n[$6]++; if (NF != 9 || !($5 > 0)) { print; bad = 1 } }
-             END { exit bad || n["GB/s"] != 20 || n["us"] != 14 || n["bytes"] != 2 || n["ms"] != 3 }
+             END { exit bad || n["GB/s"] != 23 || n["us"] != 14 || n["bytes"] != 2 || n["ms"] != 3 }
             ' "$csv" || die "$csv is not as expected"
     # as on a machine with one GPU, where threads are no ranks
     FSDP_BUILD=$gpu FSDP_STUB_DEVICES=1 FSDP_GPUS=1 tools/gpu_test.sh first parity \

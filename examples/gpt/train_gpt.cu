@@ -424,7 +424,7 @@ static void plain_clip(gpu_rank *rank) {
                                &block, 1, 1.0, 0);
     }
     if (!error) {
-        error = fsdp_cuda_norm(gpu->stream, rank->norm, rank->grads, FSDP_F32, &block, 1, 2.0, 0,
+        error = fsdp_cuda_norm(gpu->stream, rank->norm, rank->grads, FSDP_F32, &block, 1, 2.0, 0, 0,
                                rank->partials);
     }
     if (!error) {

@@ -380,7 +380,7 @@ TEST(launch, errors_are_returned) {
     fsdp_block b[2] = {{0, 0, 8, 1, 8, 8}, {0, 0, 0, 7, 8, 8}};
     for (int nth = 1; nth <= 3; nth++) {
         stub_fail("launch", nth, cudaErrorInvalidValue);
-        CHECK_EQ_INT(fsdp_cuda_norm(NULL, out, c.src, FSDP_F32, b, 1, 2, 0, out + 1),
+        CHECK_EQ_INT(fsdp_cuda_norm(NULL, out, c.src, FSDP_F32, b, 1, 2, 0, 0, out + 1),
                      cudaErrorInvalidValue);
         CHECK_EQ_INT(stub_failed(), nth);
     }
@@ -403,14 +403,14 @@ TEST(launch, errors_are_returned) {
 
 /* Guarded by NaN patterns, which would show in the result or behind the end. */
 static double norm(const void *src, fsdp_dtype dtype, const fsdp_block *blocks, uint32_t num,
-                   double p, int accumulate, double start) {
+                   double p, int in_pairs, int accumulate, double start) {
     static double *out;
     size_t count = fsdp_cuda_norm_partials(blocks, num);
     if (!out) out = (double *)memory(sizeof(double) * (1 << 20));
     CHECK(count + 2 < 1 << 20);
     memset(out + 1, 0xFF, (count + 1) * sizeof *out);
     out[0] = start;
-    finish(fsdp_cuda_norm(NULL, out, src, dtype, blocks, num, p, accumulate, out + 1));
+    finish(fsdp_cuda_norm(NULL, out, src, dtype, blocks, num, p, accumulate, in_pairs, out + 1));
     uint64_t guard;
     memcpy(&guard, &out[1 + count], sizeof guard);
     CHECK_EQ_INT(guard, UINT64_MAX);
@@ -439,7 +439,10 @@ static void fill_plain(void *at, fsdp_dtype dtype, size_t count, uint64_t *seed)
 static const struct {
     const char *name;
     double p;
-} norms[] = {{"p=2", 2}, {"p=1", 1}, {"p=3", 3}, {"p=0.5", 0.5}, {"max", HUGE_VAL}};
+    int in_pairs;
+} norms[] = {{"p=2", 2, 0},       {"p=1", 1, 0},        {"p=3", 3, 0},
+             {"p=0.5", 0.5, 0},   {"max", HUGE_VAL, 0}, {"p=2/pairs", 2, 1},
+             {"p=1/pairs", 1, 1}, {"p=3/pairs", 3, 1},  {"max/pairs", HUGE_VAL, 1}};
 
 /* Against the sum in the order of elements, and the same bits wherever the elements lie. */
 TEST_P(norm, of_one_block, norms) {
@@ -453,11 +456,11 @@ TEST_P(norm, of_one_block, norms) {
         for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
             fsdp_block b = {0, 0, counts[c], 1, 0, 0};
             double expected = slow_norm(values, floats[k], &b, 1, row->p);
-            double first = norm(values, floats[k], &b, 1, row->p, 0, 7);
+            double first = norm(values, floats[k], &b, 1, row->p, row->in_pairs, 0, 7);
             CHECK_NEAR(first, expected, row->p < HUGE_VAL ? 1e-13 * expected : 0);
             for (b.src = 1; b.src < 18; b.src++) {
                 memcpy(moved + (size_t)b.src * size, values, (size_t)counts[c] * size);
-                double again = norm(moved, floats[k], &b, 1, row->p, 0, 0);
+                double again = norm(moved, floats[k], &b, 1, row->p, row->in_pairs, 0, 0);
                 CHECK_EQ_MEM(&again, &first, sizeof first);
             }
         }
@@ -486,10 +489,11 @@ TEST_P(norm, of_lists, norms) {
                            values + (size_t)(at + r * width) * size, (size_t)width * size);
                 at += width * 3;
             }
-            double whole = norm(values, floats[k], blocks, num, row->p, 0, 3);
-            double first = norm(values, floats[k], blocks, split, row->p, 0, 3);
-            double both = norm(values, floats[k], blocks + split, num - split, row->p, 1, first);
-            double apart = norm(gaps, floats[k], rows, num, row->p, 0, 3);
+            double whole = norm(values, floats[k], blocks, num, row->p, row->in_pairs, 0, 3);
+            double first = norm(values, floats[k], blocks, split, row->p, row->in_pairs, 0, 3);
+            double both = norm(values, floats[k], blocks + split, num - split, row->p,
+                               row->in_pairs, 1, first);
+            double apart = norm(gaps, floats[k], rows, num, row->p, row->in_pairs, 0, 3);
             double expected = slow_norm(values, floats[k], blocks, num, row->p);
             CHECK_NEAR(whole, expected, row->p < HUGE_VAL ? 1e-13 * expected : 0);
             CHECK_EQ_MEM(&both, &whole, sizeof whole);
@@ -505,15 +509,17 @@ TEST(norm, not_finite) {
     uint64_t seed = h_seed();
     for (int k = 0; k < 4; k++)
         for (int n = 0; n < 50; n++) {
+            int pairs = n % 2;
             fill_plain(values, floats[k], 10000, &seed);
             size_t at = h_rand64(&seed) % 10000;
             store(values, at, floats[k], -HUGE_VAL);
-            CHECK(norm(values, floats[k], &b, 1, HUGE_VAL, 0, 0) == HUGE_VAL);
-            CHECK(norm(values, floats[k], &b, 1, 2, 0, 0) == HUGE_VAL);
+            CHECK(norm(values, floats[k], &b, 1, HUGE_VAL, pairs, 0, 0) == HUGE_VAL);
+            CHECK(norm(values, floats[k], &b, 1, 2, pairs, 0, 0) == HUGE_VAL);
             store(values, (at + 1 + h_rand64(&seed) % 9999) % 10000, floats[k], -(double)NAN);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, HUGE_VAL, 0, 0)), 2);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, 2, 0, 0)), 2);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 0, HUGE_VAL, 1, (double)NAN)), 2);
+            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, HUGE_VAL, pairs, 0, 0)), 2);
+            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, 2, pairs, 0, 0)), 2);
+            CHECK_EQ_INT(
+                h_non_finite(norm(values, floats[k], &b, 0, HUGE_VAL, pairs, 1, (double)NAN)), 2);
         }
 }
 
@@ -525,7 +531,37 @@ TEST(norm, many_tiles) {
     fill_plain(values, FSDP_BF16, 8192, &seed);
     fsdp_block once = {0, 0, 8191, 1, 0, 0};
     double expected = slow_norm(values, FSDP_BF16, &once, 1, 2) * (double)b.height;
-    CHECK_NEAR(norm(values, FSDP_BF16, &b, 1, 2, 0, 0), expected, 1e-13 * expected);
+    for (int pairs = 0; pairs < 2; pairs++)
+        CHECK_NEAR(norm(values, FSDP_BF16, &b, 1, 2, pairs, 0, 0), expected, 1e-13 * expected);
+}
+
+/* Two f32 hold a sum to about 44 bits, where one holds it to 24: here the last term is below them.
+   What a square would push out of the range of f32 is added up as ever. */
+TEST(norm, in_pairs) {
+    enum { COUNT = 9000 };
+    static const float terms[3] = {1, 0x1p-12f, 0x1p-25f};
+    static const double sizes[] = {0x1p-148, 0x1p-120, 0x1p-62, 0x1p-41, 0x1p-39,
+                                   1,        0x1p59,   0x1p61,  0x1p64,  0x1p126};
+    fsdp_block b = {0, 0, 3, 1, 0, 0};
+    uint64_t seed = h_seed();
+    float *values = (float *)memory(4 * COUNT);
+    memcpy(values, terms, sizeof terms);
+    CHECK(norm(values, FSDP_F32, &b, 1, 2, 0, 0, 0) == 1 + 0x1p-24 + 0x1p-50);
+    CHECK(norm(values, FSDP_F32, &b, 1, 2, 1, 0, 0) == 1 + 0x1p-24);
+    b.width = COUNT;
+    memset(values, 0, 4 * COUNT);
+    CHECK(norm(values, FSDP_F32, &b, 1, 2, 1, 0, 0) == 0);
+    for (size_t large = 0; large < sizeof sizes / sizeof *sizes; large++)
+        for (size_t small = 0; small <= large; small++)
+            for (double p = 1; p <= 2; p++) {
+                for (int i = 0; i < COUNT; i++) { /* few large ones, in some of the threads */
+                    double x = (double)(h_rand64(&seed) >> 11) * 0x1p-53;
+                    int is_large = h_rand64(&seed) % 64 == 0;
+                    values[i] = (float)(x * sizes[is_large ? large : small]);
+                }
+                double expected = norm(values, FSDP_F32, &b, 1, p, 0, 0, 0);
+                CHECK_NEAR(norm(values, FSDP_F32, &b, 1, p, 1, 0, 0), expected, 1e-12 * expected);
+            }
 }
 
 /* ---- optimizers ------------------------------------------------------------------------------ */

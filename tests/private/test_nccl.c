@@ -601,7 +601,8 @@ static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
     md.grads_overwrite = 1, md.direct_min = layers[row].direct_min;
     ud.params = d, ud.num_params = LAYER_PARAMS;
     fsdp_status status = fsdp_model_create(j->w, &md, &m->model);
-    for (int i = 0; i < count && !status; i++) status = fsdp_fully_shard(m->model, &ud, &m->unit[i]);
+    for (int i = 0; i < count && !status; i++)
+        status = fsdp_fully_shard(m->model, &ud, &m->unit[i]);
     return status ? status : fsdp_init_params(m->model, lab_fill, NULL);
 }
 
@@ -932,7 +933,8 @@ static void leave_out(int rank, int world, void *arg) {
         stub_ignore_wait(nth);
         for (int step = 4; step < 6; step++) CALL(j.w, train_step(&j, step));
         /* offloaded shards are the host's: it has waited */
-        W_CHECK(stub_races() > races || (j.v->offload && !strcmp(log.of[nth - 1], "copy.copy_in.0")),
+        W_CHECK(stub_races() > races ||
+                    (j.v->offload && !strcmp(log.of[nth - 1], "copy.copy_in.0")),
                 "wait %d of %d, %s, is not needed", nth, log.count, log.of[nth - 1]);
     }
     finish(&j);
@@ -1359,14 +1361,15 @@ TEST_P(nccl, kernels_are_loaded, loaded) {
 }
 
 /* A driver without large parameters of kernels: the same bits, in more launches. A device whose 2-D
-   copies have narrow rows: the same, too. */
+   copies have narrow rows, and one that has few units for f64: the same, too. */
 static const struct {
     const char *name, *variant;
     int setting, value;
 } limits[] = {{"driver_of_12.0/f32", "f32", STUB_DRIVER_VERSION, 12000},
               {"driver_of_12.0/clip", "clip", STUB_DRIVER_VERSION, 12000},
               {"pitch/f32", "f32", STUB_MAX_PITCH, 64},
-              {"pitch/offload", "offload", STUB_MAX_PITCH, 64}};
+              {"pitch/offload", "offload", STUB_MAX_PITCH, 64},
+              {"slow_f64/clip", "clip", STUB_F64_RATIO, 64}};
 static void limited(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
     stub_set(limits[row].setting, limits[row].value);
@@ -1405,7 +1408,7 @@ static void many_runs(int rank, int world, void *arg) {
     CALL(j.w, j.w->device_ops->copy(j.w->device, NULL, &op));
     memcpy(seen, data + 256, sizeof seen);
     for (int i = 0; i < RUNS; i++) CHECK_NEAR(seen[2 * i], 4 * i, 0);
-    CHECK_EQ_INT(fsdp_cuda_norm(NULL, sums, data, FSDP_F32, b, RUNS, 1, 0, sums + 1), 0);
+    CHECK_EQ_INT(fsdp_cuda_norm(NULL, sums, data, FSDP_F32, b, RUNS, 1, 0, 0, sums + 1), 0);
     CHECK_EQ_INT(cudaDeviceSynchronize(), 0);
     CHECK_NEAR(sums[0], 2 * RUNS * (RUNS - 1) / 2, 0);
     CHECK_EQ_INT(cudaFreeHost(data), 0);
@@ -1413,6 +1416,37 @@ static void many_runs(int rank, int world, void *arg) {
     CALL(j.w, fsdp_shutdown(j.w));
 }
 TEST(nccl, many_runs) { h_ranks_proc(1, many_runs, NULL); }
+
+/* Norms are added up in pairs of f32 where the device says that f64 is slow, and only there: the
+   last of these squares is lost then. */
+static void sums_in_pairs(int rank, int world, void *arg) {
+    static const fsdp_block block = {0, 0, 3, 1, 0, 0};
+    int ratio = (int)(uintptr_t)arg;
+    float *data = NULL;
+    double *sum = NULL;
+    fsdp_op op;
+    job j;
+    stub_set(STUB_F64_RATIO, ratio);
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "sums_in_pairs", 0));
+    CHECK_EQ_INT(cudaMallocHost((void **)&data, 3 * sizeof *data), 0);
+    CHECK_EQ_INT(cudaMallocHost((void **)&sum, sizeof *sum), 0);
+    data[0] = 1, data[1] = 1.0f / 4096, data[2] = data[1] / 8192;
+    memset(&op, 0, sizeof op);
+    op.kind = FSDP_OP_NORM, op.dtype = FSDP_F32, op.norm_type = 2;
+    op.src_ptr = data, op.dst_ptr = sum, op.list = &block, op.list_count = 1;
+    CALL(j.w, j.w->device_ops->norm(j.w->device, NULL, &op));
+    CHECK_EQ_INT(cudaDeviceSynchronize(), 0);
+    double last = (double)data[2] * (double)data[2], others = 1 + (double)data[1] * (double)data[1];
+    CHECK(*sum == (ratio > 8 ? others : others + last));
+    CHECK_EQ_INT(cudaFreeHost(data), 0);
+    CHECK_EQ_INT(cudaFreeHost(sum), 0);
+    CALL(j.w, fsdp_shutdown(j.w));
+}
+TEST(nccl, norms_where_f64_is_slow) {
+    static const int ratios[] = {1, 2, 8, 16, 32, 64};
+    for (int i = 0; i < 6; i++) h_ranks_proc(1, sums_in_pairs, (void *)(uintptr_t)ratios[i]);
+}
 
 /* A user sets CUDA_LAUNCH_BLOCKING: a training goes on, and a call that waits for a peer inside NCCL
    ends at the deadline. */

@@ -60,6 +60,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrManagedMemory = 83,
+    cudaDevAttrSingleToDoublePrecisionPerfRatio = 87,
     cudaDevAttrConcurrentManagedAccess = 89
 };
 enum cudaMemoryType {

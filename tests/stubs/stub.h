@@ -46,6 +46,7 @@ enum {
                             room only. Default 132 */
     STUB_MAX_PITCH,      /* of a 2-D copy, in bytes. Default 2^31 - 1 */
     STUB_DRIVER_VERSION, /* before 12010, kernels have 4 KiB of parameters, not 32. Default 13000 */
+    STUB_F64_RATIO,      /* of f32 to f64 in operations per second. Default 2 */
     STUB_SETTINGS
 };
 void stub_set(int setting, int value);

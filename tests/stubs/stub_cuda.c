@@ -154,8 +154,8 @@ static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* some stream completed
 static pthread_key_t thread_key;
 static state *now;
 /* Kept in children of fork. */
-static int settings[STUB_SETTINGS] = {0, 0, 0, 8,   NCCL_VERSION_CODE, 16384,         1, 0, 0,
-                                      0, 0, 1, 132, INT_MAX,           CUDART_VERSION};
+static int settings[STUB_SETTINGS] = {0, 0, 0, 8,   NCCL_VERSION_CODE, 16384,          1, 0, 0,
+                                      0, 0, 1, 132, INT_MAX,           CUDART_VERSION, 2};
 static rule rules[RULES];
 static int num_rules, checks, checks_die, is_set_up, is_forked, ignored_wait;
 static int in_driver; /* threads in a cudaFree that waits, with STUB_DRIVER */
@@ -1206,12 +1206,13 @@ cudaError_t cudaGetDevice(int *device) {
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device) {
     ENTER("cudaDeviceGetAttribute");
     if (device < 0 || device >= stub_get(STUB_DEVICES)) return fails(cudaErrorInvalidDevice);
-    *value = attr == cudaDevAttrMultiProcessorCount       ? stub_get(STUB_SMS)
-             : attr == cudaDevAttrMaxPitch                ? stub_get(STUB_MAX_PITCH)
-             : attr == cudaDevAttrComputeCapabilityMajor  ? 9
-             : attr == cudaDevAttrManagedMemory           ? 1
-             : attr == cudaDevAttrConcurrentManagedAccess ? 1
-                                                          : 0;
+    *value = attr == cudaDevAttrMultiProcessorCount                ? stub_get(STUB_SMS)
+             : attr == cudaDevAttrMaxPitch                         ? stub_get(STUB_MAX_PITCH)
+             : attr == cudaDevAttrSingleToDoublePrecisionPerfRatio ? stub_get(STUB_F64_RATIO)
+             : attr == cudaDevAttrComputeCapabilityMajor           ? 9
+             : attr == cudaDevAttrManagedMemory                    ? 1
+             : attr == cudaDevAttrConcurrentManagedAccess          ? 1
+                                                                   : 0;
     return cudaSuccess;
 }
 
