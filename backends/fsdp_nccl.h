@@ -1442,9 +1442,19 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         w->patience_ns = 0;
 }
 
+/* Behind a failure nobody has waited for the operations of calls without a stream, which end with
+   their communicators. (The core waits for those on its streams.) */
+static void fsdpi_nccl_rest(fsdpi_nccl_world *w) {
+    if (!fsdpi_nccl_failed(w)) return;
+    fsdpi_nccl_await_abort(w);
+    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next)
+        (void)fsdpi_cuda_idle(fsdpi_nccl_boot(w), c->stream, FSDPI_NCCL_ABORT_NS);
+}
+
 static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)(void *)base;
     if (w->is_left) return;
+    fsdpi_nccl_rest(w);
     fsdpi_nccl_unregister_all(w, NULL, chunk->base);
     if (fsdpi_boot_is_stuck(&base->boot)) return;
 #if NCCL_VERSION_CODE >= 21900

@@ -174,9 +174,14 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     int input = fsdpi_input(u);
     fsdpi_template *t = u->layout.ops[kind];
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    const fsdpi_work *works = kind == FSDPI_OPS_SCATTER ? u->layout.reduce_scatter
+                                                        : u->layout.to_rout;
+    const fsdpi_work *work = &works[input == FSDP_POOL_RIN];
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
+    t->op.list = work->segs;
+    t->op.list_count = (uint32_t)work->num;
     fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
     fsdp_status status = fsdpi_emit_kind(u, kind);

@@ -113,7 +113,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
    writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->layout.reduce_numel;
-    fsdp_seg *segs = u->layout.reduce_scatter.segs;
+    fsdpi_work *scatter = &u->layout.reduce_scatter[0];
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
@@ -124,13 +124,13 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     lay.final_base = fsdpi_align_up(part->grad + reduce,
                                     fsdpi_align_numel(u->model, part->param_dtype));
     (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
-                            segs ? segs + u->layout.reduce_scatter.num : NULL,
+                            scatter->segs ? scatter->segs + scatter->num : NULL,
                             part->chunk_cat.blocks);
     fsdpi_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
-    for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
-        segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
-    u->layout.reduce_scatter.num += lay.num_segs;
+    for (int i = 0; scatter->segs && i < lay.num_segs; i++) // its place in the reduce input
+        scatter->segs[scatter->num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    scatter->num += lay.num_segs;
     u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
 }
 
@@ -142,7 +142,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->layout.num_train : 0;
     int64_t total = 0;
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
-    u->layout.all_gather.num = u->layout.reduce_scatter.num = 0;
+    u->layout.all_gather.num = u->layout.reduce_scatter[0].num = 0;
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
         part->copy_out.num = part->chunk_cat.num = 0;

@@ -170,7 +170,7 @@ typedef struct fsdpi_part {
     int64_t slot, grad; // where it begins in GATHER and GRAD
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
-    fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
+    fsdpi_work copy_in, copy_out, chunk_cat, divide, sum, red_out, rescale; // blocks
 } fsdpi_part;
 
 // What fully_shard was told.
@@ -244,7 +244,8 @@ typedef struct fsdpi_layout {
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
+    fsdpi_work all_gather, slice_gather;          // segments
+    fsdpi_work reduce_scatter[2], to_rout[2];     // segments of GRAD, and of RIN
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;

@@ -3273,7 +3273,7 @@ typedef struct fsdpi_part {
     int64_t slot, grad; // where it begins in GATHER and GRAD
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
-    fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
+    fsdpi_work copy_in, copy_out, chunk_cat, divide, sum, red_out, rescale; // blocks
 } fsdpi_part;
 
 // What fully_shard was told.
@@ -3347,7 +3347,8 @@ typedef struct fsdpi_layout {
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
+    fsdpi_work all_gather, slice_gather;          // segments
+    fsdpi_work reduce_scatter[2], to_rout[2];     // segments of GRAD, and of RIN
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;
@@ -8287,7 +8288,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
    writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->layout.reduce_numel;
-    fsdp_seg *segs = u->layout.reduce_scatter.segs;
+    fsdpi_work *scatter = &u->layout.reduce_scatter[0];
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
@@ -8298,13 +8299,13 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     lay.final_base = fsdpi_align_up(part->grad + reduce,
                                     fsdpi_align_numel(u->model, part->param_dtype));
     (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
-                            segs ? segs + u->layout.reduce_scatter.num : NULL,
+                            scatter->segs ? scatter->segs + scatter->num : NULL,
                             part->chunk_cat.blocks);
     fsdpi_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
-    for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
-        segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
-    u->layout.reduce_scatter.num += lay.num_segs;
+    for (int i = 0; scatter->segs && i < lay.num_segs; i++) // its place in the reduce input
+        scatter->segs[scatter->num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    scatter->num += lay.num_segs;
     u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
 }
 
@@ -8316,7 +8317,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->layout.num_train : 0;
     int64_t total = 0;
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
-    u->layout.all_gather.num = u->layout.reduce_scatter.num = 0;
+    u->layout.all_gather.num = u->layout.reduce_scatter[0].num = 0;
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
         part->copy_out.num = part->chunk_cat.num = 0;
@@ -9206,11 +9207,11 @@ static const fsdpi_template_row fsdpi_template_rows[FSDPI_OPS_COUNT] = {
     {FSDP_OP_ZERO, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, FSDPI_AT(SHARD, FULL),
         FSDPI_AT(GRAD, FULL), 0, 1, 0, 0, NULL},
     {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
-        FSDPI_AT(RIN, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+        FSDPI_AT(RIN, REDUCED), 1, 1, 0, FSDPI_PART_WORK(sum), NULL},
     {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
         FSDPI_AT(GRAD, FULL), 1, 1, 0, FSDPI_PART_WORK(chunk_cat), NULL},
     {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
-        FSDPI_AT(GRAD, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+        FSDPI_AT(GRAD, REDUCED), 1, 1, 0, FSDPI_PART_WORK(divide), NULL},
     {FSDPI_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE, FSDPI_AT(SHARD, FULL),
         FSDPI_AT(GRAD, FULL), 0, 1, 0, FSDPI_UNIT_WORK(users), NULL},
     {FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
@@ -9884,9 +9885,14 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     int input = fsdpi_input(u);
     fsdpi_template *t = u->layout.ops[kind];
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    const fsdpi_work *works = kind == FSDPI_OPS_SCATTER ? u->layout.reduce_scatter
+                                                        : u->layout.to_rout;
+    const fsdpi_work *work = &works[input == FSDP_POOL_RIN];
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
+    t->op.list = work->segs;
+    t->op.list_count = (uint32_t)work->num;
     fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
     fsdp_status status = fsdpi_emit_kind(u, kind);
@@ -10138,6 +10144,11 @@ static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
     return b;
 }
 
+static fsdp_block fsdpi_reversed(fsdp_block b) {
+    fsdp_block r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+    return r;
+}
+
 static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
     work->blocks[work->num++] = block;
     work->count += (uint64_t)(block.width * block.height);
@@ -10154,17 +10165,14 @@ static void fsdpi_count(fsdpi_work *work) {
 // Lists of a part that need offsets in the flat blocks or another form than the layout's.
 static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
     int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
-    int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
+    int64_t numel = part->train.shard_numel;
     for (int i = 0; i < part->num_gather && !part->extended; i++) {
         fsdp_seg s = gather[i];
         fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
     }
     for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
-        fsdp_block b = part->chunk_cat.blocks[i];
-        fsdp_block reversed = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
-        part->chunk_cat.blocks[i] = reversed;
-        reversed.dst += to_rin;
-        fsdpi_add_block(&part->acc, reversed);
+        part->chunk_cat.blocks[i] = fsdpi_reversed(part->chunk_cat.blocks[i]);
+        fsdpi_add_block(&part->divide, part->chunk_cat.blocks[i]);
     }
     fsdpi_count(&part->chunk_cat);
     fsdpi_count(&part->copy_out);
@@ -10172,8 +10180,8 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
         if (p->lay.direct)
-            fsdpi_add_block(&part->acc, fsdpi_run(p->grad_offset, p->grad_offset + to_rin,
-                                                  world * p->lay.shard_numel));
+            fsdpi_add_block(&part->divide,
+                            fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
         else
             u->layout.pad_rin |= p->lay.shard_dim > 0 &&
                                  p->lay.shape[p->lay.shard_dim] % world != 0;
@@ -10189,27 +10197,69 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
     }
 }
 
+/* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
+   neighbours are one segment, so that a reduction has few: as long as every rank's part begins at
+   a multiple of 16 bytes, which copies and networks are fast with. */
+static void fsdpi_join_segs(fsdpi_work *to, const fsdpi_work *from, fsdp_dtype dtype) {
+    int64_t unit = 16 / (int64_t)fsdp_dtype_size(dtype);
+    to->num = 0;
+    for (int i = 0; i < from->num; i++) {
+        fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
+        if (i > 0 && last->count % unit == 0 && s.count % unit == 0) last->count += s.count;
+        else to->segs[to->num++] = s;
+    }
+}
+
 // Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
 static void fsdpi_reduce_lists(fsdp_unit *u) {
-    int num = u->layout.reduce_scatter.num, world = fsdpi_shards(u);
-    for (int i = 0; i < num; i++) {
-        fsdp_seg s = u->layout.reduce_scatter.segs[i];
-        s.shard = s.full / world; // segment by segment, the full side is `world` times as long
-        u->layout.to_rout.segs[i] = s;
+    fsdpi_work *scatter = u->layout.reduce_scatter, *to_rout = u->layout.to_rout;
+    int world = fsdpi_shards(u);
+    fsdpi_join_segs(&scatter[1], &scatter[0], u->layout.reduce_dtype);
+    for (int k = 0; k < 2; k++) {
+        to_rout[k].num = scatter[k].num;
+        for (int i = 0; i < scatter[k].num; i++) {
+            fsdp_seg s = scatter[k].segs[i];
+            s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+            to_rout[k].segs[i] = s;
+        }
+        if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
+            fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
+            scatter[k].segs[scatter[k].num++] = counts;
+            counts.shard = u->layout.train_numel;
+            to_rout[k].segs[to_rout[k].num++] = counts;
+        }
+        fsdpi_count(&scatter[k]);
+        fsdpi_count(&to_rout[k]);
     }
     if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
-        fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
         fsdp_block rows = {0, u->layout.users_offset, u->layout.num_train, world,
                            0, u->layout.num_train};
-        u->layout.reduce_scatter.segs[num] = counts;
-        counts.shard = u->layout.train_numel;
-        u->layout.to_rout.segs[num++] = counts;
         fsdpi_add_block(&u->layout.users, rows);
     }
-    u->layout.to_rout.num = u->layout.reduce_scatter.num = num;
-    fsdpi_count(&u->layout.to_rout);
-    fsdpi_count(&u->layout.reduce_scatter);
     fsdpi_add_block(&u->layout.partial, fsdpi_run(0, 0, u->layout.reduce_numel / world));
+}
+
+// From where the caller writes a gradient to the segments of RIN.
+static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
+    fsdp_layout lay;
+    memset(&lay, 0, sizeof lay);
+    lay.world = fsdpi_shards(u);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        fsdp_layout_param full = p->lay;
+        const fsdp_seg *s = u->layout.to_rout[1].segs;
+        int64_t at = part->reduce + full.shard_offset - part->train.base, size = full.shard_numel;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part || size == 0) continue;
+        while (at >= s->shard + s->count) s++;
+        full.full_offset = p->grad_offset;
+        at += s->full - s->shard;
+        fsdp_block rows = {at, full.full_offset, size, lay.world, s->count, size};
+        fsdp_block *blocks = part->sum.blocks + part->sum.num;
+        int num = 1;
+        if (full.direct) blocks[0] = rows;
+        else num = fsdpi_layout_blocks(&lay, &full, at, s->count, blocks);
+        for (int k = 0; k < num; k++) fsdpi_add_block(&part->sum, fsdpi_reversed(blocks[k]));
+    }
 }
 
 // 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
@@ -10231,12 +10281,13 @@ static void fsdpi_slice_lists(fsdp_unit *u) {
 
 // All works of a unit: first those of segments, then those of blocks, part after part, each with
 // room for what its list may need. With `at` they are placed there. Returns the bytes of all.
-enum { FSDPI_SEG_WORKS = 4, FSDPI_PART_WORKS = 6 };
+enum { FSDPI_SEG_WORKS = 6, FSDPI_PART_WORKS = 7 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts + 1,
            bytes = 0;
-    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->layout.all_gather, &u->layout.slice_gather,
-                                              &u->layout.reduce_scatter, &u->layout.to_rout};
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {
+        &u->layout.all_gather,        &u->layout.slice_gather, &u->layout.reduce_scatter[0],
+        &u->layout.reduce_scatter[1], &u->layout.to_rout[0],   &u->layout.to_rout[1]};
     for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
     for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
         if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
@@ -10246,9 +10297,10 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
-        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, 2, 2};
+        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 2, 2};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
-                                               &part->acc,     &part->red_out,  &part->rescale};
+                                               &part->divide,  &part->sum,      &part->red_out,
+                                               &part->rescale};
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
@@ -10313,6 +10365,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
         if (s->shard < u->layout.gather_begin) u->layout.gather_begin = s->shard;
     for (fsdp_seg *s = first; s < gather; s++) s->shard -= u->layout.gather_begin;
     fsdpi_reduce_lists(u);
+    for (int k = 0; k < u->layout.num_parts; k++) fsdpi_sum_list(u, &u->layout.parts[k]);
     fsdpi_slice_lists(u);
     fsdpi_usage_clear(u, FSDPI_USE_FLAGGED);
     fsdpi_count(&u->layout.all_gather);
@@ -10324,12 +10377,12 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
-        part->copy_in = part->acc = part->red_out = part->rescale = none;
+        part->copy_in = part->divide = part->sum = part->red_out = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;
     }
-    u->layout.all_gather = u->layout.slice_gather = u->layout.reduce_scatter = u->layout.to_rout =
-        none;
+    u->layout.all_gather = u->layout.slice_gather = none;
+    for (int k = 0; k < 2; k++) u->layout.reduce_scatter[k] = u->layout.to_rout[k] = none;
     u->layout.slice_copy = u->layout.partial = u->layout.users = none;
     u->layout.lists = u->usage.flags = u->usage.wide = NULL;
     memset(u->layout.ops, 0, sizeof u->layout.ops);

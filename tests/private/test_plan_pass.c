@@ -662,7 +662,7 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
     for (int u = 0; u < g->num_units; u++) {
         fsdp_param_desc p = fsdp_mat(NULL, g->rows[u], 16);
         fsdp_unit_desc d = FSDP_ZERO;
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "h.%d", u);
         p.frozen = g->frozen[u], p.dtype = g->dtype[u];
         d.name = name;

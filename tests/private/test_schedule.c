@@ -1264,6 +1264,73 @@ TEST(streams, destroy_waits) {
     }
 }
 
+/* Segments of a reduction. Where gradients are copied anyway neighbours are one, so long as each
+   rank's part of it begins at a multiple of 16 bytes; else they are reduced where they were written.
+   The last segment has the flags of use. */
+static const struct {
+    const char *name;
+    int matrices, vector, vectors; /* (64, 16) each, and vectors that are packed */
+    int direct, joined;            /* segments if backward's memory is read, and if it is copied */
+} segments[] = {
+    {"matrices", 3, 0, 0, 4, 2}, {"packed", 0, 5, 3, 2, 2},      {"one", 1, 0, 0, 2, 2},
+    {"aligned", 3, 64, 3, 5, 2}, {"not_aligned", 3, 5, 3, 5, 3}, {"aligned_alone", 3, 64, 1, 5, 2},
+    {"alone", 3, 5, 1, 5, 3},
+};
+typedef struct {
+    int reductions, segs;
+} scattered;
+
+static void on_scatter(void *user, const fsdp_op *op) {
+    scattered *seen = (scattered *)user;
+    const fsdp_seg *segs = (const fsdp_seg *)op->list;
+    int64_t next = 0, ends = 0;
+    if (op->kind != FSDP_OP_REDUCE_SCATTER) return;
+    seen->reductions++;
+    seen->segs = (int)op->list_count;
+    for (int i = 0; i < seen->segs; i++) {
+        CHECK_EQ_INT(segs[i].full, 4 * next); /* they lie side by side */
+        next += segs[i].count;
+        if (i > 0 && i + 1 < seen->segs) CHECK_EQ_INT(ends * 4 % 16, 0);
+        ends = segs[i].count;
+    }
+}
+
+TEST_P(schedule, segments, segments) {
+    for (int fused = 0; fused < 2; fused++) {
+        fsdp_param_desc d[8];
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_unit_desc ud = FSDP_ZERO;
+        scattered seen = {0, 0};
+        fsdp_model *model;
+        fsdp_unit *unit;
+        sim s;
+        int count = 0;
+        for (; count < row->matrices; count++) d[count] = fsdp_mat(NULL, 64, 16);
+        for (int i = 0; i < row->vectors; i++) d[count++] = fsdp_vec(NULL, row->vector);
+        sim_init(&s, 4, 0);
+        s.rank = 3, s.fused = fused, s.checks = 1;
+        CHECK(sim_open(&s));
+        md.param_dtype = FSDP_BF16, md.reduce_dtype = FSDP_F32, md.direct_min = 2048;
+        CHECK_OK(fsdp_model_create(s.world, &md, &model));
+        ud.name = "u", ud.params = d, ud.num_params = count;
+        CHECK_OK(fsdp_fully_shard(model, &ud, &unit));
+        s.on_op = on_scatter, s.on_op_user = &seen;
+        CHECK_OK(sim_watch(&s, model));
+        for (int step = 0; step < 2; step++) {
+            CHECK_OK(fsdp_pre_forward(unit));
+            CHECK_OK(fsdp_post_forward(unit));
+            CHECK_OK(fsdp_pre_backward(unit));
+            for (int i = 0; i < count; i++) CHECK(fsdp_grad(unit, i));
+            CHECK_OK(fsdp_post_backward(unit));
+            CHECK_OK(fsdp_finalize_backward(model));
+            CHECK_EQ_INT(seen.reductions, step + 1);
+            CHECK_EQ_INT(seen.segs, fused ? row->direct : row->joined);
+        }
+        CHECK_EQ_INT(sim_close(&s), 0);
+        CHECK_MSG(s.races == 0, "%d races, first: %s", s.races, s.race);
+    }
+}
+
 TEST(streams, random_calls) {
     enum { RUNS = 60, CALLS = 800 };
     uint64_t seed = h_seed();

@@ -527,10 +527,15 @@ static void check_free(state *s, const block *b, const char *name) {
         }
 }
 
+/* A kernel that reads pinned memory waits for the bus: such reads are counted. */
 void fsdp_stub_touch(const void *ptr, size_t nbytes, int write) {
     if (!checks) return;
     if (!running) stub_die("fsdp_stub_touch outside of a kernel");
-    check_access(begin(), ptr, nbytes, write, running->actor, &running->clock);
+    state *s = begin();
+    const block *b = find_block(s, ptr);
+    if (!write && b && b->m.type == cudaMemoryTypeHost)
+        s->names[place_of(s, "read of pinned memory")].calls++;
+    check_access(s, ptr, nbytes, write, running->actor, &running->clock);
     end();
 }
 
