@@ -1528,6 +1528,10 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
 static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_near_find(&c->base, &w->hosts);
+    if (!status && w->hosts.are_several) { // a wire takes time in which a thread can compute
+        w->base.base.caps.default_lanes = 2;
+        w->base.base.caps.because = "as ranks are on several hosts";
+    }
     if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;
     if (status || !w->near) return status;
@@ -1585,7 +1589,7 @@ static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subje
 // clang-format off
 static const fsdpi_transport fsdpi_gloo_transport = {
     sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
-    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
     fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,

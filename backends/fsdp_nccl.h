@@ -1690,7 +1690,7 @@ static void fsdpi_nccl_tell(fsdpi_comm *base, fsdp_status status, const char *su
 // clang-format off
 static const fsdpi_transport fsdpi_nccl_transport = {
     sizeof(fsdpi_nccl_comm), sizeof(fsdpi_nccl_world), FSDPI_MAX_RANKS,
-    {FSDPI_NCCL_KINDS, 0, 2},
+    {FSDPI_NCCL_KINDS, 0, 2, 0, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
     fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,

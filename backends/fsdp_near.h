@@ -7,7 +7,7 @@
    what a near rank has told first stands for the near ranks.
 
    Who is near is decided once, from facts that all ranks show at the store: two ranks are near if
-   they show the same host, as the same user. A rank that cannot share shows none, and is alone.
+   they show the same host, as the same user, and both can share.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
@@ -34,7 +34,14 @@ typedef struct fsdpi_near_world {
 typedef struct fsdpi_near_hosts {
     uint8_t ticket[FSDPI_NEAR_TICKET]; // names the worlds of shared memory; nobody can guess it
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
+    int32_t are_several;               // not all ranks show the same host
 } fsdpi_near_hosts;
+
+// What a rank shows.
+typedef struct fsdpi_near_shown {
+    char host[128]; // "": not known
+    int32_t most;   // ranks of it that share memory; 0: this one cannot
+} fsdpi_near_shown;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>near_fail
@@ -87,7 +94,7 @@ static void fsdpi_near_wake(fsdpi_comm *base) {
 // clang-format off
 static const fsdpi_transport fsdpi_near_transport = {
     sizeof(fsdpi_shm_comm), sizeof(fsdpi_near_world), FSDPI_MAX_SRCS,
-    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
     fsdpi_near_tell, fsdpi_near_verdict, fsdpi_shm_say_last,
@@ -106,25 +113,32 @@ static int fsdpi_near_can_share(void) {
 }
 
 /* The host as two ranks see it that can share memory: the kernel, the network whose abstract
-   sockets they see, the user. most: ranks of a host that share. "": this rank cannot. */
-static void fsdpi_near_say_host(const fsdp_boot *boot, int most, char *host, size_t cap) {
+   sockets they see, the user. */
+static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_shown *shown) {
     char id[64] = "";
     struct stat net, user;
-    fsdpi_text t = {host, cap, 0};
-    memset(host, 0, cap);
+    fsdpi_text t = {shown->host, sizeof shown->host, 0};
+    memset(shown, 0, sizeof *shown);
+    shown->most = most;
     if (boot->threads) {
-        fsdpi_say(&t, "one process %d %d", most, boot->rank / most);
+        fsdpi_say(&t, "one process");
         return;
     }
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
     int known = file && fgets(id, sizeof id, file) && *id;
     if (file) (void)fclose(file);
-    if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user) ||
-        !fsdpi_near_can_share())
-        return;
+    if (!known || !fsdpi_near_can_share()) shown->most = 0;
+    if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user)) return;
     id[strcspn(id, "\n")] = 0;
-    fsdpi_say(&t, "%s %llu %llu %lu %d %d", id, (unsigned long long)net.st_ino,
-              (unsigned long long)user.st_ino, (unsigned long)getuid(), most, boot->rank / most);
+    fsdpi_say(&t, "%s %llu %llu %lu", id, (unsigned long long)net.st_ino,
+              (unsigned long long)user.st_ino, (unsigned long)getuid());
+}
+
+// The ranks j <= k, by what they show.
+static int fsdpi_near_share(const fsdpi_near_shown *all, int j, int k) {
+    int most = all[k].most;
+    return j == k || (all[k].host[0] && most && !strcmp(all[j].host, all[k].host) &&
+                      all[j].most == most && j / most == k / most);
 }
 
 static void fsdpi_near_key(char *key, size_t cap, int rank) {
@@ -141,22 +155,22 @@ static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
 
 // Rank 0: hears all, and says who is near whom.
 static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
-    enum { TEXT = 160 };
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
-    char *all = (char *)fsdpi_alloc(&c->boot->allocator, (size_t)c->size * TEXT), key[32];
+    const size_t room = (size_t)c->size * sizeof(fsdpi_near_shown);
+    fsdpi_near_shown *all = (fsdpi_near_shown *)fsdpi_alloc(&c->boot->allocator, room);
     fsdp_status status = FSDP_OK;
-    if (!all) return fsdpi_comm_no_memory(c, "names of hosts", (size_t)c->size * TEXT);
+    char key[32];
+    if (!all) return fsdpi_comm_no_memory(c, "names of hosts", room);
     for (int k = 0; k < c->size && !status; k++) {
-        char *host = all + k * TEXT;
-        size_t bytes;
+        size_t bytes = sizeof *all;
         fsdpi_near_key(key, sizeof key, k);
-        status = fsdpi_store_get(store, key, host, TEXT - 1, &bytes,
+        status = fsdpi_store_get(store, key, &all[k], sizeof *all, &bytes,
                                  fsdpi_comm_left_to_open(c->world));
         if (status == FSDP_ERR_TIMEOUT) status = fsdpi_near_late(c, k);
-        for (int j = 0; j <= k && !status; j++) {
-            hosts->first[k] = j;
-            if (j == k || (*host && !strcmp(all + j * TEXT, host))) break;
-        }
+        if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
+        for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
+            hosts->first[k]++;
+        hosts->are_several |= !status && strcmp(all[0].host, all[k].host) != 0;
     }
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
@@ -167,7 +181,8 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
 // All ranks of the world learn who is near whom.
 static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
-    char text[FSDPI_REASON], host[160], key[32];
+    char text[FSDPI_REASON], key[32];
+    fsdpi_near_shown shown;
     fsdpi_text error = {text, sizeof text, 0};
     int most = FSDPI_MAX_SRCS;
     size_t bytes;
@@ -175,9 +190,9 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdp_status status = fsdpi_env_int("FSDP_GLOO_NEAR", 1, FSDPI_MAX_SRCS, &most, &error);
     if (status) return fsdpi_comm_fail(c, status, "%s", text);
     if (c->size == 1) return FSDP_OK;
-    fsdpi_near_say_host(c->boot, most, host, sizeof host);
+    fsdpi_near_say_host(c->boot, most, &shown);
     fsdpi_near_key(key, sizeof key, c->index);
-    status = fsdpi_store_set(store, key, host, sizeof host - 1);
+    status = fsdpi_store_set(store, key, &shown, sizeof shown);
     if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
     if (!status && c->index != 0)
         status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,

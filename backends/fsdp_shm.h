@@ -1347,7 +1347,7 @@ static int fsdpi_shm_close(fsdpi_comm_world *base) {
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {
     sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
-    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
     fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,

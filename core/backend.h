@@ -39,9 +39,11 @@ typedef struct fsdp_group {
 enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reductions cast, scale and accumulate, see fsdp_coll
 
 typedef struct fsdp_caps {
-    uint32_t kinds; // bit 1u << FSDP_OP_*
-    uint32_t flags; // FSDP_CAP_*
-    int lanes;      // streams that may run collectives at the same time: 1 or more
+    uint32_t kinds;      // bit 1u << FSDP_OP_*
+    uint32_t flags;      // FSDP_CAP_*
+    int lanes;           // streams that may run collectives at the same time: 1 or more
+    int default_lanes;   // lanes of a world that asks for no number; equal on all ranks. 0: inline
+    const char *because; // the reason for them, as a part of a text ("as ..."), or NULL
 } fsdp_caps;
 
 /* One collective, as data. It is neither fsdp_op nor what ranks compare, because each of the three
@@ -79,7 +81,7 @@ struct fsdp_coll {
     void *stream;         // native stream, or NULL: block until complete
 };
 
-#define FSDP_COMM_VERSION 2
+#define FSDP_COMM_VERSION 3
 struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;

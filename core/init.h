@@ -47,6 +47,11 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
         fsdpi_world_close(w);
         return status;
     }
+    char text[160];
+    fsdpi_text t = {text, sizeof text, 0};
+    fsdpi_say(&t, "collectives run ");
+    fsdpi_say_mode(&t, w);
+    if (w->rank == 0 && w->size > 1) fsdpi_log(w, FSDP_LOG_INFO, FSDP_OK, text);
     *out = w;
     return FSDP_OK;
 }

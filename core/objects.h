@@ -45,6 +45,7 @@ struct fsdp_world {
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
+    const char *because;                  // why: a part of a text
     void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
     fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
     fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
@@ -244,9 +245,9 @@ typedef struct fsdpi_layout {
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather;          // segments
-    fsdpi_work reduce_scatter[2], to_rout[2];     // segments of GRAD, and of RIN
-    fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
+    fsdpi_work all_gather, slice_gather;      // segments
+    fsdpi_work reduce_scatter[2], to_rout[2]; // segments of GRAD, and of RIN
+    fsdpi_work slice_copy, partial, users;    // blocks; partial: the whole reduce output
     fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;
 

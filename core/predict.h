@@ -282,8 +282,10 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;
     fsdpi_memory(model, &mem);
-    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
-              model->num_params, model->world->rank, model->world->size);
+    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d; collectives run ",
+              model->num_units, model->num_params, model->world->rank, model->world->size);
+    fsdpi_say_mode(&t, model->world);
+    fsdpi_say(&t, "\n");
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         fsdp_memory own;

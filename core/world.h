@@ -10,15 +10,18 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
     if (!status && d->timeout_ms == 0)
         status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
-    if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
+    const char *lanes = fsdpi_env("FSDP_LANES");
+    if (!status && d->lanes == 0 && lanes && *lanes) {
+        status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
+        if (d->lanes == 0) d->lanes = -1;
+    }
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
-    if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);
-    if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
-        d->log_level > FSDP_LOG_NONE)
+    if (d->timeout_ms < 0 || d->lanes < -1 || d->lanes > 2 || d->local_rank < 0 ||
+        d->log_level < 0 || d->log_level > FSDP_LOG_NONE)
         return fsdpi_bad(w,
                          "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
                          "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
@@ -127,9 +130,22 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
+// How records run, for fsdp_model_describe and the log.
+static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
+    static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
+    int lanes = w->mode != FSDPI_INLINE;
+    lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
+    if (w->mode == FSDPI_NATIVE) fsdpi_say(t, "on streams of %s", w->device_ops->name);
+    else fsdpi_say(t, "%s, %s", texts[lanes], w->because);
+}
+
 // Streams of a device, or worker threads; a second communicator where two may run at once.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
+    w->because = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
+                 : w->caps.because ? w->caps.because
+                                   : "by default";
+    if (!lanes) lanes = w->caps.default_lanes;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDPI_NATIVE;
         for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)

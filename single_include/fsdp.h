@@ -167,7 +167,8 @@ ENVIRONMENT
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
-    FSDP_LANES        0: inline (default). 1 or 2: so many worker threads run collectives
+    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: 2 if
+                      ranks are on several hosts (gloo), else 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
 
@@ -1309,7 +1310,8 @@ typedef struct fsdp_world_desc {
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
     int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
-                              // 0: FSDP_LANES, else inline
+                              // 0: FSDP_LANES, else 2 if ranks are on several hosts (gloo),
+                              // else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
@@ -2657,9 +2659,11 @@ typedef struct fsdp_group {
 enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reductions cast, scale and accumulate, see fsdp_coll
 
 typedef struct fsdp_caps {
-    uint32_t kinds; // bit 1u << FSDP_OP_*
-    uint32_t flags; // FSDP_CAP_*
-    int lanes;      // streams that may run collectives at the same time: 1 or more
+    uint32_t kinds;      // bit 1u << FSDP_OP_*
+    uint32_t flags;      // FSDP_CAP_*
+    int lanes;           // streams that may run collectives at the same time: 1 or more
+    int default_lanes;   // lanes of a world that asks for no number; equal on all ranks. 0: inline
+    const char *because; // the reason for them, as a part of a text ("as ..."), or NULL
 } fsdp_caps;
 
 /* One collective, as data. It is neither fsdp_op nor what ranks compare, because each of the three
@@ -2697,7 +2701,7 @@ struct fsdp_coll {
     void *stream;         // native stream, or NULL: block until complete
 };
 
-#define FSDP_COMM_VERSION 2
+#define FSDP_COMM_VERSION 3
 struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;
@@ -3148,6 +3152,7 @@ struct fsdp_world {
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
+    const char *because;                  // why: a part of a text
     void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
     fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
     fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
@@ -3347,9 +3352,9 @@ typedef struct fsdpi_layout {
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather;          // segments
-    fsdpi_work reduce_scatter[2], to_rout[2];     // segments of GRAD, and of RIN
-    fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
+    fsdpi_work all_gather, slice_gather;      // segments
+    fsdpi_work reduce_scatter[2], to_rout[2]; // segments of GRAD, and of RIN
+    fsdpi_work slice_copy, partial, users;    // blocks; partial: the whole reduce output
     fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
 } fsdpi_layout;
 
@@ -6573,7 +6578,7 @@ static int fsdpi_shm_close(fsdpi_comm_world *base) {
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {
     sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
-    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
     fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,
@@ -7977,15 +7982,18 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
     if (!status && d->timeout_ms == 0)
         status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
-    if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
+    const char *lanes = fsdpi_env("FSDP_LANES");
+    if (!status && d->lanes == 0 && lanes && *lanes) {
+        status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
+        if (d->lanes == 0) d->lanes = -1;
+    }
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
-    if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);
-    if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
-        d->log_level > FSDP_LOG_NONE)
+    if (d->timeout_ms < 0 || d->lanes < -1 || d->lanes > 2 || d->local_rank < 0 ||
+        d->log_level < 0 || d->log_level > FSDP_LOG_NONE)
         return fsdpi_bad(w,
                          "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
                          "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
@@ -8094,9 +8102,22 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
+// How records run, for fsdp_model_describe and the log.
+static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
+    static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
+    int lanes = w->mode != FSDPI_INLINE;
+    lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
+    if (w->mode == FSDPI_NATIVE) fsdpi_say(t, "on streams of %s", w->device_ops->name);
+    else fsdpi_say(t, "%s, %s", texts[lanes], w->because);
+}
+
 // Streams of a device, or worker threads; a second communicator where two may run at once.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
+    w->because = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
+                 : w->caps.because ? w->caps.because
+                                   : "by default";
+    if (!lanes) lanes = w->caps.default_lanes;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDPI_NATIVE;
         for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)
@@ -11771,8 +11792,10 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;
     fsdpi_memory(model, &mem);
-    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
-              model->num_params, model->world->rank, model->world->size);
+    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d; collectives run ",
+              model->num_units, model->num_params, model->world->rank, model->world->size);
+    fsdpi_say_mode(&t, model->world);
+    fsdpi_say(&t, "\n");
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         fsdp_memory own;
@@ -12973,6 +12996,11 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
         fsdpi_world_close(w);
         return status;
     }
+    char text[160];
+    fsdpi_text t = {text, sizeof text, 0};
+    fsdpi_say(&t, "collectives run ");
+    fsdpi_say_mode(&t, w);
+    if (w->rank == 0 && w->size > 1) fsdpi_log(w, FSDP_LOG_INFO, FSDP_OK, text);
     *out = w;
     return FSDP_OK;
 }

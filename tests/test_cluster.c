@@ -128,11 +128,12 @@ static const char *read_document(const char *path) {
 TEST(cluster, two_hosts) {
     const char *at = read_document("docs/cluster.md");
     int commands = 0;
-    process *p = start("examples/cluster/two_hosts.sh");
+    process *p = start("FSDP_LOG_LEVEL=info examples/cluster/two_hosts.sh");
     const int status = finish(p);
     if (status == 77) SKIP(p->output);
     CHECK_EQ_INT(status, 0);
     says(p, "two_hosts: the same losses as on one host\n");
+    says(p, "collectives run in two worker threads, as ranks are on several hosts\n");
     for (char *line = strtok(p->output, "\n"); line; line = strtok(NULL, "\n")) {
         if (strncmp(line, "host-", 5) != 0) continue;
         if (!strcmp(build_dir(), "build"))

@@ -794,6 +794,51 @@ TEST(faults, environment) {
     with_env("LOCAL_RANK", "0", FSDP_OK, "");
 }
 
+/* Who asks for no number of lanes has what the backend says, and the text of a model says why. */
+static fsdp_status spread_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
+    caps->default_lanes = 2, caps->because = "as this test has it";
+    return status;
+}
+static const struct {
+    const char *name;
+    int spread, lanes;
+    const char *variable, *expected;
+} runs[] = {
+    {"default", 0, 0, NULL, "inline, by default"},
+    {"asked", 0, 1, NULL, "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"variable", 0, 0, "2", "in two worker threads, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"spread", 1, 0, NULL, "in two worker threads, as this test has it"},
+    {"spread_empty", 1, 0, "", "in two worker threads, as this test has it"},
+    {"spread_inline", 1, -1, NULL, "inline, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"spread_variable", 1, 0, "0", "inline, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"spread_one", 1, 0, "1", "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"spread_desc_first", 1, 1, "0",
+     "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"}};
+static void how_it_runs(int rank, int world, void *arg) {
+    const size_t k = (size_t)(uintptr_t)arg;
+    fsdp_world_desc d = w_desc(rank, world, NULL, w_job(runs[k].name), 0);
+    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
+    fsdp_world *w = NULL;
+    fsdp_model *model;
+    char text[200], expected[200];
+    ops.open = spread_open;
+    d.lanes = runs[k].lanes;
+    if (runs[k].spread) d.comm_ops = &ops;
+    if (runs[k].variable) CHECK_EQ_INT(setenv("FSDP_LANES", runs[k].variable, 1), 0);
+    CALL(NULL, fsdp_init(&d, &w));
+    CALL(w, fsdp_model_create(w, NULL, &model));
+    (void)fsdp_model_describe(model, text, sizeof text);
+    snprintf(expected, sizeof expected, "rank %d of 2; collectives run %s\n", rank,
+             runs[k].expected);
+    CHECK_MSG(strstr(text, expected), "%s, expected %s", text, expected);
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_OK);
+}
+TEST_P(faults, lanes_by_default, runs) {
+    unsetenv("FSDP_LANES");
+    h_ranks_proc(2, how_it_runs, (void *)(uintptr_t)(row - runs));
+}
+
 /* Older programs have shorter structs: the fields that they know, and a canary behind them. */
 #define CUT(type, field, buffer, desc)                                                             \
     do {                                                                                           \
