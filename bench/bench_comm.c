@@ -15,7 +15,8 @@
      meet    what an all_reduce in shared memory cannot do without: the memcpy that moves what its
              reduce_scatter does, a meeting, and a memcpy of what the others have just written,
              from their caches; a last meeting, after which memory is the caller's again. Nothing
-             is added up
+             is added up. For a reduce_scatter: the same sum between two meetings, of as many bytes
+             of this rank's own memory, so that nothing is shared
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
      bare    the same as messages of Gloo's, from buffers that are there: what a collective over Gloo
@@ -206,6 +207,17 @@ static void wake(const worker *w) {
     while ((int32_t)(__atomic_load_n(&b->awake, __ATOMIC_SEQ_CST) - all) < 0) (void)sched_yield();
 }
 
+static void run_sum(worker *w) {
+    fsdp_dtype dtype = w->b->op == SCATTER_BF16 ? FSDP_BF16 : FSDP_F32;
+    size_t part = w->b->bytes / (size_t)w->world;
+    const char *srcs[WORLD_MAX];
+    for (int k = 0; k < w->world; k++) srcs[k] = w->from + w->b->place + (size_t)k * part;
+    wake(w);
+    fsdpi_reduce(w->to + w->b->place, FSDP_F32, srcs, w->world, dtype,
+                 part / fsdp_dtype_size(dtype), 1.0, 0, FSDP_SUM);
+    wake(w);
+}
+
 static void run_meet(worker *w) {
     size_t full = w->b->bytes, part = full / (size_t)w->world, mine = (size_t)w->rank * part;
     char *common = w->b->common;
@@ -227,7 +239,8 @@ static void run(worker *w) {
     else if (who == BARE) run_bare(w);
 #endif
     else if (who == COPY) run_copy(w);
-    else if (who == MEET) run_meet(w);
+    else if (who == MEET && w->b->op == REDUCE) run_meet(w);
+    else if (who == MEET) run_sum(w);
     else
         for (int k = 0; k < (w->b->op == REDUCE ? 2 : 1); k++)
             stream(w, w->b->bytes / (size_t)w->world);
@@ -238,7 +251,7 @@ static void run(worker *w) {
 static int takes_part(const worker *w, int who, int op) {
     int is_scatter = op == SCATTER || op == SCATTER_BF16;
     return (w->opt->rivals >> who & 1) && !(who == RING && is_scatter) &&
-           !(who == MEET && op != REDUCE);
+           !(who == MEET && op == GATHER);
 }
 
 // Before a check: small whole numbers, so that sums are exact. Element i of rank r is i%100 + r.
