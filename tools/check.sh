@@ -276,7 +276,7 @@ gate_mutations() { # each changes a line that is there
     tools/mutate --list >"$work/mutations" || die "$(grep ' broken: ' "$work/mutations")"
 }
 
-gate_report() { # the pictures of docs/performance.md
+gate_report() { # the pictures of docs/performance.md and docs/measurements.md
     need python3
     python3 tools/bench_report
 }
