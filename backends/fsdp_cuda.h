@@ -446,8 +446,9 @@ static int fsdpi_cuda_rows(const fsdpi_cuda_device *d, cudaStream_t on, char *ds
 // Flags of use, the same for all ranks: a kernel that read them from the host would wait for them.
 static int fsdpi_cuda_is_spread(const fsdp_op *op, size_t size) {
     const fsdp_block *b = (const fsdp_block *)op->list;
-    return op->label == FSDP_LABEL_USERS && op->dtype == op->out_dtype && op->list_count == 1 &&
-           b->src_pitch == 0 && (size_t)b->width * size <= FSDP_CUDA_SPREAD_MAX;
+    return op->label == FSDP_LABEL_USERS && !op->src && op->dtype == op->out_dtype &&
+           op->scale == 1.0 && !op->accumulate && op->list_count == 1 && b->src_pitch == 0 &&
+           (size_t)b->width * size <= FSDP_CUDA_SPREAD_MAX;
 }
 
 static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {

@@ -1448,7 +1448,7 @@ static void fsdpi_nccl_rest(fsdpi_nccl_world *w) {
     if (!fsdpi_nccl_failed(w)) return;
     fsdpi_nccl_await_abort(w);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next)
-        (void)fsdpi_cuda_idle(fsdpi_nccl_boot(w), c->stream, FSDPI_NCCL_ABORT_NS);
+        if (c->stream) (void)fsdpi_cuda_idle(fsdpi_nccl_boot(w), c->stream, FSDPI_NCCL_ABORT_NS);
 }
 
 static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {

@@ -34,13 +34,13 @@ typedef struct fsdpi_near_world {
 typedef struct fsdpi_near_hosts {
     uint8_t ticket[FSDPI_NEAR_TICKET]; // names the worlds of shared memory; nobody can guess it
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
-    int32_t are_several;               // not all ranks show the same host
+    int32_t are_several;               // not all ranks show the same host, or one shows none
 } fsdpi_near_hosts;
 
 // What a rank shows.
 typedef struct fsdpi_near_shown {
-    char host[128]; // "": not known
-    int32_t most;   // ranks of it that share memory; 0: this one cannot
+    char host[96], user[48]; // "": not known
+    int32_t most;            // ranks of it that share memory; 0: this one cannot
 } fsdpi_near_shown;
 
 /* -------------------------------------------------------------------------------------------- */
@@ -112,33 +112,35 @@ static int fsdpi_near_can_share(void) {
     return fd >= 0 && !fsdpi_shm_files_are_limited();
 }
 
-/* The host as two ranks see it that can share memory: the kernel, the network whose abstract
-   sockets they see, the user. */
+/* The host: the kernel, and the network whose abstract sockets a rank sees. The user, as only ranks
+   of one user share. */
 static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_shown *shown) {
     char id[64] = "";
     struct stat net, user;
-    fsdpi_text t = {shown->host, sizeof shown->host, 0};
+    fsdpi_text host = {shown->host, sizeof shown->host, 0};
+    fsdpi_text name = {shown->user, sizeof shown->user, 0};
     memset(shown, 0, sizeof *shown);
     shown->most = most;
     if (boot->threads) {
-        fsdpi_say(&t, "one process");
+        fsdpi_say(&host, "one process");
         return;
     }
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
     int known = file && fgets(id, sizeof id, file) && *id;
     if (file) (void)fclose(file);
-    if (!known || !fsdpi_near_can_share()) shown->most = 0;
+    if (!fsdpi_near_can_share()) shown->most = 0;
     if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user)) return;
     id[strcspn(id, "\n")] = 0;
-    fsdpi_say(&t, "%s %llu %llu %lu", id, (unsigned long long)net.st_ino,
-              (unsigned long long)user.st_ino, (unsigned long)getuid());
+    fsdpi_say(&host, "%s %llu", id, (unsigned long long)net.st_ino);
+    fsdpi_say(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
 }
 
 // The ranks j <= k, by what they show.
 static int fsdpi_near_share(const fsdpi_near_shown *all, int j, int k) {
     int most = all[k].most;
-    return j == k || (all[k].host[0] && most && !strcmp(all[j].host, all[k].host) &&
-                      all[j].most == most && j / most == k / most);
+    return j == k ||
+           (all[k].host[0] && most && !strcmp(all[j].host, all[k].host) &&
+            !strcmp(all[j].user, all[k].user) && all[j].most == most && j / most == k / most);
 }
 
 static void fsdpi_near_key(char *key, size_t cap, int rank) {
@@ -170,7 +172,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
         for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
             hosts->first[k]++;
-        hosts->are_several |= !status && strcmp(all[0].host, all[k].host) != 0;
+        hosts->are_several |= !status && (!all[k].host[0] || strcmp(all[0].host, all[k].host) != 0);
     }
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;

@@ -16,7 +16,7 @@
              reduce_scatter does, a meeting, and a memcpy of what the others have just written,
              from their caches; a last meeting, after which memory is the caller's again. Nothing
              is added up. For a reduce_scatter: the same sum between two meetings, of as many bytes
-             of this rank's own memory, so that nothing is shared
+             of this rank's own memory: what it costs that memory is another rank's is the difference
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
      bare    the same as messages of Gloo's, from buffers that are there: what a collective over Gloo

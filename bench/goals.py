@@ -12,7 +12,7 @@ wire the right to make a network namespace. Nothing else may run on the machine.
 benchmarks wrote stays there, and is read from there if it is there already.
 
   hooks      bench_host
-  shm        bench_comm: shared memory beside memcpy, and what none can do without ("meet")
+  shm        bench_comm: shared memory beside memcpy, and what stands in the way ("meet")
   shm_small  bench_comm, 4 ranks, 4 and 64 KiB
   torch      compare_torch.py and bench_comm over TCP: beside PyTorch, and beside a raw stream
   steps      fsdp_step.py, with shared memory within the host and over TCP
@@ -92,6 +92,8 @@ def says(what, values, goal, better="lower"):
 
 def point(panel, row, series, lines, column, low, high, goal, better="lower"):
     """A point of a picture, of one line of each run, and its goal's line."""
+    if not lines:
+        sys.exit(f"no line for {panel}, {row}, {series}")
     values = [float(line[column]) for line in lines]
     if goal != "":
         says(f"{panel}, {row}, {series}", values, goal, better)

@@ -89,14 +89,17 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
 }
 
 /* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
-   neighbours are one segment, so that a reduction has few: as long as every rank's part begins at
-   a multiple of 16 bytes, which copies and networks are fast with. */
-static void fsdpi_join_segs(fsdpi_work *to, const fsdpi_work *from, fsdp_dtype dtype) {
-    int64_t unit = 16 / (int64_t)fsdp_dtype_size(dtype);
+   neighbours are one segment, so that a reduction has few: if their counts are multiples of 16
+   bytes, which copies and networks are fast with. But where a reduction may read either, by what
+   this rank did before, both have the same segments, as those of all ranks have to be equal. */
+static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
+    int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
+    int joins = !u->route[0].grads_ahead; // what was written is always copied
     to->num = 0;
     for (int i = 0; i < from->num; i++) {
         fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
-        if (i > 0 && last->count % unit == 0 && s.count % unit == 0) last->count += s.count;
+        if (i > 0 && joins && last->count % unit == 0 && s.count % unit == 0)
+            last->count += s.count;
         else to->segs[to->num++] = s;
     }
 }
@@ -105,7 +108,7 @@ static void fsdpi_join_segs(fsdpi_work *to, const fsdpi_work *from, fsdp_dtype d
 static void fsdpi_reduce_lists(fsdp_unit *u) {
     fsdpi_work *scatter = u->layout.reduce_scatter, *to_rout = u->layout.to_rout;
     int world = fsdpi_shards(u);
-    fsdpi_join_segs(&scatter[1], &scatter[0], u->layout.reduce_dtype);
+    fsdpi_join_segs(u, &scatter[1], &scatter[0]);
     for (int k = 0; k < 2; k++) {
         to_rout[k].num = scatter[k].num;
         for (int i = 0; i < scatter[k].num; i++) {

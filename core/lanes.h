@@ -240,9 +240,23 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
+// A hook in a worker thread has called what waits for the worker threads: it would wait for itself.
+static int fsdpi_waits_for_itself(fsdp_world *w) {
+    int is_lane = 0;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+        is_lane |= w->lanes[s] && pthread_equal(w->lanes[s]->thread, pthread_self());
+    if (is_lane)
+        (void)fsdpi_world_fail(w, FSDP_ERR_INVALID_STATE,
+                               "rank %d: [E216] a hook that runs in a worker thread has called a "
+                               "function of the world: communicate by the comm that the hook was "
+                               "given, or run inline (FSDP_LANES=0)",
+                               w->rank);
+    return is_lane;
+}
+
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
-    if (fsdpi_is_child(w)) return fsdpi_failed(w);
+    if (fsdpi_is_child(w) || fsdpi_waits_for_itself(w)) return fsdpi_failed(w);
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);

@@ -170,7 +170,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         return fsdpi_fail_together(
             w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
-    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
+    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of lanes"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
     fsdpi_free(&w->boot.allocator, ranks);
     if (!status) return FSDP_OK;

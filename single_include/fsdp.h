@@ -7480,9 +7480,23 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
+// A hook in a worker thread has called what waits for the worker threads: it would wait for itself.
+static int fsdpi_waits_for_itself(fsdp_world *w) {
+    int is_lane = 0;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+        is_lane |= w->lanes[s] && pthread_equal(w->lanes[s]->thread, pthread_self());
+    if (is_lane)
+        (void)fsdpi_world_fail(w, FSDP_ERR_INVALID_STATE,
+                               "rank %d: [E216] a hook that runs in a worker thread has called a "
+                               "function of the world: communicate by the comm that the hook was "
+                               "given, or run inline (FSDP_LANES=0)",
+                               w->rank);
+    return is_lane;
+}
+
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
-    if (fsdpi_is_child(w)) return fsdpi_failed(w);
+    if (fsdpi_is_child(w) || fsdpi_waits_for_itself(w)) return fsdpi_failed(w);
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
@@ -8142,7 +8156,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         return fsdpi_fail_together(
             w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
-    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
+    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of lanes"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
     fsdpi_free(&w->boot.allocator, ranks);
     if (!status) return FSDP_OK;
@@ -10219,14 +10233,17 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
 }
 
 /* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
-   neighbours are one segment, so that a reduction has few: as long as every rank's part begins at
-   a multiple of 16 bytes, which copies and networks are fast with. */
-static void fsdpi_join_segs(fsdpi_work *to, const fsdpi_work *from, fsdp_dtype dtype) {
-    int64_t unit = 16 / (int64_t)fsdp_dtype_size(dtype);
+   neighbours are one segment, so that a reduction has few: if their counts are multiples of 16
+   bytes, which copies and networks are fast with. But where a reduction may read either, by what
+   this rank did before, both have the same segments, as those of all ranks have to be equal. */
+static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
+    int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
+    int joins = !u->route[0].grads_ahead; // what was written is always copied
     to->num = 0;
     for (int i = 0; i < from->num; i++) {
         fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
-        if (i > 0 && last->count % unit == 0 && s.count % unit == 0) last->count += s.count;
+        if (i > 0 && joins && last->count % unit == 0 && s.count % unit == 0)
+            last->count += s.count;
         else to->segs[to->num++] = s;
     }
 }
@@ -10235,7 +10252,7 @@ static void fsdpi_join_segs(fsdpi_work *to, const fsdpi_work *from, fsdp_dtype d
 static void fsdpi_reduce_lists(fsdp_unit *u) {
     fsdpi_work *scatter = u->layout.reduce_scatter, *to_rout = u->layout.to_rout;
     int world = fsdpi_shards(u);
-    fsdpi_join_segs(&scatter[1], &scatter[0], u->layout.reduce_dtype);
+    fsdpi_join_segs(u, &scatter[1], &scatter[0]);
     for (int k = 0; k < 2; k++) {
         to_rout[k].num = scatter[k].num;
         for (int i = 0; i < scatter[k].num; i++) {

@@ -389,3 +389,36 @@ static void sums_rank(lab_rank *r) {
     end_with(r, status);
 }
 TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }
+
+/* Where a reduction may read the slot or the reduce input, by what this rank did before, its segments
+   are the same: rank 0 has sums of an earlier microbatch, the others used nothing in it. */
+static void sums_of_one_rank(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 64, 16), fsdp_mat("b", 64, 16)};
+    fsdp_model_desc md = FSDP_ZERO;
+    md.grads_overwrite = 1, md.direct_min = 1;
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
+    fsdp_param_view v = FSDP_ZERO;
+    CALL(r->w, fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
+    for (int micro = 0; micro < 2; micro++) {
+        CALL(r->w, fsdp_set_requires_gradient_sync(m, NULL, micro == 1));
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int i = 0; i < 2 && (micro == 1 || r->rank == 0); i++) {
+            float *grad = (float *)fsdp_grad(u, i);
+            for (int k = 0; k < 64 * 16; k++) grad[k] = (float)(1 + i + 10 * micro);
+        }
+        CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_finalize_backward(m));
+    }
+    for (int i = 0; fsdp_next_param(m, &v); i++) /* the mean: 1 + i of rank 0, 11 + i of all */
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK_EQ_INT((int)(2 * ((const float *)v.shard_grad)[k]), 2 * (11 + i) + 1 + i);
+}
+TEST(agree, sums_of_one_rank) {
+    for (int lanes = 0; lanes <= 2; lanes++) {
+        lab_how how = FSDP_ZERO;
+        how.lanes = lanes;
+        lab_run(2, &how, sums_of_one_rank, NULL);
+    }
+}

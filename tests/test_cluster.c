@@ -143,6 +143,27 @@ TEST(cluster, two_hosts) {
     CHECK_EQ_INT(commands, 5);
 }
 
+/* One host is one, whoever shares memory with whom: there is no wire to wait for. */
+static const struct {
+    const char *name, *variable, *as; /* of all nodes; of node 1 alone */
+} runs_inline[] = {{"near", "FSDP_LANES=", ""},
+                   {"alone", "FSDP_GLOO_NEAR=1", ""},
+                   {"pairs", "FSDP_GLOO_NEAR=2", ""},
+                   {"users", "FSDP_LANES=", "unshare --user --map-root-user"}};
+TEST_P(cluster, runs_inline, runs_inline) {
+    const char *hello = program("01_hello");
+    const int port = h_free_port();
+    process *p[2];
+    if (*row->as && system("unshare --user --map-root-user true 2>/dev/null"))
+        SKIP("no namespaces of users here");
+    for (int k = 1; k >= 0; k--)
+        p[k] = start("FSDP_LOG_LEVEL=info %s exec %s tools/fsdprun -n 2 --nnodes 2 --node-rank %d "
+                     "--master 127.0.0.1:%d %s",
+                     row->variable, k ? row->as : "", k, port, hello);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(p[k]), 0);
+    says(p[0], "[fsdp r0] collectives run inline, by default\n");
+}
+
 static const struct {
     const char *name, *host;
     int nodes, ranks;

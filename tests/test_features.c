@@ -782,6 +782,48 @@ static void all_reduce_hook_body(job *j) {
         update(j);
     }
 }
+/* In a worker thread a call that waits for the worker threads would wait for itself. */
+typedef struct {
+    fsdp_world *w;
+    fsdp_status status;
+} asking;
+static fsdp_status ask_the_world(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                                 fsdp_dtype dtype, void *stream) {
+    asking *a = (asking *)user;
+    float x = 1;
+    (void)unit, (void)data, (void)numel, (void)dtype, (void)stream;
+    a->status = fsdp_all_reduce(a->w, NULL, &x, 1, FSDP_F32, FSDP_SUM);
+    return a->status;
+}
+static void waiting_hook(lab_rank *r) {
+    const int lanes = *(const int *)r->arg;
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    asking a = {r->w, FSDP_OK};
+    CALL(r->w, fsdp_set_all_reduce_hook(u, ask_the_world, &a));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
+    CHECK(fsdp_grad(u, 0) != NULL);
+    fsdp_status status = fsdp_post_backward(u);
+    if (!status) status = fsdp_finalize_backward(m);
+    CHECK_STATUS(status, lanes ? FSDP_ERR_INVALID_STATE : FSDP_OK);
+    CHECK_STATUS(a.status, status);
+    if (lanes)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "[E216] a hook that runs in a worker thread"), "%s",
+                  fsdp_last_error(r->w));
+    CHECK_STATUS(fsdp_shutdown(r->w), status);
+    r->w = NULL;
+}
+TEST(hooks, that_wait_for_themselves) {
+    if (!lab_divides()) SKIP("a device has streams in place of worker threads");
+    for (int lanes = 0; lanes <= 2; lanes++) {
+        lab_how how = FSDP_ZERO;
+        how.lanes = lanes;
+        lab_run(2, &how, waiting_hook, &lanes);
+    }
+}
+
 TEST(hooks, all_reduce) { everywhere(all_reduce_hook_body, 1); }
 
 static void hook_fails(job *j) {
