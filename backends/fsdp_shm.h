@@ -79,8 +79,9 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
-#define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_STREAM    ((size_t)8 << 20)   // from here on copies go around the caches
+#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_PIECE     65536 // of others: what peers read next is not written around the caches
+#define FSDPI_SHM_STREAM    ((size_t)256 << 10) // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -773,8 +774,8 @@ static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size && bytes; i++) {
         int k = (c->base.index + i) % c->base.size;
-        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k,
-                       of[k] + bytes * (size_t)c->base.index, bytes);
+        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index,
+                       bytes);
     }
 }
 
@@ -795,10 +796,12 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
-    if (mine < count)
-        fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
-                     count - mine < part ? count - mine : part, op->scale, 0, op->redop);
+    size_t piece = FSDPI_SHM_PIECE / bytes, end = count < mine + part ? count : mine + part;
+    for (size_t at = mine; at < end; at += piece) {
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at * bytes;
+        fsdpi_reduce((char *)op->dst + at * bytes, op->dtype, srcs, c->base.size, op->dtype,
+                     end - at < piece ? end - at : piece, op->scale, 0, op->redop);
+    }
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
     for (int i = 1; i < c->base.size; i++) {

@@ -409,16 +409,35 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 // The fast loops, with the bits of the blocks above. Those stay the reference, and take what these
 // leave: other types and operations, and the last elements.
 
-#define FSDPI_STRIDE 16                // elements: a loop takes a multiple of them
+// A vector that is stored over the end of a page takes a hundred times as long as another one: what
+// lies on the stack begins with a line.
+#ifdef __GNUC__
+#define FSDPI_LINE __attribute__((aligned(64)))
+#else
+#define FSDPI_LINE
+#endif
+
+#define FSDPI_STRIDE 16                  // elements: a loop takes a multiple of them
 #define FSDPI_STREAM ((size_t)512 << 10) // bytes from which on results need not stay in a cache
 
+// Says that no round of a loop reads what an earlier one has written.
+#if defined(__clang__)
+#define FSDPI_APART _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define FSDPI_APART _Pragma("GCC ivdep")
+#else
+#define FSDPI_APART
+#endif
+
 /* dst = scale * (src_0 + src_1 + ...): the one loop, of which compilers make vectors. dtypes, num
-   and scaled are constants where this is used. No source lies in dst. */
-FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num,
+   and scaled are constants where this is used. A source of the same size may be dst; else none lies
+   in it. */
+FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                              fsdp_dtype from, size_t count, float scale, int scaled) {
     const char *s[8];
     for (int k = 0; k < 8; k++) s[k] = srcs[k < num ? k : 0];
     count = count / FSDPI_STRIDE * FSDPI_STRIDE; // so that compilers know that nothing is left
+    FSDPI_APART
     for (size_t i = 0; i < count; i++) {
         float x = fsdpi_at(s[0], from, i, num > 1);
         if (num > 1) x = x + fsdpi_at(s[1], from, i, 1);
@@ -435,8 +454,8 @@ FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *co
 }
 
 // A sum that is multiplied by one keeps its bits.
-FSDPI_MERGED void fsdpi_loop_sum(void *__restrict dst, const char *const *srcs, int num,
-                                 fsdp_dtype from, size_t count, float scale) {
+FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fsdp_dtype from,
+                                 size_t count, float scale) {
     if (num == 2) fsdpi_loop(dst, FSDP_F32, srcs, 2, from, count, scale, 1);
     else if (num == 3) fsdpi_loop(dst, FSDP_F32, srcs, 3, from, count, scale, 1);
     else if (num == 4) fsdpi_loop(dst, FSDP_F32, srcs, 4, from, count, scale, 1);
@@ -445,8 +464,8 @@ FSDPI_MERGED void fsdpi_loop_sum(void *__restrict dst, const char *const *srcs, 
 
 /* The table: sums of 2, 3, 4 or 8 f32 or bf16, and one f32 scaled, to f32; and casts between f32
    and 16 bits, which know no scale. */
-FSDPI_MERGED void fsdpi_loop_table(void *__restrict dst, fsdp_dtype to, const char *const *srcs,
-                                   int num, fsdp_dtype from, size_t count, float scale) {
+FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *srcs, int num,
+                                   fsdp_dtype from, size_t count, float scale) {
     if (to == FSDP_BF16) fsdpi_loop(dst, FSDP_BF16, srcs, 1, FSDP_F32, count, 1, 0);
     else if (to == FSDP_F16) fsdpi_loop(dst, FSDP_F16, srcs, 1, FSDP_F32, count, 1, 0);
     else if (from == FSDP_F16) fsdpi_loop(dst, FSDP_F32, srcs, 1, FSDP_F16, count, 1, 0);
@@ -458,16 +477,17 @@ FSDPI_MERGED void fsdpi_loop_table(void *__restrict dst, fsdp_dtype to, const ch
 }
 
 // Compiled for every processor of the architecture, and once more for what most of them have.
-static FSDPI_NOINLINE void fsdpi_loop_base(void *__restrict dst, fsdp_dtype to,
-                                           const char *const *srcs, int num, fsdp_dtype from,
-                                           size_t count, float scale) {
+static FSDPI_NOINLINE void fsdpi_loop_base(void *dst, fsdp_dtype to, const char *const *srcs,
+                                           int num, fsdp_dtype from, size_t count, float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__AVX2__) && !defined(__CUDACC__)
-__attribute__((target("avx2"))) static FSDPI_NOINLINE void fsdpi_loop_wide(
-    void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num, fsdp_dtype from,
-    size_t count, float scale) {
+__attribute__((target("avx2"))) static FSDPI_NOINLINE void fsdpi_loop_wide(void *dst, fsdp_dtype to,
+                                                                           const char *const *srcs,
+                                                                           int num, fsdp_dtype from,
+                                                                           size_t count,
+                                                                           float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
 }
 static int fsdpi_has_wide(void) { return __builtin_cpu_supports("avx2") != 0; }
@@ -514,7 +534,7 @@ static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, s
 static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
                                             int num, fsdp_dtype from, size_t count, float scale,
                                             int accumulate) {
-    float wide[8][FSDPI_BLOCK], sums[2][FSDPI_BLOCK];
+    float wide[8][FSDPI_BLOCK] FSDPI_LINE, sums[2][FSDPI_BLOCK] FSDPI_LINE;
     const char *x[8];
     int cast = num == 1 && from != FSDP_F32 && scale == 1.0f && !accumulate, turn = 0;
     for (int next = cast; next < num; turn = !turn) {
@@ -565,7 +585,7 @@ static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const c
     enum { CHUNK = 64, PAGE = 1024, PAIR = 2 * PAGE, AHEAD = 4096 }; // elements
     size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to), pairs = count / PAIR * PAIR;
     int has_loop = fsdpi_has_loop(to, num, from, scale);
-    float chunk[CHUNK];
+    float chunk[CHUNK] FSDPI_LINE;
     for (size_t i = 0; i < count; i += CHUNK) {
         size_t turn = i / CHUNK % 2 * PAGE + i % PAIR / (2 * CHUNK) * CHUNK;
         size_t at = i < pairs ? i / PAIR * PAIR + turn : i;
@@ -592,12 +612,11 @@ static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *s
     int by_blocks = accumulate || !fsdpi_has_loop(to, num, from, scale);
     for (int k = 0; k < num; k++) {
         uintptr_t s = (uintptr_t)srcs[k], d = (uintptr_t)dst;
-        by_blocks |= s + in > d && d + out > s;
+        by_blocks |= s + in > d && d + out > s && !(s == d && in == out);
     }
     if (!accumulate && out >= FSDPI_STREAM && (uintptr_t)dst % 16 == 0)
         fsdpi_reduce_around(dst, to, srcs, num, from, count, scale);
-    else if (by_blocks)
-        fsdpi_reduce_by_blocks(dst, to, srcs, num, from, count, scale, accumulate);
+    else if (by_blocks) fsdpi_reduce_by_blocks(dst, to, srcs, num, from, count, scale, accumulate);
     else fsdpi_loops(dst, to, srcs, num, from, count, scale);
 }
 

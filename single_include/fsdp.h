@@ -640,16 +640,35 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 // The fast loops, with the bits of the blocks above. Those stay the reference, and take what these
 // leave: other types and operations, and the last elements.
 
-#define FSDPI_STRIDE 16                // elements: a loop takes a multiple of them
+// A vector that is stored over the end of a page takes a hundred times as long as another one: what
+// lies on the stack begins with a line.
+#ifdef __GNUC__
+#define FSDPI_LINE __attribute__((aligned(64)))
+#else
+#define FSDPI_LINE
+#endif
+
+#define FSDPI_STRIDE 16                  // elements: a loop takes a multiple of them
 #define FSDPI_STREAM ((size_t)512 << 10) // bytes from which on results need not stay in a cache
 
+// Says that no round of a loop reads what an earlier one has written.
+#if defined(__clang__)
+#define FSDPI_APART _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define FSDPI_APART _Pragma("GCC ivdep")
+#else
+#define FSDPI_APART
+#endif
+
 /* dst = scale * (src_0 + src_1 + ...): the one loop, of which compilers make vectors. dtypes, num
-   and scaled are constants where this is used. No source lies in dst. */
-FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num,
+   and scaled are constants where this is used. A source of the same size may be dst; else none lies
+   in it. */
+FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                              fsdp_dtype from, size_t count, float scale, int scaled) {
     const char *s[8];
     for (int k = 0; k < 8; k++) s[k] = srcs[k < num ? k : 0];
     count = count / FSDPI_STRIDE * FSDPI_STRIDE; // so that compilers know that nothing is left
+    FSDPI_APART
     for (size_t i = 0; i < count; i++) {
         float x = fsdpi_at(s[0], from, i, num > 1);
         if (num > 1) x = x + fsdpi_at(s[1], from, i, 1);
@@ -666,8 +685,8 @@ FSDPI_MERGED void fsdpi_loop(void *__restrict dst, fsdp_dtype to, const char *co
 }
 
 // A sum that is multiplied by one keeps its bits.
-FSDPI_MERGED void fsdpi_loop_sum(void *__restrict dst, const char *const *srcs, int num,
-                                 fsdp_dtype from, size_t count, float scale) {
+FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fsdp_dtype from,
+                                 size_t count, float scale) {
     if (num == 2) fsdpi_loop(dst, FSDP_F32, srcs, 2, from, count, scale, 1);
     else if (num == 3) fsdpi_loop(dst, FSDP_F32, srcs, 3, from, count, scale, 1);
     else if (num == 4) fsdpi_loop(dst, FSDP_F32, srcs, 4, from, count, scale, 1);
@@ -676,8 +695,8 @@ FSDPI_MERGED void fsdpi_loop_sum(void *__restrict dst, const char *const *srcs, 
 
 /* The table: sums of 2, 3, 4 or 8 f32 or bf16, and one f32 scaled, to f32; and casts between f32
    and 16 bits, which know no scale. */
-FSDPI_MERGED void fsdpi_loop_table(void *__restrict dst, fsdp_dtype to, const char *const *srcs,
-                                   int num, fsdp_dtype from, size_t count, float scale) {
+FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *srcs, int num,
+                                   fsdp_dtype from, size_t count, float scale) {
     if (to == FSDP_BF16) fsdpi_loop(dst, FSDP_BF16, srcs, 1, FSDP_F32, count, 1, 0);
     else if (to == FSDP_F16) fsdpi_loop(dst, FSDP_F16, srcs, 1, FSDP_F32, count, 1, 0);
     else if (from == FSDP_F16) fsdpi_loop(dst, FSDP_F32, srcs, 1, FSDP_F16, count, 1, 0);
@@ -689,16 +708,17 @@ FSDPI_MERGED void fsdpi_loop_table(void *__restrict dst, fsdp_dtype to, const ch
 }
 
 // Compiled for every processor of the architecture, and once more for what most of them have.
-static FSDPI_NOINLINE void fsdpi_loop_base(void *__restrict dst, fsdp_dtype to,
-                                           const char *const *srcs, int num, fsdp_dtype from,
-                                           size_t count, float scale) {
+static FSDPI_NOINLINE void fsdpi_loop_base(void *dst, fsdp_dtype to, const char *const *srcs,
+                                           int num, fsdp_dtype from, size_t count, float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__AVX2__) && !defined(__CUDACC__)
-__attribute__((target("avx2"))) static FSDPI_NOINLINE void fsdpi_loop_wide(
-    void *__restrict dst, fsdp_dtype to, const char *const *srcs, int num, fsdp_dtype from,
-    size_t count, float scale) {
+__attribute__((target("avx2"))) static FSDPI_NOINLINE void fsdpi_loop_wide(void *dst, fsdp_dtype to,
+                                                                           const char *const *srcs,
+                                                                           int num, fsdp_dtype from,
+                                                                           size_t count,
+                                                                           float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
 }
 static int fsdpi_has_wide(void) { return __builtin_cpu_supports("avx2") != 0; }
@@ -745,7 +765,7 @@ static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, s
 static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
                                             int num, fsdp_dtype from, size_t count, float scale,
                                             int accumulate) {
-    float wide[8][FSDPI_BLOCK], sums[2][FSDPI_BLOCK];
+    float wide[8][FSDPI_BLOCK] FSDPI_LINE, sums[2][FSDPI_BLOCK] FSDPI_LINE;
     const char *x[8];
     int cast = num == 1 && from != FSDP_F32 && scale == 1.0f && !accumulate, turn = 0;
     for (int next = cast; next < num; turn = !turn) {
@@ -796,7 +816,7 @@ static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const c
     enum { CHUNK = 64, PAGE = 1024, PAIR = 2 * PAGE, AHEAD = 4096 }; // elements
     size_t in = fsdp_dtype_size(from), out = fsdp_dtype_size(to), pairs = count / PAIR * PAIR;
     int has_loop = fsdpi_has_loop(to, num, from, scale);
-    float chunk[CHUNK];
+    float chunk[CHUNK] FSDPI_LINE;
     for (size_t i = 0; i < count; i += CHUNK) {
         size_t turn = i / CHUNK % 2 * PAGE + i % PAIR / (2 * CHUNK) * CHUNK;
         size_t at = i < pairs ? i / PAIR * PAIR + turn : i;
@@ -823,12 +843,11 @@ static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *s
     int by_blocks = accumulate || !fsdpi_has_loop(to, num, from, scale);
     for (int k = 0; k < num; k++) {
         uintptr_t s = (uintptr_t)srcs[k], d = (uintptr_t)dst;
-        by_blocks |= s + in > d && d + out > s;
+        by_blocks |= s + in > d && d + out > s && !(s == d && in == out);
     }
     if (!accumulate && out >= FSDPI_STREAM && (uintptr_t)dst % 16 == 0)
         fsdpi_reduce_around(dst, to, srcs, num, from, count, scale);
-    else if (by_blocks)
-        fsdpi_reduce_by_blocks(dst, to, srcs, num, from, count, scale, accumulate);
+    else if (by_blocks) fsdpi_reduce_by_blocks(dst, to, srcs, num, from, count, scale, accumulate);
     else fsdpi_loops(dst, to, srcs, num, from, count, scale);
 }
 
@@ -5310,8 +5329,9 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
-#define FSDPI_SHM_SMALL     16384 // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_STREAM    ((size_t)8 << 20)   // from here on copies go around the caches
+#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_PIECE     65536 // of others: what peers read next is not written around the caches
+#define FSDPI_SHM_STREAM    ((size_t)256 << 10) // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
@@ -6004,8 +6024,8 @@ static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size && bytes; i++) {
         int k = (c->base.index + i) % c->base.size;
-        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k,
-                       of[k] + bytes * (size_t)c->base.index, bytes);
+        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index,
+                       bytes);
     }
 }
 
@@ -6026,10 +6046,12 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
-    if (mine < count)
-        fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
-                     count - mine < part ? count - mine : part, op->scale, 0, op->redop);
+    size_t piece = FSDPI_SHM_PIECE / bytes, end = count < mine + part ? count : mine + part;
+    for (size_t at = mine; at < end; at += piece) {
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at * bytes;
+        fsdpi_reduce((char *)op->dst + at * bytes, op->dtype, srcs, c->base.size, op->dtype,
+                     end - at < piece ? end - at : piece, op->scale, 0, op->redop);
+    }
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
     for (int i = 1; i < c->base.size; i++) {
