@@ -159,8 +159,8 @@ ENVIRONMENT
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
-    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: 2 if
-                      ranks are on several hosts (gloo), else 0; fsdp_model_describe says which
+    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: over Gloo
+                      1 or 2 if ranks are on several hosts, else 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
 
@@ -275,8 +275,8 @@ typedef struct fsdp_world_desc {
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
     int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
-                              // 0: FSDP_LANES, else 2 if ranks are on several hosts (gloo),
-                              // else inline
+                              // 0: FSDP_LANES, else as docs/cluster.md says: lanes over Gloo if
+                              // ranks are on several hosts, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment

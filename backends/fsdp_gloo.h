@@ -1528,9 +1528,11 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
 static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_near_find(&c->base, &w->hosts);
-    if (!status && w->hosts.are_several) { // a wire takes time in which a thread can compute
-        w->base.base.caps.default_lanes = 2;
-        w->base.base.caps.because = "as ranks are on several hosts";
+    if (!status && w->hosts.lanes) {
+        w->base.base.caps.default_lanes = w->hosts.lanes;
+        w->base.base.caps.because = w->hosts.lanes == 1
+                                        ? "as ranks are on several hosts"
+                                        : "as ranks are on several hosts, with two cores for each";
     }
     if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;

@@ -34,13 +34,14 @@ typedef struct fsdpi_near_world {
 typedef struct fsdpi_near_hosts {
     uint8_t ticket[FSDPI_NEAR_TICKET]; // names the worlds of shared memory; nobody can guess it
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
-    int32_t are_several;               // not all ranks show the same host, or one shows none
+    int32_t lanes;                     // of a world that asks for no number
 } fsdpi_near_hosts;
 
 // What a rank shows.
 typedef struct fsdpi_near_shown {
     char host[96], user[48]; // "": not known
     int32_t most;            // ranks of it that share memory; 0: this one cannot
+    int32_t cores;           // that this rank may use
 } fsdpi_near_shown;
 
 /* -------------------------------------------------------------------------------------------- */
@@ -121,6 +122,7 @@ static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_show
     fsdpi_text name = {shown->user, sizeof shown->user, 0};
     memset(shown, 0, sizeof *shown);
     shown->most = most;
+    shown->cores = fsdpi_shm_cores();
     if (boot->threads) {
         fsdpi_say(&host, "one process");
         return;
@@ -155,6 +157,19 @@ static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
     return fsdpi_store_world_late(c, missing, "connected");
 }
 
+/* What goes over a wire takes time in which the caller can compute: one lane, and two if a core is
+   free for it. Within a host there is nothing to wait for. */
+static int fsdpi_near_lanes(const fsdpi_near_shown *all, int size) {
+    int are_several = 0, have_cores = 1;
+    for (int k = 0; k < size; k++) {
+        int ranks = 0;
+        for (int j = 0; j < size; j++) ranks += !strcmp(all[j].host, all[k].host);
+        are_several |= ranks < size || !all[k].host[0];
+        have_cores &= all[k].cores >= 2 * ranks;
+    }
+    return are_several ? 1 + have_cores : 0;
+}
+
 // Rank 0: hears all, and says who is near whom.
 static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
@@ -172,8 +187,8 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
         for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
             hosts->first[k]++;
-        hosts->are_several |= !status && (!all[k].host[0] || strcmp(all[0].host, all[k].host) != 0);
     }
+    if (!status) hosts->lanes = fsdpi_near_lanes(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
     if (!fsdpi_store_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;

@@ -167,8 +167,8 @@ ENVIRONMENT
     FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
-    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: 2 if
-                      ranks are on several hosts (gloo), else 0; fsdp_model_describe says which
+    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: over Gloo
+                      1 or 2 if ranks are on several hosts, else 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
 
@@ -1329,8 +1329,8 @@ typedef struct fsdp_world_desc {
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
     int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
-                              // 0: FSDP_LANES, else 2 if ranks are on several hosts (gloo),
-                              // else inline
+                              // 0: FSDP_LANES, else as docs/cluster.md says: lanes over Gloo if
+                              // ranks are on several hosts, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
@@ -5330,8 +5330,8 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_PIECE     65536 // of others: what peers read next is not written around the caches
-#define FSDPI_SHM_STREAM    ((size_t)256 << 10) // from here on copies go around the caches
+#define FSDPI_SHM_PIECE     65536 // of others at a time: peers read them next, from the caches
+#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations

@@ -195,6 +195,31 @@ static void be_near(int near) {
 }
 __attribute__((constructor)) static void nobody_is_near(void) { be_near(1); }
 
+/* How many lanes a world has that asks for no number: by hosts and cores. "" is a host that is not
+   known, and so another one. */
+static const struct {
+    const char *name, *hosts[4];
+    int cores[4], lanes;
+} clusters[] = {{"one_host", {"a", "a", "a", "a"}, {64, 64, 64, 64}, 0},
+              {"alone", {"a"}, {64}, 0},
+              {"two_hosts", {"a", "a", "b", "b"}, {3, 3, 8, 8}, 1},
+              {"two_cores_for_each", {"a", "a", "b", "b"}, {4, 4, 4, 4}, 2},
+              {"one_rank_each", {"a", "b", "c"}, {2, 2, 2}, 2},
+              {"one_core", {"a", "b", "c"}, {2, 1, 2}, 1},
+              {"uneven", {"a", "b", "b", "b"}, {2, 5, 5, 5}, 1},
+              {"not_known", {"a", "", "a"}, {8, 8, 8}, 2},
+              {"all_not_known", {"", "", ""}, {4, 4, 4}, 1}};
+TEST_P(gloo, lanes_by_hosts, clusters) {
+    fsdpi_near_shown all[4];
+    int size = 0;
+    memset(all, 0, sizeof all);
+    for (; size < 4 && row->hosts[size]; size++) {
+        snprintf(all[size].host, sizeof all[size].host, "%s", row->hosts[size]);
+        all[size].cores = row->cores[size];
+    }
+    CHECK_EQ_INT(fsdpi_near_lanes(all, size), row->lanes);
+}
+
 typedef struct member member;
 typedef struct {
     const ranks *row;
