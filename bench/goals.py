@@ -8,8 +8,8 @@ Runs the benchmarks of each topic `--runs` times, writes bench/results/TOPIC.csv
 tools/bench_report draws the pictures, and prints each goal with what was measured: the median of the
 runs' medians, all of them in brackets, and whether it is reached. Needs the programs that it
 names (make bench BUILD=..., see docs/performance.md), torch for the topics torch and steps, and for
-wire the right to make a network namespace. Nothing else may run on the machine. --keep: what the
-benchmarks wrote stays there, and is read from there if it is there already.
+wire the right to make a network namespace. Nothing else may run on the machine. With --keep what the
+benchmarks wrote stays in DIR, and what is there already is not measured again.
 
   hooks      bench_host
   shm        bench_comm: shared memory beside memcpy, and what stands in the way ("meet")
@@ -25,6 +25,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MACHINE = "2 shared x86-64 cores, a virtual machine, gcc 12.2 -O2, Debian 12"
@@ -239,8 +240,8 @@ def wire():
                 lines.append(point(f"{rate[:-4]} Gbit/s", name, series, found, "faster", "faster",
                                    "faster", ""))
     write("wire", "Lanes beside inline, over a wire that takes time", "times faster than inline, "
-          "forward and backward of two ranks, over loopback shaped to a rate; median of the runs, "
-          "and their range", "FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 bench/slow_wire.sh 10gbit " +
+          "forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
+          "FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 bench/slow_wire.sh 10gbit (and 2gbit) " +
           " ".join(command[2:]), "higher", lines, scale="linear")
 
 
@@ -253,11 +254,11 @@ def main():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default=",".join(TOPICS))
     parser.add_argument("--state", default="quiet")
-    parser.add_argument("--keep", default=os.path.join(ROOT, "build", "goals"))
+    parser.add_argument("--keep", help="a directory for what the benchmarks write")
     parser.add_argument("--python", default=sys.executable, help="one that has torch")
     parser.add_argument("--torch", default="2.15", help="its version, for the titles")
     parser.parse_args(namespace=args)
-    args.keep = os.path.abspath(args.keep)
+    args.keep = os.path.abspath(args.keep or tempfile.mkdtemp(prefix="goals."))
     os.makedirs(args.keep, exist_ok=True)
     for topic in args.only.split(","):
         TOPICS[topic]()
