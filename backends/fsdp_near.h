@@ -179,7 +179,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     char key[32];
     if (!all) return fsdpi_comm_no_memory(c, "names of hosts", room);
     for (int k = 0; k < c->size && !status; k++) {
-        size_t bytes = sizeof *all;
+        size_t bytes;
         fsdpi_near_key(key, sizeof key, k);
         status = fsdpi_store_get(store, key, &all[k], sizeof *all, &bytes,
                                  fsdpi_comm_left_to_open(c->world));

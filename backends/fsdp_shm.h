@@ -80,7 +80,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_PIECE     65536 // of others at a time: peers read them next, from the caches
+#define FSDPI_SHM_PIECE     65536    // of others at a time: peers read them next, from the caches
 #define FSDPI_SHM_STREAM    ((size_t)192 << 10) // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before

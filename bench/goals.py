@@ -212,7 +212,8 @@ def steps():
                 found = same(runs, model=model, case=case, world=world, lanes=0)
                 large = (model, case) == ("gpt", "large")
                 for panel, column, goal in (
-                        ("extra time of each unit, times less", "times_less_extra", 30 if case == "tiny" else ""),
+                        ("extra time of each unit, times less", "times_less_extra",
+                         30 if case == "tiny" else ""),
                         ("a step, times faster", "times_faster_step", 2.5 if large else "")):
                     if found:
                         lines.append(point(panel, f"{name}, W={world}", way, found, column, column,

@@ -5330,7 +5330,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
 #define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_PIECE     65536 // of others at a time: peers read them next, from the caches
+#define FSDPI_SHM_PIECE     65536    // of others at a time: peers read them next, from the caches
 #define FSDPI_SHM_STREAM    ((size_t)192 << 10) // from here on copies go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
@@ -10308,16 +10308,13 @@ static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
         const fsdpi_param *p = &u->params[i];
         fsdp_layout_param full = p->lay;
         const fsdp_seg *s = u->layout.to_rout[1].segs;
-        int64_t at = part->reduce + full.shard_offset - part->train.base, size = full.shard_numel;
-        if (!p->requires_grad || fsdpi_part_of(u, p) != part || size == 0) continue;
+        int64_t at = part->reduce + full.shard_offset - part->train.base;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part || full.shard_numel == 0) continue;
         while (at >= s->shard + s->count) s++;
         full.full_offset = p->grad_offset;
-        at += s->full - s->shard;
-        fsdp_block rows = {at, full.full_offset, size, lay.world, s->count, size};
+        if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
         fsdp_block *blocks = part->sum.blocks + part->sum.num;
-        int num = 1;
-        if (full.direct) blocks[0] = rows;
-        else num = fsdpi_layout_blocks(&lay, &full, at, s->count, blocks);
+        int num = fsdpi_layout_blocks(&lay, &full, at + s->full - s->shard, s->count, blocks);
         for (int k = 0; k < num; k++) fsdpi_add_block(&part->sum, fsdpi_reversed(blocks[k]));
     }
 }
