@@ -17,7 +17,7 @@ export FSDP_BUILD := $(BUILD)
 # Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
 BIT_TESTS      ?= test_dtype test_shard test_train test_optim test_rounding conformance
 VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2 test_safetensors:safetensors.[!lm]*# slow enough
-SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
+SINGLE_TESTS   ?= test_features test_shard test_spawn # with the headers of make single
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
                   test_fully_shard_comm test_plan test_shm_faults test_spawn test_store \
@@ -142,17 +142,25 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single errors plan-svg bench-report gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+.PHONY: all tests examples single dist errors plan-svg bench-report gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
-single: ## single_include/*.h, the one header to drop into a program, and extensions that have parts
-	tools/amalgamate.py -o single_include/fsdp.h
-	tools/amalgamate.py --of fsdp_plan.h -o single_include/fsdp_plan.h
-	tools/amalgamate.py --of fsdp_dtensor.h -o single_include/fsdp_dtensor.h
-	tools/amalgamate.py --of fsdp_checkpoint.h -o single_include/fsdp_checkpoint.h
+single: ## build/single/*.h: each header as one file, to drop into a program
+	tools/amalgamate.py $(BUILD)/single
+# Names are sorted and times are the commit's: a commit gives the same bytes wherever it is packed.
+dist: DIST = fsdp-$(VERSION)
+dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and single/
+	@test -e .git || { echo "make dist needs a clone: it packs the files that git lists"; exit 1; }
+	rm -rf $(BUILD)/dist
+	mkdir -p $(BUILD)/dist/$(DIST)
+	git ls-files -z | xargs -0 cp --parents -t $(BUILD)/dist/$(DIST)
+	tools/amalgamate.py $(BUILD)/dist/$(DIST)/single
+	tar -c -I 'gzip -9n' -f $(BUILD)/$(DIST).tar.gz --format=gnu --sort=name --owner=0 --group=0 \
+	    --numeric-owner --mode=u=rwX,go=rX --mtime=@$$(git log -1 --format=%ct) \
+	    -C $(BUILD)/dist $(DIST)
 errors: ## docs/errors.md, the table of error texts
 	tools/errors -o docs/errors.md
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan

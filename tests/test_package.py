@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """test_package.py - the library as other projects get it: one header, make install and pkg-config,
 cmake --install and find_package, add_subdirectory, FetchContent. Each test builds a program outside
-of this tree, in a directory of its own, and runs it on one rank and on several. The ways long_*
-run at night."""
+of this tree, in a directory of its own, and runs it on one rank and on several: also the release
+that make dist packs. The ways long_* run at night."""
 import contextlib
 import functools
 import os
@@ -56,6 +56,13 @@ def make(target):
     sh(f"make -s -C {ROOT} {target} BUILD={os.getcwd()}/make", env=CLEAN)
 
 
+def single(*names):
+    """These headers, each as one file."""
+    make("single")
+    for name in names:
+        shutil.copy(f"make/single/{name}", ".")
+
+
 def version():
     with open(os.path.join(ROOT, "fsdp.h"), encoding="utf-8") as f:
         return ".".join(re.findall(r"^#define FSDP_VERSION_\w+ (\d+)", f.read(), re.M))
@@ -94,16 +101,16 @@ def test_readme():
     """Its first commands, which need nothing but what they name."""
     with open(f"{ROOT}/README.md", encoding="utf-8") as f:
         commands = re.search(r"^```sh\n(.*?)^```", f.read(), re.M | re.S).group(1)
-    for name in ("single_include", "examples", "fsdp_optim.h"):
-        os.symlink(f"{ROOT}/{name}", name)
+    for name in os.listdir(ROOT):
+        if name not in ("build", "hello"):
+            os.symlink(f"{ROOT}/{name}", name)
     out = sh(f"set -e\n{commands}", env=CLEAN)
     check("loss" in out, out)
 
 
 @needs()
 def test_one_header():
-    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
-    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    single("fsdp.h", "fsdp_optim.h")
     sh(f"{CC} -O2 01_hello.c -o hello -pthread -lm", env=CLEAN)
     trains()
 
@@ -117,16 +124,14 @@ def plans(flags):
 
 @needs()
 def test_one_header_of_an_extension():
-    for name in ("single_include/fsdp.h", "single_include/fsdp_plan.h", "fsdp_optim.h"):
-        shutil.copy(f"{ROOT}/{name}", ".")
+    single("fsdp.h", "fsdp_plan.h", "fsdp_optim.h")
     plans("-pthread -lm")
 
 
 @needs()
 def test_one_implementation():
     """README's table of link errors: the implementation is in one file, with every header used."""
-    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
-    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    single("fsdp.h", "fsdp_optim.h")
     for name, text in {"core": '#define FSDP_IMPLEMENTATION\n#include "fsdp.h"\n',
                        "all": '#define FSDP_IMPLEMENTATION\n#include "fsdp_optim.h"\n',
                        "user": '#include "fsdp_optim.h"\n'
@@ -146,13 +151,40 @@ def test_one_implementation():
 @needs()
 def long_one_header_gloo():
     need_gloo()
-    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
-    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    single("fsdp.h", "fsdp_optim.h")
     shutil.copytree(f"{ROOT}/backends", "backends")
     sh(f"{CXX} -O1 -c backends/fsdp_gloo.cc", env=CLEAN)
     sh(f"{CC} -O1 -DFSDP_BACKEND_GLOO 01_hello.c fsdp_gloo.o -o hello -lgloo -lstdc++ -pthread -lm",
        env=CLEAN)
     trains()
+
+
+@needs("git")
+def test_dist():
+    """What make dist packs builds without git, from its single headers and from its files; a second
+    time it packs the same bytes."""
+    if not os.path.exists(f"{ROOT}/.git"):
+        raise Skip("no clone: what make dist packs is what git lists")
+    name, packed = f"fsdp-{version()}", []
+    for umask in (0o022, 0o077):
+        before = os.umask(umask)
+        make("dist")
+        os.umask(before)
+        with open(f"make/{name}.tar.gz", "rb") as f:
+            packed.append(f.read())
+        shutil.rmtree("make/dist")
+    check(packed[0] == packed[1], "other bytes of the same files")
+    sh(f"tar -xf make/{name}.tar.gz", env=CLEAN)
+    check(not [d for d, _, _ in os.walk(name) if d.endswith((".git", "build"))], "more than files")
+    shutil.rmtree("make")
+    with inside(name):
+        sh(f"{CC} -O1 -Isingle examples/01_hello.c -o hello -MMD -pthread -lm", env=CLEAN)
+        with open("hello.d", encoding="utf-8") as f:
+            check("core/" not in f.read(), "not from the single headers alone")
+        sh(f"./hello && {CC} -O1 -I. examples/01_hello.c -o hello -pthread -lm", env=CLEAN)
+        sh("make -s tools/fsdprun && tools/fsdprun -n 2 ./hello", env=CLEAN)
+        for kept in ("LICENSE", "README.md", "CHANGELOG.md", "docs/gpu.md", "backends/fsdp_gloo.cc"):
+            check(os.path.exists(kept), f"no {kept}")
 
 
 @needs("pkg-config")

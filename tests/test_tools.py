@@ -90,9 +90,9 @@ def finds(name, wanted, **changes):
         check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
 
 
-def amalgamate(root, name="single/fsdp.h", flags=""):
-    sh(f"{sys.executable} {TOOLS}/amalgamate.py {flags} -o {name} {root}", cwd=root)
-    with open(os.path.join(root, name), encoding="utf-8") as f:
+def amalgamate(root, name="fsdp.h"):
+    sh(f"{sys.executable} {TOOLS}/amalgamate.py single {root}", cwd=root)
+    with open(os.path.join(root, "single", name), encoding="utf-8") as f:
         return f.read()
 
 
@@ -111,7 +111,7 @@ def test_amalgamate_works():
         check(result(root) == 321 and result(root, "-DFSDP_BACKEND_NET") == 4321, "the tree itself")
         amalgamate(root)
         single = os.path.join(root, "single")
-        check(os.listdir(single) == ["fsdp.h"], "only one file")
+        check(sorted(os.listdir(single)) == ["fsdp.h", "fsdp_more.h"], "one file for each header")
         check(result(single) == 321, "the one header")
         os.mkdir(os.path.join(single, "backends"))
         sh("cp backends/fsdp_net.h backends/fsdp_base.h single/backends", cwd=root)
@@ -133,14 +133,16 @@ def test_amalgamate_text():
             check(text.count(once) == expected, f"{once!r}: {text.count(once)} times")
         check("A part of" not in text and "See backends/README.md." in text, "the first comments")
         check(text.endswith(f"/*\n{LICENCE}*/\n"), "the licence at its end")
-        check(amalgamate(root, "again.h") == text, "the same text again")
+        check(amalgamate(root) == text, "the same text again")
 
 
 def test_amalgamate_extension():
-    """An extension with a part of its own: one file beside the one header."""
+    """Extensions are files beside the one header: without parts as they are, else with them."""
+    with tree() as root:
+        check(amalgamate(root, "fsdp_more.h") == GOOD["fsdp_more.h"], "an extension without parts")
     more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n'
     with tree(fsdp_more_h=more) as root:
-        text = amalgamate(root, "single/fsdp_more.h", "--of fsdp_more.h")
+        text = amalgamate(root, "fsdp_more.h")
         check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, core/"), text)
         check("\n#include \"fsdp.h\"\n" in text and "#include \"core" not in text, "its includes")
         check(text.count("static int fsdpi_b(") == 1 and "static int fsdpi_a(" not in text, text)
@@ -150,8 +152,8 @@ def test_amalgamate_changes():
     """A part that is new, and one that is gone."""
     include = GOOD["fsdp.h"].replace("#include \"core/b.h\"\n", "#include \"core/c.h\"\n")
     with tree(fsdp_h=include) as root:
-        command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), root]
-        r = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), "single", root]
+        r = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         check(r.returncode == 1 and b"cannot find core/c.h" in r.stderr, str(r))
         os.rename(os.path.join(root, "core/b.h"), os.path.join(root, "core/c.h"))
         text = amalgamate(root)

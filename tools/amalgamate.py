@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""amalgamate.py - write fsdp.h and all that it includes as one header (make single).
+"""amalgamate.py - write each header of the library as one file (make single).
 
-  tools/amalgamate.py [-o FILE] [--of fsdp_plan.h] [ROOT]
+  tools/amalgamate.py FOLDER [ROOT]
 
-With --of an extension and its parts become one file, which still includes fsdp.h. Each
-#include "..." becomes the text of that file, once. What belongs to another backend than the default
-one, which fsdp.h itself defines, stays an include: those files go into a folder backends/ beside
-the one header. All is taken from fsdp.h; no name of a part stands here.
+fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; extensions still include
+fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
+than the default one, which fsdp.h itself defines, stays an include: those files go into a folder
+backends/ beside the headers. All is taken from the headers; no name of a part stands here.
 """
 import argparse
+import glob
 import os
 import re
 import sys
@@ -36,7 +37,8 @@ class Amalgamation:
         self.titles = {}
         self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", self.read("fsdp.h"), re.M).group(1)
         body = self.expand(whole, self.read(whole))
-        self.text = NOTE % self.sources() + (self.contents(body) if whole == "fsdp.h" else body)
+        note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
+        self.text = note + (self.contents(body) if whole == "fsdp.h" else body)
 
     def read(self, part):
         with open(os.path.join(self.root, part), encoding="utf-8") as f:
@@ -121,20 +123,18 @@ class Amalgamation:
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Write fsdp.h and all that it includes as one "
-                                     "header. Other backends stay files of their own.")
-    parser.add_argument("-o", metavar="FILE", help="where to write it; else standard output")
-    parser.add_argument("--of", metavar="HEADER", default="fsdp.h", help="an extension instead")
+    parser = argparse.ArgumentParser(description="Write each header of the library as one file. "
+                                     "Backends but the default one stay files of their own.")
+    parser.add_argument("folder", metavar="FOLDER", help="where to write them")
     parser.add_argument("root", nargs="?", default=os.path.join(os.path.dirname(__file__), ".."),
                         metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
     options = parser.parse_args()
-    text = Amalgamation(options.root, options.of).text
-    if options.o:
-        os.makedirs(os.path.dirname(options.o) or ".", exist_ok=True)
-        with open(options.o, "w", encoding="utf-8") as f:
+    os.makedirs(options.folder, exist_ok=True)
+    for path in sorted(glob.glob(os.path.join(glob.escape(options.root), "fsdp*.h"))):
+        name = os.path.basename(path)
+        text = Amalgamation(options.root, name).text
+        with open(os.path.join(options.folder, name), "w", encoding="utf-8") as f:
             f.write(text)
-    else:
-        sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -195,22 +195,18 @@ gate_budget() {
 
 # What examples and tests include, with the one header in place of fsdp.h and core/.
 single_folder() { # FOLDER
+    need python3
     rm -rf "$1"
     mkdir -p "$1/backends"
-    cp single_include/fsdp.h $(existing fsdp_*.h) "$1"
-    cp single_include/fsdp_*.h "$1" # with their parts
+    python3 tools/amalgamate.py "$1"
     cp backends/*.h backends/*.c[cu] "$1/backends"
 }
-# Nothing but single_include/fsdp.h, then fsdp_optim.h beside it, in the ways to use them.
+# Nothing but the one fsdp.h, then extensions beside it, in the ways to use them.
 gate_single() {
     local dir=$PWD/$work/single alone=$PWD/$work/alone f
-    need python3
-    for f in single_include/*.h; do
-        python3 tools/amalgamate.py --of "${f##*/}" | cmp -s - "$f" ||
-            die "$f is not what ${f##*/} and its parts are now: make single"
-    done
+    single_folder "$dir"
     rm -rf "$alone" && mkdir -p "$alone"
-    cp single_include/fsdp.h "$alone"
+    cp "$dir/fsdp.h" "$alone"
     pushd "$alone" >/dev/null
     for f in 'gcc c99' 'clang c17' 'g++ c++11' 'clang++ c++20'; do
         { include fsdp.h fsdp.h && implement fsdp.h; } | compile $f -fsyntax-only
@@ -224,11 +220,10 @@ gate_single() {
     { include fsdp.h && echo 'long long use(void); int main(void) { return use() != 3; }'; } |
         compile gcc c99 -Wno-missing-prototypes -c -o main.o
     g++ -o units *.o -pthread -lm && ./units
-    cp "$OLDPWD"/examples/0[17]_*.c "$OLDPWD/fsdp_optim.h" "$OLDPWD/single_include/fsdp_plan.h" .
+    cp "$OLDPWD"/examples/0[17]_*.c "$dir/fsdp_optim.h" "$dir/fsdp_plan.h" .
     gcc -O2 01_hello.c -o hello -pthread -lm && ./hello
     gcc -O2 07_plan.c -o plan -pthread -lm && ./plan
     popd >/dev/null
-    single_folder "$dir"
     for f in "-DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_NCCL" \
         "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL" "-DFSDP_BACKEND_FAKE" \
         "-DFSDP_NO_BACKEND -DFSDP_BACKEND_FAKE"; do
@@ -249,14 +244,14 @@ gate_single_example() { # NAME
     "$program"
 }
 gate_single_tests() {
-    local dir=$PWD/$work/single.tests t
+    local dir=$PWD/$work/single.tests of=$build/single_tests t
     single_folder "$dir"
-    make -s --no-print-directory BUILD="$build/single" CC="gcc -I$dir" \
-        $(printf "$build/single/tests/%s " $SINGLE_TESTS)
-    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$build"/single/tests/*.d ||
+    make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" \
+        $(printf "$of/tests/%s " $SINGLE_TESTS)
+    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $SINGLE_TESTS; do
-        "$build/single/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||
+        "$of/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||
             die "$(grep -vE '^\[( RUN|       OK|===)' "$work/single.$t.log")"
     done
 }

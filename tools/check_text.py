@@ -247,9 +247,8 @@ def check_commands():
 
 
 def check_licence():
-    for path in ["fsdp.h", "single_include/fsdp.h"]:
-        if os.path.exists(path) and not read(path).endswith("\n/*\n" + read("LICENSE") + "*/\n"):
-            yield f"{path}: its last comment is not the text of LICENSE"
+    if not read("fsdp.h").endswith("\n/*\n" + read("LICENSE") + "*/\n"):
+        yield "fsdp.h: its last comment is not the text of LICENSE"
     sources = HEADERS + PARTS + PLAN + BACKENDS + ["Makefile", "CMakeLists.txt", ".ci/run"]
     for folder in FOLDERS:
         for where, _, names in os.walk(folder):
