@@ -53,9 +53,9 @@ GOOD = {
     "tests/test_fully_shard_a.c": "/* SPDX-License-Identifier: MIT */\n"
                                   "TEST(fully_shard_a, done) {}\n"
                                   "TEST_TIMEOUT(long_fully_shard_a, large, 9) {}\n",
-    "README.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
-                 "| a table | `all.of_*`, `fully_shard_a.done` |\n\n| other | table |\n|---|---|\n"
-                 "| all of it | nothing |\n",
+    "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
+    "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
+                     "| a table | `all.of_*`, `fully_shard_a.done` |\n",
     "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
                       "| `done` | done | `torch.chunk` |\n| `renamed` | done | `all.works` |\n"
                       "| `absent` | not applicable | nothing |\n"
@@ -204,16 +204,16 @@ def test_functions():
 
 
 def test_tests():
-    readme, parity = GOOD["README.md"], GOOD["docs/parity.md"]
-    finds("tests", "README.md:3: no such test: test_invented",
-          README_md=readme.replace("`test_all`", "`test_all`, `test_invented`"))
-    finds("tests", "README.md:4: no such test: all.invented",
-          README_md=readme.replace("all.of_*", "all.invented"))
-    finds("tests", "README.md:3: a row that names no test",
-          README_md=readme.replace("`test_all`", "test_all"))
-    finds("tests", "README.md: no table of tests", README_md="No table.\n")
-    finds("tests", "README.md:10: no such test: all.invented",
-          README_md=readme + "\n`make test FILTER=all.invented`\n")
+    table, parity = GOOD["docs/tests.md"], GOOD["docs/parity.md"]
+    finds("tests", "docs/tests.md:3: no such test: test_invented",
+          docs_tests_md=table.replace("`test_all`", "`test_all`, `test_invented`"))
+    finds("tests", "docs/tests.md:4: no such test: all.invented",
+          docs_tests_md=table.replace("all.of_*", "all.invented"))
+    finds("tests", "docs/tests.md:3: a row that names no test",
+          docs_tests_md=table.replace("`test_all`", "test_all"))
+    finds("tests", "docs/tests.md: no table of tests", docs_tests_md="No table.\n")
+    finds("tests", "README.md:5: no such test: all.invented",
+          README_md=GOOD["README.md"] + "\n`make test FILTER=all.invented`\n")
     finds("tests", "docs/parity.md:5: no such test: fully_shard_a.invented",
           docs_parity_md=parity.replace("`done` |", "`done`, `invented` |"))
     finds("tests", "docs/parity.md:6: no such test: all.invented",
@@ -264,13 +264,13 @@ def test_tests_that_ran():
                                       for t in sorted(tests)), "the file of what ran")
         for result, words in (("", "did not run"), (" SKIPPED", "was skipped")):
             status, out = run_tests(root, ran, done=result)
-            check(status and f"README.md:4: fully_shard_a.done {words}" in out, out)
+            check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
             check(f"docs/parity.md:5: fully_shard_a.done {words}" in out, out)
         status, out = run_tests(root, ran, of_a_table=" SKIPPED")
-        check(status and "README.md:4: all.of_a_table was skipped" in out, out)
-        check("README.md:3" not in out, f"a program ran if one of its tests did: {out}")
+        check(status and "docs/tests.md:4: all.of_a_table was skipped" in out, out)
+        check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
         status, out = run_tests(root, done=" SKIPPED")
-        check(status == 0 and "README" not in out, f"only where it is asked: {out}")
+        check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
 
 
 def test_with_torchrun():

@@ -12,8 +12,8 @@
   layers     calls go down: no file of core/ includes anything of the project or names a backend,
              and only fsdp.h includes files of core/
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
-  tests      each test that README's first table, docs/parity.md or a command of a document names is
-             in tests/; each test of tests/test_fully_shard_*.c, and each rule of
+  tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
+             tests/; each row of docs/tests.md names one; each test of tests/test_fully_shard_*.c, and each rule of
              test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
              sets: what is named passed in that run
 
@@ -318,17 +318,13 @@ def quoted(text):
     return re.findall(r"`([^`]+)`", text)
 
 
-def named_in_readme():
-    """Yields (place, name) of each program and test in the last column of README's first table."""
-    first = None
-    for line, _, cells in tables("README.md"):
-        if first is not None and line > first + 1:
-            return
-        first = line
-        yield f"README.md:{line}", ""  # a row has to name something
+def named_in_table():
+    """Yields (place, name) of each program and test in the last column of docs/tests.md."""
+    for line, _, cells in tables("docs/tests.md"):
+        yield f"docs/tests.md:{line}", ""  # a row has to name something
         for name in quoted(cells[-1]):
             if name != "make test":
-                yield f"README.md:{line}", name
+                yield f"docs/tests.md:{line}", name
 
 
 EVENTS = "tests/test_golden_events.c"  # its rules have rows in docs/parity.md, too
@@ -386,7 +382,7 @@ def check_tests():
     known, named, rows = known_tests(), [], {}
     programs = {os.path.basename(p).split(".")[0] for p in glob.glob("tests/test_*.*") +
                 glob.glob("tests/private/test_*.c")}
-    for place, name in named_in_readme():
+    for place, name in named_in_table():
         rows.setdefault(place, 0)
         if not name:
             continue
@@ -399,7 +395,7 @@ def check_tests():
         if not count:
             yield f"{place}: a row that names no test"
     if not rows:
-        yield "README.md: no table of tests"
+        yield "docs/tests.md: no table of tests"
     listed = set()
     for place, name in named_in_parity(known):
         listed.add(name)
