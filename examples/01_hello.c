@@ -48,6 +48,8 @@ int main(void) {
     fsdp_adamw *opt;
     if (fsdp_init_params(model, my_init, NULL) || fsdp_adamw_create(model, NULL, &opt)) return 1;
 
+    if (fsdp_rank(world) == 0) // so that more ranks have another loss
+        printf("ranks: %d, each learns 4 inputs of its own\n", fsdp_world_size(world));
     for (int step = 0; step <= 200; step++) {
         float x[L + 1][C], dx[L + 1][C], loss = 0;
         for (int i = 0; i < C; i++) // this rank's input of this step

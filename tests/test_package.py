@@ -96,16 +96,79 @@ def need_gloo():
         raise Skip("no libgloo-dev")
 
 
+def blocks(kind):
+    """Texts of README's blocks of this kind, in their order."""
+    with open(f"{ROOT}/README.md", encoding="utf-8") as f:
+        return re.findall(rf"^```{kind}\n(.*?)^```", f.read(), re.M | re.S)
+
+
 @needs()
 def test_readme():
     """Its first commands, which need nothing but what they name."""
-    with open(f"{ROOT}/README.md", encoding="utf-8") as f:
-        commands = re.search(r"^```sh\n(.*?)^```", f.read(), re.M | re.S).group(1)
     for name in os.listdir(ROOT):
         if name not in ("build", "hello"):
             os.symlink(f"{ROOT}/{name}", name)
-    out = sh(f"set -e\n{commands}", env=CLEAN)
-    check("loss" in out, out)
+    out = sh(f"set -e\n{blocks('sh')[0]}", env=CLEAN)
+    check(out.count("step 200  loss") == 2, out)
+
+
+# What README leaves to the reader.
+TRAINER = """#include <math.h>
+#include <stdio.h>
+#include "fsdp_optim.h"
+enum { L = 3, C = 64 };
+static void layer_forward(float *y, const float *x, const float *w, const float *b) {
+    for (int i = 0; i < C; i++) {
+        y[i] = x[i] + b[i];
+        for (int j = 0; j < C; j++) y[i] += w[i * C + j] * x[j];
+    }
+}
+static void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw,
+                           float *db) {
+    for (int i = 0; i < C; i++) dx[i] = dy[i];
+    for (int i = 0; i < C; i++) {
+        db[i] += dy[i];
+        for (int j = 0; j < C; j++) dw[i * C + j] += dy[i] * x[j], dx[j] += w[i * C + j] * dy[i];
+    }
+}
+%(init)s
+int main(void) {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *h[L];
+    fsdp_adamw *opt;
+    float x[L + 1][C], dx[L + 1][C], first = 0, last = 0;
+%(setup)s
+    for (int step = 0; step < 50; step++) {
+        for (int i = 0; i < C; i++) x[0][i] = (float)((i + fsdp_rank(world)) %% 5) / 5;
+%(loop)s
+    }
+    printf("%%s\\n", last < first / 2 ? "learned" : "not learned");
+    return fsdp_shutdown(world) != FSDP_OK;
+}
+"""
+LOSS = """last = 0;
+for (int i = 0; i < C; i++) dx[L][i] = x[L][i] - 1, last += dx[L][i] * dx[L][i];
+if (step == 0) first = last;
+"""
+
+
+@needs()
+def test_readme_program():
+    """Its blocks make a program, in C and in C++, by its commands."""
+    implementation, init = blocks("c file")
+    loop, setup = blocks("c fragment")
+    loop = re.sub(r"^// here: your loss.*", LOSS, loop, flags=re.M)
+    os.symlink(ROOT, "fsdp")
+    compiled = blocks("sh")[1].split("\n")[0]
+    for command, end in ((compiled, "c"),
+                         (compiled.replace("cc -O2", f"{CXX} -O1").replace(".c ", ".cc "), "cc")):
+        for name, text in (("fsdp", implementation),
+                           ("trainer", TRAINER % {"init": init, "setup": setup, "loop": loop})):
+            with open(f"{name}.{end}", "w", encoding="utf-8") as f:
+                f.write(text)
+        out = sh(f"{command} && {blocks('sh')[1].replace(compiled, '')}", env=CLEAN)
+        check(out.count("learned") == 4 and "not" not in out, out)
 
 
 @needs()

@@ -5,7 +5,7 @@
   docs       every public function has a comment right above it, with its name and the fields
   functions  no function of fsdp.h and core/ is longer than 50 lines, of another header than 70
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
-  code       every C block of the documents compiles; whole programs also run
+  code       every C block of the documents compiles as C99 and as C++11; whole programs also run
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
@@ -44,6 +44,7 @@ FRAGMENT = """
 void layer_forward(float *y, const float *x, const float *w, const float *b);
 void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw,
                     float *db);
+void my_init(void *user, const fsdp_param_view *rows);
 int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
              fsdp_adamw *opt, float **x, float **dx, float lr, int L, int step);
 int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
@@ -188,7 +189,7 @@ def run(command, **more):
 
 
 def check_code():
-    cc = (os.environ.get("CC") or "cc").split()
+    cc, cxx = (os.environ.get("CC") or "cc").split(), (os.environ.get("CXX") or "c++").split()
     include = "".join(f'#include "{h}"\n' for h in HEADERS)
     count = {"program": 0, "fragment": 0, "file": 0, "sketch": 0}
     with tempfile.TemporaryDirectory() as tmp:
@@ -209,6 +210,9 @@ def check_code():
             flags = ["-std=c99", "-Wall", "-Wextra", "-Wno-unused", "-Werror", "-I."]
             if kind == "sketch":
                 continue
+            status, out = run(cxx + ["-x", "c++", "-std=c++11", "-w", "-I.", "-fsyntax-only", source])
+            if status:
+                yield f"{place}: does not compile as C++\n{out}"
             if kind != "program":
                 status, out = run(cc + flags + ["-fsyntax-only", source])
                 if status:
@@ -230,6 +234,7 @@ def check_code():
 
 def check_commands():
     paths = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md") + HEADERS
+    paths += glob.glob("examples/*.md")
     paths += BACKENDS + glob.glob("examples/**/*.c*", recursive=True) + glob.glob("tools/*.c")
     made = {name for path in paths for name in re.findall(r"\bmkdir (\w+)", read(path))}
     count = 0
