@@ -166,7 +166,7 @@ errors: ## docs/errors.md, the table of error texts
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
 	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
 	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
-bench-report: ## docs/bench_*.svg, pictures of docs/performance.md and measurements.md, from bench/results/*.csv
+bench-report: ## docs/bench_*.svg and memory.svg, pictures of the documents, from bench/results/*.csv
 	tools/bench_report --write
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 

@@ -8,8 +8,8 @@ Runs the benchmarks of each topic `--runs` times, writes bench/results/TOPIC.csv
 tools/bench_report draws the pictures, and prints each goal with what was measured: the median of the
 runs' medians, all of them in brackets, and whether it is reached. Needs the programs that it
 names (make bench BUILD=..., see docs/performance.md), torch for the topics torch and steps, and for
-wire the right to make a network namespace. Nothing else may run on the machine. With --keep what the
-benchmarks wrote stays in DIR, and what is there already is not measured again.
+wire the right to make a network namespace. Nothing else may run on the machine, but for memory. With
+--keep what the benchmarks wrote stays in DIR, and what is there already is not measured again.
 
   hooks      bench_host
   shm        bench_comm: shared memory beside memcpy, and what stands in the way ("meet")
@@ -17,11 +17,13 @@ benchmarks wrote stays in DIR, and what is there already is not measured again.
   torch      compare_torch.py and bench_comm over TCP: beside PyTorch, and beside a raw stream
   steps      fsdp_step.py, with shared memory within the host and over TCP
   wire       bench_step over loopback that is shaped to 10 and 2 Gbit/s, inline and with lanes
+  memory     train_gpt as `make run` starts it, on 1 to 32 ranks: the bytes of each rank
 """
 import argparse
 import csv
 import datetime
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,16 @@ OPS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter f32",
        "reduce_bf16": "reduce_scatter bf16 to f32", "all_reduce": "all_reduce"}
 MODELS = {("mlp", "tiny"): "MLP 64 x 16 wide", ("mlp", "large"): "MLP 6 x 1,024 wide",
           ("gpt", "tiny"): "GPT 16 x 32 wide", ("gpt", "large"): "GPT 6 x 256 wide"}
+# Words that several pictures need.
+OURS, STREAM = "fsdp.h over shared memory", "the raw TCP stream"
+BOUND = "copies or sums of as many bytes, and barriers"
+OF_BOUND = ("The second series is there to compare: for a reduce_scatter the same sum in memory of the "
+            "rank's own, between two barriers; for an all_reduce two memcpys, each followed by a "
+            "barrier, without a sum.")
+OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of the "
+             "operation and does nothing with them.")
+OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: they "
+            "run within the call.")
 args = argparse.Namespace()
 goals = []  # lines of the table
 
@@ -60,13 +72,14 @@ def run(name, command, file, **variables):
     return done
 
 
-def write(topic, title, axis, command, better, lines, columns=None, scale=None):
-    """lines: (panel, row, series, value, low, high, goal), or dicts as a benchmark wrote them."""
+def write(topic, title, axis, command, better, lines, **more):
+    """lines: (panel, row, series, value, low, high, goal[, times]), or dicts as a benchmark wrote
+    them."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True,
                             capture_output=True, check=True).stdout.strip()
-    head = {"title": title, "axis": axis, "machine": MACHINE,
+    head = {"title": title, "axis": axis, "spread": None, "note": None, "machine": MACHINE,
             "date": datetime.date.today().isoformat(), "commit": commit, "state": args.state,
-            "command": command, "better": better, "scale": scale, "columns": columns}
+            "command": command, "better": better, **more}
     with open(os.path.join(ROOT, "bench", "results", topic + ".csv"), "w", encoding="utf-8",
               newline="") as file:
         for key, value in head.items():
@@ -77,8 +90,9 @@ def write(topic, title, axis, command, better, lines, columns=None, scale=None):
             table.writerow(lines[0].keys())
             table.writerows(line.values() for line in lines)
         else:
-            table.writerow(["panel", "row", "series", "value", "low", "high", "goal"])
-            table.writerows([*line[:3], *(f"{x:.3g}" if x != "" else "" for x in line[3:])]
+            names = ["panel", "row", "series", "value", "low", "high", "goal", "times"]
+            table.writerow(names[:len(lines[0])])
+            table.writerows([f"{x:.3g}" if isinstance(x, float) else x for x in line]
                             for line in lines)
 
 
@@ -91,15 +105,24 @@ def says(what, values, goal, better="lower"):
                  f"{value:.3g} [{runs}] | {'reached' if reached else '**missed**'} |")
 
 
-def point(panel, row, series, lines, column, low, high, goal, better="lower"):
-    """A point of a picture, of one line of each run, and its goal's line."""
+def took(lines, *columns):
+    """Medians of columns of microseconds, as a text."""
+    medians = [statistics.median(float(line[column]) for line in lines) for column in columns]
+    divisor, unit = (1000, "ms") if max(medians) >= 1000 else (1, "us")
+    return " beside ".join(f"{x / divisor:.3g}" for x in medians) + " " + unit
+
+
+def point(panel, row, series, lines, column, low, high, goal, better="lower", times=()):
+    """A point of a picture, of one line of each run, and its goal's line. One run has no spread."""
     if not lines:
         sys.exit(f"no line for {panel}, {row}, {series}")
     values = [float(line[column]) for line in lines]
     if goal != "":
         says(f"{panel}, {row}, {series}", values, goal, better)
-    return (panel, row, series, statistics.median(values), min(float(line[low]) for line in lines),
-            max(float(line[high]) for line in lines), goal)
+    ends = (min(float(line[low]) for line in lines), max(float(line[high]) for line in lines))
+    return (panel, row, series, statistics.median(values),
+            *(ends if len(lines) > 1 or low != high else ("", "")), goal,
+            took(lines, *times) if times else "")
 
 
 def same(runs, **wanted):
@@ -122,9 +145,11 @@ def hooks():
                      [statistics.median(float(x["median_ns"]) for x in found) for found in lines],
                      goal)
     middle = sorted(runs, key=lambda run: sum(float(x["median_ns"]) for x in run))[len(runs) // 2]
-    write("hooks", "Host cost of the hooks of a unit of 12 parameters", "nanoseconds, median, from "
-          "the least to the 95th percentile; a device and a comm that do nothing",
-          "build/bench/bench_host", "lower", middle)
+    write("hooks", "Host cost of the hooks of a unit of 12 parameters", "nanoseconds, median; a "
+          "device and a communicator that do nothing", "build/bench/bench_host", "lower", middle,
+          spread="from the least to the 95th percentile", scale="linear",
+          note="f32, bf16: the type in which parameters are gathered. Inline: a collective runs "
+          "within the call; on streams: beside it.")
 
 
 def shm():
@@ -139,12 +164,14 @@ def shm():
                 for who in ("shm", "meet"):
                     found = same(runs, op=op, world=world, bytes=size, who=who)
                     if found:
-                        lines.append(point(f"{name}, W={world}", size_of(size), f"{who} / memcpy",
-                                           found, "to_memcpy_or_tcp", "ratio_p10", "ratio_p90",
-                                           goal if who == "shm" else ""))
-    write("shm", "Shared memory against memcpy of the bytes that have to move", "times as long as "
-          "the memcpy, median of the runs' medians, 10th to 90th percentile; W ranks on 2 cores; "
-          "bytes of the full side", " ".join(command), "lower", lines)
+                        lines.append(point(f"{name}, {world} ranks", size_of(size),
+                                           OURS if who == "shm" else BOUND, found,
+                                           "to_memcpy_or_tcp", "ratio_p10", "ratio_p90",
+                                           goal if who == "shm" else "", times=["us_median"]))
+    write("shm", "Shared memory against memcpy", "times as long as a memcpy of the bytes that the "
+          "collective has to read and write; median of three runs' medians; 2 cores; sizes of the "
+          "whole buffer", " ".join(command), "lower", lines,
+          spread="10th to 90th percentile of the rounds", note=OF_BOUND)
 
 
 def shm_small():
@@ -155,11 +182,13 @@ def shm_small():
             for who in ("shm", "meet"):
                 found = same(runs, op=op, world=4, bytes=size, who=who)
                 if found:
-                    lines.append(point(name, size_of(size), who, found, "us_median", "us_median",
-                                       "us_median", 15 if who == "shm" else ""))
+                    lines.append(point(name, size_of(size), OURS if who == "shm" else BOUND, found,
+                                       "us_median", "us_median", "us_median",
+                                       15 if who == "shm" else ""))
     write("shm_small", "Short collectives over shared memory, 4 ranks on 2 cores",
-          "microseconds, median; the range of the runs", " ".join(command), "lower", lines, 3,
-          "linear")
+          "microseconds, median of three runs' medians; sizes of the whole buffer",
+          " ".join(command), "lower", lines, spread="the range of the runs", note=OF_BOUND,
+          scale="linear")
 
 
 def torch():
@@ -174,30 +203,38 @@ def torch():
     for op in aims:
         for world in (2, 4):
             for i, size in enumerate((64 << 10, 1 << 20, 16 << 20, 64 << 20)):
-                panel, row = f"{op}, W={world}", size_of(size)
+                panel, row = f"{op}, {world} ranks", size_of(size)
                 lines = same(beside, op=op, world=world, bytes=size)
                 faster.append(point(panel, row, "fsdp.h over Gloo", lines, "times_faster",
-                                    "times_faster", "times_faster", aims[op][i], "higher"))
+                                    "times_faster", "times_faster", aims[op][i], "higher",
+                                    ["us_ours", "us_torch"]))
                 wire = [float(x["us_torch"]) / float(x["us_tcp"]) for x in lines]
-                faster.append((panel, row, "the raw stream", statistics.median(wire), min(wire),
-                               max(wire), ""))
+                faster.append((panel, row, STREAM, statistics.median(wire), min(wire), max(wire),
+                               "", took(lines, "us_tcp", "us_torch")))
                 for x in lines:
                     x["to_stream"] = float(x["us_ours"]) / float(x["us_tcp"])
                 goal = 2 if i == 0 else 1.3
-                streams.append(point(panel, row, "beside PyTorch", lines, "to_stream", "to_stream",
-                                     "to_stream", goal))
-                for who, series in (("gloo", "beside memcpy and a ring"),
-                                    ("bare", "Gloo's messages alone")):
+                streams.append(point(panel, row, "fsdp.h over Gloo, in compare_torch.py", lines,
+                                     "to_stream", "to_stream", "to_stream", goal,
+                                     times=["us_ours"]))
+                for who, series in (("gloo", "fsdp.h over Gloo, in bench_comm"),
+                                    ("bare", "messages of Gloo alone")):
                     lines = same(alone, op=op, world=world, bytes=size, who=who)
                     streams.append(point(panel, row, series, lines, "to_memcpy_or_tcp",
-                                         "ratio_p10", "ratio_p90", goal if who == "gloo" else ""))
+                                         "ratio_p10", "ratio_p90", goal if who == "gloo" else "",
+                                         times=["us_median"]))
     name = "FSDP_GLOO_NEAR=1 FSDP_BACKEND=gloo python3 " + " ".join(compare[1:])
+    where = "all ranks on one host, over loopback; sizes of the whole buffer"
     write("torch", "Gloo against PyTorch's ProcessGroupGloo", f"times faster than PyTorch "
-          f"{args.torch}; median of {args.runs} runs, and their range; over TCP", name, "higher",
-          faster)
-    write("gloo_stream", "Gloo against a raw TCP stream", "times as long as the stream; all ranks "
-          "on one host, over loopback; W: ranks", "FSDP_GLOO_NEAR=1 " + " ".join(comm) +
-          "; bench/compare_torch.py", "lower", streams)
+          f"{args.torch}; median of {args.runs} runs; {where}", name, "higher", faster,
+          spread="the range of the runs", note=OF_STREAM)
+    write("gloo_stream", "Gloo against a raw TCP stream", f"times as long as the stream, median; "
+          f"{where}", "FSDP_GLOO_NEAR=1 " + " ".join(comm) + "; bench/compare_torch.py", "lower",
+          streams, spread=f"the range of {args.runs} runs of compare_torch.py; 10th to 90th "
+          "percentile of bench_comm's rounds", note=OF_STREAM + " Two programs measure the same "
+          "collective: compare_torch.py in turn with PyTorch, bench_comm in turn with a memcpy and "
+          "Gloo's own ring, from cold caches. The messages alone are the same bytes by Gloo, without "
+          "fsdp.h, and nothing is added up.")
 
 
 def steps():
@@ -211,18 +248,23 @@ def steps():
             for (model, case), name in MODELS.items():
                 found = same(runs, model=model, case=case, world=world, lanes=0)
                 large = (model, case) == ("gpt", "large")
-                for panel, column, goal in (
-                        ("extra time of each unit, times less", "times_less_extra",
-                         30 if case == "tiny" else ""),
-                        ("a step, times faster", "times_faster_step", 2.5 if large else "")):
+                for panel, column, goal, times in (
+                        ("extra time of each unit", "times_less_extra",
+                         30 if case == "tiny" else "", ["extra_us", "torch_extra_us"]),
+                        ("a step", "times_faster_step", 2.5 if large else "",
+                         ["pass_us", "torch_pass_us"])):
                     if found:
-                        lines.append(point(panel, f"{name}, W={world}", way, found, column, column,
-                                           column, goal, "higher"))
-    lines.sort(key=lambda line: line[0] != "extra time of each unit, times less")
-    write("steps", "Training steps against PyTorch's fully_shard, both over Gloo, on one host",
-          f"times less, times faster than PyTorch {args.torch}; median of {args.runs} runs, and "
-          "their range", "FSDP_BACKEND=gloo python3 " + " ".join(command[1:]) +
-          "; over TCP with FSDP_GLOO_NEAR=1", "higher", lines)
+                        lines.append(point(panel, f"{name}, {world} ranks", way, found, column,
+                                           column, column, goal, "higher", times))
+    lines.sort(key=lambda line: line[0] == "a step")
+    write("steps", "Training steps against PyTorch's fully_shard, over Gloo",
+          f"times faster than PyTorch {args.torch}, on one host, median of {args.runs} runs; in "
+          "brackets the times of fsdp.h and of PyTorch", "FSDP_BACKEND=gloo python3 " +
+          " ".join(command[1:]) + "; over TCP with FSDP_GLOO_NEAR=1", "higher", lines,
+          spread="the range of the runs", note="In brackets stands for a step its pass, which is a "
+          "forward and a backward. The extra time is what sharding adds to a pass for each unit. "
+          "Sizes: units and their width. Within a host fsdp.h's ranks share memory by default; "
+          "PyTorch uses TCP.", columns=1)
 
 
 def wire():
@@ -239,15 +281,41 @@ def wire():
                 for x, y in zip(found, inline):
                     x["faster"] = float(y["pass_us"]) / float(x["pass_us"])
                 lines.append(point(f"{rate[:-4]} Gbit/s", name, series, found, "faster", "faster",
-                                   "faster", ""))
+                                   "faster", "", times=["pass_us"]))
     write("wire", "Lanes beside inline, over a wire that takes time", "times faster than inline, "
           "forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
           "FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 bench/slow_wire.sh 10gbit (and 2gbit) " +
-          " ".join(command[2:]), "higher", lines, scale="linear")
+          " ".join(command[2:]), "higher", lines, spread="the range of the runs", note=OF_LANES,
+          scale="linear")
+
+
+def memory():
+    command = "examples/gpt/train_gpt --ranks N --batch 32 --steps 3 --save DIR"
+    parts = {"shards": "parameters", "shard gradients": "gradients",
+             "AdamW moments": "AdamW's moments", "": "layers gathered now, and their gradients"}
+    lines = []
+    for ranks in (1, 2, 4, 8, 16, 32):
+        with tempfile.TemporaryDirectory() as folder:
+            words = [{"N": str(ranks), "DIR": folder}.get(word, word) for word in command.split()]
+            text = subprocess.run(words, cwd=ROOT, check=True, text=True,
+                                  capture_output=True).stdout
+        table = {name: (int(predicted.replace(",", "")), int(measured.replace(",", "")))
+                 for name, predicted, measured in
+                 re.findall(r"^  (\S.*?) +([\d,]+) +([\d,]+) +(?:[\d,]+|-)$", text, re.M)}
+        if any(predicted != measured for predicted, measured in table.values()):
+            sys.exit(f"{ranks} ranks: the prediction is not what was measured:\n{text}")
+        nbytes = {name: table[name][1] for name in parts if name}
+        nbytes[""] = table["total"][1] - sum(nbytes.values())
+        lines += [("", f"{ranks} rank{'s' * (ranks > 1)}", series, nbytes[name], "", "", "")
+                  for name, series in parts.items()]
+    write("memory", "Memory of each rank, by the number of ranks", "a GPT of 834,304 parameters in "
+          "f32, as make run trains it, without its activations; as predicted, to the byte", command,
+          "lower", lines, machine="any machine", state="count", form="stack", picture="memory.svg",
+          reference="without sharding, on every rank")
 
 
 TOPICS = {"hooks": hooks, "shm": shm, "shm_small": shm_small, "torch": torch, "steps": steps,
-          "wire": wire}
+          "wire": wire, "memory": memory}
 
 
 def main():

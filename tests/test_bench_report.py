@@ -22,6 +22,7 @@ HEAD = """# title: a < b
 # state: busy: load 3
 # command: build/bench/it
 # better: lower
+# spread: the range of runs
 """
 NAMES = "panel,row,series,value,low,high,goal\n"
 
@@ -53,14 +54,16 @@ def drawn(text):
 
 
 def test_marks_and_goals():
-    marks, texts = drawn(HEAD + NAMES + "p,r,s,1,0.9,1.2,1.1\np,q,s,1.2,,,1.1\np,t,s,,1,1.1,1.1\n"
-                                        "p,u,s,,1,1.2,1.1\np,v,s,,,,1.1\n\"x, y\",w,s,5,,,\n")
+    marks, texts = drawn(HEAD + NAMES + "p,r,s,1,0.9,1.2,1.1\np,q,s,1.2,1.2,1.2,1.1\n"
+                         "p,t,s,,1,1.1,1.1\np,u,s,,1,1.2,1.1\np,v,s,,,,1.1\n"
+                         "\"x, y\",w,s,5,5,5,\n")
     check(marks["circle s0"] == 2 and marks["circle s0 miss"] == 1, f"points {marks}")
     check(marks["rect s0"] == 1 and marks["rect s0 miss"] == 1, f"bars {marks}")
     check(marks["path s0"] == 1, f"spreads {marks}")
     check(marks["path goal"] == 5 + 1, f"goals of rows, and in the key {marks}")
-    for text in ("a < b", "us, median", "busy machine", "2026-11-23, commit 0123abc, busy: load 3",
-                 "2 cores", "build/bench/it", "not measured", "goal 1.1", "x, y", "1 to 1.2"):
+    for text in ("a < b", "us, median; logarithmic axis", "busy machine",
+                 "2026-11-23, commit 0123abc, busy: load 3; 2 cores", "build/bench/it",
+                 "not measured", "goal 1.1", "x, y", "1 to 1.2", "the range of runs"):
         check(text in texts, f"no text '{text}': {texts}")
 
 
@@ -69,6 +72,74 @@ def test_higher_is_better():
                                                               "p,t,s,,2,4,3\n")
     check(marks["circle s0"] == 1 and marks["circle s0 miss"] == 1, f"{marks}")
     check(marks["rect s0 miss"] == 1, f"{marks}")
+
+
+def test_spreads_everywhere_or_nowhere():
+    both, one = "p,r,s,2,1.9,2.1,\np,q,s,3,2.9,3.1,\n", "p,r,s,2,1.9,2.1,\np,q,s,3,,,\n"
+    marks, texts = drawn(HEAD + NAMES + both)
+    check(marks["path s0"] == 2 and "the range of runs" in texts, f"{marks} {texts}")
+    marks, texts = drawn(HEAD + NAMES + one)
+    check("path s0" not in marks and "the range of runs" not in texts, f"{marks} {texts}")
+    head = HEAD.replace("# spread: the range of runs\n", "")
+    for rows, good in ((one, True), (both, False), ("p,r,s,,1,2,\n", False)):
+        status, err, _ = draw(head + NAMES + rows)
+        check(good if status == 0 else "no line '# spread: ...'" in err, f"{rows}: {status} {err}")
+
+
+def test_spread_beyond_the_axis():
+    """It does not make the axis longer than values need: there it ends in an arrow."""
+    marks, texts = drawn(HEAD + NAMES + "p,r,s,2,0.001,2.1,\np,q,s,3,2.9,5000,\n")
+    check(marks["path s0"] == 2 + 2 and "it goes on beyond the axis" in texts, f"{marks} {texts}")
+    check("1,000" not in texts and "0.01" not in texts, f"ticks {texts}")
+    check("r, s: 2 (0.001 to 2.1)" in draw(HEAD + NAMES + "p,r,s,2,0.001,2.1,\n")[2], "the title")
+
+
+def test_words():
+    """The note is told, times stand beside values; with a linear axis nothing is said of it."""
+    head = HEAD + "# note: a pass is both ways\n# scale: linear\n"
+    _, texts = drawn(head + NAMES.strip() + ",times\np,r,s,2,,,,7 beside 14 ms\np,q,s,3,,,,\n")
+    for text in ("a pass is both ways", "2 (7 beside 14 ms)", "3", "us, median"):
+        check(text in texts, f"no text '{text}': {texts}")
+    _, texts = drawn(HEAD.replace("us, median", "word " * 60) + NAMES + "p,q,s,3,,,\n")
+    check(max(len(t) for t in texts) < 120 and texts.count("quiet machine") == 0, f"{texts}")
+
+
+def test_ticks_around_all_points():
+    """No point and no goal lies left of the first tick or right of the last one."""
+    for scale in ("log", "linear"):
+        for values in ((22.7, 97, 290), (0.895, 1.18), (0.05, 445000), (5,), (99.9, 100.1), (7, 8)):
+            rows = "".join(f"p,r{i},s,{x},,,{x}\n" for i, x in enumerate(values))
+            _, _, svg = draw(f"{HEAD}# scale: {scale}\n{NAMES}{rows}")
+            ticks = [float(x) for x in re.findall(r'class="grid" d="M([\d.]+) ', svg)]
+            marks = [float(x) for x in re.findall(r'cx="([\d.]+)" cy="\d+" r="3.5" stroke', svg)]
+            goals = [float(x) for x in re.findall(r'class="goal" d="M([\d.]+) ', svg)]
+            check(len(ticks) >= 2 and len(marks) == len(values), f"{scale} {values}: {ticks}")
+            for x in marks + goals[-len(values):]:
+                check(ticks[0] - 0.1 <= x <= ticks[-1] + 0.1, f"{scale} {values}: {x} {ticks}")
+
+
+def test_stack():
+    head = HEAD.replace("busy: load 3", "count") + "# form: stack\n# reference: not cut\n"
+    marks, texts = drawn(head + NAMES + ",1 rank,a,3000000,,,\n,1 rank,b,1000000,,,\n"
+                                        ",2 ranks,a,1500000,,,\n,2 ranks,b,500000,,,\n")
+    check(marks["rect s0 part"] == 2 and marks["rect s1 part"] == 2, f"{marks}")
+    for text in ("a", "b", "1 rank", "2 ranks", "4.0 MB", "2.0 MB", "not cut: 4.0 MB",
+                 "2026-11-23, commit 0123abc, a count that no load changes; 2 cores", "us, median"):
+        check(text in texts, f"no text '{text}': {texts}")
+    _, _, svg = draw(head + NAMES + ",1,a,3,,,\n,1,b,1,,,\n,2,a,2,,,\n")
+    boxes = [[float(x) for x in m] for m in re.findall(
+        r'part" x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', svg)]
+    check(abs(boxes[0][1] - 3 * boxes[1][1]) < 0.3 and abs(boxes[2][1] - 2 * boxes[1][1]) < 0.3
+          and abs(boxes[1][0] + boxes[1][1] - boxes[0][0]) < 0.2, f"{boxes}")
+
+
+def test_dark_pages():
+    """Each colour has one for dark pages, and the picture grows with its page."""
+    _, _, svg = draw(HEAD + NAMES + "p,r,s,1,,,\n")
+    light, dark = svg[:svg.index("</style>")].split("@media (prefers-color-scheme: dark) {")
+    for rule in re.findall(r"^(\S+) {.*#", light, re.M):
+        check(re.search(rf"^{re.escape(rule)} {{.*#", dark, re.M), f"{rule}: {dark}")
+    check('viewBox="0 0 760 ' in svg, svg[:200])
 
 
 def test_places():
@@ -104,7 +175,7 @@ def test_what_benchmarks_write():
     for names, lines, expected, points in known:
         marks, texts = drawn(f"{names}\n{lines}\n")
         check(sum(n for m, n in marks.items() if m.startswith("circle")) == points, f"{marks}")
-        for text in [*expected, "?, commit ?, nothing is known about the run"]:
+        for text in [*expected, "?, commit ?, nothing is known about the run; ?"]:
             check(text in texts, f"no text '{text}': {texts}")
         _, texts = drawn(f"{HEAD}{names}\n{lines}\n")
         check("a < b" in texts and "busy machine" in texts, f"the lines above count: {texts}")
@@ -133,13 +204,15 @@ def test_files_that_are_none():
             (HEAD.replace("2026-11-23", "today") + NAMES + row, "date is 'today'"),
             (HEAD.replace("lower", "less") + NAMES + row, "better is 'less'"),
             (HEAD + "# scale: cubic\n" + NAMES + row, "scale is 'cubic'"),
-            (HEAD + "panel,row,value\np,r,1\n", "line 9: the columns are panel,row,value"),
-            (HEAD + NAMES + row + "p,r,s,x,,,\n", "line 11: could not convert"),
+            (HEAD + "# picture: ../it.svg\n" + NAMES + row, "picture is '../it.svg'"),
+            (HEAD + "# form: heap\n" + NAMES + row, "form is 'heap'"),
+            (HEAD + "panel,row,value\np,r,1\n", "line 10: the columns are panel,row,value"),
+            (HEAD + NAMES + row + "p,r,s,x,,,\n", "line 12: could not convert"),
             (HEAD + "# scale: log\n" + NAMES + "p,r,s,0,,,\n", "a number is not above 0"),
-            (HEAD + NAMES + "p,r,s,nan,,,\n", "line 10: a number that is not finite"),
+            (HEAD + NAMES + "p,r,s,nan,,,\n", "line 11: a number that is not finite"),
             ("# title: t\nop,world,bytes,backend,us_torch,times_faster,goal\nx,2,4,shm,1,2,\n",
              "no line '# machine: ...'"),
-            (HEAD + NAMES + "p,r\n", "line 10: not 7 values"),
+            (HEAD + NAMES + "p,r\n", "line 11: not 7 values"),
             (HEAD + NAMES + "p,r,s,,,,2\n", "no value"), (HEAD + NAMES, "no value"),
             ("", "line 1: the columns are")):
         status, err, svg = draw(text)
@@ -154,10 +227,12 @@ def tree(folder):
     for name in ("a", "b", "c"):
         with open(os.path.join(folder, f"bench/results/{name}.csv"), "w", encoding="utf-8") as f:
             f.write(HEAD + NAMES + "p,r,s,1,,,2\n")
+    with open(os.path.join(folder, "bench/results/d.csv"), "w", encoding="utf-8") as f:
+        f.write(HEAD + "# picture: other.svg\n" + NAMES + "p,r,s,1,,,2\n")
     for name, text in (
             ("performance", "## A and B\n![A](bench_a.svg)\n## D\n"),
             ("measurements", "## A and B\n![A](bench_a.svg)\n### B\n![B](bench_b.svg)\n"
-                             "## C\n![C](bench_c.svg)\n## D\n")):
+                             "## C\n![C](bench_c.svg)\n## E\n![D](other.svg)\n![E](e.svg)\n")):
         with open(os.path.join(folder, f"docs/{name}.md"), "w", encoding="utf-8") as f:
             f.write(text)
     return in_tree(folder, "--write")
@@ -191,6 +266,8 @@ def test_check_of_all_pictures():
          "docs/measurements.md shows bench_x.svg, which no file of bench/results makes"),
         (lambda d: edit(f"{d}/docs/performance.md", "![A]", "![X](bench_x.svg)![A]"), 1,
          "docs/performance.md shows bench_x.svg, which no file of bench/results makes"),
+        (lambda d: edit(f"{d}/docs/measurements.md", "![D](other.svg)", ""), 1,
+         "docs/measurements.md does not show other.svg"),
         (lambda d: edit(f"{d}/docs/performance.md", "bench_a", "bench_b"), 0, ""),
         (lambda d: edit(f"{d}/docs/performance.md", "![A](bench_a.svg)", ""), 1,
          "docs/performance.md shows none of bench_a.svg, bench_b.svg under 'A and B'"),

@@ -352,24 +352,37 @@ static void check_drawing(const curve *c) {
     after(label);
 }
 
-/* Two lines of as many points: the first one is the losses, from left to right, on one scale. */
+/* Of ten losses at each side; at both ends of as many as the shorter side has. */
+static double centred_mean(const curve *c, int i) {
+    int side = i < c->count - 1 - i ? i : c->count - 1 - i;
+    double sum = 0.0;
+    if (side > 10) side = 10;
+    for (int k = i - side; k <= i + side; k++) sum += c->loss[k];
+    return sum / (2 * side + 1);
+}
+
+/* Two lines of as many points, from left to right, on one scale: the losses, and means around them. */
 static void check_svg(const curve *c, const char *path) {
     static char svg[OUTPUT_NBYTES];
-    double x[ROWS_MAX], y[ROWS_MAX], lo, hi;
-    int end = 0;
+    double x, y, lo, hi;
     read_file(path, svg);
     CHECK(!strncmp(svg, "<svg xmlns='http://www.w3.org/2000/svg'", 39));
     CHECK_EQ_STR(svg + strlen(svg) - 7, "</svg>\n");
     const char *at = strstr(svg, "<polyline");
     CHECK(at && strstr(at + 1, "<polyline") && !strstr(strstr(at + 1, "<polyline") + 1, "<poly"));
-    at = strstr(at, "points='") + 8;
     extremes(c, &lo, &hi);
-    for (int i = 0; i < c->count; i++, at += end) {
-        CHECK_EQ_INT(sscanf(at, "%lf,%lf\n%n", &x[i], &y[i], &end), 2);
-        CHECK_NEAR(x[i], 60 + 820.0 * i / (c->count - 1), 0.06);
-        CHECK_NEAR(y[i], 490 - 440 * (c->loss[i] - lo) / (hi - lo), 0.02);
+    for (int line = 0, end = 0; line < 2; line++) {
+        at = strstr(at, "points='") + 8;
+        for (int i = 0; i < c->count; i++, at += end) {
+            const double loss = line ? centred_mean(c, i) : c->loss[i];
+            CHECK_EQ_INT(sscanf(at, "%lf,%lf\n%n", &x, &y, &end), 2);
+            CHECK_NEAR(x, 60 + 820.0 * i / (c->count - 1), 0.06);
+            CHECK_NEAR(y, 490 - 440 * (loss - lo) / (hi - lo), 0.02);
+        }
+        CHECK_EQ_INT(*at, '\'');
     }
-    CHECK_EQ_INT(*at, '\'');
+    CHECK(strstr(svg, ">1</text>") && strstr(svg, ">50</text>")); // the first step, and the last
+    CHECK(strstr(svg, "prefers-color-scheme: dark") && strstr(svg, "viewBox='0 0 900 540'"));
 }
 
 TEST(gpt, csv_and_learning) {

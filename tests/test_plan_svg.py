@@ -70,7 +70,13 @@ def draw(text):
 def titles(mode):
     status, err, svg = draw(TEXT.replace("MODE", mode))
     check(status == 0 and not err, err)
-    ElementTree.fromstring(svg)  # well-formed
+    root = ElementTree.fromstring(svg)  # well-formed
+    check(root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}", svg[:200])
+    light, dark = svg[:svg.index("</style>")].split("@media (prefers-color-scheme: dark) {")
+    for name in {e.get("class") for e in root.iter() if e.get("class")}:
+        check(f".{name} {{" in light and f".{name} {{" in dark, f"no colour of {name}")
+    check("if a collective is for several units, how many they are." in svg, "the number 2 is told")
+    check("fill=" not in svg, "a colour that is the same on a dark page")
     check("it\\'s b is here" in svg or "it\\&apos;s b is here" in svg, svg)
     return re.findall(r">(By calls|From the plan): (\d+) gathers, (\d+) reductions, (\d+) units of "
                       r"time, at most (\d) of 2", svg)
@@ -86,6 +92,14 @@ def test_streams():
     # Work waits for what it uses. The first reduction runs beside the last piece of work.
     check(titles("streams") == [("By calls", "4", "2", "9", "1"),
                                 ("From the plan", "1", "1", "6", "2")], str(titles("streams")))
+
+
+def test_long_names():
+    """Boxes begin right of the longest name."""
+    name = "a_block_with_a_long_name"
+    _, _, svg = draw(TEXT.replace("MODE", "inline").replace("'a'", f"'{name}'"))
+    first = min(float(x) for x in re.findall(r'<rect class="\w+" x="(\d+)"', svg))
+    check(first >= 8 + 7 * len(f"{name} is here"), f"{first}")
 
 
 def test_not_what_is_counted():

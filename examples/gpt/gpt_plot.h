@@ -6,6 +6,7 @@
 
 enum { PLOT_COLUMNS = 64, PLOT_ROWS = 10, EIGHTHS = 8 }; // characters
 enum { SVG_LEFT = 60, SVG_RIGHT = 880, SVG_TOP = 50, SVG_BOTTOM = 490, SVG_POINTS = 2000 };
+enum { MEAN_SIDE = 10 }; // losses at each side of a step that its mean takes
 
 /* Looked at, and a number that can be drawn. */
 static int has_loss(const trainer *t, int step) {
@@ -97,26 +98,45 @@ static void write_ticks(const svg_frame *f, FILE *svg) {
     const double dy = tick_of(f->hi - f->lo), dx = tick_of(f->steps > 8 ? f->steps : 8);
     char text[32];
     for (double y = ceil(f->lo / dy) * dy; y <= f->hi; y += dy) {
-        fprintf(svg, "<path d='M%d %.1fH%d' stroke='#ddd'/>", SVG_LEFT, svg_y(f, y), SVG_RIGHT);
+        fprintf(svg, "<path class='grid' d='M%d %.1fH%d'/>", SVG_LEFT, svg_y(f, y), SVG_RIGHT);
         fprintf(svg, "<text x='%d' y='%.1f' text-anchor='end'>%.4g</text>\n", SVG_LEFT - 8,
                 svg_y(f, y) + 5, y);
     }
-    for (double x = dx; x <= f->steps; x += dx)
+    for (double x = 1.0; x <= f->steps; x = (floor(x / dx) + 1.0) * dx)
         fprintf(svg, "<text x='%.1f' y='%d' text-anchor='middle'>%s</text>\n", svg_x(f, x),
                 SVG_BOTTOM + 20, commas(text, (int64_t)x));
 }
 
-/* At most 2000 points of the losses that were looked at, or of their running mean. */
+/* The next step at one side, way 1 or -1, whose loss is known; else one that is out of range. */
+static int next_loss(const trainer *t, int step, int way) {
+    const int steps = t->j->opt.steps;
+    do step += way;
+    while (step >= 0 && step < steps && !has_loss(t, step));
+    return step;
+}
+
+/* Of as many losses before the step as after it, so that the mean neither lags nor leads: at both
+   ends there are fewer. */
+static double centred_mean(const trainer *t, int step) {
+    double sum = t->losses[step];
+    int count = 1, before = step, after = step;
+    for (int k = 0; k < MEAN_SIDE; k++, count += 2) {
+        before = next_loss(t, before, -1);
+        after = next_loss(t, after, 1);
+        if (before < 0 || after >= t->j->opt.steps) break;
+        sum += t->losses[before] + t->losses[after];
+    }
+    return sum / count;
+}
+
+/* At most 2000 points of the losses that were looked at, or of means around them. */
 static void write_line(const trainer *t, const svg_frame *f, FILE *svg, int smooth) {
     const int stride = f->steps / t->j->opt.log_every / SVG_POINTS + 1;
-    double mean = 0.0;
-    fprintf(svg, "<polyline fill='none' stroke='%s' points='",
-            smooth ? "#1f4e79' stroke-width='2" : "#b0c4de");
-    for (int s = 0, count = 0; s < f->steps; s++) {
-        if (!has_loss(t, s)) continue;
-        mean += (count < 10 ? 1.0 / (count + 1) : 0.1) * (t->losses[s] - mean);
-        if (count++ % stride == 0)
-            fprintf(svg, "%.1f,%.2f\n", svg_x(f, s + 1), svg_y(f, smooth ? mean : t->losses[s]));
+    fprintf(svg, "<polyline class='%s' points='", smooth ? "mean" : "each");
+    for (int s = next_loss(t, -1, 1), count = 0; s < f->steps; s = next_loss(t, s, 1)) {
+        if (count++ % stride) continue;
+        const double loss = smooth ? centred_mean(t, s) : t->losses[s];
+        fprintf(svg, "%.1f,%.2f\n", svg_x(f, s + 1), svg_y(f, loss));
     }
     fputs("'/>\n", svg);
 }
@@ -132,12 +152,20 @@ static void write_svg(const trainer *t, FILE *svg) {
     fprintf(svg,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 900 540' "
             "font-family='sans-serif' font-size='14'>\n"
-            "<rect width='900' height='540' fill='white'/>\n"
+            "<style>.back { fill: #fff } text { fill: #1f2328 } .grid { stroke: #d9dee3 }\n"
+            ".each { stroke: #a9bfd8 } .mean { stroke: #1f5fa8; stroke-width: 2 }\n"
+            ".each, .mean { fill: none }\n"
+            "@media (prefers-color-scheme: dark) {\n"
+            ".back { fill: #0d1117 } text { fill: #e6edf3 } .grid { stroke: #30363d }\n"
+            ".each { stroke: #3d5a7c } .mean { stroke: #6cb0ff }\n}</style>\n"
+            "<rect class='back' width='900' height='540'/>\n"
             "<text x='%d' y='30' font-size='18'>" PROGRAM
             " on %d rank%s: loss, nats per byte</text>\n"
-            "<text x='%d' y='30' text-anchor='end'>each step, and a running mean</text>\n"
+            "<text x='%d' y='30' text-anchor='end'>each step, and the mean of up to %d around it"
+            "</text>\n"
             "<text x='%d' y='530' text-anchor='end'>step</text>\n",
-            SVG_LEFT, t->num_ranks, t->num_ranks == 1 ? "" : "s", SVG_RIGHT, SVG_RIGHT);
+            SVG_LEFT, t->num_ranks, t->num_ranks == 1 ? "" : "s", SVG_RIGHT, 2 * MEAN_SIDE + 1,
+            SVG_RIGHT);
     write_ticks(&f, svg);
     write_line(t, &f, svg, 0);
     write_line(t, &f, svg, 1);
