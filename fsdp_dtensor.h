@@ -292,9 +292,10 @@ typedef struct fsdp_dmesh fsdp_dmesh;
 typedef struct fsdp_dmesh_desc {
     uint32_t size, start_canary;
     const fsdp_mesh *mesh;            // the placements of this model's tensors speak of its dims
-    const char *tp_dim;               // names of its dims; NULL: "tp",
-    const char *shard_dim;            // "dp_shard", else "dp",
-    const char *replicate_dim;        // "dp_replicate". A default that is no dim: there is none
+    const char *tp_dim;               // names of its dims. NULL: "tp", if there is one
+    const char *shard_dim;            // NULL: that over whose ranks the model's mesh_info does so.
+    const char *replicate_dim;        // If one of these is no dim of this mesh: "dp_shard", else
+                                      // "dp", and "dp_replicate", if there are such
     int64_t staging_bytes;            // of each staging buffer; 0: as large as redistributions need
     int32_t overlap;                  // 1: fsdp_redistribute_begin runs beside your stream
     int32_t reserved;
@@ -451,7 +452,9 @@ typedef struct fsdp_tp_unit_desc {
    Divide      gradients are divided by the ranks of shard_dim and replicate_dim. If you set a
                gradient_divide_factor yourself, set it for each unit and not for all
    Result      as fsdp_fully_shard; INVALID_ARG (the text names the parameters): one is cut and
-               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc
+               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc;
+               a cut or partial_grads without a tp_dim (one of 1 rank cuts nothing); the dims of dm
+               shard or replicate over other ranks than the model's mesh_info
    Collective  yes: every rank of dm's mesh, same desc
    Blocks, Allocates  as fsdp_fully_shard
    Source      torch: parallelize_module with fully_shard, FSDPParam._init_sharded_param */
