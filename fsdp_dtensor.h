@@ -257,7 +257,8 @@ typedef struct fsdp_propagation {
     fsdp_spec out;
     fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
     fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
-                                           // output is as out, REPLICATE for PARTIAL. All 0: ids
+                                           // output is as out, REPLICATE for PARTIAL (then it is
+                                           // that of a rank's addend). All 0: ids
     double cost_us;                        // of bringing the inputs there
     int32_t num_in;
     int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
@@ -363,8 +364,11 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
    grad        how the gradient of `to` arrives: a spec of its mesh, shape and dtype. NULL: as `to`,
                REPLICATE for PARTIAL
    Effect      it ends as `from`; where that is PARTIAL, as grad if that is PARTIAL, else REPLICATE.
-               It has the comm_dtype and the scale of forward, and its name with " backward"
-   Result      as fsdp_redistribution_create
+               It has the comm_dtype and the scale of forward, and its name with " backward". What
+               comes back to a PARTIAL is the gradient of each rank's addend: where forward joins n
+               addends of AVG, 1/n of that of the result (PyTorch leaves out the 1/n)
+   Result      as fsdp_redistribution_create; INVALID_ARG: forward joins addends of MAX or MIN, whose
+               gradient depends on the values
    Collective, Blocks, Allocates  as fsdp_redistribution_create
    Source      torch: _redistribute_backward, _normalize_placements_for_grad */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(

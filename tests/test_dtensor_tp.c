@@ -734,6 +734,7 @@ typedef struct dims_row {
     const char *desc[3]; /* names of tp_dim, shard_dim, replicate_dim */
     int want[3];         /* of a unit that is cut: shards, replicas, parts; or it is refused */
     const char *text;
+    int merged; /* the model's mesh has the last two dims as one */
 } dims_row;
 
 /* A unit with one vector of 8 elements, and its mesh. */
@@ -780,8 +781,10 @@ static fsdp_dmesh *dmesh_of(lab_rank *r, const dims_row *row, fsdp_model **m, in
     int kind = shard < 0       ? FSDP_MESH_INFO_DDP
                : replicate < 0 ? FSDP_MESH_INFO_FSDP
                                : FSDP_MESH_INFO_HSDP;
+    if (row->merged) shape[ndim - 2] *= shape[ndim - 1];
+    fsdp_mesh *its = row->merged ? lab_mesh(r->w, ndim - 1, shape, row->names, NULL) : all;
     if (shard >= 0 || replicate >= 0) {
-        CALL(r->w, fsdp_mesh_info_init(all, kind, shard, replicate, &info));
+        CALL(r->w, fsdp_mesh_info_init(its, kind, shard, replicate, &info));
         md.mesh_info = &info;
     }
     *m = lab_model(r->w, &md);
@@ -833,28 +836,29 @@ static const char other_4[] = UNIT_REFUSED(
 #define USUAL                                                                                      \
     { "dp_replicate", "dp_shard", "tp" }
 static const dims_row dims_rows[] = {
-    {"hsdp", USUAL, {2, 2, 2}, 0, {1, 0}, {NULL}, {2, 2, 2}, NULL},
-    {"other_names", {"copies", "rows", "tp"}, {2, 1, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL},
-    {"crossed_names", USUAL, {1, 2, 2}, 0, {0, 1}, {NULL}, {1, 2, 2}, NULL},
-    {"as_they_are", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "b", "a"}, {2, 2, 2}, NULL},
-    {"no_name", {NULL, "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL},
-    {"fsdp", {"fsdp", "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL},
-    {"ddp_over_dp", {"dp", "tp"}, {2, 2}, 0, {-1, 0}, {NULL}, {1, 2, 2}, NULL},
-    {"over_tp_too", {"x", "tp"}, {2, 2}, 0, {0, 1}, {NULL}, {2, 1, 2}, NULL},
-    {"tp_shards", {"x", "tp"}, {2, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL},
-    {"tp_named", {"dp", "model"}, {2, 2}, 0, {0, -1}, {"model"}, {2, 1, 2}, NULL},
-    {"tp_of_1", {"x", "tp"}, {2, 1}, 0, {0, -1}, {NULL}, {2, 1, 1}, NULL},
-    {"stages", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, -1}, {NULL}, {2, 1, 2}, NULL},
-    {"stages_over_tp", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, 2}, {NULL}, {2, 1, 2}, NULL},
-    {"default", {"dp", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {2, 1, 2}, NULL},
-    {"default_hsdp", USUAL, {2, 2, 2}, 0, {-1, -1}, {NULL}, {2, 2, 2}, NULL},
-    {"default_named", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL, "x"}, {2, 1, 2}, NULL},
-    {"refused_default", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {0}, other_4},
-    {"refused_1_of_2", {"x", "dp", "tp"}, {2, 2, 2}, 0, {-1, -1}, {NULL}, {0}, OTHER "8"},
-    {"refused_crossed", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "a", "b"}, {0}, OTHER "2"},
-    {"refused_replicas", {"a", "b", "tp"}, {1, 2, 2}, 0, {0, 1}, {NULL, "b", "a"}, {0}, OTHER "1"},
-    {"refused_other_dim", {"a", "b", "tp"}, {2, 2, 2}, 0, {0, -1}, {NULL, "b"}, {0}, OTHER "2"},
-    {"refused_no_tp", {"dp", "model"}, {2, 2}, 0, {0, -1}, {NULL}, {0}, no_tp},
+    {"hsdp", USUAL, {2, 2, 2}, 0, {1, 0}, {NULL}, {2, 2, 2}, NULL, 0},
+    {"other_names", {"copies", "rows", "tp"}, {2, 1, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"crossed_names", USUAL, {1, 2, 2}, 0, {0, 1}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"as_they_are", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "b", "a"}, {2, 2, 2}, NULL, 0},
+    {"no_name", {NULL, "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"fsdp", {"fsdp", "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"ddp_over_dp", {"dp", "tp"}, {2, 2}, 0, {-1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"over_tp_too", {"x", "tp"}, {2, 2}, 0, {0, 1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"tp_shards", {"x", "tp"}, {2, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"tp_named", {"dp", "model"}, {2, 2}, 0, {0, -1}, {"model"}, {2, 1, 2}, NULL, 0},
+    {"tp_of_1", {"x", "tp"}, {2, 1}, 0, {0, -1}, {NULL}, {2, 1, 1}, NULL, 0},
+    {"stages", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"stages_over_tp", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, 2}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"default", {"dp", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"default_hsdp", USUAL, {2, 2, 2}, 0, {-1, -1}, {NULL}, {2, 2, 2}, NULL, 0},
+    {"merged", USUAL, {2, 2, 2}, 0, {1, 0}, {NULL}, {2, 2, 2}, NULL, 1},
+    {"default_named", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL, "x"}, {2, 1, 2}, NULL, 0},
+    {"bad_default", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {0}, other_4, 0},
+    {"bad_1_of_2", {"x", "dp", "tp"}, {2, 2, 2}, 0, {-1, -1}, {NULL}, {0}, OTHER "8", 0},
+    {"bad_crossed", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "a", "b"}, {0}, OTHER "2", 0},
+    {"bad_replicas", {"a", "b", "tp"}, {1, 2, 2}, 0, {0, 1}, {NULL, "b", "a"}, {0}, OTHER "1", 0},
+    {"bad_other_dim", {"a", "b", "tp"}, {2, 2, 2}, 0, {0, -1}, {NULL, "b"}, {0}, OTHER "2", 0},
+    {"bad_no_tp", {"dp", "model"}, {2, 2}, 0, {0, -1}, {NULL}, {0}, no_tp, 0},
 };
 TEST_P(dtensor_tp, dims_of_the_mesh, dims_rows) {
     int ranks = 1;
