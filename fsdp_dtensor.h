@@ -257,7 +257,8 @@ typedef struct fsdp_propagation {
     fsdp_spec out;
     fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
     fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
-                                           // output is as out, REPLICATE for PARTIAL. All 0: ids
+                                           // output is as out, REPLICATE for PARTIAL (then it is
+                                           // that of a rank's addend). All 0: ids
     double cost_us;                        // of bringing the inputs there
     int32_t num_in;
     int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
@@ -292,9 +293,10 @@ typedef struct fsdp_dmesh fsdp_dmesh;
 typedef struct fsdp_dmesh_desc {
     uint32_t size, start_canary;
     const fsdp_mesh *mesh;            // the placements of this model's tensors speak of its dims
-    const char *tp_dim;               // names of its dims; NULL: "tp",
-    const char *shard_dim;            // "dp_shard", else "dp",
-    const char *replicate_dim;        // "dp_replicate". A default that is no dim: there is none
+    const char *tp_dim;               // names of its dims. NULL: "tp", if there is one
+    const char *shard_dim;            // NULL: that over whose ranks the model's mesh_info does so.
+    const char *replicate_dim;        // If one of these is no dim of this mesh: "dp_shard", else
+                                      // "dp", and "dp_replicate", if there are such
     int64_t staging_bytes;            // of each staging buffer; 0: as large as redistributions need
     int32_t overlap;                  // 1: fsdp_redistribute_begin runs beside your stream
     int32_t reserved;
@@ -362,8 +364,11 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
    grad        how the gradient of `to` arrives: a spec of its mesh, shape and dtype. NULL: as `to`,
                REPLICATE for PARTIAL
    Effect      it ends as `from`; where that is PARTIAL, as grad if that is PARTIAL, else REPLICATE.
-               It has the comm_dtype and the scale of forward, and its name with " backward"
-   Result      as fsdp_redistribution_create
+               It has the comm_dtype and the scale of forward, and its name with " backward". What
+               comes back to a PARTIAL is the gradient of each rank's addend: where forward joins n
+               addends of AVG, 1/n of that of the result (PyTorch leaves out the 1/n)
+   Result      as fsdp_redistribution_create; INVALID_ARG: forward joins addends of MAX or MIN, whose
+               gradient depends on the values
    Collective, Blocks, Allocates  as fsdp_redistribution_create
    Source      torch: _redistribute_backward, _normalize_placements_for_grad */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(
@@ -451,7 +456,9 @@ typedef struct fsdp_tp_unit_desc {
    Divide      gradients are divided by the ranks of shard_dim and replicate_dim. If you set a
                gradient_divide_factor yourself, set it for each unit and not for all
    Result      as fsdp_fully_shard; INVALID_ARG (the text names the parameters): one is cut and
-               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc
+               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc;
+               a cut or partial_grads without a tp_dim (one of 1 rank cuts nothing); the dims of dm
+               shard or replicate over other ranks than the model's mesh_info
    Collective  yes: every rank of dm's mesh, same desc
    Blocks, Allocates  as fsdp_fully_shard
    Source      torch: parallelize_module with fully_shard, FSDPParam._init_sharded_param */

@@ -31,6 +31,7 @@ struct fsdp_dmesh {
     const fsdp_mesh *mesh;
     int32_t ndim, shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS];
     int32_t tp, shard, replicate; // dims of the mesh; -1: none
+    int32_t is_other;             // the model's mesh_info shards or replicates over other ranks
     int32_t overlap, is_fixed;    // is_fixed: staging does not grow
     fsdp_links links;
     fsdp_comm *comm[FSDPI_DT_STREAMS][FSDP_MAX_DIMS];
@@ -172,16 +173,102 @@ static void fsdpi_dt_end(void *user) {
     fsdpi_dt_free(m, dm);
 }
 
-// The dim of a mesh with the name that was given, or one of two usual ones; -1: there is none.
-static fsdp_status fsdpi_dt_find_dim(const fsdp_dmesh *dm, const char *field, const char *given,
-                                     const char *usual, const char *other, int32_t *dim) {
-    *dim = fsdp_mesh_dim(dm->mesh, given ? given : usual);
-    if (!given && *dim < 0 && other) *dim = fsdp_mesh_dim(dm->mesh, other);
-    if (*dim >= 0 || !given) return FSDP_OK;
+// Which dim has a name that the desc gives in `field`?
+static fsdp_status fsdpi_dt_named_dim(const fsdp_dmesh *dm, const char *field, const char *name,
+                                      int32_t *dim) {
+    *dim = fsdp_mesh_dim(dm->mesh, name);
+    if (*dim >= 0) return FSDP_OK;
     return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
                      "[E003] dmesh_create: the mesh has no dim '%s', which %s names: name one of "
                      "its dims, or pass NULL",
-                     given, field);
+                     name, field);
+}
+
+// Sets of ranks, each as a number: this rank and those that differ from it in some dims only.
+typedef struct fsdpi_dt_sets {
+    uint64_t alone, dim[FSDP_MAX_DIMS]; // of dm's mesh, over no dim and over each
+    uint64_t data, data_tp;             // over those that shard and replicate, and tp besides
+    uint64_t shards, replicas, all;     // over which the model's mesh_info does
+} fsdpi_dt_sets;
+
+static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks, int dims) {
+    uint64_t set = 0;
+    for (int i = 0; i < fsdp_mesh_size(mesh, -1); i++) {
+        int is_in = 1;
+        for (int d = fsdp_mesh_ndim(mesh) - 1, rest = i; d >= 0; d--) {
+            is_in &= dims >> d & 1 || rest % fsdp_mesh_size(mesh, d) == fsdp_mesh_rank(mesh, d);
+            rest /= fsdp_mesh_size(mesh, d);
+        }
+        if (is_in) set += fsdpi_dt_mix(4, (uint64_t)ranks[i]);
+    }
+    return set;
+}
+
+static int fsdpi_dt_bit(int dim) { return dim < 0 ? 0 : 1 << dim; }
+
+// The dim over which a set of more than one rank is; -1: there is none.
+static int fsdpi_dt_dim_over(const fsdp_dmesh *dm, const fsdpi_dt_sets *s, uint64_t set) {
+    int dim = set == s->alone ? dm->ndim : 0;
+    while (dim < dm->ndim && s->dim[dim] != set) dim++;
+    return dim < dm->ndim ? dim : -1;
+}
+
+/* Which dims shard and replicate: those over whose ranks the model's mesh_info does (the model may
+   do so over tp, too; units that tp cuts do not). Where these are no dims of this mesh: those with
+   the usual names. */
+static void fsdpi_dt_find_dims(fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
+    dm->shard = fsdpi_dt_dim_over(dm, s, s->shards);
+    dm->replicate = fsdpi_dt_dim_over(dm, s, s->replicas);
+    if ((dm->shard < 0 && s->shards != s->alone) ||
+        (dm->replicate < 0 && s->replicas != s->alone)) {
+        dm->shard = fsdp_mesh_dim(dm->mesh, "dp_shard");
+        if (dm->shard < 0) dm->shard = fsdp_mesh_dim(dm->mesh, "dp");
+        dm->replicate = fsdp_mesh_dim(dm->mesh, "dp_replicate");
+        return;
+    }
+    if (dm->shard == dm->tp) dm->shard = -1;
+    if (dm->replicate == dm->tp) dm->replicate = -1;
+}
+
+// Would units shard and replicate over other ranks than the model's mesh_info says?
+static int fsdpi_dt_is_other(const fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
+    if (s->all != s->data && s->all != s->data_tp) return 1;
+    uint64_t shards = dm->shard < 0 ? s->alone : s->dim[dm->shard];
+    uint64_t replicas = dm->replicate < 0 ? s->alone : s->dim[dm->replicate];
+    return (shards != s->alone && shards == s->replicas) ||
+           (replicas != s->alone && replicas == s->shards);
+}
+
+// The dims with a meaning: what the desc names, and what the model's mesh_info says.
+static fsdp_status fsdpi_dt_name_dims(fsdp_dmesh *dm, const fsdp_dmesh_desc *d,
+                                      const fsdp_mesh_info *info) {
+    const int shard = fsdpi_dt_bit(info->shard_mesh_dim);
+    const int replicate = fsdpi_dt_bit(info->replicate_mesh_dim);
+    int32_t *ranks;
+    fsdpi_dt_sets s;
+    size_t size = (size_t)fsdp_mesh_size(info->mesh, -1); // has as many as dm's, or more
+    fsdp_status status = fsdpi_dt_alloc(dm->model, size * sizeof *ranks, (void **)&ranks);
+    if (status) return status;
+    (void)fsdp_mesh_ranks(info->mesh, -1, ranks);
+    s.shards = fsdpi_dt_ranks_over(info->mesh, ranks, shard);
+    s.replicas = fsdpi_dt_ranks_over(info->mesh, ranks, replicate);
+    s.all = fsdpi_dt_ranks_over(info->mesh, ranks, shard | replicate);
+    (void)fsdp_mesh_ranks(dm->mesh, -1, ranks);
+    s.alone = fsdpi_dt_ranks_over(dm->mesh, ranks, 0);
+    for (int i = 0; i < dm->ndim; i++) s.dim[i] = fsdpi_dt_ranks_over(dm->mesh, ranks, 1 << i);
+    dm->tp = fsdp_mesh_dim(dm->mesh, "tp");
+    if (d->tp_dim) status = fsdpi_dt_named_dim(dm, "tp_dim", d->tp_dim, &dm->tp);
+    fsdpi_dt_find_dims(dm, &s);
+    if (!status && d->shard_dim)
+        status = fsdpi_dt_named_dim(dm, "shard_dim", d->shard_dim, &dm->shard);
+    if (!status && d->replicate_dim)
+        status = fsdpi_dt_named_dim(dm, "replicate_dim", d->replicate_dim, &dm->replicate);
+    const int data = fsdpi_dt_bit(dm->shard) | fsdpi_dt_bit(dm->replicate);
+    s.data = fsdpi_dt_ranks_over(dm->mesh, ranks, data);
+    s.data_tp = fsdpi_dt_ranks_over(dm->mesh, ranks, data | fsdpi_dt_bit(dm->tp));
+    dm->is_other = fsdpi_dt_is_other(dm, &s);
+    fsdpi_dt_free(dm->model, ranks);
+    return status;
 }
 
 // What this rank can check alone.
@@ -205,12 +292,7 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
         dm->shape[i] = fsdp_mesh_size(d->mesh, i);
         dm->coord[i] = fsdp_mesh_rank(d->mesh, i);
     }
-    status = fsdpi_dt_find_dim(dm, "tp_dim", d->tp_dim, "tp", NULL, &dm->tp);
-    if (!status)
-        status = fsdpi_dt_find_dim(dm, "shard_dim", d->shard_dim, "dp_shard", "dp", &dm->shard);
-    if (!status)
-        status = fsdpi_dt_find_dim(dm, "replicate_dim", d->replicate_dim, "dp_replicate", NULL,
-                                   &dm->replicate);
+    status = fsdpi_dt_name_dims(dm, d, &info);
     int twice = (dm->tp >= 0 && (dm->tp == dm->shard || dm->tp == dm->replicate)) ||
                 (dm->shard >= 0 && dm->shard == dm->replicate);
     if (!status && twice)

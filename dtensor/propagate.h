@@ -254,12 +254,16 @@ static int fsdpi_dt_moves_only(int op) {
            op == FSDP_TENSOR_OP_RESHAPE || op == FSDP_TENSOR_OP_CAT;
 }
 
-// How inputs that hold addends in mesh dim m are joined: as the first one that is given so.
+// How addends in mesh dim m are joined: as those of the first input that is given so. But what an
+// operation makes of parts are sums, and addends beside them have to be such, too.
 static int fsdpi_dt_op_of(const fsdpi_dt_op *o, int m) {
-    for (int i = 0; i < o->num_in; i++)
+    int op = FSDP_SUM;
+    for (int i = o->num_in - 1; i >= 0; i--) {
+        if (o->chosen[m]->in[i] >= 0) return FSDP_SUM;
         if (o->chosen[m]->in[i] == FSDPI_DT_ADDS && o->in[i]->place[m].kind == FSDP_PARTIAL)
-            return o->in[i]->place[m].op;
-    return FSDP_SUM;
+            op = o->in[i]->place[m].op;
+    }
+    return op;
 }
 
 // What a row says of input i, or of the output (-1).

@@ -293,6 +293,27 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     return FSDP_OK;
 }
 
+/* What the way back multiplies by: of a mean over n addends each has 1/n in it. Which addend is the
+   largest of all depends on the values. */
+static fsdp_status fsdpi_dt_back_scale(const fsdp_redistribution *forward, double *scale) {
+    *scale = fsdp_dtype_is_float(forward->dtype) ? forward->scale : 0;
+    for (int m = 0; m < forward->first_from.mesh_ndim; m++) {
+        const fsdp_placement *p = &forward->first_from.place[m];
+        const int n = forward->dm->shape[m];
+        if (p->kind != FSDP_PARTIAL || forward->first_to.place[m].kind == FSDP_PARTIAL || n == 1)
+            continue;
+        if (p->op == FSDP_AVG) *scale /= n;
+        else if (p->op != FSDP_SUM)
+            return fsdp_fail(forward->dm->world, FSDP_ERR_INVALID_ARG,
+                             "[E035] redistribution_create_backward: '%s' joins addends of MAX or "
+                             "MIN in mesh dim %d: their gradient is that of the result on ranks "
+                             "whose addend is the result, and 0 on others: take the way back of "
+                             "SUM, and set these to 0",
+                             forward->name, m);
+    }
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *forward,
                                                          const fsdp_spec *grad,
                                                          fsdp_redistribution **out) {
@@ -307,6 +328,7 @@ FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *fo
     d.from = grad ? *grad : forward->first_to;
     d.to = forward->first_from;
     fsdp_status status = fsdpi_dt_known("redistribution_create_backward", &d.from);
+    if (!status) status = fsdpi_dt_back_scale(forward, &d.scale);
     if (status) return status;
     for (int m = 0; m < d.to.mesh_ndim; m++) {
         int adds = d.from.place[m].kind == FSDP_PARTIAL;
@@ -319,7 +341,6 @@ FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *fo
              forward->name);
     d.name = name;
     d.comm_dtype = forward->desc_dtype;
-    d.scale = fsdp_dtype_is_float(forward->dtype) ? forward->scale : 0;
     return fsdp_redistribution_create(forward->dm, &d, out);
 }
 

@@ -7,8 +7,8 @@
    unit has the ranks of tp among its replicas, so that the core sums its gradients over them, and
    norms count it once. */
 
-static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->tp < 0 ? 1 : dm->shape[dm->tp]; }
-static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->tp < 0 ? 0 : dm->coord[dm->tp]; }
+static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->shape[dm->tp]; }
+static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->coord[dm->tp]; }
 
 // The rows that this rank of tp has of so many. A negative number stays: fully_shard refuses it.
 static fsdp_range fsdpi_dt_tp_rows(const fsdp_dmesh *dm, int64_t size) {
@@ -37,6 +37,28 @@ static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mes
                : replicate < 0 ? FSDP_MESH_INFO_FSDP
                                : FSDP_MESH_INFO_HSDP;
     return fsdp_mesh_info_init(mesh, kind, shard, replicate, info);
+}
+
+// Do the dims of dm's mesh tell which ranks shard and replicate a unit, and which cut it?
+static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, int is_cut,
+                                       int partial) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    if (dm->tp < 0 && (is_cut || partial))
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E033] tp_fully_shard: '%.200s': dm's mesh has no dim 'tp' over which "
+                         "%s: name the dim in fsdp_dmesh_desc.tp_dim, or give the mesh one of 1 "
+                         "rank",
+                         name, is_cut ? "parameters are cut" : "gradients are addends");
+    if (!dm->is_other) return FSDP_OK;
+    fsdp_status status = fsdp_model_mesh_info(dm->model, &info);
+    if (status) return status;
+    return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                     "[E034] tp_fully_shard: '%.200s': the model's mesh_info shards over %d ranks "
+                     "and replicates over %d, and dm's mesh would do so over others (shard_dim: "
+                     "dim %d, replicate_dim: dim %d; -1: none): give the model a mesh_info on this "
+                     "mesh, or name its dims in fsdp_dmesh_desc",
+                     name, info.shard_mesh_size, info.replicate_mesh_size, dm->shard,
+                     dm->replicate);
 }
 
 // Is every parameter cut, or every one replicated? *is_cut is the answer.
@@ -74,7 +96,7 @@ static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_de
                              *is_cut ? "cut" : "replicated", i, p->name ? p->name : "",
                              cut ? "cut" : "replicated");
     }
-    return FSDP_OK;
+    return fsdpi_dt_check_dims(dm, name, *is_cut, d->partial_grads);
 }
 
 // Each parameter becomes this rank's part of it. u: what remembers the whole.
@@ -234,8 +256,7 @@ FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int ind
     for (int k = 0; k < fsdpi_dt_tp_size(dm) && !status; k++) { // each rank's part in turn
         char *part = k == fsdpi_dt_tp_rank(dm) ? parts : parts + largest;
         int64_t bytes = fsdpi_dt_tp_part(dm, &v, dim, k, &block) * size;
-        if (bytes && dm->tp >= 0)
-            status = fsdp_broadcast(dm->world, dm->dim_mesh[dm->tp], part, bytes, k);
+        if (bytes) status = fsdp_broadcast(dm->world, dm->dim_mesh[dm->tp], part, bytes, k);
         if (bytes && full && !status) fsdpi_dt_move_part((char *)full, part, &block, 1, size);
     }
     fsdpi_dt_free(dm->model, parts);

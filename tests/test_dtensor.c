@@ -1264,6 +1264,110 @@ static void backward(lab_rank *r) {
 }
 TEST_P(dtensor, backward, back_rows) { lab_run(2, NULL, backward, (void *)(uintptr_t)row); }
 
+/* The way back is the transpose of the way there: for any x of `from` and any g of `to`, the product
+   of g and the way of x is that of the way of g and x, over all ranks. A copy counts once, and of
+   addends each. */
+static double product_with(bed *b, const fsdp_spec *s, const float *x, const float *y,
+                           int64_t count) {
+    double sum = 0;
+    int counts = 1;
+    for (int m = 0; m < b->ndim; m++) counts &= s->place[m].kind != FSDP_REPLICATE || !b->coord[m];
+    for (int64_t i = 0; i < count * counts; i++) sum += (double)x[i] * (double)y[i];
+    CALL(b->w, fsdp_all_reduce(b->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
+    return sum;
+}
+
+/* Any tensor of a spec: ranks draw what they have, equal copies. addends 0: those are equal, too. */
+static float *drawn(bed *b, const fsdp_spec *s, uint64_t seed, int addends, int64_t *count) {
+    fsdp_local l;
+    CHECK_OK(fsdp_spec_local(s, b->coord, &l));
+    for (int m = 0; m < b->ndim; m++)
+        if (s->place[m].kind == FSDP_PARTIAL && addends)
+            seed = seed * 31 + (uint64_t)b->coord[m] + 1;
+    float *x = own_floats(b, l.numel);
+    for (int64_t i = 0; i < l.numel; i++)
+        lab_put(x, FSDP_F32, i, golden_value(seed, (uint64_t)whole_index(s, &l, i), 2));
+    *count = l.numel;
+    return x;
+}
+
+static int joins_extremes(const fsdp_spec *from, const fsdp_spec *to) {
+    int joins = 0;
+    for (int m = 0; m < from->mesh_ndim; m++)
+        joins |= from->place[m].kind == FSDP_PARTIAL && to->place[m].kind != FSDP_PARTIAL &&
+                 from->mesh_shape[m] > 1 &&
+                 (from->place[m].op == FSDP_MAX || from->place[m].op == FSDP_MIN);
+    return joins;
+}
+
+static void transposed(bed *b, const fsdp_spec *from, const fsdp_spec *to, double scale) {
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *there, *back;
+    int64_t in, out, k;
+    d.name = "there", d.from = *from, d.to = *to, d.scale = scale;
+    CALL(b->w, fsdp_redistribution_create(b->dm, &d, &there));
+    if (joins_extremes(from, to)) {
+        REFUSED(b->w, fsdp_redistribution_create_backward(there, NULL, &back),
+                "[E035] redistribution_create_backward: 'there' joins addends of MAX or MIN in");
+        CHECK(!back);
+        return;
+    }
+    CALL(b->w, fsdp_redistribution_create_backward(there, NULL, &back));
+    float *x = drawn(b, from, 3, 1, &in), *g = drawn(b, to, 5, 0, &out);
+    float *y = drawn(b, to, 7, 1, &k), *dx = drawn(b, from, 9, 1, &k);
+    CALL(b->w, fsdp_redistribute(there, y, x));
+    CALL(b->w, fsdp_redistribute(back, dx, g));
+    CALL(b->w, fsdp_wait_stream(b->model, FSDP_STREAM_COMPUTE));
+    const double ways[2] = {product_with(b, to, g, y, out), product_with(b, from, dx, x, in)};
+    W_CHECK(fabs(ways[0] - ways[1]) <= 1e-5 * (1 + fabs(ways[0])), "there %.9g, back %.9g", ways[0],
+            ways[1]);
+    own_free(b, x, in * 4), own_free(b, dx, in * 4), own_free(b, g, out * 4);
+    own_free(b, y, out * 4);
+    b->checks++;
+}
+
+/* All pairs of placements, with addends of each op. */
+static void all_ways_back(lab_rank *r) {
+    static const int8_t ops[][2] = {{FSDP_SUM, FSDP_SUM}, {FSDP_AVG, FSDP_AVG},
+                                    {FSDP_AVG, FSDP_SUM}, {FSDP_SUM, FSDP_AVG},
+                                    {FSDP_MAX, FSDP_MAX}, {FSDP_MIN, FSDP_MIN}};
+    const pairs_row *row = (const pairs_row *)r->arg;
+    specs *all = (specs *)lab_zeros(1, sizeof *all);
+    bed b;
+    bed_open(&b, r->w, row->ndim, row->mesh, 0);
+    all_specs(row->ndim, row->mesh, row->tensor_ndim, row->shape, spec_add, all);
+    for (int i = 0; i < all->num; i++, bed_renew(&b))
+        for (int k = 0; k < all->num; k++)
+            for (int o = 0; o < 6; o++) {
+                fsdp_spec from = all->list[i], to = all->list[k];
+                int has_addends = 0;
+                for (int m = 0; m < row->ndim; m++) {
+                    fsdp_placement *p = &from.place[m], *q = &to.place[m];
+                    if (p->kind != FSDP_PARTIAL) continue;
+                    has_addends = 1, p->op = ops[o][m];
+                    if (q->kind == FSDP_PARTIAL) q->op = p->op;
+                }
+                fsdp_spec checked; /* two ops in one spec may be refused */
+                if ((o && !has_addends) || !can_be(&from, &to) ||
+                    fsdp_spec_init(&checked, row->ndim, row->mesh, to.place, FSDP_F32,
+                                   row->tensor_ndim, row->shape))
+                    continue;
+                snprintf(w_case, sizeof w_case, "%d to %d, ops %d", i, k, o);
+                transposed(&b, &from, &to, (i + k) % 2 ? 0 : 0.25);
+            }
+    CHECK(b.checks > 3 * all->num);
+    free(all);
+}
+static const pairs_row back_pairs[] = {
+    {"3 of (5,3)", 3, 1, {3}, 2, {5, 3}, 0, 0},
+    {"1 of (2,3)", 1, 1, {1}, 2, {2, 3}, 0, 0},
+    {"2x2 of (3)", 4, 2, {2, 2}, 1, {3}, 0, 0},
+    {"2x2 of (4,3)", 4, 2, {2, 2}, 2, {4, 3}, 0, 0},
+};
+TEST_P(dtensor, ways_back, back_pairs) {
+    lab_run(row->ranks, NULL, all_ways_back, (void *)(uintptr_t)row);
+}
+
 /* It has the comm_dtype of forward, a name that fits, and is made once. */
 static void backward_desc(lab_rank *r) {
     static const int32_t mesh[1] = {2};

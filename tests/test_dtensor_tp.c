@@ -634,11 +634,11 @@ static void refused_meshes(lab_rank *r) {
     else
         REFUSED_AS(FSDP_ERR_INVALID_STATE, w, create(m, alone, NULL, NULL, NULL),
                    "[E008] dmesh_create: it failed on another rank: see its log");
-    REFUSED(w, create(m, mesh, "dp", NULL, NULL),
+    REFUSED(w, create(m, mesh, "dp", "dp", NULL),
             "[E006] dmesh_create: two of tp_dim, shard_dim and replicate_dim name one dim: name "
             "three different ones");
     REFUSED(w, create(m, mesh, NULL, "tp", NULL), "[E006]");
-    REFUSED(w, create(m, mesh, NULL, NULL, "dp"), "[E006]");
+    REFUSED(w, create(m, mesh, NULL, "dp", "dp"), "[E006]");
     REFUSED(w, create(m, mesh, NULL, NULL, "tp"), "[E006]");
     fsdp_mesh *whole = lab_mesh(w, 3, sizes, names, NULL);
     CALL(w, fsdp_mesh_slice(whole, inner, 2, &slice));
@@ -722,6 +722,149 @@ static void refused_units(lab_rank *r) {
     CALL(w, fsdp_tp_fully_shard(b.dm, &d, &unit)); /* nothing of all this has done harm */
 }
 TEST(dtensor_tp, refused_units) { lab_run(2, NULL, refused_units, NULL); }
+
+/* ---- dims of the mesh ------------------------------------------------------------------------ */
+
+/* Which dims shard and replicate says the model's mesh_info, whatever their names are. Where the
+   desc or the usual names say something else, a unit is refused. */
+typedef struct dims_row {
+    const char *name, *names[3];
+    int shape[3], first; /* first: the dmesh is the slice from this dim on */
+    int info[2];         /* dims of the model's mesh_info; both -1: the default, all ranks shard */
+    const char *desc[3]; /* names of tp_dim, shard_dim, replicate_dim */
+    int want[3];         /* of a unit that is cut: shards, replicas, parts; or it is refused */
+    const char *text;
+    int merged; /* the model's mesh has the last two dims as one */
+} dims_row;
+
+/* A unit with one vector of 8 elements, and its mesh. */
+static fsdp_status a_unit(fsdp_dmesh *dm, int kind, int partial, fsdp_unit **unit,
+                          fsdp_mesh_info *info) {
+    const fsdp_param_desc p = fsdp_vec("w", 8);
+    fsdp_placement tp = {0, 0, 0, 0};
+    fsdp_tp_unit_desc d = FSDP_ZERO;
+    tp.kind = (int8_t)kind;
+    d.unit.params = &p, d.unit.num_params = 1, d.tp = &tp, d.partial_grads = partial;
+    fsdp_status status = fsdp_tp_fully_shard(dm, &d, unit);
+    return status ? status : fsdp_unit_mesh_info(*unit, info);
+}
+
+/* Ranks with other data have other gradients; those of one tp group have the same. The mean is that
+   over all data, on every rank. */
+static void step_of_dims(const lab_rank *r, fsdp_model *m, fsdp_unit *unit, int num, int data) {
+    const int64_t count = lab_view(r->w, unit, 0).shape[0];
+    lab_forward(r->w, unit);
+    CALL(r->w, fsdp_pre_backward(unit));
+    float *grad = (float *)fsdp_grad(unit, 0);
+    for (int64_t i = 0; i < count; i++) grad[i] = (float)(2 * data);
+    CALL(r->w, fsdp_post_backward(unit));
+    CALL(r->w, fsdp_finalize_backward(m));
+    const fsdp_param_view v = lab_view(r->w, unit, 0);
+    for (int64_t i = 0; i < v.numel; i++)
+        CHECK_NEAR((double)((float *)v.shard_grad)[i], num - 1, 1e-6);
+    CALL(r->w, fsdp_zero_grad(m));
+}
+
+static fsdp_dmesh *dmesh_of(lab_rank *r, const dims_row *row, fsdp_model **m, int *stages) {
+    const int shard = row->info[0], replicate = row->info[1];
+    int32_t from[3] = {0, 1, 2}, shape[3], ndim = 0;
+    fsdp_mesh_info info;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_dmesh_desc dd = FSDP_ZERO;
+    fsdp_dmesh *dm;
+    for (*stages = 1; ndim < 3 && row->shape[ndim]; ndim++) {
+        shape[ndim] = row->shape[ndim];
+        if (ndim < row->first) *stages *= shape[ndim];
+    }
+    fsdp_mesh *all = lab_mesh(r->w, ndim, shape, row->names, NULL), *mine = all;
+    if (row->first) CALL(r->w, fsdp_mesh_slice(all, from + row->first, ndim - row->first, &mine));
+    int kind = shard < 0       ? FSDP_MESH_INFO_DDP
+               : replicate < 0 ? FSDP_MESH_INFO_FSDP
+                               : FSDP_MESH_INFO_HSDP;
+    if (row->merged) shape[ndim - 2] *= shape[ndim - 1];
+    fsdp_mesh *its = row->merged ? lab_mesh(r->w, ndim - 1, shape, row->names, NULL) : all;
+    if (shard >= 0 || replicate >= 0) {
+        CALL(r->w, fsdp_mesh_info_init(its, kind, shard, replicate, &info));
+        md.mesh_info = &info;
+    }
+    *m = lab_model(r->w, &md);
+    dd.mesh = mine;
+    dd.tp_dim = row->desc[0], dd.shard_dim = row->desc[1], dd.replicate_dim = row->desc[2];
+    CALL(r->w, fsdp_dmesh_create(*m, &dd, &dm)); /* redistributions do not ask */
+    return dm;
+}
+
+static void rank_of_dims(lab_rank *r) {
+    const dims_row *row = (const dims_row *)r->arg;
+    int stages;
+    fsdp_mesh_info info;
+    fsdp_model *m;
+    fsdp_unit *cut, *whole;
+    fsdp_dmesh *dm = dmesh_of(r, row, &m, &stages);
+    const int shards = row->want[0], replicas = row->want[1], parts = row->want[2];
+    if (row->text) {
+        const int lacks = strstr(row->text, "E033") != NULL;
+        REFUSED(r->w, a_unit(dm, FSDP_SHARD, 0, &cut, &info), row->text);
+        CHECK(!cut);
+        REFUSED(r->w, a_unit(dm, FSDP_REPLICATE, 1, &cut, &info),
+                lacks ? "gradients are addends" : row->text);
+        if (lacks) CALL(r->w, a_unit(dm, FSDP_REPLICATE, 0, &whole, &info));
+        return;
+    }
+    CALL(r->w, a_unit(dm, FSDP_SHARD, 0, &cut, &info));
+    CHECK_EQ_INT(info.shard_mesh_size, shards);
+    CHECK_EQ_INT(info.replicate_mesh_size, replicas);
+    CALL(r->w, a_unit(dm, FSDP_REPLICATE, 0, &whole, &info));
+    CHECK_EQ_INT(info.shard_mesh_size, shards);
+    CHECK_EQ_INT(info.replicate_mesh_size, replicas * parts);
+    const int ranks = r->size / stages, data = r->rank % ranks / parts;
+    CHECK_EQ_INT(lab_view(r->w, cut, 0).shape[0], 8 / parts);
+    step_of_dims(r, m, cut, ranks / parts, data);
+    step_of_dims(r, m, whole, ranks / parts, data);
+}
+
+#define UNIT_REFUSED(id) "[" id "] tp_fully_shard: 'a unit without name': "
+static const char no_tp[] = UNIT_REFUSED(
+    "E033") "dm's mesh has no dim 'tp' over which parameters are cut: name the dim in "
+            "fsdp_dmesh_desc.tp_dim, or give the mesh one of 1 rank";
+static const char other_4[] = UNIT_REFUSED(
+    "E034") "the model's mesh_info shards over 4 ranks and replicates over 1, and "
+            "dm's mesh would do so over others (shard_dim: dim -1, replicate_dim: "
+            "dim -1; -1: none): give the model a mesh_info on this mesh, or name its "
+            "dims in fsdp_dmesh_desc";
+#define OTHER UNIT_REFUSED("E034") "the model's mesh_info shards over "
+#define USUAL                                                                                      \
+    { "dp_replicate", "dp_shard", "tp" }
+static const dims_row dims_rows[] = {
+    {"hsdp", USUAL, {2, 2, 2}, 0, {1, 0}, {NULL}, {2, 2, 2}, NULL, 0},
+    {"other_names", {"copies", "rows", "tp"}, {2, 1, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"crossed_names", USUAL, {1, 2, 2}, 0, {0, 1}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"as_they_are", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "b", "a"}, {2, 2, 2}, NULL, 0},
+    {"no_name", {NULL, "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"fsdp", {"fsdp", "tp"}, {2, 2}, 0, {0, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"ddp_over_dp", {"dp", "tp"}, {2, 2}, 0, {-1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"over_tp_too", {"x", "tp"}, {2, 2}, 0, {0, 1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"tp_shards", {"x", "tp"}, {2, 2}, 0, {1, 0}, {NULL}, {1, 2, 2}, NULL, 0},
+    {"tp_named", {"dp", "model"}, {2, 2}, 0, {0, -1}, {"model"}, {2, 1, 2}, NULL, 0},
+    {"tp_of_1", {"x", "tp"}, {2, 1}, 0, {0, -1}, {NULL}, {2, 1, 1}, NULL, 0},
+    {"stages", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"stages_over_tp", {"pp", "x", "tp"}, {2, 2, 2}, 1, {1, 2}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"default", {"dp", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"default_hsdp", USUAL, {2, 2, 2}, 0, {-1, -1}, {NULL}, {2, 2, 2}, NULL, 0},
+    {"merged", USUAL, {2, 2, 2}, 0, {1, 0}, {NULL}, {2, 2, 2}, NULL, 1},
+    {"default_named", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL, "x"}, {2, 1, 2}, NULL, 0},
+    {"bad_default", {"x", "tp"}, {2, 2}, 0, {-1, -1}, {NULL}, {0}, other_4, 0},
+    {"bad_1_of_2", {"x", "dp", "tp"}, {2, 2, 2}, 0, {-1, -1}, {NULL}, {0}, OTHER "8", 0},
+    {"bad_crossed", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "a", "b"}, {0}, OTHER "2", 0},
+    {"bad_replicas", {"a", "b", "tp"}, {1, 2, 2}, 0, {0, 1}, {NULL, "b", "a"}, {0}, OTHER "1", 0},
+    {"bad_other_dim", {"a", "b", "tp"}, {2, 2, 2}, 0, {0, -1}, {NULL, "b"}, {0}, OTHER "2", 0},
+    {"bad_no_tp", {"dp", "model"}, {2, 2}, 0, {0, -1}, {NULL}, {0}, no_tp, 0},
+};
+TEST_P(dtensor_tp, dims_of_the_mesh, dims_rows) {
+    int ranks = 1;
+    for (int m = 0; m < 3 && row->shape[m]; m++) ranks *= row->shape[m];
+    lab_run(ranks, NULL, rank_of_dims, (void *)(uintptr_t)row);
+}
 
 static void refused_tensors(lab_rank *r) {
     fsdp_world *w = r->w;

@@ -156,6 +156,33 @@ TEST_P(loss, equals_one_process, dtypes) {
     CHECK(empty > 5 && worst < 2e-6);
 }
 
+/* More classes on a rank than are converted at a time, 256: a target on each side of the edges, and
+   the largest logit of a row somewhere else. */
+TEST_P(loss, many_classes, dtypes) {
+    static const int64_t targets[] = {0, 1, 255, 256, 257, 349, 350, 511, 512, 513, 605, 606, 699};
+    double worst = 0;
+    one.dtype = row->dtype;
+    one.rows = (int64_t)(sizeof targets / sizeof *targets), one.classes = CLASSES;
+    memcpy(one.targets, targets, sizeof targets);
+    for (one.ranks = 1; one.ranks <= 3; one.ranks++) {
+        for (int64_t i = 0; i < one.rows * CLASSES; i++) {
+            const int64_t line = i / CLASSES, at = i % CLASSES;
+            double x = golden_value(11, (uint64_t)i, 2) + 3 * (at == targets[line]);
+            uint64_t bits = 0;
+            if (at == targets[one.rows - 1 - line]) x += 5;
+            lab_put(&bits, one.dtype, 0, x);
+            one.logits[i] = lab_get(&bits, one.dtype, 0);
+        }
+        for (int64_t i = 0; i < one.rows; i++) one.dout[i] = 1;
+        play_loss(&one);
+        for (int64_t i = 0; i < one.rows; i++) {
+            check_row(&one, i, row->tolerance, &worst);
+            CHECK(one.sums[one.rows + i] < 0 || targets[i] == targets[one.rows - 1 - i]);
+        }
+    }
+    CHECK_MSG(worst < 2e-6, "a loss differs by %.1e", worst);
+}
+
 /* ---- PyTorch --------------------------------------------------------------------------------- */
 
 typedef struct loss_case {

@@ -3,7 +3,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include <math.h> /* exp, fabs, sin, sqrt */
+#include <math.h> /* HUGE_VAL, exp, fabs, fmax, fmin, sin, sqrt */
 #include "lab.h"
 #include "lab_dtensor.h"
 
@@ -275,28 +275,35 @@ static void apply(int op, const fsdp_tensor_op_args *args, dense *const *in, int
         rows_of(op, out, last ? last : 1);
 }
 
-/* The part of a coordinate, with its share of each value where addends are held. */
-static void take(const dense *whole, const fsdp_spec *s, const int32_t *coord, dense *part,
-                 fsdp_local *l) {
-    double share = 1;
+/* The part of a coordinate; where addends are held, with its own. Which rank has which addend, the
+   largest for example, depends on the input. */
+static void take(const dense *whole, const fsdp_spec *s, const int32_t *coord, int input,
+                 dense *part, fsdp_local *l) {
     int to[DIMS];
     for (int k = 0; k < DIMS; k++) to[k] = k;
     CHECK_OK(fsdp_spec_local(s, coord, l));
     dense_shape(part, s->ndim, l->shape);
-    for (int m = 0; m < s->mesh_ndim; m++) {
-        int n = s->mesh_shape[m], c = coord[m];
-        if (s->place[m].kind != FSDP_PARTIAL) continue;
-        CHECK(s->place[m].op == FSDP_SUM);
-        share *= c ? c + 1 : 2 - n * (n + 1) / 2;
+    for (int64_t i = 0; i < part->numel; i++) {
+        part->x[i] = whole->x[index_in(part, i, whole, to, l->start)];
+        for (int m = 0; m < s->mesh_ndim; m++)
+            if (s->place[m].kind == FSDP_PARTIAL)
+                part->x[i] = addend(part->x[i], s->place[m].op,
+                                    (coord[m] + input) % s->mesh_shape[m], s->mesh_shape[m]);
     }
-    for (int64_t i = 0; i < part->numel; i++)
-        part->x[i] = share * whole->x[index_in(part, i, whole, to, l->start)];
 }
 
-/* Adds a part to the whole: copies count once, addends all, means by their share. */
+/* How the addends of a spec are joined: FSDP_SUM (and means), FSDP_MAX or FSDP_MIN. */
+static int op_of(const fsdp_spec *s) {
+    for (int m = 0; m < s->mesh_ndim; m++)
+        if (s->place[m].kind == FSDP_PARTIAL && s->place[m].op != FSDP_AVG) return s->place[m].op;
+    return FSDP_SUM;
+}
+
+/* Joins a part with the whole: copies count once, addends all, means by their share. */
 static void give(const dense *part, const fsdp_spec *s, const int32_t *coord, dense *whole) {
     double share = 1;
     int to[DIMS];
+    const int op = op_of(s);
     fsdp_local l;
     for (int k = 0; k < DIMS; k++) to[k] = k;
     CHECK_OK(fsdp_spec_local(s, coord, &l));
@@ -306,8 +313,12 @@ static void give(const dense *part, const fsdp_spec *s, const int32_t *coord, de
         if (s->place[m].kind == FSDP_PARTIAL && s->place[m].op == FSDP_AVG)
             share /= s->mesh_shape[m];
     }
-    for (int64_t i = 0; i < part->numel; i++)
-        whole->x[index_in(part, i, whole, to, l.start)] += share * part->x[i];
+    for (int64_t i = 0; i < part->numel; i++) {
+        double *at = &whole->x[index_in(part, i, whole, to, l.start)];
+        if (op == FSDP_SUM) *at += share * part->x[i];
+        else if (op == FSDP_MAX) *at = fmax(*at, part->x[i]);
+        else *at = fmin(*at, part->x[i]);
+    }
 }
 
 static dense whole_in[4], part_in[4], whole_out, part_out, sum_out;
@@ -319,10 +330,12 @@ static void check_values(const op_case *c, const fsdp_propagation *p) {
     dense_shape(&whole_out, p->out.ndim, p->out.shape),
         dense_shape(&sum_out, p->out.ndim, p->out.shape);
     apply(c->op, &c->args, in, c->num_in, &whole_out, 0);
-    memset(sum_out.x, 0, sizeof sum_out.x);
+    const int op = op_of(&p->out);
+    for (int64_t i = 0; i < MOST; i++)
+        sum_out.x[i] = op == FSDP_MAX ? -HUGE_VAL : op == FSDP_MIN ? HUGE_VAL : 0;
     do {
         fsdp_local l[4], out;
-        for (int i = 0; i < c->num_in; i++) take(in[i], &p->in[i], coord, parts[i], &l[i]);
+        for (int i = 0; i < c->num_in; i++) take(in[i], &p->in[i], coord, i, parts[i], &l[i]);
         CHECK_OK(fsdp_spec_local(&p->out, coord, &out));
         dense_shape(&part_out, p->out.ndim, out.shape);
         apply(c->op, &c->args, parts, c->num_in, &part_out, l[0].start[0]);
@@ -374,6 +387,16 @@ static void keep_spec(const fsdp_spec *s, void *arg) {
     specs[num_specs++] = *s;
 }
 
+/* Addends of one spec are sums, means, sums and means, the largest or the smallest; of the inputs
+   either alike or each as it is drawn. */
+static void draw_ops(fsdp_spec *s, uint64_t *rng, int all) {
+    static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_SUM, FSDP_MAX, FSDP_MIN};
+    const int kind = all >= 0 ? all : (int)(h_rand64(rng) % 5);
+    for (int m = 0; m < s->mesh_ndim; m++)
+        if (s->place[m].kind == FSDP_PARTIAL)
+            s->place[m].op = kind == 2 ? ops[h_rand64(rng) % 2] : ops[kind];
+}
+
 /* All placements and orders of the inputs on (2, 2) and (3), some of (2, 3) and (2, 2, 2). */
 TEST_P_TIMEOUT(propagate, values, valued, 120) {
     static const struct {
@@ -403,7 +426,9 @@ TEST_P_TIMEOUT(propagate, values, valued, 120) {
         }
         for (uint64_t n = 0; n < meshes[q].most / (W_SLOW ? 8 : 1); n++) {
             const fsdp_spec *in[4];
+            fsdp_spec drawn[4];
             fsdp_propagation p;
+            const int all = (int)(h_rand64(&rng) % 6) - 1;
             for (int i = 0; i < c.num_in; i++) do
                     in[i] = &specs[begin[i] +
                                    (int)(h_rand64(&rng) % (uint64_t)(begin[i + 1] - begin[i]))];
@@ -411,6 +436,10 @@ TEST_P_TIMEOUT(propagate, values, valued, 120) {
                        (in[i]->place[0].kind == FSDP_PARTIAL ||
                         in[i]->place[1].kind == FSDP_PARTIAL ||
                         in[i]->place[2].kind == FSDP_PARTIAL));
+            for (int i = 0; i < c.num_in; i++) {
+                drawn[i] = *in[i], in[i] = &drawn[i];
+                draw_ops(&drawn[i], &rng, all);
+            }
             CHECK_OK(fsdp_propagate(c.op, in, c.num_in, &c.args, NULL, &p));
             CHECK_EQ_INT(p.num_in, c.num_in);
             for (int i = 0; i < c.num_in; i++) (void)moved(in[i], &p.in[i]); /* there is a way */

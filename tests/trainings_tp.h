@@ -189,7 +189,7 @@ FS_FN void tp_make(fs_run *x) {
     bed_renew(on);
     x->dm = on->dm;
     for (int u = 0; u < x->whole->count; u++)
-        tp_make_unit(x, u, u ? tp_cuts : whole, u ? 0 : FSDP_RESHARD_NEVER);
+        tp_make_unit(x, u, u && tp >= 0 ? tp_cuts : whole, u ? 0 : FSDP_RESHARD_NEVER);
     const fsdp_spec adds = tp_rows(x, on, tp, FSDP_PARTIAL),
                     all = tp_rows(x, on, tp, FSDP_REPLICATE);
     own->way[TP_SUM] = tp_way(x, on, "row-parallel out", adds, all);
