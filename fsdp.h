@@ -1277,6 +1277,10 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
 
+#ifndef __linux__
+#error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
+#endif
+
 #include <math.h>    // sqrt, pow, fmod
 #include <pthread.h> // worker threads, ranks as threads
 #include <stdarg.h>  // va_list
