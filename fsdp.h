@@ -156,7 +156,8 @@ ENVIRONMENT
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  tools/fsdprun and torchrun set them. If they
                       are not set, the library reads those of mpirun (OMPI_*, PMI_*, MV2_*), srun
                       (SLURM_*) or flux (FLUX_*)
-    FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
+    FSDP_JOB_ID       name of the job of all the launcher's ranks, unique on the host. Default: from
+                      the launcher's variables. Other worlds need fsdp_world_desc.job
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
     FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: over Gloo
@@ -182,7 +183,8 @@ MEMORY
     there are two, if two can be in use at a time. If units stay open around others, there are more.
 
 THREADS AND ORDER
-    One thread at a time uses a world and all that is made from it. Worlds are independent. The
+    One thread at a time uses a world and all that is made from it. Worlds are independent; if a
+    process has several open at a time, give each a name of its own (fsdp_world_desc.job). The
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
     sides in the text; if they wait in different groups, as with two lanes or HSDP, they may get
@@ -279,7 +281,8 @@ typedef struct fsdp_world_desc {
                               // ranks are on several hosts, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
-    const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
+    const char *job;          // equal on all ranks, and no other world's. NULL: that of the
+                              // launcher; then rank and world_size have to be the launcher's, too
     const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", or
                               // "file:///PATH"; "host:": one host. NULL: FSDP_STORE, launcher's
     fsdp_threads *threads;    // NULL: ranks are processes
@@ -1276,6 +1279,10 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
+
+#ifndef __linux__
+#error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
+#endif
 
 #include <math.h>    // sqrt, pow, fmod
 #include <pthread.h> // worker threads, ranks as threads

@@ -776,7 +776,8 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
                                 "[E705] rank %d has joined already: give each program its own "
-                                "rank, and each job its own FSDP_JOB_ID or FSDP_TOKEN",
+                                "rank, each job its own FSDP_JOB_ID or FSDP_TOKEN, and each of the "
+                                "worlds that a program has open its own fsdp_world_desc.job",
                                 (int)rank);
     } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,

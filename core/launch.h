@@ -4,40 +4,74 @@
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
-// batch job as well; only a step of srun has a step id.
+// batch job as well; only a step of srun has a step id. Managers give PMI_* beside their own, with
+// the same values: if these differ, an mpiexec within their step has set them.
 typedef struct fsdpi_launcher {
     const char *rank, *size, *local, *needs;
     const char *here, *hosts; // how many ranks this host has, how many hosts the job; or NULL
     const char *job[4];       // parts of a name that is equal on all ranks and unique on the host
+    int is_manager;
 } fsdpi_launcher;
 
 // clang-format off
 static const fsdpi_launcher fsdpi_launchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", NULL,
-        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}, 0},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", NULL,
-        {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}},
+        {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}, 0},
     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", NULL,
-        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
-    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS", NULL,
-        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
+        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}, 0},
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", NULL,
+        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}, 0}, // mpiexec: Hydra, Intel
     {"FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK", NULL,
-        "FLUX_JOB_NNODES", {"FLUX_JOB_ID", NULL, NULL, NULL}},
+        "FLUX_JOB_NNODES", {"FLUX_JOB_ID", NULL, NULL, NULL}, 1},
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", NULL,
-        "SLURM_STEP_NUM_NODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
+        "SLURM_STEP_NUM_NODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}, 1},
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", NULL,
-        "SLURM_NNODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
+        "SLURM_NNODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}, 1},
+    {"PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_RANK", "PMI_LOCAL_SIZE", NULL,
+        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}, 0},
 };
 // clang-format on
 
+static const fsdpi_launcher *const fsdpi_launchers_end =
+    fsdpi_launchers + sizeof fsdpi_launchers / sizeof *fsdpi_launchers;
+
+// Do the variables `rank` and `size` say what the launcher's own do?
+static int fsdpi_launcher_counts(const fsdpi_launcher *l, const char *rank, const char *size) {
+    const char *own_rank = fsdpi_env(l->rank), *own_size = fsdpi_env(l->size);
+    rank = fsdpi_env(rank), size = fsdpi_env(size);
+    return rank && size && own_rank && own_size && strcmp(rank, own_rank) == 0 &&
+           strcmp(size, own_size) == 0;
+}
+
 static const fsdpi_launcher *fsdpi_launcher_find(void) {
-    const size_t count = sizeof fsdpi_launchers / sizeof *fsdpi_launchers;
-    for (size_t i = 1; i < count && !fsdpi_env("RANK") && !fsdpi_env("WORLD_SIZE"); i++)
-        if (fsdpi_env(fsdpi_launchers[i].rank) && fsdpi_env(fsdpi_launchers[i].needs))
-            return &fsdpi_launchers[i];
-    return &fsdpi_launchers[0];
+    const fsdpi_launcher *l = fsdpi_launchers + 1;
+    for (; l < fsdpi_launchers_end && !fsdpi_env("RANK") && !fsdpi_env("WORLD_SIZE"); l++)
+        if (fsdpi_env(l->rank) && fsdpi_env(l->needs) &&
+            (!l->is_manager || !fsdpi_env("PMI_RANK") ||
+             fsdpi_launcher_counts(l, "PMI_RANK", "PMI_SIZE")))
+            return l;
+    return fsdpi_launchers;
+}
+
+/* The one that can say more of the ranks than how many there are: `l`, if its variable `a` or `b`
+   is set; else the next one that counts them in the same way, as srun below a script that exports
+   RANK and WORLD_SIZE. */
+static const fsdpi_launcher *fsdpi_launcher_knows(const fsdpi_launcher *l, const char *a,
+                                                  const char *b) {
+    if (fsdpi_env(a) || fsdpi_env(b)) return l;
+    for (const fsdpi_launcher *k = l + 1; k < fsdpi_launchers_end; k++)
+        if (fsdpi_env(k->needs) && fsdpi_launcher_counts(k, l->rank, l->size)) return k;
+    return l;
+}
+
+// The one that says how many hosts there are.
+static const fsdpi_launcher *fsdpi_launcher_of_hosts(void) {
+    const fsdpi_launcher *l = fsdpi_launcher_find();
+    return fsdpi_launcher_knows(l, l->here, l->hosts);
 }
 
 // Rank and size; neither set: a world of one.
@@ -48,7 +82,8 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = fsdpi_world_env_int(w, l->rank, 0, 0x7FFFFFFF, &rank);
     if (!status) status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
     int local = rank;
-    if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
+    const char *name = fsdpi_launcher_knows(l, l->local, NULL)->local;
+    if (!status) status = fsdpi_world_env_int(w, name, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
         return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
@@ -88,6 +123,35 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
+/* Whether the name tells this world from others. Unless the desc gives it, FSDP_JOB_ID as well as
+   the launcher's variables name all ranks of the launcher: a world of some of them, or in another
+   order, might meet another one. Ranks that are threads meet in their process. */
+static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
+    const fsdpi_launcher *l = fsdpi_launcher_find();
+    const char *outer = "fsdprun-"; // its names begin so
+    fsdp_world_desc told = *d;
+    if (!*w->job)
+        return fsdpi_bad(w,
+                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
+                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
+                         w->size);
+    if (d->job || d->threads || !fsdpi_env(l->rank) || !fsdpi_env(l->size)) return FSDP_OK;
+    if (strncmp(w->job, outer, strlen(outer)) == 0 && fsdpi_env("TORCHELASTIC_RUN_ID"))
+        return fsdpi_bad(w,
+                         "[E524] FSDP_JOB_ID is '%s': an fsdprun around this torchrun has set it, "
+                         "for its own ranks. Unset FSDP_JOB_ID and FSDP_STORE before torchrun "
+                         "starts, or start the ranks by fsdprun alone",
+                         w->job);
+    fsdp_status status = fsdpi_env_ranks(w, &told);
+    if (status || (told.rank == d->rank && told.world_size == d->world_size)) return status;
+    return fsdpi_bad(w,
+                     "[E523] fsdp_world_desc says rank %d of %d, the launcher says rank %d of %d "
+                     "(%s, %s): set fsdp_world_desc.job to a name that all ranks of this world "
+                     "share and no other world has. Over Gloo or NCCL set fsdp_world_desc.store, "
+                     "too, if this world's rank 0 is not on the host of MASTER_ADDR",
+                     d->rank, d->world_size, told.rank, told.world_size, l->rank, l->size);
+}
+
 // Whether the launcher tells that it has started some of `size` ranks on other hosts.
 static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher *l, int size,
                                             int *out) {
@@ -108,7 +172,7 @@ static uint64_t fsdpi_env_id(const char *name) {
 // The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
 static int fsdpi_first_host(const char *list, char *out, size_t cap) {
     size_t used = 0;
-    int depth = 0, skip = 0; // in brackets, and there behind the first element
+    int depth = 0, skip = 0; // in brackets, and there after the first element
     for (; *list && (depth || *list != ','); list++) {
         if (*list == '[' && !depth) depth = 1;
         else if (*list == ']' && depth) depth = skip = 0;
@@ -145,7 +209,7 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
                                     size_t cap) {
     const char *store = d->store && *d->store ? d->store : fsdpi_env("FSDP_STORE");
     const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
-    const fsdpi_launcher *l = fsdpi_launcher_find();
+    const fsdpi_launcher *l = fsdpi_launcher_of_hosts();
     int used = 0, is_spread = 0;
     fsdp_status status = fsdpi_launcher_is_spread(w, l, d->world_size, &is_spread);
     if (status) return status;
@@ -170,10 +234,10 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
 
 // Whether the launcher has started ranks of this world on other hosts too.
 static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, int *out) {
-    const fsdpi_launcher *l = fsdpi_launcher_find();
+    const fsdpi_launcher *l = fsdpi_launcher_of_hosts();
     int size = 0;
     *out = 0;
-    if (w->size == 1 || d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return FSDP_OK;
+    if (w->size == 1 || d->threads || strncmp(w->store, "host:", 5) == 0) return FSDP_OK;
     fsdp_status status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
     return status || size != w->size ? status : fsdpi_launcher_is_spread(w, l, size, out);
 }

@@ -74,11 +74,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
                          b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
-    if (!*w->job && fsdpi_ranks_meet(w->comm_ops))
-        return fsdpi_bad(w,
-                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
-                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
-                         w->size);
+    if (fsdpi_ranks_meet(w->comm_ops)) status = fsdpi_job_check(w, d);
+    if (status) return status;
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
                      "[E521] backend '%s' serves one host, the launcher has started ranks on "

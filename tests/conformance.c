@@ -270,6 +270,8 @@ static void gather_case(rank_state *s, fsdp_dtype dtype, int size, int several, 
                    s->src + (size_t)g->shard * bytes, (size_t)g->count * bytes);
     }
     if (in_place) c.src = NULL;
+    for (uint32_t i = 0; i < c.num_segs && in_place; i++) /* nobody reads there */
+        segs[i].shard += s->rank;
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(s->dst, s->model, used);
     s->cases++;
@@ -293,6 +295,8 @@ static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int si
     c.out_dtype = (uint8_t)out;
     c.scale = scale;
     c.accumulate = (uint8_t)accumulate;
+    for (uint32_t i = 0; i < c.num_segs && !in_place; i++) /* each writes where it likes to */
+        segs[i].shard += s->rank;
     fill(s->src, dtype, 0, extent(segs, c.num_segs, s->world), s->rank, s->seq);
     if (in_place) { /* one segment, equal dtypes: into my part of the source */
         c.in_place = 1;
@@ -802,6 +806,16 @@ static void miscount(rank_state *s) {
     CHECK_STATUS(one_sum(s, s->comm, 5, s->rank == 0 ? 11 : 10), FSDP_ERR_MISMATCH);
 }
 TEST_P(conformance, another_count_is_a_mismatch, backends) { run(row, miscount); }
+
+/* A shard that peers read lies at the same place on all ranks. */
+static void misplace(rank_state *s) {
+    fsdp_coll c = coll(s, FSDP_OP_ALL_GATHER, FSDP_F32, "gather");
+    fsdp_seg seg = {0, 0, 10};
+    seg.shard = s->rank == 0;
+    c.segs = &seg, c.num_segs = 1, c.count = 10;
+    CHECK_STATUS(s->ops->run(s->comm, &c), s->world > 1 ? FSDP_ERR_MISMATCH : FSDP_OK);
+}
+TEST_P(conformance, another_place_of_a_shard_is_a_mismatch, backends) { run(row, misplace); }
 
 static void aborted(rank_state *s) {
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));

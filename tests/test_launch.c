@@ -6,7 +6,7 @@
 #include "harness.h"
 #include "lab.h"
 
-enum { VARIABLES_MAX = 10, OUTPUT_NBYTES = 1 << 15 };
+enum { VARIABLES_MAX = 14, OUTPUT_NBYTES = 1 << 15 };
 
 /* An environment: "NAME=value", where %r stands for the rank and %j for a name that is this
    test's own. Nothing else is set. */
@@ -59,11 +59,8 @@ static void seen_abort(fsdp_comm *world, fsdp_status status, const char *why) {
     (void)world, (void)status, (void)why;
 }
 
-/* The world's desc says nothing of ranks; store: NULL, or where they meet. */
-static fsdp_status start_at(const char *store, fsdp_world **w) {
+static fsdp_status start_as(fsdp_world_desc d, fsdp_world **w) {
     fsdp_comm_ops ops = *fsdp_shm_comm_ops();
-    fsdp_world_desc d = FSDP_ZERO;
-    d.store = store;
     ops.open = seen_open;
     ops.run = seen_run;
     ops.close = seen_close;
@@ -82,6 +79,12 @@ static fsdp_status start_at(const char *store, fsdp_world **w) {
     return FSDP_OK;
 }
 
+/* The world's desc says nothing of ranks; store: NULL, or where they meet. */
+static fsdp_status start_at(const char *store, fsdp_world **w) {
+    fsdp_world_desc d = FSDP_ZERO;
+    d.store = store;
+    return start_as(d, w);
+}
 static fsdp_status start(fsdp_world **w) { return start_at(NULL, w); }
 
 typedef struct {
@@ -94,6 +97,7 @@ typedef struct {
     "OMPI_COMM_WORLD_RANK=" rank, "OMPI_COMM_WORLD_SIZE=" size, "OMPI_COMM_WORLD_LOCAL_RANK=" local
 #define SLURM(rank, size, local)                                                                   \
     "SLURM_PROCID=" rank, "SLURM_NTASKS=" size, "SLURM_LOCALID=" local, "SLURM_JOB_ID=7001"
+#define PMI(rank, size) "PMI_FD=9", "PMI_RANK=" rank, "PMI_SIZE=" size
 #define FLUX(rank, size, nodes)                                                                    \
     "FLUX_TASK_RANK=" rank, "FLUX_JOB_SIZE=" size, "FLUX_TASK_LOCAL_ID=1", "FLUX_JOB_ID=f23",      \
         "FLUX_JOB_NNODES=" nodes
@@ -236,6 +240,59 @@ static const found_row found[] = {
      {"PMI_RANK=3", "PMI_SIZE=8", "MPI_LOCALRANKID=3", SLURM("0", "1", "0"), "SLURM_STEP_ID=5"},
      "3/8/3",
      {"7001", "5"}},
+    {"mpiexec_in_a_slurm_step_that_says_no_local_rank", /* but other numbers than the step */
+     {PMI("3", "8"), SLURM("0", "1", "0"), "SLURM_STEP_ID=5", "SLURM_STEP_NUM_TASKS=1"},
+     "3/8/3",
+     {"7001", "5"}},
+    {"mpiexec_in_a_slurm_step_with_as_many_ranks", /* its variables are those of the batch script */
+     {PMI("1", "2"), "MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=1", SLURM("0", "16", "0"),
+      "SLURM_STEP_ID=5", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_NODES=2"},
+     "1/2/0",
+     {"7001", "5", ""}},
+    {"mpiexec_in_a_batch_script",
+     {PMI("3", "4"), SLURM("0", "4", "0"), "MASTER_PORT=5"},
+     "3/4/3",
+     {"7001", ""}},
+    {"slurm_pmi2", /* srun --mpi=pmi2 */
+     {PMI("3", "4"), "PMI_JOBID=7001.3", SLURM("3", "4", "1"), "SLURM_STEP_ID=3",
+      "SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_NUM_NODES=2", "SLURM_STEP_NODELIST=n[01-02]"},
+     "3/4/1",
+     {"7001", "3", "tcp://n01:25134"}},
+    {"slurm_pmi2_of_an_older_slurm",
+     {PMI("3", "4"), "PMI_JOBID=7001.3", SLURM("3", "4", "1"), "SLURM_STEP_ID=3", "SLURM_NNODES=2",
+      "SLURM_JOB_NODELIST=n[01-02]"},
+     "3/4/1",
+     {"7001", "3", "tcp://n01:25134"}},
+    {"flux_pmi", {PMI("3", "4"), FLUX("3", "4", "2")}, "3/4/1", {"f23", "", ""}},
+    {"mpiexec_in_flux",
+     {PMI("5", "8"), "MPI_LOCALRANKID=2", "MPI_LOCALNRANKS=8", FLUX("0", "1", "1"),
+      "FSDP_JOB_ID=m"},
+     "5/8/2",
+     {"m", ""}},
+    {"pmi_local",
+     {PMI("3", "4"), "PMI_LOCAL_RANK=1", "PMI_LOCAL_SIZE=4", "FSDP_JOB_ID=p"},
+     "3/4/1",
+     {"p", ""}},
+    {"pmi_local_on_several_hosts",
+     {PMI("3", "4"), "PMI_LOCAL_RANK=1", "PMI_LOCAL_SIZE=2", "FSDP_JOB_ID=p"},
+     "3/4/1",
+     {"p", "", ""}},
+    /* a script that exports RANK and WORLD_SIZE: the rest is that of the launcher below it */
+    {"rank_exported_under_srun",
+     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=29500", SLURM("3", "4", "1"), "SLURM_STEP_ID=3",
+      "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
+     "3/4/1",
+     {"29500", "", "tcp://n01:25134"}},
+    {"rank_exported_under_mpirun",
+     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=29500", OMPI("3", "4", "1"),
+      "OMPI_COMM_WORLD_LOCAL_SIZE=2"},
+     "3/4/1",
+     {"29500", "", ""}},
+    {"torchrun_under_srun", /* one torchrun for each node */
+     {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=29500",
+      SLURM("1", "2", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=2"},
+     "1/2/1",
+     {"29500", ""}},
     {"empty_is_not_set",
      {"RANK=", "WORLD_SIZE=", OMPI("2", "6", "1"), "PMIX_NAMESPACE=abc", "FSDP_JOB_ID="},
      "2/6/1",
@@ -370,6 +427,59 @@ TEST(launch, store_is_too_long) {
     CHECK(strstr(fsdp_last_error(NULL), "FSDP_STORE or MASTER_ADDR"));
 }
 
+/* Who gives ranks in the desc says whose they are, unless they are the launcher's. */
+#define FSDPRUN(rank, size) TORCHRUN(rank, size), "FSDP_JOB_ID=fsdprun-1"
+static const struct {
+    const char *name, *variables[VARIABLES_MAX];
+    int rank, size;  /* of the desc */
+    const char *job; /* likewise */
+    int is_threads;
+    const char *refused; /* who says what; NULL: a world of that size is opened */
+} desc_ranks[] = {
+    {"as_the_launcher", {FSDPRUN("1", "4")}, 1, 4, NULL, 0, NULL},
+    {"half_of_fsdprun", {FSDPRUN("2", "4")}, 1, 2, NULL, 0, "the launcher says rank 2 of 4"},
+    {"same_rank_of_half", {FSDPRUN("0", "4")}, 0, 2, NULL, 0, "(RANK, WORLD_SIZE)"},
+    {"other_rank", {FSDPRUN("0", "4")}, 3, 4, NULL, 0, "the launcher says rank 0 of 4"},
+    {"more_than_the_launcher", {FSDPRUN("0", "1")}, 1, 2, NULL, 0, "says rank 0 of 1"},
+    {"half_of_mpirun",
+     {OMPI("3", "4", "3"), "PMIX_NAMESPACE=ns"},
+     1,
+     2,
+     NULL,
+     0,
+     "(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"},
+    {"half_of_srun", {SLURM("3", "4", "3"), "SLURM_STEP_ID=0"}, 1, 2, NULL, 0, "SLURM_NTASKS)"},
+    {"with_a_store",
+     {FSDPRUN("2", "4"), "FSDP_STORE=tcp://h:1"},
+     1,
+     2,
+     NULL,
+     0,
+     "fsdp_world_desc.job"},
+    {"launcher_is_wrong", {TORCHRUN("x", "4")}, 1, 2, NULL, 0, "RANK is 'x'"},
+    {"with_a_job", {FSDPRUN("2", "4")}, 1, 2, "even", 0, NULL},
+    {"with_a_job_launcher_is_wrong", {TORCHRUN("x", "4")}, 1, 2, "even", 0, NULL},
+    {"threads", {FSDPRUN("2", "4")}, 1, 2, NULL, 1, NULL},
+    {"alone", {FSDPRUN("2", "4")}, 0, 1, NULL, 0, NULL},
+    {"batch_script", {SLURM("0", "4", "0"), "FSDP_JOB_ID=mine"}, 1, 2, NULL, 0, NULL},
+    {"no_launcher", {"FSDP_JOB_ID=mine"}, 1, 2, NULL, 0, NULL},
+    {"no_launcher_but_a_port", {"MASTER_PORT=7"}, 1, 2, NULL, 0, NULL},
+};
+TEST_P(launch, desc_ranks, desc_ranks) {
+    static fsdp_threads threads;
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w = NULL;
+    environment(row->variables, 0);
+    d.rank = row->rank, d.world_size = row->size, d.job = row->job;
+    if (row->is_threads) d.threads = &threads;
+    fsdp_status status = start_as(d, &w);
+    const char *text = fsdp_last_error(NULL);
+    CHECK_MSG(status == (row->refused ? FSDP_ERR_INVALID_ARG : FSDP_OK), "%s", text);
+    CHECK_EQ_INT(seen.opened, status || row->size == 1 ? 0 : row->size);
+    if (row->refused) CHECK_MSG(strstr(text, row->refused), "%s", text);
+    else CHECK(seen.rank == row->rank && seen.size == row->size);
+}
+
 /* Jobs of one host must not meet: what tells them apart is in the name. */
 static const struct {
     const char *name, *a[VARIABLES_MAX], *b[VARIABLES_MAX];
@@ -435,7 +545,12 @@ static const struct {
      {"SLURM_STEP_NUM_TASKS", "'x'"}},
     {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
     {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
-    {"no_name_pmi", {"PMI_RANK=1", "PMI_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
+     {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
+     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "Unset FSDP_JOB_ID"}},
+    {"no_name_pmi",
+     {"PMI_RANK=1", "PMI_SIZE=2"},
+     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
 };
 TEST_P(launch, wrong, wrong) {
     fsdp_world *w = NULL;
@@ -513,6 +628,44 @@ static void two_jobs_rank(int rank, int world, void *arg) {
 
 TEST(launch, two_jobs_at_once) { h_ranks_proc(4, two_jobs_rank, NULL); }
 
+/* Ranks 0 2 and 1 3 of a launcher's four as two worlds, beside one of all four: refused as long as
+   nothing tells the two apart, though the launcher has a name for its job. */
+static void sub_worlds_rank(int rank, int world, void *arg) {
+    const char *const variable = getenv("FSDP_BACKEND");
+    const char *const run[VARIABLES_MAX] = {"RANK=%r",           "WORLD_SIZE=4",
+                                            "LOCAL_RANK=%r",     "FSDP_JOB_ID=all-%j",
+                                            "FSDP_TOKEN=secret", "FSDP_LOG_LEVEL=none"};
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *all, *half, *again;
+    char job[64], backend[16];
+    int64_t sum = rank, sum_all = rank;
+    (void)arg;
+    snprintf(backend, sizeof backend, "%s", variable ? variable : "");
+    environment(run, rank);
+    CHECK_EQ_INT(setenv("FSDP_BACKEND", backend, 1), 0);
+    d.rank = rank / 2, d.world_size = world / 2, d.local_rank = rank;
+    CHECK_STATUS(fsdp_init(&d, &half), FSDP_ERR_INVALID_ARG);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "[E523]"), "%s", fsdp_last_error(NULL));
+    CALL(NULL, fsdp_init(NULL, &all));
+    snprintf(job, sizeof job, "%s-%d", rank % 2 ? "odd" : "even", (int)getppid());
+    d.job = job;
+    CALL(NULL, fsdp_init(&d, &half));
+    CALL(half, fsdp_all_reduce(half, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
+    CALL(all, fsdp_all_reduce(all, NULL, &sum_all, 1, FSDP_I64, FSDP_SUM));
+    CHECK_EQ_INT(sum, rank % 2 ? 4 : 2);
+    CHECK_EQ_INT(sum_all, 6);
+    if (strcmp(backend, "gloo") == 0) { /* the store has room for one of each name */
+        CHECK_STATUS(fsdp_init(NULL, &again), FSDP_ERR_INVALID_ARG);
+        CHECK_MSG(strstr(fsdp_last_error(NULL), "its own fsdp_world_desc.job"), "%s",
+                  fsdp_last_error(NULL));
+    }
+    CALL(all, fsdp_barrier(all));
+    CALL(NULL, fsdp_shutdown(half));
+    CALL(NULL, fsdp_shutdown(all));
+}
+
+TEST(launch, sub_worlds) { h_ranks_proc(4, sub_worlds_rank, NULL); }
+
 /* ---- the real mpirun ------------------------------------------------------------------------- */
 
 /* What a shell command prints, standard output alone; its exit status. */
@@ -543,8 +696,12 @@ TEST(launch, several_hosts_need_another_backend) {
     fsdp_world *w;
     d.logger.log = w_quiet;
     environment(variables, 0);
-    CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);
-    CHECK_MSG(strstr(fsdp_last_error(NULL), "'shm' serves one host"), "%s", fsdp_last_error(NULL));
+    for (int i = 0; i < 2; i++) {
+        d.job = i ? "a name of its own" : NULL;
+        CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);
+        CHECK_MSG(strstr(fsdp_last_error(NULL), "'shm' serves one host"), "%s",
+                  fsdp_last_error(NULL));
+    }
 #ifndef FSDP_BACKEND_GLOO
     unsetenv("FSDP_BACKEND");
     CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);

@@ -80,7 +80,8 @@ static void usage(FILE *to) {
         "its\n"
         "environment.\n"
         "\n"
-        "  -n RANKS         how many, 1 to %d; default: one per core. Also --nproc-per-node RANKS\n"
+        "  -n RANKS         how many, 1 to %d; default: one per core. Also -np RANKS, as mpirun,\n"
+        "                   and --nproc-per-node RANKS, as torchrun\n"
         "  --grace SECONDS  from TERM to KILL; default: %d after a failure, %d when the user sends "
         "TERM\n"
         "  -h, --help       this text\n"
@@ -177,7 +178,8 @@ static int read_options(job *j, int argc, char **argv, int *help) {
         }
         *help = !strcmp(argv[i], "-h") || !strcmp(argv[i], "--help");
         if (*help) return 0;
-        if ((v = option("--nproc-per-node", argv, &i)) || (v = option("-n", argv, &i)))
+        if ((v = option("--nproc-per-node", argv, &i)) || (v = option("-np", argv, &i)) ||
+            (v = option("-n", argv, &i)))
             bad = number("-n", v, 1, RANKS_MAX, &j->ranks);
         else if ((v = option("--grace", argv, &i))) bad = number("--grace", v, 0, 86400, &j->grace);
         else if ((v = option("--nnodes", argv, &i)))
@@ -259,7 +261,8 @@ static void set_environment(const job *j) {
     set_number("LOCAL_WORLD_SIZE", j->ranks);
     set_number("GROUP_RANK", j->node);
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); // see backends/fsdp_nccl.h
-    unsetenv("TORCHELASTIC_USE_AGENT_STORE");      // of a torchrun around this job
+    unsetenv("TORCHELASTIC_USE_AGENT_STORE");     // of a torchrun around this job
+    unsetenv("TORCHELASTIC_RUN_ID");              // so where it is set, a torchrun is within it
 }
 
 /* What only programs of this job know. On several hosts it has to come from the user: what one

@@ -170,12 +170,15 @@ TEST(fsdprun, environment) {
 /* All that tells a rank who it is, and nothing that tells it otherwise. */
 TEST(fsdprun, environment_of_one_host) {
     setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* of a torchrun around it */
+    setenv("TORCHELASTIC_RUN_ID", "none", 1);
     setenv("FSDP_STORE", "tcp://another:1", 1);
-    CHECK_EQ_INT(
-        RUN("-n2", "sh", "-c", "echo $RANK:$GROUP_RANK:$FSDP_STORE:$TORCHELASTIC_USE_AGENT_STORE:"),
-        0);
+    CHECK_EQ_INT(RUN("-n2", "sh", "-c",
+                     "echo $RANK:$GROUP_RANK:$FSDP_STORE:$TORCHELASTIC_USE_AGENT_STORE:; "
+                     "echo run id:$TORCHELASTIC_RUN_ID:"),
+                 0);
     says("0:0:host:::");
     says("1:0:host:::");
+    says("run id::");
     unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
     says("order:1:");
@@ -259,6 +262,20 @@ TEST_P(fsdprun, says_that_it_serves, serving) {
                          "sh", "-c", script),
                      0);
     says(row->served);
+}
+
+/* mpirun's and torchrun's ways to say how many. */
+static const struct {
+    const char *name, *words[2];
+} numbers[] = {{"n", {"-n", "2"}},
+               {"n_joined", {"-n2", "--"}},
+               {"np", {"-np", "2"}},
+               {"np_and_equals", {"-np=2", "--"}},
+               {"nproc_per_node", {"--nproc-per-node", "2"}},
+               {"nproc_per_node_and_equals", {"--nproc-per-node=2", "--"}}};
+TEST_P(fsdprun, how_many, numbers) {
+    CHECK_EQ_INT(RUN(row->words[0], row->words[1], "sh", "-c", "echo of $WORLD_SIZE."), 0);
+    CHECK_EQ_STR(output, "of 2.\nof 2.\n");
 }
 
 TEST(fsdprun, a_name_for_the_job) {
@@ -577,6 +594,7 @@ static const struct {
 } wrong[] = {
     {"no_ranks", {"-n", "0", "true"}, "-n '0': expected a number from 1 to 4096", 2},
     {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
+    {"no_number_as_mpirun", {"-np", "two", "true"}, "-n 'two'", 2},
     {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
     {"nothing_behind", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
