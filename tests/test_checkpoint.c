@@ -1937,8 +1937,10 @@ static void freeze_thaw(lab_rank *r) {
     ck_fill(&m, 3);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
-    CHECK_EQ_INT(ck_report(&m).num_extra, 3);
+    CHECK_EQ_INT(ck_report(&m).num_extra, 0);
+    check_state(&m, 1, 1); /* held for the thaw */
     CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 1));
+    check_state(&m, 1, 1);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
     CHECK_EQ_INT(ck_report(&m).num_extra, 0);
@@ -1956,6 +1958,111 @@ static void freeze_thaw(lab_rank *r) {
     ck_end(&m);
 }
 TEST_P(checkpoint, freeze_thaw, sizes) { lab_run(row->size, NULL, freeze_thaw, NULL); }
+
+/* States of a frozen parameter go through loads and saves of other numbers of ranks. */
+static const ck_param slow_rows[] = {{0, "w", FSDP_F32, 2, {7, 5}, 0, 0, 0},
+                                     {0, "d", FSDP_F64, 2, {4, 2}, 1, 0, 0},
+                                     {1, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},
+                                     {1, "w", FSDP_F32, 2, {3, 2}, 0, 0, 0},
+                                     {1, "late", FSDP_F32, 1, {6}, 0, 1, 0}};
+static const ck_net slow_net = {slow_rows, COUNT(slow_rows)};
+typedef struct held_case {
+    const char *name;
+    int optim, sizes[3], step; /* step: how many have loaded */
+} held_case;
+static const held_case helds[] = {{"adamw/3,2,4", CK_ADAMW, {3, 2, 4}, 0},
+                                  {"adamw/2,2,2", CK_ADAMW, {2, 2, 2}, 0},
+                                  {"adamw/1,8,1", CK_ADAMW, {1, 8, 1}, 0},
+                                  {"momentum/2,3,1", CK_MOMENTUM, {2, 3, 1}, 0},
+                                  {"sgd/2,3,1", CK_SGD, {2, 3, 1}, 0}};
+static void held_body(lab_rank *r) {
+    const held_case *c = (const held_case *)r->arg;
+    const ck_layout at = {"held", r->size, CK_FSDP, 0, 0, 0, c->optim, 0, 0, 0, 0, 0, 0};
+    char dir[512];
+    ck_model m;
+    ck_dir(dir, "run");
+    ck_make(&m, r, r->w, &slow_net, &at);
+    for (int i = 0; c->step == 1 && i < 2; i++) /* the unit is frozen from the begin on */
+        CALL(r->w, fsdp_set_requires_grad(m.unit[0], i, 0));
+    ck_optimizers(&m);
+    if (c->step == 0) CALL(r->w, fsdp_set_requires_grad(m.unit[1], 2, 1)); /* unfrozen later */
+    if (c->step == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
+    ck_open(&m, NULL);
+    ck_fill(&m, c->step ? 7 : 1);
+    if (c->step) {
+        ck_load(&m, dir, c->step, FSDP_VERIFY_READ);
+        CHECK_EQ_INT(ck_report(&m).num_extra, 0);
+        ck_check(&m, 1, r->size == c->sizes[c->step - 1]);
+    }
+    ck_save(&m, dir, c->step + 1);
+    for (int i = 0; i < 5; i++) /* all have states now, and those of the first save */
+        CALL(r->w, fsdp_set_requires_grad(m.unit[i > 1], i > 1 ? i - 2 : i, 1));
+    ck_check(&m, 1, c->step == 0 || r->size == c->sizes[c->step - 1]);
+    ck_end(&m);
+}
+TEST_P(checkpoint, frozen_states, helds) {
+    held_case c = *row;
+    for (; c.step < 3; c.step++) lab_run(c.sizes[c.step], NULL, held_body, &c);
+}
+
+/* States that nobody takes are told, on one rank. */
+static int nobody(void *user, const fsdp_param_view *v) {
+    (void)user, (void)v;
+    return -1;
+}
+static void tells_dropped(lab_rank *r) {
+    static const char *const all = "has 6 states of parameters of this model that nothing here "
+                                   "takes, and they are dropped: 'optim.state.h.0.b.exp_avg', "
+                                   "'optim.state.h.0.b.exp_avg_sq', 'optim.state.h.0.b.step', ...";
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    fsdp_checkpoint_desc cd = FSDP_ZERO;
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    char dir[512], path[600];
+    ck_model m;
+    ad.group = nobody;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    for (int how = 0; how < 5; how++) { /* no optimizer, none for it, skip_frozen; taken, not asked */
+        ck_make(&m, r, r->w, &base, &adamw_2);
+        if (how == 1) CALL(r->w, fsdp_adamw_create(m.model, &ad, &m.adamw));
+        if (how == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
+        if (how >= 2) ck_optimizers(&m);
+        cd.skip_frozen = how == 2, cd.no_sync = 1, cd.num_blobs = 2;
+        ck_open(&m, &cd);
+        (void)fsdp_fail(r->w, FSDP_OK, "nothing");
+        ld.params_only = how == 4;
+        CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+        const char *said = fsdp_last_error(r->w);
+        if (how < 2 && r->rank == 0) W_CHECK(strstr(said, all), "%d: %s", how, said);
+        else if (how == 2 && r->rank == 0)
+            W_CHECK(strstr(said, "[E450]") && strstr(said, "has 3 states"), "%d: %s", how, said);
+        else W_CHECK(!strstr(said, "E450"), "%d: %s", how, said);
+        ck_end(&m);
+    }
+}
+TEST(checkpoint, tells_dropped_states) { lab_run(2, NULL, tells_dropped, NULL); }
+
+/* A name that begins as another one, and a dot: states of 'w.0' are none of 'w'. */
+static const ck_param alike_rows[] = {{0, "w", FSDP_F32, 1, {5}, 0, 1, 0},
+                                      {0, "w.0", FSDP_F32, 1, {4}, 0, 0, 0}};
+static const ck_net alike_net = {alike_rows, 2};
+static void alike_body(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &alike_net, &adamw_2);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    ck_end(&m);
+    ck_begin(&m, r, r->w, &alike_net, &adamw_2); /* 'w' has no states: none are held */
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 1)); /* and now zeros */
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    check_state(&m, 0, 0);
+    check_state(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint, names_that_begin_alike) { lab_run(2, NULL, alike_body, NULL); }
 
 /* Frozen parameters are left out on request; a model cast to another dtype is saved as it is. */
 static void skip_frozen(lab_rank *r) {
