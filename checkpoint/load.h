@@ -168,6 +168,50 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
     return FSDPI_CK_LEFT;
 }
 
+// Rows that a source has: those that it tells, or all of its tensor's behind `first`. -1: the files
+// lack it, and it tells none.
+static int64_t fsdpi_ck_rows_of(const fsdpi_ck_load *l, const fsdp_checkpoint_source *s) {
+    int64_t first, there[FSDP_MAX_DIMS] = {0};
+    int64_t count = fsdpi_ck_boxes_of(&l->opened, s->name, &first);
+    const fsdpi_ck_box *boxes = l->opened.boxes + first;
+    if (s->rows) return s->rows;
+    if (!count) return -1;
+    if (boxes[0].entry->ndim > FSDP_MAX_DIMS || s->first < 0) return 0; // refused when it is wanted
+    fsdpi_ck_whole(boxes, (int)count, there);
+    return there[s->transpose && boxes[0].entry->ndim == 2] - s->first;
+}
+
+static fsdp_status fsdpi_ck_wrong_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, int64_t rows) {
+    return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                     "[E439] %s: the sources of '%s' have %lld rows, expected %lld", l->io->call,
+                     x->name, (long long)rows, (long long)x->whole[0]);
+}
+
+// Each source has its rows, whatever is missing: one that tells none has what the others leave.
+static fsdp_status fsdpi_ck_settle_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
+                                        fsdp_checkpoint_source *s, int num) {
+    fsdp_checkpoint_source *untold = NULL;
+    int64_t told = 0;
+    for (int i = 0; i < num && x->ndim; i++) {
+        if (s[i].rows < 0 || s[i].rows > x->whole[0]) return fsdpi_ck_wrong_rows(l, x, s[i].rows);
+        int64_t rows = fsdpi_ck_rows_of(l, &s[i]);
+        if (rows >= 0) {
+            told += fsdpi_ck_less(rows, x->whole[0] + 1); // a number of a stranger
+        } else if (untold && l->desc.partial) {
+            return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                             "[E451] %s: %s lacks '%s' and '%s', sources of '%s' that do not tell "
+                             "their rows, so nobody knows where the others belong: set `rows` of "
+                             "each source",
+                             l->io->call, l->opened.dir, untold->name, s[i].name, x->name);
+        } else {
+            untold = &s[i];
+        }
+    }
+    if (untold && told > x->whole[0]) return fsdpi_ck_wrong_rows(l, x, told);
+    if (untold) untold->rows = x->whole[0] - told;
+    return FSDP_OK;
+}
+
 static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(&l->ck->table, index);
     char *flag = (char *)l->flags.ptr + index;
@@ -189,12 +233,15 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         *flag = (char)fsdpi_ck_without(l, x, s[0].name);
         return FSDP_OK;
     }
+    fsdp_status status = fsdpi_ck_settle_rows(l, x, s, num);
+    if (status) return status;
     char *to = (char *)x->data;
     if (x->file_dtype != x->dtype) to = (char *)l->numbers.ptr + 8 * (int64_t)index;
     for (int i = 0; i < num; i++) {
         int64_t count = fsdpi_ck_boxes_of(&l->opened, s[i].name, &first);
         if (!count) {
             fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, s[i].name);
+            row += s[i].rows;
             continue;
         }
         fsdpi_ck_tensor number = *x;
@@ -204,16 +251,12 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
             number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
             if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
-        fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
+        status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;
         *flag = x->file_dtype != x->dtype && number.dtype == FSDP_I64 ? FSDPI_CK_INTEGER
                                                                       : FSDPI_CK_READ;
     }
-    if (num && x->ndim && row != x->whole[0] && !l->num_missing)
-        return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
-                         "[E439] %s: the sources of '%s' have %lld rows, expected %lld",
-                         l->io->call, x->name, (long long)row, (long long)x->whole[0]);
-    return FSDP_OK;
+    return num && x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
 }
 
 // Names that nobody on this rank has asked for.

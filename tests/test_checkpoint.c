@@ -869,6 +869,14 @@ static int bad_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_sour
     for (int i = 0; i < b->count && b->count <= 2; i++) out[i] = b->at[i];
     return b->count;
 }
+/* The rows of a parameter are checked whatever others before it lack. */
+static int late_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    int is_b = !strcmp(ck_row(v)->name, "b");
+    (void)user;
+    if (strcmp(ck_row(v)->name, "w") == 0) snprintf(out[0].name, sizeof out[0].name, "no.such");
+    else if (is_b) out[0].rows = 2;
+    return is_b || !strcmp(ck_row(v)->name, "w");
+}
 static void sources_body(lab_rank *r) {
     fsdp_checkpoint_load_desc ld = FSDP_ZERO;
     char dir[512], path[600];
@@ -878,9 +886,103 @@ static void sources_body(lab_rank *r) {
     ck_fill(&m, 2);
     ld.source = bad_source, ld.user = r->arg;
     refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, ((const bad_sources *)r->arg)->text);
+    ld.source = late_source, ld.partial = 1;
+    refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG,
+                "[E439] checkpoint_load: the sources of 'h.0.b' have 2 rows, expected 3");
     ck_end(&m);
 }
 TEST_P(checkpoint, sources, bad_lists) { lab_run(2, NULL, sources_body, (void *)(uintptr_t)row); }
+
+/* With partial each source has its rows, whatever is missing: 'h.0.w' is rows of q, k and v. */
+typedef struct parts_case {
+    const char *name, *there; /* of q, k and v */
+    int rows[3];              /* told; 0: not */
+    int turned, partial;
+    const char *text; /* NULL: it succeeds */
+} parts_case;
+static const parts_case parts[] = {
+    {"all", "qkv", {0, 0, 0}, 0, 0, NULL},
+    {"no_q", "kv", {0, 0, 0}, 0, 1, NULL},
+    {"no_k", "qv", {0, 0, 0}, 0, 1, NULL},
+    {"no_v", "qk", {0, 0, 0}, 0, 1, NULL},
+    {"no_q/turned", "kv", {0, 0, 0}, 1, 1, NULL},
+    {"no_q/told", "kv", {1, 2, 3}, 0, 1, NULL},
+    {"only_k/told", "k", {1, 2, 3}, 0, 1, NULL},
+    {"only_v/first_told", "v", {1, 0, 0}, 0, 1, NULL},
+    {"only_k", "k", {0, 0, 0}, 0, 1,
+     "lacks 'q' and 'v', sources of 'h.0.w' that do not tell their rows, so nobody knows where"},
+    {"no_q/strict", "kv", {0, 0, 0}, 0, 0, "lacks 1 of 4 tensors: 'q'"},
+    {"only_k/strict", "k", {0, 0, 0}, 0, 0, "lacks 2 of 4 tensors: 'q', 'v'"},
+    {"too_many", "kv", {2, 2, 3}, 0, 1, "[E436] checkpoint_load: 'v' is f32 [3, 4] there"},
+    {"too_few", "kv", {1, 2, 2}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have 5"},
+    {"beyond", "k", {7, 0, 0}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have 7"},
+    {"negative", "kv", {-1, 0, 0}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have -1"}};
+enum { PART_Q = 1, PART_K = 2, PART_V = 3, PART_COLS = 4 };
+static int part_sources(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    const parts_case *c = (const parts_case *)user;
+    if (strcmp(ck_row(v)->name, "w") != 0) return 0;
+    for (int i = 0; i < 3; i++) {
+        snprintf(out[i].name, 2, "%c", "qkv"[i]);
+        out[i].transpose = c->turned, out[i].rows = c->rows[i];
+    }
+    return 3;
+}
+/* Element (i, j) of q, k, v is 100, 200, 300 + 10 i + j; or the other way round. */
+static void make_parts(const char *path, const parts_case *c) {
+    fsdp_safetensors_entry e[3];
+    float data[64];
+    char *room = (char *)lab_zeros(4096, 1);
+    int n = 0;
+    memset(e, 0, sizeof e);
+    for (const char *p = c->there; *p; p++, n++) {
+        int rows = *p == 'q' ? PART_Q : *p == 'k' ? PART_K : PART_V;
+        e[n].name = *p == 'q' ? "q" : *p == 'k' ? "k" : "v";
+        e[n].dtype = FSDP_F32, e[n].ndim = 2;
+        e[n].shape[c->turned] = rows, e[n].shape[!c->turned] = PART_COLS;
+    }
+    int64_t size = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room + 8, 4000);
+    CHECK(size > 0);
+    memcpy(room, &size, 8);
+    for (int k = 0; k < n; k++)
+        for (int64_t at = 0; at < e[k].shape[0] * e[k].shape[1]; at++) {
+            int i = (int)(at / e[k].shape[1]), j = (int)(at % e[k].shape[1]);
+            data[e[k].begin / 4 + at] = (float)(100 * e[k].shape[c->turned] +
+                                                (c->turned ? 10 * j + i : 10 * i + j));
+        }
+    memcpy(room + 8 + size, data, (size_t)e[n - 1].end);
+    ck_spit(path, room, 8 + size + e[n - 1].end);
+    free(room);
+}
+static void parts_body(lab_rank *r) {
+    static const int begins[] = {0, PART_Q, PART_Q + PART_K, PART_Q + PART_K + PART_V};
+    const parts_case *c = (const parts_case *)r->arg;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    fsdp_param_view v;
+    char path[600];
+    ck_model m;
+    ck_dir(path, "parts.safetensors");
+    if (r->rank == 0) make_parts(path, c);
+    CALL(r->w, fsdp_barrier(r->w));
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    CALL(r->w, fsdp_param_at(m.model, 0, &v));
+    for (int64_t k = 0; k < v.numel; k++) ((float *)v.shard)[k] = -1;
+    ld.source = part_sources, ld.user = r->arg, ld.partial = c->partial;
+    if (c->text) refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, c->text);
+    else CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+    for (int64_t k = 0; k < v.numel && !c->text; k++) {
+        int row = (int)(fsdp_view_index(&v, k) / PART_COLS), of = row < 1 ? 0 : row < 3 ? 1 : 2;
+        int col = (int)(fsdp_view_index(&v, k) % PART_COLS);
+        float want = (float)(100 * (of + 1) + 10 * (row - begins[of]) + col);
+        if (!strchr(c->there, "qkv"[of])) want = -1;
+        W_CHECK(((float *)v.shard)[k] == want, "row %d: %g, expected %g", row,
+                (double)((float *)v.shard)[k], (double)want);
+    }
+    if (!c->text) CHECK_EQ_INT(ck_report(&m).num_missing, 3 - (int)strlen(c->there));
+    ck_end(&m);
+}
+TEST_P(checkpoint, parts_of_a_tensor, parts) {
+    lab_run(2, NULL, parts_body, (void *)(uintptr_t)row);
+}
 
 /* ---- checksums ------------------------------------------------------------------------------- */
 
