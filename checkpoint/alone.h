@@ -89,6 +89,10 @@ static fsdp_status fsdpi_ck_open_alone(const char *call, const char *path,
     if (!status) status = fsdpi_ck_understand(&r->io, &r->opened);
     if (!status) status = fsdpi_ck_list_tensors(r);
     if (!status) status = fsdpi_ck_reader_init(&r->reader, &r->io, &r->opened, 1);
+    r->verify.r = &r->reader;
+    r->verify.mine = 0, r->verify.of = 1;
+    if (!status && fsdpi_ck_num_twins(&r->opened))
+        status = fsdpi_ck_do(&r->io, fsdpi_ck_compare_twins, &r->verify);
     if (!status) *out = r;
     else fsdp_checkpoint_close(r);
     return fsdpi_ck_no_memory(status, text, cap);
@@ -209,8 +213,6 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     fsdp_status status = fsdpi_ck_open_alone("checkpoint_verify", path, files, files_user, &r, text,
                                              cap);
     if (status) return status;
-    r->verify.r = &r->reader;
-    r->verify.mine = 0, r->verify.of = 1;
     status = fsdpi_ck_do(&r->io, fsdpi_ck_verify_blocks, &r->verify);
     if (!status && text && cap && r->opened.step >= 0)
         snprintf(text, cap, "step %lld: %lld tensors in %lld files, %lld checksums of %lld bytes",
@@ -220,9 +222,12 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     else if (!status && text && cap)
         snprintf(text, cap,
                  "%lld tensors in %lld files, %lld bytes that have no checksums: only headers were "
-                 "checked",
+                 "checked%s",
                  (long long)r->num_tensors, (long long)r->opened.num_parts,
-                 (long long)r->opened.total_bytes);
+                 (long long)r->opened.total_bytes,
+                 r->opened.untold ? ". They do not tell how large the whole tensors are: if the "
+                                    "file with the last parts is missing, nobody can see it"
+                                  : "");
     fsdp_checkpoint_close(r);
     return status;
 }

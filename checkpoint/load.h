@@ -378,10 +378,11 @@ static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
     return status ? status : fsdpi_ck_plan(l);
 }
 
-static fsdp_status fsdpi_ck_verify_all(fsdpi_ck_load *l) {
+// The ranks share the work of such a job.
+static fsdp_status fsdpi_ck_verify_as(fsdpi_ck_load *l, fsdpi_ck_job job) {
     l->verify.r = &l->reader;
     l->verify.mine = l->ck->rank, l->verify.of = l->ck->size;
-    return fsdpi_ck_do(l->io, fsdpi_ck_verify_blocks, &l->verify);
+    return fsdpi_ck_follow(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
 }
 
 // Zeros for states that the checkpoint lacks; numbers to where they belong.
@@ -452,8 +453,10 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     if (status) return status;
     l->opened.dir = path;
     status = fsdpi_ck_agree(ck->world, call, fsdpi_ck_understand_and_plan(l));
+    if (!status && fsdpi_ck_num_twins(&l->opened))
+        status = fsdpi_ck_verify_as(l, fsdpi_ck_compare_twins);
     if (!status && l->desc.verify == FSDP_VERIFY_ALL)
-        status = fsdpi_ck_follow(ck, call, fsdpi_ck_verify_all(l));
+        status = fsdpi_ck_verify_as(l, fsdpi_ck_verify_blocks);
     if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
     status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;

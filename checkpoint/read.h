@@ -368,3 +368,47 @@ static void fsdpi_ck_verify_blocks(void *arg) {
     }
     fsdpi_ck_leave_part(r);
 }
+
+// Do two files hold this box and the one before it, which is the same one?
+static int fsdpi_ck_is_twin(const fsdpi_ck_opened *o, int64_t box) {
+    const fsdp_safetensors_entry *a = o->boxes[box - 1].entry, *b = o->boxes[box].entry;
+    return strcmp(a->name, b->name) == 0 && a->ndim <= FSDP_MAX_DIMS && fsdpi_ck_same_box(a, b) &&
+           fsdpi_ck_volume(b->ndim, b->shape) > 0;
+}
+static int64_t fsdpi_ck_num_twins(const fsdpi_ck_opened *o) {
+    int64_t num = 0;
+    for (int64_t i = 1; i < o->num_boxes; i++) num += fsdpi_ck_is_twin(o, i);
+    return num;
+}
+// A piece of the data of a box.
+static void fsdpi_ck_get_piece(fsdpi_ck_reader *r, int64_t box, int64_t at, int64_t nbytes,
+                               void *to) {
+    fsdpi_ck_enter_part(r, r->o->boxes[box].file);
+    if (!r->io->disk->status)
+        fsdpi_ck_get(r, (char *)to, nbytes, r->o->boxes[box].entry->begin + at);
+}
+/* A box that is in two files of others has the same bytes in both, else nobody knows which one is
+   meant. Pairs mine, mine + of, ... of all: a job. */
+static void fsdpi_ck_compare_twins(void *arg) {
+    fsdpi_ck_verify_job *v = (fsdpi_ck_verify_job *)arg;
+    fsdpi_ck_reader *r = v->r;
+    fsdpi_ck_disk *d = r->io->disk;
+    int64_t number = 0;
+    for (int64_t i = 1; i < r->o->num_boxes && !d->status; i++) {
+        const fsdpi_ck_box *a = &r->o->boxes[i - 1], *b = a + 1;
+        const int64_t nbytes = b->entry->end - b->entry->begin;
+        if (!fsdpi_ck_is_twin(r->o, i) || number++ % v->of != v->mine) continue;
+        for (int64_t at = 0, n; at < nbytes && !d->status; at += n) {
+            n = fsdpi_ck_less(nbytes - at, FSDPI_CK_BLOCK);
+            fsdpi_ck_get_piece(r, i - 1, at, n, r->scratch.ptr);
+            if (!d->status) fsdpi_ck_get_piece(r, i, at, n, r->block.ptr);
+            if (!d->status && memcmp(r->scratch.ptr, r->block.ptr, (size_t)n) != 0)
+                (void)fsdpi_ck_fault(d, FSDP_ERR_CORRUPT,
+                                     "tensor '%.300s' is in %s and in %s with other values: keep "
+                                     "the file that is meant, or pass it as the path",
+                                     b->entry->name, r->o->parts[a->file].name,
+                                     r->o->parts[b->file].name);
+        }
+    }
+    fsdpi_ck_leave_part(r);
+}

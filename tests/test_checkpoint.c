@@ -1904,7 +1904,7 @@ static const odd odds[] = {
      "tensor 'v' is in another file than the index says"},
     {"index_without_file", NULL, NULL, 0, NULL, NULL, 0,
      "{\"weight_map\":{\"v\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
-     "/odd/a.safetensors: No such file or directory"},
+     "/odd: it lacks a.safetensors, which model.safetensors.index.json names"},
     {"index_of_paths", NULL, NULL, 0, NULL, NULL, 0,
      "{\"weight_map\":{\"v\":\"../a.safetensors\"}}", FSDP_ERR_CORRUPT,
      "model.safetensors.index.json: "},
@@ -1979,8 +1979,21 @@ static void plain_files(lab_rank *r) {
         CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
         CHECK_EQ_INT(v.numel, 1);
         CHECK_EQ_MEM(v.shard, &want[r->rank], 4);
-        CHECK_EQ_INT(ck_report(&m).bytes, 4); /* once, and from one of the two */
+        /* Once, and from one of the two; one rank has compared them. */
+        CHECK_EQ_INT(ck_report(&m).bytes, 4 + (way || r->rank ? 0 : 2 * 8));
     }
+    CALL(r->w, fsdp_barrier(r->w));
+    if (r->rank == 0) {
+        int64_t nbytes;
+        snprintf(path, sizeof path, "%s/1.safetensors", dir);
+        char *file = ck_slurp(path, &nbytes);
+        file[nbytes - 1] ^= 1;
+        ck_spit(path, file, nbytes);
+        free(file);
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    refuse_load(&m, dir, NULL, FSDP_ERR_CORRUPT,
+                "is in 0.safetensors and in 1.safetensors with other values: keep the file that");
     snprintf(path, sizeof path, "%s/none", dir);
     refuse_load(&m, path, NULL, FSDP_ERR_IO, "none: there is no such file or directory");
     snprintf(path, sizeof path, "%s/0.safetensors/x", dir);

@@ -276,6 +276,208 @@ TEST(fsdpck, foreign_dtypes) {
     CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
 }
 
+/* ---- directories of others ------------------------------------------------------------------- */
+
+/* A file of tensors of one element: "ab" are 'a' and 'b' of the values first, first + 1. */
+static void store_letters(const char *dir, const char *leaf, const char *letters, int first) {
+    fsdp_safetensors_entry e[4];
+    char names[4][2], room[600];
+    float values[4];
+    int n = 0;
+    for (; letters[n]; n++) {
+        names[n][0] = letters[n], names[n][1] = 0;
+        e[n] = tensor(names[n], FSDP_F32, 1, 1, 0, 0);
+        values[n] = (float)(first + n);
+    }
+    int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room + 8, 500);
+    CHECK(need > 0);
+    memset(room, 0, 8);
+    room[0] = (char)(need & 255), room[1] = (char)(need >> 8);
+    memcpy(room + 8 + need, values, 4 * (size_t)n);
+    store(dir, leaf, room, 8 + need + 4 * n);
+}
+/* An index: "a=1 b=2" says that 'a' is in the first file of the list. */
+static void store_index(const char *dir, const char *leaf, const char *map,
+                        const char *const *files) {
+    char text[1000] = "{\"weight_map\":{", line[300];
+    for (const char *at = map; *at; at += 3 + (at[3] == ' ')) {
+        snprintf(line, sizeof line, "%s\"%c\":\"%s\"", at == map ? "" : ",", at[0],
+                 files[at[2] - '1']);
+        strcat(text, line);
+    }
+    strcat(text, "}}");
+    store(dir, leaf, text, (int64_t)strlen(text));
+}
+
+typedef struct dir_case {
+    const char *name;
+    const char *files[6], *letters[6]; /* their names, and what they have: 1, 2, ...; 11, 12, ... */
+    const char *index, *map;           /* of the names above, also of files that are not there */
+    const char *text;                  /* of a failure; NULL: none */
+    const char *values;                /* "a=1 b=2": what is read then */
+} dir_case;
+#define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
+#define U "diffusion_pytorch_model"
+static const char model_index[] = "model.safetensors.index.json";
+static const dir_case dirs[] = {
+    {"two_files", {"x.safetensors", "y.safetensors"}, {"a", "b"}, NULL, NULL, NULL, "a=1 b=11"},
+    /* The same tensor in two files. */
+    {"ema",
+     {U ".safetensors", U ".non_ema.safetensors"},
+     {"ab", "b"},
+     NULL,
+     NULL,
+     "tensor 'b' is in diffusion_pytorch_model.non_ema.safetensors and in "
+     "diffusion_pytorch_model.safetensors with other values: keep the file that is meant",
+     NULL},
+    {"equal", {"x.safetensors", "y.safetensors"}, {"a", "A"}, NULL, NULL, NULL, "a=1"},
+    {"old_and_new",
+     {M(1, 2), M(2, 2), M(1, 1)},
+     {"a", "b", "ab"},
+     NULL,
+     NULL,
+     "tensor 'a' is in model-00001-of-00001.safetensors and in model-00001-of-00002",
+     NULL},
+    /* Names that tell how many files there are. */
+    {"first_gone", {M(2, 3), M(3, 3)}, {"b", "c"}, NULL, NULL,
+     "it lacks model-00001-of-00003.safetensors: its names tell of 3 files: add it, or pass one",
+     NULL},
+    {"second_gone", {M(1, 3), M(3, 3)}, {"a", "c"}, NULL, NULL,
+     "it lacks model-00002-of-00003.safetensors", NULL},
+    {"last_gone", {M(1, 3), M(2, 3)}, {"a", "b"}, NULL, NULL,
+     "it lacks model-00003-of-00003.safetensors", NULL},
+    {"two_sets", {M(1, 2), M(2, 2), M(1, 3), M(2, 3)}, {"a", "b", "c", "d"}, NULL, NULL,
+     "it lacks model-00003-of-00003.safetensors", NULL},
+    {"variant", {"m-1-of-2.fp16.safetensors"}, {"a"}, NULL, NULL,
+     "it lacks m-2-of-2.fp16.safetensors", NULL},
+    {"all_there", {M(1, 2), M(2, 2), "m-of-x.safetensors"}, {"a", "b", "c"}, NULL, NULL, NULL,
+     "a=1 b=11 c=21"},
+    {"no_numbers", {"a-of-b-9-of-5.safetensors", "0-of-2.safetensors"}, {"a", "b"}, NULL, NULL,
+     NULL, "a=1 b=11"},
+    {"ranks_of_pytorch", /* each rank has the files in which it has something */
+     {"shard-00001-" M(1, 2), "shard-00002-" M(2, 2), "shard-00003-" M(1, 2)},
+     {"a", "b", "c"}, NULL, NULL, NULL, "a=1 b=11 c=21"},
+    {"ranks_of_pytorch_gone", {"shard-00001-" M(1, 3), "shard-00002-" M(3, 3)}, {"a", "b"}, NULL,
+     NULL, "it lacks shard-00002-model-00002-of-00003.safetensors", NULL},
+    /* An index. */
+    {"index", {M(1, 2), M(2, 2)}, {"a", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"index_gone", {M(1, 2), M(2, 2)}, {"a", NULL}, model_index, "a=1 b=2",
+     "it lacks model-00002-of-00002.safetensors, which model.safetensors.index.json names", NULL},
+    {"diffusers_gone", {U "-1.safetensors", U "-2.safetensors"}, {"a", NULL},
+     U ".safetensors.index.json", "a=1 b=2",
+     "it lacks diffusion_pytorch_model-2.safetensors, which "
+     "diffusion_pytorch_model.safetensors.index.json names", NULL},
+    {"diffusers", {U "-1.safetensors", U "-2.safetensors", "other.safetensors"}, {"a", "b", "a"},
+     U ".safetensors.index.json", "a=1 b=2", NULL, "a=1 b=11"},
+    {"variant_index", {"m-1.safetensors"}, {"a"}, "m.safetensors.index.fp16.json", "a=1 b=1",
+     "m.safetensors.index.fp16.json: it names tensor 'b', which is in no file", NULL},
+    {"decides", {M(1, 2), M(2, 2)}, {"ab", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"decides_for_the_first", {M(1, 2), M(2, 2)}, {"ab", "bc"}, model_index, "a=1 b=1 c=2", NULL,
+     "a=1 b=2 c=12"},
+    {"elsewhere", {M(1, 2), M(2, 2)}, {"ab", "c"}, model_index, "a=1 b=2 c=2",
+     "tensor 'b' is in another file than the index says", NULL},
+    {"not_named", {M(1, 2), M(2, 2)}, {"ab", "c"}, model_index, "a=1 c=2",
+     "tensor 'b' is in a file, and the index does not name it", NULL},
+    {"named_twice", {M(1, 1)}, {"ab"}, model_index, "a=1 b=1 a=1", "it names tensor 'a' twice",
+     NULL},
+    /* An index beside one file. */
+    {"stale_gone", {M(1, 2), M(2, 2), "model.safetensors"}, {NULL, NULL, "ab"}, model_index,
+     "a=1 b=2", NULL, "a=21 b=22"},
+    {"stale_there", {M(1, 2), M(2, 2), "model.safetensors"}, {"a", "b", "ab"}, model_index,
+     "a=1 b=2",
+     "it has model.safetensors and model.safetensors.index.json, which names other files: one of "
+     "the two is of another save: remove it", NULL},
+    {"stale_half", {M(1, 2), M(2, 2), "model.safetensors"}, {"a", NULL, "ab"}, model_index,
+     "a=1 b=2", "it has model.safetensors and model.safetensors.index.json", NULL},
+    {"stale_diffusers", {U "-1.safetensors", U ".safetensors"}, {"a", "a"},
+     U ".safetensors.index.json", "a=1",
+     "it has diffusion_pytorch_model.safetensors and diffusion_pytorch_model.safetensors.index",
+     NULL},
+    {"index_of_the_one", {"model.safetensors"}, {"ab"}, model_index, "a=1 b=1", NULL, "a=1 b=2"},
+};
+#undef M
+#undef U
+static void make_dir_case(const dir_case *c, const char *dir) {
+    CHECK_EQ_INT(mkdir(dir, 0755), 0);
+    for (int i = 0; i < 6 && c->files[i]; i++)
+        if (!c->letters[i]) continue;
+        else if (c->letters[i][0] == 'A') store_letters(dir, c->files[i], "a", 1);
+        else store_letters(dir, c->files[i], c->letters[i], 1 + 10 * i);
+    if (c->index) store_index(dir, c->index, c->map, c->files);
+}
+TEST_P(fsdpck, directories, dirs) {
+    fsdp_checkpoint_export_desc ours = FSDP_ZERO;
+    char dir[600], out[600], checked[600];
+    make_dir_case(row, path_of(dir, "dir"));
+    fsdp_status expected = row->text ? FSDP_ERR_CORRUPT : FSDP_OK;
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), expected);
+    if (row->text) says(row->text);
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID), expected);
+    if (row->text) says(row->text);
+    ours.num_ranks = 2;
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(checked, "checked"), &ours, SAID), expected);
+    if (row->text) says(row->text);
+    for (int i = 0; i < 2 && !row->text; i++) {
+        fsdp_checkpoint_contents in;
+        fsdp_checkpoint_reader *r = open_it(i ? checked : out);
+        int64_t num = 0;
+        for (const char *at = row->values; *at;) {
+            char name[2] = {at[0], 0}, *end;
+            float value;
+            const float want = (float)strtol(at + 2, &end, 10);
+            CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, &value, SAID));
+            CHECK_MSG(value >= want && value <= want, "%s: %g, expected %g", name, (double)value,
+                      (double)want);
+            at = end + (*end == ' ');
+            num++;
+        }
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &in));
+        CHECK_EQ_INT(in.num_tensors, num);
+        fsdp_checkpoint_close(r);
+    }
+}
+
+/* Several indices: the one that transformers takes, else nobody knows. A directory of checkpoints
+   is no checkpoint. What is not told is said. */
+TEST(fsdpck, directories_of_several) {
+    static const char *const one[] = {"x.safetensors"};
+    char dir[600], run[600], path[800];
+    CHECK_EQ_INT(mkdir(path_of(dir, "dir"), 0755), 0);
+    store_letters(dir, "x.safetensors", "a", 1);
+    store_index(dir, "u.safetensors.index.json", "a=1", one);
+    store_index(dir, "v.safetensors.index.json", "a=1", one);
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("it has 2 indices, among them ");
+    says("put the files of one of them into a directory of their own");
+    store_index(dir, "model.safetensors.index.json", "a=1", one);
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_INT(mkdir(path_of(run, "run"), 0755), 0);
+    static const char *const steps[] = {"checkpoint-500", "checkpoint-9000", "step_12",
+                                        "step-00001000", "step-x", "notes"};
+    for (int i = 0; i < 6; i++) {
+        snprintf(path, sizeof path, "%s/%s", run, steps[i]);
+        CHECK_EQ_INT(mkdir(path, 0755), 0);
+    }
+    CHECK_STATUS(fsdp_checkpoint_verify(run, NULL, NULL, SAID), FSDP_ERR_INVALID_ARG);
+    says("run: it is no checkpoint, but has some in it: pass one of them, for example "
+         "run/checkpoint-9000");
+}
+
+TEST(fsdpck, tells_what_cannot_be_told) {
+    char path[600], name[80];
+    static const char *const whole[] = {"example/step-00000017", "checkpoints/transformers_gpt2",
+                                        "checkpoints/torch_consolidated"};
+    CHECK_OK(fsdp_checkpoint_verify(golden_path(path, "checkpoints/torch_fsdp_w3"), NULL, NULL,
+                                    SAID));
+    says("only headers were checked. They do not tell how large the whole tensors are: if the "
+         "file with the last parts is missing, nobody can see it");
+    for (int i = 0; i < 3; i++) {
+        snprintf(name, sizeof name, "%s", whole[i]);
+        CHECK_OK(fsdp_checkpoint_verify(golden_path(path, name), NULL, NULL, SAID));
+        CHECK_MSG(!strstr(said, "do not tell"), "%s", said);
+    }
+}
+
 /* ---- export ---------------------------------------------------------------------------------- */
 
 static int keep_names(void *user, const char *name, char *out) { /* without those that contain it */
