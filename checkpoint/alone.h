@@ -149,13 +149,13 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, 
     return FSDP_OK;
 }
 
-// The library has the dtype of a tensor, and as many dims.
+// The library has as many dims, and elements of the size.
 static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);
-    if (e->ndim <= FSDP_MAX_DIMS && e->dtype != FSDP_SAFETENSORS_OTHER) return FSDP_OK;
+    if (e->ndim <= FSDP_MAX_DIMS && fsdpi_ck_carrier(e) != FSDP_DTYPE_KEEP) return FSDP_OK;
     return fsdpi_ck_fail(&r->io, FSDP_ERR_UNSUPPORTED,
-                         "[E461] %s: '%.300s' is %s with %d dims, which the library does not have: "
-                         "leave it out",
+                         "[E461] %s: '%.300s' is %s with %d dims, which the library cannot move: "
+                         "leave it out (fsdpck: --skip NAME; a program: rename of the desc)",
                          r->io.call, e->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
 }
 // May elements of dtype `from` be had as `to`?
@@ -190,9 +190,11 @@ FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *r, int64_t ind
     if (status) return status;
     const fsdp_safetensors_entry *e = inside ? fsdpi_ck_entry_of(r, index) : NULL;
     const int64_t *whole = inside ? fsdpi_ck_whole_at(r, index)->shape : NULL;
-    if (e && dtype == FSDP_DTYPE_KEEP) dtype = e->dtype;
+    const fsdp_dtype as_it_is = e ? fsdpi_ck_carrier(e) : FSDP_DTYPE_KEEP;
+    const int keeps = dtype == FSDP_DTYPE_KEEP;
+    if (keeps) dtype = as_it_is;
     if (!start && !shape) start = zero, shape = whole;
-    inside = inside && start && shape && fsdpi_ck_converts(e->dtype, dtype);
+    inside = inside && start && shape && (keeps || fsdpi_ck_converts(e->dtype, dtype));
     for (int d = 0; inside && d < e->ndim; d++)
         inside = start[d] >= 0 && shape[d] >= 0 && start[d] <= whole[d] &&
                  shape[d] <= whole[d] - start[d];

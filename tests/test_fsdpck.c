@@ -243,37 +243,108 @@ TEST(fsdpck, reader_refuses) {
     says("/nowhere/at all: there is no such file or directory");
 }
 
-/* A dtype and dims that the library does not have are listed, and not read. */
+static void export_to(const char *from, const char *to, const fsdp_checkpoint_export_desc *d) {
+    fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
+    CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
+}
+/* Tensors of dtypes that the library does not have: their bytes are read, and pass through. */
+static fsdp_safetensors_entry foreign(const char *name, const char *dtype, int ndim, int64_t a,
+                                      int64_t b) {
+    fsdp_safetensors_entry e = tensor(name, FSDP_SAFETENSORS_OTHER, ndim, a, b, 0);
+    while (strcmp(fsdp_safetensors_dtype_name(e.file_dtype), dtype) != 0) e.file_dtype++;
+    return e;
+}
 TEST(fsdpck, foreign_dtypes) {
+    fsdp_safetensors_entry e[9] = {
+        foreign("bool", "BOOL", 1, 5, 0),        foreign("f8", "F8_E4M3", 2, 700, 301),
+        foreign("u16", "U16", 2, 200000, 1),     foreign("u32", "U32", 0, 0, 0),
+        foreign("u64", "U64", 1, 3, 0),          foreign("c64", "C64", 2, 2, 2),
+        tensor("f32", FSDP_F32, 2, 300, 500, 0), tensor("i8", FSDP_I8, 1, 3, 0, 0),
+        foreign("none", "F8_E8M0", 1, 0, 0)};
+    static const char *const same[] = {"out", "ours", "cut", "back"};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], out[600], ours[600], cut[600], back[600], *x = (char *)malloc(1200000), *y;
+    store_tensors(h_tmpdir(), "from.safetensors", e, 9);
+    path_of(from, "from.safetensors");
+    CHECK(x != NULL);
+    y = x + 600000;
+    d.dtype = FSDP_BF16; /* of the library's own alone */
+    export_to(from, path_of(out, "narrow"), &d);
+    d.dtype = FSDP_DTYPE_KEEP;
+    export_to(from, path_of(out, "out"), NULL);
+    d.num_ranks = 3;
+    export_to(from, path_of(ours, "ours"), &d);
+    d.num_ranks = 2;
+    export_to(ours, path_of(cut, "cut"), &d);
+    export_to(cut, path_of(back, "back"), NULL);
+    same_file(out, "model.safetensors", back, "model.safetensors");
+    for (int k = 0; k < 4; k++) {
+        char path[600];
+        fsdp_checkpoint_reader *a = open_it(from), *b = open_it(path_of(path, same[k]));
+        for (int i = 0; i < 9; i++) {
+            fsdp_checkpoint_tensor t, u;
+            const int64_t p = index_of(a, e[i].name), q = index_of(b, e[i].name);
+            CHECK_OK(fsdp_checkpoint_tensor_at(a, p, &t));
+            CHECK_OK(fsdp_checkpoint_tensor_at(b, q, &u));
+            CHECK(t.dtype == u.dtype && t.file_dtype == u.file_dtype && t.nbytes == u.nbytes);
+            CHECK_OK(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_DTYPE_KEEP, x, SAID));
+            CHECK_OK(fsdp_checkpoint_read(b, q, NULL, NULL, FSDP_DTYPE_KEEP, y, SAID));
+            CHECK_EQ_MEM(x, y, (size_t)t.nbytes);
+            if (t.dtype != FSDP_SAFETENSORS_OTHER || !t.nbytes) continue;
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_F32, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_U8, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+        }
+        fsdp_checkpoint_close(a);
+        fsdp_checkpoint_close(b);
+    }
+    free(x);
+}
+
+/* Elements of less than a byte, and too many dims, are listed, and neither read nor written. */
+static int without_e(void *user, const char *name, char *out) {
+    (void)user;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return name[0] != 'e' && name[0] != 'n';
+}
+TEST(fsdpck, elements_that_cannot_be_moved) {
     static const char head[] =
-        "{\"e\":{\"dtype\":\"F8_E4M3\",\"shape\":[2],\"data_offsets\":[0,2]},"
-        "\"w\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[2,3]}}";
+        "{\"e\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[0,2]},"
+        "\"n\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[2,3]},"
+        "\"w\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[3,4]}}";
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char dir[600], out[600], byte[4];
     fsdp_checkpoint_reader *r;
     fsdp_checkpoint_tensor t;
     path_of(dir, "foreign.safetensors");
-    blob b = {(char *)malloc(8 + sizeof head - 1 + 3), 8 + sizeof head - 1 + 3};
+    blob b = {(char *)malloc(8 + sizeof head - 1 + 4), 8 + sizeof head - 1 + 4};
     CHECK(b.at != NULL);
     memset(b.at, 7, (size_t)b.size);
     memset(b.at, 0, 8);
-    b.at[0] = (char)(sizeof head - 1);
+    b.at[0] = (char)((sizeof head - 1) & 255);
     memcpy(b.at + 8, head, sizeof head - 1);
     store(dir, "", b.at, b.size);
     free(b.at);
     r = open_it(dir);
     CHECK_OK(fsdp_checkpoint_tensor_at(r, 0, &t));
-    CHECK(t.dtype == FSDP_SAFETENSORS_OTHER && t.nbytes == 2 && t.ndim == 1 && t.shape[0] == 2);
-    CHECK_EQ_STR(fsdp_safetensors_dtype_name(t.file_dtype), "F8_E4M3");
+    CHECK(t.dtype == FSDP_SAFETENSORS_OTHER && t.nbytes == 2 && t.ndim == 1 && t.shape[0] == 4);
+    CHECK_EQ_STR(fsdp_safetensors_dtype_name(t.file_dtype), "F4");
     CHECK_STATUS(fsdp_checkpoint_read(r, 0, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
                  FSDP_ERR_UNSUPPORTED);
-    says("[E461] checkpoint_read: 'e' is F8_E4M3 with 1 dims, which the library does not have");
-    CHECK_OK(fsdp_checkpoint_read(r, 1, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID));
+    says("[E461] checkpoint_read: 'e' is F4 with 1 dims, which the library cannot move: leave it "
+         "out (fsdpck: --skip NAME; a program: rename of the desc)");
+    CHECK_STATUS(fsdp_checkpoint_read(r, 1, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
+                 FSDP_ERR_UNSUPPORTED);
+    CHECK_OK(fsdp_checkpoint_read(r, 2, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID));
     CHECK_EQ_INT(byte[0], 7);
     fsdp_checkpoint_close(r);
     CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID),
                  FSDP_ERR_UNSUPPORTED);
-    says("[E461] checkpoint_export: 'e' is F8_E4M3");
+    says("[E461] checkpoint_export: 'e' is F4");
     CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
+    d.rename = without_e;
+    CHECK_OK(fsdp_checkpoint_export(dir, out, &d, SAID));
 }
 
 /* ---- directories of others ------------------------------------------------------------------- */
@@ -494,10 +565,6 @@ static int one_name(void *user, const char *name, char *out) {
     return 1;
 }
 
-static void export_to(const char *from, const char *to, const fsdp_checkpoint_export_desc *d) {
-    fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
-    CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
-}
 static char *exported(char to[600], const char *golden_name, const char *name,
                       const fsdp_checkpoint_export_desc *d) {
     char from[600];
@@ -1237,8 +1304,33 @@ TEST(fsdpck_tool, diff) {
              "3 of 4 tensors differ\n",
              a);
     CHECK_EQ_STR(said, want);
+    CHECK_EQ_INT(RUN("diff", a, b, "--skip", "w", "--skip=only*"), 1);
+    CHECK_EQ_STR(said, "x: U8 [3] and U8 [4]\n1 of 2 tensors differ\n");
     CHECK_EQ_INT(RUN("diff", b, a), 1);
     CHECK_EQ_INT(RUN("diff", a, "/nowhere"), 3);
+}
+
+/* NaN against a number is a difference, and the largest one; so is a byte of a foreign dtype. */
+TEST(fsdpck_tool, diff_of_odd_values) {
+    static const float values[2][3] = {{1, 2, 3}, {1, 9, 5}};
+    fsdp_safetensors_entry e[2] = {tensor("w", FSDP_F32, 1, 3, 0, 0), foreign("x", "U16", 1, 2, 0)};
+    const uint32_t nan = 0x7fc00000u;
+    char path[2][600];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path[i], 600, "%s/%c.safetensors", h_tmpdir(), 'a' + i);
+        store_tensors(h_tmpdir(), i ? "b.safetensors" : "a.safetensors", e, 2);
+        blob b = load(path[i], "");
+        memcpy(b.at + b.size - 16, values[i], 12);
+        if (i) memcpy(b.at + b.size - 12, &nan, 4);
+        if (i) b.at[b.size - 1] ^= 1;
+        store(path[i], "", b.at, b.size);
+        free(b.at);
+    }
+    CHECK_EQ_INT(RUN("diff", path[0], path[0]), 0);
+    CHECK_EQ_INT(RUN("diff", path[0], path[1]), 1);
+    says("w: 2 of 3 elements differ, the first at [1]: 2 and nan; the largest difference is nan\n"
+         "x: 1 of 2 elements differ, the first at [1]\n"
+         "2 of 2 tensors differ\n");
 }
 
 TEST(fsdpck_tool, export_and_import) {
@@ -1270,6 +1362,14 @@ TEST(fsdpck_tool, export_and_import) {
     CHECK_EQ_INT(RUN("export", "--with-optimizer", from, path_of(again, "all")), 0);
     CHECK_EQ_INT(RUN("diff", from, again), 0);
     CHECK_EQ_INT(RUN("export", from, path_of(again, "no/parent")), 3);
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "some"), "--skip", "h.0.w"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "h.0.w") && strstr(said, "h.0.b"));
+    CHECK_EQ_INT(RUN("import", from, path_of(again, "less"), "--skip=optim.*"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "optim.") && strstr(said, "h.0.w"));
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
+    says("--skip: expected a name, at most 64 times");
 }
 
 /* No byte of a name that moves a cursor reaches the terminal, also in texts of failures. */
