@@ -214,7 +214,9 @@ typedef struct fsdp_checkpoint_load_desc {
                Hugging Face, or one .safetensors file; equal on all ranks
    desc        NULL: defaults. Equal on all ranks: params_only, verify, whether there is a source
    States      if a parameter has no state in the checkpoint although others have (it was frozen, or
-               never updated), its states become zero
+               never updated), its states become zero. If a frozen parameter has some, its optimizer
+               holds them for the thaw, and a save writes them again. If nothing takes states of a
+               parameter, one rank logs it
    Result      FSDP_OK; the same failure on every rank. MISMATCH: what has to be equal on all ranks
                differs; the text says what. INVALID_ARG: it is of another model: the text names what
                is missing or has another shape or dtype. INVALID_STATE: a unit is
@@ -267,17 +269,18 @@ typedef struct fsdp_checkpoint_contents {
 
 typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
     const char *name;                   // as strangers wrote it; lives as long as the reader
-    fsdp_dtype dtype;                   // FSDP_SAFETENSORS_OTHER: it cannot be read
+    fsdp_dtype dtype;                   // FSDP_SAFETENSORS_OTHER: read gives its bytes, with KEEP
     int32_t ndim, file_dtype;           // file_dtype: for fsdp_safetensors_dtype_name
     int32_t num_boxes;                  // copies count once
     int64_t shape[FSDP_MAX_DIMS], nbytes;
 } fsdp_checkpoint_tensor;
 
-/* fsdp_checkpoint_open  - read and check manifest, index and headers: coverage of every tensor, too
+/* fsdp_checkpoint_open  - read and check manifest, index and headers: coverage of every tensor, too,
+               and whether files of others are all there. What two of them hold is read and compared
    fsdp_checkpoint_close - NULL is allowed
    reader      out: you own it: end it with fsdp_checkpoint_close. NULL after a failure
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG, OUT_OF_MEMORY
-   Collective  no      Blocks while headers are read      Allocates headers, tables, 5 MiB */
+   Collective  no      Blocks while files are read      Allocates headers, tables, 5 MiB */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_open(const char *path,
                                                           const fsdp_file_ops *files,
                                                           void *files_user,
@@ -299,7 +302,8 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *rea
    start, shape  [ndim] in the tensor; both NULL: all of it
    dtype       KEEP: as it is; a floating tensor as another floating dtype is converted
    to          out: room for the box, aligned to dtype
-   Result      FSDP_OK; CORRUPT, IO; UNSUPPORTED (a dtype or dims that the library does not have);
+   Result      FSDP_OK; CORRUPT, IO; UNSUPPORTED (elements of less than a byte, or more dims than
+               the library has);
                INVALID_ARG; OUT_OF_MEMORY. After a failure the content of `to` is undefined
    Collective  no      Blocks while files are read      Allocates tables */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *reader,
@@ -329,14 +333,15 @@ typedef struct fsdp_checkpoint_export_desc {
                In the form of Hugging Face: model.safetensors, the bytes that safetensors' save_file
                writes; or model-0000i-of-0000n.safetensors and an index, split as huggingface_hub
                splits tensors in the order of their names.
+               Tensors of dtypes that the library does not have pass through as they are.
                With num_ranks as a checkpoint of ours: each file has its rows of every tensor;
                tensors with few rows or bytes are in one file. The step is that of the name
                step-NNNNNNNN of out, else that of path, else 0. Blobs stay those of the ranks that
                saved them
    out         made; its parent must be there. It gets its name when it is complete
    text        verify: also what was checked, if nothing is wrong
-   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (a dtype that the library does not have),
-               INVALID_ARG (out is there already; two tensors of one name; nothing to write),
+   Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (elements of less than a byte; too many
+               dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write),
                OUT_OF_MEMORY. After a failure out is not there, and nothing beside it if files can
                be removed. Only if the last sync of its parent fails (IO) it is there
    Collective  no      Blocks while files are read and written      Allocates headers, tables, 9 MiB

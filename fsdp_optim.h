@@ -841,6 +841,7 @@ typedef struct fsdpi_optim {
     void *user;
     int moved;                         // the model has been laid out since the table was made
     fsdpi_optim_param *params, *spare; // spare: room for the next table
+    char *held; // of each parameter: 1: it has a state even if it has always been frozen
     char *states[2][2];                // [first, second][of f32, of f64]; one block
     int64_t state_bytes;               // of that block
     int64_t nbytes;                    // of host memory
@@ -928,8 +929,8 @@ static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
     return NULL;
 }
 
-// The table of the present layout, in the order of addresses: what requires a gradient, and what
-// the old table has, since its state survives while it is frozen.
+// The table of the present layout, in the order of addresses: what requires a gradient, what the
+// old table has, since its state survives while it is frozen, and what a checkpoint has states of.
 static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
     for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
         fsdp_param_view v = FSDP_ZERO;
@@ -937,7 +938,7 @@ static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, c
         while (fsdp_next_param(o->model, &v)) {
             if (v.dtype != dtype) continue;
             const fsdpi_optim_param *known = fsdpi_optim_find(old, v.ordinal);
-            if (!v.requires_grad && !known) continue;
+            if (!v.requires_grad && !known && !o->held[v.ordinal]) continue;
             int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
             if (chosen >= o->num_groups)
                 return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
@@ -1091,6 +1092,16 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     return FSDP_OK;
 }
 
+// A checkpoint has states of this parameter: they have room at the next use. Updates under way
+// write to the room that there is.
+static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    if (o->held[ordinal]) return FSDP_OK;
+    o->held[ordinal] = 1;
+    o->moved = 1;
+    return o->memory == FSDP_MEMORY_DEVICE ? fsdp_wait_stream(model, FSDP_STREAM_COMPUTE) : FSDP_OK;
+}
+
 static void fsdpi_optim_free(void *user) {
     fsdpi_optim *o = (fsdpi_optim *)user;
     fsdp_free(o->model, o->memory, o->states[0][0], o->state_bytes);
@@ -1117,8 +1128,8 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     if (status) return status;
     int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
     snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
-    status = fsdp_alloc(m, FSDP_MEMORY_HOST, head + 2 * most * (int64_t)sizeof(fsdpi_optim_param),
-                        text, &room);
+    status = fsdp_alloc(m, FSDP_MEMORY_HOST,
+                        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + 1), text, &room);
     if (status) return status;
     fsdpi_optim *o = (fsdpi_optim *)room;
     *o = *settings;
@@ -1128,10 +1139,12 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->user = user;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
     o->spare = o->params + most;
+    o->held = (char *)(o->spare + most);
     o->moved = 1;
     o->extension.user = o;
     o->extension.relayout = fsdpi_optim_relayout;
     o->extension.state = fsdpi_optim_item;
+    o->extension.hold = fsdpi_optim_hold;
     o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
     if (!status) status = fsdp_attach(m, &o->extension);

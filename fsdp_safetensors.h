@@ -116,14 +116,14 @@ FSDP_API fsdp_status fsdp_safetensors_parse(const char *header, int64_t header_b
                                             size_t why_cap);
 
 /* fsdp_safetensors_print - write a header, with spaces up to a multiple of 8 bytes
-   entries     [num] in: name, dtype, ndim, shape, and with sharded 1 start and whole (all 0 while a
-               box begins or ends elsewhere: not told). Out: in the order of the file, I64 F64 F32
-               I32 BF16 F16 I16 I8 U8, then names by bytes; begin, end and file_dtype are set
+   entries     [num] in: name, dtype, ndim, shape, with OTHER file_dtype, and with sharded 1 start
+               and whole (all 0 while a box begins or ends elsewhere: not told). Out: in the order of the file, I64 F64 F32
+               I32 BF16 F16 I16 I8 U8 (others between them), then names by bytes; begin, end and file_dtype are set
    sharded     1: with DCP_SHARDING_INFO
    keys, values  [num_pairs] of the metadata, keys in ascending order of bytes
    buf         [cap], or NULL to measure. If it is too small, its content is undefined
    Result      bytes of the header. -1: a name that is there twice, is "__metadata__", has no byte
-               or more than 4,096; a text that is not UTF-8; a dtype that is not the library's;
+               or more than 4,096; a text that is not UTF-8; a dtype that is none; half a byte at the end;
                a shape, start or whole that is not possible; keys that do not ascend, or
                DCP_SHARDING_INFO among them; more than 100,000,000 bytes; NULL. Entries may have
                been moved then
@@ -1295,8 +1295,12 @@ static int fsdpi_st_check_printed(fsdp_safetensors_entry *e, int sharded) {
     if (!fsdpi_st_is_text(e->name) || !e->name[0] || strlen(e->name) > FSDPI_ST_NAME ||
         strcmp(e->name, "__metadata__") == 0)
         return 0;
-    if (!fsdp_dtype_size(e->dtype) || e->ndim < 0 || e->ndim > FSDP_MAX_DIMS) return 0;
-    for (e->file_dtype = 0; fsdpi_st_dtypes[e->file_dtype].dtype != e->dtype;) e->file_dtype++;
+    const int other = e->dtype == FSDP_SAFETENSORS_OTHER; // then file_dtype tells which
+    if ((!other && !fsdp_dtype_size(e->dtype)) || e->ndim < 0 || e->ndim > FSDP_MAX_DIMS) return 0;
+    if (!other) e->file_dtype = 0;
+    if (e->file_dtype < 0 || e->file_dtype >= FSDPI_ST_DTYPES) return 0;
+    while (!other && fsdpi_st_dtypes[e->file_dtype].dtype != e->dtype) e->file_dtype++;
+    if (fsdpi_st_dtypes[e->file_dtype].dtype != e->dtype) return 0;
     for (int d = 0; d < e->ndim; d++) {
         int64_t size = e->shape[d], most = FSDPI_ST_MOST;
         if (size < 0 || size > most || !fsdpi_st_numel(&numel, (uint64_t)size)) return 0;
@@ -1306,7 +1310,7 @@ static int fsdpi_st_check_printed(fsdp_safetensors_entry *e, int sharded) {
             e->start[d] > most - size)
             return 0;
     }
-    if (!fsdpi_st_numel(&numel, fsdpi_st_dtypes[e->file_dtype].bits)) return 0;
+    if (!fsdpi_st_numel(&numel, fsdpi_st_dtypes[e->file_dtype].bits) || numel % 8) return 0;
     e->begin = 0, e->end = (int64_t)(numel / 8);
     return 1;
 }

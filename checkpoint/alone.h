@@ -89,6 +89,10 @@ static fsdp_status fsdpi_ck_open_alone(const char *call, const char *path,
     if (!status) status = fsdpi_ck_understand(&r->io, &r->opened);
     if (!status) status = fsdpi_ck_list_tensors(r);
     if (!status) status = fsdpi_ck_reader_init(&r->reader, &r->io, &r->opened, 1);
+    r->verify.r = &r->reader;
+    r->verify.mine = 0, r->verify.of = 1;
+    if (!status && fsdpi_ck_num_twins(&r->opened))
+        status = fsdpi_ck_do(&r->io, fsdpi_ck_compare_twins, &r->verify);
     if (!status) *out = r;
     else fsdp_checkpoint_close(r);
     return fsdpi_ck_no_memory(status, text, cap);
@@ -145,13 +149,13 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, 
     return FSDP_OK;
 }
 
-// The library has the dtype of a tensor, and as many dims.
+// The library has as many dims, and elements of the size.
 static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);
-    if (e->ndim <= FSDP_MAX_DIMS && e->dtype != FSDP_SAFETENSORS_OTHER) return FSDP_OK;
+    if (e->ndim <= FSDP_MAX_DIMS && fsdpi_ck_carrier(e) != FSDP_DTYPE_KEEP) return FSDP_OK;
     return fsdpi_ck_fail(&r->io, FSDP_ERR_UNSUPPORTED,
-                         "[E461] %s: '%.300s' is %s with %d dims, which the library does not have: "
-                         "leave it out",
+                         "[E461] %s: '%.300s' is %s with %d dims, which the library cannot move: "
+                         "leave it out (fsdpck: --skip NAME; a program: rename of the desc)",
                          r->io.call, e->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
 }
 // May elements of dtype `from` be had as `to`?
@@ -186,9 +190,11 @@ FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *r, int64_t ind
     if (status) return status;
     const fsdp_safetensors_entry *e = inside ? fsdpi_ck_entry_of(r, index) : NULL;
     const int64_t *whole = inside ? fsdpi_ck_whole_at(r, index)->shape : NULL;
-    if (e && dtype == FSDP_DTYPE_KEEP) dtype = e->dtype;
+    const fsdp_dtype as_it_is = e ? fsdpi_ck_carrier(e) : FSDP_DTYPE_KEEP;
+    const int keeps = dtype == FSDP_DTYPE_KEEP;
+    if (keeps) dtype = as_it_is;
     if (!start && !shape) start = zero, shape = whole;
-    inside = inside && start && shape && fsdpi_ck_converts(e->dtype, dtype);
+    inside = inside && start && shape && (keeps || fsdpi_ck_converts(e->dtype, dtype));
     for (int d = 0; inside && d < e->ndim; d++)
         inside = start[d] >= 0 && shape[d] >= 0 && start[d] <= whole[d] &&
                  shape[d] <= whole[d] - start[d];
@@ -209,8 +215,6 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     fsdp_status status = fsdpi_ck_open_alone("checkpoint_verify", path, files, files_user, &r, text,
                                              cap);
     if (status) return status;
-    r->verify.r = &r->reader;
-    r->verify.mine = 0, r->verify.of = 1;
     status = fsdpi_ck_do(&r->io, fsdpi_ck_verify_blocks, &r->verify);
     if (!status && text && cap && r->opened.step >= 0)
         snprintf(text, cap, "step %lld: %lld tensors in %lld files, %lld checksums of %lld bytes",
@@ -220,9 +224,12 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     else if (!status && text && cap)
         snprintf(text, cap,
                  "%lld tensors in %lld files, %lld bytes that have no checksums: only headers were "
-                 "checked",
+                 "checked%s",
                  (long long)r->num_tensors, (long long)r->opened.num_parts,
-                 (long long)r->opened.total_bytes);
+                 (long long)r->opened.total_bytes,
+                 r->opened.untold ? ". They do not tell how large the whole tensors are: if the "
+                                    "file with the last parts is missing, nobody can see it"
+                                  : "");
     fsdp_checkpoint_close(r);
     return status;
 }

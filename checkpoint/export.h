@@ -11,7 +11,7 @@ typedef struct fsdpi_ck_out {
     const char *name;
     int64_t tensor; // in the reader
     int64_t nbytes; // there
-    fsdp_dtype dtype;
+    fsdp_dtype dtype; // that elements are moved as
     int32_t file;
 } fsdpi_ck_out;
 
@@ -61,7 +61,7 @@ static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     o->tensor = index;
     o->dtype = x->desc.dtype != FSDP_DTYPE_KEEP && !state && fsdp_dtype_is_float(e->dtype)
                    ? x->desc.dtype
-                   : e->dtype;
+                   : fsdpi_ck_carrier(e);
     o->nbytes = fsdpi_ck_volume(e->ndim, fsdpi_ck_whole_at(x->in, index)->shape) *
                 (int64_t)fsdp_dtype_size(o->dtype);
     o->file = 0;
@@ -150,9 +150,11 @@ static int64_t fsdpi_ck_file_entries(const fsdpi_ck_export *x, int file) {
         if (rows < 0) continue;
         fsdp_safetensors_entry *e = (fsdp_safetensors_entry *)x->entries.ptr + num++;
         memset(e, 0, sizeof *e);
+        const fsdp_safetensors_entry *from = fsdpi_ck_entry_of(x->in, o->tensor);
         e->name = o->name;
-        e->dtype = o->dtype;
-        e->ndim = fsdpi_ck_entry_of(x->in, o->tensor)->ndim;
+        e->dtype = from->dtype == FSDP_SAFETENSORS_OTHER ? from->dtype : o->dtype;
+        e->file_dtype = from->file_dtype;
+        e->ndim = from->ndim;
         memcpy(e->whole, fsdpi_ck_whole_at(x->in, o->tensor)->shape, sizeof e->whole);
         memcpy(e->shape, e->whole, sizeof e->shape);
         if (e->ndim) e->start[0] = first, e->shape[0] = rows;
@@ -230,7 +232,7 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
     fsdp_status status = FSDP_OK;
     for (*used = 0; *next < num && !status;) {
         const fsdp_safetensors_entry *e = (const fsdp_safetensors_entry *)x->entries.ptr + *next;
-        const int64_t size = (int64_t)fsdp_dtype_size(e->dtype);
+        const int64_t size = (int64_t)fsdp_dtype_size(fsdpi_ck_carrier(e));
         int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS], room = (FSDPI_CK_PIECE - *used) / size;
         if (*at == fsdpi_ck_volume(e->ndim, e->shape)) {
             (*next)++, *at = 0;
@@ -240,7 +242,7 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
         int64_t n = fsdpi_ck_next_box(e->ndim, e->shape, *at, room, start, shape);
         for (int d = 0; d < e->ndim; d++) start[d] += e->start[d];
         status = fsdpi_ck_want_box(x->in, fsdpi_ck_out_of(x, e->name)->tensor, start, shape,
-                                   e->dtype, (char *)x->data.ptr + *used);
+                                   fsdpi_ck_carrier(e), (char *)x->data.ptr + *used);
         *at += n;
         *used += n * size;
     }

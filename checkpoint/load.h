@@ -14,8 +14,9 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_room numbers; // f64 or i64 as they were read, for the numbers of extensions
     fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
     fsdpi_ck_verify_job verify;
-    char missing[512], extra[512];
+    char missing[512], extra[512], dropped[512];
     int num_missing, num_extra;
+    int num_dropped; // states of a parameter of this model, which no extension takes
 } fsdpi_ck_load;
 
 // What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.
@@ -122,29 +123,93 @@ static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
     return l->desc.source(l->desc.user, &x->view, out);
 }
 
-// Does the checkpoint have a tensor whose name begins so?
-static int fsdpi_ck_has_prefix(const fsdpi_ck_opened *o, const char *prefix) {
-    int64_t first;
-    (void)fsdpi_ck_boxes_of(o, prefix, &first);
-    return first < o->num_boxes &&
-           strncmp(o->boxes[first].entry->name, prefix, strlen(prefix)) == 0;
+// The names of the files that begin so, one after another: *at is the box to look at next, at first
+// -1. NULL: there is no further one.
+static const char *fsdpi_ck_next_name(const fsdpi_ck_opened *o, const char *prefix, int64_t *at) {
+    if (*at < 0) (void)fsdpi_ck_boxes_of(o, prefix, at);
+    if (*at >= o->num_boxes) return NULL;
+    const char *name = o->boxes[*at].entry->name;
+    if (strncmp(name, prefix, strlen(prefix)) != 0) return NULL;
+    while (++*at < o->num_boxes && strcmp(o->boxes[*at].entry->name, name) == 0) continue;
+    return name;
 }
-// Does it have any of this parameter?
+// The parameter of this model that a name "optim.state.PARAMETER.STATE" is of: names of both may
+// have dots. NULL: another model's.
+static fsdpi_ck_tensor *fsdpi_ck_owner(const fsdpi_ck_table *t, const char *name) {
+    char param[FSDP_CHECKPOINT_NAME + 128], *dot;
+    snprintf(param, sizeof param, "%s", name + strlen(FSDPI_CK_STATES));
+    while ((dot = strrchr(param, '.')) != NULL) {
+        *dot = 0;
+        fsdpi_ck_tensor *x = fsdpi_ck_find_tensor(t, param);
+        if (x && x->ordinal >= 0 && x->place == 0) return x;
+    }
+    return NULL;
+}
+// Does the checkpoint have any state of this parameter?
 static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x) {
+    const fsdpi_ck_tensor *p = fsdpi_ck_param_of(&l->ck->table, x);
     char prefix[FSDP_CHECKPOINT_NAME + 32];
-    snprintf(prefix, sizeof prefix, "optim.state.%s.", fsdpi_ck_param_of(&l->ck->table, x)->name);
-    return fsdpi_ck_has_prefix(&l->opened, prefix);
+    const char *name;
+    snprintf(prefix, sizeof prefix, FSDPI_CK_STATES "%s.", p->name);
+    for (int64_t at = -1; (name = fsdpi_ck_next_name(&l->opened, prefix, &at)) != NULL;)
+        if (fsdpi_ck_owner(&l->ck->table, name) == p) return 1;
+    return 0;
 }
 
 // The checkpoint lacks a tensor: what becomes of it?
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
-    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_has_prefix(&l->opened, "optim.state.") &&
+    int64_t at = -1;
+    if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_next_name(&l->opened, FSDPI_CK_STATES, &at) &&
         !fsdpi_ck_has_states_of(l, x))
         return FSDPI_CK_ZERO;
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
     return FSDPI_CK_LEFT;
+}
+
+// Rows that a source has: those that it tells, or all of its tensor's behind `first`. -1: the files
+// lack it, and it tells none.
+static int64_t fsdpi_ck_rows_of(const fsdpi_ck_load *l, const fsdp_checkpoint_source *s) {
+    int64_t first, there[FSDP_MAX_DIMS] = {0};
+    int64_t count = fsdpi_ck_boxes_of(&l->opened, s->name, &first);
+    const fsdpi_ck_box *boxes = l->opened.boxes + first;
+    if (s->rows) return s->rows;
+    if (!count) return -1;
+    if (boxes[0].entry->ndim > FSDP_MAX_DIMS || s->first < 0) return 0; // refused when it is wanted
+    fsdpi_ck_whole(boxes, (int)count, there);
+    return there[s->transpose && boxes[0].entry->ndim == 2] - s->first;
+}
+
+static fsdp_status fsdpi_ck_wrong_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, int64_t rows) {
+    return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                     "[E439] %s: the sources of '%s' have %lld rows, expected %lld", l->io->call,
+                     x->name, (long long)rows, (long long)x->whole[0]);
+}
+
+// Each source has its rows, whatever is missing: one that tells none has what the others leave.
+static fsdp_status fsdpi_ck_settle_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
+                                        fsdp_checkpoint_source *s, int num) {
+    fsdp_checkpoint_source *untold = NULL;
+    int64_t told = 0;
+    for (int i = 0; i < num && x->ndim; i++) {
+        if (s[i].rows < 0 || s[i].rows > x->whole[0]) return fsdpi_ck_wrong_rows(l, x, s[i].rows);
+        int64_t rows = fsdpi_ck_rows_of(l, &s[i]);
+        if (rows >= 0) {
+            told += fsdpi_ck_less(rows, x->whole[0] + 1); // a number of a stranger
+        } else if (untold && l->desc.partial) {
+            return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
+                             "[E451] %s: %s lacks '%s' and '%s', sources of '%s' that do not tell "
+                             "their rows, so nobody knows where the others belong: set `rows` of "
+                             "each source",
+                             l->io->call, l->opened.dir, untold->name, s[i].name, x->name);
+        } else {
+            untold = &s[i];
+        }
+    }
+    if (untold && told > x->whole[0]) return fsdpi_ck_wrong_rows(l, x, told);
+    if (untold) untold->rows = x->whole[0] - told;
+    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
@@ -168,12 +233,15 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         *flag = (char)fsdpi_ck_without(l, x, s[0].name);
         return FSDP_OK;
     }
+    fsdp_status status = fsdpi_ck_settle_rows(l, x, s, num);
+    if (status) return status;
     char *to = (char *)x->data;
     if (x->file_dtype != x->dtype) to = (char *)l->numbers.ptr + 8 * (int64_t)index;
     for (int i = 0; i < num; i++) {
         int64_t count = fsdpi_ck_boxes_of(&l->opened, s[i].name, &first);
         if (!count) {
             fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, s[i].name);
+            row += s[i].rows;
             continue;
         }
         fsdpi_ck_tensor number = *x;
@@ -183,29 +251,84 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
             number.dtype = there == FSDP_I64 ? FSDP_I64 : FSDP_F64;
             if (fsdpi_ck_takes(l, x, there)) number.file_dtype = there;
         }
-        fsdp_status status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
+        status = fsdpi_ck_want_source(l, &number, &s[i], first, count, &row, to);
         if (status) return status;
         *flag = x->file_dtype != x->dtype && number.dtype == FSDP_I64 ? FSDPI_CK_INTEGER
                                                                       : FSDPI_CK_READ;
     }
-    if (num && x->ndim && row != x->whole[0] && !l->num_missing)
-        return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
-                         "[E439] %s: the sources of '%s' have %lld rows, expected %lld",
-                         l->io->call, x->name, (long long)row, (long long)x->whole[0]);
-    return FSDP_OK;
+    return num && x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
 }
 
 // Names that nobody on this rank has asked for.
 static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
-    const fsdpi_ck_opened *o = &l->opened;
-    for (int64_t i = 0; i < o->num_boxes; i++) {
-        const char *name = o->boxes[i].entry->name;
-        if (i && strcmp(o->boxes[i - 1].entry->name, name) == 0) continue;
-        if (strncmp(name, "fsdp.blob.", 10) == 0 || fsdpi_ck_find_tensor(&l->ck->table, name))
-            continue;
+    const fsdpi_ck_table *t = &l->ck->table;
+    const char *name;
+    for (int64_t at = -1; (name = fsdpi_ck_next_name(&l->opened, "", &at)) != NULL;) {
+        if (strncmp(name, "fsdp.blob.", 10) == 0 || fsdpi_ck_find_tensor(t, name)) continue;
         if (l->desc.params_only && fsdpi_ck_is_reserved(name)) continue;
         fsdpi_ck_name_some(l->extra, sizeof l->extra, ++l->num_extra, name);
     }
+}
+
+// States that are wanted: not by params_only, and a source tells of parameters alone.
+static int fsdpi_ck_wants_states(const fsdpi_ck_load *l) {
+    return !l->desc.params_only && !l->desc.source;
+}
+static void fsdpi_ck_drop_state(fsdpi_ck_load *l, const char *name) {
+    fsdpi_ck_name_some(l->dropped, sizeof l->dropped, ++l->num_dropped, name);
+}
+
+// The files have states of a parameter that has none here, since it is frozen: its optimizer holds
+// them for the thaw. With skip_frozen nobody asks for them.
+static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
+    fsdp_checkpoint *ck = l->ck;
+    fsdp_status status = FSDP_OK;
+    const char *name;
+    int held = 0;
+    for (int64_t at = -1; (name = fsdpi_ck_next_name(&l->opened, FSDPI_CK_STATES, &at)) != NULL;) {
+        const fsdpi_ck_tensor *p = fsdpi_ck_find_tensor(&ck->table, name)
+                                       ? NULL
+                                       : fsdpi_ck_owner(&ck->table, name);
+        if (p && !status) status = fsdp_state_hold(ck->model, p->ordinal);
+        held += p != NULL;
+    }
+    return status || !held ? status : fsdpi_ck_tabulate(ck, l->io->call, 0);
+}
+
+// States of parameters of this model that nothing here takes.
+static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
+    fsdp_checkpoint *ck = l->ck;
+    const fsdpi_ck_table *t = &ck->table;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_checkpoint_place p;
+    fsdp_status status = FSDP_OK;
+    const char *name;
+    for (int64_t at = -1; (name = fsdpi_ck_next_name(&l->opened, FSDPI_CK_STATES, &at)) != NULL;)
+        if (!fsdpi_ck_find_tensor(t, name) && fsdpi_ck_owner(t, name)) fsdpi_ck_drop_state(l, name);
+    while (!status && ck->desc.skip_frozen && fsdp_next_param(ck->model, &v)) {
+        char prefix[FSDP_CHECKPOINT_NAME + 32];
+        if (v.requires_grad) continue;
+        status = fsdpi_ck_place(ck, l->io->call, &v, &p);
+        snprintf(prefix, sizeof prefix, FSDPI_CK_STATES "%s.", p.name);
+        for (int64_t at = -1; (name = fsdpi_ck_next_name(&l->opened, prefix, &at)) != NULL;)
+            if (!fsdpi_ck_find_tensor(t, name)) fsdpi_ck_drop_state(l, name);
+    }
+    return status;
+}
+
+// The lowest rank that drops states says so.
+static fsdp_status fsdpi_ck_tell_dropped(const fsdpi_ck_load *l) {
+    fsdp_checkpoint *ck = l->ck;
+    int32_t first = l->num_dropped ? ck->rank : ck->size;
+    fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
+    if (!status && first == ck->rank)
+        (void)fsdp_fail(ck->world, FSDP_OK,
+                        "[E450] %s: %s has %d states of parameters of this model that nothing here "
+                        "takes, and they are dropped: %s: create the optimizer before the load, "
+                        "let its group function take these parameters, and leave out skip_frozen; "
+                        "if you want no states, set params_only",
+                        l->io->call, l->opened.dir, l->num_dropped, l->dropped);
+    return status;
 }
 
 static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
@@ -213,6 +336,8 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
     for (int i = 0; i < l->ck->table.num && !status; i++) status = fsdpi_ck_plan_tensor(l, i);
     if (status) return status;
     fsdpi_ck_count_extra(l);
+    if (fsdpi_ck_wants_states(l)) status = fsdpi_ck_count_dropped(l);
+    if (status) return status;
     if (!l->num_missing || l->desc.partial) return FSDP_OK;
     return fsdp_fail(
         l->ck->world, FSDP_ERR_INVALID_ARG,
@@ -245,17 +370,19 @@ static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     int check = l->desc.verify != FSDP_VERIFY_NONE;
     fsdp_status status = fsdpi_ck_understand(l->io, &l->opened);
-    if (!status) status = fsdpi_ck_tabulate(ck, l->io->call, l->desc.params_only || l->desc.source);
+    if (!status) status = fsdpi_ck_tabulate(ck, l->io->call, !fsdpi_ck_wants_states(l));
+    if (!status && fsdpi_ck_wants_states(l)) status = fsdpi_ck_hold_states(l);
     if (!status) status = fsdpi_ck_reader_init(&l->reader, l->io, &l->opened, check);
     if (!status) status = fsdpi_ck_reserve(ck->model, &l->numbers, 8 * (ck->table.num + 1), 0);
     if (!status) status = fsdpi_ck_reserve(ck->model, &l->flags, ck->table.num + 1, 0);
     return status ? status : fsdpi_ck_plan(l);
 }
 
-static fsdp_status fsdpi_ck_verify_all(fsdpi_ck_load *l) {
+// The ranks share the work of such a job.
+static fsdp_status fsdpi_ck_verify_as(fsdpi_ck_load *l, fsdpi_ck_job job) {
     l->verify.r = &l->reader;
     l->verify.mine = l->ck->rank, l->verify.of = l->ck->size;
-    return fsdpi_ck_do(l->io, fsdpi_ck_verify_blocks, &l->verify);
+    return fsdpi_ck_follow(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
 }
 
 // Zeros for states that the checkpoint lacks; numbers to where they belong.
@@ -326,11 +453,14 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     if (status) return status;
     l->opened.dir = path;
     status = fsdpi_ck_agree(ck->world, call, fsdpi_ck_understand_and_plan(l));
+    if (!status && fsdpi_ck_num_twins(&l->opened))
+        status = fsdpi_ck_verify_as(l, fsdpi_ck_compare_twins);
     if (!status && l->desc.verify == FSDP_VERIFY_ALL)
-        status = fsdpi_ck_follow(ck, call, fsdpi_ck_verify_all(l));
+        status = fsdpi_ck_verify_as(l, fsdpi_ck_verify_blocks);
     if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
-    status = l->desc.params_only || l->desc.source ? FSDP_OK : fsdp_state_written(ck->model);
+    status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;
     if (!status) status = fsdp_params_changed(ck->model);
-    return fsdpi_ck_agree(ck->world, call, status);
+    status = fsdpi_ck_agree(ck->world, call, status);
+    return status ? status : fsdpi_ck_tell_dropped(l);
 }

@@ -90,16 +90,25 @@ static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, i
 /* -------------------------------------------------------------------------------------------- */
 // Reading: what stands in the file is of strangers. It is read twice: to measure, with room.
 
-// A name of a data file: no path, no dot at its begin, of safetensors.
-static int fsdpi_ck_is_leaf(const char *name) {
-    size_t n = strlen(name), end = strlen(".safetensors");
-    if (n <= end || n > 255 || *name == '.' || strcmp(name + n - end, ".safetensors") != 0)
-        return 0;
+// A name that ends so: no path, no dot at its begin, and only plain characters.
+static int fsdpi_ck_is_plain(const char *name, const char *end) {
+    size_t n = strlen(name), k = strlen(end);
+    if (n <= k || n > 255 || *name == '.' || strcmp(name + n - k, end) != 0) return 0;
     for (const char *c = name; *c; c++)
         if (!((*c >= 'a' && *c <= 'z') || (*c >= 'A' && *c <= 'Z') || (*c >= '0' && *c <= '9') ||
               *c == '.' || *c == '_' || *c == '-'))
             return 0;
     return 1;
+}
+// A name of a data file.
+static int fsdpi_ck_is_leaf(const char *name) { return fsdpi_ck_is_plain(name, ".safetensors"); }
+
+// NAME.safetensors.index.json, or with a variant before its end: bytes of NAME.safetensors; else 0.
+static int64_t fsdpi_ck_index_stem(const char *name) {
+    const char *at = strstr(name, ".safetensors.index.");
+    return at && at > name && fsdpi_ck_is_plain(name, ".json")
+               ? at - name + (int64_t)strlen(".safetensors")
+               : 0;
 }
 
 typedef struct fsdpi_ck_manifest {
@@ -268,6 +277,7 @@ static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *tex
 // One line of an index of Hugging Face: which file a tensor is in.
 typedef struct fsdpi_ck_where {
     const char *name, *leaf;
+    int there; // 1: in files that the index does not say; 2: where it says
 } fsdpi_ck_where;
 
 typedef struct fsdpi_ck_index {
@@ -284,6 +294,7 @@ static int fsdpi_ck_read_where(fsdpi_ck_index *x, fsdpi_st_reader *r, const fsdp
         x->list[x->num].name = to;
         fsdpi_st_copy(r, key, to, key->bytes);
         x->list[x->num].leaf = to + key->bytes + 1;
+        x->list[x->num].there = 0;
         memcpy(to + key->bytes + 1, leaf, strlen(leaf) + 1);
     }
     x->text_bytes += key->bytes + 1 + (int64_t)strlen(leaf) + 1;

@@ -89,11 +89,13 @@ typedef struct fsdpi_ck_read_job {
     int64_t at, nbytes;
 } fsdpi_ck_read_job;
 
-typedef struct fsdpi_ck_list_job { // names of data files, one behind another with their ends
-    fsdpi_ck_disk *disk;
+typedef struct fsdpi_ck_list_job { // names of data files and of indices, one behind another with
+    fsdpi_ck_disk *disk;           // their ends
     const char *path;
     char *to;
     int64_t cap, used, num, has_manifest;
+    int64_t newest;  // of the names that look like a checkpoint in a directory of them; -1: none
+    char inside[64]; // that name
 } fsdpi_ck_list_job;
 
 // Who makes the file calls: an object's worker, meeting other ranks; or one process alone. The jobs

@@ -28,11 +28,25 @@ static void fsdpi_ck_close_file(void *arg) {
     if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
+// Names that directories of checkpoints have in them: ours, and those of other trainers.
+static void fsdpi_ck_note_inside(fsdpi_ck_list_job *j, const char *name) {
+    static const char *const begins[] = {"step-", "step_", "checkpoint-"};
+    for (int i = 0; i < 3; i++) {
+        size_t n = strlen(begins[i]);
+        char *end;
+        if (strncmp(name, begins[i], n) != 0 || name[n] < '0' || name[n] > '9') continue;
+        int64_t step = strtoll(name + n, &end, 10);
+        if (*end || strlen(name) >= sizeof j->inside || step <= j->newest) continue;
+        j->newest = step;
+        snprintf(j->inside, sizeof j->inside, "%s", name);
+    }
+}
 static int fsdpi_ck_note_leaf(void *arg, const char *name) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     int64_t n = (int64_t)strlen(name) + 1;
     if (strcmp(name, "manifest.json") == 0) j->has_manifest = 1;
-    if (!fsdpi_ck_is_leaf(name)) return 0;
+    fsdpi_ck_note_inside(j, name);
+    if (!fsdpi_ck_is_leaf(name) && !fsdpi_ck_index_stem(name)) return 0;
     if (j->used + n <= j->cap) memcpy(j->to + j->used, name, (size_t)n);
     j->used += n;
     j->num++;
@@ -41,6 +55,7 @@ static int fsdpi_ck_note_leaf(void *arg, const char *name) {
 static void fsdpi_ck_list_leaves(void *arg) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     j->used = j->num = j->has_manifest = 0;
+    j->newest = -1;
     if (fsdpi_ck_begin(j->disk, "list", j->path)) return;
     (void)fsdpi_ck_end(j->disk, j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j),
                        j->path);
@@ -103,8 +118,8 @@ static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
 
 /* -------------------------------------------------------------------------------------------- */
 // The block of bytes. Each piece is a number of bytes (-1: there is no such piece), then the bytes,
-// padded to 8. Pieces: 1 if the path is a file and no directory; the manifest; the index; then of
-// each data file its name, its size as 8 bytes, and its header with the 8 bytes before it.
+// padded to 8. Pieces: 1 if the path is a file and no directory; the manifest; the index, and its
+// name; then of each data file its name, its size as 8 bytes, and its header with the 8 bytes before it.
 
 typedef struct fsdpi_ck_bulk {
     fsdpi_ck_room room;
@@ -183,15 +198,28 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_bulk *b, cons
     return fsdpi_ck_close_path(io, status);
 }
 
-// Names of data files, each once and sorted, behind one another in `names`.
+// Names of data files, each once and sorted, behind one another in `text`.
 typedef struct fsdpi_ck_leaves {
     fsdpi_ck_room text, list;
     int64_t num;
+    const char *index[2]; // of a directory: names of its indices, the first two
+    int num_indices;
 } fsdpi_ck_leaves;
 static int fsdpi_ck_by_text(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
+static int fsdpi_ck_has_leaf(const fsdpi_ck_leaves *l, const char *leaf) {
+    return l->num && bsearch((const void *)&leaf, l->list.ptr, (size_t)l->num, sizeof leaf,
+                             fsdpi_ck_by_text);
+}
 
+// An index that one knows to be meant stands first.
+static void fsdpi_ck_note_index(fsdpi_ck_leaves *l, const char *name) {
+    int first = strcmp(name, "model.safetensors.index.json") == 0;
+    if (first) l->index[1] = l->index[0];
+    if (first || l->num_indices < 2) l->index[first ? 0 : l->num_indices] = name;
+    l->num_indices++;
+}
 static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsdpi_ck_leaves *l) {
     fsdpi_ck_list_job *j = &io->list;
     fsdp_status status = FSDP_OK;
@@ -206,7 +234,9 @@ static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsd
         status = fsdpi_ck_reserve(io->model, &l->list, (j->num + 1) * (int64_t)sizeof(char *), 0);
     if (status) return status;
     const char **list = (const char **)l->list.ptr, *at = (const char *)l->text.ptr;
-    for (l->num = 0; l->num < j->num; at += strlen(at) + 1) list[l->num++] = at;
+    for (int64_t i = 0; i < j->num; i++, at += strlen(at) + 1)
+        if (fsdpi_ck_index_stem(at)) fsdpi_ck_note_index(l, at);
+        else list[l->num++] = at;
     qsort((void *)list, (size_t)l->num, sizeof *list, fsdpi_ck_by_text);
     return FSDP_OK;
 }
@@ -228,8 +258,8 @@ static fsdp_status fsdpi_ck_get_manifest(fsdpi_ck_io *io, const char *text, int6
     }
     return status ? fsdpi_ck_broken(io, status, "manifest.json", why) : FSDP_OK;
 }
-static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *text, int64_t nbytes,
-                                      fsdpi_ck_index *x, fsdpi_ck_room *room) {
+static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *name, const char *text,
+                                      int64_t nbytes, fsdpi_ck_index *x, fsdpi_ck_room *room) {
     char why[256] = "";
     memset(x, 0, sizeof *x);
     fsdp_status status = fsdpi_ck_parse_index(x, text, nbytes, why, sizeof why);
@@ -241,22 +271,22 @@ static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *text, int64_t
         x->text = (char *)room->ptr + list;
         status = fsdpi_ck_parse_index(x, text, nbytes, why, sizeof why);
     }
-    return status ? fsdpi_ck_broken(io, status, "model.safetensors.index.json", why) : FSDP_OK;
+    return status ? fsdpi_ck_broken(io, status, name, why) : FSDP_OK;
 }
 
-// The data files that a manifest or an index names.
+// The data files that a manifest or an index names. index: its name; NULL: a manifest.
 static fsdp_status fsdpi_ck_told_leaves(fsdpi_ck_io *io, const char *text, int64_t nbytes,
-                                        int is_index, fsdpi_ck_leaves *l) {
+                                        const char *index, fsdpi_ck_leaves *l) {
     fsdpi_ck_manifest m;
     fsdpi_ck_index x;
-    fsdp_status status = is_index ? fsdpi_ck_get_index(io, text, nbytes, &x, &l->text)
-                                  : fsdpi_ck_get_manifest(io, text, nbytes, &m, &l->text);
+    fsdp_status status = index ? fsdpi_ck_get_index(io, index, text, nbytes, &x, &l->text)
+                               : fsdpi_ck_get_manifest(io, text, nbytes, &m, &l->text);
     if (status) return status;
-    int64_t num = is_index ? x.num : m.num_files;
+    int64_t num = index ? x.num : m.num_files;
     status = fsdpi_ck_reserve(io->model, &l->list, (num + 1) * (int64_t)sizeof(char *), 0);
     if (status) return status;
     const char **list = (const char **)l->list.ptr;
-    for (int64_t i = 0; i < num; i++) list[i] = is_index ? x.list[i].leaf : m.files[i].name;
+    for (int64_t i = 0; i < num; i++) list[i] = index ? x.list[i].leaf : m.files[i].name;
     qsort((void *)list, (size_t)num, sizeof *list, fsdpi_ck_by_text);
     l->num = 0;
     for (int64_t i = 0; i < num; i++)
@@ -270,43 +300,194 @@ static const char *fsdpi_ck_last_part(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
-                                      fsdpi_ck_leaves *l) {
-    char file[FSDP_CHECKPOINT_PATH];
-    int manifest = 0, index = 0, pickled = 0;
-    int64_t manifest_at = b->used;
-    fsdp_status status = fsdpi_ck_fetch_text(io, b, path, "manifest.json", &manifest);
-    int64_t index_at = b->used;
-    if (!status && !manifest)
-        status = fsdpi_ck_fetch_text(io, b, path, "model.safetensors.index.json", &index);
-    else if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
-    if (!status && (manifest || index)) {
-        int64_t at = index ? index_at : manifest_at, nbytes;
-        const char *text = NULL;
-        nbytes = fsdpi_ck_take(b, &at, &text);
-        status = fsdpi_ck_told_leaves(io, text, nbytes, index, l);
-    } else if (!status) {
-        status = fsdpi_ck_leaves_of_dir(io, path, l);
-        if (!status && io->list.has_manifest)
-            status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
-                                     "there is a manifest.json that cannot be opened: does it "
-                                     "point at nothing?");
-        int64_t used = b->used;
-        if (!status && !l->num) {
-            status = fsdpi_ck_fetch_text(io, b, path, ".metadata", &pickled);
-            b->used = used;
-            if (!status)
-                status = pickled ? fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path,
-                                                   "a checkpoint of PyTorch in pickled form: save "
-                                                   "it with HuggingFaceStorageWriter("
-                                                   "save_distributed=True)")
-                                 : fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
-                                                   "it has no manifest.json and no .safetensors "
-                                                   "file: is it a checkpoint?");
+// A name that tells how many files belong together: model-00002-of-00003.safetensors.
+typedef struct fsdpi_ck_shard {
+    const char *name, *rest;      // rest: what stands behind the second number
+    int64_t before, number, of;   // before: bytes before the first number
+    int32_t digits, own;          // of the first number; own: bytes of "shard-00001-", which each
+} fsdpi_ck_shard;                 // rank of PyTorch has of its own
+
+// Digits at `text` and their number; 0: there are none, or too many.
+static int fsdpi_ck_digits(const char *text, int64_t *number) {
+    int n = 0;
+    for (*number = 0; n < 10 && text[n] >= '0' && text[n] <= '9'; n++)
+        *number = 10 * *number + (text[n] - '0');
+    return n < 10 ? n : 0;
+}
+static int fsdpi_ck_is_shard(const char *name, fsdpi_ck_shard *out) {
+    const char *of = NULL, *first;
+    int64_t ignored;
+    memset(out, 0, sizeof *out);
+    for (const char *at = name; (at = strstr(at, "-of-")) != NULL; at++) of = at;
+    if (!of) return 0;
+    first = of;
+    while (first > name && first[-1] >= '0' && first[-1] <= '9') first--;
+    out->name = name;
+    out->before = first - name;
+    out->digits = fsdpi_ck_digits(first, &out->number);
+    int behind = fsdpi_ck_digits(of + 4, &out->of);
+    out->rest = of + 4 + behind;
+    int own = strncmp(name, "shard-", 6) == 0 ? fsdpi_ck_digits(name + 6, &ignored) : 0;
+    if (own && name[6 + own] == '-' && out->before > 6 + own) out->own = 7 + own;
+    return out->digits && first + out->digits == of && behind && out->number >= 1 &&
+           out->number <= out->of;
+}
+static int fsdpi_ck_by_set(const void *a, const void *b) { // of one set, then by number
+    const fsdpi_ck_shard *x = (const fsdpi_ck_shard *)a, *y = (const fsdpi_ck_shard *)b;
+    int64_t n = x->before - x->own, k = y->before - y->own;
+    int order = strncmp(x->name + x->own, y->name + y->own, (size_t)fsdpi_ck_less(n, k));
+    if (!order) order = n < k ? -1 : n > k;
+    if (!order) order = strcmp(x->rest, y->rest);
+    if (!order) order = x->of < y->of ? -1 : x->of > y->of;
+    return order;
+}
+static int fsdpi_ck_by_shard(const void *a, const void *b) {
+    const fsdpi_ck_shard *x = (const fsdpi_ck_shard *)a, *y = (const fsdpi_ck_shard *)b;
+    int order = fsdpi_ck_by_set(a, b);
+    return order ? order : x->number < y->number ? -1 : x->number > y->number;
+}
+
+// Names that tell how many files there are: all of them are there.
+static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
+                                         const fsdpi_ck_leaves *l) {
+    fsdpi_ck_room room = {NULL, 0};
+    char why[700];
+    int64_t num = 0, next = 1;
+    fsdp_status status = fsdpi_ck_reserve(io->model, &room,
+                                          (l->num + 1) * (int64_t)sizeof(fsdpi_ck_shard), 0);
+    if (status) return status;
+    fsdpi_ck_shard *list = (fsdpi_ck_shard *)room.ptr;
+    for (int64_t i = 0; i < l->num; i++)
+        num += fsdpi_ck_is_shard(((const char *const *)l->list.ptr)[i], &list[num]);
+    if (num) qsort(list, (size_t)num, sizeof *list, fsdpi_ck_by_shard);
+    for (int64_t i = 0; i < num && !status; i++) {
+        int last = i + 1 == num || fsdpi_ck_by_set(&list[i], &list[i + 1]) != 0;
+        int lacks = list[i].number > next;
+        if (list[i].number == next) next++;
+        lacks = lacks || (last && next <= list[i].of);
+        if (lacks) {
+            snprintf(why, sizeof why,
+                     "it lacks %.*s%0*lld%s: its names tell of %lld files: add it, or pass one file "
+                     "as the path",
+                     (int)list[i].before, list[i].name, list[i].digits, (long long)next,
+                     list[i].name + list[i].before + list[i].digits, (long long)list[i].of);
+            status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why);
         }
+        if (last) next = 1;
     }
-    for (int64_t i = 0; i < l->num && !status; i++) {
-        const char *leaf = ((const char *const *)l->list.ptr)[i];
+    fsdpi_ck_free(io->model, &room);
+    return status;
+}
+
+// There is an index: it decides, but not against a file of its own name beside it, which other
+// programs would take. told: the files that it names. single: out: this file alone is meant.
+static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const fsdpi_ck_leaves *l,
+                                        const fsdpi_ck_leaves *told, char single[256]) {
+    const char *index = l->index[0], *lacks = NULL;
+    char why[900];
+    int there = 0;
+    snprintf(single, 256, "%.*s", (int)fsdpi_ck_index_stem(index), index);
+    for (int64_t i = 0; i < told->num; i++) {
+        const char *leaf = ((const char *const *)told->list.ptr)[i];
+        if (fsdpi_ck_has_leaf(l, leaf)) there++;
+        else if (!lacks) lacks = leaf;
+    }
+    const int beside = fsdpi_ck_has_leaf(l, single) && !fsdpi_ck_has_leaf(told, single);
+    if (beside && !there) return FSDP_OK; // what the index was for has gone
+    if (beside)
+        snprintf(why, sizeof why,
+                 "it has %.250s and %.250s, which names other files: one of the two is of another "
+                 "save: remove it",
+                 single, index);
+    else if (l->num_indices > 1 && strcmp(index, "model.safetensors.index.json") != 0)
+        snprintf(why, sizeof why,
+                 "it has %d indices, among them %.250s and %.250s: put the files of one of them "
+                 "into a directory of their own",
+                 l->num_indices, index, l->index[1]);
+    else if (lacks)
+        snprintf(why, sizeof why, "it lacks %.250s, which %.250s names", lacks, index);
+    else why[0] = 0;
+    single[0] = 0;
+    return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why) : FSDP_OK;
+}
+
+// No data file and no manifest: what is it, then?
+static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
+    char why[400];
+    int pickled = 0;
+    int64_t used = b->used;
+    if (io->list.newest >= 0) {
+        snprintf(why, sizeof why,
+                 "it is no checkpoint, but has some in it: pass one of them, for example "
+                 "%s/%.64s (fsdp_checkpoint_find gives the newest one of ours)",
+                 fsdpi_ck_last_part(path), io->list.inside);
+        return fsdpi_ck_broken(io, FSDP_ERR_INVALID_ARG, path, why);
+    }
+    fsdp_status status = fsdpi_ck_fetch_text(io, b, path, ".metadata", &pickled);
+    b->used = used;
+    if (status) return status;
+    return pickled
+               ? fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path,
+                                 "a checkpoint of PyTorch in pickled form: save it with "
+                                 "HuggingFaceStorageWriter(save_distributed=True)")
+               : fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                                 "it has no manifest.json and no .safetensors file: is it a "
+                                 "checkpoint?");
+}
+
+// A directory of others: the index and its name as pieces, and the data files in `told`.
+static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
+                                         fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
+    char single[256] = "";
+    const char *text = NULL;
+    const int64_t index_at = b->used;
+    int there = 0;
+    fsdp_status status = fsdpi_ck_leaves_of_dir(io, path, l);
+    if (!status && io->list.has_manifest)
+        return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                               "there is a manifest.json that cannot be opened: does it point at "
+                               "nothing?");
+    const char *index = l->num_indices ? l->index[0] : NULL;
+    if (!status && index) status = fsdpi_ck_fetch_text(io, b, path, index, &there);
+    if (!status && there) {
+        int64_t at = index_at, nbytes = fsdpi_ck_take(b, &at, &text);
+        status = fsdpi_ck_told_leaves(io, text, nbytes, index, told);
+        if (!status) status = fsdpi_ck_check_index(io, path, l, told, single);
+        if (!status && !single[0])
+            return fsdpi_ck_put(io, b, index, (int64_t)strlen(index) + 1, NULL);
+    }
+    if (status) return status;
+    b->used = index_at; // no index is meant
+    status = fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
+    if (!status && !l->num) return fsdpi_ck_no_checkpoint(io, path, b);
+    if (!status && !single[0]) status = fsdpi_ck_check_shards(io, path, l);
+    const char **list = (const char **)l->list.ptr;
+    for (int64_t i = 0; i < l->num && single[0]; i++)
+        if (strcmp(list[i], single) == 0) list[0] = list[i];
+    if (single[0]) l->num = 1;
+    fsdpi_ck_leaves swapped = *told;
+    *told = *l, *l = swapped;
+    return status;
+}
+
+static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
+                                      fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
+    char file[FSDP_CHECKPOINT_PATH];
+    const char *text = NULL;
+    int manifest = 0;
+    int64_t at = b->used;
+    fsdp_status status = fsdpi_ck_fetch_text(io, b, path, "manifest.json", &manifest);
+    if (!status && manifest) {
+        int64_t nbytes = fsdpi_ck_take(b, &at, &text);
+        status = fsdpi_ck_told_leaves(io, text, nbytes, NULL, told);
+        if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
+        if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
+    } else if (!status) {
+        status = fsdpi_ck_fetch_others(io, path, b, l, told);
+    }
+    for (int64_t i = 0; i < told->num && !status; i++) {
+        const char *leaf = ((const char *const *)told->list.ptr)[i];
         if (!fsdpi_ck_join(file, path, leaf))
             return fsdpi_ck_broken(io, FSDP_ERR_INVALID_ARG, path, "the path is too long");
         status = fsdpi_ck_fetch_header(io, b, file, leaf);
@@ -316,8 +497,8 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
 
 /* Rank 0, or a process alone: all headers of what is at path. */
 static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
-    fsdpi_ck_leaves l;
-    memset(&l, 0, sizeof l);
+    fsdpi_ck_leaves l[2]; // of the directory, and those that are read
+    memset(l, 0, sizeof l);
     b->used = 0;
     fsdp_status status = fsdpi_ck_open_path(io, path);
     if (status) return status;
@@ -327,14 +508,12 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bu
     if (is_file) status = fsdpi_ck_close_path(io, FSDP_OK);
     if (!status) status = fsdpi_ck_put(io, b, &is_file, 8, NULL);
     if (!status && !is_file) {
-        status = fsdpi_ck_fetch_dir(io, path, b, &l);
+        status = fsdpi_ck_fetch_dir(io, path, b, &l[0], &l[1]);
     } else if (!status) {
-        status = fsdpi_ck_put(io, b, NULL, -1, NULL);
-        if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
+        for (int i = 0; i < 3 && !status; i++) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
         if (!status) status = fsdpi_ck_fetch_header(io, b, path, fsdpi_ck_last_part(path));
     }
-    fsdpi_ck_drop(io, &l.text);
-    fsdpi_ck_drop(io, &l.list);
+    for (int i = 0; i < 2; i++) fsdpi_ck_drop(io, &l[i].text), fsdpi_ck_drop(io, &l[i].list);
     return status;
 }
 
@@ -360,6 +539,7 @@ typedef struct fsdpi_ck_opened {
     fsdpi_ck_box *boxes; // sorted by name and start
     const char *dir;     // the path
     int64_t is_file;     // 1: the path is the only part itself
+    int untold;          // 1: boxes whose files do not tell the whole shape, as those of PyTorch
 } fsdpi_ck_opened;
 
 static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
@@ -390,8 +570,10 @@ static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int6
         p->first = o->num_boxes, p->num = info.num_entries;
         *text += info.text_bytes;
         for (int64_t i = 0; i < p->num; i++) {
-            o->boxes[o->num_boxes + i].entry = o->entries + o->num_boxes + i;
+            const fsdp_safetensors_entry *e = o->entries + o->num_boxes + i;
+            o->boxes[o->num_boxes + i].entry = e;
             o->boxes[o->num_boxes + i].file = (int32_t)o->num_parts;
+            if (info.has_sharding && e->ndim > 0 && e->shape[0] && !e->whole[0]) o->untold = 1;
         }
     }
     o->total_bytes += bytes - n;
@@ -428,38 +610,51 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
 static int fsdpi_ck_by_where(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_where *)a)->name, ((const fsdpi_ck_where *)b)->name);
 }
-// An index: every name is in the file that it names, and every tensor of the files is named.
-static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *text,
-                                        int64_t nbytes) {
+// An index decides which file a tensor is taken from. Every tensor of the files is named, and every
+// name is in the file that the index says; boxes of other files are dropped.
+static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *name,
+                                        const char *text, int64_t nbytes) {
     fsdpi_ck_index x;
-    char why[320];
-    fsdp_status status = fsdpi_ck_get_index(io, text, nbytes, &x, &o->told);
+    char why[320] = "";
+    int64_t kept = 0;
+    fsdp_status status = fsdpi_ck_get_index(io, name, text, nbytes, &x, &o->told);
     if (status) return status;
     qsort(x.list, (size_t)x.num, sizeof *x.list, fsdpi_ck_by_where);
-    for (int64_t i = 0, k = 0; i < x.num || k < o->num_boxes; i++, k++) { // both by name
-        const char *told = i < x.num ? x.list[i].name : NULL;
-        const char *there = k < o->num_boxes ? o->boxes[k].entry->name : NULL;
-        int order = !told ? 1 : !there ? -1 : strcmp(told, there);
-        if (!order && strcmp(x.list[i].leaf, o->parts[o->boxes[k].file].name) == 0) continue;
-        snprintf(why, sizeof why,
-                 order > 0   ? "tensor '%.200s' is in a file, and the index does not name it"
-                 : order < 0 ? "it names tensor '%.200s', which is in no file"
-                             : "tensor '%.200s' is in another file than the index says",
-                 order > 0 ? there : told);
-        return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, "model.safetensors.index.json", why);
+    for (int64_t i = 1; i < x.num && !why[0]; i++)
+        if (strcmp(x.list[i - 1].name, x.list[i].name) == 0)
+            snprintf(why, sizeof why, "it names tensor '%.200s' twice", x.list[i].name);
+    for (int64_t k = 0; k < o->num_boxes && !why[0]; k++) {
+        fsdpi_ck_where key = {o->boxes[k].entry->name, NULL, 0};
+        fsdpi_ck_where *w = (fsdpi_ck_where *)bsearch(&key, x.list, (size_t)x.num, sizeof key,
+                                                      fsdpi_ck_by_where);
+        if (!w)
+            snprintf(why, sizeof why, "tensor '%.200s' is in a file, and the index does not name it",
+                     key.name);
+        else if (strcmp(w->leaf, o->parts[o->boxes[k].file].name) == 0)
+            w->there = 2, o->boxes[kept++] = o->boxes[k];
+        else if (!w->there) w->there = 1;
     }
-    return FSDP_OK;
+    o->num_boxes = kept;
+    for (int64_t i = 0; i < x.num && !why[0]; i++)
+        if (x.list[i].there < 2)
+            snprintf(why, sizeof why,
+                     x.list[i].there ? "tensor '%.200s' is in another file than the index says"
+                                     : "it names tensor '%.200s', which is in no file",
+                     x.list[i].name);
+    return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, name, why) : FSDP_OK;
 }
 
 /* All ranks: files, entries and boxes, checked. */
 static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
-    const char *manifest = NULL, *index = NULL, *form = NULL;
+    const char *manifest = NULL, *index = NULL, *index_name = NULL, *form = NULL;
     int64_t at = 0, chars = 0;
-    o->step = -1, o->world = 0;
+    o->step = -1, o->world = 0, o->untold = 0;
     (void)fsdpi_ck_take(&o->bulk, &at, &form);
     memcpy(&o->is_file, form, 8);
     int64_t manifest_bytes = fsdpi_ck_take(&o->bulk, &at, &manifest);
-    int64_t index_bytes = fsdpi_ck_take(&o->bulk, &at, &index), files_at = at;
+    int64_t index_bytes = fsdpi_ck_take(&o->bulk, &at, &index);
+    (void)fsdpi_ck_take(&o->bulk, &at, &index_name);
+    const int64_t files_at = at;
     fsdp_status status = FSDP_OK;
     for (int pass = 0; pass < 2 && !status; pass++) {
         int64_t entries = (o->num_boxes + 1) * (int64_t)sizeof *o->entries;
@@ -482,6 +677,8 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     }
     if (!status && manifest_bytes >= 0)
         status = fsdpi_ck_match_manifest(io, o, manifest, manifest_bytes);
+    if (!status && index_bytes >= 0)
+        status = fsdpi_ck_match_index(io, o, index_name, index, index_bytes);
     if (status) return status;
     fsdpi_ck_room names = {NULL, 0};
     status = fsdpi_ck_reserve(io->model, &names, (o->num_parts + 1) * (int64_t)sizeof(char *), 0);
@@ -490,8 +687,7 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     fsdpi_ck_tiling tiling = {(const char *const *)names.ptr, manifest_bytes < 0, ""};
     status = fsdpi_ck_tile(&tiling, o->boxes, (int)o->num_boxes);
     fsdpi_ck_free(io->model, &names);
-    if (status) return fsdpi_ck_broken(io, status, o->dir, tiling.why);
-    return index_bytes >= 0 ? fsdpi_ck_match_index(io, o, index, index_bytes) : FSDP_OK;
+    return status ? fsdpi_ck_broken(io, status, o->dir, tiling.why) : FSDP_OK;
 }
 
 /* The boxes of a tensor: the first of them, and how many. 0: there is no such tensor. */

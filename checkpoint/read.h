@@ -235,6 +235,16 @@ static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t a
     return FSDP_OK;
 }
 
+/* The dtype that elements of a tensor are moved as. Those of a dtype that the library does not have
+   are carried by an integer of their size; 0: there is none. */
+static fsdp_dtype fsdpi_ck_carrier(const fsdp_safetensors_entry *e) {
+    static const fsdp_dtype carriers[] = {FSDP_U8, FSDP_I16, FSDP_I32, FSDP_I64};
+    if (e->dtype != FSDP_SAFETENSORS_OTHER) return e->dtype;
+    for (int i = 0; i < 4; i++)
+        if (fsdpi_st_dtypes[e->file_dtype].bits == 8 << i) return carriers[i];
+    return FSDP_DTYPE_KEEP;
+}
+
 static void fsdpi_ck_overlap_of(const fsdpi_ck_reader *r, const fsdpi_ck_want *w, int64_t box,
                                 fsdp_box_overlap *out) {
     const fsdp_safetensors_entry *e = r->o->boxes[box].entry;
@@ -246,12 +256,13 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
                                       int64_t *wanted) {
     const fsdpi_ck_want *w = (const fsdpi_ck_want *)r->wants.ptr + item->want;
     const fsdp_safetensors_entry *e = r->o->boxes[item->box].entry;
-    const int64_t size = (int64_t)fsdp_dtype_size(e->dtype);
+    const fsdp_dtype from = fsdpi_ck_carrier(e);
+    const int64_t size = (int64_t)fsdp_dtype_size(from);
     const int64_t to_size = (int64_t)fsdp_dtype_size(w->dtype);
     fsdp_status status = FSDP_OK;
     fsdp_box_overlap o;
     fsdpi_ck_overlap_of(r, w, item->box, &o);
-    int straight = w->memory != FSDP_MEMORY_DEVICE && w->dtype == e->dtype && !w->transpose;
+    int straight = w->memory != FSDP_MEMORY_DEVICE && w->dtype == from && !w->transpose;
     do {
         int64_t most = FSDPI_CK_PIECE / (size > to_size ? size : to_size);
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
@@ -264,7 +275,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
                 *wanted = 0;
                 continue;
             }
-            fsdpi_ck_run_op run = {NULL, w->to, n, 1, e->dtype, w->dtype, w->memory};
+            fsdpi_ck_run_op run = {NULL, w->to, n, 1, from, w->dtype, w->memory};
             if (w->transpose) { // element (c, r) of the file is (r, c) in memory
                 dst = dst % w->shape[1] * w->shape[0] + dst / w->shape[1];
                 run.step = w->shape[0];
@@ -300,7 +311,7 @@ static fsdp_status fsdpi_ck_add_want(fsdpi_ck_reader *r, const fsdpi_ck_want *w,
         x->want = r->num_wants;
         x->part = r->o->boxes[i].file;
         x->box = i;
-        x->at = e->begin + o.src * (int64_t)fsdp_dtype_size(e->dtype);
+        x->at = e->begin + o.src * (int64_t)fsdp_dtype_size(fsdpi_ck_carrier(e));
     }
     r->num_wants++;
     return FSDP_OK;
@@ -364,6 +375,50 @@ static void fsdpi_ck_verify_blocks(void *arg) {
             if (!r->io->disk->status) fsdpi_ck_check_bytes(r, (const char *)r->block.ptr, n);
             r->next = -1;
             v->num_blocks++;
+        }
+    }
+    fsdpi_ck_leave_part(r);
+}
+
+// Do two files hold this box and the one before it, which is the same one?
+static int fsdpi_ck_is_twin(const fsdpi_ck_opened *o, int64_t box) {
+    const fsdp_safetensors_entry *a = o->boxes[box - 1].entry, *b = o->boxes[box].entry;
+    return strcmp(a->name, b->name) == 0 && a->ndim <= FSDP_MAX_DIMS && fsdpi_ck_same_box(a, b) &&
+           fsdpi_ck_volume(b->ndim, b->shape) > 0;
+}
+static int64_t fsdpi_ck_num_twins(const fsdpi_ck_opened *o) {
+    int64_t num = 0;
+    for (int64_t i = 1; i < o->num_boxes; i++) num += fsdpi_ck_is_twin(o, i);
+    return num;
+}
+// A piece of the data of a box.
+static void fsdpi_ck_get_piece(fsdpi_ck_reader *r, int64_t box, int64_t at, int64_t nbytes,
+                               void *to) {
+    fsdpi_ck_enter_part(r, r->o->boxes[box].file);
+    if (!r->io->disk->status)
+        fsdpi_ck_get(r, (char *)to, nbytes, r->o->boxes[box].entry->begin + at);
+}
+/* A box that is in two files of others has the same bytes in both, else nobody knows which one is
+   meant. Pairs mine, mine + of, ... of all: a job. */
+static void fsdpi_ck_compare_twins(void *arg) {
+    fsdpi_ck_verify_job *v = (fsdpi_ck_verify_job *)arg;
+    fsdpi_ck_reader *r = v->r;
+    fsdpi_ck_disk *d = r->io->disk;
+    int64_t number = 0;
+    for (int64_t i = 1; i < r->o->num_boxes && !d->status; i++) {
+        const fsdpi_ck_box *a = &r->o->boxes[i - 1], *b = a + 1;
+        const int64_t nbytes = b->entry->end - b->entry->begin;
+        if (!fsdpi_ck_is_twin(r->o, i) || number++ % v->of != v->mine) continue;
+        for (int64_t at = 0, n; at < nbytes && !d->status; at += n) {
+            n = fsdpi_ck_less(nbytes - at, FSDPI_CK_BLOCK);
+            fsdpi_ck_get_piece(r, i - 1, at, n, r->scratch.ptr);
+            if (!d->status) fsdpi_ck_get_piece(r, i, at, n, r->block.ptr);
+            if (!d->status && memcmp(r->scratch.ptr, r->block.ptr, (size_t)n) != 0)
+                (void)fsdpi_ck_fault(d, FSDP_ERR_CORRUPT,
+                                     "tensor '%.300s' is in %s and in %s with other values: keep "
+                                     "the file that is meant, or pass it as the path",
+                                     b->entry->name, r->o->parts[a->file].name,
+                                     r->o->parts[b->file].name);
         }
     }
     fsdpi_ck_leave_part(r);

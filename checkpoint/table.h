@@ -31,8 +31,10 @@ static fsdp_status fsdpi_ck_add(fsdp_checkpoint *ck, fsdpi_ck_tensor **out, cons
     return FSDP_OK;
 }
 
+#define FSDPI_CK_STATES "optim.state." // then PARAMETER.STATE
+
 static int fsdpi_ck_is_reserved(const char *name) {
-    return strncmp(name, "optim.state.", 12) == 0 || strncmp(name, "fsdp.", 5) == 0;
+    return strncmp(name, FSDPI_CK_STATES, strlen(FSDPI_CK_STATES)) == 0 || strncmp(name, "fsdp.", 5) == 0;
 }
 
 // UNIT.PARAM, or what `place` makes of it.
@@ -114,7 +116,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     if (item->ordinal >= 0 && of < 0) return FSDP_OK; // the parameter is left out
     if (of >= 0) p = *fsdpi_ck_tensor_at(&ck->table, of);
     const char *owner = of >= 0 ? (char *)ck->table.text.ptr + p.name_at : item->extension;
-    int n = snprintf(name, sizeof name, "%s%s.%s", of >= 0 ? "optim.state." : "fsdp.", owner,
+    int n = snprintf(name, sizeof name, "%s%s.%s", of >= 0 ? FSDPI_CK_STATES : "fsdp.", owner,
                      item->name);
     if (n < 0 || n >= (int)sizeof name)
         return fsdpi_ck_bad(ck, call, item->name, "the name of the state is too long");

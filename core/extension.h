@@ -54,6 +54,9 @@ typedef struct fsdp_extension {
     // Fill in item `index`, 0, 1, ...; leave its name NULL if there is none. item NULL: somebody
     // wrote items; read them. fsdp_next_state or fsdp_state_written returns your failure.
     fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
+    // Somebody has states of this parameter for you, from a checkpoint: if you keep states for
+    // parameters, have items for it from now on, also while it is frozen.
+    fsdp_status (*hold)(void *user, fsdp_model *model, int ordinal);
     void (*destroy)(void *user); // the model ends (last attached first), or fsdp_detach
     uint64_t end_canary;
 } fsdp_extension;
@@ -78,13 +81,16 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
+   fsdp_state_hold    - ask the extensions to have items of a parameter that they left out, because
+               it is frozen. They may leave it out again: look at the items
    fsdp_state_written - say that you have written items: the extensions read them
    Result      FSDP_OK; INVALID_ARG; what an extension returned
    Note        pointers are valid until the layout changes or an extension is detached
-   Collective  as fsdp_model_commit at the first use, then no. written: every rank has to do the
+   Collective  as fsdp_model_commit at the first use, then no. hold, written: every rank has to do the
                same      Blocks no, but an extension may      Allocates as commit
    Source      torch: Optimizer.state_dict, load_state_dict */
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
+FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
 
 /* fsdp_op_init - a zeroed record with the model's entries: unit, step, training state, scale 1

@@ -104,6 +104,15 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     return status;
 }
 
+FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal) {
+    fsdp_param_view v;
+    if (!model) return fsdpi_null(NULL, "state_hold", "model");
+    fsdp_status status = fsdp_param_at(model, ordinal, &v);
+    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
+        if (a->e.hold) status = a->e.hold(a->e.user, model, ordinal);
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);

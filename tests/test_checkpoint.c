@@ -869,6 +869,14 @@ static int bad_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_sour
     for (int i = 0; i < b->count && b->count <= 2; i++) out[i] = b->at[i];
     return b->count;
 }
+/* The rows of a parameter are checked whatever others before it lack. */
+static int late_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    int is_b = !strcmp(ck_row(v)->name, "b");
+    (void)user;
+    if (strcmp(ck_row(v)->name, "w") == 0) snprintf(out[0].name, sizeof out[0].name, "no.such");
+    else if (is_b) out[0].rows = 2;
+    return is_b || !strcmp(ck_row(v)->name, "w");
+}
 static void sources_body(lab_rank *r) {
     fsdp_checkpoint_load_desc ld = FSDP_ZERO;
     char dir[512], path[600];
@@ -878,9 +886,103 @@ static void sources_body(lab_rank *r) {
     ck_fill(&m, 2);
     ld.source = bad_source, ld.user = r->arg;
     refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, ((const bad_sources *)r->arg)->text);
+    ld.source = late_source, ld.partial = 1;
+    refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG,
+                "[E439] checkpoint_load: the sources of 'h.0.b' have 2 rows, expected 3");
     ck_end(&m);
 }
 TEST_P(checkpoint, sources, bad_lists) { lab_run(2, NULL, sources_body, (void *)(uintptr_t)row); }
+
+/* With partial each source has its rows, whatever is missing: 'h.0.w' is rows of q, k and v. */
+typedef struct parts_case {
+    const char *name, *there; /* of q, k and v */
+    int rows[3];              /* told; 0: not */
+    int turned, partial;
+    const char *text; /* NULL: it succeeds */
+} parts_case;
+static const parts_case parts[] = {
+    {"all", "qkv", {0, 0, 0}, 0, 0, NULL},
+    {"no_q", "kv", {0, 0, 0}, 0, 1, NULL},
+    {"no_k", "qv", {0, 0, 0}, 0, 1, NULL},
+    {"no_v", "qk", {0, 0, 0}, 0, 1, NULL},
+    {"no_q/turned", "kv", {0, 0, 0}, 1, 1, NULL},
+    {"no_q/told", "kv", {1, 2, 3}, 0, 1, NULL},
+    {"only_k/told", "k", {1, 2, 3}, 0, 1, NULL},
+    {"only_v/first_told", "v", {1, 0, 0}, 0, 1, NULL},
+    {"only_k", "k", {0, 0, 0}, 0, 1,
+     "lacks 'q' and 'v', sources of 'h.0.w' that do not tell their rows, so nobody knows where"},
+    {"no_q/strict", "kv", {0, 0, 0}, 0, 0, "lacks 1 of 4 tensors: 'q'"},
+    {"only_k/strict", "k", {0, 0, 0}, 0, 0, "lacks 2 of 4 tensors: 'q', 'v'"},
+    {"too_many", "kv", {2, 2, 3}, 0, 1, "[E436] checkpoint_load: 'v' is f32 [3, 4] there"},
+    {"too_few", "kv", {1, 2, 2}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have 5"},
+    {"beyond", "k", {7, 0, 0}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have 7"},
+    {"negative", "kv", {-1, 0, 0}, 0, 1, "[E439] checkpoint_load: the sources of 'h.0.w' have -1"}};
+enum { PART_Q = 1, PART_K = 2, PART_V = 3, PART_COLS = 4 };
+static int part_sources(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    const parts_case *c = (const parts_case *)user;
+    if (strcmp(ck_row(v)->name, "w") != 0) return 0;
+    for (int i = 0; i < 3; i++) {
+        snprintf(out[i].name, 2, "%c", "qkv"[i]);
+        out[i].transpose = c->turned, out[i].rows = c->rows[i];
+    }
+    return 3;
+}
+/* Element (i, j) of q, k, v is 100, 200, 300 + 10 i + j; or the other way round. */
+static void make_parts(const char *path, const parts_case *c) {
+    fsdp_safetensors_entry e[3];
+    float data[64];
+    char *room = (char *)lab_zeros(4096, 1);
+    int n = 0;
+    memset(e, 0, sizeof e);
+    for (const char *p = c->there; *p; p++, n++) {
+        int rows = *p == 'q' ? PART_Q : *p == 'k' ? PART_K : PART_V;
+        e[n].name = *p == 'q' ? "q" : *p == 'k' ? "k" : "v";
+        e[n].dtype = FSDP_F32, e[n].ndim = 2;
+        e[n].shape[c->turned] = rows, e[n].shape[!c->turned] = PART_COLS;
+    }
+    int64_t size = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room + 8, 4000);
+    CHECK(size > 0);
+    memcpy(room, &size, 8);
+    for (int k = 0; k < n; k++)
+        for (int64_t at = 0; at < e[k].shape[0] * e[k].shape[1]; at++) {
+            int i = (int)(at / e[k].shape[1]), j = (int)(at % e[k].shape[1]);
+            data[e[k].begin / 4 + at] = (float)(100 * e[k].shape[c->turned] +
+                                                (c->turned ? 10 * j + i : 10 * i + j));
+        }
+    memcpy(room + 8 + size, data, (size_t)e[n - 1].end);
+    ck_spit(path, room, 8 + size + e[n - 1].end);
+    free(room);
+}
+static void parts_body(lab_rank *r) {
+    static const int begins[] = {0, PART_Q, PART_Q + PART_K, PART_Q + PART_K + PART_V};
+    const parts_case *c = (const parts_case *)r->arg;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    fsdp_param_view v;
+    char path[600];
+    ck_model m;
+    ck_dir(path, "parts.safetensors");
+    if (r->rank == 0) make_parts(path, c);
+    CALL(r->w, fsdp_barrier(r->w));
+    ck_begin(&m, r, r->w, &base, &adamw_2);
+    CALL(r->w, fsdp_param_at(m.model, 0, &v));
+    for (int64_t k = 0; k < v.numel; k++) ((float *)v.shard)[k] = -1;
+    ld.source = part_sources, ld.user = r->arg, ld.partial = c->partial;
+    if (c->text) refuse_load(&m, path, &ld, FSDP_ERR_INVALID_ARG, c->text);
+    else CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+    for (int64_t k = 0; k < v.numel && !c->text; k++) {
+        int row = (int)(fsdp_view_index(&v, k) / PART_COLS), of = row < 1 ? 0 : row < 3 ? 1 : 2;
+        int col = (int)(fsdp_view_index(&v, k) % PART_COLS);
+        float want = (float)(100 * (of + 1) + 10 * (row - begins[of]) + col);
+        if (!strchr(c->there, "qkv"[of])) want = -1;
+        W_CHECK(((float *)v.shard)[k] == want, "row %d: %g, expected %g", row,
+                (double)((float *)v.shard)[k], (double)want);
+    }
+    if (!c->text) CHECK_EQ_INT(ck_report(&m).num_missing, 3 - (int)strlen(c->there));
+    ck_end(&m);
+}
+TEST_P(checkpoint, parts_of_a_tensor, parts) {
+    lab_run(2, NULL, parts_body, (void *)(uintptr_t)row);
+}
 
 /* ---- checksums ------------------------------------------------------------------------------- */
 
@@ -1802,7 +1904,7 @@ static const odd odds[] = {
      "tensor 'v' is in another file than the index says"},
     {"index_without_file", NULL, NULL, 0, NULL, NULL, 0,
      "{\"weight_map\":{\"v\":\"a.safetensors\"}}", FSDP_ERR_CORRUPT,
-     "/odd/a.safetensors: No such file or directory"},
+     "/odd: it lacks a.safetensors, which model.safetensors.index.json names"},
     {"index_of_paths", NULL, NULL, 0, NULL, NULL, 0,
      "{\"weight_map\":{\"v\":\"../a.safetensors\"}}", FSDP_ERR_CORRUPT,
      "model.safetensors.index.json: "},
@@ -1877,8 +1979,21 @@ static void plain_files(lab_rank *r) {
         CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
         CHECK_EQ_INT(v.numel, 1);
         CHECK_EQ_MEM(v.shard, &want[r->rank], 4);
-        CHECK_EQ_INT(ck_report(&m).bytes, 4); /* once, and from one of the two */
+        /* Once, and from one of the two; one rank has compared them. */
+        CHECK_EQ_INT(ck_report(&m).bytes, 4 + (way || r->rank ? 0 : 2 * 8));
     }
+    CALL(r->w, fsdp_barrier(r->w));
+    if (r->rank == 0) {
+        int64_t nbytes;
+        snprintf(path, sizeof path, "%s/1.safetensors", dir);
+        char *file = ck_slurp(path, &nbytes);
+        file[nbytes - 1] ^= 1;
+        ck_spit(path, file, nbytes);
+        free(file);
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    refuse_load(&m, dir, NULL, FSDP_ERR_CORRUPT,
+                "is in 0.safetensors and in 1.safetensors with other values: keep the file that");
     snprintf(path, sizeof path, "%s/none", dir);
     refuse_load(&m, path, NULL, FSDP_ERR_IO, "none: there is no such file or directory");
     snprintf(path, sizeof path, "%s/0.safetensors/x", dir);
@@ -1937,8 +2052,10 @@ static void freeze_thaw(lab_rank *r) {
     ck_fill(&m, 3);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
-    CHECK_EQ_INT(ck_report(&m).num_extra, 3);
+    CHECK_EQ_INT(ck_report(&m).num_extra, 0);
+    check_state(&m, 1, 1); /* held for the thaw */
     CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 1));
+    check_state(&m, 1, 1);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
     CHECK_EQ_INT(ck_report(&m).num_extra, 0);
@@ -1956,6 +2073,111 @@ static void freeze_thaw(lab_rank *r) {
     ck_end(&m);
 }
 TEST_P(checkpoint, freeze_thaw, sizes) { lab_run(row->size, NULL, freeze_thaw, NULL); }
+
+/* States of a frozen parameter go through loads and saves of other numbers of ranks. */
+static const ck_param slow_rows[] = {{0, "w", FSDP_F32, 2, {7, 5}, 0, 0, 0},
+                                     {0, "d", FSDP_F64, 2, {4, 2}, 1, 0, 0},
+                                     {1, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},
+                                     {1, "w", FSDP_F32, 2, {3, 2}, 0, 0, 0},
+                                     {1, "late", FSDP_F32, 1, {6}, 0, 1, 0}};
+static const ck_net slow_net = {slow_rows, COUNT(slow_rows)};
+typedef struct held_case {
+    const char *name;
+    int optim, sizes[3], step; /* step: how many have loaded */
+} held_case;
+static const held_case helds[] = {{"adamw/3,2,4", CK_ADAMW, {3, 2, 4}, 0},
+                                  {"adamw/2,2,2", CK_ADAMW, {2, 2, 2}, 0},
+                                  {"adamw/1,8,1", CK_ADAMW, {1, 8, 1}, 0},
+                                  {"momentum/2,3,1", CK_MOMENTUM, {2, 3, 1}, 0},
+                                  {"sgd/2,3,1", CK_SGD, {2, 3, 1}, 0}};
+static void held_body(lab_rank *r) {
+    const held_case *c = (const held_case *)r->arg;
+    const ck_layout at = {"held", r->size, CK_FSDP, 0, 0, 0, c->optim, 0, 0, 0, 0, 0, 0};
+    char dir[512];
+    ck_model m;
+    ck_dir(dir, "run");
+    ck_make(&m, r, r->w, &slow_net, &at);
+    for (int i = 0; c->step == 1 && i < 2; i++) /* the unit is frozen from the begin on */
+        CALL(r->w, fsdp_set_requires_grad(m.unit[0], i, 0));
+    ck_optimizers(&m);
+    if (c->step == 0) CALL(r->w, fsdp_set_requires_grad(m.unit[1], 2, 1)); /* unfrozen later */
+    if (c->step == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
+    ck_open(&m, NULL);
+    ck_fill(&m, c->step ? 7 : 1);
+    if (c->step) {
+        ck_load(&m, dir, c->step, FSDP_VERIFY_READ);
+        CHECK_EQ_INT(ck_report(&m).num_extra, 0);
+        ck_check(&m, 1, r->size == c->sizes[c->step - 1]);
+    }
+    ck_save(&m, dir, c->step + 1);
+    for (int i = 0; i < 5; i++) /* all have states now, and those of the first save */
+        CALL(r->w, fsdp_set_requires_grad(m.unit[i > 1], i > 1 ? i - 2 : i, 1));
+    ck_check(&m, 1, c->step == 0 || r->size == c->sizes[c->step - 1]);
+    ck_end(&m);
+}
+TEST_P(checkpoint, frozen_states, helds) {
+    held_case c = *row;
+    for (; c.step < 3; c.step++) lab_run(c.sizes[c.step], NULL, held_body, &c);
+}
+
+/* States that nobody takes are told, on one rank. */
+static int nobody(void *user, const fsdp_param_view *v) {
+    (void)user, (void)v;
+    return -1;
+}
+static void tells_dropped(lab_rank *r) {
+    static const char *const all = "has 6 states of parameters of this model that nothing here "
+                                   "takes, and they are dropped: 'optim.state.h.0.b.exp_avg', "
+                                   "'optim.state.h.0.b.exp_avg_sq', 'optim.state.h.0.b.step', ...";
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    fsdp_checkpoint_desc cd = FSDP_ZERO;
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    char dir[512], path[600];
+    ck_model m;
+    ad.group = nobody;
+    snprintf(path, sizeof path, "%s", save_base(r, dir));
+    for (int how = 0; how < 5; how++) { /* no optimizer, none for it, skip_frozen; taken, not asked */
+        ck_make(&m, r, r->w, &base, &adamw_2);
+        if (how == 1) CALL(r->w, fsdp_adamw_create(m.model, &ad, &m.adamw));
+        if (how == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
+        if (how >= 2) ck_optimizers(&m);
+        cd.skip_frozen = how == 2, cd.no_sync = 1, cd.num_blobs = 2;
+        ck_open(&m, &cd);
+        (void)fsdp_fail(r->w, FSDP_OK, "nothing");
+        ld.params_only = how == 4;
+        CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
+        const char *said = fsdp_last_error(r->w);
+        if (how < 2 && r->rank == 0) W_CHECK(strstr(said, all), "%d: %s", how, said);
+        else if (how == 2 && r->rank == 0)
+            W_CHECK(strstr(said, "[E450]") && strstr(said, "has 3 states"), "%d: %s", how, said);
+        else W_CHECK(!strstr(said, "E450"), "%d: %s", how, said);
+        ck_end(&m);
+    }
+}
+TEST(checkpoint, tells_dropped_states) { lab_run(2, NULL, tells_dropped, NULL); }
+
+/* A name that begins as another one, and a dot: states of 'w.0' are none of 'w'. */
+static const ck_param alike_rows[] = {{0, "w", FSDP_F32, 1, {5}, 0, 1, 0},
+                                      {0, "w.0", FSDP_F32, 1, {4}, 0, 0, 0}};
+static const ck_net alike_net = {alike_rows, 2};
+static void alike_body(lab_rank *r) {
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &alike_net, &adamw_2);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    ck_end(&m);
+    ck_begin(&m, r, r->w, &alike_net, &adamw_2); /* 'w' has no states: none are held */
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    ck_check(&m, 1, 1);
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 1)); /* and now zeros */
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    check_state(&m, 0, 0);
+    check_state(&m, 1, 1);
+    ck_end(&m);
+}
+TEST(checkpoint, names_that_begin_alike) { lab_run(2, NULL, alike_body, NULL); }
 
 /* Frozen parameters are left out on request; a model cast to another dtype is saved as it is. */
 static void skip_frozen(lab_rank *r) {

@@ -243,37 +243,310 @@ TEST(fsdpck, reader_refuses) {
     says("/nowhere/at all: there is no such file or directory");
 }
 
-/* A dtype and dims that the library does not have are listed, and not read. */
+static void export_to(const char *from, const char *to, const fsdp_checkpoint_export_desc *d) {
+    fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
+    CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
+}
+/* Tensors of dtypes that the library does not have: their bytes are read, and pass through. */
+static fsdp_safetensors_entry foreign(const char *name, const char *dtype, int ndim, int64_t a,
+                                      int64_t b) {
+    fsdp_safetensors_entry e = tensor(name, FSDP_SAFETENSORS_OTHER, ndim, a, b, 0);
+    while (strcmp(fsdp_safetensors_dtype_name(e.file_dtype), dtype) != 0) e.file_dtype++;
+    return e;
+}
 TEST(fsdpck, foreign_dtypes) {
+    fsdp_safetensors_entry e[9] = {
+        foreign("bool", "BOOL", 1, 5, 0),        foreign("f8", "F8_E4M3", 2, 700, 301),
+        foreign("u16", "U16", 2, 200000, 1),     foreign("u32", "U32", 0, 0, 0),
+        foreign("u64", "U64", 1, 3, 0),          foreign("c64", "C64", 2, 2, 2),
+        tensor("f32", FSDP_F32, 2, 300, 500, 0), tensor("i8", FSDP_I8, 1, 3, 0, 0),
+        foreign("none", "F8_E8M0", 1, 0, 0)};
+    static const char *const same[] = {"out", "ours", "cut", "back"};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], out[600], ours[600], cut[600], back[600], *x = (char *)malloc(1200000), *y;
+    store_tensors(h_tmpdir(), "from.safetensors", e, 9);
+    path_of(from, "from.safetensors");
+    CHECK(x != NULL);
+    y = x + 600000;
+    d.dtype = FSDP_BF16; /* of the library's own alone */
+    export_to(from, path_of(out, "narrow"), &d);
+    d.dtype = FSDP_DTYPE_KEEP;
+    export_to(from, path_of(out, "out"), NULL);
+    d.num_ranks = 3;
+    export_to(from, path_of(ours, "ours"), &d);
+    d.num_ranks = 2;
+    export_to(ours, path_of(cut, "cut"), &d);
+    export_to(cut, path_of(back, "back"), NULL);
+    same_file(out, "model.safetensors", back, "model.safetensors");
+    for (int k = 0; k < 4; k++) {
+        char path[600];
+        fsdp_checkpoint_reader *a = open_it(from), *b = open_it(path_of(path, same[k]));
+        for (int i = 0; i < 9; i++) {
+            fsdp_checkpoint_tensor t, u;
+            const int64_t p = index_of(a, e[i].name), q = index_of(b, e[i].name);
+            CHECK_OK(fsdp_checkpoint_tensor_at(a, p, &t));
+            CHECK_OK(fsdp_checkpoint_tensor_at(b, q, &u));
+            CHECK(t.dtype == u.dtype && t.file_dtype == u.file_dtype && t.nbytes == u.nbytes);
+            CHECK_OK(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_DTYPE_KEEP, x, SAID));
+            CHECK_OK(fsdp_checkpoint_read(b, q, NULL, NULL, FSDP_DTYPE_KEEP, y, SAID));
+            CHECK_EQ_MEM(x, y, (size_t)t.nbytes);
+            if (t.dtype != FSDP_SAFETENSORS_OTHER || !t.nbytes) continue;
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_F32, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_U8, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+        }
+        fsdp_checkpoint_close(a);
+        fsdp_checkpoint_close(b);
+    }
+    free(x);
+}
+
+/* Elements of less than a byte, and too many dims, are listed, and neither read nor written. */
+static int without_e(void *user, const char *name, char *out) {
+    (void)user;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return name[0] != 'e' && name[0] != 'n';
+}
+TEST(fsdpck, elements_that_cannot_be_moved) {
     static const char head[] =
-        "{\"e\":{\"dtype\":\"F8_E4M3\",\"shape\":[2],\"data_offsets\":[0,2]},"
-        "\"w\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[2,3]}}";
+        "{\"e\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[0,2]},"
+        "\"n\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[2,3]},"
+        "\"w\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[3,4]}}";
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char dir[600], out[600], byte[4];
     fsdp_checkpoint_reader *r;
     fsdp_checkpoint_tensor t;
     path_of(dir, "foreign.safetensors");
-    blob b = {(char *)malloc(8 + sizeof head - 1 + 3), 8 + sizeof head - 1 + 3};
+    blob b = {(char *)malloc(8 + sizeof head - 1 + 4), 8 + sizeof head - 1 + 4};
     CHECK(b.at != NULL);
     memset(b.at, 7, (size_t)b.size);
     memset(b.at, 0, 8);
-    b.at[0] = (char)(sizeof head - 1);
+    b.at[0] = (char)((sizeof head - 1) & 255);
     memcpy(b.at + 8, head, sizeof head - 1);
     store(dir, "", b.at, b.size);
     free(b.at);
     r = open_it(dir);
     CHECK_OK(fsdp_checkpoint_tensor_at(r, 0, &t));
-    CHECK(t.dtype == FSDP_SAFETENSORS_OTHER && t.nbytes == 2 && t.ndim == 1 && t.shape[0] == 2);
-    CHECK_EQ_STR(fsdp_safetensors_dtype_name(t.file_dtype), "F8_E4M3");
+    CHECK(t.dtype == FSDP_SAFETENSORS_OTHER && t.nbytes == 2 && t.ndim == 1 && t.shape[0] == 4);
+    CHECK_EQ_STR(fsdp_safetensors_dtype_name(t.file_dtype), "F4");
     CHECK_STATUS(fsdp_checkpoint_read(r, 0, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
                  FSDP_ERR_UNSUPPORTED);
-    says("[E461] checkpoint_read: 'e' is F8_E4M3 with 1 dims, which the library does not have");
-    CHECK_OK(fsdp_checkpoint_read(r, 1, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID));
+    says("[E461] checkpoint_read: 'e' is F4 with 1 dims, which the library cannot move: leave it "
+         "out (fsdpck: --skip NAME; a program: rename of the desc)");
+    CHECK_STATUS(fsdp_checkpoint_read(r, 1, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
+                 FSDP_ERR_UNSUPPORTED);
+    CHECK_OK(fsdp_checkpoint_read(r, 2, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID));
     CHECK_EQ_INT(byte[0], 7);
     fsdp_checkpoint_close(r);
     CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID),
                  FSDP_ERR_UNSUPPORTED);
-    says("[E461] checkpoint_export: 'e' is F8_E4M3");
+    says("[E461] checkpoint_export: 'e' is F4");
     CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
+    d.rename = without_e;
+    CHECK_OK(fsdp_checkpoint_export(dir, out, &d, SAID));
+}
+
+/* ---- directories of others ------------------------------------------------------------------- */
+
+/* A file of tensors of one element: "ab" are 'a' and 'b' of the values first, first + 1. */
+static void store_letters(const char *dir, const char *leaf, const char *letters, int first) {
+    fsdp_safetensors_entry e[4];
+    char names[4][2], room[600];
+    float values[4];
+    int n = 0;
+    for (; letters[n]; n++) {
+        names[n][0] = letters[n], names[n][1] = 0;
+        e[n] = tensor(names[n], FSDP_F32, 1, 1, 0, 0);
+        values[n] = (float)(first + n);
+    }
+    int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room + 8, 500);
+    CHECK(need > 0);
+    memset(room, 0, 8);
+    room[0] = (char)(need & 255), room[1] = (char)(need >> 8);
+    memcpy(room + 8 + need, values, 4 * (size_t)n);
+    store(dir, leaf, room, 8 + need + 4 * n);
+}
+/* An index: "a=1 b=2" says that 'a' is in the first file of the list. */
+static void store_index(const char *dir, const char *leaf, const char *map,
+                        const char *const *files) {
+    char text[1000] = "{\"weight_map\":{", line[300];
+    for (const char *at = map; *at; at += 3 + (at[3] == ' ')) {
+        snprintf(line, sizeof line, "%s\"%c\":\"%s\"", at == map ? "" : ",", at[0],
+                 files[at[2] - '1']);
+        strcat(text, line);
+    }
+    strcat(text, "}}");
+    store(dir, leaf, text, (int64_t)strlen(text));
+}
+
+typedef struct dir_case {
+    const char *name;
+    const char *files[6], *letters[6]; /* their names, and what they have: 1, 2, ...; 11, 12, ... */
+    const char *index, *map;           /* of the names above, also of files that are not there */
+    const char *text;                  /* of a failure; NULL: none */
+    const char *values;                /* "a=1 b=2": what is read then */
+} dir_case;
+#define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
+#define U "diffusion_pytorch_model"
+static const char model_index[] = "model.safetensors.index.json";
+static const dir_case dirs[] = {
+    {"two_files", {"x.safetensors", "y.safetensors"}, {"a", "b"}, NULL, NULL, NULL, "a=1 b=11"},
+    /* The same tensor in two files. */
+    {"ema",
+     {U ".safetensors", U ".non_ema.safetensors"},
+     {"ab", "b"},
+     NULL,
+     NULL,
+     "tensor 'b' is in diffusion_pytorch_model.non_ema.safetensors and in "
+     "diffusion_pytorch_model.safetensors with other values: keep the file that is meant",
+     NULL},
+    {"equal", {"x.safetensors", "y.safetensors"}, {"a", "A"}, NULL, NULL, NULL, "a=1"},
+    {"old_and_new",
+     {M(1, 2), M(2, 2), M(1, 1)},
+     {"a", "b", "ab"},
+     NULL,
+     NULL,
+     "tensor 'a' is in model-00001-of-00001.safetensors and in model-00001-of-00002",
+     NULL},
+    /* Names that tell how many files there are. */
+    {"first_gone", {M(2, 3), M(3, 3)}, {"b", "c"}, NULL, NULL,
+     "it lacks model-00001-of-00003.safetensors: its names tell of 3 files: add it, or pass one",
+     NULL},
+    {"second_gone", {M(1, 3), M(3, 3)}, {"a", "c"}, NULL, NULL,
+     "it lacks model-00002-of-00003.safetensors", NULL},
+    {"last_gone", {M(1, 3), M(2, 3)}, {"a", "b"}, NULL, NULL,
+     "it lacks model-00003-of-00003.safetensors", NULL},
+    {"two_sets", {M(1, 2), M(2, 2), M(1, 3), M(2, 3)}, {"a", "b", "c", "d"}, NULL, NULL,
+     "it lacks model-00003-of-00003.safetensors", NULL},
+    {"variant", {"m-1-of-2.fp16.safetensors"}, {"a"}, NULL, NULL,
+     "it lacks m-2-of-2.fp16.safetensors", NULL},
+    {"all_there", {M(1, 2), M(2, 2), "m-of-x.safetensors"}, {"a", "b", "c"}, NULL, NULL, NULL,
+     "a=1 b=11 c=21"},
+    {"no_numbers", {"a-of-b-9-of-5.safetensors", "0-of-2.safetensors"}, {"a", "b"}, NULL, NULL,
+     NULL, "a=1 b=11"},
+    {"ranks_of_pytorch", /* each rank has the files in which it has something */
+     {"shard-00001-" M(1, 2), "shard-00002-" M(2, 2), "shard-00003-" M(1, 2)},
+     {"a", "b", "c"}, NULL, NULL, NULL, "a=1 b=11 c=21"},
+    {"ranks_of_pytorch_gone", {"shard-00001-" M(1, 3), "shard-00002-" M(3, 3)}, {"a", "b"}, NULL,
+     NULL, "it lacks shard-00002-model-00002-of-00003.safetensors", NULL},
+    /* An index. */
+    {"index", {M(1, 2), M(2, 2)}, {"a", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"index_gone", {M(1, 2), M(2, 2)}, {"a", NULL}, model_index, "a=1 b=2",
+     "it lacks model-00002-of-00002.safetensors, which model.safetensors.index.json names", NULL},
+    {"diffusers_gone", {U "-1.safetensors", U "-2.safetensors"}, {"a", NULL},
+     U ".safetensors.index.json", "a=1 b=2",
+     "it lacks diffusion_pytorch_model-2.safetensors, which "
+     "diffusion_pytorch_model.safetensors.index.json names", NULL},
+    {"diffusers", {U "-1.safetensors", U "-2.safetensors", "other.safetensors"}, {"a", "b", "a"},
+     U ".safetensors.index.json", "a=1 b=2", NULL, "a=1 b=11"},
+    {"variant_index", {"m-1.safetensors"}, {"a"}, "m.safetensors.index.fp16.json", "a=1 b=1",
+     "m.safetensors.index.fp16.json: it names tensor 'b', which is in no file", NULL},
+    {"decides", {M(1, 2), M(2, 2)}, {"ab", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"decides_for_the_first", {M(1, 2), M(2, 2)}, {"ab", "bc"}, model_index, "a=1 b=1 c=2", NULL,
+     "a=1 b=2 c=12"},
+    {"elsewhere", {M(1, 2), M(2, 2)}, {"ab", "c"}, model_index, "a=1 b=2 c=2",
+     "tensor 'b' is in another file than the index says", NULL},
+    {"not_named", {M(1, 2), M(2, 2)}, {"ab", "c"}, model_index, "a=1 c=2",
+     "tensor 'b' is in a file, and the index does not name it", NULL},
+    {"named_twice", {M(1, 1)}, {"ab"}, model_index, "a=1 b=1 a=1", "it names tensor 'a' twice",
+     NULL},
+    /* An index beside one file. */
+    {"stale_gone", {M(1, 2), M(2, 2), "model.safetensors"}, {NULL, NULL, "ab"}, model_index,
+     "a=1 b=2", NULL, "a=21 b=22"},
+    {"stale_there", {M(1, 2), M(2, 2), "model.safetensors"}, {"a", "b", "ab"}, model_index,
+     "a=1 b=2",
+     "it has model.safetensors and model.safetensors.index.json, which names other files: one of "
+     "the two is of another save: remove it", NULL},
+    {"stale_half", {M(1, 2), M(2, 2), "model.safetensors"}, {"a", NULL, "ab"}, model_index,
+     "a=1 b=2", "it has model.safetensors and model.safetensors.index.json", NULL},
+    {"stale_diffusers", {U "-1.safetensors", U ".safetensors"}, {"a", "a"},
+     U ".safetensors.index.json", "a=1",
+     "it has diffusion_pytorch_model.safetensors and diffusion_pytorch_model.safetensors.index",
+     NULL},
+    {"index_of_the_one", {"model.safetensors"}, {"ab"}, model_index, "a=1 b=1", NULL, "a=1 b=2"},
+};
+#undef M
+#undef U
+static void make_dir_case(const dir_case *c, const char *dir) {
+    CHECK_EQ_INT(mkdir(dir, 0755), 0);
+    for (int i = 0; i < 6 && c->files[i]; i++)
+        if (!c->letters[i]) continue;
+        else if (c->letters[i][0] == 'A') store_letters(dir, c->files[i], "a", 1);
+        else store_letters(dir, c->files[i], c->letters[i], 1 + 10 * i);
+    if (c->index) store_index(dir, c->index, c->map, c->files);
+}
+TEST_P(fsdpck, directories, dirs) {
+    fsdp_checkpoint_export_desc ours = FSDP_ZERO;
+    char dir[600], out[600], checked[600];
+    make_dir_case(row, path_of(dir, "dir"));
+    fsdp_status expected = row->text ? FSDP_ERR_CORRUPT : FSDP_OK;
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), expected);
+    if (row->text) says(row->text);
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID), expected);
+    if (row->text) says(row->text);
+    ours.num_ranks = 2;
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(checked, "checked"), &ours, SAID), expected);
+    if (row->text) says(row->text);
+    for (int i = 0; i < 2 && !row->text; i++) {
+        fsdp_checkpoint_contents in;
+        fsdp_checkpoint_reader *r = open_it(i ? checked : out);
+        int64_t num = 0;
+        for (const char *at = row->values; *at;) {
+            char name[2] = {at[0], 0}, *end;
+            float value;
+            const float want = (float)strtol(at + 2, &end, 10);
+            CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, &value, SAID));
+            CHECK_MSG(value >= want && value <= want, "%s: %g, expected %g", name, (double)value,
+                      (double)want);
+            at = end + (*end == ' ');
+            num++;
+        }
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &in));
+        CHECK_EQ_INT(in.num_tensors, num);
+        fsdp_checkpoint_close(r);
+    }
+}
+
+/* Several indices: the one that transformers takes, else nobody knows. A directory of checkpoints
+   is no checkpoint. What is not told is said. */
+TEST(fsdpck, directories_of_several) {
+    static const char *const one[] = {"x.safetensors"};
+    char dir[600], run[600], path[800];
+    CHECK_EQ_INT(mkdir(path_of(dir, "dir"), 0755), 0);
+    store_letters(dir, "x.safetensors", "a", 1);
+    store_index(dir, "u.safetensors.index.json", "a=1", one);
+    store_index(dir, "v.safetensors.index.json", "a=1", one);
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("it has 2 indices, among them ");
+    says("put the files of one of them into a directory of their own");
+    store_index(dir, "model.safetensors.index.json", "a=1", one);
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_INT(mkdir(path_of(run, "run"), 0755), 0);
+    static const char *const steps[] = {"checkpoint-500", "checkpoint-9000", "step_12",
+                                        "step-00001000", "step-x", "notes"};
+    for (int i = 0; i < 6; i++) {
+        snprintf(path, sizeof path, "%s/%s", run, steps[i]);
+        CHECK_EQ_INT(mkdir(path, 0755), 0);
+    }
+    CHECK_STATUS(fsdp_checkpoint_verify(run, NULL, NULL, SAID), FSDP_ERR_INVALID_ARG);
+    says("run: it is no checkpoint, but has some in it: pass one of them, for example "
+         "run/checkpoint-9000");
+}
+
+TEST(fsdpck, tells_what_cannot_be_told) {
+    char path[600], name[80];
+    static const char *const whole[] = {"example/step-00000017", "checkpoints/transformers_gpt2",
+                                        "checkpoints/torch_consolidated"};
+    CHECK_OK(fsdp_checkpoint_verify(golden_path(path, "checkpoints/torch_fsdp_w3"), NULL, NULL,
+                                    SAID));
+    says("only headers were checked. They do not tell how large the whole tensors are: if the "
+         "file with the last parts is missing, nobody can see it");
+    for (int i = 0; i < 3; i++) {
+        snprintf(name, sizeof name, "%s", whole[i]);
+        CHECK_OK(fsdp_checkpoint_verify(golden_path(path, name), NULL, NULL, SAID));
+        CHECK_MSG(!strstr(said, "do not tell"), "%s", said);
+    }
 }
 
 /* ---- export ---------------------------------------------------------------------------------- */
@@ -292,10 +565,6 @@ static int one_name(void *user, const char *name, char *out) {
     return 1;
 }
 
-static void export_to(const char *from, const char *to, const fsdp_checkpoint_export_desc *d) {
-    fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
-    CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
-}
 static char *exported(char to[600], const char *golden_name, const char *name,
                       const fsdp_checkpoint_export_desc *d) {
     char from[600];
@@ -1035,8 +1304,33 @@ TEST(fsdpck_tool, diff) {
              "3 of 4 tensors differ\n",
              a);
     CHECK_EQ_STR(said, want);
+    CHECK_EQ_INT(RUN("diff", a, b, "--skip", "w", "--skip=only*"), 1);
+    CHECK_EQ_STR(said, "x: U8 [3] and U8 [4]\n1 of 2 tensors differ\n");
     CHECK_EQ_INT(RUN("diff", b, a), 1);
     CHECK_EQ_INT(RUN("diff", a, "/nowhere"), 3);
+}
+
+/* NaN against a number is a difference, and the largest one; so is a byte of a foreign dtype. */
+TEST(fsdpck_tool, diff_of_odd_values) {
+    static const float values[2][3] = {{1, 2, 3}, {1, 9, 5}};
+    fsdp_safetensors_entry e[2] = {tensor("w", FSDP_F32, 1, 3, 0, 0), foreign("x", "U16", 1, 2, 0)};
+    const uint32_t nan = 0x7fc00000u;
+    char path[2][600];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path[i], 600, "%s/%c.safetensors", h_tmpdir(), 'a' + i);
+        store_tensors(h_tmpdir(), i ? "b.safetensors" : "a.safetensors", e, 2);
+        blob b = load(path[i], "");
+        memcpy(b.at + b.size - 16, values[i], 12);
+        if (i) memcpy(b.at + b.size - 12, &nan, 4);
+        if (i) b.at[b.size - 1] ^= 1;
+        store(path[i], "", b.at, b.size);
+        free(b.at);
+    }
+    CHECK_EQ_INT(RUN("diff", path[0], path[0]), 0);
+    CHECK_EQ_INT(RUN("diff", path[0], path[1]), 1);
+    says("w: 2 of 3 elements differ, the first at [1]: 2 and nan; the largest difference is nan\n"
+         "x: 1 of 2 elements differ, the first at [1]\n"
+         "2 of 2 tensors differ\n");
 }
 
 TEST(fsdpck_tool, export_and_import) {
@@ -1068,6 +1362,14 @@ TEST(fsdpck_tool, export_and_import) {
     CHECK_EQ_INT(RUN("export", "--with-optimizer", from, path_of(again, "all")), 0);
     CHECK_EQ_INT(RUN("diff", from, again), 0);
     CHECK_EQ_INT(RUN("export", from, path_of(again, "no/parent")), 3);
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "some"), "--skip", "h.0.w"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "h.0.w") && strstr(said, "h.0.b"));
+    CHECK_EQ_INT(RUN("import", from, path_of(again, "less"), "--skip=optim.*"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "optim.") && strstr(said, "h.0.w"));
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
+    says("--skip: expected a name, at most 64 times");
 }
 
 /* No byte of a name that moves a cursor reaches the terminal, also in texts of failures. */

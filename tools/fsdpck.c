@@ -22,6 +22,7 @@
 #include <string.h> // strcmp
 #include <unistd.h> // isatty
 
+enum { MOST_SKIPS = 64 };
 enum { EXIT_DIFFERS = 1, EXIT_USAGE = 2, EXIT_IO = 3 };
 enum { PIECE = 1 << 20 }; // elements that diff compares at once
 
@@ -32,7 +33,8 @@ typedef struct request {
     int num_paths, help;
     int64_t ranks, max_file_bytes; // 0: not given
     fsdp_dtype dtype;
-    int with_optimizer;
+    int with_optimizer, num_skips;
+    const char *skips[MOST_SKIPS]; // names of tensors; "x*": all that begin with x
     char text[FSDP_CHECKPOINT_PATH + 1024];
 } request;
 
@@ -175,6 +177,19 @@ static int verify(request *q) {
     return 0;
 }
 
+static int is_skipped(const request *q, const char *name) {
+    for (int i = 0; i < q->num_skips; i++) {
+        const size_t n = strlen(q->skips[i]);
+        const int begins = n > 0 && q->skips[i][n - 1] == '*';
+        if (begins ? !strncmp(name, q->skips[i], n - 1) : !strcmp(name, q->skips[i])) return 1;
+    }
+    return 0;
+}
+static int unless_skipped(void *user, const char *name, char *out) {
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return !is_skipped((const request *)user, name);
+}
+
 static int write_new(request *q, int num_ranks) {
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     fsdp_checkpoint_reader *r;
@@ -190,6 +205,7 @@ static int write_new(request *q, int num_ranks) {
     d.max_file_bytes = q->max_file_bytes;
     d.num_ranks = num_ranks;
     d.files = &counted;
+    if (q->num_skips) d.rename = unless_skipped, d.user = q;
     return finish(q, fsdp_checkpoint_export(q->paths[0], q->paths[1], &d, q->text, sizeof q->text));
 }
 static int export_it(request *q) { return write_new(q, 0); }
@@ -205,13 +221,14 @@ typedef struct comparison {
     fsdp_checkpoint_reader *a, *b;
     fsdp_checkpoint_tensor ta, tb;
     char *room; // two pieces of elements, and two of doubles
+    int64_t size; // bytes of an element
     int64_t different, first, tensors;
-    double values[2], largest;
+    double values[2], largest; // NaN stays the largest
 } comparison;
 
 // Elements k .. of a piece, which begins with element `at` of the tensor.
 static void compare_piece(comparison *c, int64_t at, int64_t n) {
-    const int64_t size = (int64_t)fsdp_dtype_size(c->ta.dtype);
+    const int64_t size = c->size;
     char *x = c->room, *y = x + 8 * PIECE;
     double *dx = (double *)(void *)(y + 8 * PIECE), *dy = dx + PIECE;
     if (!memcmp(x, y, (size_t)(n * size))) return;
@@ -222,7 +239,7 @@ static void compare_piece(comparison *c, int64_t at, int64_t n) {
         if (!memcmp(x + i * size, y + i * size, (size_t)size)) continue;
         if (is_float) {
             double d = dx[i] > dy[i] ? dx[i] - dy[i] : dy[i] - dx[i];
-            if (d > c->largest) c->largest = d;
+            if (d > c->largest || !(d >= 0)) c->largest = d;
             if (!c->different) c->values[0] = dx[i], c->values[1] = dy[i];
         }
         if (!c->different++) c->first = at + i;
@@ -235,6 +252,7 @@ static fsdp_status compare_values(request *q, comparison *c, int64_t i, int64_t 
     for (int d = 0; d < c->ta.ndim && d < FSDP_MAX_DIMS; d++) numel *= c->ta.shape[d];
     c->different = 0;
     c->largest = 0;
+    c->size = numel ? c->ta.nbytes / numel : 1;
     for (int64_t at = 0; at < numel && !status; at += n) {
         n = fsdpi_ck_next_box(c->ta.ndim, c->ta.shape, at, PIECE, start, shape);
         status = fsdp_checkpoint_read(c->a, i, start, shape, FSDP_DTYPE_KEEP, c->room, q->text,
@@ -267,9 +285,6 @@ static fsdp_status compare_values(request *q, comparison *c, int64_t i, int64_t 
 static fsdp_status compare_tensor(request *q, comparison *c, int64_t i, int64_t k) {
     int same = c->ta.file_dtype == c->tb.file_dtype && c->ta.ndim == c->tb.ndim &&
                !memcmp(c->ta.shape, c->tb.shape, sizeof c->ta.shape);
-    if (same && c->ta.dtype == FSDP_SAFETENSORS_OTHER) // says why this is impossible
-        return fsdp_checkpoint_read(c->a, i, NULL, NULL, FSDP_DTYPE_KEEP, c->room, q->text,
-                                    sizeof q->text);
     if (same) return compare_values(q, c, i, k);
     end_bar();
     put_safe(stdout, c->ta.name);
@@ -306,11 +321,12 @@ static int diff(request *q) {
         int order = i >= in[0].num_tensors   ? 1
                     : k >= in[1].num_tensors ? -1
                                              : strcmp(c.ta.name, c.tb.name);
-        if (order) only_in(q, &c, order > 0);
-        else status = compare_tensor(q, &c, i, k);
+        const int skipped = is_skipped(q, order > 0 ? c.tb.name : c.ta.name);
+        if (order && !skipped) only_in(q, &c, order > 0);
+        else if (!skipped) status = compare_tensor(q, &c, i, k);
         i += order <= 0;
         k += order >= 0;
-        all++;
+        all += !skipped;
     }
     free(c.room);
     fsdp_checkpoint_close(c.a);
@@ -324,30 +340,38 @@ static int diff(request *q) {
 
 /* ---- what the user wants --------------------------------------------------------------------- */
 
+#define SKIP_HELP                                                                                  \
+    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"       \
+    "                       given several times\n"
 static const verb verbs[] = {
     {"ls", "PATH", "", 1, list,
      "Lists the tensors: bytes, boxes, name, dtype and shape. Reads and checks headers alone.\n"},
     {"verify", "PATH", "", 1, verify,
      "Checks the manifest, sizes, headers, the coverage of every tensor, and every checksum. Says\n"
      "what was checked, or the first fault. Files of others have no checksums.\n"},
-    {"diff", "A B", "", 2, diff,
+    {"diff", "A B", "[--skip NAME]", 2, diff,
      "Compares tensors: names, dtypes, shapes, and values bit by bit, however they are cut. "
      "Prints\n"
-     "a line for each difference. It does not compare steps of manifests.\n"},
-    {"reshard", "PATH OUT", "--ranks N", 2, reshard,
+     "a line for each difference. It does not compare steps of manifests.\n"
+     SKIP_HELP},
+    {"reshard", "PATH OUT", "--ranks N [--skip NAME]", 2, reshard,
      "Writes a checkpoint of ours again in N data files, so that each of N ranks mostly reads "
      "one.\n"
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
-     "those of the ranks that saved them.\n"},
-    {"export", "PATH OUT", "[--dtype D] [--with-optimizer] [--max-file-bytes N]", 2, export_it,
+     "those of the ranks that saved them.\n"
+     SKIP_HELP},
+    {"export", "PATH OUT", "[--dtype D] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
+     export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --with-optimizer     also what is called optim.* and fsdp.*\n"
-     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n"},
-    {"import", "PATH OUT", "[--ranks N]", 2, import_it,
+     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n"
+     SKIP_HELP},
+    {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
      "Makes a checkpoint of ours of any PATH, with checksums, in N data files (default 1). Call "
      "OUT\n"
-     "step-NNNNNNNN, and it has that step; a job finds it in its directory.\n"},
+     "step-NNNNNNNN, and it has that step; a job finds it in its directory.\n"
+     SKIP_HELP},
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 
@@ -435,6 +459,10 @@ static int read_arguments(request *q, int argc, char **argv) {
             bad = number("--ranks", v, 99999, 0, &q->ranks);
         } else if ((v = option(q, "--max-file-bytes", argv, &i)) != NULL) {
             bad = number("--max-file-bytes", v, INT64_MAX, 1, &q->max_file_bytes);
+        } else if ((v = option(q, "--skip", argv, &i)) != NULL) {
+            if (!*v || q->num_skips == MOST_SKIPS)
+                bad = expected("--skip", "a name, at most 64 times");
+            else q->skips[q->num_skips++] = v;
         } else if ((v = option(q, "--dtype", argv, &i)) != NULL) {
             bad = dtype_of(q, v);
         } else {
