@@ -1128,6 +1128,8 @@ typedef struct fsdp_op {
     uint16_t comm_number;     // number of comm in the order of creation; 1: the world's; 0: none
     uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
+    double factor, share;     // reductions: the unit's gradient divide factor, 0: none. If share is
+                              // not 0, scale is share / factor: fsdp_emit_again renews both
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
                               // is the largest norm; factor: scale/(norm + 1e-6) if < 1, or NaN

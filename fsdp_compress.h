@@ -157,6 +157,7 @@ static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like
     fsdp_op_init(&op, c->model, like->unit, kind, c->label, like->stream);
     op.what = like->what;
     op.what_hash = like->what_hash;
+    op.factor = like->factor;
     memcpy(op.agree, like->agree, sizeof op.agree);
     op.count = like->count;
     op.src = op.dst = c->room;

@@ -239,7 +239,7 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
 
 /* fsdp_replicate_join   - before each step: has this rank a batch? For uneven inputs
    fsdp_replicate_shadow - the forward and backward of a rank without a batch; uses no parameter
-       while (!fsdp_replicate_join(rep, batch != NULL, 1, &active) && active > 0) {
+       while (!fsdp_replicate_join(rep, batch != NULL, 0, &active) && active > 0) {
            if (batch) train_on(batch); else fsdp_replicate_shadow(rep);
            ...                                         // finalize, optimizer step, zero_grad: all
            if (batch) batch = next();
@@ -247,8 +247,11 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
    A rank whose data have ended goes on without a batch: parameters and states of optimizers stay
    equal on all ranks. If the model has several fsdp_replicate or other units, do not call shadow:
    call pre_forward and post_forward of all, then their post_backward, in the order of other ranks
-   divide      0: gradients are divided by the number of replicas; 1: by the ranks that have a batch
+   divide      0: gradients are divided by the number of replicas, as by default in PyTorch, where it
+               is divide_by_initial_world_size=True; 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
+   Effect      if some ranks have no batch, a plan (fsdp_plan.h) pauses in this step on all ranks.
+               If the model has several groups of replicas, all of them have to find the same
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
    Collective  join: yes, every rank of the mesh, one all-reduce of an integer, and it sets the
                divide factor of the buckets. shadow: as the calls of a step
@@ -902,6 +905,7 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
         status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_set_gradient_divide_factor(m, rep->buckets[k].unit, divide ? ranks : 0);
+    if (!status) status = fsdp_set_uneven(m, ranks > 0 && ranks < fsdp_mesh_size(rep->mesh, 0));
     if (!status) *active = ranks;
     return status;
 }

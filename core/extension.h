@@ -114,7 +114,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
 /* fsdp_emit_again - emit records as they were shown to an extension, or have been emitted: they are
-   not checked, and step and what fsdp_agree was given are the model's now
+   not checked, and step, what fsdp_agree was given and the gradient divide factor are those of now
    ops         [count], the caller's; must stay as they are until they have run (see `list`)
    Result      FSDP_OK; INVALID_ARG (NULL); as fsdp_emit
    Collective, Blocks  as fsdp_emit      Allocates no */
@@ -268,10 +268,23 @@ enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
    fsdp_model_run      - how the model's records run: FSDP_RUN_*
    fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
                          is one): if it is the same as before, they are
+   fsdp_model_kind     - the same, but of gradient divide factors only how they split a reduction
+                         (f16), and which units have equal ones: fsdp_emit_again does the rest
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
+FSDP_API uint64_t fsdp_model_kind(const fsdp_model *model);
+
+/* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in the
+               same reductions, as where a rank has no batch. Such steps are not planned. 0: the
+               default
+   fsdp_is_uneven  - what was set
+   Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Source      torch: Join (uneven inputs) */
+FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven);
+FSDP_API int fsdp_is_uneven(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
    compare all bytes given so far in the next collective of a unit; different ones are a MISMATCH

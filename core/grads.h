@@ -169,8 +169,16 @@ static fsdp_status fsdpi_step_users(fsdp_unit *u) {
     return fsdpi_emit_kind(u, FSDPI_OPS_USERS);
 }
 
+// A record multiplies by `share`, and where `step` divides, by share / factor.
+static void fsdpi_divide(const fsdp_unit *u, int step, double share, fsdp_op *op) {
+    const fsdpi_route *route = fsdpi_route_now(u);
+    op->factor = route->factor;
+    op->share = route->divides == step ? share : 0;
+    op->scale = op->share != 0 ? share / route->factor : share;
+}
+
 // Reads the reduce input, over the shard group, and gives it back.
-static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accumulate) {
+static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, int step, double share, int accumulate) {
     int input = fsdpi_input(u);
     fsdpi_template *t = u->layout.ops[kind];
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
@@ -178,31 +186,29 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
                                                         : u->layout.to_rout;
     const fsdpi_work *work = &works[input == FSDP_POOL_RIN];
     t->src = (uint8_t)input;
-    t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
     t->op.list = work->segs;
     t->op.list_count = (uint32_t)work->num;
-    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
+    fsdpi_divide(u, step, share, &t->op);
+    fsdpi_usage_agree(u, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
     fsdp_status status = fsdpi_emit_kind(u, kind);
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
     return status ? status : fsdpi_release(u, &u->state.slot[input], FSDP_STREAM_REDUCE);
 }
 
-static double fsdpi_rest(const fsdp_unit *u) { // what sums of the input are to be multiplied by
-    return u->state.grads.divided / fsdpi_route_now(u)->factor;
-}
-
 static fsdp_status fsdpi_step_scatter_fused(fsdp_unit *u) {
-    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, fsdpi_rest(u),
+    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, FSDPI_STEP_OUT, u->state.grads.divided,
                          u->state.grads.shard == FSDPI_GRADS_REDUCED);
 }
 static fsdp_status fsdpi_step_scatter(fsdp_unit *u) {
-    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, 1, 0);
+    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, FSDPI_STEP_SCATTER, 1, 0);
 }
 
 static fsdp_status fsdpi_step_rescale(fsdp_unit *u) {
-    fsdpi_each(u, FSDPI_OPS_RESCALE, fsdpi_rest(u), 0);
+    fsdpi_template *const *ops = &u->layout.ops[FSDPI_OPS_RESCALE];
+    for (fsdpi_template *t = ops[0]; t != ops[1]; t++)
+        fsdpi_divide(u, FSDPI_STEP_OUT, u->state.grads.divided, &t->op);
     return fsdpi_emit_kind(u, FSDPI_OPS_RESCALE);
 }
 
@@ -211,7 +217,7 @@ static fsdp_status fsdpi_step_partial_fused(fsdp_unit *u) {
     int adds = *sums != NULL;
     if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     fsdp_status status = adds ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
-    return status ? status : fsdpi_scatter(u, FSDPI_OPS_PARTIAL, 1, adds);
+    return status ? status : fsdpi_scatter(u, FSDPI_OPS_PARTIAL, FSDPI_STEP_PARTIAL, 1, adds);
 }
 
 // The backend cannot add: fresh sums, and a copy that adds them to those that wait.
@@ -221,7 +227,8 @@ static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
     if (g->newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
     if (!waiting) g->summed = g->divided * fsdpi_route_now(u)->sums; // those that wait decided it
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
-    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, g->divided / g->summed, 0);
+    if (!status)
+        status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, FSDPI_STEP_PARTIAL, g->divided / g->summed, 0);
     if (status || !waiting) return status;
     fsdpi_template *const *add = &u->layout.ops[FSDPI_OPS_ADD];
     if (add[0] != add[1]) add[0]->op.dst = waiting;
@@ -244,9 +251,9 @@ static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     fsdpi_grads *g = &u->state.grads;
     fsdpi_template *t = u->layout.ops[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
-    t->op.scale = 1 / route->replicas;
-    g->summed = (route->from_input ? g->divided : g->summed) * route->replicas;
-    fsdpi_usage_agree(u, route->factor, &t->op);
+    g->summed = (route->from_input ? g->divided : g->summed) / route->sums;
+    fsdpi_divide(u, FSDPI_STEP_REPLICAS, route->sums, &t->op);
+    fsdpi_usage_agree(u, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }
@@ -266,10 +273,10 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
     fsdpi_template *const *ops = &u->layout.ops[FSDPI_OPS_OUT];
-    double scale = u->state.grads.summed / fsdpi_route_now(u)->factor;
-    fsdpi_each(u, FSDPI_OPS_OUT, scale, u->state.grads.shard == FSDPI_GRADS_REDUCED);
     for (fsdpi_template *t = ops[0]; t != ops[1]; t++) {
         t->src = (uint8_t)sums;
+        t->op.accumulate = u->state.grads.shard == FSDPI_GRADS_REDUCED;
+        fsdpi_divide(u, FSDPI_STEP_OUT, u->state.grads.summed, &t->op);
         fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), t->op.out_dtype);
     }
     fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_OUT);

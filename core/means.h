@@ -236,6 +236,16 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// What is another number in each step.
+static inline void fsdpi_renew(const fsdp_model *m, fsdp_op *op) {
+    op->timed = 0;
+    op->step = m->step;
+    op->given = m->given;
+    if (op->factor == 0) return;
+    op->factor = op->unit->route[0].factor;
+    if (op->share != 0) op->scale = op->share / op->factor;
+}
+
 // Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
 static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
     fsdp_status status = fsdpi_failed(m->world);
@@ -245,9 +255,7 @@ static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
             if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
             continue;
         }
-        op->timed = 0;
-        op->step = m->step;
-        op->given = m->given;
+        fsdpi_renew(m, op);
         op->seq = ++m->seq;
         m->counters.calls[op->kind]++;
         m->counters.bytes[op->kind] += op->bytes;
@@ -263,9 +271,7 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
     fsdp_status status = fsdpi_failed(model->world);
     const int shown = model->watch & FSDPI_OPS;
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
-        op->timed = 0;
-        op->step = model->step;
-        op->given = model->given;
+        fsdpi_renew(model, op);
         const int is_marker = op->kind >= FSDP_OP_HOOK;
         if (is_marker) fsdpi_do_marker(model, op);
         if (!is_marker) status = fsdpi_emit(model, op);

@@ -277,7 +277,8 @@ enum { // where the newest of this rank's gradients are that have not been reduc
 typedef struct fsdpi_grads {
     uint8_t shard, newest;  // FSDPI_GRADS_*
     uint8_t waits;          // sums were in ROUT when this reduction began
-    double divided, summed; // by what those in RIN, and the sums in ROUT, have been divided
+    // By what those in RIN, and the sums in ROUT, have been divided beside the divide factor.
+    double divided, summed;
 } fsdpi_grads;
 
 // What a step changes.
@@ -356,7 +357,7 @@ struct fsdp_model {
     int num_classes, cap_classes;
     int committed;
     int backward; // the phase
-    int grad_enabled, is_last_backward;
+    int grad_enabled, is_last_backward, uneven;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
     uint64_t given;      // hash of what fsdp_agree was given

@@ -5,6 +5,7 @@
 enum { // what has been set, beside offsets in fsdpi_options
     FSDPI_SET_ENABLED = 1 << 16,
     FSDPI_SET_LAST,
+    FSDPI_SET_UNEVEN,
     FSDPI_SET_HOOKS,
     FSDPI_SET_TRAINS = 1 << 20, // + index of the parameter
     FSDPI_SET_DTYPE = 1 << 24
@@ -12,9 +13,34 @@ enum { // what has been set, beside offsets in fsdpi_options
 
 /* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
    not depend on the way that led there. unit: -1 for the model. */
+static uint64_t fsdpi_setting_of(int unit, size_t field, uint64_t value) {
+    return fsdpi_hash(fsdpi_hash((uint64_t)(unit + 1) << 32, field), value); // the hash adds the two
+}
 static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
-    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
-    m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
+    m->settings += fsdpi_setting_of(unit, field, is) - fsdpi_setting_of(unit, field, was);
+}
+
+static uint64_t fsdpi_bits(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+// In place of each divide factor: how it splits a reduction, and the first unit that has it, too.
+FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
+    const size_t field = offsetof(fsdpi_options, divide_factor);
+    uint64_t kind = m ? m->settings : 0;
+    for (int i = 0; m && i < m->num_units; i++) {
+        const fsdpi_route *r = m->units[i]->route;
+        double factor = m->units[i]->options.divide_factor;
+        int like = 0;
+        if (factor == 0) continue;
+        while (m->units[like]->route[0].factor != r->factor) like++;
+        uint64_t split = fsdpi_hash(fsdpi_bits(r->before), fsdpi_bits(r->sums));
+        split = fsdpi_hash(split, (uint64_t)like << 1 | r->write_shard);
+        kind += fsdpi_setting_of(i, field, split) - fsdpi_setting_of(i, field, fsdpi_bits(factor));
+    }
+    return kind;
 }
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
@@ -39,6 +65,15 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
+
+FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven) {
+    if (!model) return fsdpi_null(NULL, "set_uneven", "model");
+    fsdpi_setting(model, -1, FSDPI_SET_UNEVEN, (uint64_t)model->uneven, uneven != 0);
+    model->uneven = uneven != 0;
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API int fsdp_is_uneven(const fsdp_model *model) { return model && model->uneven; }
 
 FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
 
@@ -114,11 +149,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
             model->world,
             "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
-        uint64_t was, is;
-        memcpy(&was, &model->units[i]->options.divide_factor, sizeof was);
-        memcpy(&is, &factor, sizeof is);
-        fsdpi_setting(model, i, offsetof(fsdpi_options, divide_factor), was, is);
-        model->units[i]->options.divide_factor = factor;
+        double *option = &model->units[i]->options.divide_factor;
+        fsdpi_setting(model, i, offsetof(fsdpi_options, divide_factor), fsdpi_bits(*option),
+                      fsdpi_bits(factor));
+        *option = factor;
         fsdpi_unit_route(model->units[i]);
     }
     return status;

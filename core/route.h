@@ -70,9 +70,11 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    // A reduction divides by `factor` in all: what goes in by `before`; sums of the shard group, as
-    // the backend stores them, by `sums`; those over the replicas by `replicas`; then by the rest.
-    double before, sums, replicas, factor;
+    // A reduction divides by `factor` in all: what goes in by `before`, and sums of the shard group,
+    // as the backend stores them, by `sums`, both powers of two; in step `divides` by the rest
+    // (OUT: in the last one, which may be SCATTER_FUSED or RESCALE).
+    double before, sums, factor;
+    uint8_t divides; // FSDPI_STEP_*
 } fsdpi_route;
 
 // One part that is stored as it is gathered, in memory that peers can read.
@@ -95,15 +97,16 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
    two divides what goes in. Source: torch: _get_gradient_divide_factors. */
 static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
     int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
-    int divides = narrow && f->fuses && !f->custom;
+    int stores = narrow && f->fuses && !f->custom, goes_on = stores && f->replicas > 1;
     double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1, sums = 1;
-    while (narrow && !divides && fmod(factor, before) == 0 && factor / before > before) before *= 2;
-    while (divides && sums < f->shards && 2 * sums <= factor) sums *= 2;
-    if (divides && f->replicas == 1) sums = factor;
+    while (narrow && !stores && fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    while (goes_on && sums < f->shards && 2 * sums <= factor) sums *= 2;
     r->factor = factor;
     r->before = before;
     r->sums = sums;
-    r->replicas = divides ? factor / sums : 1;
+    r->divides = (uint8_t)(goes_on  ? FSDPI_STEP_REPLICAS
+                           : stores ? FSDPI_STEP_PARTIAL
+                                    : FSDPI_STEP_OUT);
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.

@@ -75,15 +75,12 @@ static void fsdpi_usage_sent(fsdp_unit *u) {
 }
 
 // What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
-static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
+static void fsdpi_usage_agree(const fsdp_unit *u, fsdp_op *op) {
     const fsdpi_grads *g = &u->state.grads;
-    uint64_t bits, used = 0, adds = (g->shard == FSDPI_GRADS_REDUCED) | (uint64_t)g->waits << 1;
-    memcpy(&bits, &factor, sizeof bits);
-    bits = fsdpi_hash(1, bits);
+    uint64_t used = 0, adds = (g->shard == FSDPI_GRADS_REDUCED) | (uint64_t)g->waits << 1;
     for (int k = 0; k < fsdpi_use_words(u) && !u->options.reduce_unused; k++)
         used = fsdpi_hash(used, u->usage.use[k] & fsdpi_uses(FSDPI_USE_PENDING));
-    op->what_hash = fsdpi_hash(u->layout.hash, bits + used + adds);
-    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
+    op->what_hash = fsdpi_hash(u->layout.hash, used + adds);
     op->agree[FSDP_AGREE_USED] = (uint8_t)used;
     op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)adds;
 }

@@ -59,12 +59,14 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
-// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free.
+// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free. One
+// that was never replayed was of no use.
 static void fsdpi_plan_make_room(fsdp_plan *p) {
     while (p->num_kinds >= p->desc.most_kinds) {
         int oldest = 0;
         for (int i = 1; i < p->num_kinds; i++)
             if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
+        p->differ += !p->kinds[oldest]->replayed;
         fsdpi_plan_drop(p, oldest);
     }
 }
@@ -76,13 +78,14 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->at = p->num_calls = p->lost = p->broken = 0;
     p->next = NULL;
     p->settings = fsdp_model_settings(p->model);
+    p->options = fsdp_model_kind(p->model);
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
     if (!p->num_kinds) fsdpi_plan_drop_all(p); // units have given the arena back by now
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
-        if (p->kinds[i]->settings == p->settings &&
+        if (p->kinds[i]->options == p->options &&
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
@@ -196,7 +199,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         memcpy(k->begin, p->begin, begin);
         memcpy(k->calls, p->calls, calls);
         k->plan = p;
-        k->settings = p->settings;
+        k->options = p->options;
         k->num_calls = p->num_calls;
     }
     if (!status) status = fsdpi_plan_find_older(p, k);
@@ -245,6 +248,7 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         char text[FSDPI_PLAN_TEXT];
         snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
         fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);
+        fsdpi_plan_drop_all(p);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
     *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
@@ -271,6 +275,11 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
+    if (!p->open && fsdp_is_uneven(model)) {                // nor has it one program
+        p->mode = FSDP_PLAN_BY_CALLS;
+        snprintf(p->why, sizeof p->why, "%s", "ranks make other calls in this step (uneven inputs)");
+        return 0;
+    }
     // Finalize is asked about before the core commits: a new layout comes before we look.
     *status = fsdp_model_commit(model);
     if (!*status && !p->open) *status = fsdpi_plan_begin(p);
@@ -544,7 +553,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
-    if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
+    if (!status && by_calls && plan->kinds[index]->options != fsdp_model_kind(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                            "[E944] plan_simulate: options are not those of plan %d, so that its "
                            "calls would do something else: set them as they were when it was made",

@@ -256,7 +256,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
     int group = 0;
     fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     l->model = fsdpi_plan_model_hash(p);
-    l->kind = fsdpi_plan_mix(k->settings, (uint64_t)k->num_calls);
+    l->kind = fsdpi_plan_mix(k->options, (uint64_t)k->num_calls);
     l->num_units = p->num_units;
     l->num_params = fsdp_num_params(p->model);
     l->shards = info.shard_mesh_size;

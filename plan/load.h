@@ -246,7 +246,7 @@ static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *
         status = fsdpi_plan_alloc(p->model, (size_t)given->num_calls * sizeof *k->calls,
                                   (void **)&k->calls);
     k->plan = p;
-    k->settings = fsdp_model_settings(p->model);
+    k->options = fsdp_model_kind(p->model);
     k->num_calls = given->num_calls;
     for (int c = 0; c < given->num_calls && !status; c++) {
         k->calls[c] = given->calls[c];

@@ -342,7 +342,7 @@ static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
         p->arena = NULL;
         status = fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, bytes, &p->arena);
         for (int i = 0; i < p->num_kinds && !status; i++) {
-            p->kinds[i]->unbound = p->kinds[i]->settings != k->settings;
+            p->kinds[i]->unbound = p->kinds[i]->options != k->options;
             if (!p->kinds[i]->unbound) status = fsdpi_plan_bind(p, p->kinds[i]);
         }
     }

@@ -214,7 +214,7 @@ typedef struct fsdpi_plan_tape {
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
     fsdp_plan *plan;
-    uint64_t settings, used_at; // fsdp_model_settings; number of the step that used it last
+    uint64_t options, used_at; // fsdp_model_kind; number of the step that used it last
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
@@ -249,7 +249,7 @@ struct fsdp_plan {
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;              // recordings in a row that were of no use
-    uint64_t settings;           // at the begin of the step
+    uint64_t settings, options;  // fsdp_model_settings, fsdp_model_kind, at the begin of the step
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind; // that is replayed
     fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way

@@ -1169,15 +1169,17 @@ static void two_kinds(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     }
     fsdp_plan_report rep = report_of(b);
     if (!d) return;
-    CHECK_EQ_INT(fsdp_plan_count(b->plan), d->most_kinds);
-    CHECK_EQ_INT(rep.recorded, d->most_kinds == 2 ? 2 : 8); /* the least recently used one goes */
-    CHECK_EQ_INT(rep.replayed, d->most_kinds == 2 ? 6 : 0);
+    CHECK_EQ_INT(fsdp_plan_count(b->plan), d->most_kinds == 2 ? 2 : 0);
+    CHECK(d->most_kinds < 2 || (rep.recorded == 2 && rep.replayed == 6));
+    if (d->most_kinds < 2) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REFUSED); /* of no use */
 }
 /* Three kinds, two places: what was used last stays. */
 static void three_kinds(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     static const int order[] = {0, 0, 1, 0, 2, 0, 1, 0}; /* 0: warm-up, then A B A C A B A */
     for (int i = 0; i < 8; i++) {
-        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, order[i] + 2));
+        CALL(b->w, fsdp_set_reshard_after_forward(b->model, NULL, FSDP_RESHARD_ALWAYS));
+        CALL(b->w,
+             fsdp_set_reshard_after_forward(b->model, b->unit[order[i]], FSDP_RESHARD_NEVER));
         steps(b, out, 1);
     }
     fsdp_plan_report rep = report_of(b);
@@ -1270,9 +1272,142 @@ static void always_set(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     if (d)
         CHECK_MSG(strstr(fsdp_plan_why(b->plan), "options changed"), "%s", fsdp_plan_why(b->plan));
 }
+/* Or has options that no step before had: plans are made, dropped for others, and never replayed. */
+static void always_another_kind(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    fsdp_memory mem;
+    for (int i = 0; i < 16; i++) {
+        for (int u = 0; u < 4; u++)
+            CALL(b->w, fsdp_set_reshard_after_forward(
+                           b->model, b->unit[u],
+                           i >> u & 1 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS));
+        steps(b, out, 1);
+        if (d && i == 11) CHECK_EQ_INT(fsdp_plan_count(b->plan), 0); /* 1, 8 kept, 3 for nothing */
+        if (d && i == 10) CHECK_EQ_INT(fsdp_plan_count(b->plan), 8);
+    }
+    if (!d) return;
+    CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REFUSED);
+    CHECK_MSG(strstr(fsdp_plan_why(b->plan), "another kind"), "%s", fsdp_plan_why(b->plan));
+    CALL(b->w, fsdp_model_memory(b->model, &mem));
+    for (int pool = FSDP_POOL_COUNT; pool < (int)FSDP_POOL_MAX; pool++)
+        CHECK_EQ_INT(mem.pool_bytes[pool], 0); /* it keeps no arena */
+}
 TEST(plan_kinds, steps_that_differ) {
     run_kinds(net_nested(), NULL, never_the_same);
     run_kinds(net_nested(), NULL, always_set);
+    run_kinds(net_chain(), NULL, always_another_kind);
+}
+
+/* ---- divide factors -------------------------------------------------------------------------- */
+
+static fsdp_plan_report last_report(const plan_bed *b) {
+    fsdp_plan_report rep;
+    CALL(b->w, fsdp_plan_report_get(b->plan, fsdp_plan_count(b->plan) - 1, &rep));
+    return rep;
+}
+
+/* Token weights: each step divides by another number, and one plan serves all. */
+static void token_weights(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int i = 0; i < 9; i++) {
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 3 + 4.0 * (double)(7 * i % 9)));
+        steps(b, out, 1);
+        if (d && i > 1) CHECK_EQ_INT(out->mode[i], FSDP_PLAN_REPLAYING);
+        if (d && i > 2) CHECK_EQ_STR(out->why[i], "");
+        if (i > 2) CHECK_EQ_INT(out->counters[i].allocations, out->counters[2].allocations);
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 1);
+    if (d) CHECK(last_report(b).recorded == 1 && last_report(b).replayed == 7);
+}
+/* Others are set between microbatches, of which the last one reduces. */
+static void token_weights_of_microbatches(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int c = 0; c < 6; c++) {
+        for (int m = 0; m < 3; m++) {
+            CALL(b->w, fsdp_set_requires_gradient_sync(b->model, NULL, m == 2));
+            CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 5 + 3 * c + m));
+            plan_calls(b, 0, b->net->num_calls);
+            CALL(b->w, fsdp_finalize_backward(b->model));
+            if (d && c > 3) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+        }
+        plan_step_end(b, out);
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
+}
+/* Factors that f16 splits in other ways are other kinds; here some come back. */
+static void factors_of_all_sorts(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    static const double factors[] = {1, 2, 6, 6, 0, 0, 0.5, 0.5, 24, 7, 7, 100, 4, 4, 4, 0};
+    for (int i = 0; i < (int)(sizeof factors / sizeof *factors); i++) {
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, factors[i]));
+        steps(b, out, 1);
+    }
+    if (d) CHECK(last_report(b).replayed > 0);
+}
+/* Units that are joined because they divide alike, and later do not. */
+static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int i = 0; i < 12; i++) {
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 3 + i));
+        if (i / 3 % 2) CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[1], 2));
+        if (i == 11) CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[2], 2));
+        steps(b, out, 1);
+        if (d && (i == 2 || i == 4 || i == 7)) CHECK_EQ_STR(out->why[i], "");
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
+}
+/* A setter inside of the step counts from the next reduction on, also where others wait for it. */
+static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    const int half = b->net->num_calls / 2;
+    for (int at = half; at <= b->net->num_calls; at += 2) {
+        steps(b, out, 2);
+        plan_calls(b, 0, at);
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 5));
+        plan_calls(b, at, b->net->num_calls);
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        if (d && at > half) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
+        plan_step_end(b, out);
+    }
+}
+static plan_net net_hsdp_f16(void) {
+    plan_net n = net_hsdp();
+    n.model.param_dtype = FSDP_F16;
+    return n;
+}
+static plan_net net_ddp_4(void) {
+    plan_net n = net_ddp();
+    n.replicas = 4;
+    return n;
+}
+static plan_net net_ddp_f16(void) {
+    plan_net n = net_ddp_4();
+    n.model.reduce_dtype = FSDP_F16;
+    return n;
+}
+static const struct factor_net {
+    const char *name;
+    plan_net (*make)(void);
+} factor_nets[] = {{"chain", net_chain},         {"nested", net_nested},
+                   {"bf16_f32", net_bf16_f32},   {"mixed", net_mixed},
+                   {"f64_grads", net_f64_grads}, {"hsdp", net_hsdp},
+                   {"hsdp_bf16", net_hsdp_bf16}, {"ddp", net_ddp_4},
+                   {"custom", net_custom},       {"sum_hooks_hsdp", net_sum_hooks_hsdp},
+                   {"offload", net_offload},     {"f16", net_f16},
+                   {"hsdp_f16", net_hsdp_f16},   {"ddp_f16", net_ddp_f16}};
+TEST_P(plan_factors, each_step, factor_nets) { run_kinds(row->make(), NULL, token_weights); }
+TEST_P(plan_factors, of_all_sorts, factor_nets) {
+    run_kinds(row->make(), NULL, factors_of_all_sorts);
+}
+TEST(plan_factors, microbatches) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.bucket_bytes = -1;
+    run_kinds(net_chain(), &d, token_weights_of_microbatches);
+    run_kinds(net_bf16_f32(), &d, token_weights_of_microbatches);
+    run_kinds(net_f16(), &d, token_weights_of_microbatches);
+}
+TEST(plan_factors, units) {
+    run_kinds(net_chain(), NULL, factors_of_units);
+    run_kinds(net_ddp_4(), NULL, factors_of_units);
+}
+TEST(plan_factors, inside_of_a_step) {
+    run_kinds(net_chain(), NULL, factor_inside);
+    run_kinds(net_bf16_f32(), NULL, factor_inside);
 }
 
 /* ---- `once` ---------------------------------------------------------------------------------- */

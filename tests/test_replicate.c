@@ -1912,52 +1912,74 @@ TEST(replicate, hook_half_way) {
 
 /* ---- uneven inputs, equal beginnings --------------------------------------------------------- */
 
-static void joined(job *j) {
-    static const int batches[4] = {5, 3, 4, 0};
-    const int divide = *(const int *)j->c->arg;
-    int active = -1, steps = 0, mine = batches[j->r->rank];
-    for (;; steps++) {
-        int wanted = 0;
-        for (int r = 0; r < j->r->size; r++) wanted += batches[r] > steps;
-        snprintf(w_case, sizeof w_case, "step %d of rank %d", steps, j->r->rank);
-        CALL(j->w, fsdp_replicate_join(j->rep, mine > 0, divide, &active));
-        CHECK_EQ_INT(active, wanted);
-        if (!active) break;
-        if (mine) {
-            forward(j);
-            for (int p = 0; p < ALL; p++)
-                if (!j->m.frozen[p]) write_grad(j, p);
-            CALL(j->w, fsdp_replicate_ready(j->rep, 0, ALL));
-            CALL(j->w, fsdp_replicate_post_backward(j->rep));
-        } else CALL(j->w, fsdp_replicate_shadow(j->rep));
-        CALL(j->w, fsdp_finalize_backward(j->m.model));
-        for (int p = 0; p < ALL; p++) {
-            for (int r = 0; r < j->r->size && !j->m.frozen[p]; r++)
-                for (int64_t k = 0; k < lab_numel_of(&net, p) && batches[r] > steps; k++)
-                    j->t.kept[p][k] += gradient(j, p, k, r);
-            if (!j->m.frozen[p]) lab_reduce(&j->t, &net, p, divide ? active : j->r->size, 0);
-        }
-        lab_check_grads(&j->m, &j->t);
-        update(j);
-        lab_check_params(&j->m, &j->t);
-        mine -= mine > 0;
-        j->step++;
-    }
-    CHECK_EQ_INT(steps, 5);
-    /* With a batch on every rank all is as before. */
-    CALL(j->w, fsdp_replicate_join(j->rep, 1, 1, &active));
-    CHECK_EQ_INT(active, j->r->size);
-    step(j, 1);
-}
-static const struct {
+static const struct join {
     const char *name;
-    int divide, lanes;
-} joins[] = {{"active", 1, 0}, {"all", 0, 0}, {"active,lanes=2", 1, 2}};
+    int divide, lanes, batches[4], planned, late;
+} joins[] = {{"active", 1, 0, {5, 3, 4, 0}, 0, 0},
+             {"all", 0, 0, {5, 3, 4, 0}, 0, 0},
+             {"active,lanes=2", 1, 2, {5, 3, 4, 0}, 0, 0},
+             {"plan", 1, 0, {5, 4, 4, 4}, 1, 0},
+             {"plan,late", 1, 0, {4, 5, 4, 4}, 1, 1},
+             {"plan,all,lanes=2", 0, 2, {4, 4, 5, 4}, 1, 0},
+             {"plan,recorded", 1, 0, {5, 1, 5, 5}, 1, 0}};
+
+/* A step in which ranks with a batch get gradients ready in the same order. */
+static void joined_step(job *j, const int *batches, int step, int divide) {
+    int active = -1, wanted = 0;
+    const int has_batch = batches[j->r->rank] > step;
+    snprintf(w_case, sizeof w_case, "step %d of rank %d", step, j->r->rank);
+    for (int r = 0; r < j->r->size; r++) wanted += batches[r] > step;
+    CALL(j->w, fsdp_replicate_join(j->rep, has_batch, divide, &active));
+    CHECK_EQ_INT(active, wanted);
+    CHECK_EQ_INT(fsdp_is_uneven(j->m.model), active > 0 && active < j->r->size);
+    if (!active) return;
+    if (has_batch) {
+        forward(j);
+        for (int p = 0; p < ALL; p++)
+            if (!j->m.frozen[p]) write_grad(j, p);
+        CALL(j->w, fsdp_replicate_ready(j->rep, 0, ALL));
+        CALL(j->w, fsdp_replicate_post_backward(j->rep));
+    } else CALL(j->w, fsdp_replicate_shadow(j->rep));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    for (int p = 0; p < ALL; p++) {
+        for (int r = 0; r < j->r->size && !j->m.frozen[p]; r++)
+            for (int64_t k = 0; k < lab_numel_of(&net, p) && batches[r] > step; k++)
+                j->t.kept[p][k] += gradient(j, p, k, r);
+        if (!j->m.frozen[p]) lab_reduce(&j->t, &net, p, divide ? active : j->r->size, 0);
+    }
+    lab_check_grads(&j->m, &j->t);
+    update(j);
+    lab_check_params(&j->m, &j->t);
+    j->step++;
+}
+
+static void joined(job *j) {
+    static const int all[4] = {99, 99, 99, 99};
+    const struct join *row = (const struct join *)j->c->arg;
+    fsdp_plan *plan = NULL;
+    fsdp_plan_report rep;
+    if (row->planned) CALL(j->w, fsdp_plan_create(j->m.model, NULL, &plan));
+    for (int i = 0; i < 6; i++) { /* in the last one nobody has a batch */
+        joined_step(j, row->batches, i, row->divide);
+        if (i == 4 && plan) { /* on all ranks, also on those that have a batch */
+            CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_BY_CALLS);
+            CHECK_MSG(strstr(fsdp_plan_why(plan), "uneven"), "%s", fsdp_plan_why(plan));
+        }
+    }
+    /* With a batch on every rank all is as before, and plans go on. */
+    for (int i = 0; i < 3; i++) joined_step(j, all, i, row->divide);
+    if (!plan) step(j, 1);
+    if (!plan) return;
+    CALL(j->w, fsdp_plan_report_get(plan, 0, &rep));
+    CHECK(rep.recorded == 1 && rep.left == 0);
+    CHECK_EQ_INT(rep.replayed, row->batches[1] > 1 ? 5 : 2);
+}
 TEST_P(replicate, join, joins) {
     conf c = conf_of(joined);
-    int divide = row->divide;
+    struct join how = *row;
     c.all = 1;
-    c.arg = &divide;
+    c.arg = &how;
+    c.d.late = row->late;
     run(&c, 4, row->lanes);
 }
 

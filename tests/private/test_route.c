@@ -74,7 +74,8 @@ static void stores(story *s) {
     const fsdpi_facts *f = s->f;
     const int goes_on = f->replicas > 1 && !s->over_replicas;
     int bits;
-    s->divided *= s->over_replicas ? s->r->replicas : s->r->sums;
+    s->divided *= s->over_replicas ? 1 / s->r->sums : s->r->sums;
+    if (s->r->divides == (s->over_replicas ? FSDPI_STEP_REPLICAS : FSDPI_STEP_PARTIAL)) s->divided *= s->r->factor;
     if (!f->fuses || f->custom || f->reduce != FSDP_F16) {
         RULE(s->divided == s->r->before);
         return;
