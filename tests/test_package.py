@@ -160,14 +160,14 @@ def test_readme_program():
     loop, setup = blocks("c fragment")
     loop = re.sub(r"^// here: your loss.*", LOSS, loop, flags=re.M)
     os.symlink(ROOT, "fsdp")
-    compiled = blocks("sh")[1].split("\n")[0]
-    for command, end in ((compiled, "c"),
-                         (compiled.replace("cc -O2", f"{CXX} -O1").replace(".c ", ".cc "), "cc")):
+    commands = f"set -e\n{blocks('sh')[1]}"
+    for run_them, end in ((commands, "c"),
+                          (re.sub(r"\.c\b", ".cc", commands.replace("cc -O2", f"{CXX} -O1")), "cc")):
         for name, text in (("fsdp", implementation),
                            ("trainer", TRAINER % {"init": init, "setup": setup, "loop": loop})):
             with open(f"{name}.{end}", "w", encoding="utf-8") as f:
                 f.write(text)
-        out = sh(f"{command} && {blocks('sh')[1].replace(compiled, '')}", env=CLEAN)
+        out = sh(run_them, env=CLEAN)
         check(out.count("learned") == 4 and "not" not in out, out)
 
 
