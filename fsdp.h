@@ -1,4 +1,4 @@
-/* fsdp.h - FSDP2 (ZeRO-3, per-parameter sharding) for C, C++ and CUDA trainers            v0.1.0
+/* fsdp.h - FSDP2 (ZeRO-3, per-parameter sharding) for C, C++ and CUDA trainers            v0.2.0
 
    W ranks shard a model: each rank keeps 1/W of every parameter, of its gradient and of the
    optimizer's state. The library gathers a layer just before you use it and frees it right after.
@@ -203,8 +203,8 @@ STREAMS AND GPUS
     fsdp_param_full use host memory on every device.
 
 LIMITS OF THIS VERSION
-    Linux 4.14 or newer; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a
-    GPU yet: the tests use stand-ins for both libraries (docs/gpu.md).
+    Linux 4.14 or newer; gcc or clang. Backend shm serves one host. NCCL and CUDA have run on one
+    GPU, and not on several (docs/gpu.md).
 
 THE COMMENTS OF FUNCTIONS
     Result      INVALID_ARG stands for FSDP_ERR_INVALID_ARG, and so on. Collective errors are
@@ -218,7 +218,7 @@ THE COMMENTS OF FUNCTIONS
 // The columns of the declarations are set by hand.
 // clang-format off
 #define FSDP_VERSION_MAJOR 0
-#define FSDP_VERSION_MINOR 1
+#define FSDP_VERSION_MINOR 2
 #define FSDP_VERSION_PATCH 0
 
 #include <stddef.h> // size_t, NULL

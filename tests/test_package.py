@@ -96,9 +96,9 @@ def need_gloo():
         raise Skip("no libgloo-dev")
 
 
-def blocks(kind):
-    """Texts of README's blocks of this kind, in their order."""
-    with open(f"{ROOT}/README.md", encoding="utf-8") as f:
+def blocks(kind, document="README.md"):
+    """Texts of a document's blocks of this kind, in their order."""
+    with open(f"{ROOT}/{document}", encoding="utf-8") as f:
         return re.findall(rf"^```{kind}\n(.*?)^```", f.read(), re.M | re.S)
 
 
@@ -160,14 +160,14 @@ def test_readme_program():
     loop, setup = blocks("c fragment")
     loop = re.sub(r"^// here: your loss.*", LOSS, loop, flags=re.M)
     os.symlink(ROOT, "fsdp")
-    compiled = blocks("sh")[1].split("\n")[0]
-    for command, end in ((compiled, "c"),
-                         (compiled.replace("cc -O2", f"{CXX} -O1").replace(".c ", ".cc "), "cc")):
+    commands = f"set -e\n{blocks('sh')[1]}"
+    for run_them, end in ((commands, "c"),
+                          (re.sub(r"\.c\b", ".cc", commands.replace("cc -O2", f"{CXX} -O1")), "cc")):
         for name, text in (("fsdp", implementation),
                            ("trainer", TRAINER % {"init": init, "setup": setup, "loop": loop})):
             with open(f"{name}.{end}", "w", encoding="utf-8") as f:
                 f.write(text)
-        out = sh(f"{command} && {blocks('sh')[1].replace(compiled, '')}", env=CLEAN)
+        out = sh(run_them, env=CLEAN)
         check(out.count("learned") == 4 and "not" not in out, out)
 
 
@@ -211,6 +211,24 @@ def test_one_implementation():
         check(says in out and "linked" not in out, out)
 
 
+@needs("torchrun")
+def long_before_and_after():
+    """The two programs of docs/from-pytorch.md have the same losses, on one rank and on two."""
+    for name, kind in (("before.py", "python"), ("after.c", "c")):
+        with open(name, "w", encoding="utf-8") as f:
+            f.write(blocks(kind, "docs/from-pytorch.md")[0])
+    sh(f"{CC} -O1 -I{ROOT} after.c -o after -pthread -lm", env=CLEAN)
+    make("tools/fsdprun")
+    env = dict(CLEAN, OMP_NUM_THREADS="1")
+    for ranks in (1, 2):
+        outs = [sh(command, env=env) for command in (
+            f"torchrun --nproc-per-node {ranks} before.py",
+            f"{ROOT}/tools/fsdprun -n {ranks} ./after")]
+        losses = [[float(x) for x in re.findall(r"^step .* loss (\S+)", out, re.M)] for out in outs]
+        near = [abs(a - b) <= 2e-4 for a, b in zip(*losses)]
+        check(len(losses[0]) == len(losses[1]) == 5 and all(near), f"{outs[0]}\n{outs[1]}")
+
+
 @needs()
 def long_one_header_gloo():
     need_gloo()
@@ -220,6 +238,16 @@ def long_one_header_gloo():
     sh(f"{CC} -O1 -DFSDP_BACKEND_GLOO 01_hello.c fsdp_gloo.o -o hello -lgloo -lstdc++ -pthread -lm",
        env=CLEAN)
     trains()
+
+
+@needs()
+def test_version():
+    """The first line of fsdp.h and the newest entry of CHANGELOG.md name the version."""
+    with open(f"{ROOT}/fsdp.h", encoding="utf-8") as f:
+        check(f.readline().endswith(f" v{version()}\n"), "fsdp.h begins with another version")
+    with open(f"{ROOT}/CHANGELOG.md", encoding="utf-8") as f:
+        newest = re.search(r"^## (\S+)", f.read(), re.M).group(1)
+    check(newest == version(), f"the newest entry of CHANGELOG.md is of {newest}")
 
 
 @needs("git")

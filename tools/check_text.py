@@ -13,9 +13,9 @@
              and only fsdp.h includes files of core/
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
-             tests/; each row of docs/tests.md names one; each test of tests/test_fully_shard_*.c, and each rule of
-             test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
-             sets: what is named passed in that run
+             tests/; each row of docs/tests.md names one; each test of tests/test_fully_shard_*.c,
+             and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
+             which run_tests.sh sets: what is named passed in that run
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -210,7 +210,7 @@ def check_code():
             flags = ["-std=c99", "-Wall", "-Wextra", "-Wno-unused", "-Werror", "-I."]
             if kind == "sketch":
                 continue
-            status, out = run(cxx + ["-x", "c++", "-std=c++11", "-w", "-I.", "-fsyntax-only", source])
+            status, out = run(cxx + "-x c++ -std=c++11 -w -I. -fsyntax-only".split() + [source])
             if status:
                 yield f"{place}: does not compile as C++\n{out}"
             if kind != "program":
