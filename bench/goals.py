@@ -8,8 +8,8 @@ Runs the benchmarks of each topic `--runs` times, writes bench/results/TOPIC.csv
 tools/bench_report draws the pictures, and prints each goal with what was measured: the median of the
 runs' medians, all of them in brackets, and whether it is reached. Needs the programs that it
 names (make bench BUILD=..., see docs/performance.md), torch for the topics torch and steps, and for
-wire the right to make a network namespace. Nothing else may run on the machine, but for memory. With
---keep what the benchmarks wrote stays in DIR, and what is there already is not measured again.
+wire the right to make a network namespace. Nothing else may run on the machine, except for memory.
+With --keep what the benchmarks wrote stays in DIR, and what is there already is not measured again.
 
   hooks      bench_host
   shm        bench_comm: shared memory beside memcpy, and what stands in the way ("meet")
@@ -40,13 +40,13 @@ MODELS = {("mlp", "tiny"): "MLP 64 x 16 wide", ("mlp", "large"): "MLP 6 x 1,024 
 # Words that several pictures need.
 OURS, STREAM = "fsdp.h over shared memory", "the raw TCP stream"
 BOUND = "copies or sums of as many bytes, and barriers"
-OF_BOUND = ("The second series is there to compare: for a reduce_scatter the same sum in memory of the "
-            "rank's own, between two barriers; for an all_reduce two memcpys, each followed by a "
-            "barrier, without a sum.")
-OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of the "
-             "operation and does nothing with them.")
-OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: they "
-            "run within the call.")
+OF_BOUND = ("The second series is there to compare: for a reduce_scatter the same sum in memory of "
+            "the rank's own, between two barriers; for an all_reduce two memcpys, each followed by "
+            "a barrier, without a sum.")
+OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of "
+             "the operation and does nothing with them.")
+OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: "
+            "they run within the call.")
 args = argparse.Namespace()
 goals = []  # lines of the table
 
@@ -169,8 +169,8 @@ def shm():
                                            "to_memcpy_or_tcp", "ratio_p10", "ratio_p90",
                                            goal if who == "shm" else "", times=["us_median"]))
     write("shm", "Shared memory against memcpy", "times as long as a memcpy of the bytes that the "
-          "collective has to read and write; median of three runs' medians; 2 cores; sizes of the "
-          "whole buffer", " ".join(command), "lower", lines,
+          f"collective has to read and write; median of {args.runs} runs' medians; 2 cores; sizes "
+          "of the whole buffer", " ".join(command), "lower", lines,
           spread="10th to 90th percentile of the rounds", note=OF_BOUND)
 
 
@@ -186,7 +186,7 @@ def shm_small():
                                        "us_median", "us_median", "us_median",
                                        15 if who == "shm" else ""))
     write("shm_small", "Short collectives over shared memory, 4 ranks on 2 cores",
-          "microseconds, median of three runs' medians; sizes of the whole buffer",
+          f"microseconds, median of {args.runs} runs' medians; sizes of the whole buffer",
           " ".join(command), "lower", lines, spread="the range of the runs", note=OF_BOUND,
           scale="linear")
 
@@ -233,8 +233,8 @@ def torch():
           streams, spread=f"the range of {args.runs} runs of compare_torch.py; 10th to 90th "
           "percentile of bench_comm's rounds", note=OF_STREAM + " Two programs measure the same "
           "collective: compare_torch.py in turn with PyTorch, bench_comm in turn with a memcpy and "
-          "Gloo's own ring, from cold caches. The messages alone are the same bytes by Gloo, without "
-          "fsdp.h, and nothing is added up.")
+          "Gloo's own ring, from cold caches. The messages alone are the same bytes by Gloo, "
+          "without fsdp.h, and nothing is added up.")
 
 
 def steps():
