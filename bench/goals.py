@@ -289,29 +289,33 @@ def wire():
           scale="linear")
 
 
-def memory():
-    command = "examples/gpt/train_gpt --ranks N --batch 32 --steps 3 --save DIR"
+GPT_MEMORY = "examples/gpt/train_gpt --ranks N --batch 32 --steps 3 --save DIR"
+
+
+def memory_of(ranks):
+    """{part: bytes} of a rank, as the trainer says at its end."""
     parts = {"shards": "parameters", "shard gradients": "gradients",
-             "AdamW moments": "AdamW's moments", "": "layers gathered now, and their gradients"}
-    lines = []
-    for ranks in (1, 2, 4, 8, 16, 32):
-        with tempfile.TemporaryDirectory() as folder:
-            words = [{"N": str(ranks), "DIR": folder}.get(word, word) for word in command.split()]
-            text = subprocess.run(words, cwd=ROOT, check=True, text=True,
-                                  capture_output=True).stdout
-        table = {name: (int(predicted.replace(",", "")), int(measured.replace(",", "")))
-                 for name, predicted, measured in
-                 re.findall(r"^  (\S.*?) +([\d,]+) +([\d,]+) +(?:[\d,]+|-)$", text, re.M)}
-        if any(predicted != measured for predicted, measured in table.values()):
-            sys.exit(f"{ranks} ranks: the prediction is not what was measured:\n{text}")
-        nbytes = {name: table[name][1] for name in parts if name}
-        nbytes[""] = table["total"][1] - sum(nbytes.values())
-        lines += [("", f"{ranks} rank{'s' * (ranks > 1)}", series, nbytes[name], "", "", "")
-                  for name, series in parts.items()]
+             "AdamW moments": "AdamW's moments"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [{"N": str(ranks), "DIR": folder}.get(w, w) for w in GPT_MEMORY.split()]
+        text = subprocess.run(command, cwd=ROOT, check=True, text=True, capture_output=True).stdout
+    table = {name: (int(predicted.replace(",", "")), int(measured.replace(",", "")))
+             for name, predicted, measured in
+             re.findall(r"^  (\S.*?) +([\d,]+) +([\d,]+) +(?:[\d,]+|-)$", text, re.M)}
+    if any(predicted != measured for predicted, measured in table.values()):
+        sys.exit(f"{ranks} ranks: the prediction is not what was measured:\n{text}")
+    nbytes = {part: table[name][1] for name, part in parts.items()}
+    nbytes["layers gathered now, and their gradients"] = table["total"][1] - sum(nbytes.values())
+    return nbytes
+
+
+def memory():
+    lines = [("", f"{ranks} rank{'s' * (ranks > 1)}", part, nbytes, "", "", "")
+             for ranks in (1, 2, 4, 8, 16, 32) for part, nbytes in memory_of(ranks).items()]
     write("memory", "Memory of each rank, by the number of ranks", "a GPT of 834,304 parameters in "
-          "f32, as make run trains it, without its activations; as predicted, to the byte", command,
-          "lower", lines, machine="any machine", state="count", form="stack", picture="memory.svg",
-          reference="without sharding, on every rank")
+          "f32, as make run trains it, without its activations; as predicted, to the byte",
+          GPT_MEMORY, "lower", lines, machine="any machine", state="count", form="stack",
+          picture="memory.svg", reference="without sharding, on every rank")
 
 
 TOPICS = {"hooks": hooks, "shm": shm, "shm_small": shm_small, "torch": torch, "steps": steps,
