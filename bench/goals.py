@@ -8,8 +8,8 @@ Runs the benchmarks of each topic `--runs` times, writes bench/results/TOPIC.csv
 tools/bench_report draws the pictures, and prints each goal with what was measured: the median of the
 runs' medians, all of them in brackets, and whether it is reached. Needs the programs that it
 names (make bench BUILD=..., see docs/performance.md), torch for the topics torch and steps, and for
-wire the right to make a network namespace. Nothing else may run on the machine, but for memory. With
---keep what the benchmarks wrote stays in DIR, and what is there already is not measured again.
+wire the right to make a network namespace. Nothing else may run on the machine, except for memory.
+With --keep what the benchmarks wrote stays in DIR, and what is there already is not measured again.
 
   hooks      bench_host
   shm        bench_comm: shared memory beside memcpy, and what stands in the way ("meet")
@@ -40,13 +40,13 @@ MODELS = {("mlp", "tiny"): "MLP 64 x 16 wide", ("mlp", "large"): "MLP 6 x 1,024 
 # Words that several pictures need.
 OURS, STREAM = "fsdp.h over shared memory", "the raw TCP stream"
 BOUND = "copies or sums of as many bytes, and barriers"
-OF_BOUND = ("The second series is there to compare: for a reduce_scatter the same sum in memory of the "
-            "rank's own, between two barriers; for an all_reduce two memcpys, each followed by a "
-            "barrier, without a sum.")
-OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of the "
-             "operation and does nothing with them.")
-OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: they "
-            "run within the call.")
+OF_BOUND = ("The second series is there to compare: for a reduce_scatter the same sum in memory of "
+            "the rank's own, between two barriers; for an all_reduce two memcpys, each followed by "
+            "a barrier, without a sum.")
+OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of "
+             "the operation and does nothing with them.")
+OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: "
+            "they run within the call.")
 args = argparse.Namespace()
 goals = []  # lines of the table
 
@@ -169,8 +169,8 @@ def shm():
                                            "to_memcpy_or_tcp", "ratio_p10", "ratio_p90",
                                            goal if who == "shm" else "", times=["us_median"]))
     write("shm", "Shared memory against memcpy", "times as long as a memcpy of the bytes that the "
-          "collective has to read and write; median of three runs' medians; 2 cores; sizes of the "
-          "whole buffer", " ".join(command), "lower", lines,
+          f"collective has to read and write; median of {args.runs} runs' medians; 2 cores; sizes "
+          "of the whole buffer", " ".join(command), "lower", lines,
           spread="10th to 90th percentile of the rounds", note=OF_BOUND)
 
 
@@ -186,7 +186,7 @@ def shm_small():
                                        "us_median", "us_median", "us_median",
                                        15 if who == "shm" else ""))
     write("shm_small", "Short collectives over shared memory, 4 ranks on 2 cores",
-          "microseconds, median of three runs' medians; sizes of the whole buffer",
+          f"microseconds, median of {args.runs} runs' medians; sizes of the whole buffer",
           " ".join(command), "lower", lines, spread="the range of the runs", note=OF_BOUND,
           scale="linear")
 
@@ -233,8 +233,8 @@ def torch():
           streams, spread=f"the range of {args.runs} runs of compare_torch.py; 10th to 90th "
           "percentile of bench_comm's rounds", note=OF_STREAM + " Two programs measure the same "
           "collective: compare_torch.py in turn with PyTorch, bench_comm in turn with a memcpy and "
-          "Gloo's own ring, from cold caches. The messages alone are the same bytes by Gloo, without "
-          "fsdp.h, and nothing is added up.")
+          "Gloo's own ring, from cold caches. The messages alone are the same bytes by Gloo, "
+          "without fsdp.h, and nothing is added up.")
 
 
 def steps():
@@ -289,29 +289,33 @@ def wire():
           scale="linear")
 
 
-def memory():
-    command = "examples/gpt/train_gpt --ranks N --batch 32 --steps 3 --save DIR"
+GPT_MEMORY = "examples/gpt/train_gpt --ranks N --batch 32 --steps 3 --save DIR"
+
+
+def memory_of(ranks):
+    """{part: bytes} of a rank, as the trainer says at its end."""
     parts = {"shards": "parameters", "shard gradients": "gradients",
-             "AdamW moments": "AdamW's moments", "": "layers gathered now, and their gradients"}
-    lines = []
-    for ranks in (1, 2, 4, 8, 16, 32):
-        with tempfile.TemporaryDirectory() as folder:
-            words = [{"N": str(ranks), "DIR": folder}.get(word, word) for word in command.split()]
-            text = subprocess.run(words, cwd=ROOT, check=True, text=True,
-                                  capture_output=True).stdout
-        table = {name: (int(predicted.replace(",", "")), int(measured.replace(",", "")))
-                 for name, predicted, measured in
-                 re.findall(r"^  (\S.*?) +([\d,]+) +([\d,]+) +(?:[\d,]+|-)$", text, re.M)}
-        if any(predicted != measured for predicted, measured in table.values()):
-            sys.exit(f"{ranks} ranks: the prediction is not what was measured:\n{text}")
-        nbytes = {name: table[name][1] for name in parts if name}
-        nbytes[""] = table["total"][1] - sum(nbytes.values())
-        lines += [("", f"{ranks} rank{'s' * (ranks > 1)}", series, nbytes[name], "", "", "")
-                  for name, series in parts.items()]
+             "AdamW moments": "AdamW's moments"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [{"N": str(ranks), "DIR": folder}.get(w, w) for w in GPT_MEMORY.split()]
+        text = subprocess.run(command, cwd=ROOT, check=True, text=True, capture_output=True).stdout
+    table = {name: (int(predicted.replace(",", "")), int(measured.replace(",", "")))
+             for name, predicted, measured in
+             re.findall(r"^  (\S.*?) +([\d,]+) +([\d,]+) +(?:[\d,]+|-)$", text, re.M)}
+    if any(predicted != measured for predicted, measured in table.values()):
+        sys.exit(f"{ranks} ranks: the prediction is not what was measured:\n{text}")
+    nbytes = {part: table[name][1] for name, part in parts.items()}
+    nbytes["layers gathered now, and their gradients"] = table["total"][1] - sum(nbytes.values())
+    return nbytes
+
+
+def memory():
+    lines = [("", f"{ranks} rank{'s' * (ranks > 1)}", part, nbytes, "", "", "")
+             for ranks in (1, 2, 4, 8, 16, 32) for part, nbytes in memory_of(ranks).items()]
     write("memory", "Memory of each rank, by the number of ranks", "a GPT of 834,304 parameters in "
-          "f32, as make run trains it, without its activations; as predicted, to the byte", command,
-          "lower", lines, machine="any machine", state="count", form="stack", picture="memory.svg",
-          reference="without sharding, on every rank")
+          "f32, as make run trains it, without its activations; as predicted, to the byte",
+          GPT_MEMORY, "lower", lines, machine="any machine", state="count", form="stack",
+          picture="memory.svg", reference="without sharding, on every rank")
 
 
 TOPICS = {"hooks": hooks, "shm": shm, "shm_small": shm_small, "torch": torch, "steps": steps,

@@ -2,18 +2,21 @@
 # SPDX-License-Identifier: MIT
 """test_bench_report.py - tools/bench_report: what is drawn, on small files; files as the benchmarks
 write them; files that are none; the check of the committed pictures finds each difference."""
+import csv
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from xml.etree import ElementTree
 
-from harness import check, run
+from harness import Skip, check, run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOOL = os.path.join(ROOT, "tools/bench_report")
+PROGRAM = runpy.run_path(TOOL)  # its functions, for many small pictures
 HEAD = """# title: a < b
 # axis: us, median
 # machine: 2 cores
@@ -28,14 +31,15 @@ NAMES = "panel,row,series,value,low,high,goal\n"
 
 
 def draw(text, name="it.csv"):
-    """(exit status, standard error, picture)"""
+    """(exit status, standard error, picture), as the program would have them"""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, name)
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-        r = subprocess.run([sys.executable, TOOL, path], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, universal_newlines=True)
-    return r.returncode, r.stderr, r.stdout
+        try:
+            return 0, "", PROGRAM["make"](path)[1]
+        except SystemExit as e:
+            return 1, str(e), ""
 
 
 def drawn(text):
@@ -205,7 +209,9 @@ def test_files_that_are_none():
             (HEAD.replace("lower", "less") + NAMES + row, "better is 'less'"),
             (HEAD + "# scale: cubic\n" + NAMES + row, "scale is 'cubic'"),
             (HEAD + "# picture: ../it.svg\n" + NAMES + row, "picture is '../it.svg'"),
-            (HEAD + "# form: heap\n" + NAMES + row, "form is 'heap'"),
+            (HEAD + "# form: heap\n# reference: a\n" + NAMES + row, "form is 'heap'"),
+            (HEAD + "# form: stack\n" + NAMES + row, "no line '# reference: ...'"),
+            (HEAD + "# form: stack\n# reference: a\n" + NAMES + row + "p,q,s,,1,2,\n", "no value"),
             (HEAD + "panel,row,value\np,r,1\n", "line 10: the columns are panel,row,value"),
             (HEAD + NAMES + row + "p,r,s,x,,,\n", "line 12: could not convert"),
             (HEAD + "# scale: log\n" + NAMES + "p,r,s,0,,,\n", "a number is not above 0"),
@@ -216,7 +222,7 @@ def test_files_that_are_none():
             (HEAD + NAMES + "p,r,s,,,,2\n", "no value"), (HEAD + NAMES, "no value"),
             ("", "line 1: the columns are")):
         status, err, svg = draw(text)
-        check(status == 1 and says in err and "Traceback" not in err and not svg, f"{says}: {err}")
+        check(status == 1 and says in err and not svg, f"{says}: {err}")
 
 
 def tree(folder):
@@ -289,6 +295,21 @@ def test_pictures_of_the_document():
     r = subprocess.run([sys.executable, TOOL], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                        universal_newlines=True)
     check(r.returncode == 0 and not r.stdout, r.stdout)
+
+
+def test_memory_is_the_trainers():
+    """bench/results/memory.csv has what the trainer says now, for 1 and 4 ranks."""
+    if not os.access(os.path.join(ROOT, "examples/gpt/train_gpt"), os.X_OK):
+        raise Skip("no examples/gpt/train_gpt: make examples builds it")
+    for name in [k for k in os.environ if k.startswith("FSDP_") or k in ("RANK", "WORLD_SIZE")]:
+        del os.environ[name]
+    sys.path.insert(0, os.path.join(ROOT, "bench"))
+    import goals
+    with open(os.path.join(ROOT, "bench/results/memory.csv"), encoding="utf-8") as f:
+        points = list(csv.DictReader(line for line in f if not line.startswith("#")))
+    for ranks, row in ((1, "1 rank"), (4, "4 ranks")):
+        kept = {p["series"]: int(p["value"]) for p in points if p["row"] == row}
+        check(kept == goals.memory_of(ranks), f"{row}: {kept}: python3 bench/goals.py --only memory")
 
 
 if __name__ == "__main__":
