@@ -97,6 +97,21 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
+// A number that names a job or a step: any will do.
+static uint64_t fsdpi_env_id(const char *name) {
+    const char *text = fsdpi_env(name);
+    long value = text ? strtol(text, NULL, 10) : 0;
+    return value > 0 ? (uint64_t)value : 0;
+}
+
+/* Does this part of a name tell jobs of a host apart? A host and an allocation of Slurm's have
+   several, and so have the steps of its scripts and shells, which have the highest numbers. */
+static int fsdpi_names_a_job(const char *name) {
+    return fsdpi_env(name) && strcmp(name, "MASTER_ADDR") != 0 &&
+           strcmp(name, "SLURM_JOB_ID") != 0 &&
+           (strcmp(name, "SLURM_STEP_ID") != 0 || fsdpi_env_id(name) < 0xFFFFFFF0u);
+}
+
 // A name that is equal on all ranks of the job and unique on the host; "": nothing tells one, which
 // is no fault of ranks that do not meet.
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
@@ -109,7 +124,7 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (used >= 0 && (size_t)used < cap)
             used += snprintf(out + used, cap - (size_t)used, "%s%s", i ? ":" : "",
                              part ? part : "");
-        parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0;
+        parts += fsdpi_names_a_job(l->job[i]);
     }
     if (!job && !parts) { // a place where ranks meet is as good as a name
         job = d->store ? d->store : fsdpi_env("FSDP_STORE");
@@ -160,13 +175,6 @@ static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher 
     if (!status) status = fsdpi_world_env_int(w, l->hosts, 1, 0x7FFFFFFF, &hosts);
     *out = hosts > 1 || here < size;
     return status;
-}
-
-// A number that names a job or a step: any will do.
-static uint64_t fsdpi_env_id(const char *name) {
-    const char *text = fsdpi_env(name);
-    long value = text ? strtol(text, NULL, 10) : 0;
-    return value > 0 ? (uint64_t)value : 0;
 }
 
 // The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.

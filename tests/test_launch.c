@@ -394,7 +394,7 @@ TEST(launch, slurm_ports) {
     static const char *const ids[][3] = {{"7001", "1", "tcp://n:25132"},
                                          {"7002", "0", "tcp://n:25262"},
                                          {"4294967295", "3", "tcp://n:23648"},
-                                         {"1", "4294967290", "tcp://n:31421"}};
+                                         {"1", "4294967279", "tcp://n:31410"}};
     fsdp_world *w;
     environment(variables, 0);
     for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {
@@ -545,6 +545,13 @@ static const struct {
      {"SLURM_STEP_NUM_TASKS", "'x'"}},
     {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
     {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"mpiexec_in_a_batch_script", /* another one in it would have the same name */
+     {PMI("0", "2"), "MPI_LOCALRANKID=0", SLURM("0", "4", "0")},
+     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"mpiexec_in_the_shell_of_salloc",
+     {PMI("0", "2"), "MPI_LOCALRANKID=0", SLURM("0", "4", "0"), "SLURM_STEP_ID=4294967290",
+      "SLURM_STEP_NUM_TASKS=1"},
+     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
     {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
      {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "Unset FSDP_JOB_ID"}},
@@ -696,6 +703,7 @@ TEST(launch, several_hosts_need_another_backend) {
     fsdp_world *w;
     d.logger.log = w_quiet;
     environment(variables, 0);
+    d.timeout_ms = 100;
     for (int i = 0; i < 2; i++) {
         d.job = i ? "a name of its own" : NULL;
         CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);
