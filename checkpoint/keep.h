@@ -112,13 +112,13 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     fsdpi_ck_listing l = {steps, 0, step};
     fsdpi_ck_leftovers left;
     char from[FSDP_CHECKPOINT_PATH], to[FSDP_CHECKPOINT_PATH], name[FSDPI_CK_LEAF];
-    int error = 0, others = 0;
+    int error = 0;
     if (desc->keep <= 0) return 0;
     if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
     if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
     for (int32_t i = 0; i < l.num; i++) {
+        if (i < desc->keep - 1) continue; // with `step` the newest ones
         if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
-        if (others++ < desc->keep - 1) continue;
         fsdpi_ck_step_name(name, l.steps[i]);
         int fits = fsdpi_ck_join(from, dir, name);
         snprintf(name, sizeof name, ".tmp-delete-%lld", (long long)l.steps[i]);

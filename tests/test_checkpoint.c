@@ -564,6 +564,62 @@ static void gpt2(lab_rank *r) {
 }
 TEST_P(checkpoint, of_transformers, sizes) { lab_run(row->size, NULL, gpt2, NULL); }
 
+/* ---- groups of ranks beside the unit's mesh -------------------------------------------------- */
+
+/* Copies of a model whose units do not know of each other: `place` tells them apart. */
+static const ck_param copied_rows[] = {{0, "large", FSDP_F32, 2, {512, 600}, 0, 0, 0},
+                                       {0, "small", FSDP_F32, 2, {7, 5}, 0, 0, 0},
+                                       {1, "i", FSDP_I64, 1, {5}, 0, 1, 0},
+                                       {1, "one", FSDP_F32, 1, {1}, 0, 0, 0}};
+static const ck_net copied_net = {copied_rows, COUNT(copied_rows)};
+typedef struct copies_case {
+    const char *name;
+    int copies, replicas, shards;
+} copies_case;
+static const copies_case copies[] = {
+    {"2 of 2", 2, 1, 2}, {"2 of 2x2", 2, 2, 2}, {"3 of 1", 3, 1, 1}, {"2 of 2x1", 2, 2, 1}};
+static void place_copy(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *place) {
+    const ck_model *m = (const ck_model *)user;
+    const copies_case *c = (const copies_case *)m->r->arg;
+    (void)v;
+    place->num_replicas = c->copies;
+    place->replica = m->r->rank / (c->replicas * c->shards);
+}
+static void copies_body(lab_rank *r) {
+    const copies_case *c = (const copies_case *)r->arg;
+    const int32_t shape[] = {c->copies, c->replicas, c->shards};
+    const ck_layout at = {"copies", r->size, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
+    char dir[512];
+    ck_model m;
+    int kind = c->replicas == 1 ? FSDP_MESH_INFO_FSDP : FSDP_MESH_INFO_HSDP;
+    memset(&m, 0, sizeof m);
+    m.r = r, m.w = r->w, m.net = &copied_net, m.at = &at;
+    CALL(r->w, fsdp_mesh_info_init(lab_mesh(r->w, 3, shape, NULL, NULL), kind, 2,
+                                   c->replicas == 1 ? -1 : 1, &info));
+    md.mesh_info = &info;
+    m.model = lab_model(r->w, &md);
+    ck_units(&m);
+    ck_optimizers(&m);
+    d.place = place_copy, d.user = &m, d.no_sync = 1, d.num_blobs = 2;
+    ck_open(&m, &d);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    const int64_t total = ck_total(&copied_net, r->size), mine = ck_report(&m).bytes;
+    CHECK_EQ_INT(ck_report(&m).total_bytes, total); /* each row once */
+    W_CHECK(mine > total / r->size - 8000 && mine < total / r->size + 8000,
+            "%lld of %lld bytes on one of %d ranks", (long long)mine, (long long)total, r->size);
+    ck_fill(&m, 2);
+    ck_load(&m, dir, 1, FSDP_VERIFY_ALL);
+    ck_check(&m, 1, 1);
+    ck_end(&m);
+}
+TEST_P(checkpoint, copies_beside_the_mesh, copies) {
+    lab_run(row->copies * row->replicas * row->shards, NULL, copies_body, (void *)(uintptr_t)row);
+}
+
 /* ---- loads that are refused ------------------------------------------------------------------ */
 
 static const ck_param base_rows[] = {{0, "w", FSDP_F32, 2, {6, 4}, 0, 0, 0},
@@ -983,6 +1039,45 @@ static void parts_body(lab_rank *r) {
 TEST_P(checkpoint, parts_of_a_tensor, parts) {
     lab_run(2, NULL, parts_body, (void *)(uintptr_t)row);
 }
+
+/* Two parameters of one tensor, and rows of it again: bytes that are read anew are not counted anew
+   in the checksum of their block. Each byte of a file is read once if each is wanted once. */
+static int tied_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    (void)user;
+    if (v->ndim == 2) snprintf(out[0].name, sizeof out[0].name, "h.0.w");
+    return v->dtype == FSDP_F32;
+}
+static const ck_param tied_rows[] = {{0, "w", FSDP_F32, 2, {6, 4}, 0, 0, 0},
+                                     {0, "head", FSDP_F32, 2, {6, 4}, 0, 0, 0},
+                                     {1, "b", FSDP_F32, 1, {3}, 0, 0, 0},
+                                     {1, "x", FSDP_F32, 2, {6, 4}, 0, 0, 0}};
+static const ck_net tied_net = {tied_rows, COUNT(tied_rows)};
+static void tied_body(lab_rank *r) {
+    static const ck_layout at = {"tied", 1, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    char dir[512];
+    ck_model m;
+    ck_begin(&m, r, r->w, &tied_net, &at);
+    ck_fill(&m, 1);
+    ck_save(&m, ck_dir(dir, "run"), 1);
+    ck_load(&m, dir, 1, FSDP_VERIFY_READ);
+    CHECK_EQ_INT(ck_report(&m).bytes, ck_report(&m).total_bytes);
+    ck_fill(&m, 2);
+    ld.source = tied_source;
+    CALL(r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 1), &ld));
+    CHECK(ck_report(&m).verified);
+    const uint64_t h = ck_name_hash("h.0.w");
+    for (int p = 0; p < 4; p++) {
+        fsdp_param_view v;
+        CALL(r->w, fsdp_param_at(m.model, p, &v));
+        for (int64_t k = 0; k < v.numel && v.ndim == 2; k++) {
+            uint64_t bits = lab_hash(1, h, (uint64_t)k, 0);
+            CHECK_EQ_MEM((float *)v.shard + k, &bits, 4);
+        }
+    }
+    ck_end(&m);
+}
+TEST(checkpoint, tied_sources) { lab_run(1, NULL, tied_body, NULL); }
 
 /* ---- checksums ------------------------------------------------------------------------------- */
 
@@ -1672,15 +1767,16 @@ static void keep_body(lab_rank *r) {
     }
     CALL(r->w, fsdp_barrier(r->w));
     for (step = 0; step <= 7; step++) ck_save(&m, dir, step);
-    for (step = 0; step <= 7; step++) /* every third, and the newest two of the others */
-        W_CHECK(ck_exists(ck_step_path(dir, step)) == (step % 3 == 0 || step == 5 || step == 7),
-                "step %d", (int)step);
+    for (step = 0; step <= 7; step++) /* every third, and the newest two: 6 is both */
+        W_CHECK(ck_exists(ck_step_path(dir, step)) == (step % 3 == 0 || step == 7), "step %d",
+                (int)step);
+    ck_save(&m, dir, 8);
     CHECK_EQ_INT(there(dir, foreign, num), 0xff); /* what jobs have left is removed, no more */
     CHECK_EQ_INT(ck_num_names(dir), 5 + 8);
     CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
-    CHECK_EQ_INT(step, 7); /* not the broken one */
+    CHECK_EQ_INT(step, 8); /* not the broken one */
     ck_save(&m, dir, 2);   /* older than others: newer ones stay */
-    CHECK(ck_exists(ck_step_path(dir, 7)) && ck_exists(ck_step_path(dir, 5)));
+    CHECK(ck_exists(ck_step_path(dir, 7)) && ck_exists(ck_step_path(dir, 8)));
     ck_load(&m, dir, 0, FSDP_VERIFY_ALL);
     ck_end(&m);
 }
@@ -1747,6 +1843,55 @@ static void keep_all(lab_rank *r) {
     ck_end(&m);
 }
 TEST(checkpoint, keep_all) { lab_run(2, NULL, keep_all, NULL); }
+
+/* More names than are looked at in one pass: the newest of them count, in whatever order the file
+   system lists them. Only `complete` has a manifest. */
+enum { MANY = 5000, LOOKED_AT = 4096 };
+typedef struct many_names {
+    ck_files files;
+    int order, complete;
+} many_names;
+static int many_before(ck_files *f, const char *call, const char *path) {
+    const many_names *n = (const many_names *)f->user;
+    char leaf[32];
+    snprintf(leaf, sizeof leaf, "/step-%08d/", n->complete);
+    return !strcmp(call, "open") && !strstr(path, leaf) ? ENOENT : 0;
+}
+static int many_list(void *user, const char *path, int (*each)(void *arg, const char *name),
+                     void *arg) {
+    const many_names *n = (const many_names *)((ck_files *)user)->user;
+    if (strstr(path, "step-")) return ck_f_list(user, path, each, arg);
+    for (int i = 0; i < MANY; i++) {
+        char name[32];
+        int step = n->order == 0 ? i : n->order == 1 ? MANY - 1 - i : i * 1777 % MANY;
+        snprintf(name, sizeof name, "step-%08d", step);
+        if (each(arg, name)) break;
+    }
+    return 0;
+}
+static void find_in_many(lab_rank *r) {
+    fsdp_checkpoint_desc d = FSDP_ZERO;
+    fsdp_file_ops ops = ck_file_ops;
+    many_names n;
+    char dir[512], path[700];
+    int64_t step;
+    ck_model m;
+    memset(&n, 0, sizeof n);
+    n.files.user = &n, n.complete = MANY - LOOKED_AT;
+    ops.list = many_list;
+    d.no_sync = 1, d.files = &ops, d.files_user = &n.files;
+    ck_make(&m, r, r->w, &base, &adamw_2);
+    ck_open(&m, &d);
+    ck_save(&m, ck_dir(dir, "run"), n.complete);
+    n.files.before = many_before;
+    for (n.order = 0; n.order < 3; n.order++) {
+        CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
+        W_CHECK(step == n.complete, "order %d: found %d", n.order, (int)step);
+    }
+    n.files.before = NULL;
+    ck_end(&m);
+}
+TEST(checkpoint, find_in_many) { lab_run(1, NULL, find_in_many, NULL); }
 
 static void find_is(ck_model *m, const char *dir, int64_t max_step, int64_t want) {
     char path[700], text[700] = "";

@@ -941,6 +941,26 @@ TEST(fsdpck, verify_finds_other_files) {
 
 /* Data that is damaged is neither read nor exported. */
 /* What has the name of a manifest and is none is no checkpoint without a manifest. */
+/* A manifest that is right in itself, with another number of checksums than the file has blocks. */
+TEST(fsdpck, checksums_for_other_blocks) {
+    char dir[600], text[2000], *at;
+    copy_example(path_of(dir, "step-00000017"));
+    blob b = load(dir, "manifest.json");
+    CHECK((at = strstr(b.at, "\"crc\":\"")) != NULL && b.size < 1500);
+    at += 7; /* the only checksum of the first file: none of it, two, and as it was */
+    for (int i = 0; i < 3; i++) {
+        snprintf(text, sizeof text, "%.*s%.*s%.*s%s", (int)(at - b.at), b.at, i ? 8 : 0, at,
+                 i == 1 ? 8 : 0, at, at + 8);
+        int64_t n = (int64_t)strlen(text) - 23;
+        snprintf(text + n, 24, ",\n\"crc32c\":\"%08x\"}\n", (unsigned)fsdp_crc32c(0, text, n));
+        store(dir, "manifest.json", text, (int64_t)strlen(text));
+        CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID),
+                     i < 2 ? FSDP_ERR_CORRUPT : FSDP_OK);
+        if (i < 2) says("expected sizes that agree with the number of checksums");
+    }
+    free(b.at);
+}
+
 TEST(fsdpck, manifest_that_is_no_file) {
     static const char *const texts[4] = {"manifest.json: it is no regular file",
                                          "manifest.json: it is no regular file",
