@@ -247,11 +247,11 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
    A rank whose data have ended goes on without a batch: parameters and states of optimizers stay
    equal on all ranks. If the model has several fsdp_replicate or other units, do not call shadow:
    call pre_forward and post_forward of all, then their post_backward, in the order of other ranks
-   divide      0: gradients are divided by the number of replicas, as by default in PyTorch, where it
-               is divide_by_initial_world_size=True; 1: by the ranks that have a batch
+   divide      0: gradients are divided by the number of replicas (PyTorch by default:
+               divide_by_initial_world_size=True); 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
-   Effect      if some ranks have no batch, a plan (fsdp_plan.h) pauses in this step on all ranks.
-               If the model has several groups of replicas, all of them have to find the same
+   Effect      if some ranks have no batch, a plan (fsdp_plan.h) pauses in this step on all
+               ranks. If the model has several groups of replicas, all have to find the same
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
    Collective  join: yes, every rank of the mesh, one all-reduce of an integer, and it sets the
                divide factor of the buckets. shadow: as the calls of a step

@@ -276,8 +276,8 @@ FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_kind(const fsdp_model *model);
 
-/* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in the
-               same reductions, as where a rank has no batch. Such steps are not planned. 0: the
+/* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in
+               the same reductions, as where a rank has no batch. Such steps are not planned. 0: the
                default
    fsdp_is_uneven  - what was set
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status

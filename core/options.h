@@ -14,7 +14,8 @@ enum { // what has been set, beside offsets in fsdpi_options
 /* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
    not depend on the way that led there. unit: -1 for the model. */
 static uint64_t fsdpi_setting_of(int unit, size_t field, uint64_t value) {
-    return fsdpi_hash(fsdpi_hash((uint64_t)(unit + 1) << 32, field), value); // the hash adds the two
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
+    return fsdpi_hash(place, value);
 }
 static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
     m->settings += fsdpi_setting_of(unit, field, is) - fsdpi_setting_of(unit, field, was);

@@ -70,9 +70,9 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    // A reduction divides by `factor` in all: what goes in by `before`, and sums of the shard group,
-    // as the backend stores them, by `sums`, both powers of two; in step `divides` by the rest
-    // (OUT: in the last one, which may be SCATTER_FUSED or RESCALE).
+    // A reduction divides by `factor` in all: what goes in by `before`, and sums of the shard
+    // group, as the backend stores them, by `sums`, both powers of two; in step `divides` by the
+    // rest (OUT: in the last one, which may be SCATTER_FUSED or RESCALE).
     double before, sums, factor;
     uint8_t divides; // FSDPI_STEP_*
 } fsdpi_route;

@@ -277,7 +277,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
     if (!p->open && fsdp_is_uneven(model)) {                // nor has it one program
         p->mode = FSDP_PLAN_BY_CALLS;
-        snprintf(p->why, sizeof p->why, "%s", "ranks make other calls in this step (uneven inputs)");
+        snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
     }
     // Finalize is asked about before the core commits: a new layout comes before we look.

@@ -381,8 +381,8 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
     for (int k = 0; k < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
         int u = call->index, is_post = call->call == FSDP_CALL_POST_BACKWARD;
-        int fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0 &&
-                   (!num || f->reduces[u] == f->reduces[bucket[0]]);
+        int waits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0;
+        int fits = waits && (!num || f->reduces[u] == f->reduces[bucket[0]]);
         int64_t cap = first_bucket ? p->desc.first_bucket_bytes : p->desc.bucket_bytes;
         if (num && ((is_post && !fits) || bytes >= cap || num == FSDPI_PLAN_JOINED ||
                     k + 1 == f->num_calls)) {
@@ -399,7 +399,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
             num = 0;
             bytes = 0;
             first_bucket = 0;
-            fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0;
+            fits = waits;
         }
         if (!fits) continue;
         bucket[num++] = u;

@@ -33,18 +33,25 @@ static int fsdpi_plan_shares_group(const fsdpi_plan_ranks *r, const fsdpi_plan_l
                                             : rank / r->shards == other / r->shards;
 }
 
-// What ranks compare when they meet.
-static uint64_t fsdpi_plan_fingerprint(const fsdpi_plan_listing *l, const fsdpi_plan_line *line) {
-    uint64_t h = fsdpi_plan_mix((uint64_t)line->kind << 8 | line->label, line->count);
-    h = fsdpi_plan_mix(h, (uint64_t)line->dtype << 16 | (uint64_t)line->out_dtype << 8 |
-                              line->accumulate);
-    h = fsdpi_plan_mix(h, line->digest);
-    for (int i = 0; i < line->num_members; i++) {
-        int unit = l->members[line->members + i].unit;
-        const char *name = unit >= 0 ? l->units[unit].name : "";
-        h = fsdpi_plan_mix_bytes(h, name, strlen(name));
-    }
-    return h;
+static const char *fsdpi_plan_member_name(const fsdpi_plan_listing *l, const fsdpi_plan_line *line,
+                                          int member) {
+    int unit = l->members[line->members + member].unit;
+    return unit >= 0 ? l->units[unit].name : "";
+}
+
+// What ranks compare when they meet: in what do two collectives differ? NULL: in nothing.
+static const char *fsdpi_plan_differs_in(const fsdpi_plan_listing *l, const fsdpi_plan_line *a,
+                                         const fsdpi_plan_listing *other,
+                                         const fsdpi_plan_line *b) {
+    if (a->kind != b->kind || a->label != b->label) return "kind";
+    if (a->num_members != b->num_members) return "number of units";
+    for (int i = 0; i < a->num_members; i++)
+        if (strcmp(fsdpi_plan_member_name(l, a, i), fsdpi_plan_member_name(other, b, i)) != 0)
+            return "unit";
+    if (a->count != b->count) return "number of elements";
+    if (a->dtype != b->dtype || a->out_dtype != b->out_dtype) return "dtypes";
+    if (a->accumulate != b->accumulate) return "whether it adds";
+    return a->digest != b->digest ? "segments" : NULL;
 }
 
 static void fsdpi_plan_say_rank(fsdpi_plan_out *o, const fsdpi_plan_ranks *r, int rank, int other) {
@@ -62,11 +69,13 @@ static void fsdpi_plan_say_rank(fsdpi_plan_out *o, const fsdpi_plan_ranks *r, in
     if (other >= 0) fsdpi_plan_put(o, " waits for rank %d", other);
 }
 
-static void fsdpi_plan_stuck(const fsdpi_plan_ranks *r, int rank, int other, int mismatch,
+// mismatch: in what two ranks that meet differ; NULL: they do not meet.
+static void fsdpi_plan_stuck(const fsdpi_plan_ranks *r, int rank, int other, const char *mismatch,
                              fsdp_plan_proof *out) {
     fsdpi_plan_out o = {out->text, sizeof out->text, 0, 0};
     fsdpi_plan_say_rank(&o, r, rank, mismatch ? -1 : other);
-    fsdpi_plan_put(&o, mismatch ? ", which differs from\n" : "\n");
+    if (mismatch) fsdpi_plan_put(&o, ", which differs in %s from", mismatch);
+    fsdpi_plan_put(&o, "\n");
     fsdpi_plan_say_rank(&o, r, other, -1);
     const fsdpi_plan_listing *l = fsdpi_plan_of(r, other);
     int waits = !mismatch && r->at[other] < l->num_lines ? 1 : 0;
@@ -80,11 +89,10 @@ static void fsdpi_plan_stuck(const fsdpi_plan_ranks *r, int rank, int other, int
 }
 
 /* Can the collective at which a rank waits run? 1: all members are there. 0: not yet; *other is
-   a member that is elsewhere. -1: a member is there with another one. */
-static int fsdpi_plan_meets(const fsdpi_plan_ranks *r, int rank, int *other) {
+   a member that is elsewhere. -1: a member is there with another one, which differs in *what. */
+static int fsdpi_plan_meets(const fsdpi_plan_ranks *r, int rank, int *other, const char **what) {
     const fsdpi_plan_listing *l = fsdpi_plan_of(r, rank);
     const fsdpi_plan_line *line = &l->lines[r->at[rank]];
-    int all = 1;
     for (int i = 0; i < r->num; i++) {
         const fsdpi_plan_listing *theirs = fsdpi_plan_of(r, i);
         const fsdpi_plan_line *at;
@@ -93,10 +101,10 @@ static int fsdpi_plan_meets(const fsdpi_plan_ranks *r, int rank, int *other) {
         if (r->at[i] >= theirs->num_lines) return 0;
         at = &theirs->lines[r->at[i]];
         if (fsdpi_plan_is_replica_line(at) != fsdpi_plan_is_replica_line(line)) return 0;
-        if (fsdpi_plan_fingerprint(theirs, at) != fsdpi_plan_fingerprint(l, line)) all = -1;
-        if (all < 0) return -1;
+        *what = fsdpi_plan_differs_in(l, line, theirs, at);
+        if (*what) return -1;
     }
-    return all;
+    return 1;
 }
 
 // A rank passes its collective, and with it the members of its group.
@@ -115,16 +123,17 @@ static void fsdpi_plan_rendezvous(fsdpi_plan_ranks *r, fsdp_plan_proof *out) {
         moved = 0;
         for (int i = 0; i < r->num && !out->refuted; i++) {
             int other = -1, meets;
+            const char *what = NULL;
             if (r->at[i] >= fsdpi_plan_of(r, i)->num_lines) continue;
-            meets = fsdpi_plan_meets(r, i, &other);
-            if (meets < 0) fsdpi_plan_stuck(r, i, other, 1, out);
+            meets = fsdpi_plan_meets(r, i, &other, &what);
+            if (meets < 0) fsdpi_plan_stuck(r, i, other, what, out);
             if (meets == 0 && stuck < 0) stuck = i, awaited = other;
             if (meets <= 0) continue;
             out->ops++;
             moved = 1;
             fsdpi_plan_pass(r, i);
         }
-        if (!moved && stuck >= 0 && !out->refuted) fsdpi_plan_stuck(r, stuck, awaited, 0, out);
+        if (!moved && stuck >= 0 && !out->refuted) fsdpi_plan_stuck(r, stuck, awaited, NULL, out);
     }
 }
 

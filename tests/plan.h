@@ -110,6 +110,18 @@ H_FN plan_net plan_nested(void) {
     return n;
 }
 
+/* The last unit is visited twice in forward; its second backward is open to the end. */
+H_FN plan_net plan_open_again(int units) {
+    plan_net n = plan_chain(units, 16, 16);
+    n.num_calls = 0;
+    for (int u = 0; u < units; u++) plan_pair(&n, u, 0);
+    plan_pair(&n, units - 1, 0);
+    plan_pair(&n, units - 1, 1);
+    plan_call(&n, units - 1, FSDP_CALL_PRE_BACKWARD);
+    for (int u = units - 2; u >= 0; u--) plan_pair(&n, u, 1);
+    return n;
+}
+
 H_FN void plan_fill(void *user, const fsdp_param_view *v) {
     (void)user;
     for (int64_t k = 0; k < v->numel; k++) {

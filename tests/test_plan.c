@@ -871,8 +871,8 @@ static void kinds_run(fsdp_world *w, kjob *j, int rank) {
                 "step %d has other bits: %s", i, y->why[i]);
 }
 static void kinds_body(lab_rank *r) { kinds_run(r->w, (kjob *)r->arg, r->rank); }
-static void run_kinds(plan_net net, const fsdp_plan_desc *desc,
-                      void (*script)(plan_bed *, const fsdp_plan_desc *, plan_result *)) {
+static void run_kinds_on(int size, plan_net net, const fsdp_plan_desc *desc,
+                         void (*script)(plan_bed *, const fsdp_plan_desc *, plan_result *)) {
     kjob *j = (kjob *)lab_zeros(1, sizeof *j);
     lab_how how;
     j->script = script;
@@ -883,10 +883,10 @@ static void run_kinds(plan_net net, const fsdp_plan_desc *desc,
     for (int lanes = 0; lanes < 3; lanes += 2) {
         memset(&how, 0, sizeof how);
         how.lanes = lanes;
-        lab_run(net.replicas ? 4 : 2, &how, kinds_body, j);
+        lab_run(size, &how, kinds_body, j);
     }
     static sim s;
-    sim_init(&s, net.replicas ? 4 : 2, 1);
+    sim_init(&s, size, size > 1);
     s.checks = 1;
     plan_sim = &s;
     fsdp_world *w = sim_open(&s);
@@ -897,6 +897,10 @@ static void run_kinds(plan_net net, const fsdp_plan_desc *desc,
     plan_sim = NULL;
     for (int r = 0; r < MOST_RANKS; r++) free(j->r[r][0]), free(j->r[r][1]);
     free(j);
+}
+static void run_kinds(plan_net net, const fsdp_plan_desc *desc,
+                      void (*script)(plan_bed *, const fsdp_plan_desc *, plan_result *)) {
+    run_kinds_on(net.replicas ? 4 : 2, net, desc, script);
 }
 
 /* Four microbatches, of which the last one reduces: three kinds of steps. */
@@ -1037,6 +1041,14 @@ TEST(plan_kinds, open_to_the_end) {
     plan_call(&n, 0, FSDP_CALL_UNSHARD);
     run_kinds(n, NULL, open_to_the_end);
 }
+
+/* Reduced in its post_backward, and again in finalize: its first gradients do not wait for others. */
+static void open_again(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 5);
+    if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
+    if (d) CHECK_EQ_INT(report_of(b).reductions[1], 2); /* of unit 3, and of the others together */
+}
+TEST(plan_kinds, open_again) { run_kinds(plan_open_again(4), NULL, open_again); }
 
 /* A step without a backward leaves units open that do not reshard: their slots outlast the calls, so
    that they lie at other distances on each rank, and no collective has two of them. */
@@ -1297,6 +1309,34 @@ TEST(plan_kinds, steps_that_differ) {
     run_kinds(net_chain(), NULL, always_another_kind);
 }
 
+/* What happens now and then, and not in a row, ends neither a plan nor planning. */
+static void now_and_then(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 3);
+    for (int i = 0; i < 5; i++) {
+        plan_calls(b, 0, 4); /* leaves the plan */
+        attempt_forward(b, b->net->calls[4].unit);
+        plan_calls(b, 4, b->net->num_calls);
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        plan_step_end(b, out);
+        steps(b, out, 1);
+        if (d) CHECK_EQ_INT(out->mode[b->step - 1], FSDP_PLAN_REPLAYING);
+    }
+    if (d) CHECK(report_of(b).recorded == 1 && report_of(b).left == 5);
+    for (int i = 0; i < 5; i++) {
+        CALL(b->w, fsdp_set_reshard_after_forward(b->model, b->unit[i], FSDP_RESHARD_NEVER));
+        plan_calls(b, 0, 2); /* a recording of no use */
+        CALL(b->w, fsdp_zero_grad(b->model));
+        plan_calls(b, 2, b->net->num_calls);
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        CALL(b->w, fsdp_set_reshard_after_forward(b->model, b->unit[i], FSDP_RESHARD_ALWAYS));
+        plan_step_end(b, out);
+        steps(b, out, 1);
+    }
+    if (d) CHECK(report_of(b).recorded == 1 && report_of(b).replayed == 11);
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+}
+TEST(plan_kinds, now_and_then) { run_kinds(net_chain(), NULL, now_and_then); }
+
 /* ---- divide factors -------------------------------------------------------------------------- */
 
 static fsdp_plan_report last_report(const plan_bed *b) {
@@ -1349,18 +1389,24 @@ static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *
         steps(b, out, 1);
         if (d && (i == 2 || i == 4 || i == 7)) CHECK_EQ_STR(out->why[i], "");
     }
-    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
+    if (!d) return;
+    CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
+    fsdp_plan_report rep; /* of the second one: unit 1 is not joined, and so unit 0 is not */
+    CALL(b->w, fsdp_plan_report_get(b->plan, 1, &rep));
+    CHECK_EQ_INT(b->net->replicas ? rep.replicas[1] : rep.reductions[1], 3);
 }
 /* A setter inside of the step counts from the next reduction on, also where others wait for it. */
 static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
-    const int half = b->net->num_calls / 2;
-    for (int at = half; at <= b->net->num_calls; at += 2) {
+    const int half = b->net->num_calls / 2, last = b->net->calls[half].unit;
+    for (int at = half; at <= b->net->num_calls; at++) { /* odd: inside of another unit's backward */
         steps(b, out, 2);
         plan_calls(b, 0, at);
-        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 5));
+        if (at % 2 == 0) CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 5));
+        else if (at > half + 2) /* the gradients of this one wait for the last post_backward */
+            CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[last], 5));
         plan_calls(b, at, b->net->num_calls);
         CALL(b->w, fsdp_finalize_backward(b->model));
-        if (d && at > half) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+        if (d && at > half + 1) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
         CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
         plan_step_end(b, out);
     }
@@ -1393,6 +1439,10 @@ static const struct factor_net {
 TEST_P(plan_factors, each_step, factor_nets) { run_kinds(row->make(), NULL, token_weights); }
 TEST_P(plan_factors, of_all_sorts, factor_nets) {
     run_kinds(row->make(), NULL, factors_of_all_sorts);
+}
+TEST(plan_factors, one_rank) { /* that stores gradients where they end, if it does not divide */
+    run_kinds_on(1, net_chain(), NULL, factors_of_all_sorts);
+    run_kinds_on(1, net_f16(), NULL, factors_of_all_sorts);
 }
 TEST(plan_factors, microbatches) {
     fsdp_plan_desc d = FSDP_ZERO;

@@ -458,6 +458,22 @@ static const struct {
      "call 0 pre_forward 'a': op 1 all_gather 'a' on GATHER writes slot 0 [0, 64)\n"
      "call 1 post_forward 'a': op 3 copy 'a' on REDUCE has read it last, and no event lies "
      "between"},
+    {"extension_reads", FSDP_PROOF_RACE, /* on the last of the streams */
+     HEAD("2", "streams", "5", "128", "1 1", "3 3", "32 32") UNITS
+     "slot 0 gather at 0 bytes 64\nslot 1 grad lasts bytes 64\n"
+     "call 0 pre_forward 'a'\n"
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 post_forward 'a'\n"
+                            "  op 3 copy slice 'a' EXTENSION 8 32 f32 f32 slot 0 other #00000000\n"
+                            "  release 'a' slot 0 GATHER\n"
+                            "call 2 pre_backward 'a'\n"
+                            "  acquire 'a' slot 1\n"
+                            "call 3 post_backward 'a'\n"
+                            "  wrote 'a' slot 1\n"
+                            "call 4 finalize_backward\n" END,
+     "call 0 pre_forward 'a': op 1 all_gather 'a' on GATHER writes slot 0 [0, 64)\n"
+     "call 1 post_forward 'a': op 3 copy 'a' on EXTENSION has read it last, and no event lies "
+     "between"},
     {"old_shards", FSDP_PROOF_USE, /* a hook has updated them since they were gathered */
      HEAD("2", "streams", "5", "64", "1 1", "3 3", "32 32") UNITS
      "slot 0 gather at 0 bytes 64\n"
@@ -572,7 +588,7 @@ TEST(plan_proof, deadlock_is_told) {
     CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
     CHECK_EQ_STR(p.text,
                  "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0, which differs "
-                 "from\nrank 1: call 0 pre_forward 'u1', op 1 all_gather 'u1' on group0");
+                 "in unit from\nrank 1: call 0 pre_forward 'u1', op 1 all_gather 'u1' on group0");
     free(texts[1]);
     texts[1] = program_text("a", 2, 1);
     CALL(NULL, fsdp_plan_prove_texts((const char *const *)texts, 2, &p));
@@ -596,6 +612,38 @@ TEST(plan_proof, deadlock_is_told) {
     square[1] = program_text("aA", 4, 1);
     REFUSED(NULL, fsdp_plan_prove_texts((const char *const *)square, 4, &p), "text 1 is of");
     for (int i = 0; i < 4; i++) free(square[i]);
+}
+
+/* Rank 1's text is the other's with one thing changed. */
+static const struct {
+    const char *name, *from, *to, *and_from, *and_to, *expected;
+} differences[] = {
+    {"elements", "GATHER 8 32 f32 f32", "GATHER 4 16 f32 f32", "read gathers 32 32",
+     "read gathers 16 16", "number of elements"},
+    {"dtypes", "GATHER 8 32 f32 f32", "GATHER 8 32 i32 i32", "", "", "dtypes"},
+    {"result", "GATHER 8 32 f32 f32", "GATHER 8 32 f32 i32", "", "", "dtypes"},
+    {"label", "all_gather gather", "all_gather copy_in", "", "", "kind"},
+    {"adds", "comm group0", "add comm group0", "", "", "whether it adds"},
+    {"segments", "group0 #00000000", "group0 #00000001", "", "", "segments"},
+    {"unit", "units 4", "units 4", "'u0'", "'v0'", "unit"},
+};
+static char *replaced(const char *text, const char *from, const char *to) { /* all of them */
+    char *out = (char *)lab_zeros(2 * strlen(text) + 64, 1), *end = out;
+    for (const char *at; *from && (at = strstr(text, from)) != NULL; text = at + strlen(from))
+        end += sprintf(end, "%.*s%s", (int)(at - text), text, to);
+    strcpy(end, text);
+    return out;
+}
+TEST_P(plan_proof, differs_in, differences) {
+    char *one = program_text("a", 2, 1), *step = replaced(one, row->from, row->to),
+         *two = replaced(step, row->and_from, row->and_to), word[64];
+    const char *texts[2] = {one, two};
+    fsdp_plan_proof p;
+    CALL(NULL, fsdp_plan_prove_texts(texts, 2, &p));
+    CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
+    snprintf(word, sizeof word, "which differs in %s from\nrank 1: call 0", row->expected);
+    CHECK_MSG(strstr(p.text, word), "%s", p.text);
+    free(one), free(step), free(two);
 }
 
 /* Runs what can run until nothing can. */

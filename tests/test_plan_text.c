@@ -605,6 +605,41 @@ TEST(plan_text, joins_what_differs) {
     free(text), free(two), free(now);
 }
 
+/* Two decisions more: gradients of a unit wait, and are reduced. */
+static void waits(const plan_net *n, const char *post, const char *collect, const char *at,
+                  const char *reduce) {
+    fsdp_plan_desc desc = FSDP_ZERO;
+    plan_result first;
+    desc.bucket_bytes = desc.ahead = -1;
+    char *text = recorded(n, &desc, 2, 0, FSDP_PLAN_TEXT_DECISIONS, &first);
+    char *two = edited(text, post, collect), *now = edited(two, at, reduce);
+    bed *d = bed_open(n, &desc, 2, 0);
+    load_refused(d, now, FSDP_ERR_INVALID_ARG, "its gradients do not wait there");
+    bed_close(d);
+    free(text), free(two), free(now);
+}
+/* Of a unit that is called again behind its post_backward, that has two of them, and before it. */
+TEST(plan_text, waits_where_it_cannot) {
+    plan_net n = plan_open_again(3);
+    waits(&n, "call 9 post_backward 'h.2'\n",
+          "call 9 post_backward 'h.2'\n  collect 'h.2' why joined at call 12\n",
+          "call 12 post_backward 'h.1'\n",
+          "call 12 post_backward 'h.1'\n  reduce 'h.2' why joined\n");
+    n = plan_chain(2, 8, 4);
+    n.num_calls = 0;
+    static const int order[3] = {0, 1, 0};
+    plan_visit(&n, order, 3);
+    waits(&n, "call 11 post_backward 'h.0'\n",
+          "call 11 post_backward 'h.0'\n  collect 'h.0' why joined at call 11\n",
+          "why joined at call 11\n",
+          "why joined at call 11\n  reduce 'h.0' why joined\n");
+    n = plan_chain(3, 8, 4);
+    waits(&n, "call 11 post_backward 'h.0'\n",
+          "call 11 post_backward 'h.0'\n  collect 'h.0' why joined at call 9\n",
+          "call 9 post_backward 'h.1'\n",
+          "call 9 post_backward 'h.1'\n  reduce 'h.0' why joined\n");
+}
+
 /* So many kinds, recordings and replays; no step leaves; the first kind has slots that last. */
 static void check_lasting(const bed *d, const char *mode, int kinds, int recorded, int replayed) {
     fsdp_plan_report rep;
