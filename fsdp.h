@@ -269,8 +269,9 @@ typedef struct fsdp_clock {
     void *user;
 } fsdp_clock;
 
-// Every desc here: all zero is valid; others may have a function for defaults, as fsdp_adamw_desc.
-// size 0 means sizeof of this header's struct. Canaries stay 0.
+// Zero every desc (FSDP_ZERO) before you fill it: a field of 0 is the default that its comment
+// tells; what has no default is refused. Only descs of optimizers begin with a function instead, as
+// fsdp_adamw_defaults(). size 0 means sizeof of this header's struct. Canaries stay 0.
 typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
@@ -500,7 +501,7 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 // Values of reshard_after_forward. An integer n >= 2 that divides the shard group keeps 1/n of the
 // gathered parameters after forward; in backward the unit then gathers over n neighbouring ranks.
 enum {
-    FSDP_RESHARD_DEFAULT = 0, // in a unit: as the model; in a model: ALWAYS
+    FSDP_RESHARD_DEFAULT = 0, // in a unit: as the model; in a model: ALWAYS. So `false` is no NEVER
     FSDP_RESHARD_ALWAYS = 1,  // free the gathered parameters after forward
     FSDP_RESHARD_NEVER = -1   // keep them until the unit's post_backward
 };
@@ -687,7 +688,8 @@ typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
    fn          fills block->data: host memory, block->dtype, block->local_shape at block->start. The
                library calls it for consecutive blocks of this rank's rows, of at most fill_bytes
                but at least one row, and never for an empty block
-   Result      FSDP_OK; INVALID_STATE (a unit is not idle), errors of commit
+   Result      FSDP_OK; INVALID_STATE (a unit is not idle, or holds gradients that are not
+               reduced), errors of commit
    Collective  as fsdp_model_commit      Allocates as commit
    Blocks      on GPUs until the rows are copied, at most timeout_ms for each block
    Source      torch: Module.to_empty, reset_parameters on DTensors */
@@ -734,7 +736,8 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
 
 /* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed
    full        host memory, the parameter's shape and dtype, row-major
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, or holds gradients that are
+               not reduced), errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Allocates as commit
    Blocks      on GPUs until the rows are copied, at most timeout_ms
    Source      torch: distribute_tensor, set_model_state_dict */
@@ -833,7 +836,7 @@ FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit);
 
 /* fsdp_zero_grad - drop all sharded gradients: the next reduction stores instead of adding. It
-   keeps gradients of microbatches that are not reduced yet, as PyTorch does
+   keeps gradients of microbatches that are not reduced yet, as PyTorch does, and logs that (below)
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: Optimizer.zero_grad */
@@ -880,6 +883,12 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grads(fsdp_model *model, const fs
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm,
                                                          double *norm);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm);
+
+/* GRADIENTS THAT ARE NOT REDUCED stay in a unit until its next reduction, which adds them to its own.
+   If you turn sync on in the wrong microbatch, or leave a window out, they enter the sums of the
+   next window. So fsdp_zero_grad, fsdp_clip_grads, fsdp_params_changed and the steps of optimizers
+   log once for each model and call that a unit holds some. Loads, freezes and casts fail with
+   INVALID_STATE. fsdp_model_reset drops them, and reduced ones.                                  */
 
 /* fsdp_model_reset - make every unit IDLE and SHARDED after an interrupted step. It drops
    gradients, reduced ones included, and microbatches that are not reduced

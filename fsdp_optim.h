@@ -83,8 +83,9 @@
      nothing, except the first one after a freeze or thaw: it allocates the states again, and for a
      moment both exist.
    DEFAULTS
-     Begin a desc with fsdp_adamw_defaults() or fsdp_sgd_defaults(), which have PyTorch's values.
-     Every number means itself: 0 is 0, not a default. Example:
+     Begin a desc with fsdp_adamw_defaults() or fsdp_sgd_defaults(), which have PyTorch's values,
+     and change fields. Every number means itself: 0 is 0, not a default. So a desc or a group that
+     does not come from these functions, as a zeroed one, is refused. Example:
        fsdp_adamw_desc desc = fsdp_adamw_defaults();
        desc.weight_decay = 0.1;
        desc.num_groups = 2, desc.group = is_bias_or_norm; // your function
@@ -154,10 +155,12 @@ typedef struct fsdp_sgd fsdp_sgd;
 #define FSDP_OPTIM_SAME   (-1.0) // in a group: the weight_decay of the desc
 #define FSDP_OPTIM_GROUPS 8
 
-// Defaults: 1 and FSDP_OPTIM_SAME.
+// Defaults: 1 and FSDP_OPTIM_SAME. Those of a desc come from its function of the defaults: change
+// fields, and do not replace a group.
 typedef struct fsdp_optim_group {
-    double lr_scale;     // >= 0. Factor of the step's learning rate
-    double weight_decay; // >= 0, or FSDP_OPTIM_SAME
+    double lr_scale;          // >= 0. Factor of the step's learning rate
+    double weight_decay;      // >= 0, or FSDP_OPTIM_SAME
+    uint32_t magic, reserved; // magic: as in the desc
 } fsdp_optim_group;
 
 // Returns the group of a parameter: 0 .. num_groups-1, or 0 if there are no groups. If it returns a
@@ -178,6 +181,7 @@ typedef struct fsdp_adamw_desc {
     fsdp_optim_group_fn group; // NULL: all parameters are in group 0
     void *user;                // argument of group
     uint64_t seed;             // of stochastic rounding; the same on all ranks
+    uint32_t magic, reserved;  // magic: the function of the defaults sets it. Leave it as it is
     uint64_t end_canary;
 } fsdp_adamw_desc;
 
@@ -193,7 +197,7 @@ typedef struct fsdp_sgd_desc {
     void *user;                  // argument of group
     uint64_t seed;               // of stochastic rounding; the same on all ranks
     int32_t stochastic_rounding; // 1: of bf16 parameters; default 0: to nearest
-    int32_t reserved;
+    uint32_t magic;              // the function of the defaults sets it. Leave it as it is
     uint64_t end_canary;
 } fsdp_sgd_desc;
 
@@ -209,15 +213,18 @@ FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
    opt         the model owns it: it ends with fsdp_adamw_destroy, the model or the world.
                NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
-               wrong), UNSUPPORTED (the shards are in the memory of a device that cannot update
-               them: set cpu_offload), OUT_OF_MEMORY, errors of commit
+               wrong; or desc does not come from fsdp_adamw_defaults), UNSUPPORTED (the shards are
+               in the memory of a device that cannot update them: set cpu_offload), OUT_OF_MEMORY,
+               errors of commit
    Collective  as fsdp_model_commit      Blocks no      Allocates yes
    Source      torch: torch.optim.AdamW */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
                                                        fsdp_adamw **opt);
 
-/* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
+/* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed. If
+               units hold gradients that are not reduced, or no parameter has a gradient, it logs
+               that, once
    lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it. If ranks
                give different ones, the next collective of a unit is a MISMATCH
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
@@ -840,6 +847,7 @@ typedef struct fsdpi_optim {
     fsdp_optim_group_fn group;
     void *user;
     int moved;                         // the model has been laid out since the table was made
+    int told;                          // of a step in which no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
     char *held; // of each parameter: 1: it has a state even if it has always been frozen
     char *states[2][2];                // [first, second][of f32, of f64]; one block
@@ -888,6 +896,16 @@ static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const ch
                      below <= 1 ? " and < 1" : "");
 }
 
+#define FSDPI_OPTIM_MAGIC 0x4F707469u // of what comes from a function of the defaults
+
+static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32_t magic) {
+    if (magic == FSDPI_OPTIM_MAGIC) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E921] %s: the desc does not come from fsdp_%s_defaults(): begin with "
+                     "fsdp_%s_defaults(), and change the fields that you need",
+                     o->name, o->extension.name, o->extension.name);
+}
+
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
@@ -901,6 +919,11 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
         fsdp_status status;
         fsdp_optim_group *g = &o->groups[i];
         *g = groups[i];
+        if (g->magic != FSDPI_OPTIM_MAGIC)
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "[E922] %s: desc.groups[%d] does not come from fsdp_%s_defaults(): "
+                             "change the fields of desc.groups[%d], and do not replace all of it",
+                             o->name, i, o->extension.name, i);
         if (g->weight_decay <= FSDP_OPTIM_SAME && g->weight_decay >= FSDP_OPTIM_SAME)
             g->weight_decay = weight_decay;
         status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", g->lr_scale, HUGE_VAL);
@@ -1215,6 +1238,20 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
            run->first->state + run->numel == p->state;
 }
 
+// A step has found no gradient: does another optimizer have some, or nobody? That is told once.
+static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (!o->told && fsdp_next_param(o->model, &v))
+        if (v.shard_grad) return;
+    if (!o->told)
+        fsdp_warn(fsdp_model_world(o->model),
+                  "%s: no parameter has a gradient, so nothing is updated: run a backward with "
+                  "gradient sync (fsdp_set_requires_gradient_sync) before, and call fsdp_zero_grad "
+                  "after the step",
+                  what);
+    o->told = 1;
+}
+
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                                     fsdpi_optim_fn fill) {
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
@@ -1244,6 +1281,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         run.numel += p->numel;
     }
     if (!status) status = fsdpi_optim_flush(o, &run, what, fill, lr);
+    if (!status && o->num_params && !run.first) fsdpi_optim_tell(o, what);
     return status ? status : fsdp_params_changed(o->model);
 }
 
@@ -1293,13 +1331,16 @@ static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double 
 }
 
 static void fsdpi_optim_no_groups(fsdp_optim_group *groups) {
-    for (int i = 0; i < FSDP_OPTIM_GROUPS; i++)
+    for (int i = 0; i < FSDP_OPTIM_GROUPS; i++) {
         groups[i].lr_scale = 1, groups[i].weight_decay = FSDP_OPTIM_SAME;
+        groups[i].magic = FSDPI_OPTIM_MAGIC;
+    }
 }
 
 FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void) {
     fsdp_adamw_desc d = FSDP_ZERO;
     d.beta1 = 0.9, d.beta2 = 0.999, d.eps = 1e-8, d.weight_decay = 0.01;
+    d.magic = FSDPI_OPTIM_MAGIC;
     fsdpi_optim_no_groups(d.groups);
     return d;
 }
@@ -1323,14 +1364,13 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.num_states = 2;
     settings.base.rounds = d.stochastic_rounding != 0;
     settings.base.seed = d.seed;
+    if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
     if (!status) status = fsdpi_optim_setting(w, name, "beta1", d.beta1, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
-        status = fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "[E938] %s: desc.beta2 and desc.eps are both 0: begin with fsdp_adamw_defaults()",
-            name);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "[E938] %s: desc.beta2 and desc.eps are both 0: give one of them", name);
     if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
@@ -1377,6 +1417,7 @@ static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr
 
 FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void) {
     fsdp_sgd_desc d = FSDP_ZERO;
+    d.magic = FSDPI_OPTIM_MAGIC;
     fsdpi_optim_no_groups(d.groups);
     return d;
 }
@@ -1395,6 +1436,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.name = name;
     settings.base.extension.name = "sgd";
     settings.base.state_names[0] = "momentum_buffer";
+    if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
     if (!status) status = fsdpi_optim_setting(w, name, "momentum", d.momentum, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "dampening", d.dampening, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
@@ -1620,22 +1662,16 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     fsdp_model *m = scaler->model;
     fsdp_world *w = fsdp_model_world(m);
     fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdp_model_commit(m);
+    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_CLIP, name);
     if (status) return status;
     if (scaler->found >= 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_STATE,
             "[E946] %s: it was already called in this step: call fsdp_grad_scaler_update first",
             name);
-    while (fsdp_next_param(m, &v))
-        if (fsdp_unit_state(v.unit) != FSDP_STATE_IDLE)
-            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "[E947] %s: unit '%s' is not idle: call fsdp_finalize_backward first",
-                             name, v.unit_name);
     if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
     int32_t seen[2] = {0, 0};                               // not finite; any
     fsdp_update u;
-    memset(&v, 0, sizeof v);
     memset(&u, 0, sizeof u);
     u.kind = FSDP_UPDATE_UNSCALE;
     u.found = scaler->verdict ? scaler->verdict : &seen[0];

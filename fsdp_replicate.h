@@ -885,7 +885,7 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
                                              void *user) {
     if (!rep) return fsdpi_rep_null("replicate_set_hook", "rep");
     fsdp_custom_comm custom = hook ? fsdpi_rep_custom : NULL;
-    fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_ZERO_GRAD, "replicate_set_hook");
+    fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_FULL, "replicate_set_hook");
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_set_custom_all_reduce(rep->buckets[k].unit, custom, &rep->buckets[k]);
     if (status) return status;
@@ -900,7 +900,7 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
     fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;
-    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_ZERO_GRAD, "replicate_join"); // all idle
+    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_FULL, "replicate_join"); // all idle
     if (!status)
         status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)

@@ -86,6 +86,15 @@ FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fm
     va_end(args);
     return status;
 }
+FSDP_API void fsdp_warn(fsdp_world *w, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    int used = snprintf(text, sizeof text, "rank %d: ", w->rank);
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    va_end(args);
+    fsdpi_log(w, FSDP_LOG_WARN, FSDP_OK, text);
+}
 FSDP_PRINTF(4, 5)
 static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_first, const char *fmt,
                                    ...) {

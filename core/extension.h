@@ -121,7 +121,9 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count);
 
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
-   possible now, and show a HOOK marker
+   possible now, and show a HOOK marker. If units hold gradients that are not reduced, it does as
+   the public call does: PARAMS_CHANGED (a step of an optimizer), CLIP and ZERO_GRAD log it, once
+   for each model and call; LOAD and REQUIRES_GRAD fail
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
    what        its name, for the text and the marker; NULL: the name of `call`
    Result      FSDP_OK; INVALID_STATE (the text names the missing call), errors of commit
@@ -327,6 +329,10 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
     FSDP_PRINTF(3, 4);
+
+/* fsdp_warn - log a line that is no failure, at the level FSDP_LOG_WARN
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void fsdp_warn(fsdp_world *world, const char *format, ...) FSDP_PRINTF(2, 3);
 
 /* fsdp_desc_read - copy a caller's desc to dst: zeroed, `size` bytes in this header. A desc begins
    with uint32_t size, start_canary and ends with uint64_t end_canary. src NULL: dst is all zero

@@ -10,7 +10,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
-        status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "attach");
+        status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
     if (status) return fsdpi_remember(model, status);
     e.size = 0;
     if (!e.name) e.name = "extension";

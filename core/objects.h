@@ -365,6 +365,7 @@ struct fsdp_model {
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
     int num_order, cap_order;
+    uint32_t told;           // calls, as bits, that have told of gradients that are not reduced
     fsdp_status hook_status; // first failed hook since finalize
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: sum or maximum of the last clip

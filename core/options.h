@@ -205,15 +205,8 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_lasting(m, what);
-    if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
-    for (int i = 0; i < m->num_units && !status; i++)
-        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
-            m->units[i]->state.slot[FSDP_POOL_ROUT])
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
-                             "backward with sync, or call fsdp_model_reset",
-                             what, m->units[i]->desc.name);
-    return status;
+    return status ? status
+                  : fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
 }
 
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {

@@ -37,9 +37,15 @@ enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 
 enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // of backward
 enum { FSDPI_KEEP = 255 };                                                   // next: as it is
 
+enum { // what a row asks of a unit beside its state
+    FSDPI_DUE = 1,    // a forward that has not run backward
+    FSDPI_REFUSE = 2, // no gradients that are not reduced: with some the call fails
+    FSDPI_TELL = 4    // likewise; with some it logs that, and goes on
+};
+
 typedef struct fsdpi_row {
     uint8_t from, phase;
-    uint8_t due;  // 1: the unit must have a forward that has not run backward
+    uint8_t asks;
     uint8_t next; // training state
     fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
 } fsdpi_row;
@@ -47,12 +53,13 @@ typedef struct fsdpi_row {
 // clang-format off
 // The rows of each call, in the order of FSDP_CALL_LIST; a row with from 0 is none.
 static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
-//   from               phase       due next            actions
+//   from               phase       asks next           actions
     { // pre_forward
         {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
             {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
         // recompute: of a unit nested in others' backward, of the unit whose backward it is
-        {FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_I | FSDPI_B, FSDPI_IN,   FSDPI_DUE, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait}},
         {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
     },
     { // post_forward
@@ -62,7 +69,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
         {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
     },
     { // pre_backward
-        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
             {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
              fsdpi_do_prefetch_backward, fsdpi_do_enter}},
         {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
@@ -82,12 +89,12 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     },
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
     {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // clip
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
@@ -109,7 +116,7 @@ static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
         if ((row->from & (1 << at->training)) && (row->phase & phase) &&
-            (!row->due || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
+            (!(row->asks & FSDPI_DUE) || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
             return row;
     }
     return NULL;
@@ -136,7 +143,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
         at.open = i == 0 || i == 2;
-        at.forwards += (i == 1 && !from->backward) - (i == 2 && row->due);
+        at.forwards += (i == 1 && !from->backward) - (i == 2 && row->asks);
         at.backward = i == 2 || (from->backward && i != 4);
         if (fsdpi_row_at(&at, call)) return hooks[i];
         if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
@@ -144,22 +151,34 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     return -1;
 }
 
+// Where in a step a unit is, in words.
+static const char *fsdpi_place_of(const fsdpi_point *at) {
+    static const char *const idle[2][2] = { // [inside of backward][a forward is due]
+        {"is idle, and no forward of it waits for a backward",
+         "has run forward, and its backward has not begun"},
+        {"has no forward that waits for a backward, and the model's backward has not ended",
+         "has run forward, and its turn in the model's backward has not come"}};
+    if (at->training == FSDP_STATE_FORWARD)
+        return at->backward ? "is in a forward that is run again in backward"
+                            : "is in forward, which has not ended";
+    if (at->training == FSDP_STATE_PRE_BACKWARD) return "is in backward, which has not ended";
+    if (at->training == FSDP_STATE_IDLE) return idle[at->backward != 0][at->forwards > 0];
+    return at->forwards > 0 ? "has run a backward, and a forward of it waits for another one"
+                            : "has run its backward, and the model's backward has not ended";
+}
+
 // The text of a call in a wrong state asks the table what is missing. The first one of a step is
 // logged: in a loop over layers and microbatches the others say no more.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
-    static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
-    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
-                                           "SHARDED_POST_FORWARD"};
     const fsdpi_point at = fsdpi_point_of(u);
     int first = -1, is_new = !(u->told >> call & 1);
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "[E206] %s: unit '%s' is %s and %s, %s backward, and %d of its forwards "
-                           "have not run backward: call fsdp_%s first",
-                           what, u->desc.name, states[u->state.training],
-                           storages[u->state.storage], u->model->backward ? "inside" : "outside",
-                           u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
+                           "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
+                           fsdpi_place_of(&at),
+                           call == FSDP_CALL_DATA ? ", and its parameters are not gathered" : "",
+                           first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
@@ -178,11 +197,44 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
     return FSDP_OK;
 }
 
+// Outside of backward: gradients of microbatches that wait for a reduction.
+static int fsdpi_holds_grads(const fsdp_unit *u) {
+    fsdp_buf *const *slot = u->state.slot;
+    return slot[FSDP_POOL_GRAD] || slot[FSDP_POOL_RIN] || slot[FSDP_POOL_ROUT];
+}
+
+// The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
+static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int tell, int call,
+                                                    const char *what) {
+    fsdp_model *m = u->model;
+    if (!tell)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                         "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                         "backward with sync, or drop them by fsdp_model_reset",
+                         what, u->desc.name);
+    if (!m->rehearsing && !(m->told >> call & 1)) {
+        m->told |= 1u << call;
+        fsdp_warn(m->world,
+                  "%s: unit '%s' holds gradients that are not reduced. It keeps them, and the next "
+                  "reduction adds them to its own: turn sync on (fsdp_set_requires_gradient_sync) "
+                  "before the last microbatch, or drop them by fsdp_model_reset",
+                  what, u->desc.name);
+    }
+    return FSDP_OK;
+}
+
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
-    for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
-    return FSDP_OK;
+    const fsdp_unit *holds = NULL;
+    int asks = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdpi_row *row = fsdpi_lookup(m->units[i], call);
+        if (!row) return fsdpi_wrong_call(m->units[i], call, what);
+        asks = row->asks;
+        if (!holds && fsdpi_holds_grads(m->units[i])) holds = m->units[i];
+    }
+    if (!holds || !(asks & (FSDPI_REFUSE | FSDPI_TELL))) return FSDP_OK;
+    return fsdpi_not_reduced(holds, asks & FSDPI_TELL, call, what);
 }
 
 // Their rows, once it is.

@@ -108,7 +108,7 @@ FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *exte
     fsdp_status status = fsdpi_commit(model);
     if (!status)
         status = fsdp_desc_read(model->world, &only.e, extension, sizeof only.e, "fsdp_extension");
-    if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "rehearse");
+    if (!status) status = fsdpi_check_units(model, FSDP_CALL_FULL, "rehearse");
     if (status) return status;
     size_t size = fsdpi_model_save(model, NULL, 0);
     char *saved = (char *)fsdpi_model_alloc(model, size);

@@ -316,6 +316,7 @@ typedef struct lab_how { /* zeros, or NULL: threads, inline, over shared memory 
     int processes, lanes;
     int bare;   /* no world is made: the body asks lab_world for them */
     int shared; /* ranks look at the memory of others: they have to be threads */
+    void (*log)(int level, fsdp_status code, int rank, const char *text, void *user); /* or quiet */
     const fsdp_comm_ops *comm_ops;
     const fsdp_device_ops *device_ops;
 } lab_how;
@@ -348,6 +349,7 @@ H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_
     d.allocator = w_heap_allocator(r->heap);
     d.comm_ops = comm_ops;
     d.device_ops = s->how.device_ops;
+    if (s->how.log) d.logger.log = s->how.log;
     CALL(NULL, fsdp_init(&d, &w));
     return w;
 }

@@ -239,8 +239,9 @@ static const lab_optim_kind lab_optim_kinds[]
                                {"sgd", 1, 0, 0, 0, 0, 0, 0},
                                {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
                                {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
-static const fsdp_optim_group lab_optim_groups[3]
-    __attribute__((unused)) = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
+static const struct { /* of fsdp_optim_group */
+    double lr_scale, weight_decay;
+} lab_optim_groups[3] __attribute__((unused)) = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
 
 typedef struct lab_optim { /* one of them */
     const lab_optim_kind *kind;
@@ -261,8 +262,10 @@ H_FN fsdp_status lab_make_optim(lab_optim *o, const lab_optim_kind *kind, const 
     s.momentum = kind->momentum, s.dampening = kind->dampening, s.nesterov = kind->nesterov;
     if (kind->grouped) {
         a.num_groups = s.num_groups = 3;
-        memcpy(a.groups, lab_optim_groups, sizeof lab_optim_groups);
-        memcpy(s.groups, lab_optim_groups, sizeof lab_optim_groups);
+        for (int i = 0; i < 3; i++) {
+            a.groups[i].lr_scale = s.groups[i].lr_scale = lab_optim_groups[i].lr_scale;
+            a.groups[i].weight_decay = s.groups[i].weight_decay = lab_optim_groups[i].weight_decay;
+        }
         a.group = s.group = lab_group_of;
         a.user = s.user = (void *)(uintptr_t)m->net;
     }

@@ -257,6 +257,7 @@ static void refused(fsdp_world *w, const void *arg) {
     CALL(w, fsdp_set_requires_gradient_sync(a.m, NULL, 0));
     step(&a);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_model_cast(a.m, FSDP_F64), "E203");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_finalize_backward(a.m), "E203"); /* told again */
     CALL(w, fsdp_set_requires_gradient_sync(a.m, NULL, 1));
     step(&a);
     CHECK_EQ_INT(lab_view(w, a.unit[0], 0).dtype, FSDP_F32);

@@ -1583,9 +1583,8 @@ static void in_state(ck_model *m, const char *dir, int64_t *step, int possible, 
     }
     REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_save(m->ck, dir, *step + 1), text);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_save_async(m->ck, dir, *step + 1), text);
-    if (!strstr(text, "E430"))
-        REFUSED_AS(FSDP_ERR_INVALID_STATE, w,
-                   fsdp_checkpoint_load(m->ck, ck_step_path(dir, 1), NULL), text);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_load(m->ck, ck_step_path(dir, 1), NULL),
+               strstr(text, "E430") ? "[E203] checkpoint_load: unit '" : text);
 }
 static void states(lab_rank *r) {
     static const char unit_0[] = "checkpoint_", held[] = "[E430] checkpoint_save";

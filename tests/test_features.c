@@ -434,10 +434,10 @@ static void freeze_refused(job *j) {
     CALL(j->w, fsdp_post_forward(j->m.unit[1]));
     CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "inside backward");
+               "the model's backward has not ended: call fsdp_");
     CALL(j->w, fsdp_post_backward(j->m.unit[1]));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "inside backward");
+               "the model's backward has not ended: call fsdp_finalize_backward first");
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
                "middle"); /* told again */
     CALL(j->w, fsdp_zero_grad(j->m.model));
@@ -446,7 +446,9 @@ static void freeze_refused(job *j) {
     forward(j);
     backward_kept(j);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "set_requires_grad");
+               "[E203] set_requires_grad: unit '");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
+               "[E203] set_requires_grad"); /* told again */
     CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
     train_step(j); /* reduces both */
     set_frozen(j, 0, 1);

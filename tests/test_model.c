@@ -570,10 +570,13 @@ static char cell_of(const model *m, int i, int call) {
     return cells[call][4 * u->state + 2 * m->backward + (u->due > 0)];
 }
 
-/* A call of the model (i < 0) asks all units. */
+/* A call of the model (i < 0) asks all units; some must hold no gradients that are not reduced. */
 static int possible(const model *m, int i, int call) {
+    int reduced = call == FSDP_CALL_LOAD || call == FSDP_CALL_REQUIRES_GRAD;
     for (int k = 0; k < m->n->num_units; k++)
-        if ((i < 0 || k == i) && cell_of(m, k, call) == '.') return 0;
+        if ((i < 0 || k == i) && (cell_of(m, k, call) == '.' ||
+                                  (reduced && (m->units[k].unreduced || m->units[k].partial))))
+            return 0;
     return 1;
 }
 
@@ -1253,13 +1256,10 @@ static void set_switch(bed *b) {
 
 /* A new layout: nothing is gathered, and slots are of other sizes. */
 static void thaw(bed *b, int i) {
-    int k = lab_pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2), waits = 0;
+    int k = lab_pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2);
     unit_model *u = &b->m.units[i];
     begin(b, "set_requires_grad of unit %d, parameter %d: %d", i, k, on);
     fsdp_status expected = call_model(&b->m, -1, FSDP_CALL_REQUIRES_GRAD);
-    for (int j = 0; j < b->n.num_units; j++)
-        waits |= b->m.units[j].unreduced || b->m.units[j].partial;
-    if (waits) expected = FSDP_ERR_INVALID_STATE;
     fsdp_status got = fsdp_set_requires_grad(b->units[i], k, on);
     if (!expected && !got && u->frozen[k] == on) {
         for (int j = 0; j < b->n.num_units; j++) reshard(&b->m, j);

@@ -472,7 +472,7 @@ static void wrong_order(job *j) {
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
     CALL(j->w, fsdp_pre_forward(j->unit[0]));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
-               "'unit0' is not idle");
+               "'unit0' is in forward");
     CALL(j->w, fsdp_post_forward(j->unit[0]));
     CALL(j->w, fsdp_pre_backward(j->unit[0]));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),

@@ -1678,7 +1678,7 @@ TEST(extension, wrong_records) {
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_OK(fsdp_call_begin(b.model, FSDP_CALL_EXTENSION, "my_call"));
     CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_FULL, "my_save"), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "my_save: unit 'unit0' is FORWARD") != NULL);
+    CHECK(strstr(fsdp_last_error(b.s.world), "my_save: unit 'unit0' is in forward") != NULL);
     CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_COUNT, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_post_forward(b.units[0]));
     bed_close(&b);
@@ -2172,7 +2172,7 @@ TEST(extension, rehearsal_status) {
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_pre_forward(b.units[1]));
     CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is FORWARD"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is in forward"));
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_post_forward(b.units[1]));
     CHECK_OK(fsdp_unshard(b.units[2])); /* idle, and gathered */

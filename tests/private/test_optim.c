@@ -831,11 +831,11 @@ static void refuse_descs(job *j) {
             CHECK(s == NULL);
         }
     }
-    fsdp_adamw_desc d = FSDP_ZERO;
-    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(j->w), "begin with fsdp_adamw_defaults()"));
-    d = fsdp_adamw_defaults();
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
     fsdp_sgd_desc e = fsdp_sgd_defaults();
+    d.beta2 = d.eps = 0;
+    REFUSED(j->w, fsdp_adamw_create(j->m.model, &d, &a), "[E938] adamw_create");
+    d = fsdp_adamw_defaults();
     d.num_groups = 9;
     CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.num_groups = -1;
@@ -872,6 +872,29 @@ static void refuse_descs(job *j) {
     CHECK_STATUS(fsdp_adamw_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_sgd_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
 }
+/* A desc or a group that somebody zeroed, and filled in part, is not taken for one with defaults. */
+static void refuse_zeroed(job *j) {
+    static const fsdp_optim_group no_rate = {0, 0.1, 0, 0};
+    fsdp_adamw_desc d = FSDP_ZERO;
+    fsdp_sgd_desc e = FSDP_ZERO;
+    fsdp_adamw *a = NULL;
+    fsdp_sgd *s = NULL;
+    make_model(j);
+    REFUSED(j->w, fsdp_adamw_create(j->m.model, &d, &a), "begin with fsdp_adamw_defaults()");
+    d.eps = 1e-8, d.beta1 = 0.9, d.beta2 = 0.95, d.weight_decay = 0.1;
+    REFUSED(j->w, fsdp_adamw_create(j->m.model, &d, &a), "begin with fsdp_adamw_defaults()");
+    e.momentum = 0.9;
+    REFUSED(j->w, fsdp_sgd_create(j->m.model, &e, &s), "begin with fsdp_sgd_defaults()");
+    d = fsdp_adamw_defaults(), e = fsdp_sgd_defaults();
+    d.num_groups = e.num_groups = 2;
+    d.groups[1] = e.groups[0] = no_rate;
+    REFUSED(j->w, fsdp_adamw_create(j->m.model, &d, &a), "[E922] adamw_create: desc.groups[1]");
+    REFUSED(j->w, fsdp_sgd_create(j->m.model, &e, &s), "[E922] sgd_create: desc.groups[0]");
+    CHECK(a == NULL && s == NULL);
+    d.groups[1] = d.groups[0]; /* a copy of one with defaults */
+    d.groups[1].lr_scale = 0;  /* meant */
+    CALL(j->w, fsdp_adamw_create(j->m.model, &d, &a));
+}
 /* PyTorch's defaults, and a 0 that a caller writes is 0: without decay nothing but the gradient moves
    a parameter, so that one with a gradient of 0 stays. */
 static void zero_is_zero(job *j) {
@@ -899,6 +922,7 @@ static void zero_is_zero(job *j) {
 TEST(optim, zero_is_zero) { launch(1, 0, 0, 0, zero_is_zero); }
 
 TEST(optim, create_refuses) { launch(1, 0, 0, 0, refuse_descs); }
+TEST(optim, zeroed_descs_are_refused) { launch(1, 0, 0, 0, refuse_zeroed); }
 
 static void expect_unchanged(job *j) {
     for (int p = 0; p < NUM; p++) {

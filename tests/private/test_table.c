@@ -43,6 +43,19 @@ static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
 static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                             "SHARDED_POST_FORWARD"};
+/* How a text tells of these states: outside of backward with and without a forward that is due,
+   inside of backward likewise; NULL: no unit is there. */
+static const char *const told_as[4][4] = {
+    {"is idle, and no forward of it waits for a backward: ",
+     "has run forward, and its backward has not begun: ",
+     "has no forward that waits for a backward, and the model's backward has not ended: ",
+     "has run forward, and its turn in the model's backward has not come: "},
+    {"is in forward, which has not ended: ", "is in forward, which has not ended: ",
+     "is in a forward that is run again in backward: ",
+     "is in a forward that is run again in backward: "},
+    {NULL, NULL, "is in backward, which has not ended: ", "is in backward, which has not ended: "},
+    {NULL, NULL, "has run its backward, and the model's backward has not ended: ",
+     "has run a backward, and a forward of it waits for another one: "}};
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
@@ -84,6 +97,14 @@ static int model_refuses(const model *m, int unit, int call) {
     int all = call == FSDP_CALL_FINALIZE || call >= FSDP_CALL_PARAMS_CHANGED;
     for (int i = all && unit < 0 ? 0 : unit; i < (all && unit < 0 ? m->num_units : unit + 1); i++)
         if (model_cell(m, i, call) == '.') return i;
+    return -1;
+}
+
+/* The first unit whose gradients have to be reduced before a call that is possible else; or -1. */
+static int model_holds(const model *m, int call) {
+    int asks = call == FSDP_CALL_LOAD || call == FSDP_CALL_REQUIRES_GRAD;
+    for (int i = 0; i < m->num_units && asks; i++)
+        if (m->units[i].held) return i;
     return -1;
 }
 
@@ -165,6 +186,10 @@ static fsdp_status model_call(model *m, int unit, int call) {
     int refuses = model_refuses(m, unit, call);
     if (refuses >= 0) {
         m->units[refuses].told |= 1u << call;
+        m->failed |= hook;
+        return FSDP_ERR_INVALID_STATE;
+    }
+    if (model_holds(m, call) >= 0) {
         m->failed |= hook;
         return FSDP_ERR_INVALID_STATE;
     }
@@ -369,7 +394,7 @@ static const struct {
     {"param_full_grad", FSDP_CALL_FULL, do_full_grad, NULL, 0},
     {"zero_grad", FSDP_CALL_ZERO_GRAD, NULL, fsdp_zero_grad, 0},
     {"clip_grad_norm", FSDP_CALL_CLIP, NULL, do_clip, 0},
-    {"attach", FSDP_CALL_PARAMS_CHANGED, NULL, do_attach, 0},
+    {"attach", FSDP_CALL_FULL, NULL, do_attach, 0},
     {"set_requires_gradient_sync", FSDP_CALL_SET, do_sync, NULL, 1},
     {"set_requires_gradient_sync of all", FSDP_CALL_SET, NULL, do_all_sync, 0},
     {"set_reshard_after_forward", FSDP_CALL_SET, do_forward, NULL, 1},
@@ -401,19 +426,20 @@ static void call_both(bed *b, model *m, int form, int at) {
     model was = *m;
     CHECK_OK(fsdp_model_counters(b->model, &before));
     fsdp_status expected = model_call(m, unit, call);
-    if (!strcmp(forms[form].name, "attach") && expected == FSDP_OK) { /* touches no unit */
-        was.failed = m->failed;
-        *m = was;
-    }
+    if (!strcmp(forms[form].name, "attach")) m->failed |= expected != FSDP_OK; /* as of hooks */
     fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at])
                                           : forms[form].of_model(b->model);
     CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name,
               b->units[at]->desc.name, fsdp_status_name(got), fsdp_status_name(expected),
               fsdp_last_error(b->s.world));
     bed_compare(b, m, forms[form].name);
+    if (refuses < 0 && expected && model_holds(&was, call) >= 0) {
+        CHECK(strstr(fsdp_last_error(b->s.world), "[E203] "));
+        CHECK(strstr(fsdp_last_error(b->s.world), b->units[model_holds(&was, call)]->desc.name));
+    }
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is missing. */
-    char start[128], name[64];
+    char start[192], name[64];
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
@@ -424,9 +450,8 @@ static void call_both(bed *b, model *m, int form, int at) {
              call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
                                                                           : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
-    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' is %s and %s, %s backward",
-             b->s.rank, name, b->units[refuses]->desc.name, state_names[u->state],
-             storage_names[u->storage], was.backward ? "inside" : "outside");
+    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s", b->s.rank, name,
+             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)]);
     CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
               "\"%s\" does not begin with \"%s\"", fsdp_last_error(b->s.world), start);
     const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
@@ -607,7 +632,7 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings) {
     CHECK_OK(fsdp_post_forward(b.units[0]));
     CHECK_OK(fsdp_pre_backward(b.units[0]));
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "post_backward: unit 'B' is IDLE and SHARDED"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "post_backward: unit 'B' is idle, and no forward of it waits"));
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_IDLE); /* it has done its work */
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_STATUS(fsdp_post_forward(b.units[1]), FSDP_ERR_INVALID_STATE);
@@ -617,10 +642,11 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings) {
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK(fsdp_data(b.units[0], 0) == NULL); /* a getter has no status of its own */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is IDLE and SHARDED"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is idle, and no forward of it waits for a backward, and its parameters are not "
+                                             "gathered: call fsdp_pre_forward first"));
     CHECK(fsdp_grad(b.units[1], 0) == NULL && fsdp_data(b.units[0], 0) == NULL);
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "grad: unit 'B' is IDLE and SHARDED"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "grad: unit 'B' is idle, and no forward of it waits"));
     CHECK_OK(fsdp_finalize_backward(b.model));
     bed_close(&b);
 }
