@@ -554,7 +554,10 @@ static const struct {
      {"2 ranks need a common job name", "FSDP_JOB_ID"}},
     {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
-     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "Unset FSDP_JOB_ID"}},
+     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"}},
+    {"mpirun_within_fsdprun", /* whose ranks all have the RANK of one of fsdprun's */
+     {"RANK=0", "WORLD_SIZE=2", OMPI("1", "2", "1"), "FSDP_JOB_ID=fsdprun-77-1.2"},
+     {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
     {"no_name_pmi",
      {"PMI_RANK=1", "PMI_SIZE=2"},
      {"2 ranks need a common job name", "FSDP_JOB_ID"}},
