@@ -73,7 +73,7 @@ endif
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=[45]*:-*/gloo/threads/W=[12] test_agree test_checkpoint:checkpoint.roundtrip/a* test_dtensor:*all_pairs*:*begin_and_wait*:dtensor_errors.* \
               test_compress test_edges test_features test_fully_shard_comm:-*_fp?? test_fully_shard_init \
-              test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_launch:launch.sub_worlds test_mesh:-*random* \
+              test_fully_shard_training:-*.3d:-*.2d_*:-*.partial_group*:-*.gradient_accumulation test_gloo test_gloo_faults test_golden_tp:*inline test_launch:launch.sub_worlds* test_mesh:-*random* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* test_process \
               test_replicate test_replicate_faults test_scaler test_spawn test_sweep test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))

@@ -138,12 +138,24 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
+/* What shows that fsdprun, which has named the job, has started another launcher, whose ranks have
+   the name of fsdprun's then, and under mpirun its numbers. fsdprun takes these variables from its
+   own ranks. NULL: nothing. */
+static const char *fsdpi_launcher_within(const char *job) {
+    const fsdpi_launcher *l = fsdpi_launchers + 1;
+    if (strncmp(job, "fsdprun-", 8) != 0) return NULL;
+    while (l < fsdpi_launchers_end && (l->is_manager || !fsdpi_env(l->local))) l++;
+    return l < fsdpi_launchers_end            ? l->local
+           : fsdpi_env("TORCHELASTIC_RUN_ID") ? "TORCHELASTIC_RUN_ID"
+                                              : NULL;
+}
+
 /* Whether the name tells this world from others. Unless the desc gives it, FSDP_JOB_ID as well as
    the launcher's variables name all ranks of the launcher: a world of some of them, or in another
    order, might meet another one. Ranks that are threads meet in their process. */
 static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    const char *outer = "fsdprun-"; // its names begin so
+    const char *inner = fsdpi_launcher_within(w->job);
     fsdp_world_desc told = *d;
     if (!*w->job)
         return fsdpi_bad(w,
@@ -151,12 +163,12 @@ static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
                          "srun, or set MASTER_PORT or FSDP_JOB_ID",
                          w->size);
     if (d->job || d->threads || !fsdpi_env(l->rank) || !fsdpi_env(l->size)) return FSDP_OK;
-    if (strncmp(w->job, outer, strlen(outer)) == 0 && fsdpi_env("TORCHELASTIC_RUN_ID"))
+    if (inner)
         return fsdpi_bad(w,
-                         "[E524] FSDP_JOB_ID is '%s': an fsdprun around this torchrun has set it, "
-                         "for its own ranks. Unset FSDP_JOB_ID and FSDP_STORE before torchrun "
-                         "starts, or start the ranks by fsdprun alone",
-                         w->job);
+                         "[E524] FSDP_JOB_ID is '%s', of an fsdprun, and %s is set, by a launcher "
+                         "that it has started: start the ranks by one of the two alone, or unset "
+                         "RANK, WORLD_SIZE, FSDP_JOB_ID and FSDP_STORE between them",
+                         w->job, inner);
     fsdp_status status = fsdpi_env_ranks(w, &told);
     if (status || (told.rank == d->rank && told.world_size == d->world_size)) return status;
     return fsdpi_bad(w,

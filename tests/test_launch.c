@@ -554,7 +554,10 @@ static const struct {
      {"2 ranks need a common job name", "FSDP_JOB_ID"}},
     {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
-     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "Unset FSDP_JOB_ID"}},
+     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"}},
+    {"mpirun_within_fsdprun", /* whose ranks all have the RANK of one of fsdprun's */
+     {"RANK=0", "WORLD_SIZE=2", OMPI("1", "2", "1"), "FSDP_JOB_ID=fsdprun-77-1.2"},
+     {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
     {"no_name_pmi",
      {"PMI_RANK=1", "PMI_SIZE=2"},
      {"2 ranks need a common job name", "FSDP_JOB_ID"}},
@@ -646,10 +649,9 @@ static void sub_worlds_rank(int rank, int world, void *arg) {
     fsdp_world *all, *half, *again;
     char job[64], backend[16];
     int64_t sum = rank, sum_all = rank;
-    (void)arg;
     snprintf(backend, sizeof backend, "%s", variable ? variable : "");
     environment(run, rank);
-    CHECK_EQ_INT(setenv("FSDP_BACKEND", backend, 1), 0);
+    CHECK_EQ_INT(setenv("FSDP_BACKEND", backend, 1) || setenv("FSDP_STORE", (char *)arg, 1), 0);
     d.rank = rank / 2, d.world_size = world / 2, d.local_rank = rank;
     CHECK_STATUS(fsdp_init(&d, &half), FSDP_ERR_INVALID_ARG);
     CHECK_MSG(strstr(fsdp_last_error(NULL), "[E523]"), "%s", fsdp_last_error(NULL));
@@ -671,7 +673,15 @@ static void sub_worlds_rank(int rank, int world, void *arg) {
     CALL(NULL, fsdp_shutdown(all));
 }
 
-TEST(launch, sub_worlds) { h_ranks_proc(4, sub_worlds_rank, NULL); }
+static const struct {
+    const char *name;
+    int is_tcp;
+} stores[] = {{"host", 0}, {"port", 1}};
+TEST_P(launch, sub_worlds, stores) {
+    char store[64] = "host:";
+    if (row->is_tcp) snprintf(store, sizeof store, "tcp://127.0.0.1:%d", h_free_port());
+    h_ranks_proc(4, sub_worlds_rank, store);
+}
 
 /* ---- the real mpirun ------------------------------------------------------------------------- */
 

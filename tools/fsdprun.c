@@ -261,8 +261,11 @@ static void set_environment(const job *j) {
     set_number("LOCAL_WORLD_SIZE", j->ranks);
     set_number("GROUP_RANK", j->node);
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); // see backends/fsdp_nccl.h
-    unsetenv("TORCHELASTIC_USE_AGENT_STORE");     // of a torchrun around this job
-    unsetenv("TORCHELASTIC_RUN_ID");              // so where it is set, a torchrun is within it
+    // Of a launcher around this job: where these are set, it is within (fsdpi_launcher_within).
+    unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+    unsetenv("TORCHELASTIC_RUN_ID");
+    for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++)
+        if (!l->is_manager) unsetenv(l->local);
 }
 
 /* What only programs of this job know. On several hosts it has to come from the user: what one

@@ -171,14 +171,18 @@ TEST(fsdprun, environment) {
 TEST(fsdprun, environment_of_one_host) {
     setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* of a torchrun around it */
     setenv("TORCHELASTIC_RUN_ID", "none", 1);
+    setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0", 1); /* or of an mpirun */
+    setenv("MPI_LOCALRANKID", "0", 1);
+    setenv("SLURM_LOCALID", "5", 1);
     setenv("FSDP_STORE", "tcp://another:1", 1);
     CHECK_EQ_INT(RUN("-n2", "sh", "-c",
                      "echo $RANK:$GROUP_RANK:$FSDP_STORE:$TORCHELASTIC_USE_AGENT_STORE:; "
-                     "echo run id:$TORCHELASTIC_RUN_ID:"),
+                     "echo around:$TORCHELASTIC_RUN_ID$OMPI_COMM_WORLD_LOCAL_RANK$MPI_LOCALRANKID"
+                     "$SLURM_LOCALID:"),
                  0);
     says("0:0:host:::");
     says("1:0:host:::");
-    says("run id::");
+    says("around:5:");
     unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
     says("order:1:");
