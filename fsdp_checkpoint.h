@@ -176,7 +176,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_wait(fsdp_checkpoint *ck);
    max_step    not newer than this step; -1: any
    path        out: [cap] the checkpoint for load; "" if there is none
    step        out: its step; -1 if there is none (that is no failure)
-   Result      FSDP_OK; INVALID_ARG, IO, OUT_OF_MEMORY, the same on every rank; collective errors
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; IO: also if the directory that dir is in is not
+               there, so that no save can make dir; the same on every rank. Collective errors
    Collective  yes: every rank of the world; rank 0 looks, all get its answer
    Blocks      while files are read      Allocates while it runs */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir,

@@ -1209,8 +1209,14 @@ FSDP_API fsdp_status fsdp_safetensors_header_bytes(const void *first, int64_t fi
     if (file_bytes < 8) {
         ok = fsdpi_st_fail(&r, "has %0 bytes, expected at least %1", f);
     } else if (size > FSDPI_ST_HEADER) {
+        const int zip = memcmp(first, "PK\3\4", 4) == 0, pickle = memcmp(first, "\x80\2", 2) == 0;
         f.n[0] = (int64_t)size, f.n[1] = FSDPI_ST_HEADER;
-        ok = fsdpi_st_fail(&r, "header of %0 bytes, at most %1", f);
+        ok = fsdpi_st_fail(&r,
+                           zip || pickle
+                               ? "is no safetensors file, but one of torch.save (a pickle): write "
+                                 "its tensors with safetensors.torch.save_file"
+                               : "is no safetensors file: header of %0 bytes, at most %1",
+                           f);
     } else if ((int64_t)size > file_bytes - 8) {
         f.n[0] = file_bytes - 8, f.n[1] = (int64_t)size;
         ok = fsdpi_st_fail(&r, "is cut off: %0 bytes behind the first 8, a header of %1", f);

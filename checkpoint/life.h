@@ -237,8 +237,14 @@ static void fsdpi_ck_io_of(fsdp_checkpoint *ck, const char *call) {
 
 static void fsdpi_ck_find_steps(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
-    (void)fsdpi_ck_list_steps(&ck->disk, ck->io.path, &ck->found);
-    if (ck->disk.error == ENOENT) fsdpi_ck_forget(&ck->disk); // no run yet
+    fsdpi_ck_disk *d = &ck->disk;
+    if (!fsdpi_ck_list_steps(d, ck->io.path, &ck->found) || d->error != ENOENT) return;
+    fsdpi_ck_forget(d); // no run yet: a save makes its directory, but not the one that it is in
+    fsdpi_ck_parent(ck->save.scratch, ck->io.path);
+    if (fsdpi_ck_begin(d, "list", ck->save.scratch)) return;
+    int error = d->ops->list(d->user, ck->save.scratch, fsdpi_ck_stop_at_once, NULL);
+    if (fsdpi_ck_moved(d) && (error == ENOENT || error == ENOTDIR))
+        fsdpi_ck_no_parent(d, ck->io.path);
 }
 
 // Is this one complete? Its manifest is right, and its files are there with their sizes.

@@ -16,6 +16,7 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
     int num_missing, num_extra;
+    int num_blobs, num_states; // of those that are missing
     int num_dropped; // states of a parameter of this model, which no extension takes
 } fsdpi_ck_load;
 
@@ -164,6 +165,8 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
     if (x->place != 0 && x->ordinal >= 0 && fsdpi_ck_next_name(&l->opened, FSDPI_CK_STATES, &at) &&
         !fsdpi_ck_has_states_of(l, x))
         return FSDPI_CK_ZERO;
+    l->num_blobs += b != NULL;
+    l->num_states += x->place != 0;
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
     return FSDPI_CK_LEFT;
 }
@@ -342,9 +345,12 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
     return fsdp_fail(
         l->ck->world, FSDP_ERR_INVALID_ARG,
         "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
-        "set partial to leave them as they are, or give desc.source",
+        "%s%sset partial to leave them as they are%s",
         l->io->call, l->opened.dir, l->num_missing, l->ck->table.num, l->missing, l->num_extra,
-        l->num_extra ? ": " : "", l->extra);
+        l->num_extra ? ": " : "", l->extra,
+        l->num_states ? "set params_only if you want no states, or " : "",
+        l->num_blobs ? "set `optional` of a blob that may be missing, or " : "",
+        l->num_blobs + l->num_states < l->num_missing ? ", or give desc.source" : "");
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -96,6 +96,7 @@ typedef struct fsdpi_ck_list_job { // names of data files and of indices, one be
     int64_t cap, used, num, has_manifest;
     int64_t newest;  // of the names that look like a checkpoint in a directory of them; -1: none
     char inside[64]; // that name
+    char pickle[64]; // a name that files of torch.save have; "": none
 } fsdpi_ck_list_job;
 
 // Who makes the file calls: an object's worker, meeting other ranks; or one process alone. The jobs

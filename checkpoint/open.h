@@ -28,9 +28,14 @@ static void fsdpi_ck_close_file(void *arg) {
     if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
-// Names that directories of checkpoints have in them: ours, and those of other trainers.
+// Names that tell what a directory is that is no checkpoint: one that has some in it, of ours or of
+// other trainers; one with files of torch.save.
 static void fsdpi_ck_note_inside(fsdpi_ck_list_job *j, const char *name) {
     static const char *const begins[] = {"step-", "step_", "checkpoint-"};
+    static const char *const ends[] = {".bin", ".pt", ".pth"};
+    for (int i = 0; i < 3; i++)
+        if (strlen(name) < sizeof j->pickle && fsdpi_ck_is_plain(name, ends[i]))
+            snprintf(j->pickle, sizeof j->pickle, "%s", name);
     for (int i = 0; i < 3; i++) {
         size_t n = strlen(begins[i]);
         char *end;
@@ -56,6 +61,7 @@ static void fsdpi_ck_list_leaves(void *arg) {
     fsdpi_ck_list_job *j = (fsdpi_ck_list_job *)arg;
     j->used = j->num = j->has_manifest = 0;
     j->newest = -1;
+    j->pickle[0] = 0;
     if (fsdpi_ck_begin(j->disk, "list", j->path)) return;
     (void)fsdpi_ck_end(j->disk, j->disk->ops->list(j->disk->user, j->path, fsdpi_ck_note_leaf, j),
                        j->path);
@@ -426,6 +432,13 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
     fsdp_status status = fsdpi_ck_fetch_text(io, b, path, ".metadata", &pickled);
     b->used = used;
     if (status) return status;
+    if (!pickled && io->list.pickle[0]) {
+        snprintf(why, sizeof why,
+                 "it has %.64s and no .safetensors file: if torch.save has written it, write its "
+                 "tensors with safetensors.torch.save_file",
+                 io->list.pickle);
+        return fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path, why);
+    }
     return pickled
                ? fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path,
                                  "a checkpoint of PyTorch in pickled form: save it with "

@@ -231,6 +231,15 @@ static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
     memcpy(out, n ? path : ".", n ? n : 1);
     out[n ? n : 1] = 0;
 }
+static void fsdpi_ck_no_parent(fsdpi_ck_disk *d, const char *dir) {
+    char parent[FSDP_CHECKPOINT_PATH];
+    fsdpi_ck_parent(parent, dir);
+    d->error = ENOENT;
+    (void)fsdpi_ck_fault(d, FSDP_ERR_IO,
+                         "%s cannot be made, since there is no directory %s: make that first "
+                         "(mkdir -p)",
+                         dir, parent);
+}
 static void fsdpi_ck_is_there(fsdpi_ck_disk *d, const char *path) {
     (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                          "%s is there already: choose another step or directory", path);
@@ -242,6 +251,7 @@ static void fsdpi_ck_make_dirs(void *arg) {
     fsdpi_ck_disk *d = &ck->disk;
     if (fsdpi_ck_begin(d, "mkdir", s->dir)) return;
     int error = d->ops->make_dir(d->user, s->dir);
+    if (error == ENOENT) fsdpi_ck_no_parent(d, s->dir);
     if (error != EEXIST && fsdpi_ck_end(d, error, s->dir)) return;
     if (!error && !ck->desc.no_sync) {
         fsdpi_ck_parent(s->scratch, s->dir);

@@ -432,7 +432,7 @@ static void torch_case(lab_rank *r, golden *g) {
         REFUSED(r->w, fsdp_checkpoint_load(m.ck, path, NULL),
                 "lacks 8 of 50 tensors: 'optim.state.layers.0.b.step', "
                 "'optim.state.layers.0.side.step', 'optim.state.layers.0.tiny.step', ...; it has 0 "
-                "that nobody asks for: set partial");
+                "that nobody asks for: set params_only if you want no states, or set partial");
         CHECK(ck_digest(&m) == before);
     }
     ld.partial = states, ld.params_only = !states;
@@ -697,7 +697,7 @@ static const other_model others[] = {
      "lacks 2 of 10 tensors: 'optim.state.h.0.w.momentum_buffer', "
      "'optim.state.h.0.b.momentum_buffer'; it has 4 that nobody asks for: "
      "'optim.state.h.0.b.exp_avg', 'optim.state.h.0.b.exp_avg_sq', 'optim.state.h.0.w.exp_avg', "
-     "...: set partial",
+     "...: set params_only",
      0,
      0,
      1,
@@ -857,7 +857,9 @@ static void blobs_differ(lab_rank *r) {
     blobs[0].name = "other";
     CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
     refuse_load(&m, path, NULL, FSDP_ERR_INVALID_ARG,
-                "lacks 3 of 13 tensors: 'fsdp.blob.other', 'fsdp.blob.extra', 'fsdp.blob.mine.0'");
+                "lacks 3 of 13 tensors: 'fsdp.blob.other', 'fsdp.blob.extra', 'fsdp.blob.mine.0'; it "
+                "has 0 that nobody asks for: set `optional` of a blob that may be missing, or set "
+                "partial to leave them as they are");
     fsdp_checkpoint_destroy(m.ck);
     for (int i = 0; i < 3; i++) blobs[i].optional = 1;
     CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
@@ -1915,13 +1917,23 @@ static void change_manifest(const char *dir, int64_t step, const char *from, con
 }
 static void find_body(lab_rank *r) {
     char dir[512], path[700];
-    int64_t nbytes;
+    int64_t nbytes, step;
     ck_model m;
     ck_begin(&m, r, r->w, &base, &adamw_2);
     ck_fill(&m, 1);
     ck_dir(dir, "run");
     find_is(&m, dir, -1, -1); /* there is no such directory yet */
-    for (int step = 1; step <= 9; step += 2) ck_save(&m, dir, step);
+    for (int way = 0; way < 2; way++) { /* but no save could make this one: it shows before */
+        char none[600], into[600], text[1500];
+        snprintf(none, sizeof none, "%s/none/run%s", h_tmpdir(), way ? "/" : "");
+        snprintf(into, sizeof into, "%s/none", h_tmpdir());
+        snprintf(text, sizeof text, "%s cannot be made, since there is no directory %s: make that",
+                 none, into);
+        REFUSED_AS(FSDP_ERR_IO, r->w,
+                   fsdp_checkpoint_find(m.ck, none, -1, path, sizeof path, &step), text);
+        REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, none, 1), text);
+    }
+    for (int i = 1; i <= 9; i += 2) ck_save(&m, dir, i);
     ck_save(&m, dir, 100000000);
     if (r->rank == 0) {
         make_dir(dir, "step-00000004"); /* without a manifest */
@@ -1937,6 +1949,9 @@ static void find_body(lab_rank *r) {
     CALL(r->w, fsdp_barrier(r->w));
     find_is(&m, dir, -1, 100000000);
     find_is(&m, dir, 99999999, 9);
+    refuse_load(&m, dir, NULL, FSDP_ERR_INVALID_ARG,
+                "run: it is no checkpoint, but has some in it: pass one of them, for example "
+                "run/step-100000000 (fsdp_checkpoint_find gives the newest one of ours)");
     for (int64_t max_step = 0; max_step < 11; max_step++)
         find_is(&m, dir, max_step,
                 max_step == 0  ? -1

@@ -522,6 +522,13 @@ TEST(fsdpck, directories_of_several) {
     says("put the files of one of them into a directory of their own");
     store_index(dir, "model.safetensors.index.json", "a=1", one);
     CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_INT(mkdir(path_of(run, "torch"), 0755), 0);
+    store(run, "pytorch_model.bin", "PK\3\4\0\0\10\10", 8);
+    CHECK_STATUS(fsdp_checkpoint_verify(run, NULL, NULL, SAID), FSDP_ERR_UNSUPPORTED);
+    says("torch: it has pytorch_model.bin and no .safetensors file: if torch.save has written it");
+    snprintf(path, sizeof path, "%s/pytorch_model.bin", run);
+    CHECK_STATUS(fsdp_checkpoint_verify(path, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("pytorch_model.bin: is no safetensors file, but one of torch.save (a pickle)");
     CHECK_EQ_INT(mkdir(path_of(run, "run"), 0755), 0);
     static const char *const steps[] = {"checkpoint-500", "checkpoint-9000", "step_12",
                                         "step-00001000", "step-x", "notes"};

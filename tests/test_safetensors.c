@@ -312,10 +312,20 @@ TEST(safetensors, texts_of_sizes) {
         {60, 67, 0, "is cut off: 59 bytes behind the first 8, a header of 60"},
         {60, 68, 60, ""},
         {100000000, 100000008, 100000000, ""},
-        {100000001, 200000000, 0, "header of 100000001 bytes, at most 100000000"},
-        {UINT64_MAX, INT64_MAX, 0, "header of 18446744073709551615 bytes, at most 100000000"},
+        {100000001, 200000000, 0,
+         "is no safetensors file: header of 100000001 bytes, at most 100000000"},
+        {UINT64_MAX, INT64_MAX, 0,
+         "is no safetensors file: header of 18446744073709551615 bytes, at most 100000000"},
+        {0x0808000004034b50u, 9000, 0, /* torch.save: a ZIP archive, and as it was before */
+         "is no safetensors file, but one of torch.save (a pickle): write its tensors with "
+         "safetensors.torch.save_file"},
+        {0x469cfc6c0a8a0280u, 9000, 0,
+         "is no safetensors file, but one of torch.save (a pickle): write its tensors with "
+         "safetensors.torch.save_file"},
+        {0x280, 9000, 0x280, ""}, /* begins as a pickle */
+        {0x4034b50, INT64_MAX, 0x4034b50, ""},
     };
-    char why[80];
+    char why[120];
     int64_t n = -1;
     for (int64_t i = 0; i < COUNT(rows); i++) {
         uint8_t first[8];

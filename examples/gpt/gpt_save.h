@@ -67,9 +67,9 @@ static fsdp_status open_save(trainer *t) {
     desc.blobs = &blob, desc.num_blobs = 1;
     desc.keep = opt->keep;
     fsdp_status status = fsdp_checkpoint_create(t->model, &desc, &t->ck);
-    if (status || !opt->resume) return status;
-    status = fsdp_checkpoint_find(t->ck, opt->save_dir, -1, path, sizeof path, &step);
     if (status) return status;
+    status = fsdp_checkpoint_find(t->ck, opt->save_dir, -1, path, sizeof path, &step);
+    if (status || !opt->resume) return status; // a directory that cannot be made shows now
     if (step < 0 && t->rank == 0)
         printf("resume nothing: there is no complete checkpoint in %s\n", opt->save_dir);
     if (step < 0) return FSDP_OK;
