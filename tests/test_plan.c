@@ -1413,7 +1413,12 @@ static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out
 }
 static plan_net net_hsdp_f16(void) {
     plan_net n = net_hsdp();
-    n.model.param_dtype = FSDP_F16;
+    n.model.reduce_dtype = FSDP_F16;
+    return n;
+}
+static plan_net net_sums_f16(void) {
+    plan_net n = net_chain();
+    n.model.reduce_dtype = FSDP_F16;
     return n;
 }
 static plan_net net_ddp_4(void) {
@@ -1435,21 +1440,60 @@ static const struct factor_net {
                    {"hsdp_bf16", net_hsdp_bf16}, {"ddp", net_ddp_4},
                    {"custom", net_custom},       {"sum_hooks_hsdp", net_sum_hooks_hsdp},
                    {"offload", net_offload},     {"f16", net_f16},
+                   {"sums_f16", net_sums_f16},
                    {"hsdp_f16", net_hsdp_f16},   {"ddp_f16", net_ddp_f16}};
 TEST_P(plan_factors, each_step, factor_nets) { run_kinds(row->make(), NULL, token_weights); }
 TEST_P(plan_factors, of_all_sorts, factor_nets) {
     run_kinds(row->make(), NULL, factors_of_all_sorts);
 }
+/* What of a factor makes another kind, on 4 ranks that sum f16 in f32, that do not, and on one. */
+static uint64_t kind_with(plan_bed *b, double factor) {
+    CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, factor));
+    return fsdp_model_kind(b->model);
+}
+static void kinds_of_factors(lab_rank *r) {
+    const int fuses = !r->arg, alone = fsdp_world_size(r->w) == 1;
+    const plan_net nets_of[] = {net_chain(), net_sums_f16(), net_hsdp_f16()};
+    CHECK_EQ_INT(fsdp_model_kind(NULL), 0);
+    for (int n = 0; n < (alone ? 1 : 3); n++) {
+        plan_bed b;
+        plan_open(&b, &nets_of[n], r->w);
+        uint64_t first = fsdp_model_settings(b.model), seven = kind_with(&b, 7);
+        CHECK(fsdp_model_settings(b.model) != first && kind_with(&b, 0) == first);
+        CHECK(kind_with(&b, 9) == seven);
+        CHECK((kind_with(&b, 6) == seven) == (n == 0 || fuses)); /* f16: by 4 before the sum */
+        snprintf(w_case, sizeof w_case, "net %d, fuses %d", n, fuses);
+        W_CHECK((kind_with(&b, 1) == seven) == (!alone && (n == 0 || (n == 1 && fuses))),
+                "factor 1");
+        (void)kind_with(&b, 7);
+        for (int u = 0; u < 2; u++) /* unit 0 divides by another number, then unit 1 by this, too */
+            CALL(r->w, fsdp_set_gradient_divide_factor(b.model, b.unit[u], 9));
+        uint64_t two = fsdp_model_kind(b.model);
+        CALL(r->w, fsdp_set_gradient_divide_factor(b.model, b.unit[1], 11));
+        CHECK(two != seven && fsdp_model_kind(b.model) != two);
+        fsdp_model_destroy(b.model);
+    }
+}
+TEST(plan_factors, kinds) {
+    static fsdp_comm_ops plain;
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    lab_run(4, NULL, kinds_of_factors, NULL);
+    lab_run(1, NULL, kinds_of_factors, NULL);
+    plain = w_plain();
+    how.comm_ops = &plain;
+    lab_run(4, &how, kinds_of_factors, &plain);
+}
 TEST(plan_factors, one_rank) { /* that stores gradients where they end, if it does not divide */
     run_kinds_on(1, net_chain(), NULL, factors_of_all_sorts);
-    run_kinds_on(1, net_f16(), NULL, factors_of_all_sorts);
+    run_kinds_on(1, net_sums_f16(), NULL, factors_of_all_sorts);
 }
 TEST(plan_factors, microbatches) {
     fsdp_plan_desc d = FSDP_ZERO;
     d.bucket_bytes = -1;
     run_kinds(net_chain(), &d, token_weights_of_microbatches);
     run_kinds(net_bf16_f32(), &d, token_weights_of_microbatches);
-    run_kinds(net_f16(), &d, token_weights_of_microbatches);
+    run_kinds(net_sums_f16(), &d, token_weights_of_microbatches);
 }
 TEST(plan_factors, units) {
     run_kinds(net_chain(), NULL, factors_of_units);
