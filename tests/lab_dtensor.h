@@ -37,6 +37,19 @@ H_FN int read_placement(golden *g, fsdp_placement *p) {
     return kind == 0 || kind == 1 || kind == 3;
 }
 
+/* `mesh ND shape[ND]` and `tensor N shape[N]`. */
+H_FN void read_frame(golden *g, fsdp_spec *frame) {
+    if (golden_is(g, "mesh")) {
+        frame->mesh_ndim = (int32_t)golden_int(g);
+        CHECK_MSG(frame->mesh_ndim >= 1 && frame->mesh_ndim <= DIMS, "%s", g->name);
+        for (int m = 0; m < frame->mesh_ndim; m++) frame->mesh_shape[m] = (int32_t)golden_int(g);
+    } else if (golden_is(g, "tensor")) {
+        frame->ndim = (int32_t)golden_int(g);
+        CHECK_MSG(frame->ndim >= 0 && frame->ndim <= DIMS, "%s", g->name);
+        golden_ints(g, frame->ndim, frame->shape);
+    }
+}
+
 H_FN void read_spec(golden *g, const fsdp_spec *frame, fsdp_spec *out) {
     fsdp_placement place[DIMS];
     memset(place, 0, sizeof place);

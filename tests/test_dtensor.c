@@ -2062,12 +2062,13 @@ static void fill_as_file(bed *b, const fsdp_spec *s, void *part) {
     }
 }
 
+enum { FILE_RANKS = 256 };
 typedef struct file_case {
     char name[64];
     int ranks;
     fsdp_spec from, to;
-    int64_t numel[16];
-    double *after[16];
+    int64_t numel[FILE_RANKS];
+    double *after[FILE_RANKS];
 } file_case;
 
 static void file_rank(lab_rank *r) {
@@ -2099,19 +2100,10 @@ static void file_rank(lab_rank *r) {
     own_free(&b, src, info.from.numel * 4), own_free(&b, dst, info.to.numel * 4);
 }
 
-static void read_frame(golden *g, fsdp_spec *frame) {
-    if (golden_is(g, "mesh")) {
-        frame->mesh_ndim = (int32_t)golden_int(g);
-        for (int m = 0; m < frame->mesh_ndim; m++) frame->mesh_shape[m] = (int32_t)golden_int(g);
-    } else if (golden_is(g, "tensor")) {
-        frame->ndim = (int32_t)golden_int(g);
-        for (int d = 0; d < frame->ndim; d++) frame->shape[d] = golden_int(g);
-    }
-}
 TEST_TIMEOUT(dtensor, pytorchs_values, 600) {
     golden g;
     int cases = 0;
-    CHECK(golden_open(&g, "redist.txt", "redist"));
+    GOLDEN_OPEN(&g, "redist.txt", "redist");
     while (golden_case(&g)) {
         fsdp_spec frame;
         file_case c;
@@ -2133,7 +2125,7 @@ TEST_TIMEOUT(dtensor, pytorchs_values, 600) {
             int rank = (int)golden_int(&g);
             int64_t numel = 1;
             for (int d = 0; d < frame.ndim; d++) numel *= golden_int(&g);
-            CHECK(rank < 16);
+            CHECK(rank >= 0 && rank < FILE_RANKS);
             c.ranks = rank + 1 > c.ranks ? rank + 1 : c.ranks;
             c.numel[rank] = numel;
             c.after[rank] = lab_doubles(numel + 1);
@@ -2147,19 +2139,18 @@ TEST_TIMEOUT(dtensor, pytorchs_values, 600) {
         for (int k = 0; k < c.ranks; k++) free(c.after[k]);
         cases++;
     }
-    CHECK_MSG(!g.error[0], "%s", g.error);
-    CHECK(g.missing || cases > 0);
-    golden_close(&g);
+    GOLDEN_CLOSE(&g);
+    CHECK(cases > 0);
 }
 
 /* The redistribute_* cases of dtensor.txt: a rank's elements before and after. A strided placement
    has PyTorch's elements only if it cuts evenly: else its side is checked against the spec. */
 typedef struct old_case {
     char name[64];
-    int ranks, is_strided[2], even;
+    int ranks, is_strided[2], even, unknown; /* unknown: no order of cuts has its factors */
     fsdp_spec spec[2];
-    int64_t numel[2][16];
-    double *has[2][16];
+    int64_t numel[2][FILE_RANKS];
+    double *has[2][FILE_RANKS];
     int sides; /* that were compared with the file */
 } old_case;
 
@@ -2234,10 +2225,12 @@ static void old_read(golden *g, old_case *c) {
                 c->is_strided[side] |= old_place(g, &place[m], &factor[m]);
             CHECK_OK(fsdp_spec_init(&c->spec[side], frame.mesh_ndim, frame.mesh_shape, place,
                                     FSDP_F32, frame.ndim, frame.shape));
-            CHECK_OK(fsdp_spec_from_strided(&c->spec[side], factor));
+            const fsdp_status status = fsdp_spec_from_strided(&c->spec[side], factor);
+            if (status == FSDP_ERR_UNSUPPORTED) c->unknown = 1;
+            else CHECK_OK(status);
         } else if (golden_is(g, "before") || golden_is(g, "after")) {
             const int64_t rank = golden_int(g), numel = golden_int(g);
-            CHECK(rank >= 0 && rank < 16);
+            CHECK(rank >= 0 && rank < FILE_RANKS);
             c->ranks = rank + 1 > c->ranks ? (int)rank + 1 : c->ranks;
             c->numel[side][rank] = numel;
             c->has[side][rank] = lab_doubles(numel + 1);
@@ -2249,17 +2242,21 @@ static void old_read(golden *g, old_case *c) {
 }
 TEST_TIMEOUT(dtensor, pytorchs_older_values, 300) {
     golden g;
-    int cases = 0, sides = 0, all = 0;
+    int cases = 0, sides = 0, all = 0, unknown = 0;
     GOLDEN_OPEN(&g, "dtensor.txt", "dtensor");
     while (golden_case(&g)) {
         old_case c;
         if (strncmp(g.name, "redistribute_", 13)) continue;
         old_read(&g, &c);
-        lab_run(c.ranks, NULL, old_rank, &c);
+        unknown += c.unknown;
+        if (!c.unknown) lab_run(c.ranks, NULL, old_rank, &c);
         for (int k = 0; k < c.ranks; k++) free(c.has[0][k]), free(c.has[1][k]);
         cases++, sides += c.sides, all += 2 * c.ranks;
     }
-    CHECK(strcmp(golden_dir(), GOLDEN_DIR) || (cases == 91 && sides > all * 9 / 10));
-    h_message("%d cases, %d of %d parts compared with the file", cases, sides, all);
+    CHECK(strcmp(golden_dir(), GOLDEN_DIR) || (cases == 91 && !unknown && sides > all * 9 / 10));
+    h_message(
+        "%d cases, %d of %d parts compared with the file; %d cases with factors that no order "
+        "of cuts has",
+        cases, sides, all, unknown);
     GOLDEN_CLOSE(&g);
 }

@@ -109,9 +109,15 @@ static void check_row(group *u, golden *g) {
     u->checks++;
 }
 
+static fsdp_layout_param *param_of(group *u, golden *g) {
+    const int64_t index = golden_int(g);
+    CHECK(index >= 0 && index < u->count);
+    return &u->params[index];
+}
+
 /* `slot P OFFSET NUMEL padded_shard_shape[ND]` */
 static void check_slot(group *u, golden *g) {
-    fsdp_layout_param *p = &u->params[golden_int(g)];
+    fsdp_layout_param *p = param_of(u, g);
     CHECK_EQ_INT(p->shard_offset, golden_int(g));
     CHECK_EQ_INT(p->shard_numel, golden_int(g));
     for (int d = 0; d < p->ndim; d++)
@@ -122,7 +128,7 @@ static void check_slot(group *u, golden *g) {
 /* `shard R P local_shape[ND]` */
 static void check_shard(group *u, golden *g) {
     int rank = (int)golden_int(g);
-    fsdp_layout_param *p = &u->params[golden_int(g)];
+    fsdp_layout_param *p = param_of(u, g);
     int64_t shape[FSDP_MAX_DIMS], numel = 1;
     CHECK_OK(fsdp_dim_chunked_size(p->shape, p->ndim, p->shard_dim, u->world, rank, shape));
     for (int d = 0; d < p->ndim; d++) {
@@ -135,12 +141,11 @@ static void check_shard(group *u, golden *g) {
 }
 
 static void read_param(group *u, golden *g) {
-    int64_t index = golden_int(g);
-    CHECK(index >= 0 && index < u->count);
-    u->params[index].shard_dim = (int32_t)golden_int(g);
-    u->params[index].ndim = (int32_t)golden_int(g);
-    CHECK(u->params[index].ndim >= 1 && u->params[index].ndim <= FSDP_MAX_DIMS);
-    golden_ints(g, u->params[index].ndim, u->params[index].shape);
+    fsdp_layout_param *p = param_of(u, g);
+    p->shard_dim = (int32_t)golden_int(g);
+    p->ndim = (int32_t)golden_int(g);
+    CHECK(p->ndim >= 1 && p->ndim <= FSDP_MAX_DIMS);
+    golden_ints(g, p->ndim, p->shape);
 }
 
 TEST(golden_layout, layout) {

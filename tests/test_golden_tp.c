@@ -758,7 +758,8 @@ static void read_line_of_loss(loss_case *c, golden *g) {
         c->rows = golden_int(g), c->classes = golden_int(g), c->seed = golden_seed(g);
         c->ignore = golden_int(g), c->weighted = read_int(g, 0, 1);
     } else if (golden_is(g, "targets")) {
-        c->targets = (int64_t *)lab_zeros((size_t)golden_int(g), sizeof *c->targets);
+        CHECK_EQ_INT(golden_int(g), c->rows);
+        c->targets = (int64_t *)lab_zeros((size_t)c->rows, sizeof *c->targets);
         golden_ints(g, c->rows, c->targets);
     } else if (golden_is(g, "value")) c->value = read_numbers(g, c->none ? c->rows : 1);
     else if (golden_is(g, "dx")) {

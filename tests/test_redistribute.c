@@ -325,18 +325,13 @@ TEST(redistribute, golden_plans) {
         fsdp_links links;
         memset(&frame, 0, sizeof frame), memset(&links, 0, sizeof links);
         frame.dtype = FSDP_F32;
-        while (golden_line(&g))
-            if (golden_is(&g, "mesh")) {
-                frame.mesh_ndim = (int32_t)golden_int(&g);
-                for (int m = 0; m < frame.mesh_ndim; m++)
-                    frame.mesh_shape[m] = (int32_t)golden_int(&g);
-            } else if (golden_is(&g, "tensor")) {
-                frame.ndim = (int32_t)golden_int(&g);
-                golden_ints(&g, frame.ndim, frame.shape);
-            } else if (golden_is(&g, "topology")) {
+        while (golden_line(&g)) {
+            read_frame(&g, &frame);
+            if (golden_is(&g, "topology")) {
                 golden_nums(&g, frame.mesh_ndim, links.gbytes_per_s);
                 golden_nums(&g, frame.mesh_ndim, links.hop_us);
             } else if (golden_is(&g, "pair")) check_pair(&g, &frame, &links, count);
+        }
     }
     h_message("%lld pairs; of %lld with greedy steps %lld are dearer than the cheapest route",
               (long long)count[0], (long long)count[1], (long long)count[2]);

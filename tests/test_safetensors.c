@@ -30,9 +30,11 @@ static blob load(const char *path) {
     return b;
 }
 
+/* Other data may lack a folder. */
 static blob load_golden(const char *folder, const char *file) {
     char path[600];
     snprintf(path, sizeof path, "%s/%s/%s", golden_dir(), folder, file);
+    if (strcmp(golden_dir(), GOLDEN_DIR) && access(path, R_OK)) SKIP(path);
     return load(path);
 }
 
@@ -58,8 +60,10 @@ static char *put_utf8(char *to, unsigned c) {
         *to++ = (char)c;
     } else if (c < 0x800) {
         *to++ = (char)(0xC0 | c >> 6), *to++ = (char)(0x80 | (c & 0x3F));
+    } else if (c < 0x10000) {
+        *to++ = (char)(0xE0 | c >> 12);
+        *to++ = (char)(0x80 | (c >> 6 & 0x3F)), *to++ = (char)(0x80 | (c & 0x3F));
     } else {
-        CHECK(c >= 0x10000);
         *to++ = (char)(0xF0 | c >> 18), *to++ = (char)(0x80 | (c >> 12 & 0x3F));
         *to++ = (char)(0x80 | (c >> 6 & 0x3F)), *to++ = (char)(0x80 | (c & 0x3F));
     }
@@ -84,8 +88,10 @@ static void unescape(const char *from, char *to) {
             to = put_utf8(to, c);
             from += digits;
         } else {
-            CHECK(kind == 'n' || kind == '\\');
-            *to++ = kind == 'n' ? '\n' : '\\';
+            static const char kinds[] = "ntr\\", means[] = "\n\t\r\\";
+            const char *found = strchr(kinds, kind);
+            CHECK(kind && found);
+            *to++ = means[found - kinds];
         }
     }
     *to = 0;
@@ -128,10 +134,11 @@ TEST(safetensors, golden_verdicts) {
         stricter += ours;
         golden_again(&g);
         while (!l.status && golden_line(&g)) {
-            char name[200];
+            char name[1024];
             int found = 0;
             if (golden_is(&g, "tensors")) CHECK_EQ_INT(golden_int(&g), l.n);
             if (!golden_is(&g, "t")) continue;
+            CHECK(golden_peek(&g) && strlen(golden_peek(&g)) < sizeof name);
             unescape(golden_word(&g), name);
             for (int64_t i = 0; i < l.n; i++) {
                 const fsdp_safetensors_entry *e = &l.e[i];
@@ -155,8 +162,8 @@ TEST(safetensors, golden_verdicts) {
         free(b.at);
     }
     GOLDEN_CLOSE(&g);
-    CHECK_EQ_INT(cases, 113);
-    CHECK_EQ_INT(stricter, 5);
+    CHECK(cases > 0);
+    if (!strcmp(golden_dir(), GOLDEN_DIR)) CHECK(cases == 113 && stricter == 5);
     h_message("%d cases, %d accepted, %d tensors", cases, accepted, tensors);
 }
 
@@ -972,7 +979,8 @@ TEST(safetensors, golden_checkpoints) {
         dir_close(&c); /* no tensor that the list has not */
     }
     GOLDEN_CLOSE(&g);
-    CHECK(cases == 7 && files == 20);
+    CHECK(cases > 0);
+    if (!strcmp(golden_dir(), GOLDEN_DIR)) CHECK(cases == 7 && files == 20);
     h_message("%d directories, %d files, %d tensors", cases, files, tensors);
 }
 

@@ -1043,6 +1043,7 @@ TEST(golden_optim, clip_grad_norm) {
                 c.p = golden_num(&g), c.max_norm = golden_num(&g);
                 CHECK(golden_int(&g) <= TENSORS);
             } else if (golden_is(&g, "tensor") && c.p > 0) {
+                CHECK(c.count < TENSORS);
                 c.numel[c.count] = golden_int(&g);
                 c.seed[c.count++] = golden_seed(&g);
             } else if (golden_is(&g, "total")) {
@@ -1060,6 +1061,6 @@ TEST(golden_optim, clip_grad_norm) {
         for (int i = 0; i < c.count; i++) free(c.result[i]);
     }
     GOLDEN_CLOSE(&g);
-    CHECK(cases > 0);
+    CHECK(cases > 0 || strcmp(golden_dir(), GOLDEN_DIR)); /* other data may lack them */
     h_message("%d cases on 1, 2 and 4 ranks", cases);
 }
