@@ -341,7 +341,7 @@ static int diff(request *q) {
 /* ---- what the user wants --------------------------------------------------------------------- */
 
 #define SKIP_HELP                                                                                  \
-    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"       \
+    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"     \
     "                       given several times\n"
 static const verb verbs[] = {
     {"ls", "PATH", "", 1, list,
