@@ -276,8 +276,8 @@ typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
     int64_t shape[FSDP_MAX_DIMS], nbytes;
 } fsdp_checkpoint_tensor;
 
-/* fsdp_checkpoint_open  - read and check manifest, index and headers: coverage of every tensor, too,
-               and whether files of others are all there. What two of them hold is read and compared
+/* fsdp_checkpoint_open  - read and check manifest, index and headers: every tensor is covered, and
+               files of others are all there. What two of these hold is read and compared
    fsdp_checkpoint_close - NULL is allowed
    reader      out: you own it: end it with fsdp_checkpoint_close. NULL after a failure
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG, OUT_OF_MEMORY

@@ -849,7 +849,7 @@ typedef struct fsdpi_optim {
     int moved;                         // the model has been laid out since the table was made
     int told;                          // of a step in which no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
-    char *held; // of each parameter: 1: it has a state even if it has always been frozen
+    char *held;                        // of each parameter: 1: it has a state though it is frozen
     char *states[2][2];                // [first, second][of f32, of f64]; one block
     int64_t state_bytes;               // of that block
     int64_t nbytes;                    // of host memory

@@ -117,14 +117,15 @@ FSDP_API fsdp_status fsdp_safetensors_parse(const char *header, int64_t header_b
 
 /* fsdp_safetensors_print - write a header, with spaces up to a multiple of 8 bytes
    entries     [num] in: name, dtype, ndim, shape, with OTHER file_dtype, and with sharded 1 start
-               and whole (all 0 while a box begins or ends elsewhere: not told). Out: in the order of the file, I64 F64 F32
-               I32 BF16 F16 I16 I8 U8 (others between them), then names by bytes; begin, end and file_dtype are set
+               and whole (all 0 while a box begins or ends elsewhere: not told). Out: in the order
+               of the file, I64 F64 F32 I32 BF16 F16 I16 I8 U8 (others between them), then names by
+               bytes; begin, end and file_dtype are set
    sharded     1: with DCP_SHARDING_INFO
    keys, values  [num_pairs] of the metadata, keys in ascending order of bytes
    buf         [cap], or NULL to measure. If it is too small, its content is undefined
    Result      bytes of the header. -1: a name that is there twice, is "__metadata__", has no byte
-               or more than 4,096; a text that is not UTF-8; a dtype that is none; half a byte at the end;
-               a shape, start or whole that is not possible; keys that do not ascend, or
+               or more than 4,096; a text that is not UTF-8; a dtype that is none; half a byte at
+               the end; a shape, start or whole that is not possible; keys that do not ascend, or
                DCP_SHARDING_INFO among them; more than 100,000,000 bytes; NULL. Entries may have
                been moved then
    Collective  no      Blocks no      Allocates no      Thread any

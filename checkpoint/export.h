@@ -9,8 +9,8 @@
 // A tensor as it is called there.
 typedef struct fsdpi_ck_out {
     const char *name;
-    int64_t tensor; // in the reader
-    int64_t nbytes; // there
+    int64_t tensor;   // in the reader
+    int64_t nbytes;   // there
     fsdp_dtype dtype; // that elements are moved as
     int32_t file;
 } fsdpi_ck_out;

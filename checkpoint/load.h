@@ -17,7 +17,7 @@ typedef struct fsdpi_ck_load {
     char missing[512], extra[512], dropped[512];
     int num_missing, num_extra;
     int num_blobs, num_states; // of those that are missing
-    int num_dropped; // states of a parameter of this model, which no extension takes
+    int num_dropped;           // states of a parameter of this model, which no extension takes
 } fsdpi_ck_load;
 
 // What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.

@@ -125,7 +125,8 @@ static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
 /* -------------------------------------------------------------------------------------------- */
 // The block of bytes. Each piece is a number of bytes (-1: there is no such piece), then the bytes,
 // padded to 8. Pieces: 1 if the path is a file and no directory; the manifest; the index, and its
-// name; then of each data file its name, its size as 8 bytes, and its header with the 8 bytes before it.
+// name; then of each data file its name, its size as 8 bytes, and its header with the 8 bytes
+// before it.
 
 typedef struct fsdpi_ck_bulk {
     fsdpi_ck_room room;
@@ -215,8 +216,8 @@ static int fsdpi_ck_by_text(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 static int fsdpi_ck_has_leaf(const fsdpi_ck_leaves *l, const char *leaf) {
-    return l->num && bsearch((const void *)&leaf, l->list.ptr, (size_t)l->num, sizeof leaf,
-                             fsdpi_ck_by_text);
+    return l->num &&
+           bsearch((const void *)&leaf, l->list.ptr, (size_t)l->num, sizeof leaf, fsdpi_ck_by_text);
 }
 
 // An index that one knows to be meant stands first.
@@ -308,10 +309,10 @@ static const char *fsdpi_ck_last_part(const char *path) {
 
 // A name that tells how many files belong together: model-00002-of-00003.safetensors.
 typedef struct fsdpi_ck_shard {
-    const char *name, *rest;      // rest: what stands behind the second number
-    int64_t before, number, of;   // before: bytes before the first number
-    int32_t digits, own;          // of the first number; own: bytes of "shard-00001-", which each
-} fsdpi_ck_shard;                 // rank of PyTorch has of its own
+    const char *name, *rest;    // rest: what stands behind the second number
+    int64_t before, number, of; // before: bytes before the first number
+    int32_t digits, own;        // of the first number; own: bytes of "shard-00001-", which each
+} fsdpi_ck_shard;               // rank of PyTorch has of its own
 
 // Digits at `text` and their number; 0: there are none, or too many.
 static int fsdpi_ck_digits(const char *text, int64_t *number) {
@@ -372,11 +373,12 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
         if (list[i].number == next) next++;
         lacks = lacks || (last && next <= list[i].of);
         if (lacks) {
-            snprintf(why, sizeof why,
-                     "it lacks %.*s%0*lld%s: its names tell of %lld files: add it, or pass one file "
-                     "as the path",
-                     (int)list[i].before, list[i].name, list[i].digits, (long long)next,
-                     list[i].name + list[i].before + list[i].digits, (long long)list[i].of);
+            snprintf(
+                why, sizeof why,
+                "it lacks %.*s%0*lld%s: its names tell of %lld files: add it, or pass one file "
+                "as the path",
+                (int)list[i].before, list[i].name, list[i].digits, (long long)next,
+                list[i].name + list[i].before + list[i].digits, (long long)list[i].of);
             status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why);
         }
         if (last) next = 1;
@@ -410,8 +412,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
                  "it has %d indices, among them %.250s and %.250s: put the files of one of them "
                  "into a directory of their own",
                  l->num_indices, index, l->index[1]);
-    else if (lacks)
-        snprintf(why, sizeof why, "it lacks %.250s, which %.250s names", lacks, index);
+    else if (lacks) snprintf(why, sizeof why, "it lacks %.250s, which %.250s names", lacks, index);
     else why[0] = 0;
     single[0] = 0;
     return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why) : FSDP_OK;
@@ -439,13 +440,12 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
                  io->list.pickle);
         return fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path, why);
     }
-    return pickled
-               ? fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path,
-                                 "a checkpoint of PyTorch in pickled form: save it with "
-                                 "HuggingFaceStorageWriter(save_distributed=True)")
-               : fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
-                                 "it has no manifest.json and no .safetensors file: is it a "
-                                 "checkpoint?");
+    return pickled ? fsdpi_ck_broken(io, FSDP_ERR_UNSUPPORTED, path,
+                                     "a checkpoint of PyTorch in pickled form: save it with "
+                                     "HuggingFaceStorageWriter(save_distributed=True)")
+                   : fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path,
+                                     "it has no manifest.json and no .safetensors file: is it a "
+                                     "checkpoint?");
 }
 
 // A directory of others: the index and its name as pieces, and the data files in `told`.
@@ -641,8 +641,8 @@ static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, con
         fsdpi_ck_where *w = (fsdpi_ck_where *)bsearch(&key, x.list, (size_t)x.num, sizeof key,
                                                       fsdpi_ck_by_where);
         if (!w)
-            snprintf(why, sizeof why, "tensor '%.200s' is in a file, and the index does not name it",
-                     key.name);
+            snprintf(why, sizeof why,
+                     "tensor '%.200s' is in a file, and the index does not name it", key.name);
         else if (strcmp(w->leaf, o->parts[o->boxes[k].file].name) == 0)
             w->there = 2, o->boxes[kept++] = o->boxes[k];
         else if (!w->there) w->there = 1;

@@ -34,7 +34,8 @@ static fsdp_status fsdpi_ck_add(fsdp_checkpoint *ck, fsdpi_ck_tensor **out, cons
 #define FSDPI_CK_STATES "optim.state." // then PARAMETER.STATE
 
 static int fsdpi_ck_is_reserved(const char *name) {
-    return strncmp(name, FSDPI_CK_STATES, strlen(FSDPI_CK_STATES)) == 0 || strncmp(name, "fsdp.", 5) == 0;
+    return strncmp(name, FSDPI_CK_STATES, strlen(FSDPI_CK_STATES)) == 0 ||
+           strncmp(name, "fsdp.", 5) == 0;
 }
 
 // UNIT.PARAM, or what `place` makes of it.

@@ -69,8 +69,7 @@ typedef struct fsdpi_ck_tiling {
 
 static fsdp_status fsdpi_ck_overlap(fsdpi_ck_tiling *t, const fsdpi_ck_box *a,
                                     const fsdpi_ck_box *b, int dim) {
-    snprintf(t->why, sizeof t->why,
-             "tensor '%s': %s and %s both hold row %lld of dim %d: %s",
+    snprintf(t->why, sizeof t->why, "tensor '%s': %s and %s both hold row %lld of dim %d: %s",
              a->entry->name, t->files[a->file], t->files[b->file],
              (long long)(a->entry->start[dim] > b->entry->start[dim] ? a->entry->start[dim]
                                                                      : b->entry->start[dim]),
@@ -86,7 +85,8 @@ static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *box
     int64_t whole[FSDP_MAX_DIMS], volume = 0;
     if (first->ndim > FSDP_MAX_DIMS) return FSDP_OK; // nobody can ask for it
     for (int i = 1; i < count; i++)
-        if (boxes[i].entry->ndim != first->ndim || boxes[i].entry->file_dtype != first->file_dtype ||
+        if (boxes[i].entry->ndim != first->ndim ||
+            boxes[i].entry->file_dtype != first->file_dtype ||
             memcmp(boxes[i].entry->whole, first->whole, (size_t)first->ndim * sizeof *whole) != 0) {
             snprintf(t->why, sizeof t->why,
                      "tensor '%s' has another dtype, rank or whole shape in %s than in %s",

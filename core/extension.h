@@ -86,8 +86,8 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
    fsdp_state_written - say that you have written items: the extensions read them
    Result      FSDP_OK; INVALID_ARG; what an extension returned
    Note        pointers are valid until the layout changes or an extension is detached
-   Collective  as fsdp_model_commit at the first use, then no. hold, written: every rank has to do the
-               same      Blocks no, but an extension may      Allocates as commit
+   Collective  as fsdp_model_commit at the first use, then no. hold, written: every rank has to do
+               the same      Blocks no, but an extension may      Allocates as commit
    Source      torch: Optimizer.state_dict, load_state_dict */
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
 FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);

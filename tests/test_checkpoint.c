@@ -856,10 +856,11 @@ static void blobs_differ(lab_rank *r) {
     d.num_blobs = 3;
     blobs[0].name = "other";
     CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
-    refuse_load(&m, path, NULL, FSDP_ERR_INVALID_ARG,
-                "lacks 3 of 13 tensors: 'fsdp.blob.other', 'fsdp.blob.extra', 'fsdp.blob.mine.0'; it "
-                "has 0 that nobody asks for: set `optional` of a blob that may be missing, or set "
-                "partial to leave them as they are");
+    refuse_load(
+        &m, path, NULL, FSDP_ERR_INVALID_ARG,
+        "lacks 3 of 13 tensors: 'fsdp.blob.other', 'fsdp.blob.extra', 'fsdp.blob.mine.0'; it "
+        "has 0 that nobody asks for: set `optional` of a blob that may be missing, or set "
+        "partial to leave them as they are");
     fsdp_checkpoint_destroy(m.ck);
     for (int i = 0; i < 3; i++) blobs[i].optional = 1;
     CALL(r->w, fsdp_checkpoint_create(m.model, &d, &m.ck));
@@ -967,7 +968,11 @@ static const parts_case parts[] = {
     {"no_q/told", "kv", {1, 2, 3}, 0, 1, NULL},
     {"only_k/told", "k", {1, 2, 3}, 0, 1, NULL},
     {"only_v/first_told", "v", {1, 0, 0}, 0, 1, NULL},
-    {"only_k", "k", {0, 0, 0}, 0, 1,
+    {"only_k",
+     "k",
+     {0, 0, 0},
+     0,
+     1,
      "lacks 'q' and 'v', sources of 'h.0.w' that do not tell their rows, so nobody knows where"},
     {"no_q/strict", "kv", {0, 0, 0}, 0, 0, "lacks 1 of 4 tensors: 'q'"},
     {"only_k/strict", "k", {0, 0, 0}, 0, 0, "lacks 2 of 4 tensors: 'q', 'v'"},
@@ -1317,7 +1322,8 @@ static void ranks_differ(lab_rank *r) {
         const char *call = is_async ? "checkpoint_save_async" : "checkpoint_save";
         fsdp_status (*save)(fsdp_checkpoint *, const char *,
                             int64_t) = is_async ? fsdp_checkpoint_save_async : fsdp_checkpoint_save;
-        snprintf(text, sizeof text, "rank 1: [E448] %s: step is 6 here and 5 on rank 0: pass", call);
+        snprintf(text, sizeof text, "rank 1: [E448] %s: step is 6 here and 5 on rank 0: pass",
+                 call);
         REFUSED_AS(FSDP_ERR_MISMATCH, r->w, save(m.ck, dir, 5 + r->rank), text);
         snprintf(text, sizeof text, "rank 1: [E449] %s: the path is '%.300s' here and '%.300s' on",
                  call, other, dir);
@@ -1922,7 +1928,7 @@ static void find_body(lab_rank *r) {
     ck_begin(&m, r, r->w, &base, &adamw_2);
     ck_fill(&m, 1);
     ck_dir(dir, "run");
-    find_is(&m, dir, -1, -1); /* there is no such directory yet */
+    find_is(&m, dir, -1, -1);           /* there is no such directory yet */
     for (int way = 0; way < 2; way++) { /* but no save could make this one: it shows before */
         char none[600], into[600], text[1500];
         snprintf(none, sizeof none, "%s/none/run%s", h_tmpdir(), way ? "/" : "");
@@ -2295,7 +2301,8 @@ static void tells_dropped(lab_rank *r) {
     ck_model m;
     ad.group = nobody;
     snprintf(path, sizeof path, "%s", save_base(r, dir));
-    for (int how = 0; how < 5; how++) { /* no optimizer, none for it, skip_frozen; taken, not asked */
+    for (int how = 0; how < 5;
+         how++) { /* no optimizer, none for it, skip_frozen; taken, not asked */
         ck_make(&m, r, r->w, &base, &adamw_2);
         if (how == 1) CALL(r->w, fsdp_adamw_create(m.model, &ad, &m.adamw));
         if (how == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));

@@ -697,9 +697,9 @@ TEST(safetensors, refused_lists) {
         CHECK_EQ_INT(refused(e, 1, 0) > 0, dtype > 0 && dtype < FSDP_DTYPE_COUNT);
     }
     for (int file_dtype = -1; file_dtype < 40; file_dtype++) { /* those that the library has not */
-        static const char *const others[] = {"BOOL",   "F4",     "F6_E2M3", "F6_E3M2",
-                                             "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ",
-                                             "F8_E5M2FNUZ", "U16", "U32", "C64", "U64"};
+        static const char *const others[] = {
+            "BOOL",        "F4",          "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0",
+            "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16",     "U32",     "C64",     "U64"};
         int is_other = 0;
         for (int i = 0; i < COUNT(others); i++)
             is_other |= !strcmp(fsdp_safetensors_dtype_name(file_dtype), others[i]);

@@ -220,7 +220,7 @@ static int reshard(request *q) {
 typedef struct comparison {
     fsdp_checkpoint_reader *a, *b;
     fsdp_checkpoint_tensor ta, tb;
-    char *room; // two pieces of elements, and two of doubles
+    char *room;   // two pieces of elements, and two of doubles
     int64_t size; // bytes of an element
     int64_t different, first, tensors;
     double values[2], largest; // NaN stays the largest
@@ -341,7 +341,7 @@ static int diff(request *q) {
 /* ---- what the user wants --------------------------------------------------------------------- */
 
 #define SKIP_HELP                                                                                  \
-    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"       \
+    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"     \
     "                       given several times\n"
 static const verb verbs[] = {
     {"ls", "PATH", "", 1, list,
@@ -352,26 +352,22 @@ static const verb verbs[] = {
     {"diff", "A B", "[--skip NAME]", 2, diff,
      "Compares tensors: names, dtypes, shapes, and values bit by bit, however they are cut. "
      "Prints\n"
-     "a line for each difference. It does not compare steps of manifests.\n"
-     SKIP_HELP},
+     "a line for each difference. It does not compare steps of manifests.\n" SKIP_HELP},
     {"reshard", "PATH OUT", "--ranks N [--skip NAME]", 2, reshard,
      "Writes a checkpoint of ours again in N data files, so that each of N ranks mostly reads "
      "one.\n"
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
-     "those of the ranks that saved them.\n"
-     SKIP_HELP},
+     "those of the ranks that saved them.\n" SKIP_HELP},
     {"export", "PATH OUT", "[--dtype D] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
      export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --with-optimizer     also what is called optim.* and fsdp.*\n"
-     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n"
-     SKIP_HELP},
+     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n" SKIP_HELP},
     {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
      "Makes a checkpoint of ours of any PATH, with checksums, in N data files (default 1). Call "
      "OUT\n"
-     "step-NNNNNNNN, and it has that step; a job finds it in its directory.\n"
-     SKIP_HELP},
+     "step-NNNNNNNN, and it has that step; a job finds it in its directory.\n" SKIP_HELP},
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 

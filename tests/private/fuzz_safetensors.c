@@ -30,8 +30,7 @@ static void fuzz_header(const char *header, int64_t nbytes) {
     if (!l.status) {
         int printable = 1;
         st_check(&l, data_bytes);
-        for (int64_t i = 0; i < l.n; i++)
-            printable &= l.e[i].ndim <= FSDP_MAX_DIMS;
+        for (int64_t i = 0; i < l.n; i++) printable &= l.e[i].ndim <= FSDP_MAX_DIMS;
         char *again = st_print_and_read(l.e, l.n, l.info.has_sharding, NULL, NULL, 0, &size);
         if (printable != (again != NULL)) fprintf(stderr, "%.*s\n", (int)nbytes, header);
         st_must(printable == (again != NULL));
