@@ -70,8 +70,9 @@ typedef struct fsdpi_ck_tiling {
 static fsdp_status fsdpi_ck_overlap(fsdpi_ck_tiling *t, const fsdpi_ck_box *a,
                                     const fsdpi_ck_box *b, int dim) {
     snprintf(t->why, sizeof t->why,
-             "tensor '%s': %s and %s both hold row %lld of dim %d: if ranks hold copies, "
-             "desc.place must tell replicas apart",
+             "tensor '%s': %s and %s both hold row %lld of dim %d: give desc.place. If tensor "
+             "parallelism cuts the tensor, it says where each part begins in the whole "
+             "(fsdp_tp_view); if ranks hold copies, it tells replicas apart",
              a->entry->name, t->files[a->file], t->files[b->file],
              (long long)(a->entry->start[dim] > b->entry->start[dim] ? a->entry->start[dim]
                                                                      : b->entry->start[dim]),
@@ -88,8 +89,11 @@ static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *box
         if (boxes[i].entry->ndim != first->ndim || boxes[i].entry->dtype != first->dtype ||
             memcmp(boxes[i].entry->whole, first->whole, (size_t)first->ndim * sizeof *whole) != 0) {
             snprintf(t->why, sizeof t->why,
-                     "tensor '%s' has another dtype, rank or whole shape in %s than in %s",
-                     first->name, t->files[boxes[i].file], t->files[boxes[0].file]);
+                     "tensor '%s' has another dtype, rank or whole shape in %s than in %s%s",
+                     first->name, t->files[boxes[i].file], t->files[boxes[0].file],
+                     t->allow_twice ? ""
+                                    : ": if tensor parallelism cuts it, desc.place gives the whole "
+                                      "shape (fsdp_tp_view)");
             return FSDP_ERR_CORRUPT;
         }
     fsdpi_ck_whole(boxes, count, whole);
