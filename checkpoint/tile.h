@@ -75,7 +75,9 @@ static fsdp_status fsdpi_ck_overlap(fsdpi_ck_tiling *t, const fsdpi_ck_box *a,
                                                                      : b->entry->start[dim]),
              dim,
              t->allow_twice ? "are they of one save? Keep the files that are meant"
-                            : "if ranks hold copies, desc.place must tell replicas apart");
+                            : "give desc.place. If tensor parallelism cuts the tensor, it says "
+                              "where each part begins in the whole (fsdp_tp_view); if ranks hold "
+                              "copies, it tells replicas apart");
     return FSDP_ERR_CORRUPT;
 }
 
@@ -89,8 +91,11 @@ static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *box
             boxes[i].entry->file_dtype != first->file_dtype ||
             memcmp(boxes[i].entry->whole, first->whole, (size_t)first->ndim * sizeof *whole) != 0) {
             snprintf(t->why, sizeof t->why,
-                     "tensor '%s' has another dtype, rank or whole shape in %s than in %s",
-                     first->name, t->files[boxes[i].file], t->files[boxes[0].file]);
+                     "tensor '%s' has another dtype, rank or whole shape in %s than in %s%s",
+                     first->name, t->files[boxes[i].file], t->files[boxes[0].file],
+                     t->allow_twice ? ""
+                                    : ": if tensor parallelism cuts it, desc.place gives the whole "
+                                      "shape (fsdp_tp_view)");
             return FSDP_ERR_CORRUPT;
         }
     fsdpi_ck_whole(boxes, count, whole);

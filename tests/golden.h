@@ -264,6 +264,12 @@ GOLDEN_FN int golden_open(golden *g, const char *file, const char *kind) {
             h_fail(H_HERE("golden_open"), "%s", (g)->error);                                       \
         }                                                                                          \
     } while (0)
+/* Skips when another data folder just lacks this part of it. */
+GOLDEN_FN void golden_needs(const char *part) {
+    char path[500];
+    snprintf(path, sizeof path, "%.300s/%.150s", golden_dir(), part);
+    if (strcmp(golden_dir(), GOLDEN_DIR) && access(path, F_OK)) h_skip(path);
+}
 #define GOLDEN_CLOSE(g)                                                                            \
     do {                                                                                           \
         CHECK_MSG(!(g)->error[0], "%s", (g)->error);                                               \

@@ -299,7 +299,10 @@ static void example(lab_rank *r) {
     CHECK_EQ_INT(ck_report(&m).per_rank_blobs, 1);
     ck_end(&m);
 }
-TEST(checkpoint, files_of_the_example) { lab_run(2, NULL, example, NULL); }
+TEST(checkpoint, files_of_the_example) {
+    golden_needs("example");
+    lab_run(2, NULL, example, NULL);
+}
 
 /* A rank that has nothing to write has no file. */
 static const ck_param tiny_rows[] = {{0, "w", FSDP_F32, 1, {1}, 0, 0, 0}};
@@ -454,13 +457,16 @@ static void torch_cases(lab_rank *r) {
     for (; golden_case(&g); cases++) torch_case(r, &g);
     CHECK_MSG(!g.error[0], "%s", g.error);
     golden_close(&g);
-    CHECK_EQ_INT(cases, 7);
+    CHECK(cases > 0);
 }
 static const struct {
     const char *name;
     int size;
 } sizes[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}};
-TEST_P(checkpoint, of_pytorch, sizes) { lab_run(row->size, NULL, torch_cases, NULL); }
+TEST_P(checkpoint, of_pytorch, sizes) {
+    golden_needs("checkpoints");
+    lab_run(row->size, NULL, torch_cases, NULL);
+}
 
 /* GPT-2 of transformers: its linears are stored the other way round, and query, key and value are
    one matrix. */
@@ -562,7 +568,10 @@ static void gpt2(lab_rank *r) {
     ck_visit_blobs(&m, &t, 1);
     ck_end(&m);
 }
-TEST_P(checkpoint, of_transformers, sizes) { lab_run(row->size, NULL, gpt2, NULL); }
+TEST_P(checkpoint, of_transformers, sizes) {
+    golden_needs("checkpoints/transformers_gpt2");
+    lab_run(row->size, NULL, gpt2, NULL);
+}
 
 /* ---- groups of ranks beside the unit's mesh -------------------------------------------------- */
 
@@ -1185,8 +1194,9 @@ static const bad_place bad_places[] = {
      "in no file",
      1},
     {"overlap",
-     "[E429] checkpoint_save: tensor 'h.0.w': rank 0 and rank 1 both hold row 3 of dim 0: if ranks "
-     "hold copies, desc.place must tell replicas apart",
+     "[E429] checkpoint_save: tensor 'h.0.w': rank 0 and rank 1 both hold row 3 of dim 0: give "
+     "desc.place. If tensor parallelism cuts the tensor, it says where each part begins in the "
+     "whole (fsdp_tp_view); if ranks hold copies, it tells replicas apart",
      1},
     {"shapes",
      "[E429] checkpoint_save: tensor 'h.0.w' has another dtype, rank or whole shape in rank 1 than "
@@ -1244,6 +1254,27 @@ static void bad_place_body(lab_rank *r) {
 TEST_P(checkpoint_errors, place, bad_places) {
     lab_run(2, NULL, bad_place_body, (void *)(uintptr_t)row);
 }
+
+/* Parts of tensor parallelism, saved as if each were the whole: even ones lie on each other, uneven
+   ones have other shapes. */
+static void tp_without_place(lab_rank *r) {
+    static const ck_layout at = {"tp_1x2", 2, CK_TP, 1, 2, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
+    for (int rows = 6; rows <= 7; rows++) {
+        const ck_param w[] = {{0, "w", FSDP_F32, 2, {rows, 4}, 0, 0, 1}};
+        const ck_net net = {w, 1};
+        fsdp_checkpoint *ck = NULL;
+        char dir[512];
+        ck_model m;
+        ck_make(&m, r, r->w, &net, &at);
+        CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
+        REFUSED(r->w, fsdp_checkpoint_save(ck, ck_dir(dir, "run"), 1), "[E429]");
+        REFUSED(r->w, fsdp_checkpoint_save(ck, dir, 1), "desc.place");
+        REFUSED(r->w, fsdp_checkpoint_save(ck, dir, 1), "tensor parallelism cuts");
+        fsdp_checkpoint_destroy(ck);
+        ck_end(&m);
+    }
+}
+TEST(checkpoint_errors, tp_without_place) { lab_run(2, NULL, tp_without_place, NULL); }
 
 static void long_name(lab_rank *r) {
     char name[600];

@@ -486,19 +486,33 @@ TEST_P(dtensor_compile, dtensor_dynamic_loss_parallel_log_softmax, all_ways) {
 
 /* Joined along the cut dim: both inputs are gathered first. */
 static void cat_body(rig *r) {
-    const fsdp_spec a = spec2(r, "S0", 8, 4), b = spec2(r, "S0", 6, 4);
-    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_CAT, &a, &b, &no_args);
-    float *x = rig_own(r, 16), *y = rig_own(r, 56), *one = values(1, 32), *two = values(2, 24);
-    CHECK(p.in[0].place[0].kind == FSDP_REPLICATE && p.in[1].place[0].kind == FSDP_REPLICATE);
-    CHECK(p.out.place[0].kind == FSDP_REPLICATE && p.out.shape[0] == 14 && p.cost_us > 0);
-    put_part(r, &a, one, x);
-    run_redist(r, redist(r, "a", a, p.in[0]), y, x);
-    put_part(r, &b, two, x);
-    run_redist(r, redist(r, "b", b, p.in[1]), y + 32, x);
-    check_text(r, 0, "AG 16/2, AG 12/2");
-    check_same(y, one, 32, "the first one");
-    check_same(y + 32, two, 24, "the second one");
-    free(one), free(two);
+    static const int rows[][2] = {{8, 6}, {6, 4}, {5, 1}, {8, 6}};
+    fsdp_redistribution *gather[2] = {redist(r, "a", spec2(r, "S0", 8, 4), spec2(r, "R", 8, 4)),
+                                      redist(r, "b", spec2(r, "S0", 6, 4), spec2(r, "R", 6, 4))};
+    float *x = rig_own(r, 16), *y = rig_own(r, 56);
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const int m = rows[i][0], n = rows[i][1], from = r->b.log.num;
+        const fsdp_spec a = spec2(r, "S0", m, 4), b = spec2(r, "S0", n, 4);
+        const fsdp_propagation p = propagate(FSDP_TENSOR_OP_CAT, &a, &b, &no_args);
+        float *one = values((int64_t)i, 4 * m), *two = values((int64_t)i + 9, 4 * n);
+        char wire[40];
+        for (int k = 0; k < 2; k++) {
+            const fsdp_spec whole = spec2(r, "R", rows[i][k], 4);
+            CHECK(same_spec(&p.in[k], &whole));
+            CALL(r->b.w, fsdp_redistribution_resize(gather[k], 0, rows[i][k]));
+        }
+        CHECK(p.out.place[0].kind == FSDP_REPLICATE && p.out.shape[0] == m + n && p.cost_us > 0);
+        put_part(r, &a, one, x);
+        run_redist(r, gather[0], y, x);
+        put_part(r, &b, two, x);
+        run_redist(r, gather[1], y + 4 * m, x);
+        snprintf(wire, sizeof wire, "AG %d/2, AG %d/2", (m + 1) / 2 * 4, (n + 1) / 2 * 4);
+        check_text(r, from, wire);
+        check_same(y, one, 4 * m, "the first one");
+        check_same(y + 4 * m, two, 4 * n, "the second one");
+        CHECK_EQ_INT(routes_of(r), 2);
+        free(one), free(two);
+    }
 }
 TEST_P(dtensor_compile, dtensor_dynamic_cat, ways) { run_on(row, 2, cat_body); }
 

