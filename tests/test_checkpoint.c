@@ -1915,18 +1915,21 @@ static void find_in_many(lab_rank *r) {
     int64_t step;
     ck_model m;
     memset(&n, 0, sizeof n);
-    n.files.user = &n, n.complete = MANY - LOOKED_AT;
+    n.files.user = &n;
     ops.list = many_list;
     d.no_sync = 1, d.files = &ops, d.files_user = &n.files;
     ck_make(&m, r, r->w, &base, &adamw_2);
     ck_open(&m, &d);
-    ck_save(&m, ck_dir(dir, "run"), n.complete);
-    n.files.before = many_before;
-    for (n.order = 0; n.order < 3; n.order++) {
-        CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
-        W_CHECK(step == n.complete, "order %d: found %d", n.order, (int)step);
+    for (int newest = 0; newest < 2; newest++) { /* the oldest of them, and one of the newest */
+        n.complete = newest ? MANY - 2 : MANY - LOOKED_AT;
+        ck_save(&m, ck_dir(dir, "run"), n.complete);
+        n.files.before = many_before;
+        for (n.order = 0; n.order < 3; n.order++) {
+            CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
+            W_CHECK(step == n.complete, "order %d: found %d", n.order, (int)step);
+        }
+        n.files.before = NULL;
     }
-    n.files.before = NULL;
     ck_end(&m);
 }
 TEST(checkpoint, find_in_many) { lab_run(1, NULL, find_in_many, NULL); }
