@@ -154,6 +154,7 @@ single: ## build/single/*.h: each header as one file, to drop into a program
 dist: DIST = fsdp-$(VERSION)
 dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and single/
 	@test -e .git || { echo "make dist needs a clone: it packs the files that git lists"; exit 1; }
+	@git diff --quiet HEAD || echo "note: $(DIST) has changes that are not committed"
 	rm -rf $(BUILD)/dist
 	mkdir -p $(BUILD)/dist/$(DIST)
 	git ls-files -z | xargs -0 cp --parents -t $(BUILD)/dist/$(DIST)
