@@ -1443,6 +1443,13 @@ static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *
 /* A setter inside of the step counts from the next reduction on, also where others wait for it. */
 static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     const int half = b->net->num_calls / 2, last = b->net->calls[half].unit;
+    steps(b, out, 3);
+    plan_calls(b, 0, half + 1); /* nothing waits yet, and what is set is what it was */
+    CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[0], 0));
+    plan_calls(b, half + 1, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    plan_step_end(b, out);
     for (int at = half; at <= b->net->num_calls; at++) { /* odd: inside of another unit's backward */
         steps(b, out, 2);
         plan_calls(b, 0, at);
