@@ -72,16 +72,14 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.stream = stream;
     // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
     // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.
-    uint64_t factor;
-    memcpy(&factor, &op->factor, sizeof factor);
-    factor = fsdpi_hash(1, factor);
+    uint64_t factor = fsdpi_bits(op->factor);
     uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
     uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
                    (uint64_t)op->label << 16 | (uint64_t)op->state << 8 | op->accumulate;
     uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
     c.fingerprint = fsdpi_hash(fsdpi_hash(op->what_hash, how), op->step + given + factor);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    c.agree[FSDP_AGREE_FACTOR] = (uint8_t)factor;
+    c.agree[FSDP_AGREE_FACTOR] = (uint8_t)(factor * 0x9E3779B97F4A7C15u >> 56);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)op->step;
     c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
     void *user;

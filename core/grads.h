@@ -172,9 +172,10 @@ static fsdp_status fsdpi_step_users(fsdp_unit *u) {
 // A record multiplies by `share`, and where `step` divides, by share / factor.
 static void fsdpi_divide(const fsdp_unit *u, int step, double share, fsdp_op *op) {
     const fsdpi_route *route = fsdpi_route_now(u);
+    int divides = route->divides == step;
     op->factor = route->factor;
-    op->share = route->divides == step ? share : 0;
-    op->scale = op->share != 0 ? share / route->factor : share;
+    op->share = divides ? share : 0;
+    op->scale = divides ? share / route->factor : share;
 }
 
 // Reads the reduce input, over the shard group, and gives it back.

@@ -241,7 +241,7 @@ static inline void fsdpi_renew(const fsdp_model *m, fsdp_op *op) {
     op->timed = 0;
     op->step = m->step;
     op->given = m->given;
-    if (op->factor == 0) return;
+    if (!fsdpi_bits(op->factor)) return; // most have none
     op->factor = op->unit->route[0].factor;
     if (op->share != 0) op->scale = op->share / op->factor;
 }

@@ -21,12 +21,6 @@ static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, u
     m->settings += fsdpi_setting_of(unit, field, is) - fsdpi_setting_of(unit, field, was);
 }
 
-static uint64_t fsdpi_bits(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 // In place of each divide factor: how it splits a reduction, and the first unit that has it, too.
 FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
     const size_t field = offsetof(fsdpi_options, divide_factor);

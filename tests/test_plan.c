@@ -1050,6 +1050,51 @@ static void open_again(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
 }
 TEST(plan_kinds, open_again) { run_kinds(plan_open_again(4), NULL, open_again); }
 
+/* Twice, and then its neighbour twice: neither's last gradients wait for the other's, since then
+   those before would wait, too. */
+static void reduced_twice(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 5);
+    if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
+    if (d) CHECK_EQ_INT(report_of(b).reductions[1], 4);
+}
+TEST(plan_kinds, reduced_twice) {
+    static const int order[4] = {0, 1, 0, 1};
+    plan_net n = plan_chain(2, 16, 16);
+    n.num_calls = 0;
+    plan_visit(&n, order, 4);
+    run_kinds(n, NULL, reduced_twice);
+}
+
+/* Two sorts of reductions: each has a bucket, and the first unit of the second one is in it. */
+static void two_sorts(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int u = 0; u < 3; u++)
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[u], 3));
+    steps(b, out, 5);
+    if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
+    if (d) CHECK_EQ_INT(report_of(b).reductions[1], 2);
+}
+TEST(plan_kinds, two_sorts) { run_kinds(net_chain(), NULL, two_sorts); }
+
+/* A bucket closes with the unit that reaches bucket_bytes. */
+static void full_buckets(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    fsdp_plan_desc two = FSDP_ZERO;
+    fsdp_memory mem;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_GRAD && d; pool++) {
+        if (pool == FSDP_POOL_SLICE) continue;
+        CALL(b->w, fsdp_unit_memory(b->unit[0], &mem));
+        two.bucket_bytes = 2 * mem.pool_bytes[pool];
+        two.without = 1u << FSDP_PASS_KEEP;
+        fsdp_plan_destroy(b->plan);
+        CALL(b->w, fsdp_plan_create(b->model, &two, &b->plan));
+        steps(b, out, 3);
+        W_CHECK(report_of(b).replayed == 1, "%s", fsdp_plan_why(b->plan));
+        if (pool == FSDP_POOL_GATHER) CHECK_EQ_INT(report_of(b).gathers[1], 6); /* 3, and 3 */
+        else CHECK_EQ_INT(report_of(b).reductions[1], 3);
+    }
+    if (!d) steps(b, out, 6);
+}
+TEST(plan_kinds, full_buckets) { run_kinds(net_chain(), NULL, full_buckets); }
+
 /* A step without a backward leaves units open that do not reshard: their slots outlast the calls, so
    that they lie at other distances on each rank, and no collective has two of them. */
 static void forward_alone(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1398,6 +1443,13 @@ static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *
 /* A setter inside of the step counts from the next reduction on, also where others wait for it. */
 static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     const int half = b->net->num_calls / 2, last = b->net->calls[half].unit;
+    steps(b, out, 3);
+    plan_calls(b, 0, half + 1); /* nothing waits yet, and what is set is what it was */
+    CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[0], 0));
+    plan_calls(b, half + 1, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    plan_step_end(b, out);
     for (int at = half; at <= b->net->num_calls; at++) { /* odd: inside of another unit's backward */
         steps(b, out, 2);
         plan_calls(b, 0, at);

@@ -626,6 +626,8 @@ static const struct {
     {"adds", "comm group0", "add comm group0", "", "", "whether it adds"},
     {"segments", "group0 #00000000", "group0 #00000001", "", "", "segments"},
     {"unit", "units 4", "units 4", "'u0'", "'v0'", "unit"},
+    {"units", "gather 'u0' GATHER 8 32 f32 f32 shards slot 0",
+     "gather 'u0' 'u1' GATHER 8 32 f32 f32 shards slot 0 shards other", "", "", "number of units"},
 };
 static char *replaced(const char *text, const char *from, const char *to) { /* all of them */
     char *out = (char *)lab_zeros(2 * strlen(text) + 64, 1), *end = out;

@@ -422,10 +422,22 @@ TEST(plan_pass, bucket) { buckets(cases(LONG)); }
 static int64_t offset_of(const fsdpi_plan_listing *l, const fsdpi_plan_use *use) {
     return l->slots[use->slot].offset;
 }
+/* Also where pieces have several uses, each with a life of its own. */
+static void check_apart(const fsdpi_plan_tape *t, const fsdpi_plan_listing *l, int num) {
+    for (int i = 0; i < t->num_uses; i++)
+        for (int k = 0; k < i; k++) {
+            const fsdpi_plan_use *a = &t->uses[i], *b = &t->uses[k];
+            const int64_t at = offset_of(l, a), bt = offset_of(l, b);
+            if (at < 0 || bt < 0 || a->from > b->to || b->from > a->to) continue;
+            CHECK_MSG(at + a->bytes <= bt || bt + b->bytes <= at, "case %d: uses %d and %d meet",
+                      num, k, i);
+        }
+}
 /* Uses that meet do not share a byte; those that lie side by side do; nothing needs less than what is
    held at once, and pools would not have less. */
 static void check_places(const fsdpi_plan_tape *t, const fsdpi_plan_listing *l, int num) {
     int64_t bound = 0, lasting = 0;
+    check_apart(t, l, num);
     for (int i = 0; i < t->num_uses; i++) {
         const fsdpi_plan_use *a = &t->uses[i];
         const int64_t at = offset_of(l, a);
@@ -440,10 +452,6 @@ static void check_places(const fsdpi_plan_tape *t, const fsdpi_plan_listing *l, 
             const fsdpi_plan_use *b = &t->uses[k];
             const int64_t bt = offset_of(l, b);
             if (b->from <= a->from && a->from <= b->to && bt >= 0) now += b->bytes;
-            if (k == i || at < 0 || bt < 0 || a->from > b->to || b->from > a->to) continue;
-            CHECK_MSG(at + a->bytes <= bt || bt + b->bytes <= at,
-                      "case %d: uses %d and %d meet, at %lld and %lld", num, i, k, (long long)at,
-                      (long long)bt);
         }
         bound = now > bound ? now : bound;
     }
@@ -508,7 +516,7 @@ static void places(int programs) {
         memset(&l, 0, sizeof l);
         random_uses(&t, &seed, glues);
         CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES));
-        if (!glues) check_places(&t, &l, n);
+        (glues ? check_apart : check_places)(&t, &l, n);
         const int64_t pools = pools_of(&t);
         int lasts = 0; /* what lasts has memory of its own, pools share it with what was before */
         for (int i = 0; i < t.num_uses; i++) lasts |= t.uses[i].to >= t.num_ops;
