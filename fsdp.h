@@ -43,6 +43,7 @@ CONTENTS
     core/grads.h        gradients: written, collected, reduced
     core/commit.h       the flat blocks of a model, and the lists of its units
     core/schedule.h     the transition table, and the calls that look it up
+    core/replicas.h     parameters that replicas hold alike: compared, and copied
     core/step.h         the end of a step
     core/norm.h         the norm of all gradients, and clipping
     core/params.h       parameters as the caller sees them
@@ -763,6 +764,20 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
+/* fsdp_model_broadcast - copy the parameters of one replica to all others (HSDP; units that
+   replicate); ends with fsdp_params_changed. Replicas average gradients and not parameters: if they
+   begin with different values, they stay different. So the first fsdp_finalize_backward compares
+   the values of all replicas, and logs if they differ. What you load later is not compared
+   unit        NULL: all units. A unit that does not replicate is left as it is
+   root        position of that replica along the replicate dim, 0 .. number of replicas - 1
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), MISMATCH (a unit has other
+               parameters on another rank, or in another order; nothing is copied), errors of
+               commit; collective errors
+   Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms for each step
+   Allocates   as commit
+   Source      torch: _sync_module_states, DistributedDataParallel's init_sync */
+FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root);
+
 /* -------------------------------------------------------------------------------------------- */
 /* Training step. A call in a wrong order returns INVALID_STATE and changes nothing; the text names
    the call that is missing. fsdp_finalize_backward reports the first such failure of the step
@@ -809,6 +824,7 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
    Collective  yes      Blocks until all reductions are done. On devices with streams only with
                cpu_offload, or if this rank has to ask whether others used a parameter that it did
                not use      Allocates at its first use
+   Replicas    the first one compares parameters: see fsdp_model_broadcast
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
@@ -1368,6 +1384,7 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/grads.h"
 #include "core/commit.h"
 #include "core/schedule.h"
+#include "core/replicas.h"
 #include "core/step.h"
 #include "core/norm.h"
 #include "core/params.h"

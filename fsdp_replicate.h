@@ -197,10 +197,10 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
 /* fsdp_replicate_broadcast - copy the parameters of one replica to all others; ends with
    fsdp_params_changed
    root        position of that replica in the mesh, 0 .. number of replicas - 1
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), OUT_OF_MEMORY; collective
-               errors
+   Result      as fsdp_model_broadcast, which it calls for each bucket: MISMATCH if a bucket has
+               other parameters on another rank, or in another order, frozen ones included
    Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms for each step
-   Allocates   host memory of the largest parameter while it runs
+   Allocates   as commit
    Source      torch: _sync_module_states, init_sync */
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root);
 
@@ -825,49 +825,12 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
     return FSDP_OK;
 }
 
-// Host memory for any parameter, or a failure on all ranks.
-static fsdp_status fsdpi_rep_room(fsdp_replicate *rep, int64_t *most, void **room) {
-    fsdp_world *world = fsdp_model_world(rep->model);
-    for (int i = 0; i < rep->num_params; i++) {
-        fsdp_param_view v = FSDP_ZERO;
-        fsdp_status status = fsdpi_rep_view(rep, i, &v);
-        if (status) return status;
-        int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
-        if (nbytes > *most) *most = nbytes;
-    }
-    fsdp_status own = fsdp_alloc(rep->model, FSDP_MEMORY_HOST, *most,
-                                 "replicate_broadcast: no memory for a parameter", room);
-    int32_t failed = own != FSDP_OK;
-    fsdp_status status = fsdp_all_reduce(world, rep->mesh, &failed, 1, FSDP_I32, FSDP_MAX);
-    if (status || own || !failed) return status ? status : own;
-    return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY,
-                     "[E965] replicate_broadcast: another replica has no memory for its largest "
-                     "parameter: give it more, and call this again on all ranks");
-}
-
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
-    static const char *const name = "replicate_broadcast";
-    if (!rep) return fsdpi_rep_null(name, "rep");
-    fsdp_model *m = rep->model;
-    fsdp_world *world = fsdp_model_world(m);
-    int64_t most = 1;
-    void *room = NULL;
-    if (root < 0 || root >= fsdp_mesh_size(rep->mesh, 0))
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "[E964] %s: root is %d, expected 0..%d", name,
-                         root, fsdp_mesh_size(rep->mesh, 0) - 1);
-    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_PARAMS_CHANGED, name);
-    if (!status) status = fsdp_params_writable(m);
-    if (!status) status = fsdpi_rep_room(rep, &most, &room);
-    for (int i = 0; i < rep->num_params && !status; i++) {
-        fsdp_param_view v = FSDP_ZERO;
-        status = fsdpi_rep_view(rep, i, &v);
-        int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
-        if (!status) status = fsdp_transfer(m, room, v.shard, nbytes);
-        if (!status) status = fsdp_broadcast(world, rep->mesh, room, nbytes, root);
-        if (!status) status = fsdp_transfer(m, v.shard, room, nbytes);
-    }
-    fsdp_free(m, FSDP_MEMORY_HOST, room, most);
-    return status ? status : fsdp_params_changed(m);
+    fsdp_status status = FSDP_OK;
+    if (!rep) return fsdpi_rep_null("replicate_broadcast", "rep");
+    for (int k = 0; k < rep->num_buckets && !status; k++)
+        status = fsdp_model_broadcast(rep->model, rep->buckets[k].unit, root);
+    return status;
 }
 
 // In place of a bucket's all-reduce.

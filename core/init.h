@@ -120,15 +120,6 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
     return fsdpi_failed(world) ? world->failure : world->error;
 }
 
-static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
-    fsdp_op op = FSDP_ZERO;
-    op.kind = (uint8_t)kind;
-    op.what = what;
-    op.dtype = (uint8_t)dtype;
-    op.in_place = 1;
-    return op;
-}
-
 // Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {

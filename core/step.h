@@ -92,6 +92,7 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
         return status;
     status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
+    if (!status && model->step == 1 && !model->rehearsing) status = fsdpi_replicas_check(model);
     if (status || !model->hook_status) return status;
     status = model->hook_status;
     model->hook_status = FSDP_OK;

@@ -193,7 +193,16 @@ static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_free(&allocator, w);
 }
 
-// A collective on host data: through memory that peers may read, FSDPI_BOUNCE bytes at a time.
+static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
+    fsdp_op op = FSDP_ZERO;
+    op.kind = (uint8_t)kind;
+    op.what = what;
+    op.dtype = (uint8_t)dtype;
+    op.in_place = 1;
+    return op;
+}
+
+// A collective on host data (or the device's): through memory that peers may read, FSDPI_BOUNCE bytes at a time.
 static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
                                          int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);

@@ -193,6 +193,9 @@ H_FN void w_quiet(int level, fsdp_status code, int rank, const char *text, void 
     (void)level, (void)code, (void)rank, (void)text, (void)user;
 }
 
+/* The logger of all worlds: a test may set its own. */
+static void (*w_log)(int, fsdp_status, int, const char *, void *) __attribute__((unused)) = w_quiet;
+
 /* threads NULL: a process. lanes 0: inline. */
 H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const char *job,
                             int lanes) {
@@ -203,7 +206,7 @@ H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const ch
     d.job = job;
     d.lanes = lanes ? lanes : -1;
     d.timeout_ms = 30000;
-    d.logger.log = w_quiet;
+    d.logger.log = w_log;
     return d;
 }
 
@@ -316,7 +319,6 @@ typedef struct lab_how { /* zeros, or NULL: threads, inline, over shared memory 
     int processes, lanes;
     int bare;   /* no world is made: the body asks lab_world for them */
     int shared; /* ranks look at the memory of others: they have to be threads */
-    void (*log)(int level, fsdp_status code, int rank, const char *text, void *user); /* or quiet */
     const fsdp_comm_ops *comm_ops;
     const fsdp_device_ops *device_ops;
 } lab_how;
@@ -349,7 +351,6 @@ H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_
     d.allocator = w_heap_allocator(r->heap);
     d.comm_ops = comm_ops;
     d.device_ops = s->how.device_ops;
-    if (s->how.log) d.logger.log = s->how.log;
     CALL(NULL, fsdp_init(&d, &w));
     return w;
 }

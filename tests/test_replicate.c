@@ -935,7 +935,7 @@ static void launches(job *j) {
                          fsdp_unit_name(unit_of(j, in[0], NULL)));
             CHECK_EQ_STR(j->log.ops[op].what, fsdp_unit_name(unit_of(j, in[0], NULL)));
         }
-        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, -1, NULL),
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
                      j->r->size > 1 ? trained : 0);
         fsdp_param_view v = FSDP_ZERO; /* AdamW decays weights: it may not touch the unused ones */
         while (fsdp_next_param(j->m.model, &v))
@@ -1495,7 +1495,7 @@ static void wrong_calls(job *j) {
             REFUSED(j->w, FSDP_ERR_INVALID_ARG, "[E960] replicate_data: first is 9, count is 1");
             REFUSED(j->w, fsdp_replicate_unit(j->rep, -1, NULL, NULL), "[E960] replicate_unit");
             REFUSED(j->w, fsdp_replicate_broadcast(j->rep, j->r->size),
-                    "[E964] replicate_broadcast: root is 2, expected 0..1");
+                    "[E100] model_broadcast: root is 2, expected 0..1 of unit 'bucket.0'");
             REFUSED(j->w, fsdp_replicate_broadcast(j->rep, -1), "root is -1, expected 0..1");
         }
         CALL(j->w, fsdp_replicate_ready(j->rep, 0, 0)); /* none */
@@ -2058,21 +2058,6 @@ static void broadcast_large(lab_rank *r) {
                 h_fail(H_HERE("large"), "%d", (int)k);
 }
 TEST(replicate, broadcast_large) { lab_run(2, NULL, broadcast_large, NULL); }
-
-/* If one rank has no memory, all give up, and can try again. */
-static void broadcast_without_memory(job *j) {
-    if (j->r->rank == 1) w_fail(j->r->heap, 0);
-    fsdp_status status = fsdp_replicate_broadcast(j->rep, 0);
-    w_fail(j->r->heap, -1);
-    w_refused(H_HERE("broadcast"), j->w, status, FSDP_ERR_OUT_OF_MEMORY,
-              j->r->rank == 1 ? "[E304] replicate_broadcast" : "[E965] replicate_broadcast");
-    CALL(j->w, fsdp_replicate_broadcast(j->rep, 0));
-    step(j, 1);
-}
-TEST(replicate, broadcast_without_memory) {
-    conf c = conf_of(broadcast_without_memory);
-    run(&c, 3, 0);
-}
 
 /* ---- which ranks are replicas ---------------------------------------------------------------- */
 

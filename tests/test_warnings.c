@@ -1,6 +1,6 @@
 /* test_warnings.c - what the library logs although nothing fails: gradients that wait for a reduction
-   when a call means that there are none, and steps without a gradient. PyTorch says nothing; the
-   gradients then enter the sums of another window.
+   when a call means that there are none, steps without a gradient, and replicas that begin with
+   different parameters. PyTorch says nothing. And how replicas get the same.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -30,7 +30,7 @@ static int lines(const lab_rank *r) { return times(r, "\n"); }
 
 static void launch(int size, void (*body)(lab_rank *r), void *arg) {
     lab_how how = FSDP_ZERO;
-    how.log = hear;
+    w_log = hear;
     how.shared = 1;
     memset(said, 0, sizeof said);
     lab_run(size, &how, body, arg);
@@ -207,3 +207,94 @@ static void no_gradient(lab_rank *r) {
     CHECK_EQ_INT(lines(r), 2); /* what waits, and that nothing was updated */
 }
 TEST(warnings, step_without_a_gradient) { launch(2, no_gradient, NULL); }
+
+/* ---- replicas that begin with different parameters ------------------------------------------- */
+
+static void by_rank(void *user, const fsdp_param_view *block) {
+    const double *add = (const double *)user; /* to the values that all have */
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(block->data, block->dtype, k, (double)(fsdp_view_index(block, k) % 50) + *add);
+}
+static void expect_values(const lab_rank *r, const rig *x, double add) {
+    float full[8];
+    for (int i = 0; i < 2; i++) {
+        CALL(r->w, fsdp_param_full(x->u[i], 0, full));
+        for (int k = 0; k < 8; k++) CHECK((double)full[k] == k + add);
+    }
+}
+
+/* All replicas are told once, in the first finalize; a broadcast makes them equal. */
+static void hsdp_differs(lab_rank *r) {
+    static const char told[] = "finalize_backward: replicas hold different parameters in unit 'first'";
+    fsdp_mesh *mesh = lab_hsdp(r->w, 2, 2);
+    const int replica = fsdp_mesh_rank(mesh, 0);
+    for (int root = -1; root < 2; root++) { /* -1: they are not made equal */
+        rig x = make(r, mesh);
+        double add = 100 * replica;
+        CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
+        if (root >= 0) CALL(r->w, fsdp_model_broadcast(x.m, NULL, root));
+        expect_values(r, &x, root < 0 ? 100 * replica : 100 * root);
+        for (int n = 0; n < 2; n++) {
+            micro(r, &x, 3);
+            CHECK_EQ_INT(times(r, told), root < 0 && !n);
+        }
+        fsdp_model_destroy(x.m);
+    }
+    rig x = make(r, mesh); /* one unit alone, in one element */
+    double add = 0;
+    CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
+    fsdp_param_view v = lab_view(r->w, x.u[1], 0);
+    if (r->rank == 3) ((float *)v.shard)[v.numel - 1] = 7.5f;
+    CALL(r->w, fsdp_params_changed(x.m));
+    micro(r, &x, 3);
+    const int mine = fsdp_mesh_rank(mesh, 1) == 1; /* the group of rank 3 */
+    CHECK_EQ_INT(times(r, "parameters in unit 'second' (1 such units)"), mine);
+    CALL(r->w, fsdp_model_broadcast(x.m, x.u[1], 0));
+    expect_values(r, &x, 0);
+    REFUSED(r->w, fsdp_model_broadcast(x.m, NULL, 2),
+            "[E100] model_broadcast: root is 2, expected 0..1 of unit 'first'");
+    REFUSED(r->w, fsdp_model_broadcast(x.m, x.u[1], -1), "of unit 'second'");
+    rig y = make(r, mesh);
+    REFUSED(r->w, fsdp_model_broadcast(y.m, x.u[1], 0), "[E109] model_broadcast");
+    REFUSED(NULL, fsdp_model_broadcast(NULL, NULL, 0), "model is NULL");
+    CALL(r->w, fsdp_pre_forward(x.u[0]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_model_broadcast(x.m, NULL, 0), "unit 'first'");
+}
+TEST(warnings, replicas_that_differ) { launch(4, hsdp_differs, NULL); }
+
+/* Without replicas there is nothing to compare or to copy. */
+static void sharded(lab_rank *r) {
+    rig x = make(r, NULL);
+    double add = 100 * r->rank;
+    lab_log log = {0};
+    lab_watch(&log, r->w, x.m);
+    CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
+    CALL(r->w, fsdp_model_broadcast(x.m, NULL, 1));
+    micro(r, &x, 3);
+    CHECK_EQ_INT(lab_count_ops(&log, 0, -1, FSDP_LABEL_WORLD, NULL), 0);
+    CHECK_EQ_INT(lines(r), 0);
+    free(log.ops);
+}
+TEST(warnings, no_replicas) { launch(2, sharded, NULL); }
+
+/* Frozen parameters in another order on one rank: no reduction compares them. They are told of, and
+   a broadcast, which would mix them, is refused on all ranks. */
+static void frozen_order(lab_rank *r) {
+    fsdp_param_desc p[3] = {fsdp_vec("w", 8), fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_replicate_desc d = FSDP_ZERO;
+    fsdp_replicate *rep = NULL;
+    fsdp_model *m = lab_model(r->w, NULL);
+    p[1].frozen = p[2].frozen = 1;
+    if (r->rank == 1) p[1].name = "b", p[2].name = "a";
+    d.params = p, d.num_params = 3;
+    CALL(r->w, fsdp_replicate_create(m, &d, &rep));
+    REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_replicate_broadcast(rep, 0),
+               "[E217] model_broadcast: replicas describe unit 'bucket.1' differently");
+    CALL(r->w, fsdp_replicate_pre_forward(rep));
+    CALL(r->w, fsdp_replicate_post_forward(rep));
+    CHECK(fsdp_replicate_grad(rep, 0) != NULL);
+    CALL(r->w, fsdp_replicate_post_backward(rep));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CHECK_EQ_INT(times(r, "replicas hold different parameters in unit 'bucket.1'"), 1);
+}
+TEST(warnings, frozen_parameters_in_another_order) { launch(2, frozen_order, NULL); }

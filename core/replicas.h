@@ -1,0 +1,141 @@
+/* core/replicas.h - parameters that replicas hold alike: compared once, and copied
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: nothing. Replicas average gradients and not parameters, so that those which begin with
+// different values stay different. Source: torch: _sync_module_states, _verify_param_shape.
+
+// A unit whose parameters other ranks hold, too.
+static int fsdpi_is_replicated(const fsdp_unit *u) {
+    return u->desc.info.replicate_comm && fsdpi_replicas(u) > 1;
+}
+
+// A collective on host data of a unit's replicas.
+static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char *what, int root,
+                                       void *data, int64_t count, fsdp_dtype dtype) {
+    fsdp_op op = fsdpi_host_op(kind, what, dtype);
+    op.redop = FSDP_MAX;
+    op.group_size = fsdpi_replicas(u);
+    op.root = root;
+    return fsdpi_host_collective(u->model->world, u->desc.info.replicate_comm, &op, (char *)data,
+                                 count);
+}
+
+// Do replicas of the unit have different numbers? The largest complement is that of the smallest.
+static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, uint64_t number,
+                                          int *different) {
+    int64_t most[2] = {(int64_t)number, (int64_t)~number};
+    fsdp_status status = fsdpi_replicas_meet(u, FSDP_OP_ALL_REDUCE, what, 0, most, 2, FSDP_I64);
+    *different = !status && most[0] != ~most[1];
+    return status;
+}
+
+// This rank's rows of a parameter.
+static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nbytes) {
+    *nbytes = (size_t)fsdpi_bytes(p->lay.local_numel, p->dtype);
+    return fsdpi_flat_of(u, fsdpi_part_of(u, p))->shard->ptr +
+           fsdpi_bytes(p->lay.shard_offset, p->dtype);
+}
+
+static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
+    uint64_t word;
+    for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
+        memcpy(&word, data, sizeof word);
+        h = fsdpi_hash(h, word);
+    }
+    for (; nbytes > 0; data++, nbytes--) h = fsdpi_hash(h, (unsigned char)*data);
+    return h;
+}
+
+// Of all rows of a unit; what the host cannot read comes to `room` of `most` bytes.
+static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < u->desc.num_params; i++) {
+        size_t nbytes;
+        const char *rows = fsdpi_own_rows(u, &u->params[i], &nbytes);
+        for (size_t at = 0; room && at < nbytes && !status; at += most) {
+            size_t piece = nbytes - at < most ? nbytes - at : most;
+            status = fsdpi_transfer(u->model->world, room, rows + at, piece);
+            if (!status) *h = fsdpi_hash_bytes(*h, room, piece);
+        }
+        if (!room) *h = fsdpi_hash_bytes(*h, rows, nbytes);
+    }
+    return status;
+}
+
+/* In the first finalize: do replicas hold the same parameters? If not, training goes on, as in
+   PyTorch, and the averages mean little. */
+static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
+    enum { ROOM = 1 << 20 };
+    char *room = NULL;
+    const fsdp_unit *first = NULL;
+    int count = 0;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units && !status; i++) {
+        const fsdp_unit *u = m->units[i];
+        uint64_t number = u->layout.hash; // names and shapes, too: a unit may have no reduction
+        int different = 0;
+        if (!fsdpi_is_replicated(u)) continue;
+        if (!room && !fsdpi_is_readable(m->world, m->flats[u->params[0].dtype].shard)) {
+            room = (char *)fsdpi_model_alloc(m, ROOM);
+            if (!room) status = fsdpi_no_memory(m->world, "finalize_backward", "", ROOM);
+        }
+        if (!status) status = fsdpi_values(u, room, ROOM, &number);
+        status = fsdpi_fail_together(m->world, status);
+        if (!status)
+            status = fsdpi_replicas_compare(u, "finalize_backward: replicas", number, &different);
+        if (different && !first) first = u;
+        count += different;
+    }
+    fsdpi_model_free(m, room);
+    if (!status && first)
+        fsdp_warn(m->world,
+                  "finalize_backward: replicas hold different parameters in unit '%s' (%d such "
+                  "units), and stay different: let all ranks load or init the same values, or call "
+                  "fsdp_model_broadcast before the first step",
+                  first->desc.name, count);
+    return status;
+}
+
+// Before replicas of a unit copy: do they mean the same parameters?
+static fsdp_status fsdpi_replicas_named(const fsdp_unit *u, const char *what) {
+    int different = 0;
+    fsdp_status status = fsdpi_replicas_compare(u, what, u->layout.hash, &different);
+    if (status || !different) return status;
+    return fsdp_fail(u->model->world, FSDP_ERR_MISMATCH,
+                     "[E217] %s: replicas describe unit '%s' differently: give the same names, "
+                     "shapes, dtypes and requires_grad in the same order on all ranks",
+                     what, u->desc.name);
+}
+
+FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
+    static const char *const what = "model_broadcast";
+    if (!model) return fsdpi_null(NULL, what, "model");
+    fsdp_status status = fsdpi_failed(model->world);
+    int begin = unit ? unit->desc.index : 0;
+    if (status) return status;
+    if (unit && unit->model != model)
+        return fsdpi_bad(model->world, "[E109] %s: the unit belongs to another model", what);
+    int end = unit ? begin + 1 : model->num_units;
+    for (int i = begin; i < end; i++) {
+        const fsdp_unit *u = model->units[i];
+        if (root < 0 || (root >= fsdpi_replicas(u) && (unit || fsdpi_is_replicated(u))))
+            return fsdpi_bad(model->world, "[E100] %s: root is %d, expected 0..%d of unit '%s'",
+                             what, root, fsdpi_replicas(u) - 1, u->desc.name);
+    }
+    status = fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what);
+    if (!status) status = fsdp_params_writable(model);
+    for (int i = begin; i < end && !status; i++)
+        if (fsdpi_is_replicated(model->units[i]))
+            status = fsdpi_replicas_named(model->units[i], what);
+    for (int i = begin; i < end && !status; i++) {
+        const fsdp_unit *u = model->units[i];
+        for (int k = 0; k < u->desc.num_params && fsdpi_is_replicated(u) && !status; k++) {
+            size_t nbytes;
+            char *rows = fsdpi_own_rows(u, &u->params[k], &nbytes);
+            status = fsdpi_replicas_meet(u, FSDP_OP_BROADCAST, what, root, rows, (int64_t)nbytes,
+                                         FSDP_U8);
+        }
+    }
+    return status ? status : fsdp_params_changed(model);
+}
