@@ -9,6 +9,9 @@
        #include "fsdp.h"
        cc -O2 trainer.c -pthread -lm && tools/fsdprun -n 4 ./a.out     // make tools/fsdprun
 
+   With FSDP_STATIC defined as well, everything is static to that file: for a program of one file,
+   or a library with a copy of its own.
+
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
 CONTENTS
@@ -34,6 +37,7 @@ CONTENTS
     core/mesh.h         ranks arranged in N dims, and their groups
     core/world.h        rank, size, environment, opened tables
     core/layout.h       where a unit's parameters and gradients lie in its slots
+    core/guard.h        AddressSanitizer: what the caller must not touch
     core/pool.h         buffers and slots
     core/unit.h         makes a unit of the desc of fully_shard
     core/ops.h          op records; fsdpi_emit, the only door to the tables
@@ -103,6 +107,7 @@ A PROGRAM
             }
             fsdp_post_backward(unit);
             if (fsdp_finalize_backward(model)) break; // the failure of any hook shows here
+            if (fsdp_params_writable(model)) break;   // nobody reads shards any more
             fsdp_param_view v = FSDP_ZERO;
             while (fsdp_next_param(model, &v))
                 for (int64_t k = 0; k < v.numel; k++)
@@ -137,17 +142,27 @@ STEP BY STEP
     3  Backward of a layer: call fsdp_pre_backward, read fsdp_data, add to fsdp_grad, call
        fsdp_post_backward. Units may come in any order. At the end call fsdp_finalize_backward.
     4  Call fsdp_clip_grad_norm if you clip. Run the optimizer: fsdp_optim.h, or your own loop over
-       fsdp_model_flat or fsdp_next_param. After your own loop call fsdp_params_changed. Then call
-       fsdp_zero_grad.
+       fsdp_model_flat or fsdp_next_param. Before your own loop call fsdp_params_writable, since a
+       prefetch may still read shards, and after it fsdp_params_changed. Then call fsdp_zero_grad.
     Microbatches: call fsdp_set_requires_gradient_sync(model, NULL, 0) before the first one and
-    fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one.
+    fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one. Each of them ends with
+    fsdp_finalize_backward. Step 4 comes after the last one.
     Evaluation: call fsdp_set_grad_enabled(model, 0), run forwards, fsdp_set_grad_enabled(model, 1).
+    If more units were open at a time than in training, fsdp_pools_trim frees their slots.
     Recompute: between a unit's pre_backward and post_backward call its pre_forward and
     post_forward again (PyTorch: activation checkpointing).
     HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
     Step plans: fsdp_plan_create of fsdp_plan.h. The library records a step and replays it with
     fewer collectives and the same bits (docs/plan.md).
+
+MISTAKES
+    Memory: compile with -fsanitize=address. Then the program stops at the line that touches a
+    parameter or a gradient beyond its end, before pre_* or after post_*. Without it
+    fsdp_model_desc.debug fills what you gave back with NaN. Neither sees a program that writes a
+    parameter, runs past its end into the next one, or writes shards while a gather reads them.
+    Dtypes: fsdp_data_dtype tells the dtype of fsdp_data; fsdp_data_as checks it.
+    Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
 
 IT DOES NOT
     differentiate, run kernels, or own your activations. It does not search for a root module as
@@ -171,7 +186,9 @@ ERRORS
     expected value and the actual one. Each rank logs it once and keeps it for fsdp_last_error.
     If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
     fails, the library aborts the world on all ranks. From then on every call returns that status
-    at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
+    at once, and you can only call fsdp_last_error and fsdp_shutdown. A getter that fails gives
+    memory all the same, and fsdp_finalize_backward reports its failure: a trainer that looks only
+    at what finalize and the optimizer return does not crash before. The library never calls exit
     or abort. (Gloo ends the process if the program closes one of Gloo's descriptors.)
     No call waits longer than the deadline. On devices with streams a call may wait 3
     seconds more, so that the backend, which can name the missing rank, reports first.
@@ -529,7 +546,7 @@ typedef struct fsdp_model_desc {
     int32_t grads_overwrite;       // 1: your backward stores gradients (=); 0: it adds them (+=)
     int32_t cpu_offload;           // 1: shards and their gradients are in (pinned) host memory
     int32_t implicit_prefetch;     // FSDP_PREFETCH_*
-    int32_t debug;                 // 1: the library fills released buffers with NaN patterns
+    int32_t debug;                 // 1: fill released buffers with NaN patterns (MISTAKES)
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
                                    // place, if it is cut by rows, its padded shard in multiples of
@@ -756,12 +773,18 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full);
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full);
 
-/* fsdp_params_changed - say that you have written shards (own optimizer, own load)
-   Effect      later gathers run after your writes. Unsharded copies, also those under way, are
-               stale: the next fsdp_unshard or pre_* gathers again. Until then fsdp_data gives the
-               old values
-   Result      FSDP_OK; INVALID_STATE (a unit is not idle)
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+/* fsdp_params_writable - wait until nothing reads the shards, here and on the peers: prefetches and
+               gathers of fsdp_unshard under way do. Call it before you write shards
+   fsdp_params_changed - say that you have written shards (own optimizer, own load)
+   Effect      changed: later gathers run after your writes. Unsharded copies, also those under way,
+               are stale: the next fsdp_unshard or pre_* gathers again. Until then fsdp_data gives
+               the old values
+   Result      FSDP_OK; changed: INVALID_STATE (a unit is not idle); writable: collective errors. On
+               devices with streams you may then write shards in the order of your stream, or on the
+               host if fsdp_update_place gives FSDP_MEMORY_HOST
+   Collective  no, but every rank has to do the same
+   Blocks      writable: for operations under way that read shards; changed: no      Allocates no */
+FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
 /* fsdp_model_broadcast - copy the parameters of one replica to all others (HSDP; units that
@@ -831,14 +854,26 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 /* fsdp_data - the full parameter `index`: contiguous, param_dtype, valid from pre_* to post_*
    fsdp_grad - where you write its gradient: same shape and dtype, valid from pre_backward to
                post_backward. It marks the parameter as used. NULL for a frozen parameter
+   fsdp_data_as, fsdp_grad_as - the same, and a failure if the dtype is not `dtype`. In C++ also
+               fsdp_data_as<float>(unit, index), which gives a float *
    Result      device memory, ready in the order of your stream; the library owns it. In a wrong
-               state NULL and a logged text; fsdp_finalize_backward then reports INVALID_STATE.
-               Never NULL for a parameter of size zero. Addresses are multiples of 64 bytes, on GPUs
-               of 256. If steps have the same order of calls, they repeat from the second step on
-   Collective  no      Blocks no      Allocates no, but after an abort (see above)
+               state, with a wrong index or dtype it is valid memory with undefined contents, as
+               after an abort, and a text is logged; fsdp_finalize_backward reports the failure.
+               NULL: unit is NULL, or there is no memory for such contents. Never NULL for a
+               parameter of size zero. Addresses are multiples of 64 bytes, on GPUs of 256. If steps
+               have the same order of calls, they repeat from the second step on
+   Collective  no      Blocks no      Allocates at the first failure
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
+FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
+FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
+
+/* fsdp_data_dtype - the dtype of fsdp_data and fsdp_grad: the parameter's own, or param_dtype
+   Result      KEEP (0): unit is NULL or has no such parameter, which is logged;
+               fsdp_finalize_backward reports the failure
+   Collective  no      Blocks no      Allocates no      Source torch: unsharded_param.dtype */
+FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index);
 
 /* fsdp_unshard - start to gather a unit before its use
    fsdp_wait    - wait until fsdp_data is valid
@@ -1233,8 +1268,8 @@ enum {
 
 enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
 
-// Bytes of device memory by pool. Pools only grow, so current is also the peak. Only extensions
-// shrink them (fsdp_pools_trim).
+// Bytes of device memory by pool. Pools only grow, so current is also the peak; only
+// fsdp_pools_trim shrinks them.
 typedef struct fsdp_memory {
     int64_t pool_bytes[FSDP_POOL_MAX];
     int32_t pool_slots[FSDP_POOL_MAX];
@@ -1295,6 +1330,26 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 #include "core/backend.h"
 
 #ifdef __cplusplus
+}
+// The dtype of a type. For one of 16 bits:
+//     template <> struct fsdp_dtype_of<__nv_bfloat16> : fsdp_dtype_is<FSDP_BF16> {};
+template <int Dtype> struct fsdp_dtype_is {
+    static const fsdp_dtype value = Dtype;
+};
+template <class T> struct fsdp_dtype_of;
+template <> struct fsdp_dtype_of<float> : fsdp_dtype_is<FSDP_F32> {};
+template <> struct fsdp_dtype_of<double> : fsdp_dtype_is<FSDP_F64> {};
+template <> struct fsdp_dtype_of<uint8_t> : fsdp_dtype_is<FSDP_U8> {};
+template <> struct fsdp_dtype_of<int8_t> : fsdp_dtype_is<FSDP_I8> {};
+template <> struct fsdp_dtype_of<int16_t> : fsdp_dtype_is<FSDP_I16> {};
+template <> struct fsdp_dtype_of<int32_t> : fsdp_dtype_is<FSDP_I32> {};
+template <> struct fsdp_dtype_of<int64_t> : fsdp_dtype_is<FSDP_I64> {};
+
+template <class T> inline T *fsdp_data_as(fsdp_unit *unit, int index) {
+    return static_cast<T *>(fsdp_data_as(unit, index, fsdp_dtype_of<T>::value));
+}
+template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
+    return static_cast<T *>(fsdp_grad_as(unit, index, fsdp_dtype_of<T>::value));
 }
 #endif
 #endif // FSDP_H
@@ -1375,6 +1430,7 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/mesh.h"
 #include "core/world.h"
 #include "core/layout.h"
+#include "core/guard.h"
 #include "core/pool.h"
 #include "core/unit.h"
 #include "core/ops.h"

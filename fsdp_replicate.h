@@ -164,8 +164,8 @@ FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep);
    fsdp_replicate_grad - where you write its gradient, as fsdp_grad: until you say that it is ready.
                It marks the parameter as used. NULL for a frozen one
    param       its index in desc.params
-   Result      as fsdp_data, fsdp_grad; NULL and a logged text in a wrong state. After an abort
-               valid memory with undefined contents
+   Result      as fsdp_data, fsdp_grad: in a wrong state and after an abort valid memory with
+               undefined contents. NULL: rep is NULL, or there is no memory
    Collective  no      Blocks no      Allocates as fsdp_pre_backward, at the first use of a bucket
    Source      torch: Parameter, Parameter.grad with gradient_as_bucket_view */
 FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param);
@@ -741,20 +741,25 @@ static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
     return status;
 }
 
+// A getter fails: as those of fsdp.h do.
+static void *fsdpi_rep_undefined(fsdp_replicate *rep, fsdp_status status) {
+    return rep ? fsdp_undefined(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
+}
+
 FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
-    if (fsdpi_rep_check(rep, "replicate_data", param, 1, 0)) return NULL;
+    fsdp_status status = fsdpi_rep_check(rep, "replicate_data", param, 1, 0);
+    if (status) return fsdpi_rep_undefined(rep, status);
     const fsdpi_rep_param *p = &rep->params[param];
     return fsdp_data(rep->buckets[p->bucket].unit, p->index);
 }
 
 FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
-    static const char *const name = "replicate_grad";
-    // After an abort: memory without a meaning, as fsdp_grad gives it.
     int alive = rep && !fsdp_world_status(fsdp_model_world(rep->model));
-    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, alive))) return NULL;
+    fsdp_status status = fsdpi_rep_check(rep, "replicate_grad", param, 1, alive);
+    if (status) return fsdpi_rep_undefined(rep, status);
     const fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
-    if (alive && fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
+    if (alive) (void)fsdpi_rep_keep(rep, fsdpi_rep_open(b)); // if it fails, so does the next one
     return fsdp_grad(b->unit, p->index);
 }
 

@@ -463,6 +463,13 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     return FSDP_OK;
 }
 
+static void fsdpi_undefined_free(fsdp_model *m) {
+    if (m->undefined)
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_DEVICE, m->undefined,
+                                   m->undefined_bytes);
+    m->undefined_bytes = 0;
+}
+
 // Free everything of a model. For a prediction's copy: what the dry run has counted.
 static void fsdpi_model_free_buffers(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) {
@@ -473,7 +480,5 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
     fsdpi_old_free(m);
     fsdpi_model_free(m, m->classes);
     fsdpi_model_free(m, m->order);
-    if (m->undefined)
-        m->world->device_ops->free(m->world->device, FSDP_MEMORY_DEVICE, m->undefined,
-                                   m->undefined_bytes);
+    fsdpi_undefined_free(m);
 }

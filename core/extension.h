@@ -295,12 +295,12 @@ FSDP_API int fsdp_is_uneven(const fsdp_model *model);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
-/* fsdp_params_writable - wait until nothing reads the shards. Then write them, and call
-   fsdp_params_changed
-   Result      FSDP_OK; collective errors. On devices with streams you may then write shards in the
-               order of COMPUTE, or on the host if fsdp_update_place gives FSDP_MEMORY_HOST
-   Collective  no      Blocks for operations under way that read shards      Allocates no */
-FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
+/* fsdp_undefined - memory for a getter of an extension that fails, as fsdp_data gives it: room for
+   the largest parameter of the model, of undefined contents, the same each time
+   status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
+   Result      NULL: model is NULL, or there is no memory
+   Collective  no      Blocks no      Allocates at its first use */
+FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status);
 
 /* fsdp_update_place - the memory of the shards, and with it what updates them
    memory      out: FSDP_MEMORY_HOST: the host updates them (`call` of an UPDATE record).

@@ -34,6 +34,12 @@ static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
 
+// Is memory poisoned that the caller must not touch (guard.h)? Not where a device has it, or has an
+// order of its own.
+static inline int fsdpi_can_close(const fsdp_world *w) {
+    return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDPI_NATIVE;
+}
+
 // Do what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;

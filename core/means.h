@@ -199,7 +199,7 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
 
 // What a marker says happens: to slots that an extension gives to units.
 static void fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
-    if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+    if (op->kind == FSDP_OP_ACQUIRE && op->dst) fsdpi_hold(m, op->dst);
     if (op->kind == FSDP_OP_WROTE && op->dst)
         fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready, NULL);
     if (op->kind != FSDP_OP_RELEASE || !op->src) return;
@@ -251,7 +251,7 @@ static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
     fsdp_status status = fsdpi_failed(m->world);
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
         if (op->kind >= FSDP_OP_HOOK) {
-            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) fsdpi_hold(m, op->dst);
             if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
             continue;
         }

@@ -98,6 +98,8 @@ struct fsdpi_subgroup {
 // blocks of the model and the layout of each unit's slots. Invariants: nothing here depends on
 // time; the layout is the same on every rank. Source: torch: FSDPParam, FSDPParamGroup.
 
+enum { FSDPI_UNGUARDED, FSDPI_IS_OPEN, FSDPI_IS_CLOSED }; // may the caller touch it? See guard.h
+
 struct fsdp_buf {
     char *ptr;
     size_t bytes;
@@ -107,6 +109,7 @@ struct fsdp_buf {
     uint8_t held, pool, as; // pool: which counts its bytes; as: for which a unit takes it
     uint8_t pinned;         // host memory of the device, which peers cannot read
     uint8_t part;           // it lies inside of another buffer, which owns the memory
+    uint8_t guard, place;   // FSDPI_UNGUARDED, ...; which of its places it is at
     int32_t number;         // in the order of making
 };
 
@@ -374,7 +377,7 @@ struct fsdp_model {
     char *full_copy;        // of full_scratch, where the host cannot read that
     fsdp_seg full_seg;      // of the current step
     fsdp_block full_block;
-    void *undefined; // what getters give in a failed world
+    void *undefined; // what getters give that fail
     size_t undefined_bytes;
     fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
     fsdpi_attached *attached;    // extensions, in the order in which they are asked

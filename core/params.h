@@ -114,6 +114,7 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
+    if (out) memset(out, 0, sizeof *out);
     if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
@@ -126,6 +127,7 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
+    if (out) memset(out, 0, sizeof *out);
     if (!model || !out) return fsdpi_null(NULL, "param_at", "model or out");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
@@ -148,7 +150,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
         u = model->units[u->desc.index + 1];
         index = 0;
     }
-    return fsdp_param_view_get(u, index, view) == FSDP_OK;
+    return fsdpi_remember(u->model, fsdp_param_view_get(u, index, view)) == FSDP_OK;
 }
 
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
@@ -211,13 +213,13 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
+    if (out) memset(out, 0, sizeof *out);
     if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
     if (!fsdp_dtype_size(dtype))
         return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
-    memset(out, 0, sizeof *out);
     out->dtype = dtype;
     out->grad_dtype = fsdpi_grad_dtype(model, dtype);
     out->numel = flat->train_numel;

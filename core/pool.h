@@ -14,11 +14,12 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     }
-    if (buf->part) buf->ptr = NULL;
-    if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
-    else if (buf->ptr)
-        w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE,
-                            buf->ptr, buf->bytes);
+    size_t room = fsdpi_room(w, buf);
+    char *ptr = buf->part ? NULL : fsdpi_open_room(w, buf);
+    if (ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, ptr, room);
+    else if (ptr)
+        w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE, ptr,
+                            room);
     fsdpi_model_free(m, buf);
 }
 
@@ -28,13 +29,15 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     void *ptr = NULL;
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
-    fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
-                                : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
+    size_t room = fsdpi_room(w, buf);
+    fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
+                                : w->device_ops->alloc(w->device, kind, room, &ptr);
     if (status)
         return fsdp_fail(w, status, "[E305] the library could not allocate %llu bytes for %s: %s",
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
+    fsdpi_close_room(w, buf);
     return FSDP_OK;
 }
 
@@ -75,8 +78,10 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     fsdp_status status = fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots,
                                     "a list of", fsdp_pool_name(c->pool));
     if (!status) status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
-    if (!status) c->count++;
-    return status;
+    if (status) return status;
+    fsdp_buf *slot = c->slots[c->count++];
+    if (slot->ptr && fsdpi_can_close(m->world)) slot->guard = FSDPI_IS_OPEN;
+    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
@@ -105,7 +110,11 @@ static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_b
 
 // Between steps all free slots count as released at one time: the next step takes the same ones.
 static void fsdpi_pools_rewind(fsdp_model *m) {
+    fsdpi_close_free(m);
     for (int i = 0; i < m->num_classes; i++)
-        for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
+        for (int k = 0; k < m->classes[i].count; k++) {
+            m->classes[i].slots[k]->released = 0;
+            if (!m->classes[i].slots[k]->held) fsdpi_turn(m, m->classes[i].slots[k], 0);
+        }
     m->release_seq = 0;
 }

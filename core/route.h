@@ -22,7 +22,7 @@ typedef struct fsdpi_facts {
     uint8_t offload;   // shards and their gradients lie in pinned host memory
     uint8_t overwrite; // backward stores gradients instead of adding them
     uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
-    uint8_t debug;     // what is given back becomes NaN
+    uint8_t debug;     // what is given back becomes NaN, or is poisoned
     // Options.
     uint8_t sync, all_reduce;
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
@@ -140,7 +140,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     fsdpi_route r;
     uint8_t *step = r.collect;
     int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
-    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer shall find NaN
+    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer shall find that
     int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
     int sum = fsdpi_facts_convert(f, f->hook) ||
               (!due && (f->overwrite || f->gathered != f->reduce));

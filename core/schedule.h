@@ -189,11 +189,13 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
 static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
     uint8_t next = fsdpi_next_state(u, row);
     u->model->call_state = next;
+    fsdpi_open_unit(u);
     for (int i = 0; row->actions[i]; i++) {
         fsdp_status status = row->actions[i](u);
         if (status) return status;
     }
     u->state.training = next;
+    fsdpi_close_unit(u);
     return FSDP_OK;
 }
 
@@ -326,13 +328,6 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
 FSDP_API fsdp_status fsdp_unshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_UNSHARD); }
 FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
 FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
-
-static int fsdpi_getter_ok(fsdp_unit *u, int call) {
-    const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_hook_failed(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
-    return 0;
-}
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");

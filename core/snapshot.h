@@ -189,7 +189,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
-        if (s->slot[pool]) s->slot[pool]->held = 1;
+        if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
     if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
 }
@@ -202,6 +202,7 @@ FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
     if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);
     if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    fsdpi_open_unit(unit);
     return fsdpi_do_leftovers(unit);
 }
 

@@ -100,28 +100,50 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     return status;
 }
 
-/* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later
-   does not crash before: one block of this rank alone, as large as the largest slot, for all.
-   NULL only where there is no memory either. */
-static void *fsdpi_undefined(fsdp_model *m) {
+/* Memory for a getter that fails, so that a trainer that looks at statuses later does not crash
+   before: one block of this rank alone, as large as the largest slot, for all. Finalize reports the
+   failure again. NULL only where there is no memory either. */
+FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status) {
+    fsdp_world *w = model ? model->world : NULL;
     int64_t bytes = 1;
-    for (int i = 0; i < m->num_units && !m->undefined; i++) {
-        const fsdp_unit *u = m->units[i];
+    if (!w) return NULL;
+    if (!fsdpi_failed(w)) (void)fsdpi_remember(model, status);
+    for (int i = 0; i < model->num_units; i++) {
+        const fsdp_unit *u = model->units[i];
         if (u->layout.slot_bytes > bytes) bytes = u->layout.slot_bytes;
         if (u->layout.grad_bytes > bytes) bytes = u->layout.grad_bytes;
     }
-    fsdp_world *w = m->world;
-    if (m->undefined) return m->undefined;
-    m->undefined_bytes = (size_t)bytes;
-    if (w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &m->undefined))
-        m->undefined = NULL;
-    return m->undefined;
+    if ((int64_t)model->undefined_bytes >= bytes) return model->undefined;
+    fsdpi_undefined_free(model);
+    status = w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &model->undefined);
+    if (!status) model->undefined_bytes = (size_t)bytes;
+    if (!status) return model->undefined;
+    model->undefined = NULL;
+    (void)fsdp_fail(w, status,
+                    "[E310] no %lld bytes for a getter that has failed, which gives NULL: %s",
+                    (long long)bytes, fsdpi_device_text(w, status));
+    return NULL;
+}
+
+static inline int fsdpi_has_param(const fsdp_unit *u, int index) {
+    return u && index >= 0 && index < u->desc.num_params;
+}
+
+// May a getter give what it is asked for?
+static inline fsdp_status fsdpi_getter_check(fsdp_unit *u, int index, int call) {
+    int exists = fsdpi_has_param(u, index);
+    fsdp_status status = u ? fsdpi_failed(u->model->world) : FSDP_OK;
+    if (!status && !exists) status = fsdpi_param_call(u, index, call);
+    if (status) return status;
+    if (fsdpi_lookup(u, call) &&
+        (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED))
+        return FSDP_OK;
+    return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
 }
 
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
-    if (fsdpi_param_call(unit, index, FSDP_CALL_DATA)) return NULL;
-    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
-    if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
+    fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_DATA);
+    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
     if (unit->route[0].gather == FSDPI_GATHER_ALIAS)
         return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
@@ -131,17 +153,43 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
-    if (fsdpi_param_call(unit, index, FSDP_CALL_GRAD)) return NULL;
+    if (fsdpi_has_param(unit, index) && !unit->params[index].requires_grad) return NULL;
+    fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_GRAD);
+    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
-    if (!p->requires_grad) return NULL;
-    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
-    if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
     *fsdpi_use(unit, index) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
     if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return unit->state.slot[FSDP_POOL_GRAD]->ptr +
            fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+}
+
+// The getter, unless the caller expects another dtype.
+static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call,
+                          void *(*get)(fsdp_unit *unit, int index)) {
+    const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
+    fsdp_dtype has = p ? fsdpi_part_of(u, p)->param_dtype : dtype;
+    if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad)) return get(u, index);
+    fsdp_status status = fsdpi_bad(
+        u->model->world,
+        "[E230] %s: parameter '%s' of unit '%s' is gathered as %s, but you ask for %s: ask for "
+        "what fsdp_data_dtype says, or change param_dtype",
+        fsdpi_call_name(call), p->name, u->desc.name, fsdp_dtype_name(has), fsdp_dtype_name(dtype));
+    return fsdp_undefined(u->model, status);
+}
+FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_DATA, fsdp_data);
+}
+FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_GRAD, fsdp_grad);
+}
+
+FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_DATA);
+    if (!status) return fsdpi_part_of(unit, &unit->params[index])->param_dtype;
+    if (unit) (void)fsdpi_remember(unit->model, status);
+    return FSDP_DTYPE_KEEP;
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {

@@ -56,6 +56,23 @@ static inline void fsdpi_pause(void) {
 #define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
+// AddressSanitizer stops the program where it touches what is poisoned.
+#if defined(__SANITIZE_ADDRESS__)
+#define FSDPI_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define FSDPI_ASAN 1
+#endif
+#endif
+#ifdef FSDPI_ASAN
+extern void fsdpi_poison(const void *at, size_t bytes) __asm__("__asan_poison_memory_region");
+extern void fsdpi_unpoison(const void *at, size_t bytes) __asm__("__asan_unpoison_memory_region");
+#else
+#define FSDPI_ASAN 0
+static inline void fsdpi_poison(const void *at, size_t bytes) { (void)at, (void)bytes; }
+static inline void fsdpi_unpoison(const void *at, size_t bytes) { (void)at, (void)bytes; }
+#endif
+
 // A lock for a few instructions: error texts, lists of ranks as threads.
 // 0 free, 1 taken, 2 taken and somebody may sleep on it.
 static int fsdpi_try_lock(uint32_t *lock) {

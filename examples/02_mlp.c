@@ -25,7 +25,7 @@ static double noise(uint64_t x) { // in [-1, 1), a function of x alone
     x = (x + 1) * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return (double)((x ^ (x >> 31)) >> 11) * 0x1p-52 - 1.0;
+    return (double)((x ^ (x >> 31)) >> 11) / 4503599627370496.0 - 1.0; // 2^52
 }
 
 static void init_rows(void *user, const fsdp_param_view *rows) {

@@ -36,7 +36,7 @@ static void microbatch(fsdp_unit **h, int number) {
     for (int i = 0; i < C; i++) x[0][i] = fraction(i + 11 * number) / 2, d[L][i] = 1;
     for (int l = 0; l < L; l++) {
         fsdp_pre_forward(h[l]);
-        const float *w = fsdp_data(h[l], 0);
+        const float *w = (float *)fsdp_data(h[l], 0);
         for (int i = 0; i < C; i++) {
             x[l + 1][i] = x[l][i];
             for (int j = 0; j < C; j++) x[l + 1][i] += w[i * C + j] * x[l][j];
@@ -45,8 +45,8 @@ static void microbatch(fsdp_unit **h, int number) {
     }
     for (int l = L - 1; l >= 0; l--) {
         fsdp_pre_backward(h[l]);
-        const float *w = fsdp_data(h[l], 0);
-        float *dw = fsdp_grad(h[l], 0);
+        const float *w = (float *)fsdp_data(h[l], 0);
+        float *dw = (float *)fsdp_grad(h[l], 0);
         for (int i = 0; i < C; i++) d[l][i] = d[l + 1][i];
         for (int i = 0; i < C; i++) {
             for (int j = 0; j < C; j++) { // added: the buffer may hold earlier microbatches

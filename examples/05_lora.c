@@ -50,8 +50,8 @@ static void layer_forward(fsdp_unit *unit, const float *x, float *t, float *y) {
     memcpy(y, x, C * sizeof *y);
     memset(t, 0, R * sizeof *t);
     add_product(y, w, x, C, C);
-    add_product(t, fsdp_data(unit, DOWN), x, R, C);
-    add_product(y, fsdp_data(unit, UP), t, C, R);
+    add_product(t, (float *)fsdp_data(unit, DOWN), x, R, C);
+    add_product(y, (float *)fsdp_data(unit, UP), t, C, R);
 }
 static void layer_backward(fsdp_unit *unit, const float *x, const float *t, const float *dy,
                            float *dx) {
@@ -60,10 +60,10 @@ static void layer_backward(fsdp_unit *unit, const float *x, const float *t, cons
     fsdp_convert(w, FSDP_F32, fsdp_data(unit, BASE), FSDP_BF16, C * C);
     memcpy(dx, dy, C * sizeof *dx);
     add_transposed(dx, w, dy, C, C); // through the base, but there is no gradient of it
-    add_transposed(dt, fsdp_data(unit, UP), dy, C, R);
-    add_transposed(dx, fsdp_data(unit, DOWN), dt, R, C);
-    add_outer(fsdp_grad(unit, UP), dy, t, C, R);
-    add_outer(fsdp_grad(unit, DOWN), dt, x, R, C);
+    add_transposed(dt, (float *)fsdp_data(unit, UP), dy, C, R);
+    add_transposed(dx, (float *)fsdp_data(unit, DOWN), dt, R, C);
+    add_outer((float *)fsdp_grad(unit, UP), dy, t, C, R);
+    add_outer((float *)fsdp_grad(unit, DOWN), dt, x, R, C);
 }
 
 // Forward and backward of this rank's sample; its loss. The task: the input in reverse order.

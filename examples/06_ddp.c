@@ -56,10 +56,10 @@ static fsdp_status make_net(fsdp_model *model, int buckets, net *n) {
 
 // Parameter p: the weights and the bias of layer p / 2.
 static const float *data(net *n, int p) {
-    return n->rep ? fsdp_replicate_data(n->rep, p) : fsdp_data(n->unit[p / 2], p % 2);
+    return (float *)(n->rep ? fsdp_replicate_data(n->rep, p) : fsdp_data(n->unit[p / 2], p % 2));
 }
 static float *grad(net *n, int p) {
-    return n->rep ? fsdp_replicate_grad(n->rep, p) : fsdp_grad(n->unit[p / 2], p % 2);
+    return (float *)(n->rep ? fsdp_replicate_grad(n->rep, p) : fsdp_grad(n->unit[p / 2], p % 2));
 }
 
 // A layer is y = x + W x + b.
@@ -101,7 +101,7 @@ static fsdp_status step(net *n, int number, float *out) {
 
 static int train(fsdp_world *world, void *arg) {
     way *out = (way *)arg;
-    net n = {0};
+    net n = FSDP_ZERO;
     fsdp_model *model;
     fsdp_adamw *opt = NULL;
     fsdp_counters c = FSDP_ZERO;

@@ -39,7 +39,7 @@ static float forward_backward(fsdp_unit **h, int sample) {
     for (int i = 0; i < C; i++) x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + sample));
     for (int v = 0; v < VISITS; v++) {
         fsdp_pre_forward(h[order[v]]);
-        const float *w = fsdp_data(h[order[v]], 0);
+        const float *w = (float *)fsdp_data(h[order[v]], 0);
         for (int i = 0; i < C; i++) {
             x[v + 1][i] = x[v][i];
             for (int j = 0; j < C; j++) x[v + 1][i] += w[i * C + j] * x[v][j];
@@ -52,8 +52,8 @@ static float forward_backward(fsdp_unit **h, int sample) {
     }
     for (int v = VISITS - 1; v >= 0; v--) {
         fsdp_pre_backward(h[order[v]]);
-        const float *w = fsdp_data(h[order[v]], 0);
-        float *dw = fsdp_grad(h[order[v]], 0);
+        const float *w = (float *)fsdp_data(h[order[v]], 0);
+        float *dw = (float *)fsdp_grad(h[order[v]], 0);
         for (int i = 0; i < C; i++) d[v][i] = d[v + 1][i];
         for (int i = 0; i < C; i++) {
             for (int j = 0; j < C; j++) {

@@ -18,6 +18,15 @@
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
 #define W_SANITIZED 1
 #endif
+#if __has_feature(address_sanitizer)
+#define W_ASAN 1
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#define W_ASAN 1
+#endif
+#ifndef W_ASAN
+#define W_ASAN 0 /* else one rank gathers copies, and each buffer has 4096 bytes after it: guard.h */
 #endif
 #ifdef W_SANITIZED
 enum { W_SLOW = 1 };
@@ -137,6 +146,10 @@ H_FN int64_t lab_numel(int ndim, const int64_t *shape) {
     return numel;
 }
 /* Of the whole parameter of a view. */
+/* What getters give that fail: memory, and no parameter's. */
+H_FN int lab_undefined(fsdp_model *m, const void *got) {
+    return got && got == fsdp_undefined(m, FSDP_OK);
+}
 H_FN int64_t lab_full_numel(const fsdp_param_view *v) { return lab_numel(v->ndim, v->shape); }
 
 /* Zeros; never NULL. */

@@ -366,6 +366,7 @@ static void kept_pointers(lab_rank *r) {
     CALL(x.w, fsdp_barrier(x.w)); /* nobody frees before */
 }
 TEST(edges, kept_pointers_find_nan) {
+    if (W_ASAN) SKIP("AddressSanitizer stops where they are read: test_guard");
     for (int size = 1; size < 3; size++) lab_run(size, NULL, kept_pointers, NULL);
 }
 
@@ -531,6 +532,170 @@ TEST(edges, wrong_calls_are_logged_once_in_a_step) {
         else CHECK_OK(fsdp_model_reset(x.m));
     }
     CHECK_OK(fsdp_shutdown(w));
+}
+
+/* A trainer that looks at finalize alone: each wrong call of a getter gives memory that it can use,
+   and finalize tells the first one. */
+static void uses_what_getters_give(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("w", 40, 4), fsdp_vec("b", 5)};
+    const struct {
+        int index, dtype;
+        fsdp_status status;
+        const char *word;
+    } wrong[] = {{0, 0, FSDP_ERR_INVALID_STATE, "[E206]"},
+                 {2, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
+                 {-1, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
+                 {1, FSDP_BF16, FSDP_ERR_INVALID_ARG, "[E230]"}};
+    rig x;
+    rig_open(&x, r->w, NULL, p, 2);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        for (int grad = 0; grad < 2; grad++) {
+            void *(*const get)(fsdp_unit *, int, fsdp_dtype) = grad ? fsdp_grad_as : fsdp_data_as;
+            if (wrong[i].status == FSDP_ERR_INVALID_ARG) {
+                CALL(x.w, fsdp_pre_forward(x.u));
+                CALL(x.w, fsdp_post_forward(x.u));
+                CALL(x.w, fsdp_pre_backward(x.u));
+            }
+            float *got = (float *)(wrong[i].dtype ? get(x.u, wrong[i].index, wrong[i].dtype)
+                                   : grad        ? fsdp_grad(x.u, wrong[i].index)
+                                                 : fsdp_data(x.u, wrong[i].index));
+            CHECK(lab_undefined(x.m, got));
+            for (int k = 0; k < 40 * 4; k++) got[k] += 1; /* room for the largest parameter */
+            REFUSED_AS(wrong[i].status, x.w, fsdp_finalize_backward(x.m), wrong[i].word);
+            CALL(x.w, fsdp_finalize_backward(x.m)); /* once */
+        }
+    CHECK(!fsdp_data(NULL, 0) && !fsdp_grad(NULL, 0));
+}
+TEST(edges, failed_getters_give_memory) { lab_run(2, NULL, uses_what_getters_give, NULL); }
+
+/* The loop of the manual, without finalize between microbatches. */
+static void forgets_finalize(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int micro = 0; micro < 3; micro++) {
+        float sum = 0;
+        (void)fsdp_pre_forward(x.u);
+        for (int k = 0; k < 8; k++) sum += ((const float *)fsdp_data(x.u, 0))[k];
+        (void)fsdp_post_forward(x.u);
+        (void)fsdp_pre_backward(x.u);
+        for (int k = 0; k < 8; k++) ((float *)fsdp_grad(x.u, 0))[k] += sum;
+        (void)fsdp_post_backward(x.u);
+    }
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m),
+               "pre_forward: unit 'unit0'");
+}
+TEST(edges, forgotten_finalize) { lab_run(2, NULL, forgets_finalize, NULL); }
+
+/* What getters give that fail has room for the largest parameter, also after a cast. */
+TEST(edges, failed_getters_after_a_cast) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "cast", 0);
+    fsdp_param_desc p = fsdp_vec("w", 4096);
+    fsdp_world *w;
+    rig x;
+    CHECK_OK(fsdp_init(&d, &w));
+    rig_open(&x, w, NULL, &p, 1);
+    for (int wide = 0; wide < 2; wide++) {
+        memset(fsdp_data(x.u, 0), 1, 4096 * (wide ? sizeof(double) : sizeof(float)));
+        CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        CHECK_OK(fsdp_model_cast(x.m, FSDP_F64));
+    }
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* Views and flats that fail are empty: a loop over them does nothing. */
+static void empty_views(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 8);
+    fsdp_param_view v;
+    fsdp_flat flat;
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    memset(&v, 0xFF, sizeof v);
+    memset(&flat, 0xFF, sizeof flat);
+    REFUSED(x.w, fsdp_param_view_get(x.u, 1, &v), "[E167]");
+    CHECK(!v.numel && !v.shard && !v.unit);
+    memset(&v, 0xFF, sizeof v);
+    REFUSED(x.w, fsdp_param_at(x.m, 1, &v), "[E168]");
+    CHECK(!v.numel && !v.shard);
+    REFUSED(x.w, fsdp_model_flat(x.m, FSDP_DTYPE_COUNT, &flat), "[E169]");
+    CHECK(!flat.numel && !flat.shards);
+}
+TEST(edges, failed_views_are_empty) { lab_run(1, NULL, empty_views, NULL); }
+
+/* The dtype that a unit computes in, before and after it is gathered. */
+static void dtypes_of_data(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[3] = {fsdp_vec("w", 8), fsdp_vec("kept", 8), fsdp_vec("ids", 8)};
+    const fsdp_dtype want[3] = {FSDP_BF16, FSDP_F32, FSDP_I64};
+    rig x;
+    md.param_dtype = FSDP_BF16;
+    p[1].keep_dtype = 1;
+    p[2].dtype = FSDP_I64, p[2].frozen = 1;
+    rig_open(&x, r->w, &md, p, 3);
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(fsdp_data_dtype(x.u, i), want[i]);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    for (int i = 0; i < 3; i++) CHECK(fsdp_data_as(x.u, i, want[i]) == fsdp_data(x.u, i));
+    CALL(x.w, fsdp_post_forward(x.u));
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 3; i++) CHECK(fsdp_grad_as(x.u, i, want[i]) == fsdp_grad(x.u, i));
+    CHECK(!fsdp_grad_as(x.u, 2, FSDP_F32)); /* frozen: none of any dtype */
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CHECK_EQ_INT(fsdp_data_dtype(x.u, 3), FSDP_DTYPE_KEEP);
+    REFUSED(x.w, fsdp_finalize_backward(x.m), "[E170] data: unit 'unit0' has no parameter 3");
+    CHECK_EQ_INT(fsdp_data_dtype(NULL, 0), FSDP_DTYPE_KEEP);
+}
+TEST(edges, dtype_of_data) { lab_run(2, NULL, dtypes_of_data, NULL); }
+
+/* A gather of the own kind: it goes on when the test says so, and reads the shard last. */
+typedef struct {
+    int goes, done;
+} slow_gather;
+static fsdp_status gather_slowly(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                 const fsdp_coll *coll) {
+    slow_gather *s = (slow_gather *)user;
+    long ns = 0;
+    while (!__atomic_load_n(&s->goes, __ATOMIC_SEQ_CST)) h_nap(&ns);
+    for (int k = 0; k < 3; k++) h_nap(&ns); /* who does not wait is here first */
+    fsdp_status status = ops->run(comm, coll);
+    __atomic_store_n(&s->done, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+/* Shards are written while a worker thread and the peers would read them: by a gather that the
+   program began itself, by a prefetch of another backward, and by one that finalize ends. */
+static void waits_for_gathers(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 64);
+    for (int n = 0; n < 3; n++) {
+        slow_gather slow = {1, 0};
+        rig x;
+        rig_open(&x, r->w, NULL, &p, 1);
+        fsdp_unit *last = lab_unit(x.w, x.m, NULL, &p, 1);
+        CALL(x.w, fsdp_set_custom_all_gather(x.u, gather_slowly, &slow));
+        CALL(x.w, fsdp_set_is_last_backward(x.m, n != 1));
+        forward(&x);
+        lab_forward(x.w, last);
+        if (n > 0) slow.goes = slow.done = 0;
+        CALL(x.w, fsdp_pre_backward(last)); /* prefetches x.u */
+        if (n == 0) { /* its backward takes that; then the program gathers it once more */
+            CALL(x.w, fsdp_pre_backward(x.u));
+            CALL(x.w, fsdp_finalize_backward(x.m));
+            slow.goes = slow.done = 0;
+            CALL(x.w, fsdp_unshard(x.u));
+        }
+        __atomic_store_n(&slow.goes, 1, __ATOMIC_SEQ_CST);
+        if (n > 0) CALL(x.w, fsdp_finalize_backward(x.m));
+        if (n < 2) CALL(x.w, fsdp_params_writable(x.m));
+        CHECK_MSG(__atomic_load_n(&slow.done, __ATOMIC_SEQ_CST), "case %d: it reads shards", n);
+        CALL(x.w, fsdp_params_changed(x.m));
+        CALL(x.w, fsdp_model_reset(x.m));
+        CALL(x.w, fsdp_barrier(x.w));
+    }
+}
+TEST(edges, params_writable_waits_for_gathers) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.lanes = 1;
+    lab_run(2, &how, waits_for_gathers, NULL);
 }
 
 TEST(edges, names_of_parameters_are_unique) {

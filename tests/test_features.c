@@ -1504,6 +1504,8 @@ static void offload_body(job *j) {
     if (j->c->md.cpu_offload) {
         fsdp_param_view v = FSDP_ZERO;
         int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SGRAD];
+        want += W_ASAN * 4096 * (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
+                                 memory.pool_slots[FSDP_POOL_SGRAD]);
         int64_t flags = given.bytes[FSDP_MEMORY_PINNED] - want * j->n; /* of use: few */
         W_CHECK(flags > 0 && flags <= 64 * ALL * j->n, "%lld bytes pinned, expected %lld and flags",
                 (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);

@@ -414,11 +414,12 @@ static fsdp_status no_forward(ctx *x) { return fsdp_pre_backward(x->unit[0]); }
 static fsdp_status not_open(ctx *x) { return fsdp_post_forward(x->unit[0]); }
 static fsdp_status not_open_backward(ctx *x) { return fsdp_post_backward(x->unit[1]); }
 static fsdp_status nothing_gathered(ctx *x) {
-    if (fsdp_data(x->unit[0], 0)) return FSDP_OK;
+    if (!lab_undefined(x->model, fsdp_data(x->unit[0], 0))) return FSDP_OK;
     return FSDP_ERR_INVALID_STATE; /* a getter has no status */
 }
 static fsdp_status not_backward(ctx *x) {
-    return fsdp_grad(x->unit[0], 0) ? FSDP_OK : FSDP_ERR_INVALID_STATE;
+    int failed = lab_undefined(x->model, fsdp_grad(x->unit[0], 0));
+    return failed ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 static fsdp_status clip_nothing(ctx *x) { return fsdp_clip_grad_norm(x->model, -1, NULL); }
 static fsdp_status clip_norm(ctx *x) {

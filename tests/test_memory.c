@@ -405,7 +405,7 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     cast = x->param_dtype != n->dtype;
     b[FSDP_POOL_SHARD] = up(layers * up(s, ao) * bo, 64);
     b[FSDP_POOL_SGRAD] = up((layers * up(s, ao) + layers * users) * bo, 64);
-    if (world > 1 || cast)
+    if (world > 1 || cast || W_ASAN)
         b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, ap) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
@@ -745,6 +745,7 @@ static const copies_row copies_rows[] = {
 
 static void copies_rank(lab_rank *r) {
     const copies_row *row = (const copies_row *)r->arg;
+    if (W_ASAN && r->size == 1) SKIP("with AddressSanitizer one rank copies its shards");
     fsdp_world *w = r->w;
     const int world = r->size;
     fsdp_counters a = FSDP_ZERO, b = FSDP_ZERO;
@@ -793,6 +794,7 @@ TEST_P(memory, copies, copies_rows) {
 
 /* One rank without casts: what the caller sees are the shards themselves. */
 static void aliases(lab_rank *r) {
+    if (W_ASAN) SKIP("with AddressSanitizer one rank copies its shards");
     fsdp_world *w = r->w;
     job *x = (job *)lab_zeros(1, sizeof *x);
     net *n = (net *)lab_zeros(1, sizeof *n);
@@ -858,12 +860,12 @@ static void alone(fsdp_world *w) {
         for (int u = 0; u < 3; u++) {
             CALL(w, fsdp_pre_forward(units[u]));
             if (!at) at = fsdp_data(units[0], 0);
-            CHECK(at && (u > 0 || fsdp_data(units[0], 0) == at));
+            CHECK(at && (u > 0 || W_ASAN || fsdp_data(units[0], 0) == at));
             CALL(w, fsdp_post_forward(units[u]));
         }
         for (int u = 2; u >= 0; u--) {
             CALL(w, fsdp_pre_backward(units[u]));
-            CHECK(u > 0 || fsdp_data(units[0], 0) == at);
+            CHECK(u > 0 || W_ASAN || fsdp_data(units[0], 0) == at);
             CALL(w, fsdp_post_backward(units[u]));
         }
         CALL(w, fsdp_finalize_backward(m));
@@ -933,7 +935,7 @@ static void sums_take_turns(int replicas, int async) {
         for (int k = 0; k < op->num_waits && sums < 2; k++) /* later ones reuse a slot */
             CHECK(op->stream != FSDP_STREAM_REDUCE || op->wait[k].stream != FSDP_STREAM_ALLREDUCE);
         if (op->kind != FSDP_OP_REDUCE_SCATTER) continue;
-        CHECK_EQ_INT(op->dst_ptr != last, async || !sums);
+        CHECK_EQ_INT(op->dst_ptr != last, async || !sums || W_ASAN);
         last = op->dst_ptr;
         sums++;
     }

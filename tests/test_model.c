@@ -297,10 +297,10 @@ static fsdp_dtype grads_in(const model *m, int i) {
 static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
 /* Shards are copied into the slot: cast, brought from the host, from several blocks; and with debug
-   those of one rank, so that a kept pointer finds NaN. */
+   or AddressSanitizer those of one rank, so that a kept pointer finds NaN or stops. */
 static int moves(const model *m, int i) {
     return m->n->offload || casts(m, i) || pairs_of(m, i, ALL) > 1 ||
-           (m->n->debug && m->n->units[i].shards == 1);
+           ((m->n->debug || (W_ASAN && !m->n->async)) && m->n->units[i].shards == 1);
 }
 
 /* The reduction goes from the gradients, or from what waited for it, straight to the shard
@@ -1102,13 +1102,16 @@ static void get(bed *b, int i) {
     int k = lab_pick(&b->at, d->num_params), logged = b->s.num_logged;
     begin(b, "data and grad of unit %d", i);
     int ok = u->storage == FSDP_STORAGE_UNSHARDED;
-    MODEL_CHECK(b, (fsdp_data(b->units[i], k) != NULL) == ok, "data is%s NULL", ok ? "" : " not");
+    void *data = fsdp_data(b->units[i], k);
+    MODEL_CHECK(b, data && lab_undefined(b->model, data) == !ok, "data of a state that is %d", ok);
     MODEL_CHECK(b, ok || strstr(fsdp_last_error(b->s.world), "data: unit"), "no text");
     MODEL_CHECK(b, b->s.num_logged - logged <= !ok, "texts"); /* once in a step */
     b->m.failed |= !ok;
     logged = b->s.num_logged;
     ok = possible(&b->m, i, FSDP_CALL_GRAD);
-    MODEL_CHECK(b, (fsdp_grad(b->units[i], k) != NULL) == (ok && !u->frozen[k]), "grad");
+    void *grad = fsdp_grad(b->units[i], k);
+    MODEL_CHECK(b, (grad == NULL) == u->frozen[k], "a frozen one's grad is NULL");
+    MODEL_CHECK(b, lab_undefined(b->model, grad) == (!ok && !u->frozen[k]), "grad");
     if (!ok && !u->frozen[k])
         MODEL_CHECK(b, strstr(fsdp_last_error(b->s.world), "grad: unit"), "no text");
     MODEL_CHECK(b, b->s.num_logged - logged <= !ok, "texts");

@@ -467,26 +467,29 @@ static void call_both(bed *b, model *m, int form, int at) {
               fsdp_last_error(b->s.world));
 }
 
-/* Getters: valid memory, or NULL and a text, which finalize tells again. */
 /* A refused call is logged once in a step. */
 static int told(unit_model *x, int call) {
     int before = x->told >> call & 1;
     x->told |= 1u << call;
     return before;
 }
+/* Getters: what they are asked for, or undefined memory and a text, which finalize tells again. */
 static void check_getters(bed *b, model *m, int at, int mark) {
     unit_model *x = &m->units[at];
     for (int i = 0; i < NUM_PARAMS; i++) {
         int logged = b->s.num_logged, ok = x->storage == FSDP_STORAGE_UNSHARDED;
-        CHECK_EQ_INT(fsdp_data(b->units[at], i) != NULL, ok); /* the empty parameter's too */
+        void *data = fsdp_data(b->units[at], i); /* the empty parameter's too */
+        CHECK(data && lab_undefined(b->model, data) == !ok);
         CHECK_EQ_INT(b->s.num_logged - logged, !ok && !told(x, FSDP_CALL_DATA));
         if (!ok) CHECK(strstr(fsdp_last_error(b->s.world), "data: unit '"));
         m->failed |= !ok;
         if (!mark) continue;
         logged = b->s.num_logged;
         ok = model_cell(m, at, FSDP_CALL_GRAD) != '.';
-        CHECK_EQ_INT(fsdp_grad(b->units[at], i) != NULL, ok && i != STILL);
-        if (i == STILL) continue; /* frozen: NULL in any state */
+        void *grad = fsdp_grad(b->units[at], i);
+        CHECK_EQ_INT(grad == NULL, i == STILL); /* frozen: NULL in any state */
+        if (i == STILL) continue;
+        CHECK_EQ_INT(lab_undefined(b->model, grad), !ok);
         CHECK_EQ_INT(b->s.num_logged - logged, !ok && !told(x, FSDP_CALL_GRAD));
         if (!ok) CHECK(strstr(fsdp_last_error(b->s.world), "grad: unit '"));
         m->failed |= !ok;
@@ -640,11 +643,12 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings) {
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_STATUS(fsdp_clip_grad_norm(b.model, 0.0, NULL), FSDP_ERR_INVALID_ARG); /* no hook */
     CHECK_OK(fsdp_finalize_backward(b.model));
-    CHECK(fsdp_data(b.units[0], 0) == NULL); /* a getter has no status of its own */
+    CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0))); /* a getter has no status of its own */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is idle, and no forward of it waits for a backward, and its parameters are not "
                                              "gathered: call fsdp_pre_forward first"));
-    CHECK(fsdp_grad(b.units[1], 0) == NULL && fsdp_data(b.units[0], 0) == NULL);
+    CHECK(lab_undefined(b.model, fsdp_grad(b.units[1], 0)));
+    CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0)));
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(b.s.world), "grad: unit 'B' is idle, and no forward of it waits"));
     CHECK_OK(fsdp_finalize_backward(b.model));
@@ -656,10 +660,10 @@ typedef fsdp_status (*hook_fn)(fsdp_unit *unit);
 static fsdp_status finalize_of(fsdp_unit *u) { return fsdp_finalize_backward(u->model); }
 static fsdp_status zero_of(fsdp_unit *u) { return fsdp_zero_grad(u->model); }
 static fsdp_status data_of(fsdp_unit *u) {
-    return fsdp_data(u, WEIGHT) ? FSDP_OK : FSDP_ERR_INVALID_STATE;
+    return lab_undefined(u->model, fsdp_data(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 static fsdp_status grad_of(fsdp_unit *u) {
-    return fsdp_grad(u, WEIGHT) ? FSDP_OK : FSDP_ERR_INVALID_STATE;
+    return lab_undefined(u->model, fsdp_grad(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 static const struct {
     const char *name;

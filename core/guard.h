@@ -1,0 +1,111 @@
+/* core/guard.h - under AddressSanitizer, memory that the caller must not touch is poisoned
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+/* Owns: what is poisoned. While a call runs, the slots that its unit holds are open. When it
+   returns, the caller may touch only what is open:
+   a free slot             closed, once the last record that uses it is done
+   GATHER, of a unit that is gathered   open: its parameters
+   GRAD, in PRE_BACKWARD   open: gradients. Between microbatches all of it is closed
+   SLICE, RIN, ROUT        open while they are held: the library and peers use them
+   after every buffer      closed: FSDPI_REDZONE bytes
+   A slot has FSDPI_PLACES places in memory and takes them by turns, so that a pointer to what it
+   held before finds a closed one. Invariant: nothing is closed that a record under way, a peer
+   (which may be a thread) or an extension may touch. So shards and their gradients are open, and
+   memory of extensions. */
+
+enum { FSDPI_REDZONE = 4096 * FSDPI_ASAN, FSDPI_PLACES = 1 + 3 * FSDPI_ASAN };
+
+static inline size_t fsdpi_stride(const fsdp_buf *buf) { return buf->bytes + FSDPI_REDZONE; }
+static inline char *fsdpi_place(const fsdp_buf *buf, int place) {
+    return buf->ptr - (buf->place - place) * (ptrdiff_t)fsdpi_stride(buf);
+}
+
+// What a buffer takes in memory.
+static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
+    int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT;
+    return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_PLACES : 1) * fsdpi_stride(buf) : buf->bytes;
+}
+
+// All of it, at first and in the end. Returns where it begins.
+static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
+    if (buf->ptr && fsdpi_can_close(w))
+        fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
+}
+static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
+    if (!buf->ptr || !fsdpi_can_close(w)) return buf->ptr;
+    fsdpi_unpoison(fsdpi_place(buf, 0), fsdpi_room(w, buf));
+    return fsdpi_place(buf, 0);
+}
+
+static inline int fsdpi_guards(const fsdp_model *m, const fsdp_buf *buf) {
+    return FSDPI_ASAN && buf && buf->guard && !m->rehearsing;
+}
+
+static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
+    if (!fsdpi_guards(m, buf)) return;
+    fsdpi_unpoison(buf->ptr, buf->bytes);
+    buf->guard = FSDPI_IS_OPEN;
+}
+
+// Not beside an extension that sees records or gives slots: what it repeats names places of then.
+static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int place) {
+    if (!fsdpi_guards(m, buf) || (m->watch & (FSDPI_OPS | FSDPI_SLOTS))) return;
+    buf->ptr = fsdpi_place(buf, place);
+    buf->place = (uint8_t)place;
+}
+
+// An extension says that a unit holds it: its records name any place.
+static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
+    buf->held = 1;
+    if (!fsdpi_guards(m, buf)) return;
+    for (int k = 0; k < FSDPI_PLACES; k++) fsdpi_unpoison(fsdpi_place(buf, k), buf->bytes);
+    buf->guard = FSDPI_IS_OPEN;
+}
+
+// A slot of parameters or of gradients; shows: these are open.
+static inline void fsdpi_close(const fsdp_unit *u, int pool, int shows) {
+    const fsdp_buf *slot = u->state.slot[pool];
+    if (!fsdpi_guards(u->model, slot)) return;
+    fsdpi_poison(slot->ptr, slot->bytes);
+    for (int i = 0; i < u->desc.num_params && shows; i++) {
+        const fsdpi_param *p = &u->params[i];
+        fsdp_dtype dtype = fsdpi_part_of(u, p)->param_dtype;
+        int64_t at = pool == FSDP_POOL_GRAD ? p->grad_offset : p->lay.full_offset;
+        if (pool == FSDP_POOL_GATHER || p->requires_grad)
+            fsdpi_unpoison(slot->ptr + fsdpi_bytes(at, dtype),
+                           (size_t)fsdpi_bytes(p->lay.numel, dtype));
+    }
+}
+
+static inline void fsdpi_open_unit(fsdp_unit *u) {
+    fsdpi_open(u->model, u->state.slot[FSDP_POOL_GATHER]);
+    fsdpi_open(u->model, u->state.slot[FSDP_POOL_GRAD]);
+}
+
+static inline void fsdpi_close_unit(const fsdp_unit *u) {
+    if (!FSDPI_ASAN) return;
+    if (u->state.storage == FSDP_STORAGE_UNSHARDED) fsdpi_close(u, FSDP_POOL_GATHER, 1);
+    if (u->state.grads.newest == FSDPI_GRADS_WRITTEN)
+        fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
+}
+
+// Is its last consumer done? A lane's records run later than they are issued.
+static inline int fsdpi_is_done(const fsdp_world *w, const fsdp_event *event) {
+    const fsdpi_lane *lane = w->lanes[event->stream];
+    return !event->seq || !lane ||
+           (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)event->seq) >= 0;
+}
+
+// In a world that has failed, peers may still read what this rank has given back.
+static inline void fsdpi_close_free(const fsdp_model *m) {
+    for (int i = 0; FSDPI_ASAN && i < m->num_classes && !fsdpi_failed(m->world); i++)
+        for (int k = 0; k < m->classes[i].count; k++) {
+            fsdp_buf *buf = m->classes[i].slots[k];
+            if (!fsdpi_guards(m, buf) || buf->held || buf->guard == FSDPI_IS_CLOSED ||
+                !fsdpi_is_done(m->world, &buf->avail))
+                continue;
+            fsdpi_poison(buf->ptr, buf->bytes);
+            buf->guard = FSDPI_IS_CLOSED;
+        }
+}
