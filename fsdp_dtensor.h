@@ -367,8 +367,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
                It has the comm_dtype and the scale of forward, and its name with " backward". What
                comes back to a PARTIAL is the gradient of each rank's addend: where forward joins n
                addends of AVG, 1/n of that of the result (PyTorch leaves out the 1/n)
-   Result      as fsdp_redistribution_create; INVALID_ARG: forward joins addends of MAX or MIN, whose
-               gradient depends on the values
+   Result      as fsdp_redistribution_create; INVALID_ARG: forward joins addends of MAX or MIN,
+               whose gradient depends on the values
    Collective, Blocks, Allocates  as fsdp_redistribution_create
    Source      torch: _redistribute_backward, _normalize_placements_for_grad */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(
