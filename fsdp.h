@@ -681,7 +681,8 @@ struct fsdp_param_view {
     fsdp_unit *unit;
     const char *name, *unit_name;
     void *user, *unit_user;             // from the descs
-    int32_t ordinal;                    // its index among all parameters of the model
+    int32_t ordinal;                    // its index among all parameters of the model, in the order
+                                        // of units (DDP: of buckets; see fsdp_replicate_param)
     int32_t index;                      // its index in the unit
     fsdp_dtype dtype, grad_dtype;       // of data and shard; of shard_grad
     int32_t ndim, shard_dim, requires_grad;

@@ -129,8 +129,8 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
                permutation, a cap < 1, two equal names, mesh_info is not of kind DDP), and what
                fsdp_fully_shard returns. After a failure of fsdp_fully_shard the model has some of
                the buckets: end it
-   Collective  yes: every rank of the mesh, same desc. A bucket's first reduction compares it; what
-               has no reduction is not compared
+   Collective  yes: every rank of the mesh, same desc. A bucket's first reduction compares it;
+               fsdp_replicate_broadcast and the first finalize compare buckets without a reduction
    Blocks      no      Allocates tables
    Source      torch: torch.distributed._composable.replicate, DistributedDataParallel.__init__ */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_replicate_create(fsdp_model *model,
@@ -173,14 +173,19 @@ FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param);
 
 /* fsdp_replicate_unit        - the unit that a parameter is in, and its index there: for views,
                fsdp_param_load, fsdp_param_full, fsdp_set_requires_grad and hooks
+   fsdp_replicate_param       - the other way: the index in desc.params of a view's parameter, also
+               of a block of fsdp_init_params. The view's ordinal and index count in the order of
+               the buckets
    fsdp_replicate_num_buckets - how many there are; 0 for NULL
    fsdp_replicate_members     - the parameters of a bucket, in the order of its message
    unit, index, out, nbytes   NULL: not wanted. out: room for desc.num_params indices. nbytes: of
                the bucket's parameters as they are stored
-   Result      unit: FSDP_OK, INVALID_ARG; members: their number, -1: there is no such bucket
+   Result      unit: FSDP_OK, INVALID_ARG; param: -1 for a parameter of another unit, and for NULL;
+               members: their number, -1: there is no such bucket
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, fsdp_unit **unit,
                                          int *index);
+FSDP_API int fsdp_replicate_param(const fsdp_replicate *rep, const fsdp_param_view *view);
 FSDP_API int fsdp_replicate_num_buckets(const fsdp_replicate *rep);
 FSDP_API int fsdp_replicate_members(const fsdp_replicate *rep, int bucket, int32_t *out,
                                     int64_t *nbytes);
@@ -804,6 +809,12 @@ FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, f
     if (unit) *unit = rep->buckets[rep->params[param].bucket].unit;
     if (index) *index = rep->params[param].index;
     return FSDP_OK;
+}
+
+FSDP_API int fsdp_replicate_param(const fsdp_replicate *rep, const fsdp_param_view *view) {
+    for (int k = 0; rep && view && k < rep->num_buckets; k++)
+        if (rep->buckets[k].unit == view->unit) return rep->buckets[k].members[view->index];
+    return -1;
 }
 
 FSDP_API int fsdp_replicate_num_buckets(const fsdp_replicate *rep) {

@@ -228,15 +228,13 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int tell
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     const fsdp_unit *holds = NULL;
-    int asks = 0;
+    const fsdpi_row *row = NULL;
     for (int i = 0; i < m->num_units; i++) {
-        const fsdpi_row *row = fsdpi_lookup(m->units[i], call);
+        row = fsdpi_lookup(m->units[i], call);
         if (!row) return fsdpi_wrong_call(m->units[i], call, what);
-        asks = row->asks;
-        if (!holds && fsdpi_holds_grads(m->units[i])) holds = m->units[i];
+        if (row->asks && !holds && fsdpi_holds_grads(m->units[i])) holds = m->units[i];
     }
-    if (!holds || !(asks & (FSDPI_REFUSE | FSDPI_TELL))) return FSDP_OK;
-    return fsdpi_not_reduced(holds, asks & FSDPI_TELL, call, what);
+    return holds ? fsdpi_not_reduced(holds, row->asks & FSDPI_TELL, call, what) : FSDP_OK;
 }
 
 // Their rows, once it is.

@@ -305,7 +305,8 @@ static void block_counts(const blk *b, const char *pass, int from, int end, int 
     W_CHECK(lab_count_ops(&b->on.log, from, -1, -1, NULL) > 0, "no record");
     for (int i = from; i < end; i++) { /* of units: over dp, and of the replicated one over tp */
         const fsdp_op *op = &b->on.log.ops[i];
-        if (op->kind < FSDP_OP_ALL_GATHER || op->kind > FSDP_OP_RECV || op->label == b->on.label)
+        if (op->kind < FSDP_OP_ALL_GATHER || op->kind > FSDP_OP_RECV || op->label == b->on.label ||
+            op->label == FSDP_LABEL_WORLD) /* replicas are compared once */
             continue;
         sums -= op->label == FSDP_LABEL_REPLICAS;
         CHECK_EQ_INT(op->group_size, op->label == FSDP_LABEL_REPLICAS ? net->tp : net->dp);

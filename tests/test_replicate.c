@@ -2063,6 +2063,29 @@ static void broadcast_large(lab_rank *r) {
 }
 TEST(replicate, broadcast_large) { lab_run(2, NULL, broadcast_large, NULL); }
 
+/* The index in desc.params of each view, whatever bucket it is in. */
+static void params_of_views(job *j) {
+    fsdp_param_view v = FSDP_ZERO;
+    int seen = 0, moved = 0;
+    for (; fsdp_next_param(j->m.model, &v); seen++) {
+        fsdp_unit *unit = NULL;
+        int index = -1, p = fsdp_replicate_param(j->rep, &v);
+        CALL(j->w, fsdp_replicate_unit(j->rep, p, &unit, &index));
+        CHECK(unit == v.unit && index == v.index);
+        CHECK_EQ_INT(p, lab_row_of(&net, &v));
+        moved += p != v.ordinal;
+    }
+    CHECK(seen == ALL && moved > 0);
+    CHECK_EQ_INT(fsdp_replicate_param(NULL, &v), -1);
+    CHECK_EQ_INT(fsdp_replicate_param(j->rep, NULL), -1);
+    v.unit = NULL;
+    CHECK_EQ_INT(fsdp_replicate_param(j->rep, &v), -1);
+}
+TEST(replicate, params_of_views) {
+    conf c = conf_of(params_of_views);
+    run(&c, 2, 0);
+}
+
 /* ---- which ranks are replicas ---------------------------------------------------------------- */
 
 enum { NO_MESH, MODEL_DDP, SLICE, SLICE_OF_MODEL, INFO, FORMS };
