@@ -166,7 +166,7 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
         !fsdpi_ck_has_states_of(l, x))
         return FSDPI_CK_ZERO;
     l->num_blobs += b != NULL;
-    l->num_states += x->place != 0;
+    l->num_states += !b && x->place != 0;
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
     return FSDPI_CK_LEFT;
 }
