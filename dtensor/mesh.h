@@ -298,7 +298,8 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
     if (!status && twice)
         status = fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
                            "[E006] dmesh_create: two of tp_dim, shard_dim and replicate_dim name "
-                           "one dim: name three different ones");
+                           "one dim: name three different ones. What is NULL there is as in the "
+                           "model's mesh_info");
     if (!status && d->staging_bytes < 0)
         status = fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
                            "[E007] dmesh_create: staging_bytes is %lld: pass 0 or more",

@@ -590,6 +590,21 @@ static const struct {
      "[E139] spec_init: mesh dims 0 and 1 are PARTIAL of two ops"},
 };
 
+/* Each op beside each other one, in both orders: only SUM and AVG may stand together. */
+TEST(spec, pairs_of_ops) {
+    static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_MAX, FSDP_MIN};
+    const int32_t mesh[2] = {2, 2};
+    const int64_t shape[1] = {4};
+    for (int a = 0; a < 4; a++)
+        for (int b = 0; b < 4; b++) {
+            const fsdp_placement place[2] = {{FSDP_PARTIAL, 0, ops[a], 0},
+                                             {FSDP_PARTIAL, 0, ops[b], 0}};
+            fsdp_spec s;
+            const fsdp_status status = fsdp_spec_init(&s, 2, mesh, place, FSDP_F32, 1, shape);
+            CHECK_EQ_INT(status, a == b || (a < 2 && b < 2) ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+        }
+}
+
 TEST_P(spec, refuses, refused) {
     fsdp_spec s, before;
     int32_t mesh[9] = {2, 2, 2, 2, 2, 2, 2, 2, 2};
