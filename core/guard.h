@@ -48,9 +48,9 @@ static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// Not beside an extension that sees records or gives slots: what it repeats names places of then.
+// Not beside an extension that sees calls or records: what it repeats names the places of then.
 static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int place) {
-    if (!fsdpi_guards(m, buf) || (m->watch & (FSDPI_OPS | FSDPI_SLOTS))) return;
+    if (!fsdpi_guards(m, buf) || m->watch) return;
     buf->ptr = fsdpi_place(buf, place);
     buf->place = (uint8_t)place;
 }
