@@ -201,15 +201,14 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
 
 // Outside of backward: gradients of microbatches that wait for a reduction.
 static int fsdpi_holds_grads(const fsdp_unit *u) {
-    fsdp_buf *const *slot = u->state.slot;
-    return slot[FSDP_POOL_GRAD] || slot[FSDP_POOL_RIN] || slot[FSDP_POOL_ROUT];
+    return u->state.grads.newest != FSDPI_GRADS_NOWHERE || u->state.slot[FSDP_POOL_ROUT];
 }
 
 // The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
-static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int tell, int call,
+static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call,
                                                     const char *what) {
     fsdp_model *m = u->model;
-    if (!tell)
+    if (fsdpi_rows[call][0].asks == FSDPI_REFUSE)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                          "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
                          "backward with sync, or drop them by fsdp_model_reset",
@@ -227,14 +226,11 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int tell
 
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
-    const fsdp_unit *holds = NULL;
-    const fsdpi_row *row = NULL;
-    for (int i = 0; i < m->num_units; i++) {
-        row = fsdpi_lookup(m->units[i], call);
-        if (!row) return fsdpi_wrong_call(m->units[i], call, what);
-        if (row->asks && !holds && fsdpi_holds_grads(m->units[i])) holds = m->units[i];
-    }
-    return holds ? fsdpi_not_reduced(holds, row->asks & FSDPI_TELL, call, what) : FSDP_OK;
+    for (int i = 0; i < m->num_units; i++)
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
+    for (int i = 0; fsdpi_rows[call][0].asks && i < m->num_units; i++)
+        if (fsdpi_holds_grads(m->units[i])) return fsdpi_not_reduced(m->units[i], call, what);
+    return FSDP_OK;
 }
 
 // Their rows, once it is.

@@ -384,9 +384,9 @@ static void freezes_with_sums(lab_rank *r) {
         for (int i = 0; i < 2; i++) CHECK(fsdp_grad(x.u, i) != NULL);
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
-        if (!all)
-            REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 1, 0),
-                       "not reduced");
+        if (all) break;
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 1, 0), "not reduced");
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m), "not reduced");
     }
     CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
 }
