@@ -936,11 +936,11 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, doub
                                                          double *norm);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm);
 
-/* GRADIENTS THAT ARE NOT REDUCED stay in a unit until its next reduction, which adds them to its own.
-   If you turn sync on in the wrong microbatch, or leave a window out, they enter the sums of the
-   next window. So fsdp_zero_grad, fsdp_clip_grads, fsdp_params_changed and the steps of optimizers
-   log once for each model and call that a unit holds some. Loads, freezes and casts fail with
-   INVALID_STATE. fsdp_model_reset drops them, and reduced ones.                                  */
+/* GRADIENTS THAT ARE NOT REDUCED stay in a unit until its next reduction, which adds them to its
+   own. If you turn sync on in the wrong microbatch, or leave a window out, they enter the sums of
+   the next window. So fsdp_zero_grad, fsdp_clip_grads, fsdp_params_changed and the steps of
+   optimizers log once for each model and call that a unit holds some. Loads, freezes and casts fail
+   with INVALID_STATE. fsdp_model_reset drops them, and reduced ones.                             */
 
 /* fsdp_model_reset - make every unit IDLE and SHARDED after an interrupted step. It drops
    gradients, reduced ones included, and microbatches that are not reduced

@@ -221,7 +221,8 @@ typedef struct fsdp_checkpoint_load_desc {
    Result      FSDP_OK; the same failure on every rank. MISMATCH: what has to be equal on all ranks
                differs; the text says what. INVALID_ARG: it is of another model: the text names what
                is missing or has another shape or dtype. INVALID_STATE: a unit is
-               not idle, or holds gradients that are not reduced. UNSUPPORTED: a format that it does not read. OUT_OF_MEMORY. CORRUPT, IO.
+               not idle, or holds gradients that are not reduced. UNSUPPORTED: a format that it does
+               not read. OUT_OF_MEMORY. CORRUPT, IO.
                If the failure is found before the first parameter is read, nothing has changed; if
                a file fails while it is read, parameters and states are undefined. Collective errors
    Collective  yes: every rank of the world      Blocks while files are read

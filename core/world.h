@@ -202,7 +202,8 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// A collective on host data (or the device's): through memory that peers may read, FSDPI_BOUNCE bytes at a time.
+// A collective on host data, or on the device's: through memory that peers may read, FSDPI_BOUNCE
+// bytes at a time.
 static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
                                          int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);

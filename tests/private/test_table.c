@@ -645,8 +645,9 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings) {
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0))); /* a getter has no status of its own */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is idle, and no forward of it waits for a backward, and its parameters are not "
-                                             "gathered: call fsdp_pre_forward first"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is idle, and no forward of it waits "
+                                             "for a backward, and its parameters are not gathered: "
+                                             "call fsdp_pre_forward first"));
     CHECK(lab_undefined(b.model, fsdp_grad(b.units[1], 0)));
     CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0)));
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
