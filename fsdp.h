@@ -131,10 +131,12 @@ WORDS
     lane       a worker thread that runs collectives beside your thread
     stream     an order in which ops run: a lane's, or that of a device's stream
     inline     without lanes and streams: an op is done when the call returns
+    dtype      FSDP_F32 FSDP_F64 FSDP_F16 FSDP_BF16; frozen parameters also FSDP_U8 FSDP_I8 ...
+               FSDP_DTYPE_KEEP (0): as the comment of the field says (core/dtype.h)
 
 STEP BY STEP
     1  Call fsdp_init, fsdp_model_create, fsdp_fully_shard for each layer, and fsdp_init_params or
-       fsdp_param_load.
+       fsdp_param_load: until then parameters are zero.
     2  Forward of a layer: call fsdp_pre_forward, read fsdp_data, call fsdp_post_forward. If a unit
        stays open while others run (embeddings, final norm, tied head), set its
        reshard_after_forward to FSDP_RESHARD_NEVER. You may close open units in any order, and open
@@ -146,9 +148,11 @@ STEP BY STEP
        prefetch may still read shards, and after it fsdp_params_changed. Then call fsdp_zero_grad.
     Microbatches: call fsdp_set_requires_gradient_sync(model, NULL, 0) before the first one and
     fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one. Each of them ends with
-    fsdp_finalize_backward. Step 4 comes after the last one.
-    Evaluation: call fsdp_set_grad_enabled(model, 0), run forwards, fsdp_set_grad_enabled(model, 1).
-    If more units were open at a time than in training, fsdp_pools_trim frees their slots.
+    fsdp_finalize_backward. Step 4 comes after the last one. The gradients of microbatches are
+    added: divide the loss by their number.
+    Evaluation: on all ranks call fsdp_set_grad_enabled(model, 0), run forwards, call
+    fsdp_set_grad_enabled(model, 1). If more units were open at a time than in training,
+    fsdp_pools_trim frees their slots.
     Recompute: between a unit's pre_backward and post_backward call its pre_forward and
     post_forward again (PyTorch: activation checkpointing).
     HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
@@ -160,7 +164,8 @@ MISTAKES
     Memory: compile with -fsanitize=address. Then the program stops at the line that touches a
     parameter or a gradient beyond its end, before pre_* or after post_*. Without it
     fsdp_model_desc.debug fills what you gave back with NaN. Neither sees a program that writes a
-    parameter, runs past its end into the next one, or writes shards while a gather reads them.
+    parameter, runs past its end into the next one, or writes shards while a gather reads them. On
+    one rank gradients are written to the shards themselves: look for mistakes with two ranks.
     Dtypes: fsdp_data_dtype tells the dtype of fsdp_data; fsdp_data_as checks it.
     Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
 
@@ -210,9 +215,9 @@ THREADS AND ORDER
     FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
 
 DETERMINISM
-    CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. The
-    bits are the same for every run, number of lanes, layout, threads or processes, and for all
-    compiler flags (-Ofast included). NCCL sums in an order of its own.
+    CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. On
+    one number of ranks the bits are the same for every run, number of lanes, layout, threads or
+    processes, and for all compiler flags (-Ofast included). NCCL sums in an order of its own.
 
 STREAMS AND GPUS
     -DFSDP_BACKEND_NCCL builds the same program for GPUs: docs/gpu.md. A call returns when its work
@@ -1332,12 +1337,15 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 #ifdef __cplusplus
 }
-// The dtype of a type. For one of 16 bits:
-//     template <> struct fsdp_dtype_of<__nv_bfloat16> : fsdp_dtype_is<FSDP_BF16> {};
+// The dtype of a type. Say it of your types of 16 bits, as of __nv_bfloat16 or a struct of your own:
+//     template <> struct fsdp_dtype_of<my_bf16> : fsdp_dtype_is<FSDP_BF16> {};
 template <int Dtype> struct fsdp_dtype_is {
     static const fsdp_dtype value = Dtype;
 };
-template <class T> struct fsdp_dtype_of;
+template <class T> struct fsdp_dtype_of {
+    static_assert(sizeof(T) == 0, "fsdp.h does not know the dtype of this type: specialise "
+                                  "fsdp_dtype_of for it, as the comment above shows");
+};
 template <> struct fsdp_dtype_of<float> : fsdp_dtype_is<FSDP_F32> {};
 template <> struct fsdp_dtype_of<double> : fsdp_dtype_is<FSDP_F64> {};
 template <> struct fsdp_dtype_of<uint8_t> : fsdp_dtype_is<FSDP_U8> {};

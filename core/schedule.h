@@ -158,9 +158,7 @@ static const char *fsdpi_place_of(const fsdpi_point *at) {
          "has run forward, and its backward has not begun"},
         {"has no forward that waits for a backward, and the model's backward has not ended",
          "has run forward, and its turn in the model's backward has not come"}};
-    if (at->training == FSDP_STATE_FORWARD)
-        return at->backward ? "is in a forward that is run again in backward"
-                            : "is in forward, which has not ended";
+    if (at->training == FSDP_STATE_FORWARD) return "is in forward, which has not ended";
     if (at->training == FSDP_STATE_PRE_BACKWARD) return "is in backward, which has not ended";
     if (at->training == FSDP_STATE_IDLE) return idle[at->backward != 0][at->forwards > 0];
     return at->forwards > 0 ? "has run a backward, and a forward of it waits for another one"
@@ -173,11 +171,16 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const fsdpi_point at = fsdpi_point_of(u);
     int first = -1, is_new = !(u->told >> call & 1);
     u->told |= 1u << call;
+    if (call == FSDP_CALL_DATA && at.forwards > 0 && fsdpi_row_at(&at, FSDP_CALL_PRE_BACKWARD))
+        first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
+    int is_off = !u->model->grad_enabled && at.forwards == 0;
+    const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
+                       : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
+                                              : "";
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
                            "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
-                           fsdpi_place_of(&at),
-                           call == FSDP_CALL_DATA ? ", and its parameters are not gathered" : "",
+                           fsdpi_place_of(&at), also,
                            first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 

@@ -46,16 +46,15 @@ static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
 /* How a text tells of these states: outside of backward with and without a forward that is due,
    inside of backward likewise; NULL: no unit is there. */
 static const char *const told_as[4][4] = {
-    {"is idle, and no forward of it waits for a backward: ",
-     "has run forward, and its backward has not begun: ",
-     "has no forward that waits for a backward, and the model's backward has not ended: ",
-     "has run forward, and its turn in the model's backward has not come: "},
-    {"is in forward, which has not ended: ", "is in forward, which has not ended: ",
-     "is in a forward that is run again in backward: ",
-     "is in a forward that is run again in backward: "},
-    {NULL, NULL, "is in backward, which has not ended: ", "is in backward, which has not ended: "},
-    {NULL, NULL, "has run its backward, and the model's backward has not ended: ",
-     "has run a backward, and a forward of it waits for another one: "}};
+    {"is idle, and no forward of it waits for a backward",
+     "has run forward, and its backward has not begun",
+     "has no forward that waits for a backward, and the model's backward has not ended",
+     "has run forward, and its turn in the model's backward has not come"},
+    {"is in forward, which has not ended", "is in forward, which has not ended",
+     "is in forward, which has not ended", "is in forward, which has not ended"},
+    {NULL, NULL, "is in backward, which has not ended", "is in backward, which has not ended"},
+    {NULL, NULL, "has run its backward, and the model's backward has not ended",
+     "has run a backward, and a forward of it waits for another one"}};
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
@@ -439,7 +438,7 @@ static void call_both(bed *b, model *m, int form, int at) {
     }
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is missing. */
-    char start[192], name[64];
+    char start[256], name[64];
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
@@ -450,8 +449,9 @@ static void call_both(bed *b, model *m, int form, int at) {
              call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
                                                                           : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
-    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s", b->s.rank, name,
-             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)]);
+    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s%s: ", b->s.rank, name,
+             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)],
+             was.grad_enabled || u->due ? "" : " (gradients are off: fsdp_set_grad_enabled)");
     CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
               "\"%s\" does not begin with \"%s\"", fsdp_last_error(b->s.world), start);
     const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
