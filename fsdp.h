@@ -853,7 +853,8 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
    Collective  yes      Blocks until all reductions are done. On devices with streams only with
                cpu_offload, or if this rank has to ask whether others used a parameter that it did
                not use      Allocates at its first use
-   Replicas    the first one compares parameters: see fsdp_model_broadcast
+   Replicas    the first one reads all shards of units that replicate, and compares them: see
+               fsdp_model_broadcast. On devices it waits, and copies them to the host piece by piece
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 

@@ -11,7 +11,7 @@
        fsdp_checkpoint_blob blobs[1] = {{"loader", &loader, sizeof loader, 0, 0}};
        fsdp_checkpoint_desc desc = FSDP_ZERO;
        desc.blobs = blobs, desc.num_blobs = 1, desc.keep = 3;
-       if (fsdp_checkpoint_create(model, &desc, &ck)) return 1;  // behind the optimizer
+       if (fsdp_checkpoint_create(model, &desc, &ck)) return 1;  // after the optimizer
        if (fsdp_checkpoint_find(ck, "run", -1, path, sizeof path, &step)) return 1;
        if (step >= 0 && fsdp_checkpoint_load(ck, path, NULL)) return 1;
        for (step++; step < steps; step++) {

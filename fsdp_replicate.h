@@ -203,7 +203,8 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
    fsdp_params_changed
    root        position of that replica in the mesh, 0 .. number of replicas - 1
    Result      as fsdp_model_broadcast, which it calls for each bucket: MISMATCH if a bucket has
-               other parameters on another rank, or in another order, frozen ones included
+               other parameters on another rank, or in another order, frozen ones included; the
+               buckets before it have been copied
    Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms for each step
    Allocates   as commit
    Source      torch: _sync_module_states, init_sync */

@@ -171,17 +171,18 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
     return FSDPI_CK_LEFT;
 }
 
-// Rows that a source has: those that it tells, or all of its tensor's behind `first`. -1: the files
-// lack it, and it tells none.
+// Rows that a source has: those that it tells, or all of its tensor's after `first`. -1: the files
+// lack it, and it tells none. 0: what it tells is refused when it is wanted.
 static int64_t fsdpi_ck_rows_of(const fsdpi_ck_load *l, const fsdp_checkpoint_source *s) {
     int64_t first, there[FSDP_MAX_DIMS] = {0};
     int64_t count = fsdpi_ck_boxes_of(&l->opened, s->name, &first);
     const fsdpi_ck_box *boxes = l->opened.boxes + first;
     if (s->rows) return s->rows;
     if (!count) return -1;
-    if (boxes[0].entry->ndim > FSDP_MAX_DIMS || s->first < 0) return 0; // refused when it is wanted
+    if (boxes[0].entry->ndim > FSDP_MAX_DIMS || s->first < 0) return 0;
     fsdpi_ck_whole(boxes, (int)count, there);
-    return there[s->transpose && boxes[0].entry->ndim == 2] - s->first;
+    int64_t rows = there[s->transpose && boxes[0].entry->ndim == 2];
+    return s->first < rows ? rows - s->first : 0;
 }
 
 static fsdp_status fsdpi_ck_wrong_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, int64_t rows) {

@@ -89,7 +89,7 @@ typedef struct fsdpi_ck_read_job {
     int64_t at, nbytes;
 } fsdpi_ck_read_job;
 
-typedef struct fsdpi_ck_list_job { // names of data files and of indices, one behind another with
+typedef struct fsdpi_ck_list_job { // names of data files and of indices, one after another with
     fsdpi_ck_disk *disk;           // their ends
     const char *path;
     char *to;

@@ -205,7 +205,7 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_bulk *b, cons
     return fsdpi_ck_close_path(io, status);
 }
 
-// Names of data files, each once and sorted, behind one another in `text`.
+// Names of data files, each once and sorted, one after another in `text`.
 typedef struct fsdpi_ck_leaves {
     fsdpi_ck_room text, list;
     int64_t num;
@@ -309,7 +309,7 @@ static const char *fsdpi_ck_last_part(const char *path) {
 
 // A name that tells how many files belong together: model-00002-of-00003.safetensors.
 typedef struct fsdpi_ck_shard {
-    const char *name, *rest;    // rest: what stands behind the second number
+    const char *name, *rest;    // rest: what follows the second number
     int64_t before, number, of; // before: bytes before the first number
     int32_t digits, own;        // of the first number; own: bytes of "shard-00001-", which each
 } fsdpi_ck_shard;               // rank of PyTorch has of its own
@@ -332,11 +332,11 @@ static int fsdpi_ck_is_shard(const char *name, fsdpi_ck_shard *out) {
     out->name = name;
     out->before = first - name;
     out->digits = fsdpi_ck_digits(first, &out->number);
-    int behind = fsdpi_ck_digits(of + 4, &out->of);
-    out->rest = of + 4 + behind;
+    int second = fsdpi_ck_digits(of + 4, &out->of);
+    out->rest = of + 4 + second;
     int own = strncmp(name, "shard-", 6) == 0 ? fsdpi_ck_digits(name + 6, &ignored) : 0;
     if (own && name[6 + own] == '-' && out->before > 6 + own) out->own = 7 + own;
-    return out->digits && first + out->digits == of && behind && out->number >= 1 &&
+    return out->digits && first + out->digits == of && second && out->number >= 1 &&
            out->number <= out->of;
 }
 static int fsdpi_ck_by_set(const void *a, const void *b) { // of one set, then by number

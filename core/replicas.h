@@ -37,12 +37,17 @@ static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nb
            fsdpi_bytes(p->lay.shard_offset, p->dtype);
 }
 
+// Four sums beside each other, so that memory is the limit and not the latency of a product.
 static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
-    uint64_t word;
+    uint64_t lane[4] = {h, 1, 2, 3}, word[4];
     for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
-        memcpy(&word, data, sizeof word);
-        h = fsdpi_hash(h, word);
+        memcpy(word, data, sizeof word);
+        for (int i = 0; i < 4; i++) {
+            lane[i] = (lane[i] ^ word[i]) * 0x9E3779B97F4A7C15u;
+            lane[i] ^= lane[i] >> 29;
+        }
     }
+    for (int i = 0; i < 4; i++) h = fsdpi_hash(h, lane[i]);
     for (; nbytes > 0; data++, nbytes--) h = fsdpi_hash(h, (unsigned char)*data);
     return h;
 }

@@ -140,7 +140,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     fsdpi_route r;
     uint8_t *step = r.collect;
     int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
-    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer shall find that
+    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer finds NaN or poison
     int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
     int sum = fsdpi_facts_convert(f, f->hook) ||
               (!due && (f->overwrite || f->gathered != f->reduce));

@@ -143,7 +143,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
         at.open = i == 0 || i == 2;
-        at.forwards += (i == 1 && !from->backward) - (i == 2 && row->asks);
+        at.forwards += (i == 1 && !from->backward) - (i == 2 && (row->asks & FSDPI_DUE));
         at.backward = i == 2 || (from->backward && i != 4);
         if (fsdpi_row_at(&at, call)) return hooks[i];
         if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];

@@ -170,7 +170,9 @@ static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call,
                           void *(*get)(fsdp_unit *unit, int index)) {
     const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
     fsdp_dtype has = p ? fsdpi_part_of(u, p)->param_dtype : dtype;
-    if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad)) return get(u, index);
+    if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad) ||
+        fsdpi_failed(u->model->world))
+        return get(u, index);
     fsdp_status status = fsdpi_bad(
         u->model->world,
         "[E230] %s: parameter '%s' of unit '%s' is gathered as %s, but you ask for %s: ask for "

@@ -97,6 +97,14 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     return p->kind && !status ? fsdpi_plan_hand_over(p) : status;
 }
 
+// Are the options those of the step's begin, but for divide factors, which records renew?
+static int fsdpi_plan_same_options(fsdp_plan *p) {
+    uint64_t now = fsdp_model_settings(p->model);
+    if (now != p->settings && fsdp_model_kind(p->model) != p->options) return 0;
+    p->settings = now;
+    return 1;
+}
+
 // Is a unit's reduction waiting for a later call?
 static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
     return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
@@ -170,7 +178,7 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
-    if (fsdp_model_settings(p->model) != p->settings) {
+    if (!fsdpi_plan_same_options(p)) {
         p->mode = FSDP_PLAN_BY_CALLS;
         p->differ++;
         snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
@@ -286,7 +294,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
-        int same = fsdp_model_settings(model) == p->settings;
+        int same = fsdpi_plan_same_options(p);
         if (same && next && next->unit == unit && next->call == call) {
             if (!unit) return fsdpi_plan_finalize(p, status);
             *status = fsdpi_plan_replay(p, &p->kind->tape.steps[p->at]);

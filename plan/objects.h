@@ -249,7 +249,7 @@ struct fsdp_plan {
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;              // recordings in a row that were of no use
-    uint64_t settings, options;  // fsdp_model_settings, fsdp_model_kind, at the begin of the step
+    uint64_t settings, options;  // fsdp_model_settings now, fsdp_model_kind at the step's begin
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind; // that is replayed
     fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way

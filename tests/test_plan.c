@@ -1402,6 +1402,20 @@ static void token_weights(plan_bed *b, const fsdp_plan_desc *d, plan_result *out
     if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 1);
     if (d) CHECK(last_report(b).recorded == 1 && last_report(b).replayed == 7);
 }
+/* Set between forward and backward, where a trainer has counted the tokens. */
+static void token_weights_late(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    const int half = b->net->num_calls / 2;
+    for (int i = 0; i < 9; i++) {
+        plan_calls(b, 0, half);
+        CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 3 + 4.0 * (double)(7 * i % 9)));
+        plan_calls(b, half, b->net->num_calls);
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        if (d && i > 1) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+        plan_step_end(b, out);
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 1);
+    if (d) CHECK(last_report(b).recorded == 1 && last_report(b).replayed == 7 && !last_report(b).left);
+}
 /* Others are set between microbatches, of which the last one reduces. */
 static void token_weights_of_microbatches(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int c = 0; c < 6; c++) {
@@ -1539,6 +1553,11 @@ TEST(plan_factors, kinds) {
 TEST(plan_factors, one_rank) { /* that stores gradients where they end, if it does not divide */
     run_kinds_on(1, net_chain(), NULL, factors_of_all_sorts);
     run_kinds_on(1, net_sums_f16(), NULL, factors_of_all_sorts);
+}
+TEST(plan_factors, between_forward_and_backward) {
+    run_kinds(net_chain(), NULL, token_weights_late);
+    run_kinds(net_bf16_f32(), NULL, token_weights_late);
+    run_kinds(net_ddp_4(), NULL, token_weights_late);
 }
 TEST(plan_factors, microbatches) {
     fsdp_plan_desc d = FSDP_ZERO;
