@@ -226,6 +226,23 @@ TEST(plan_text, odd_names) {
         }
 }
 
+/* A bucket has 64 units, however small they are: a text with more of them in a line is refused. */
+TEST(plan_text, more_units_than_are_joined) {
+    const plan_net n = plan_chain(66, 4, 2);
+    plan_result first;
+    char *text = recorded(&n, NULL, 2, 0, FSDP_PLAN_TEXT_DECISIONS, &first);
+    bed *d = bed_open(&n, NULL, 2, 0);
+    fsdp_plan_report rep;
+    CALL(d->w, fsdp_plan_load(d->b.plan, text, strlen(text)));
+    CALL(d->w, fsdp_plan_report_get(d->b.plan, 0, &rep));
+    CHECK_EQ_INT(rep.reductions[1], 2);
+    bed_steps(d, 4);
+    for (int i = 0; i < 4; i++) CHECK(d->out.hash[i] == first.hash[i]);
+    CHECK_EQ_INT(d->out.mode[3], FSDP_PLAN_REPLAYING);
+    free(text);
+    bed_close(d);
+}
+
 /* ---- golden texts ---------------------------------------------------------------------------- */
 
 static const struct {
