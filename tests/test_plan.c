@@ -1714,6 +1714,8 @@ static void refused_descs(lab_rank *r) {
     CHECK(second == NULL);
     CHECK_STATUS(fsdp_plan_report_get(b.plan, 0, &rep), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_plan_report_get(b.plan, -1, &rep), FSDP_ERR_INVALID_ARG);
+    for (int index = -1; index <= 0; index++) /* it has no plan yet */
+        CHECK_EQ_INT(fsdp_plan_text(b.plan, index, FSDP_PLAN_TEXT_OPS, NULL, 0), 0);
     fsdp_plan_destroy(b.plan);
     CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan)); /* but after it, it is possible */
 }
@@ -1773,6 +1775,56 @@ TEST(plan_errors, ranks_differ) {
     lab_run(2, NULL, other_ranks, NULL);
     lab_run(4, NULL, other_ranks, NULL);
 }
+
+/* Rank 1 has a hook more: the same calls, but one of them does something else there. */
+static fsdp_status no_hook(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_OK;
+}
+static void other_records(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    d.without = ALL_PASSES; /* which decide otherwise about such a unit */
+    plan_open(&b, &net, r->w);
+    if (r->rank == 1) CALL(r->w, fsdp_set_post_accumulate_hook(b.unit[1], 0, no_hook, NULL));
+    make_plan(&b, &d);
+    steps(&b, out, 1);
+    plan_calls(&b, 0, net.num_calls);
+    REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_finalize_backward(b.model),
+               "rank 1 differs from the mesh's first rank at call 21: post_backward 'h.1'");
+    free(out);
+}
+TEST(plan_errors, ranks_differ_within_a_call) { lab_run(2, NULL, other_records, NULL); }
+
+/* Ranks have not the same slots, as after uneven inputs; here rank 1 alone has freed its own. What
+   counts is the least of all ranks, so that the plan is the same. */
+static void trimmed(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_memory mem;
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+    steps(&b, out, 1);
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
+    if (r->rank == 1) CALL(r->w, fsdp_pools_trim(b.model));
+    plan_calls(&b, 0, net.num_calls);
+    CALL(r->w, fsdp_model_memory(b.model, &mem));
+    int64_t taken[2] = {plan_slots(&mem), -plan_slots(&mem)};
+    CALL(r->w, fsdp_all_reduce(r->w, NULL, taken, 2, FSDP_I64, FSDP_MIN));
+    CHECK(taken[0] < -taken[1]);
+    CALL(r->w, fsdp_finalize_backward(b.model));
+    plan_step_end(&b, out);
+    W_CHECK(fsdp_plan_count(b.plan) == 1, "%s", fsdp_plan_why(b.plan));
+    CHECK_EQ_INT(report_of(&b).bytes[0], taken[0]);
+    steps(&b, out, 1);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, one_rank_has_fewer_slots) { lab_run(2, NULL, trimmed, NULL); }
 
 /* Rank 1 gives another desc: each field is named, and no rank has a plan. */
 static void other_desc(lab_rank *r) {

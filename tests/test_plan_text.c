@@ -435,7 +435,7 @@ TEST(plan_text, odd_texts) {
         free(now);
     }
     at += sprintf(at, "  gather");
-    for (int i = 0; i < 70; i++) at += sprintf(at, " 'h.%d'", i % 2);
+    for (int i = 0; i < 65; i++) at += sprintf(at, " 'h.%d'", i % 2);
     sprintf(at, " why joined");
     texts_lines *t = texts_split(text);
     int line = texts_find(t, 0, "  gather ");
@@ -444,7 +444,7 @@ TEST(plan_text, odd_texts) {
     now = (char *)lab_zeros(80000, 1);
     for (int i = 0; i < t->num; i++) strcat(strcat(now, t->at[i]), "\n");
     strcat(now, "end 0000000000000000\n");
-    told(read_text(now), line + 1, "70 units in one act");
+    told(read_text(now), line + 1, "65 units in one act");
     free(now);
     texts_free(t);
     free(text);

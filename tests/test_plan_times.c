@@ -209,6 +209,17 @@ TEST(plan_times, cost_of_joining) {
     }
 }
 
+/* A pass that neither costs nor saves time is taken, as without costs. */
+TEST(plan_times, cost_of_nothing) {
+    plan_net n = plan_chain(4, 16, 16);
+    fsdp_plan_desc desc = FSDP_ZERO;
+    const fsdp_plan_cost c = FSDP_ZERO;
+    desc.cost = &c, desc.bucket_bytes = -1;
+    char *text = texts_make(&n, &desc, 2, TEXTS_STREAMS, FSDP_PLAN_TEXT_DECISIONS);
+    CHECK(strstr(text, "  gather behind 'h.") != NULL);
+    free(text);
+}
+
 /* No plan that was chosen by costs is slower under them than one without the passes they choose. */
 TEST_P(plan_times, cost_chooses, modes) {
     const uint32_t weighed = 1u << FSDP_PASS_BUCKET | 1u << FSDP_PASS_KEEP | 1u << FSDP_PASS_AHEAD;
