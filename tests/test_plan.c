@@ -1142,6 +1142,22 @@ static void layout_in_finalize(plan_bed *b, const fsdp_plan_desc *d, plan_result
 }
 TEST(plan_kinds, layout_in_finalize) { run_kinds(net_chain(), NULL, layout_in_finalize); }
 
+/* A new layout between two visits of a replayed step, which leaves its plan. */
+static void layout_between_visits(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 3);
+    plan_calls(b, 0, 4);
+    shake(b);
+    plan_calls(b, 4, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_step_end(b, out);
+    steps(b, out, 3);
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    if (d) CHECK_EQ_INT(report_of(b).left, 1);
+}
+TEST(plan_kinds, layout_between_visits) {
+    run_kinds(net_chain(), NULL, layout_between_visits);
+}
+
 /* The same before a plan is loaded. */
 static void layout_before_load(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     steps(b, out, 3);
@@ -1167,6 +1183,26 @@ static void loads_with_slots(plan_bed *b, const fsdp_plan_desc *d, plan_result *
     free(text);
 }
 TEST(plan_kinds, loads_with_slots) { run_kinds(net_chain(), NULL, loads_with_slots); }
+
+/* Unit 1 holds a slot of steps by calls while a text is loaded whose steps begin without slots: the
+   plan stays when that slot is gone. */
+static void loads_beside_a_slot(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    b->rests = 1;
+    steps(b, out, 3);
+    char *text = d ? text_of(b->plan, 0) : NULL;
+    if (d) CALL(b->w, fsdp_plan_forget(b->plan));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 0));
+    steps(b, out, 1);
+    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 1));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+    if (d) CALL(b->w, load(b, text));
+    CALL(b->w, fsdp_set_reshard_after_forward(b->model, NULL, FSDP_RESHARD_NEVER));
+    steps(b, out, 3); /* the first one begins with the slot */
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    free(text);
+}
+TEST(plan_kinds, loads_beside_a_slot) { run_kinds(net_chain(), NULL, loads_beside_a_slot); }
 
 /* A kind makes room for another one while units hold its slots. */
 static void room_for_another(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1279,6 +1315,18 @@ static void evaluation_in_a_pause(plan_bed *b, const fsdp_plan_desc *d, plan_res
         steps(b, out, 1);
         if (d) CHECK_EQ_INT(report_of(b).replayed, i + 2);
     }
+    plan_calls(b, 0, b->net->num_calls / 2); /* inside of a step, whose rest goes by calls */
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+    CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
+    attempt_forward(b, 0);
+    CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+    plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_step_end(b, out);
+    steps(b, out, 1);
+    if (d) CHECK_EQ_INT(report_of(b).replayed, 4);
     if (d) CALL(b->w, fsdp_plan_forget(b->plan));
     if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 0);
     if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_RECORDING);
@@ -1923,6 +1971,22 @@ static void strict_setter(lab_rank *r) {
     strict_close(&b, out, net.num_calls - 2);
 }
 TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
+
+/* What was to be told is no news in another step. */
+static void strict_reset(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    strict_open(&b, &net, r->w, out, net.num_calls - 2);
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 3)); /* it leaves the plan */
+    CALL(r->w, fsdp_model_reset(b.model));
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 0));
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+    steps(&b, out, 3); /* of another kind */
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, strict_reset) { lab_run(2, NULL, strict_reset, NULL); }
 
 /* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
 static void strict(lab_rank *r) {

@@ -110,6 +110,9 @@ TEST(plan_times, worked_example) {
             CHECK_EQ_INT(t.exposed_ns, 3 * MS);
             CHECK_EQ_INT(t.worst_call, 16);
             CHECK_EQ_INT(t.worst_ns, 2 * MS);
+            c = paper(d, 0, 0, 1 * MS, 2 * MS);
+            t = times(d, 0, &c);
+            CHECK_EQ_INT(t.bound_ns, 8 * MS); /* 4 reductions: those of a group do not overlap */
             seen++;
         }
         bed_close(d);
