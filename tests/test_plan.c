@@ -608,8 +608,8 @@ static void deviate(plan_bed *b, const ljob *j, int at) {
     case PAUSE:
         if (b->plan) CALL(b->w, fsdp_plan_pause(b->plan, 1));
         break;
-    case FORGET:
-        if (b->plan) CALL(b->w, fsdp_plan_forget(b->plan));
+    case FORGET: /* twice: units hold slots of a plan that is gone */
+        for (int i = 0; i < 2 && b->plan; i++) CALL(b->w, fsdp_plan_forget(b->plan));
         break;
     default: fsdp_plan_destroy(b->plan); b->plan = NULL;
     }
@@ -847,6 +847,12 @@ static fsdp_plan_report report_of(const plan_bed *b) {
     if (fsdp_plan_count(b->plan)) CALL(b->w, fsdp_plan_report_get(b->plan, 0, &rep));
     return rep;
 }
+static fsdp_plan_report last_report(const plan_bed *b) {
+    fsdp_plan_report rep;
+    CALL(b->w, fsdp_plan_report_get(b->plan, fsdp_plan_count(b->plan) - 1, &rep));
+    return rep;
+}
+
 static void steps(plan_bed *b, plan_result *out, int count) {
     for (int i = 0; i < count; i++) plan_step(b, out);
 }
@@ -1204,6 +1210,24 @@ static void loads_beside_a_slot(plan_bed *b, const fsdp_plan_desc *d, plan_resul
 }
 TEST(plan_kinds, loads_beside_a_slot) { run_kinds(net_chain(), NULL, loads_beside_a_slot); }
 
+/* A kind that needs less memory than an earlier one: the arena stays as large as that needs it. */
+static void smaller_kind(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int i = 0; i < 3; i++) {
+        CALL(b->w, fsdp_set_reshard_after_forward(
+                       b->model, NULL, i == 1 ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER));
+        steps(b, out, 3);
+        if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    if (d) CHECK(report_of(b).bytes[1] > last_report(b).bytes[1]);
+    if (d) CHECK_EQ_INT(report_of(b).replayed, 6);
+}
+TEST(plan_kinds, smaller_kind) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
+    run_kinds(net_chain(), &d, smaller_kind);
+}
+
 /* A kind makes room for another one while units hold its slots. */
 static void room_for_another(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     (void)d;
@@ -1431,12 +1455,6 @@ static void now_and_then(plan_bed *b, const fsdp_plan_desc *d, plan_result *out)
 TEST(plan_kinds, now_and_then) { run_kinds(net_chain(), NULL, now_and_then); }
 
 /* ---- divide factors -------------------------------------------------------------------------- */
-
-static fsdp_plan_report last_report(const plan_bed *b) {
-    fsdp_plan_report rep;
-    CALL(b->w, fsdp_plan_report_get(b->plan, fsdp_plan_count(b->plan) - 1, &rep));
-    return rep;
-}
 
 /* Token weights: each step divides by another number, and one plan serves all. */
 static void token_weights(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
