@@ -1864,8 +1864,8 @@ static void other_records(lab_rank *r) {
 }
 TEST(plan_errors, ranks_differ_within_a_call) { lab_run(2, NULL, other_records, NULL); }
 
-/* Ranks have not the same slots, as after uneven inputs; here rank 1 alone has freed its own. What
-   counts is the least of all ranks, so that the plan is the same. */
+/* Ranks have not the same slots: here rank 1 alone has freed its own. What counts is the least of all
+   ranks, so that the plan is the same. */
 static void trimmed(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
