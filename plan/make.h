@@ -517,8 +517,8 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) 
                                  "cuts unevenly gives them: a plan is the same on all ranks");
         return FSDP_OK;
     }
-    int64_t by_calls = values[0], most = p->desc.most_bytes;
-    if (!most) most = by_calls > FSDPI_PLAN_LEAST_BYTES ? by_calls : FSDPI_PLAN_LEAST_BYTES;
+    int64_t by_calls = values[0], most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
+    if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
     if (k) k->listing.by_calls = by_calls;
     own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
