@@ -505,12 +505,9 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
    failure only if the step has failed: ranks that differ, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
-    int64_t by_calls = fsdpi_plan_pool_bytes(p);
-    int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
-    if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
-    if (k) k->listing.by_calls = by_calls;
     int64_t model = (int64_t)fsdpi_plan_model_hash(p);
-    int64_t values[4] = {most, *made && (!k || !fsdpi_plan_is_fleeting(p, k)), model, ~model};
+    int64_t values[4] = {fsdpi_plan_pool_bytes(p), *made && (!k || !fsdpi_plan_is_fleeting(p, k)),
+                         model, ~model};
     fsdp_status status = fsdpi_plan_least(p, values, 4), own;
     *made = (int)values[1];
     if (status || !*made) return status;
@@ -520,7 +517,9 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) 
                                  "cuts unevenly gives them: a plan is the same on all ranks");
         return FSDP_OK;
     }
-    most = values[0];
+    int64_t by_calls = values[0], most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
+    if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
+    if (k) k->listing.by_calls = by_calls;
     own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);

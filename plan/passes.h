@@ -250,7 +250,7 @@ static int fsdpi_plan_farthest(const fsdpi_plan_facts *f, const int32_t *at, int
         if (best >= 0) {
             int next = f->item_spans[span->next].begin,
                 other = f->item_spans[f->item_spans[at[best]].next].begin;
-            if (next < other || (next == other && f->item_bytes[i] < f->item_bytes[best])) continue;
+            if (next < other) continue; // never equal: a call begins one item's span
         }
         best = i;
     }

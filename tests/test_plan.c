@@ -608,8 +608,8 @@ static void deviate(plan_bed *b, const ljob *j, int at) {
     case PAUSE:
         if (b->plan) CALL(b->w, fsdp_plan_pause(b->plan, 1));
         break;
-    case FORGET:
-        if (b->plan) CALL(b->w, fsdp_plan_forget(b->plan));
+    case FORGET: /* twice: units hold slots of a plan that is gone */
+        for (int i = 0; i < 2 && b->plan; i++) CALL(b->w, fsdp_plan_forget(b->plan));
         break;
     default: fsdp_plan_destroy(b->plan); b->plan = NULL;
     }
@@ -847,6 +847,12 @@ static fsdp_plan_report report_of(const plan_bed *b) {
     if (fsdp_plan_count(b->plan)) CALL(b->w, fsdp_plan_report_get(b->plan, 0, &rep));
     return rep;
 }
+static fsdp_plan_report last_report(const plan_bed *b) {
+    fsdp_plan_report rep;
+    CALL(b->w, fsdp_plan_report_get(b->plan, fsdp_plan_count(b->plan) - 1, &rep));
+    return rep;
+}
+
 static void steps(plan_bed *b, plan_result *out, int count) {
     for (int i = 0; i < count; i++) plan_step(b, out);
 }
@@ -1142,6 +1148,22 @@ static void layout_in_finalize(plan_bed *b, const fsdp_plan_desc *d, plan_result
 }
 TEST(plan_kinds, layout_in_finalize) { run_kinds(net_chain(), NULL, layout_in_finalize); }
 
+/* A new layout between two visits of a replayed step, which leaves its plan. */
+static void layout_between_visits(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 3);
+    plan_calls(b, 0, 4);
+    shake(b);
+    plan_calls(b, 4, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_step_end(b, out);
+    steps(b, out, 3);
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    if (d) CHECK_EQ_INT(report_of(b).left, 1);
+}
+TEST(plan_kinds, layout_between_visits) {
+    run_kinds(net_chain(), NULL, layout_between_visits);
+}
+
 /* The same before a plan is loaded. */
 static void layout_before_load(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     steps(b, out, 3);
@@ -1167,6 +1189,44 @@ static void loads_with_slots(plan_bed *b, const fsdp_plan_desc *d, plan_result *
     free(text);
 }
 TEST(plan_kinds, loads_with_slots) { run_kinds(net_chain(), NULL, loads_with_slots); }
+
+/* Unit 1 holds a slot of steps by calls while a text is loaded whose steps begin without slots: the
+   plan stays when that slot is gone. */
+static void loads_beside_a_slot(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    b->rests = 1;
+    steps(b, out, 3);
+    char *text = d ? text_of(b->plan, 0) : NULL;
+    if (d) CALL(b->w, fsdp_plan_forget(b->plan));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 0));
+    steps(b, out, 1);
+    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 1));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+    if (d) CALL(b->w, load(b, text));
+    CALL(b->w, fsdp_set_reshard_after_forward(b->model, NULL, FSDP_RESHARD_NEVER));
+    steps(b, out, 3); /* the first one begins with the slot */
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    free(text);
+}
+TEST(plan_kinds, loads_beside_a_slot) { run_kinds(net_chain(), NULL, loads_beside_a_slot); }
+
+/* A kind that needs less memory than an earlier one: the arena stays as large as that needs it. */
+static void smaller_kind(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    for (int i = 0; i < 3; i++) {
+        CALL(b->w, fsdp_set_reshard_after_forward(
+                       b->model, NULL, i == 1 ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER));
+        steps(b, out, 3);
+        if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    if (d) CHECK(report_of(b).bytes[1] > last_report(b).bytes[1]);
+    if (d) CHECK_EQ_INT(report_of(b).replayed, 6);
+}
+TEST(plan_kinds, smaller_kind) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
+    run_kinds(net_chain(), &d, smaller_kind);
+}
 
 /* A kind makes room for another one while units hold its slots. */
 static void room_for_another(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1279,6 +1339,18 @@ static void evaluation_in_a_pause(plan_bed *b, const fsdp_plan_desc *d, plan_res
         steps(b, out, 1);
         if (d) CHECK_EQ_INT(report_of(b).replayed, i + 2);
     }
+    plan_calls(b, 0, b->net->num_calls / 2); /* inside of a step, whose rest goes by calls */
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+    CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
+    attempt_forward(b, 0);
+    CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
+    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+    plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_step_end(b, out);
+    steps(b, out, 1);
+    if (d) CHECK_EQ_INT(report_of(b).replayed, 4);
     if (d) CALL(b->w, fsdp_plan_forget(b->plan));
     if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 0);
     if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_RECORDING);
@@ -1383,12 +1455,6 @@ static void now_and_then(plan_bed *b, const fsdp_plan_desc *d, plan_result *out)
 TEST(plan_kinds, now_and_then) { run_kinds(net_chain(), NULL, now_and_then); }
 
 /* ---- divide factors -------------------------------------------------------------------------- */
-
-static fsdp_plan_report last_report(const plan_bed *b) {
-    fsdp_plan_report rep;
-    CALL(b->w, fsdp_plan_report_get(b->plan, fsdp_plan_count(b->plan) - 1, &rep));
-    return rep;
-}
 
 /* Token weights: each step divides by another number, and one plan serves all. */
 static void token_weights(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1733,6 +1799,8 @@ static void refused_descs(lab_rank *r) {
     CHECK(second == NULL);
     CHECK_STATUS(fsdp_plan_report_get(b.plan, 0, &rep), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_plan_report_get(b.plan, -1, &rep), FSDP_ERR_INVALID_ARG);
+    for (int index = -1; index <= 0; index++) /* it has no plan yet */
+        CHECK_EQ_INT(fsdp_plan_text(b.plan, index, FSDP_PLAN_TEXT_OPS, NULL, 0), 0);
     fsdp_plan_destroy(b.plan);
     CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan)); /* but after it, it is possible */
 }
@@ -1792,6 +1860,56 @@ TEST(plan_errors, ranks_differ) {
     lab_run(2, NULL, other_ranks, NULL);
     lab_run(4, NULL, other_ranks, NULL);
 }
+
+/* Rank 1 has a hook more: the same calls, but one of them does something else there. */
+static fsdp_status no_hook(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_OK;
+}
+static void other_records(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    d.without = ALL_PASSES; /* which decide otherwise about such a unit */
+    plan_open(&b, &net, r->w);
+    if (r->rank == 1) CALL(r->w, fsdp_set_post_accumulate_hook(b.unit[1], 0, no_hook, NULL));
+    make_plan(&b, &d);
+    steps(&b, out, 1);
+    plan_calls(&b, 0, net.num_calls);
+    REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_finalize_backward(b.model),
+               "rank 1 differs from the mesh's first rank at call 21: post_backward 'h.1'");
+    free(out);
+}
+TEST(plan_errors, ranks_differ_within_a_call) { lab_run(2, NULL, other_records, NULL); }
+
+/* Ranks have not the same slots: here rank 1 alone has freed its own. What counts is the least of all
+   ranks, so that the plan is the same. */
+static void trimmed(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_memory mem;
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+    steps(&b, out, 1);
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
+    if (r->rank == 1) CALL(r->w, fsdp_pools_trim(b.model));
+    plan_calls(&b, 0, net.num_calls);
+    CALL(r->w, fsdp_model_memory(b.model, &mem));
+    int64_t taken[2] = {plan_slots(&mem), -plan_slots(&mem)};
+    CALL(r->w, fsdp_all_reduce(r->w, NULL, taken, 2, FSDP_I64, FSDP_MIN));
+    CHECK(taken[0] < -taken[1]);
+    CALL(r->w, fsdp_finalize_backward(b.model));
+    plan_step_end(&b, out);
+    W_CHECK(fsdp_plan_count(b.plan) == 1, "%s", fsdp_plan_why(b.plan));
+    CHECK_EQ_INT(report_of(&b).bytes[0], taken[0]);
+    steps(&b, out, 1);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, one_rank_has_fewer_slots) { lab_run(2, NULL, trimmed, NULL); }
 
 /* Rank 1 gives another desc: each field is named, and no rank has a plan. */
 static void other_desc(lab_rank *r) {
@@ -1890,6 +2008,22 @@ static void strict_setter(lab_rank *r) {
     strict_close(&b, out, net.num_calls - 2);
 }
 TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
+
+/* What was to be told is no news in another step. */
+static void strict_reset(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    strict_open(&b, &net, r->w, out, net.num_calls - 2);
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 3)); /* it leaves the plan */
+    CALL(r->w, fsdp_model_reset(b.model));
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 0));
+    CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+    steps(&b, out, 3); /* of another kind */
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, strict_reset) { lab_run(2, NULL, strict_reset, NULL); }
 
 /* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
 static void strict(lab_rank *r) {

@@ -474,6 +474,38 @@ static const struct {
      "call 0 pre_forward 'a': op 1 all_gather 'a' on GATHER writes slot 0 [0, 64)\n"
      "call 1 post_forward 'a': op 3 copy 'a' on EXTENSION has read it last, and no event lies "
      "between"},
+    {"small_gradients", FSDP_PROOF_MEMORY, /* the head says how many bytes they need */
+     HEAD("2", "streams", "3", "32", "0 0", "0 0", "0 0") UNITS
+     "slot 0 grad lasts bytes 32\n"
+     "call 0 pre_backward 'a'\n"
+     "  acquire 'a' slot 0\n"
+     "call 1 post_backward 'a'\n"
+     "  wrote 'a' slot 0\n"
+     "call 2 finalize_backward\n" END,
+     "call 0 pre_backward 'a': op 0 acquire 'a'\n"
+     "the slot is too small for 'a' slot 0"},
+    {"beyond_the_arena", FSDP_PROOF_MEMORY, /* of 64 bytes; the others last */
+     HEAD("2", "streams", "5", "128", "1 1", "2 2", "32 32") UNITS
+     "slot 0 gather at 1 bytes 64\nslot 1 grad lasts bytes 64\n"
+     "call 0 pre_forward 'a'\n"
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 post_forward 'a'\n"
+                            "  release 'a' slot 0 COMPUTE\n"
+                            "call 2 pre_backward 'a'\n"
+                            "  acquire 'a' slot 1\n"
+                            "call 3 post_backward 'a'\n"
+                            "  wrote 'a' slot 1\n"
+                            "call 4 finalize_backward\n" END,
+     "call 0 pre_forward 'a': op 0 acquire 'a'\n"
+     "the arena ends before slot 0 [1, 65)"},
+    {"open_to_the_end", FSDP_PROOF_OK, /* finalize closes it for the next step */
+     HEAD("2", "streams", "3", "64", "1 1", "2 2", "32 32") UNITS
+     "slot 0 gather at 0 bytes 64\n"
+     "call 0 post_forward 'a'\n"
+     "call 1 pre_forward 'a'\n"
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 2 finalize_backward\n" END,
+     "proven: 6 ops and 24 accesses in 3 walks, 64 bytes of 64"},
     {"old_shards", FSDP_PROOF_USE, /* a hook has updated them since they were gathered */
      HEAD("2", "streams", "5", "64", "1 1", "3 3", "32 32") UNITS
      "slot 0 gather at 0 bytes 64\n"

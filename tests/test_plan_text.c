@@ -226,6 +226,23 @@ TEST(plan_text, odd_names) {
         }
 }
 
+/* A bucket has 64 units, however small they are: a text with more of them in a line is refused. */
+TEST(plan_text, more_units_than_are_joined) {
+    const plan_net n = plan_chain(66, 4, 2);
+    plan_result first;
+    char *text = recorded(&n, NULL, 2, 0, FSDP_PLAN_TEXT_DECISIONS, &first);
+    bed *d = bed_open(&n, NULL, 2, 0);
+    fsdp_plan_report rep;
+    CALL(d->w, fsdp_plan_load(d->b.plan, text, strlen(text)));
+    CALL(d->w, fsdp_plan_report_get(d->b.plan, 0, &rep));
+    CHECK_EQ_INT(rep.reductions[1], 2);
+    bed_steps(d, 4);
+    for (int i = 0; i < 4; i++) CHECK(d->out.hash[i] == first.hash[i]);
+    CHECK_EQ_INT(d->out.mode[3], FSDP_PLAN_REPLAYING);
+    free(text);
+    bed_close(d);
+}
+
 /* ---- golden texts ---------------------------------------------------------------------------- */
 
 static const struct {
@@ -418,7 +435,7 @@ TEST(plan_text, odd_texts) {
         free(now);
     }
     at += sprintf(at, "  gather");
-    for (int i = 0; i < 70; i++) at += sprintf(at, " 'h.%d'", i % 2);
+    for (int i = 0; i < 65; i++) at += sprintf(at, " 'h.%d'", i % 2);
     sprintf(at, " why joined");
     texts_lines *t = texts_split(text);
     int line = texts_find(t, 0, "  gather ");
@@ -427,7 +444,7 @@ TEST(plan_text, odd_texts) {
     now = (char *)lab_zeros(80000, 1);
     for (int i = 0; i < t->num; i++) strcat(strcat(now, t->at[i]), "\n");
     strcat(now, "end 0000000000000000\n");
-    told(read_text(now), line + 1, "70 units in one act");
+    told(read_text(now), line + 1, "65 units in one act");
     free(now);
     texts_free(t);
     free(text);

@@ -110,6 +110,9 @@ TEST(plan_times, worked_example) {
             CHECK_EQ_INT(t.exposed_ns, 3 * MS);
             CHECK_EQ_INT(t.worst_call, 16);
             CHECK_EQ_INT(t.worst_ns, 2 * MS);
+            c = paper(d, 0, 0, 1 * MS, 2 * MS);
+            t = times(d, 0, &c);
+            CHECK_EQ_INT(t.bound_ns, 8 * MS); /* 4 reductions: those of a group do not overlap */
             seen++;
         }
         bed_close(d);
@@ -207,6 +210,17 @@ TEST(plan_times, cost_of_joining) {
         if (bytes_count) CHECK(took[1] < took[0]);
         else CHECK_EQ_INT(took[1], took[0]);
     }
+}
+
+/* A pass that neither costs nor saves time is taken, as without costs. */
+TEST(plan_times, cost_of_nothing) {
+    plan_net n = plan_chain(4, 16, 16);
+    fsdp_plan_desc desc = FSDP_ZERO;
+    const fsdp_plan_cost c = FSDP_ZERO;
+    desc.cost = &c, desc.bucket_bytes = -1;
+    char *text = texts_make(&n, &desc, 2, TEXTS_STREAMS, FSDP_PLAN_TEXT_DECISIONS);
+    CHECK(strstr(text, "  gather behind 'h.") != NULL);
+    free(text);
 }
 
 /* No plan that was chosen by costs is slower under them than one without the passes they choose. */

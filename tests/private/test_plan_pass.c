@@ -244,6 +244,55 @@ TEST(plan_pass, keep_in_a_chain) {
         }
 }
 
+/* The call that is told if memory is short: the first one of those that hold most. */
+TEST(plan_pass, keep_tells_the_worst_call) {
+    int worst = -1;
+    spans s;
+    spans_begin(&s, 3);
+    s.bytes[1] = s.bytes[2] = 2;
+    for (int u = 0; u < 3; u++) spans_add(&s, u, 2 * u, 2 * u + 1);
+    spans_items(&s, 0);
+    fsdpi_plan_pass_keep(&s.f, ALL_PASSES, 0, &worst);
+    CHECK_EQ_INT(worst, 2); /* 3, 4 and 5 hold as much */
+    spans_end(&s);
+}
+
+/* Slots that come and go within a call count in it; those that no pass frees in later calls, too;
+   those that passes decide about in none. */
+TEST(plan_pass, base_is_the_most_within_a_call) {
+    enum { CALLS = 4, OPS = 6, USES = 3 };
+    static const struct {
+        int call, kind, use;
+    } ops[OPS] = {{0, FSDP_OP_ACQUIRE, 0}, {0, FSDP_OP_RELEASE, 0}, {1, FSDP_OP_ACQUIRE, 1},
+                  {1, FSDP_OP_ACQUIRE, 2}, {2, FSDP_OP_RELEASE, 1}, {2, FSDP_OP_RELEASE, 2}};
+    static const int64_t expected[CALLS] = {8, 3, 3, 0};
+    fsdpi_plan_use uses[USES];
+    fsdpi_plan_pair pairs[OPS];
+    int32_t ops_at[CALLS + 1];
+    fsdpi_plan_tape t;
+    spans s;
+    spans_begin(&s, 1);
+    memset(&t, 0, sizeof t);
+    memset(uses, 0, sizeof uses);
+    uses[0].pool = FSDP_POOL_GRAD, uses[0].bytes = 8;
+    uses[1].pool = FSDP_POOL_GRAD, uses[1].bytes = 3;
+    uses[2].pool = FSDP_POOL_GATHER, uses[2].bytes = 100, s.managed[0] = 1;
+    t.ops = (fsdp_op *)lab_zeros(OPS, sizeof *t.ops);
+    t.pairs = pairs, t.uses = uses, t.ops_at = ops_at, t.num_ops = OPS, t.num_uses = USES;
+    for (int i = OPS; i-- > 0;) {
+        const int takes = ops[i].kind == FSDP_OP_ACQUIRE;
+        t.ops[i].kind = (uint8_t)ops[i].kind;
+        pairs[i].src = takes ? -1 : ops[i].use;
+        pairs[i].dst = takes ? ops[i].use : -1;
+    }
+    for (int k = 0; k <= CALLS; k++)
+        for (ops_at[k] = 0; ops_at[k] < OPS && ops[ops_at[k]].call < k;) ops_at[k]++;
+    s.f.num_calls = CALLS;
+    fsdpi_plan_find_base(&s.f, &t);
+    for (int k = 0; k < CALLS; k++) CHECK_EQ_INT(s.base[k], expected[k]);
+    free(t.ops);
+}
+
 /* ---- ahead --------------------------------------------------------------------------------------- */
 
 /* What PyTorch's simple_overlap makes of the same gathers: each moves up past the call before it,
@@ -549,6 +598,34 @@ static void places(int programs) {
     CHECK(saved > programs / 4);
 }
 TEST(plan_pass, places) { places(cases(LONG)); }
+
+/* Places of the arena are taken if they save more than 5 % of what pools have. Two small uses of one
+   and the other size, which do not meet, beside one that meets both. */
+TEST(plan_pass, places_that_are_worth_it) {
+    static const struct {
+        int64_t bytes[3], taken;
+    } rows[] = {{{87, 7, 6}, 94}, {{89, 6, 5}, 100}, {{91, 5, 4}, 100}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        fsdp_plan p;
+        fsdpi_plan_tape t;
+        fsdpi_plan_listing l;
+        fsdpi_plan_use uses[3];
+        memset(&p, 0, sizeof p);
+        memset(&t, 0, sizeof t);
+        memset(&l, 0, sizeof l);
+        memset(uses, 0, sizeof uses);
+        for (int u = 0; u < 3; u++) {
+            uses[u].pool = FSDP_POOL_GATHER, uses[u].bytes = 64 * rows[i].bytes[u];
+            uses[u].slot = uses[u].glue = -1;
+            uses[u].from = u ? 2 * u - 1 : 0, uses[u].to = u ? 2 * u : 5;
+        }
+        t.uses = uses, t.num_uses = 3, t.num_ops = 6;
+        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES));
+        CHECK_EQ_INT(l.bytes, 64 * rows[i].taken);
+        check_places(&t, &l, (int)i);
+        free(l.slots);
+    }
+}
 
 /* ---- whole plans ---------------------------------------------------------------------------------- */
 
@@ -940,6 +1017,33 @@ TEST(plan_pass, bucketing) {
     g.ddp = 1;
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_REDUCE), "[210]");
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "");
+}
+
+/* A joined collective agrees with none that has other members: so it is told where one rank follows
+   the plan and another one does not. */
+TEST(plan_pass, joined_agree_on_all_members) {
+    enum { PLANS = 3 };
+    static const int64_t bucket[PLANS] = {-1, 1025, 0};
+    static const char *const orders[PLANS] = {"012210", "[01]22[10]", "[012][210]"};
+    uint64_t hash[PLANS] = {0};
+    uint8_t agree[PLANS][FSDP_AGREE_COUNT];
+    const program g = program_of("012");
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.without = ALL_PASSES & ~(1u << FSDP_PASS_BUCKET);
+    for (int i = 0; i < PLANS; i++) {
+        d.bucket_bytes = bucket[i];
+        plan_program(&example, &g, &d);
+        CHECK_EQ_STR(order_of(&example, FSDP_OP_ALL_GATHER, 1), orders[i]);
+        const fsdp_op *op = example.kind->tape.ops;
+        while (op->kind != FSDP_OP_ALL_GATHER) op++;
+        hash[i] = op->what_hash;
+        memcpy(agree[i], op->agree, sizeof agree[i]);
+        for (int k = 0; k < i; k++) {
+            CHECK(hash[k] != hash[i]);
+            CHECK(memcmp(agree[k], agree[i], sizeof agree[i]) != 0); /* the parts, for the text */
+        }
+        planned_end(&example);
+    }
 }
 
 /* What units do not share, and what the user does for a unit: it is not joined. Where the planner has
