@@ -171,7 +171,7 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const fsdpi_point at = fsdpi_point_of(u);
     int first = -1, is_new = !(u->told >> call & 1);
     u->told |= 1u << call;
-    if (call == FSDP_CALL_DATA && at.forwards > 0 && fsdpi_row_at(&at, FSDP_CALL_PRE_BACKWARD))
+    if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
         first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     int is_off = !u->model->grad_enabled && at.forwards == 0;
