@@ -1578,13 +1578,18 @@ static void check_dp(const rig *r, const simple *m, int from, int half, int end)
                      dp);
         CHECK_EQ_INT(unit_ops(r, half, end, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, m->rest), 1);
     }
-    CHECK_EQ_INT(collectives_in(r, from, end), reduced + 6 * dp + (m->rest ? 2 * dp + 1 : 0));
+    /* In the first step replicas compare their parameters. */
+    const int compared = unit_ops(r, from, end, -1, FSDP_LABEL_WORLD, NULL);
+    CHECK(compared <= (m->rest != NULL));
+    CHECK_EQ_INT(collectives_in(r, from, end) - compared,
+                 reduced + 6 * dp + (m->rest ? 2 * dp + 1 : 0));
     fsdp_comm *tp;
     CALL(r->b.w, fsdp_mesh_comm(r->b.mesh, r->b.ndim - 1, FSDP_STREAM_COMPUTE, &tp));
     for (int i = from; i < end; i++) {
         const fsdp_op *a = &r->b.log.ops[i];
         if (a->kind < FSDP_OP_ALL_GATHER || a->kind > FSDP_OP_RECV) continue;
-        const int over_tp = a->label == r->b.label || a->label == FSDP_LABEL_REPLICAS;
+        const int over_tp = a->label == r->b.label || a->label == FSDP_LABEL_REPLICAS ||
+                            a->label == FSDP_LABEL_WORLD;
         CHECK_EQ_INT(a->group_size, over_tp ? m->c->tp : m->c->dp);
         if (a->label == r->b.label) CHECK(a->comm == tp);
         for (int k = from; k < end && !over_tp; k++)

@@ -647,12 +647,12 @@ static void iterate(net *n, int it, seen *out) {
 }
 
 /* Some iterations of one model. Each issues the records of the one before (without sync: of the one
-   before that), with two exceptions. The first iteration has no gradients to zero. On one rank
-   gradients are written where they stay, and zeroed at first. */
+   before that), with exceptions. The first iteration has no gradients to zero, and replicas compare their
+   parameters in it. On one rank gradients are written where they stay, and zeroed at first. */
 static net *train(lab_rank *r, int way, const options *o, seen *out) {
     const job *j = (const job *)r->arg;
     const int apart = o->unsynced || (o->kept && r->size == 1) ? 2 : 1;
-    const int first = o->unsynced ? 2 : r->size == 1;
+    const int first = o->unsynced ? 2 : 1;
     net *n = (net *)lab_zeros(1, sizeof *n);
     memset(out, 0, sizeof *out);
     n->c = j->c, n->o = o, n->s = j->s, n->r = r->heap ? r : NULL;
@@ -1063,13 +1063,15 @@ static void tp_backward(tp_rank *x) {
     CALL(x->w, fsdp_finalize_backward(x->m));
 }
 
-/* Two all-reduces over dp; three over tp, which are the world's. Where a plan is made the ranks agree
-   on it, by some more of the world's. */
-static void tp_counts(const tp_rank *x, int from, int makes) {
+/* Two all-reduces over dp; three over tp, which are the world's. In the first step the replicas of
+   both buckets compare their parameters, and where a plan is made the ranks agree on it, by some more
+   of the world's. */
+static void tp_counts(const tp_rank *x, int from, int first, int makes) {
     CHECK_EQ_INT(x->sums, 3);
     const int worlds = lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, NULL);
     CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, -1, NULL), 2 + worlds);
-    CHECK(makes ? worlds > 3 : worlds == 3);
+    const int own = first ? 3 + 2 : 3;
+    CHECK(makes ? worlds > own : worlds == own);
     for (int k = 0, at = from; k < 2; k++, at++) {
         at = lab_next_op(&x->log, at, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
         W_CHECK(at >= 0 && x->log.ops[at].group_size == 2, "all-reduce %d", k);
@@ -1163,7 +1165,7 @@ static void tp_train_as(lab_rank *r, int planned, uint64_t *bits) {
         x->sums = 0;
         tp_forward(x);
         tp_backward(x);
-        tp_counts(x, from, planned && it == 1);
+        tp_counts(x, from, it == 0, planned && it == 1);
         tp_check(x, all);
         if (planned) W_CHECK(tp_digest(x) == bits[it], "iteration %d has other bits", it);
         else bits[it] = tp_digest(x);
@@ -1197,8 +1199,8 @@ static void tp_alone(void) {
     tp_begin(x, s.world, DIM);
     tp_forward(x);
     tp_backward(x);
-    tp_counts(x, 0, 0);
-    CHECK_EQ_INT(s.colls[FSDP_OP_ALL_REDUCE], 2 + 3);
+    tp_counts(x, 0, 1, 0);
+    CHECK_EQ_INT(s.colls[FSDP_OP_ALL_REDUCE], 2 + 3 + 2);
     CHECK_EQ_INT(s.colls[FSDP_OP_ALL_GATHER] + s.colls[FSDP_OP_REDUCE_SCATTER], 0);
     tp_end(x);
     CHECK_EQ_INT(sim_close(&s), 0);
