@@ -71,7 +71,8 @@ static const struct {
 
 TEST_P(examples, hello, worlds) {
     run("01_hello", row->ranks);
-    CHECK_EQ_INT(lines(), 6);
+    CHECK_EQ_INT(lines(), 7);
+    CHECK(number_after("ranks: ") == (row->ranks ? row->ranks : 1));
     CHECK(number_after("step 200  loss ") < 0.5 * number_after("step   0  loss "));
 }
 

@@ -173,14 +173,15 @@ static program random_program(uint64_t seed) {
 
 typedef struct runner {
     plan_bed b;
-    int frozen[8][PLAN_PARAMS], is_off[3], paused;
+    int frozen[8][PLAN_PARAMS], is_off[3], paused, refused;
 } runner;
 
 static void freeze(runner *x, int arg) {
     plan_bed *b = &x->b;
     const int u = arg % b->net->num_units, i = arg / 8 % b->net->num_params;
-    /* not while gradients wait */
-    x->frozen[u][i] ^= !fsdp_set_requires_grad(b->unit[u], i, x->frozen[u][i]);
+    const int refused = fsdp_set_requires_grad(b->unit[u], i, x->frozen[u][i]) != FSDP_OK;
+    x->frozen[u][i] ^= !refused; /* while gradients wait; finalize tells it again */
+    x->refused |= refused;
 }
 
 static void look(plan_bed *b, int u) {
@@ -244,7 +245,8 @@ static void run(fsdp_world *w, const program *g, int planned, plan_result *out) 
         const int event = g->events[i];
         before_step(&x, event, g->arg[i]);
         plan_calls(b, 0, event == EMPTY ? 0 : event == HALF ? g->backward : g->net.num_calls);
-        CALL(w, fsdp_finalize_backward(b->model));
+        CHECK_STATUS(fsdp_finalize_backward(b->model), x.refused ? FSDP_ERR_INVALID_STATE : FSDP_OK);
+        x.refused = 0;
         CALL(w, fsdp_params_writable(b->model)); /* gathers may be under way */
         plan_step_end(b, out);
     }

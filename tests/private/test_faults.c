@@ -1126,7 +1126,7 @@ TEST(faults, null_and_range) {
     CALL(w, fsdp_model_create(w, NULL, &m));
     CHECK(fsdp_next_param(m, &v) == 0);
     CALL(w, fsdp_fully_shard(m, &ud, &u));
-    CHECK(fsdp_data(u, 0) == NULL && fsdp_grad(u, 0) == NULL); /* not committed yet */
+    CHECK(lab_undefined(m, fsdp_data(u, 0)) && lab_undefined(m, fsdp_grad(u, 0))); /* not committed */
     REFUSED(w, fsdp_init_params(m, NULL, NULL), "fn is NULL");
     REFUSED(w, fsdp_param_at(m, 1, &v), "parameter 1");
     REFUSED(w, fsdp_param_at(m, -1, &v), "parameter -1");
@@ -1161,16 +1161,19 @@ TEST(faults, null_and_range) {
     CALL(w, fsdp_model_create(w, NULL, &second));
     CALL(w, fsdp_fully_shard(second, &ud, &stranger));
     REFUSED(w, fsdp_set_requires_gradient_sync(m, stranger, 0), "another model");
-    CHECK(fsdp_data(u, 0) == NULL); /* sharded */
+    CHECK(lab_undefined(m, fsdp_data(u, 0))); /* sharded */
     CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_STATE);
     CALL(w, fsdp_pre_forward(u));
-    CHECK(fsdp_data(u, 0) != NULL && fsdp_data(u, 1) == NULL && fsdp_data(u, -1) == NULL);
-    CHECK(fsdp_grad(u, 0) == NULL && fsdp_grad(u, 7) == NULL);
+    CHECK(fsdp_data(u, 0) != NULL && !lab_undefined(m, fsdp_data(u, 0)));
+    CHECK(lab_undefined(m, fsdp_data(u, 1)) && lab_undefined(m, fsdp_data(u, -1)));
+    CHECK(lab_undefined(m, fsdp_grad(u, 0)) && lab_undefined(m, fsdp_grad(u, 7)));
     CALL(w, fsdp_post_forward(u));
     CALL(w, fsdp_pre_backward(u));
-    CHECK(fsdp_grad(u, 0) != NULL && fsdp_grad(u, 7) == NULL && fsdp_grad(u, -1) == NULL);
+    CHECK(fsdp_grad(u, 0) != NULL && !lab_undefined(m, fsdp_grad(u, 0)));
+    CHECK(lab_undefined(m, fsdp_grad(u, 7)) && lab_undefined(m, fsdp_grad(u, -1)));
     CALL(w, fsdp_post_backward(u));
-    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_STATE); /* a gradient in forward */
+    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_ARG); /* parameter 1, the first one */
+    CALL(w, fsdp_finalize_backward(m));
     CALL(NULL, fsdp_shutdown(w));
     CHECK_EQ_INT(heap.live, 0);
 }
