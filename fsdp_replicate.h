@@ -257,7 +257,8 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
                divide_by_initial_world_size=True); 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
    Effect      if some ranks have no batch, a plan (fsdp_plan.h) pauses in this step on all
-               ranks. If the model has several groups of replicas, all have to find the same
+               ranks. If the model has several groups of replicas, all have to find the same. Beside
+               a plan, gradients get ready in the same order on all ranks (docs/plan.md)
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
    Collective  join: yes, every rank of the mesh, one all-reduce of an integer, and it sets the
                divide factor of the buckets. shadow: as the calls of a step
