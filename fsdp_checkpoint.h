@@ -236,8 +236,9 @@ typedef struct fsdp_checkpoint_report { // of the last save or load of an object
     int64_t bytes, total_bytes;         // data: written or read by this rank; in the whole
     int64_t blocked_ns, total_ns;       // how long the call took; and save_async to its completion
     int64_t num_reads;                  // load: file calls that read data
-    int32_t num_missing, num_extra;     // load: tensors that partial left as they were, and those
-                                        // that nobody asked for
+    int32_t num_missing, num_extra;     // load: tensors (with desc.source: sources) that the files
+                                        // lack, so that partial left what they are for as it was;
+                                        // and tensors that nobody asked for
     int32_t per_rank_blobs;             // load: 1: blobs of each rank were loaded (or there are
                                         // none): the checkpoint is of as many ranks
     int32_t verified;                   // load: 1: checksums of all bytes that were read are right

@@ -458,7 +458,8 @@ typedef struct fsdp_tp_unit_desc {
    Result      as fsdp_fully_shard; INVALID_ARG (the text names the parameters): one is cut and
                another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc;
                a cut or partial_grads without a tp_dim (one of 1 rank cuts nothing); the dims of dm
-               shard or replicate over other ranks than the model's mesh_info
+               shard or replicate over other ranks than the model's mesh_info, or over none of a
+               dim with several ranks that is called "dp", "dp_shard" or "dp_replicate"
    Collective  yes: every rank of dm's mesh, same desc
    Blocks, Allocates  as fsdp_fully_shard
    Source      torch: parallelize_module with fully_shard, FSDPParam._init_sharded_param */

@@ -15,7 +15,7 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
-    int num_missing, num_extra;
+    int num_wanted, num_missing, num_extra;
     int num_blobs, num_states; // of those that are missing
     int num_dropped;           // states of a parameter of this model, which no extension takes
 } fsdpi_ck_load;
@@ -232,9 +232,10 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
                          "[E438] %s: desc.source gives %d sources of '%s', expected 0 to %d",
                          l->io->call, num, x->name, FSDP_CHECKPOINT_SOURCES);
+    l->num_wanted += num;
     for (int i = 0; i < num; i++) found += fsdpi_ck_boxes_of(&l->opened, s[i].name, &first) > 0;
-    if (num && !found) {
-        *flag = (char)fsdpi_ck_without(l, x, s[0].name);
+    if (!found) {
+        for (int i = 0; i < num; i++) *flag = (char)fsdpi_ck_without(l, x, s[i].name);
         return FSDP_OK;
     }
     fsdp_status status = fsdpi_ck_settle_rows(l, x, s, num);
@@ -260,7 +261,7 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
         *flag = x->file_dtype != x->dtype && number.dtype == FSDP_I64 ? FSDPI_CK_INTEGER
                                                                       : FSDPI_CK_READ;
     }
-    return num && x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
+    return x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
 }
 
 // Names that nobody on this rank has asked for.
@@ -347,7 +348,7 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
         l->ck->world, FSDP_ERR_INVALID_ARG,
         "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
         "%s%sset partial to leave them as they are%s",
-        l->io->call, l->opened.dir, l->num_missing, l->ck->table.num, l->missing, l->num_extra,
+        l->io->call, l->opened.dir, l->num_missing, l->num_wanted, l->missing, l->num_extra,
         l->num_extra ? ": " : "", l->extra,
         l->num_states ? "set params_only if you want no states, or " : "",
         l->num_blobs ? "set `optional` of a blob that may be missing, or " : "",

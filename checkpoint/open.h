@@ -336,8 +336,7 @@ static int fsdpi_ck_is_shard(const char *name, fsdpi_ck_shard *out) {
     out->rest = of + 4 + second;
     int own = strncmp(name, "shard-", 6) == 0 ? fsdpi_ck_digits(name + 6, &ignored) : 0;
     if (own && name[6 + own] == '-' && out->before > 6 + own) out->own = 7 + own;
-    return out->digits && first + out->digits == of && second && out->number >= 1 &&
-           out->number <= out->of;
+    return out->digits && first + out->digits == of && second && out->number <= out->of;
 }
 static int fsdpi_ck_by_set(const void *a, const void *b) { // of one set, then by number
     const fsdpi_ck_shard *x = (const fsdpi_ck_shard *)a, *y = (const fsdpi_ck_shard *)b;
@@ -359,7 +358,8 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
                                          const fsdpi_ck_leaves *l) {
     fsdpi_ck_room room = {NULL, 0};
     char why[700];
-    int64_t num = 0, next = 1;
+    int64_t num = 0, first = 0, next = 0;
+    int last = 1;
     fsdp_status status = fsdpi_ck_reserve(io->model, &room,
                                           (l->num + 1) * (int64_t)sizeof(fsdpi_ck_shard), 0);
     if (status) return status;
@@ -368,10 +368,11 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
         num += fsdpi_ck_is_shard(((const char *const *)l->list.ptr)[i], &list[num]);
     if (num) qsort(list, (size_t)num, sizeof *list, fsdpi_ck_by_shard);
     for (int64_t i = 0; i < num && !status; i++) {
-        int last = i + 1 == num || fsdpi_ck_by_set(&list[i], &list[i + 1]) != 0;
+        if (last) next = first = list[i].number > 0; // a set counts from 1, or from 0
+        last = i + 1 == num || fsdpi_ck_by_set(&list[i], &list[i + 1]) != 0;
         int lacks = list[i].number > next;
         if (list[i].number == next) next++;
-        lacks = lacks || (last && next <= list[i].of);
+        lacks = lacks || (last && next < first + list[i].of);
         if (lacks) {
             snprintf(
                 why, sizeof why,
@@ -381,7 +382,6 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
                 list[i].name + list[i].before + list[i].digits, (long long)list[i].of);
             status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why);
         }
-        if (last) next = 1;
     }
     fsdpi_ck_free(io->model, &room);
     return status;

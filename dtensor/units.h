@@ -39,6 +39,23 @@ static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mes
     return fsdp_mesh_info_init(mesh, kind, shard, replicate, info);
 }
 
+// Ranks of a dim with such a name have other data: units shard or replicate over it.
+static fsdp_status fsdpi_dt_check_data_dims(const fsdp_dmesh *dm, const char *name) {
+    static const char *const names[3] = {"dp", "dp_shard", "dp_replicate"};
+    for (int i = 0; i < 3; i++) {
+        int dim = fsdp_mesh_dim(dm->mesh, names[i]);
+        if (dim >= 0 && dm->shape[dim] > 1 && dim != dm->tp && dim != dm->shard &&
+            dim != dm->replicate)
+            return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                             "[E036] tp_fully_shard: '%.200s': dm's mesh has a dim '%s' of %d "
+                             "ranks over which the model's mesh_info does not shard or replicate, "
+                             "so that gradients would not be averaged over it: give the model a "
+                             "mesh_info that shards or replicates over it, or rename the dim",
+                             name, names[i], dm->shape[dim]);
+    }
+    return FSDP_OK;
+}
+
 // Do the dims of dm's mesh tell which ranks shard and replicate a unit, and which cut it?
 static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, int is_cut,
                                        int partial) {
@@ -49,7 +66,7 @@ static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, i
                          "%s: name the dim in fsdp_dmesh_desc.tp_dim, or give the mesh one of 1 "
                          "rank",
                          name, is_cut ? "parameters are cut" : "gradients are addends");
-    if (!dm->is_other) return FSDP_OK;
+    if (!dm->is_other) return fsdpi_dt_check_data_dims(dm, name);
     fsdp_status status = fsdp_model_mesh_info(dm->model, &info);
     if (status) return status;
     return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,

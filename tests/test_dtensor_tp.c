@@ -834,6 +834,11 @@ static const char other_4[] = UNIT_REFUSED(
             "dim -1; -1: none): give the model a mesh_info on this mesh, or name its "
             "dims in fsdp_dmesh_desc";
 #define OTHER UNIT_REFUSED("E034") "the model's mesh_info shards over "
+#define IDLE(dim)                                                                                  \
+    UNIT_REFUSED("E036")                                                                           \
+    "dm's mesh has a dim '" dim "' of 2 ranks over which the model's mesh_info does not shard or " \
+    "replicate, so that gradients would not be averaged over it: give the model a mesh_info that " \
+    "shards or replicates over it, or rename the dim"
 #define USUAL                                                                                      \
     { "dp_replicate", "dp_shard", "tp" }
 static const dims_row dims_rows[] = {
@@ -859,6 +864,15 @@ static const dims_row dims_rows[] = {
     {"bad_crossed", {"a", "b", "tp"}, {2, 2, 2}, 0, {1, 0}, {NULL, "a", "b"}, {0}, OTHER "2", 0},
     {"bad_replicas", {"a", "b", "tp"}, {1, 2, 2}, 0, {0, 1}, {NULL, "b", "a"}, {0}, OTHER "1", 0},
     {"bad_other_dim", {"a", "b", "tp"}, {2, 2, 2}, 0, {0, -1}, {NULL, "b"}, {0}, OTHER "2", 0},
+    {"bad_named", {"dp", "b", "tp"}, {2, 2, 2}, 0, {0, -1}, {NULL, "b"}, {0}, OTHER "2", 0},
+    {"idle_shards_tp", {"dp", "tp"}, {2, 2}, 0, {1, -1}, {NULL}, {0}, IDLE("dp"), 0},
+    {"idle_copies_tp", {"dp", "tp"}, {2, 2}, 0, {-1, 1}, {NULL}, {0}, IDLE("dp"), 0},
+    {"idle_hsdp", USUAL, {2, 2, 2}, 0, {2, 1}, {NULL}, {0}, IDLE("dp_replicate"), 0},
+    {"idle_shard", USUAL, {2, 2, 2}, 0, {2, 0}, {NULL}, {0}, IDLE("dp_shard"), 0},
+    {"idle_no_copies", USUAL, {2, 2, 2}, 0, {1, -1}, {NULL}, {0}, IDLE("dp_replicate"), 0},
+    {"idle_no_shards", USUAL, {2, 2, 2}, 0, {-1, 0}, {NULL}, {0}, IDLE("dp_shard"), 0},
+    {"idle_of_1", USUAL, {1, 2, 2}, 0, {1, -1}, {NULL}, {2, 1, 2}, NULL, 0},
+    {"tp_called_dp", {"x", "dp"}, {2, 2}, 0, {0, -1}, {"dp"}, {2, 1, 2}, NULL, 0},
     {"bad_no_tp", {"dp", "model"}, {2, 2}, 0, {0, -1}, {NULL}, {0}, no_tp, 0},
 };
 TEST_P(dtensor_tp, dims_of_the_mesh, dims_rows) {
