@@ -180,7 +180,8 @@ static void read_text(const char *file, char *text, size_t cap) {
     fclose(f);
 }
 
-static void stops(const mistake *what, int ranks, int lanes) {
+/* Returns whether the report names lines. */
+static int stops(const mistake *what, int ranks, int lanes) {
     static char text[1 << 16];
     char file[400], place[64];
     int status = 0;
@@ -195,16 +196,21 @@ static void stops(const mistake *what, int ranks, int lanes) {
     read_text(file, text, sizeof text);
     CHECK_MSG(status, "%s of %d ranks, lanes %d: it has not stopped at line %d", what->name, ranks,
               lanes, *now.line);
-    const char *frame = strstr(text, "    #0 ");
+    char *frame = strstr(text, "    #0 "); /* of the access */
     CHECK_MSG(strstr(text, "ERROR: AddressSanitizer: use-after-poison") && frame,
               "%s of %d ranks, lanes %d: %s", what->name, ranks, lanes, text);
+    frame[strcspn(frame, "\n")] = 0;
+    if (!strstr(frame, " in ")) return 0;
     snprintf(place, sizeof place, "test_guard.c:%d", *now.line);
-    CHECK_MSG(strstr(text, place) || !strstr(text, ".c:"), "expected %s in %s", place, text);
+    CHECK_MSG(strstr(frame, place), "%s of %d ranks, lanes %d: expected %s in %s", what->name,
+              ranks, lanes, place, frame);
+    return 1;
 }
 
 TEST_P(guard, stops_at, mistakes) {
     if (!W_ASAN) SKIP("it is not built with AddressSanitizer");
-    if (!row->shards_only) stops(row, 1, -1);
-    stops(row, 2, -1);
-    stops(row, 2, 1);
+    int named = row->shards_only || stops(row, 1, -1);
+    named &= stops(row, 2, -1);
+    named &= stops(row, 2, 1);
+    if (!named) SKIP("it has stopped, but AddressSanitizer finds no symbolizer to name the line");
 }
