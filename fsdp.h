@@ -164,8 +164,11 @@ MISTAKES
     Memory: compile with -fsanitize=address. Then the program stops at the line that touches a
     parameter or a gradient beyond its end, before pre_* or after post_*. Without it
     fsdp_model_desc.debug fills what you gave back with NaN. Neither sees a program that writes a
-    parameter, runs past its end into the next one, or writes shards while a gather reads them. On
-    one rank gradients are written to the shards themselves: look for mistakes with two ranks.
+    parameter, runs past its end into the next one, or writes a shard while a gather reads it or,
+    with lanes, a gradient while the reduction does. On one rank gradients are written to the shards
+    themselves: look for mistakes with two ranks. A pointer that you kept is not seen where its
+    memory is in use again: with AddressSanitizer after four uses of a slot, or after one beside a
+    plan or fsdp_replicate.
     Dtypes: fsdp_data_dtype tells the dtype of fsdp_data; fsdp_data_as checks it.
     Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
 

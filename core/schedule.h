@@ -199,6 +199,7 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
     }
     u->state.training = next;
     fsdpi_close_unit(u);
+    fsdpi_close_free(u->model);
     return FSDP_OK;
 }
 
