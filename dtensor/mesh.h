@@ -194,8 +194,8 @@ typedef struct fsdpi_dt_sets {
 static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks, int dims) {
     uint64_t set = 0;
     for (int i = 0; i < fsdp_mesh_size(mesh, -1); i++) {
-        int is_in = 1;
-        for (int d = fsdp_mesh_ndim(mesh) - 1, rest = i; d >= 0; d--) {
+        int is_in = 1, rest = i;
+        for (int d = fsdp_mesh_ndim(mesh); d-- > 0;) {
             is_in &= dims >> d & 1 || rest % fsdp_mesh_size(mesh, d) == fsdp_mesh_rank(mesh, d);
             rest /= fsdp_mesh_size(mesh, d);
         }
