@@ -1341,7 +1341,7 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 #ifdef __cplusplus
 }
-// The dtype of a type. Say it of your types of 16 bits, as of __nv_bfloat16 or a struct of your own:
+// The dtype of a type. Say it of types of 16 bits, as __nv_bfloat16 or a struct of your own:
 //     template <> struct fsdp_dtype_of<my_bf16> : fsdp_dtype_is<FSDP_BF16> {};
 template <int Dtype> struct fsdp_dtype_is {
     static const fsdp_dtype value = Dtype;

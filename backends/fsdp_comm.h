@@ -432,8 +432,8 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
         fsdpi_say_call(t, &record);
         fsdpi_say_differences(t, &first, &record);
     }
-    fsdpi_say(t, ". All ranks have to make the same calls in the same order: does one of them alone "
-                 "evaluate, save or stop?");
+    fsdpi_say(t, ". All ranks have to make the same calls in the same order: does one of them "
+                 "alone evaluate, save or stop?");
 }
 
 // Two of them. Of a pair that sends and receives the operations have to differ.

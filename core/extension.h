@@ -296,7 +296,8 @@ FSDP_API int fsdp_is_uneven(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
 /* fsdp_undefined - memory for a getter of an extension that fails, as fsdp_data gives it: room for
-   the largest parameter of the model, of undefined contents, the same until a cast or a later unit needs more room
+   the largest parameter of the model, of undefined contents, the same until a cast or a later
+   unit needs more room
    status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
    Result      NULL: model is NULL, or there is no memory
    Collective  no      Blocks no      Allocates at its first use */
