@@ -86,9 +86,9 @@ FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fm
     va_end(args);
     return status;
 }
-FSDP_API void fsdp_warn(fsdp_world *w, const char *fmt, ...) {
+FSDP_API void fsdp_warn(const fsdp_world *w, const char *fmt, ...) {
     char text[FSDPI_TEXT];
-    int used = snprintf(text, sizeof text, "rank %d: ", w->rank);
+    int used = w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
     va_start(args, fmt);
     vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);

@@ -333,7 +333,7 @@ FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char
 
 /* fsdp_warn - log a line that is no failure, at the level FSDP_LOG_WARN
    Collective  no      Blocks no      Allocates no */
-FSDP_API void fsdp_warn(fsdp_world *world, const char *format, ...) FSDP_PRINTF(2, 3);
+FSDP_API void fsdp_warn(const fsdp_world *world, const char *format, ...) FSDP_PRINTF(2, 3);
 
 /* fsdp_desc_read - copy a caller's desc to dst: zeroed, `size` bytes in this header. A desc begins
    with uint32_t size, start_canary and ends with uint64_t end_canary. src NULL: dst is all zero

@@ -74,6 +74,26 @@ static const fsdpi_launcher *fsdpi_launcher_of_hosts(void) {
     return fsdpi_launcher_knows(l, l->here, l->hosts);
 }
 
+// A number that names a job or a step, or counts ranks; 0: none.
+static uint64_t fsdpi_env_id(const char *name) {
+    const char *text = fsdpi_env(name);
+    long value = text ? strtol(text, NULL, 10) : 0;
+    return value > 0 ? (uint64_t)value : 0;
+}
+
+// RANK and WORLD_SIZE say that this rank is alone: they may be left from an earlier job.
+static void fsdpi_tell_alone(const fsdp_world *w) {
+    if (fsdpi_env("TORCHELASTIC_RUN_ID") || fsdpi_env("FSDP_JOB_ID")) return;
+    for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++) {
+        if (!fsdpi_env(l->rank) || !fsdpi_env(l->needs) || fsdpi_env_id(l->size) < 2) continue;
+        fsdp_warn(w,
+                  "fsdp_init: WORLD_SIZE is 1 and %s is %s: RANK and WORLD_SIZE count, so that "
+                  "each rank is a world of its own. Unset them, if an earlier job has left them",
+                  l->size, fsdpi_env(l->size));
+        return;
+    }
+}
+
 // Rank and size; neither set: a world of one.
 static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -91,17 +111,11 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (rank >= size)
         return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
                          rank, l->size, size);
+    if (l == fsdpi_launchers && has_size && size == 1) fsdpi_tell_alone(w);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
     return FSDP_OK;
-}
-
-// A number that names a job or a step: any will do.
-static uint64_t fsdpi_env_id(const char *name) {
-    const char *text = fsdpi_env(name);
-    long value = text ? strtol(text, NULL, 10) : 0;
-    return value > 0 ? (uint64_t)value : 0;
 }
 
 /* Does this part of a name tell jobs of a host apart? A host and an allocation of Slurm's have

@@ -316,6 +316,37 @@ TEST_P(launch, environment, found) {
     if (seen.size > 1) CHECK_EQ_STR(seen.store, store);
 }
 
+/* RANK and WORLD_SIZE count before all others: where they make each rank a world of its own, and the
+   launcher has started several, they may be left from an earlier job. */
+static const struct {
+    const char *name, *variables[VARIABLES_MAX], *told; /* NULL: nothing */
+} alones[] = {
+    {"mpirun", {"RANK=0", "WORLD_SIZE=1", OMPI("1", "2", "1")}, "OMPI_COMM_WORLD_SIZE is 2"},
+    {"srun",
+     {"RANK=0", "WORLD_SIZE=1", SLURM("1", "4", "1"), "SLURM_STEP_ID=0"},
+     "SLURM_NTASKS is 4"},
+    {"batch_script", {"RANK=0", "WORLD_SIZE=1", SLURM("0", "4", "0")}, NULL},
+    {"one_process", {"RANK=0", "WORLD_SIZE=1", OMPI("0", "1", "0")}, NULL},
+    {"torchrun", {"RANK=0", "WORLD_SIZE=1", "TORCHELASTIC_RUN_ID=x", OMPI("1", "2", "1")}, NULL},
+    {"fsdprun", {"RANK=0", "WORLD_SIZE=1", "FSDP_JOB_ID=x", OMPI("1", "2", "1")}, NULL},
+    {"nothing_left", {OMPI("0", "1", "0")}, NULL},
+};
+static char told[1024];
+static void keep_told(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)code, (void)rank, (void)user;
+    if (level == FSDP_LOG_WARN) snprintf(told, sizeof told, "%s", text);
+}
+TEST_P(launch, tells_of_ranks_that_are_alone, alones) {
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    environment(row->variables, 0);
+    d.logger.log = keep_told;
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK_EQ_INT(fsdp_world_size(w), 1);
+    CHECK_MSG(row->told ? strstr(told, row->told) != NULL : !*told, "told '%s'", told);
+    CALL(NULL, fsdp_shutdown(w));
+}
+
 /* A wrong value of a launcher's variable is an error that names it, never ignored. */
 #define TORCHRUN(rank, size) "RANK=" rank, "WORLD_SIZE=" size, "MASTER_ADDR=h", "MASTER_PORT=1"
 static const struct {
