@@ -103,8 +103,8 @@ static int train(fsdp_world *world, void *arg) {
         if (!status) status = fsdp_adamw_step(opt, 0.002);
         if (!status) status = fsdp_zero_grad(model);
         if (!status) status = fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F64, FSDP_SUM);
-        if (step == 0) mine.first = loss / RANKS;
-        mine.last = loss / RANKS;
+        if (step == 0) mine.first = loss / (double)RANKS;
+        mine.last = loss / (double)RANKS;
     }
     fsdp_memory memory = FSDP_ZERO;
     fsdp_counters counters = FSDP_ZERO;
