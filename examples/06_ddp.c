@@ -117,7 +117,7 @@ static int train(fsdp_world *world, void *arg) {
         if (!status) status = fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM);
         if (!status) status = fsdp_adamw_step(opt, 0.001);
         if (!status) status = fsdp_zero_grad(model);
-        if (fsdp_rank(world) == 0) out->loss[s] = loss / RANKS;
+        if (fsdp_rank(world) == 0) out->loss[s] = loss / (float)RANKS;
     }
     if (fsdp_rank(world) != 0) return (int)status;
     out->messages = c.calls[FSDP_OP_ALL_REDUCE];

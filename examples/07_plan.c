@@ -97,7 +97,7 @@ static int train(fsdp_world *world, void *arg) {
         if (!status) status = fsdp_adamw_step(opt, 0.001);
         if (!status) status = fsdp_zero_grad(model);
         if (!status) status = fsdp_model_counters(model, &after);
-        if (tells) r->loss[s] = loss / RANKS;
+        if (tells) r->loss[s] = loss / (float)RANKS;
     }
     if (!status) status = fsdp_param_full(h[0], 0, tells ? r->w : NULL);
     if (!status) status = fsdp_model_memory(model, &memory);
