@@ -36,8 +36,12 @@ static int fsdpi_is_host(const fsdp_world *w) {
 
 // Is memory poisoned that the caller must not touch (guard.h)? Not where a device has it, or has an
 // order of its own.
-static inline int fsdpi_can_close(const fsdp_world *w) {
+static inline int fsdpi_is_guarded(const fsdp_world *w) {
     return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDPI_NATIVE;
+}
+// Is there memory to poison? The device of a prediction (predict.h) has none, and copies nothing.
+static inline int fsdpi_can_close(const fsdp_world *w) {
+    return fsdpi_is_guarded(w) && w->device_ops->copy != NULL;
 }
 
 // Do what a record says. `stream`: native, or NULL.

@@ -203,7 +203,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.reduce = l->reduce_dtype;
     f.offload = md->cpu_offload != 0;
     f.overwrite = md->grads_overwrite != 0;
-    f.debug = md->debug || fsdpi_can_close(u->model->world);
+    f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.sync = u->options.sync;
     f.all_reduce = u->options.all_reduce;
