@@ -83,7 +83,8 @@ static uint64_t fsdpi_env_id(const char *name) {
 
 // RANK and WORLD_SIZE say that this rank is alone: they may be left from an earlier job.
 static void fsdpi_tell_alone(const fsdp_world *w) {
-    if (fsdpi_env("TORCHELASTIC_RUN_ID") || fsdpi_env("FSDP_JOB_ID")) return;
+    if (!fsdpi_env("WORLD_SIZE") || fsdpi_env("TORCHELASTIC_RUN_ID") || fsdpi_env("FSDP_JOB_ID"))
+        return;
     for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++) {
         if (!fsdpi_env(l->rank) || !fsdpi_env(l->needs) || fsdpi_env_id(l->size) < 2) continue;
         fsdp_warn(w,
@@ -111,7 +112,6 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (rank >= size)
         return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
                          rank, l->size, size);
-    if (l == fsdpi_launchers && has_size && size == 1) fsdpi_tell_alone(w);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;

@@ -7,7 +7,10 @@
 // Fill in what the desc leaves to the environment, and check the rest.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
-    if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
+    if (d->world_size == 0) {
+        status = fsdpi_env_ranks(w, d);
+        if (!status && d->world_size == 1) fsdpi_tell_alone(w);
+    }
     if (!status && d->timeout_ms == 0)
         status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
     const char *lanes = fsdpi_env("FSDP_LANES");
