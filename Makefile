@@ -176,8 +176,8 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
-$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h core/dtype.h \
-    core/shard_math.h core/backend.h Makefile \
+$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h \
+    core/float.h core/macros.h core/backend.h Makefile \
     $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<

@@ -33,7 +33,7 @@ HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
 PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h") +
               glob.glob("checkpoint/*.h"))  # parts of extensions
-DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
+DECLARES = HEADERS + ["core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 MAX_FUNCTION = 70
