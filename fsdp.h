@@ -15,48 +15,49 @@
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
 CONTENTS
-    This file is the manual, the declarations and the list of the library's parts. The
-    implementation is in files of one subject each, leaves first: a file uses those above it.
-    core/dtype.h        status codes, element types, conversions, the loops that reduce
-    core/shard_math.h   which rows a rank owns; where everything lies in a slot
+    This file is the manual, the declarations and the list of the library's parts. Each part is a
+    file of one subject that includes those which it uses. In this order a part uses those above it:
     core/extension.h    extensions: the functions that they give, and those that they may call
     core/backend.h      the two tables of functions that make a backend and a device
-    core/sys.h          the operating system's calls, a lock, a hash, a text
+    core/macros.h       what compilers spell in different ways
+    core/dtype.h        names and sizes of status codes and element types
+    core/float.h        one element: conversions between floating dtypes
+    core/reduce.h       the one reduction: loops that cast, add and scale
+    core/shard_math.h   which rows a rank owns; where everything lies in a slot
+    core/os.h           the operating system's calls, a lock, a hash, a text, the environment
     core/route.h        how a unit gathers and reduces: a pure function from facts to a route
     core/objects.h      the structs of a world, a mesh, a model and a unit
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
-    core/env.h          the one reader of environment variables
     core/launch.h       rank, size and job from a launcher's environment
-    core/attach.h       the order in which the library calls extensions
-    core/spawn.h        ranks that a program starts itself
-    core/comm.h         makes a collective of an op record
+    core/watch.h        which extension is asked, shown and told, and in what order
     core/host.h         the host as a device
     core/timeline.h     measures when records ran on a device
-    core/lanes.h        how records run: at once, in worker threads, on a device's streams
+    core/run.h          how records run: at once, in worker threads, on a device's streams
+    core/backends.h     the table of the backends that are compiled in
     core/mesh.h         ranks arranged in N dims, and their groups
-    core/world.h        rank, size, environment, opened tables
-    core/layout.h       where a unit's parameters and gradients lie in its slots
+    core/layout.h       where everything lies in a unit's slots, and the lists that say so
     core/guard.h        AddressSanitizer: what the caller must not touch
-    core/pool.h         buffers and slots
+    core/ops.h          op records, prepared once at commit; fsdpi_emit, the only door to the tables
+    core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
-    core/ops.h          op records; fsdpi_emit, the only door to the tables
-    core/templates.h    the records that hooks emit, prepared once
     core/gather.h       parameters: gathered, waited for, freed, prefetched
     core/usage.h        which ranks used which parameter
     core/grads.h        gradients: written, collected, reduced
-    core/commit.h       the flat blocks of a model, and the lists of its units
-    core/schedule.h     the transition table, and the calls that look it up
-    core/replicas.h     parameters that replicas hold alike: compared, and copied
-    core/step.h         the end of a step
-    core/norm.h         the norm of all gradients, and clipping
-    core/params.h       parameters as the caller sees them
-    core/predict.h      memory: what is allocated now, and a prediction
-    core/options.h      setters
+    core/commit.h       layouts are made, blocks allocated, what was held is moved
+    core/report.h       what is allocated now, and a model in words
     core/model.h        a model begins and ends
-    core/means.h        what extensions may do: records, buffers, copies, states
+    core/world.h        a world begins and ends; collectives on host data
+    core/replicas.h     do replicas hold the same parameters?
+    core/step.h         the calls of a step: the transition table, and the end
+    core/clip.h         the norm of all gradients, and clipping
+    core/params.h       parameters as the caller sees them: init, load, full, broadcast
+    core/predict.h      a prediction of memory: a step of a copy that runs nothing
+    core/options.h      setters
     core/snapshot.h     saves what a step changes, and restores it
-    core/init.h         a world begins and ends; collectives on host data
+    core/attach.h       extensions are attached and detached
+    core/extend.h       what extensions call: records, buffers, memory, copies
+    core/spawn.h        ranks that a program starts itself
     Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
 
 A PROGRAM
@@ -132,7 +133,7 @@ WORDS
     stream     an order in which ops run: a lane's, or that of a device's stream
     inline     without lanes and streams: an op is done when the call returns
     dtype      FSDP_F32 FSDP_F64 FSDP_F16 FSDP_BF16; frozen parameters also FSDP_U8 FSDP_I8 ...
-               FSDP_DTYPE_KEEP (0): as the comment of the field says (core/dtype.h)
+               FSDP_DTYPE_KEEP (0): as the comment of the field says
 
 STEP BY STEP
     1  Call fsdp_init, fsdp_model_create, fsdp_fully_shard for each layer, and fsdp_init_params or
@@ -1604,107 +1605,25 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 // clang-format on
 
 /* ============================================================================================ */
-/* Implementation, leaves first. It is outside the guard, so that a header that included fsdp.h
-   before does not hide it. It needs nothing that strict C99 hides: fsdpi_syscall reaches those. */
+/* Implementation: the parts that no other part includes. It is outside the guard, so that a header
+   that included fsdp.h before does not hide it. It needs nothing that strict C99 hides:
+   fsdpi_syscall reaches those. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
 #include "core/reduce.h"
 #include "core/shard_math.h"
 #ifndef FSDP_MATH_ONLY
-
 #ifndef __linux__
 #error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
 #endif
-
-#include <math.h>    // sqrt, pow, fmod
-#include <pthread.h> // worker threads, ranks as threads
-#include <stdarg.h>  // va_list
-#include <stdio.h>   // snprintf, stderr
-#include <stdlib.h>  // malloc, free, getenv, strtol
-#include <string.h>  // memcpy, memset, strcmp, strlen
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-#include "core/sys.h"
-#include "core/route.h"
-#include "core/objects.h"
-#include "core/error.h"
-#include "core/alloc.h"
-#include "core/env.h"
-#include "core/launch.h"
 #include "core/attach.h"
-
-// Backends, and the devices whose memory their collectives work on.
-#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_BACKEND_NCCL) &&    \
-    !defined(FSDP_NO_BACKEND)
-#define FSDP_BACKEND_SHM 1
-#endif
-#ifdef FSDP_BACKEND_SHM
-#include "backends/fsdp_shm.h"
-#endif
-#ifdef FSDP_BACKEND_GLOO
-#include "backends/fsdp_gloo.h"
-#endif
-#ifdef FSDP_BACKEND_NCCL
-#include "backends/fsdp_nccl.h"
-#endif
-#ifdef FSDP_BACKEND_FAKE
-#include "backends/fsdp_fake.h"
-#endif
-
-static const fsdp_device_ops *fsdpi_host_ops(void);
-
-// In the order in which they are preferred; the last two: see fsdpi_backend.
-static const fsdpi_backend fsdpi_backends[] = {
-#ifdef FSDP_BACKEND_SHM
-    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1, 0},
-#endif
-#ifdef FSDP_BACKEND_GLOO
-    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0, 0},
-#endif
-#ifdef FSDP_BACKEND_NCCL
-    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0, 0},
-#endif
-#ifdef FSDP_BACKEND_FAKE
-    {"fake", fsdp_fake_comm_ops, fsdpi_host_ops, 0, 1},
-#endif
-    {NULL, NULL, NULL, 0, 0}};
-
-#include "core/spawn.h"
-#include "core/comm.h"
-#include "core/host.h"
-#include "core/timeline.h"
-#include "core/lanes.h"
-#include "core/mesh.h"
-#include "core/world.h"
-#include "core/layout.h"
-#include "core/guard.h"
-#include "core/pool.h"
-#include "core/unit.h"
-#include "core/ops.h"
-#include "core/templates.h"
-#include "core/gather.h"
-#include "core/usage.h"
-#include "core/grads.h"
-#include "core/commit.h"
-#include "core/schedule.h"
-#include "core/replicas.h"
-#include "core/step.h"
-#include "core/norm.h"
-#include "core/params.h"
-#include "core/predict.h"
+#include "core/clip.h"
+#include "core/extend.h"
 #include "core/options.h"
-#include "core/model.h"
-#include "core/means.h"
+#include "core/predict.h"
 #include "core/snapshot.h"
-#include "core/init.h"
-
-#ifdef __cplusplus
-}
-#endif
+#include "core/spawn.h"
 #endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION
 

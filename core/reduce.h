@@ -13,14 +13,14 @@
 
 #include <string.h> // memcpy, memmove
 
-// Invariants: the same inputs give the same bits with any compiler flags. Sums run in rank order; no
-// expression both multiplies and adds, since a compiler may contract that to one rounding. Loops work
-// on blocks that stay in the first-level cache.
+// Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
+// the ranks. No expression both multiplies and adds, since a compiler may contract that to one
+// rounding. Loops work on blocks that stay in the first-level cache.
 
 #define FSDPI_BLOCK    512 // elements: whole pages of page-aligned sources would alias
 #define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
 
-// Precise arithmetic, as in float.h; and vectorised even where the program is built with -O0 or -O2.
+// Precise arithmetic, as in float.h; and vectorised even if the program is built with -O0 or -O2.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)
