@@ -53,7 +53,7 @@ typedef struct fsdp_caps {
    has a reader of its own: an fsdp_op is also a copy, a norm or a call of the user, with buffers
    and events that a backend must not touch; a collective is what every backend can carry out, with
    pointers of this process; the record that travels (fsdpi_record) has a fixed size and no
-   pointers. The first becomes the second in fsdpi_run_collective (core/comm.h), the second the
+   pointers. The first becomes the second in fsdpi_run_collective (core/run.h), the second the
    third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
 
    Offsets of segments count elements: of dtype on the full side and in src of a gather, of

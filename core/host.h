@@ -15,7 +15,7 @@
 #include <math.h>
 #include <string.h>
 
-// Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
+// Stateless: every op is done when the call returns; lanes make it asynchronous (run.h).
 
 struct fsdp_device {
     fsdp_allocator allocator;

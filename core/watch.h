@@ -11,7 +11,7 @@
 #include "objects.h"
 #include "os.h"
 
-// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
+// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in attach.h.
 
 /* Has an extension answered a call? *status is the result then. A call that an extension makes
    itself when it is asked goes to those behind it. */
