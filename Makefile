@@ -162,7 +162,7 @@ dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and 
 	tar -c -I 'gzip -9n' -f $(BUILD)/$(DIST).tar.gz --format=gnu --sort=name --owner=0 --group=0 \
 	    --numeric-owner --mode=u=rwX,go=rX --mtime=@$$(git log -1 --format=%ct) \
 	    -C $(BUILD)/dist $(DIST)
-errors: ## docs/errors.md, the table of error texts
+errors: ## ids, statuses and texts in docs/errors.md, from the sources
 	tools/errors -o docs/errors.md
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
 	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
