@@ -205,11 +205,11 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.overwrite = md->grads_overwrite != 0;
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
-    f.sync = u->options.sync;
-    f.all_reduce = u->options.all_reduce;
     f.hook = u->options.all_reduce_hook != NULL;
     f.custom = u->options.custom[2] != NULL;
-    f.divide_factor = u->options.divide_factor;
+#define FSDP_X(type, name, initial) f.name = u->options.name;
+    FSDPI_ROUTE_OPTIONS(FSDP_X)
+#undef FSDP_X
     for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
 
