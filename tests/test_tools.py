@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
-header that does what the many did, each check of check_text.py and errors finds what it is there for, and
-run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
+header that does what the many did, each check of check_text.py, errors and floors finds what it is
+there for, and run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -393,6 +394,73 @@ def test_errors_makes():
     broken = LIST.replace("X is not 0. |", "X is not 0.")
     status, text, after = errors(FAILS, broken, *write)
     check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
+
+
+HOUSE = {  # in the order of the floors
+    "core/a.h": '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
+    "core/b.h": '#include "../fsdp.h" // and core/*.h\n# include "a.h"\n/* the end */\n',
+    "core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
+    "fsdp.h": '/* Use it so:\n    #include "fsdp.h"\n*/\n#include "core/b.h"\n#include "core/c.h"\n',
+    "plan/x.h": '#include "../fsdp_plan.h"\n', "fsdp_more.h": '#include "fsdp.h"\n',
+    "plan/y.h": '#include "../fsdp_plan.h"\n#include "x.h"\n',
+    "fsdp_plan.h": '#include "fsdp.h"\n#include "plan/y.h"\n', "backends/README.md": "no room\n"}
+
+
+def floors(picture=None, **changes):
+    """What the gate says of this house and its picture, or of the one that it draws; the picture."""
+    with tempfile.TemporaryDirectory() as root:
+        for name, text in {**HOUSE, **changes, "docs/floors.svg": picture or ""}.items():
+            os.makedirs(os.path.dirname(os.path.join(root, name)), exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        for args in [["-o", "docs/floors.svg"]] * (picture is None) + [[]]:
+            r = subprocess.run([sys.executable, os.path.join(TOOLS, "floors"), *args], cwd=root,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(os.path.join(root, "docs/floors.svg"), encoding="utf-8") as f:
+            return r.returncode, r.stdout, f.read()
+
+
+def test_floors():
+    status, text, drawn = floors()
+    check(status == 0 and text == "note: 8 files on 7 floors\n", text)
+    rooms = re.findall(r'text-anchor="end">(\d)<|^<text x="\d+" y="\d+">([\w.]+)(?: <tspan.*>(\d+)<)?',
+                       drawn, re.M)
+    expected = ("6 fsdp_plan.h:2 5 y.h:1 4 x.h:1 fsdp_more.h 3 fsdp.h:4 2 c.h:1 1 b.h:2 0 a.h:2").split()
+    check([floor or name + ":" * bool(users) + users for floor, name, users in rooms] == expected, drawn)
+    for changed in ({"core/b.h": "\n"}, {"core/d.h": "\n"}):
+        status, text, after = floors(drawn, **changed)
+        check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
+    for changed, wanted in [({"core/a.h": '#include "c.h"\n'}, ("core/a.h", "core/c.h")),
+                            ({"core/a.h": '#include "../fsdp_more.h"\n'}, ("core/a.h", "fsdp_more.h")),
+                            ({"plan/x.h": '#include "y.h"\n'}, ("plan/x.h", "plan/y.h"))]:
+        status, text, _ = floors(**changed)
+        check(status == 1 and "floors: a circle: " in text, text)
+        check(all(f"{name} -> " in text for name in wanted), text)
+
+
+def test_floors_have_room():
+    """No room lies on another one or on another folder's column, and names fit."""
+    names = {f"{folder}/{'long' * (k % 3)}_{k}.h": "\n" for k in range(24)
+             for folder in ("core", "backends", "plan", "dtensor", "checkpoint")}
+    names.update({f"fsdp_{folder}.h": HOUSE["fsdp_more.h"] for folder in ("dtensor", "checkpoint")})
+    status, text, drawn = floors(**names)
+    check(status == 0, text)
+    boxes = [(float(x), int(y), float(x) + float(w), int(y) + int(h), style, name)
+             for style, x, y, w, h, name in re.findall(
+                 r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="(\d+)" rx="2"/>\n'
+                 r"<text [^>]*>(.*)</text>", drawn)]
+    check(len(boxes) == len(names) + 8, f"{len(boxes)} rooms")
+    status, text, _ = floors(**{"dtensor/a_name_of_many_letters.h": "\n"})
+    check(status == 1 and "many_letters.h is wider than its column" in text, text)
+    columns = {style: (min(b[0] for b in boxes if b[4] == style), max(b[2] for b in boxes if b[4] == style))
+               for style in {b[4] for b in boxes}}
+    check(columns["core"][1] < columns["backends"][0], f"{columns}")
+    check(columns["dtensor"][1] < columns["plan"][0] <= columns["plan"][1] < columns["checkpoint"][0],
+          f"{columns}")
+    for i, a in enumerate(boxes):
+        check(0 < a[0] and a[2] < 900 and a[0] + 6.5 * len(re.sub("<.*?>", "", a[5])) < a[2], f"{a}")
+        for b in boxes[:i]:
+            check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
 
 
 if __name__ == "__main__":
