@@ -38,7 +38,8 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h) # what they include
+PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h safetensors/*.h \
+              backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
@@ -178,8 +179,8 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
-$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h core/dtype.h \
-    core/shard_math.h core/backend.h Makefile \
+$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h \
+    core/float.h core/macros.h core/backend.h Makefile \
     $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
@@ -426,12 +427,14 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 INTO := "$(DESTDIR)$(PREFIX)"
 install: ## headers, tools and fsdp.pc below $DESTDIR$PREFIX
 	mkdir -p $(foreach d,include/fsdp/core include/fsdp/plan include/fsdp/dtensor include/fsdp/checkpoint \
+	    include/fsdp/safetensors \
 	    include/fsdp/backends share/pkgconfig,$(INTO)/$d)
 	install -m 644 $(HEADERS) $(INTO)/include/fsdp
 	install -m 644 core/*.h $(INTO)/include/fsdp/core
 	install -m 644 plan/*.h $(INTO)/include/fsdp/plan
 	install -m 644 dtensor/*.h $(INTO)/include/fsdp/dtensor
 	install -m 644 checkpoint/*.h $(INTO)/include/fsdp/checkpoint
+	install -m 644 safetensors/*.h $(INTO)/include/fsdp/safetensors
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(INTO)/include/fsdp/backends;)
 	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in >$(INTO)/share/pkgconfig/fsdp.pc

@@ -15,48 +15,49 @@
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
 CONTENTS
-    This file is the manual, the declarations and the list of the library's parts. The
-    implementation is in files of one subject each, leaves first: a file uses those above it.
-    core/dtype.h        status codes, element types, conversions, the loops that reduce
-    core/shard_math.h   which rows a rank owns; where everything lies in a slot
+    This file is the manual, the declarations and the list of the library's parts. Each part is a
+    file of one subject that includes those which it uses. In this order a part uses those above it:
     core/extension.h    extensions: the functions that they give, and those that they may call
     core/backend.h      the two tables of functions that make a backend and a device
-    core/sys.h          the operating system's calls, a lock, a hash, a text
+    core/macros.h       what compilers spell in different ways
+    core/dtype.h        names and sizes of status codes and element types
+    core/float.h        one element: conversions between floating dtypes
+    core/reduce.h       the one reduction: loops that cast, add and scale
+    core/shard_math.h   which rows a rank owns; where everything lies in a slot
+    core/os.h           the operating system's calls, a lock, a hash, a text, the environment
     core/route.h        how a unit gathers and reduces: a pure function from facts to a route
     core/objects.h      the structs of a world, a mesh, a model and a unit
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
-    core/env.h          the one reader of environment variables
     core/launch.h       rank, size and job from a launcher's environment
-    core/attach.h       the order in which the library calls extensions
-    core/spawn.h        ranks that a program starts itself
-    core/comm.h         makes a collective of an op record
+    core/watch.h        which extension is asked, shown and told, and in what order
     core/host.h         the host as a device
     core/timeline.h     measures when records ran on a device
-    core/lanes.h        how records run: at once, in worker threads, on a device's streams
+    core/run.h          how records run: at once, in worker threads, on a device's streams
+    core/backends.h     the table of the backends that are compiled in
     core/mesh.h         ranks arranged in N dims, and their groups
-    core/world.h        rank, size, environment, opened tables
-    core/layout.h       where a unit's parameters and gradients lie in its slots
+    core/layout.h       where everything lies in a unit's slots, and the lists that say so
     core/guard.h        AddressSanitizer: what the caller must not touch
-    core/pool.h         buffers and slots
+    core/ops.h          op records, prepared once at commit; fsdpi_emit, the only door to the tables
+    core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
-    core/ops.h          op records; fsdpi_emit, the only door to the tables
-    core/templates.h    the records that hooks emit, prepared once
     core/gather.h       parameters: gathered, waited for, freed, prefetched
     core/usage.h        which ranks used which parameter
     core/grads.h        gradients: written, collected, reduced
-    core/commit.h       the flat blocks of a model, and the lists of its units
-    core/schedule.h     the transition table, and the calls that look it up
-    core/replicas.h     parameters that replicas hold alike: compared, and copied
-    core/step.h         the end of a step
-    core/norm.h         the norm of all gradients, and clipping
-    core/params.h       parameters as the caller sees them
-    core/predict.h      memory: what is allocated now, and a prediction
-    core/options.h      setters
+    core/commit.h       layouts are made, blocks allocated, what was held is moved
+    core/report.h       what is allocated now, and a model in words
     core/model.h        a model begins and ends
-    core/means.h        what extensions may do: records, buffers, copies, states
+    core/world.h        a world begins and ends; collectives on host data
+    core/replicas.h     do replicas hold the same parameters?
+    core/step.h         the calls of a step: the transition table, and the end
+    core/clip.h         the norm of all gradients, and clipping
+    core/params.h       parameters as the caller sees them: init, load, full, broadcast
+    core/predict.h      a prediction of memory: a step of a copy that runs nothing
+    core/options.h      setters
     core/snapshot.h     saves what a step changes, and restores it
-    core/init.h         a world begins and ends; collectives on host data
+    core/attach.h       extensions are attached and detached
+    core/extend.h       what extensions call: records, buffers, memory, copies
+    core/spawn.h        ranks that a program starts itself
     Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
 
 A PROGRAM
@@ -132,7 +133,7 @@ WORDS
     stream     an order in which ops run: a lane's, or that of a device's stream
     inline     without lanes and streams: an op is done when the call returns
     dtype      FSDP_F32 FSDP_F64 FSDP_F16 FSDP_BF16; frozen parameters also FSDP_U8 FSDP_I8 ...
-               FSDP_DTYPE_KEEP (0): as the comment of the field says (core/dtype.h)
+               FSDP_DTYPE_KEEP (0): as the comment of the field says
 
 STEP BY STEP
     1  Call fsdp_init, fsdp_model_create, fsdp_fully_shard for each layer, and fsdp_init_params or
@@ -250,8 +251,243 @@ THE COMMENTS OF FUNCTIONS
 #include <stddef.h> // size_t, NULL
 #include <stdint.h> // int64_t, uint64_t
 
-#include "core/dtype.h"      // status codes, element types; each with its implementation
-#include "core/shard_math.h" // shard math
+#ifndef FSDP_MATH_H
+#define FSDP_MATH_H
+/* -------------------------------------------------------------------------------------------- */
+
+#ifdef FSDP_STATIC
+#if defined(__GNUC__)
+#define FSDP_API static __attribute__((unused))
+#else
+#define FSDP_API static
+#endif
+#endif
+#ifndef FSDP_API
+#define FSDP_API extern
+#endif
+
+#if defined(__GNUC__)
+#define FSDP_MUST_CHECK __attribute__((warn_unused_result))
+#define FSDP_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define FSDP_MUST_CHECK
+#define FSDP_PRINTF(fmt, args)
+#endif
+
+// Initialises a desc or a view: all zero means defaults. C and C++ spell it differently.
+#ifdef __cplusplus
+#define FSDP_ZERO \
+    {}
+#else
+#define FSDP_ZERO {0}
+#endif
+
+#define FSDP_MAX_DIMS 8
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* -------------------------------------------------------------------------------------------- */
+/* Status. Zero is success; there is one code per reaction. The text of the last failure, which
+   names rank, unit, operation, expected and got, is fsdp_last_error(world).                      */
+
+#define FSDP_STATUS_LIST(X)                                                                       \
+    X(OK, 0, "success")                                                                           \
+    X(ERR_INVALID_ARG, 1, "an argument or desc field is wrong; nothing was changed")              \
+    X(ERR_INVALID_STATE, 2, "the call is not possible in this state; nothing was changed")        \
+    X(ERR_OUT_OF_MEMORY, 3, "memory could not be allocated")                                      \
+    X(ERR_UNSUPPORTED, 4, "the call is valid, but this build, backend or device cannot do it")    \
+    X(ERR_BACKEND, 5, "the backend or the device failed")                                         \
+    X(ERR_TIMEOUT, 6, "a peer did not come before the deadline; the world is aborted")            \
+    X(ERR_PEER_LOST, 7, "a peer died or left; the world is aborted")                              \
+    X(ERR_MISMATCH, 8, "ranks disagree about an operation; the world is aborted")                 \
+    X(ERR_IO, 9, "a file or socket failed")                                                       \
+    X(ERR_CORRUPT, 10, "data read from outside are malformed")                                    \
+    X(ERR_ABORTED, 11, "the world was aborted by a rank or by the program")                       \
+    X(ERR_INTERNAL, 12, "an invariant of the library does not hold: please report")
+
+typedef enum fsdp_status {
+#define FSDP_X(name, value, text) FSDP_##name = value,
+    FSDP_STATUS_LIST(FSDP_X)
+#undef FSDP_X
+} fsdp_status;
+
+/* -------------------------------------------------------------------------------------------- */
+/* Element types. 16-bit floats are stored as uint16_t; integers are storage only.                */
+
+#define FSDP_DTYPE_LIST(X)                                                                        \
+    X(F32, 1, 4, 1)                                                                               \
+    X(F64, 2, 8, 1)                                                                               \
+    X(F16, 3, 2, 1)                                                                               \
+    X(BF16, 4, 2, 1)                                                                              \
+    X(U8, 5, 1, 0)                                                                                \
+    X(I8, 6, 1, 0)                                                                                \
+    X(I16, 7, 2, 0)                                                                               \
+    X(I32, 8, 4, 0)                                                                               \
+    X(I64, 9, 8, 0)
+
+typedef int32_t fsdp_dtype;
+enum {
+    FSDP_DTYPE_KEEP = 0, // in a desc: as the parameter itself (parameters: f32)
+#define FSDP_X(name, value, bytes, is_float) FSDP_##name = value,
+    FSDP_DTYPE_LIST(FSDP_X)
+#undef FSDP_X
+    FSDP_DTYPE_COUNT = 10
+};
+
+// How sources are joined; sums run in rank order.
+typedef int32_t fsdp_redop;
+enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
+
+/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
+
+/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
+
+/* fsdp_dtype_is_float - 1 for f64, f32, f16 and bf16, else 0
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
+
+/* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
+   dst, src    aligned to their dtype. They may be equal only if the dtypes are equal
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
+               different types)
+   Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
+               and the sign of zero are kept; subnormals are exact
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
+                                  fsdp_dtype src_dtype, int64_t count);
+
+/* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
+   dst         room for count elements of dtype; you own it. Untouched if no cast is needed
+   Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _to_dtype_if_needed */
+FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
+                                         fsdp_dtype src_dtype, int64_t count);
+
+/* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
+   Result      the pointer to use
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _cast_fp_tensor */
+FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
+                                        fsdp_dtype src_dtype, int64_t count);
+
+/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API const char *fsdp_status_name(fsdp_status status);
+
+/* fsdp_status_text - one sentence for people, from FSDP_STATUS_LIST
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API const char *fsdp_status_text(fsdp_status status);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Shard math: pure functions, usable alone (FSDP_MATH_ONLY compiles nothing but these and the
+   dtypes). A dim of D rows over W ranks is cut into chunks of c = ceil(D/W) rows; the last chunks
+   are short or empty; every shard is stored padded to c rows. Not the balanced split.            */
+
+typedef struct fsdp_range {
+    int64_t start;  // first row, D for an empty range
+    int64_t count;  // rows
+    int64_t padded; // rows of the stored shard, equal on all ranks
+} fsdp_range;
+
+/* fsdp_shard_range - rows of a sharded dimension owned by one rank
+   dim_size    rows of the full tensor along the sharded dim, >= 0
+   world, rank shard group size >= 1, 0 <= rank < world
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
+   Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
+FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
+
+/* fsdp_chunk_with_empty - rows and starts of all chunks
+   rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _chunk_with_empty */
+FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
+                                           int64_t *starts);
+
+/* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
+   shape, out  int64_t[ndim]; may be the same array
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _get_dim0_padded_size */
+FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
+
+/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
+   shape, out  int64_t[ndim]; may be the same array
+   dim         -ndim <= dim < ndim
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
+FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
+                                           int rank, int64_t *out);
+
+// `count` elements at `shard` of a flat block, world*count elements at `full` of a slot.
+// all_gather reads a list of these from left to right, reduce_scatter from right to left.
+typedef struct fsdp_seg {
+    int64_t shard, full, count; // elements
+} fsdp_seg;
+
+// height rows of width elements; offsets and pitches in elements. Read in either direction.
+typedef struct fsdp_block {
+    int64_t src, dst, width, height, src_pitch, dst_pitch;
+} fsdp_block;
+
+// One parameter as the layout sees it.
+typedef struct fsdp_layout_param {
+    int32_t ndim, shard_dim;      // in: 1 <= ndim; 0 <= shard_dim < ndim
+    int64_t shape[FSDP_MAX_DIMS]; // in: full shape
+    int64_t chunk;                // out: rows of every stored shard along shard_dim
+    int64_t start, rows;          // out: my rows along shard_dim
+    int64_t numel;                // out: elements of the full tensor
+    int64_t local_numel;          // out: my elements, without padding
+    int64_t shard_numel;          // out: elements of the stored shard, equal on all ranks
+    int64_t shard_offset;         // out: of my shard, in the flat block
+    int64_t full_offset;          // out: of the contiguous full tensor, in the slot
+    int32_t direct;               // out: 1: gathered straight to its place
+} fsdp_layout_param;
+
+// A list of parameters laid out together: the direct ones first, then the packed ones, tight.
+typedef struct fsdp_layout {
+    int32_t world, rank;     // in
+    int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
+    int64_t align;           // in: direct and copied-out tensors start at multiples of it; 0: 1
+    int64_t shard_base;      // in: where the list begins in the flat block
+    int64_t full_base;       // in: where it begins in the slot
+    int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
+    int64_t shard_numel;     // out: S, elements of one rank's padded shards
+    int64_t packed_numel;    // out: K, the packed part of S
+    int64_t final_numel;     // out: elements of the copied-out tensors, with alignment
+    int64_t slot_end;        // out: end of everything in the slot
+    int32_t num_segs;        // out
+    int32_t num_blocks;      // out: packed staging -> contiguous tensors
+} fsdp_layout;
+
+/* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
+   layout      in/out, see above
+   params      fsdp_layout_param[count], in/out
+   segs        room for count entries, or NULL to ask for num_segs only
+   blocks      room for count*world entries, or NULL to ask for num_blocks only
+   Layout      flat block: direct shards, then packed shards, tight. Slot: W*S gathered elements
+               (rank-major inside each segment), then the packed tensors copied out one by one.
+               A block list from left to right is copy-out, from right to left chunk_cat
+   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
+FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
+                                        fsdp_seg *segs, fsdp_block *blocks);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_H
 
 #if !defined(FSDP_H) && !defined(FSDP_MATH_ONLY)
 #define FSDP_H
@@ -1369,104 +1605,26 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 // clang-format on
 
 /* ============================================================================================ */
-/* Implementation, leaves first. It is outside the guard, so that a header that included fsdp.h
-   before does not hide it. It needs nothing that strict C99 hides: fsdpi_syscall reaches those. */
+/* Implementation: the parts that no other part includes. It is outside the guard, so that a header
+   that included fsdp.h before does not hide it. It needs nothing that strict C99 hides:
+   fsdpi_syscall reaches those. */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
-
+#include "core/reduce.h"
+#include "core/shard_math.h"
+#ifndef FSDP_MATH_ONLY
 #ifndef __linux__
 #error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
 #endif
-
-#include <math.h>    // sqrt, pow, fmod
-#include <pthread.h> // worker threads, ranks as threads
-#include <stdarg.h>  // va_list
-#include <stdio.h>   // snprintf, stderr
-#include <stdlib.h>  // malloc, free, getenv, strtol
-#include <string.h>  // memcpy, memset, strcmp, strlen
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-#include "core/sys.h"
-#include "core/route.h"
-#include "core/objects.h"
-#include "core/error.h"
-#include "core/alloc.h"
-#include "core/env.h"
-#include "core/launch.h"
 #include "core/attach.h"
-
-// Backends, and the devices whose memory their collectives work on.
-#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_BACKEND_NCCL) &&    \
-    !defined(FSDP_NO_BACKEND)
-#define FSDP_BACKEND_SHM 1
-#endif
-#ifdef FSDP_BACKEND_SHM
-#include "backends/fsdp_shm.h"
-#endif
-#ifdef FSDP_BACKEND_GLOO
-#include "backends/fsdp_gloo.h"
-#endif
-#ifdef FSDP_BACKEND_NCCL
-#include "backends/fsdp_nccl.h"
-#endif
-#ifdef FSDP_BACKEND_FAKE
-#include "backends/fsdp_fake.h"
-#endif
-
-static const fsdp_device_ops *fsdpi_host_ops(void);
-
-// In the order in which they are preferred; the last two: see fsdpi_backend.
-static const fsdpi_backend fsdpi_backends[] = {
-#ifdef FSDP_BACKEND_SHM
-    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1, 0},
-#endif
-#ifdef FSDP_BACKEND_GLOO
-    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0, 0},
-#endif
-#ifdef FSDP_BACKEND_NCCL
-    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0, 0},
-#endif
-#ifdef FSDP_BACKEND_FAKE
-    {"fake", fsdp_fake_comm_ops, fsdpi_host_ops, 0, 1},
-#endif
-    {NULL, NULL, NULL, 0, 0}};
-
-#include "core/spawn.h"
-#include "core/comm.h"
-#include "core/host.h"
-#include "core/timeline.h"
-#include "core/lanes.h"
-#include "core/mesh.h"
-#include "core/world.h"
-#include "core/layout.h"
-#include "core/guard.h"
-#include "core/pool.h"
-#include "core/unit.h"
-#include "core/ops.h"
-#include "core/templates.h"
-#include "core/gather.h"
-#include "core/usage.h"
-#include "core/grads.h"
-#include "core/commit.h"
-#include "core/schedule.h"
-#include "core/replicas.h"
-#include "core/step.h"
-#include "core/norm.h"
-#include "core/params.h"
-#include "core/predict.h"
+#include "core/clip.h"
+#include "core/extend.h"
 #include "core/options.h"
-#include "core/model.h"
-#include "core/means.h"
+#include "core/predict.h"
 #include "core/snapshot.h"
-#include "core/init.h"
-
-#ifdef __cplusplus
-}
-#endif
+#include "core/spawn.h"
+#endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION
 
 /*

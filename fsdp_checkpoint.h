@@ -362,47 +362,10 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 #endif // FSDP_CHECKPOINT_H
 
 /* ============================================================================================ */
-/* Implementation, leaves first. */
+/* Implementation: the parts that no other part includes. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED)
 #define FSDP_CHECKPOINT_IMPLEMENTED
-
-#include <errno.h>       // errno, EEXIST, ENOENT
-#include <pthread.h>     // one worker thread
-#include <signal.h>      // SIGXFSZ
-#include <stdio.h>       // snprintf
-#include <stdlib.h>      // qsort; calloc where there is no model
-#include <string.h>      // memcpy, memcmp, strlen, strerror
-#include <dirent.h>      // opendir, readdir
-#include <fcntl.h>       // open
-#include <sys/stat.h>    // fstat, mkdir
-#include <sys/syscall.h> // SYS_futex
-#include <unistd.h>      // close, rmdir, unlink
-#ifdef __SSE2__
-#include <emmintrin.h> // _mm_stream_si128
-#endif
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-#include "checkpoint/files.h"
-#include "checkpoint/worker.h"
-#include "checkpoint/objects.h"
-#include "checkpoint/meet.h"
-#include "checkpoint/table.h"
-#include "checkpoint/tile.h"
-#include "checkpoint/manifest.h"
-#include "checkpoint/keep.h"
-#include "checkpoint/save.h"
-#include "checkpoint/open.h"
-#include "checkpoint/read.h"
-#include "checkpoint/load.h"
-#include "checkpoint/life.h"
-#include "checkpoint/alone.h"
 #include "checkpoint/export.h"
-
-#ifdef __cplusplus
-}
-#endif
+#include "checkpoint/life.h"
 #endif // FSDP_IMPLEMENTATION

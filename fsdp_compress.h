@@ -77,10 +77,6 @@ FSDP_API void fsdp_compress_destroy(fsdp_compress *compress);
 
 #include <string.h> // memcmp, memcpy
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 // Owns: the records in place of a reduce-scatter, their lists and memory. Invariant: all are on its
 // stream, so that one buffer is enough. In it lie sums of f32, what is received, what is sent.
 
@@ -272,8 +268,4 @@ FSDP_API fsdp_status fsdp_compress_create(fsdp_model *model, fsdp_compress **com
 FSDP_API void fsdp_compress_destroy(fsdp_compress *compress) {
     if (compress) (void)fsdp_detach(compress->model, &compress->extension);
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

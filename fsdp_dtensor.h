@@ -497,29 +497,13 @@ FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int ind
 #endif // FSDP_DTENSOR_H
 
 /* ============================================================================================ */
-/* Implementation, leaves first. */
+/* Implementation: the parts that no other part includes. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DTENSOR_IMPLEMENTED)
 #define FSDP_DTENSOR_IMPLEMENTED
-
-#include <math.h>   // exp, HUGE_VAL
-#include <string.h> // memcmp, memcpy, memset
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-#include "dtensor/spec.h"
-#include "dtensor/route.h"
 #include "dtensor/loss.h"
 #include "dtensor/propagate.h"
 #ifndef FSDP_MATH_ONLY
-#include "dtensor/mesh.h"
-#include "dtensor/redistribute.h"
 #include "dtensor/units.h"
-#endif
-
-#ifdef __cplusplus
-}
 #endif
 #endif // FSDP_IMPLEMENTATION

@@ -382,10 +382,6 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #include <stdio.h>  // snprintf
 #include <string.h> // memcpy, memset
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 #if defined(__GNUC__)
 #define FSDPI_OPTIM_RESTRICT __restrict
 #define FSDPI_OPTIM_NOINLINE __attribute__((noinline))
@@ -1744,9 +1740,5 @@ FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
 #pragma float_control(pop)
 #elif defined(__GNUC__)
 #pragma GCC pop_options
-#endif
-
-#ifdef __cplusplus
-}
 #endif
 #endif // FSDP_IMPLEMENTATION

@@ -224,38 +224,11 @@ FSDP_API const char *fsdp_pass_name(int pass);
 #endif // FSDP_PLAN_H
 
 /* ============================================================================================ */
-/* Implementation, leaves first. */
+/* Implementation: the parts that no other part includes. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED)
 #define FSDP_PLAN_IMPLEMENTED
-
-#include <stdio.h>  // snprintf
-#include <stdlib.h> // calloc, free
-#include <string.h> // memcpy, memset, strcmp
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
-
-#include "plan/objects.h"
-#include "plan/memory.h"
-#include "plan/tape.h"
-#include "plan/join.h"
-#include "plan/passes.h"
-#include "plan/place.h"
-#include "plan/listing.h"
-#include "plan/text.h"
-#include "plan/parse.h"
-#include "plan/prove.h"
-#include "plan/ranks.h"
-#include "plan/simulate.h"
-#include "plan/make.h"
-#include "plan/load.h"
 #include "plan/life.h"
-
-#ifdef __cplusplus
-}
-#endif
+#include "plan/load.h"
+#include "plan/ranks.h"
 #endif // FSDP_IMPLEMENTATION

@@ -281,10 +281,6 @@ FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep);
 #include <stdio.h>  // snprintf
 #include <string.h> // memcpy, memset, strcmp
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* -------------------------------------------------------------------------------------------- */
 // Which bucket each tensor belongs to.
 
@@ -896,8 +892,4 @@ FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep) {
     if (!status) status = fsdp_replicate_post_forward(rep);
     return status ? status : fsdp_replicate_post_backward(rep);
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

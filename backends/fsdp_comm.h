@@ -13,17 +13,24 @@
    fsdpi_comm_split and so on, and an open of one line that names its table.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_COMM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_COMM_IMPLEMENTED
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_BACKENDS_COMM_H
+#define FSDPI_BACKENDS_COMM_H
 
 #include "fsdp_memory.h" // the list of allocations
 #include "fsdp_record.h" // what a rank is about to do, and the words for it
+#include "../core/alloc.h"
+#include "../core/error.h"
+#include "../core/macros.h"
+#include "../core/os.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
 
 #define FSDPI_MAX_RANKS 4096 // of a comm that compares; who reduces by itself: FSDPI_MAX_SRCS
 
@@ -758,7 +765,4 @@ static void fsdpi_comm_free(fsdp_comm *comm, void *ptr, size_t size) {
         w->transport->give(w, &chunk);
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_BACKENDS_COMM_H

@@ -12,22 +12,8 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Alone, the conversions of fsdp.h are compiled in here, as private functions.
-#ifndef FSDP_DTYPE_IMPLEMENTED
-#undef FSDP_API
-#undef FSDP_STATIC
-#undef FSDP_IMPLEMENTATION
-#define FSDP_STATIC
-#define FSDP_IMPLEMENTATION
-#define FSDP_MATH_ONLY
 #include "../fsdp.h"
-#undef FSDP_STATIC
-#undef FSDP_IMPLEMENTATION
-#undef FSDP_MATH_ONLY
-#undef FSDP_API
-#define FSDP_API extern
-#endif
-#include "../fsdp.h"
+#include "../core/float.h"
 #include "fsdp_cuda_kernels.h"
 
 #include <cuda_runtime_api.h> // cudaLaunchKernel

@@ -17,7 +17,9 @@
    - What is allocated is filled with zeros in a stream of its own: nothing else is waited for.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
 
 #ifndef FSDP_CUDA_H
 #define FSDP_CUDA_H
@@ -52,22 +54,17 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CUDA_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_CUDA_IMPLEMENTED
 
-#ifdef __cplusplus // fsdp.h includes this file inside extern "C", and these hold templates
-extern "C++" {
-#endif
-#include <cuda_runtime_api.h>
-#ifdef __CUDACC__
-#include "fsdp_cuda.cu"
-#endif
-#ifdef __cplusplus
-}
-#endif
-
 #include "fsdp_cuda_kernels.h"
 #include "fsdp_record.h" // the clock
+#include "../core/alloc.h"
+#include "../core/error.h"
+#include "../core/os.h"
 
-#ifdef __cplusplus
-extern "C" {
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <string.h>
+#ifdef __CUDACC__
+#include "fsdp_cuda.cu"
 #endif
 
 #define FSDPI_CUDA_SPIN_NS  20000 // of a wait, before it begins to sleep
@@ -537,8 +534,4 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void) {
     (void)fsdpi_cuda_read_managed(&is_managed, &error);
     return is_managed ? &managed : &ops;
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

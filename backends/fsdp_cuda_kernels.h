@@ -8,6 +8,9 @@
    is a cudaError_t, 0 being cudaSuccess. Included after fsdp.h.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
 #ifndef FSDP_CUDA_KERNELS_H
 #define FSDP_CUDA_KERNELS_H
 

@@ -24,7 +24,9 @@
    torch/testing/_internal/distributed/fake_pg.py (FakeStore).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
 
 #ifndef FSDP_FAKE_H
 #define FSDP_FAKE_H
@@ -78,10 +80,12 @@ FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
 #define FSDP_FAKE_IMPLEMENTED
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_record.h"
+#include "../core/os.h"
+#include "../core/reduce.h"
+#include "../core/run.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include <string.h>
 
 #define FSDPI_FAKE_RANKS (1 << 20)
 #define FSDPI_FAKE_KINDS                                                                           \
@@ -94,8 +98,6 @@ typedef struct fsdpi_fake_world {
     uint32_t failed, lock; // of the verdict
     fsdpi_verdict why;
 } fsdpi_fake_world;
-
-static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes);
 
 static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
     return (fsdpi_fake_world *)(void *)c->world;
@@ -248,8 +250,4 @@ FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void) {
     };
     return &ops;
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

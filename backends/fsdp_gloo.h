@@ -31,7 +31,9 @@
      transfer.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
 
 #ifndef FSDP_GLOO_H
 #define FSDP_GLOO_H
@@ -78,16 +80,24 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_GLOO_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_GLOO_IMPLEMENTED
 
-#include <errno.h> // EMFILE, ENFILE
-
-#include "fsdp_comm.h"        // the base: what all backends do in the same way
-#include "fsdp_gloo_shim.h"   // the transport
-#include "fsdp_near.h"        // ranks of one host
+#include "fsdp_comm.h"      // the base: what all backends do in the same way
+#include "fsdp_gloo_shim.h" // the transport
+#include "fsdp_memory.h"
+#include "fsdp_near.h" // ranks of one host
+#include "fsdp_record.h"
+#include "fsdp_shm_world.h"
+#include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "../core/alloc.h"
+#include "../core/os.h"
+#include "../core/reduce.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include <errno.h> // EMFILE, ENFILE
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define FSDPI_GLOO_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
@@ -1610,8 +1620,4 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void) {
     };
     return &ops;
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

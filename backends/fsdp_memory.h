@@ -3,14 +3,18 @@
    Included by the comm base.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MEMORY_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_MEMORY_IMPLEMENTED
-
-#ifdef __cplusplus
-extern "C" {
+#ifndef FSDP_H
+#include "../fsdp.h"
 #endif
+#ifndef FSDPI_BACKENDS_MEMORY_H
+#define FSDPI_BACKENDS_MEMORY_H
+
+#include "../core/alloc.h"
+#include "../core/os.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // An allocation. A backend that maps the parts of all ranks has them side by side from base on.
 typedef struct fsdpi_chunk {
@@ -135,7 +139,4 @@ static int64_t fsdpi_memory_left(const char **whose) {
     return least;
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_BACKENDS_MEMORY_H

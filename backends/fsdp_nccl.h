@@ -39,7 +39,9 @@
                           and so does fsdp_init while the process has one thread; else it warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
 
 #ifndef FSDP_NCCL_H
 #define FSDP_NCCL_H
@@ -89,23 +91,22 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NCCL_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_NCCL_IMPLEMENTED
 
-#ifdef __cplusplus
-extern "C++" {
-#endif
-#include <nccl.h>
-#ifdef __cplusplus
-}
-#endif
-
-#include "fsdp_comm.h"        // the base: what all backends do in the same way
+#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_memory.h"
+#include "fsdp_record.h"
+#include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "../core/alloc.h"
+#include "../core/os.h"
+
+#include <nccl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
 
 #if NCCL_VERSION_CODE < 21800
 #error "fsdp_nccl.h needs NCCL 2.18 or newer: this is the header of an older one"
-#endif
-
-#ifdef __cplusplus
-extern "C" {
 #endif
 
 #define FSDPI_NCCL_KINDS                                                                           \
@@ -1720,8 +1721,4 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void) {
     };
     return &ops;
 }
-
-#ifdef __cplusplus
-}
-#endif
 #endif // FSDP_IMPLEMENTATION

@@ -10,17 +10,26 @@
    they show the same host, as the same user, and both can share.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NEAR_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_NEAR_IMPLEMENTED
-
-#include "fsdp_shm.h"         // the memory, and what goes through it
-#include "fsdp_store_world.h" // where ranks meet, and the verdict
-
-#ifdef __cplusplus
-extern "C" {
+#ifndef FSDP_H
+#include "../fsdp.h"
 #endif
+#ifndef FSDPI_BACKENDS_NEAR_H
+#define FSDPI_BACKENDS_NEAR_H
+
+#include "fsdp_comm.h"
+#include "fsdp_record.h"
+#include "fsdp_shm_world.h" // the memory, and what goes through it
+#include "fsdp_store.h"
+#include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "../core/alloc.h"
+#include "../core/os.h"
+#include "../core/reduce.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define FSDPI_NEAR_TICKET 16
 
@@ -311,7 +320,4 @@ static fsdp_status fsdpi_near_split(fsdpi_comm *parent, fsdpi_comm *near,
     return fsdpi_near_result(parent, near, status);
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_BACKENDS_NEAR_H

@@ -4,17 +4,18 @@
    the comm base, the store and the devices. It moves no data and waits for nobody.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_RECORD_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_RECORD_IMPLEMENTED
-
-#include <sys/socket.h> // getsockopt
-#include <asm/socket.h> // SO_PEERCRED, which the line above hides in strict C99
-
-#ifdef __cplusplus
-extern "C" {
+#ifndef FSDP_H
+#include "../fsdp.h"
 #endif
+#ifndef FSDPI_BACKENDS_RECORD_H
+#define FSDPI_BACKENDS_RECORD_H
+
+#include "../core/macros.h"
+#include "../core/os.h"
+
+#include <asm/socket.h> // SO_PEERCRED, which sys/socket.h hides in strict C99
+#include <string.h>
+#include <sys/socket.h> // getsockopt
 
 extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
                            struct fsdpi_timespec *left) __asm__("nanosleep");
@@ -202,7 +203,4 @@ static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *fro
     if (length) memcpy(to, from, length < cap ? length : cap - 1);
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_BACKENDS_RECORD_H

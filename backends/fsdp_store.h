@@ -65,28 +65,36 @@
    thread reads, and beats; callers wait on futexes.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_STORE_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_STORE_IMPLEMENTED
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_BACKENDS_STORE_H
+#define FSDPI_BACKENDS_STORE_H
 
 #include "fsdp_record.h" // fsdpi_verdict
+#include "../core/alloc.h"
+#include "../core/launch.h"
+#include "../core/macros.h"
+#include "../core/os.h"
 
+#include <asm/socket.h>  // SO_REUSEADDR, SO_PEERCRED, which strict C99 hides
 #include <errno.h>       // errno
 #include <fcntl.h>       // open, fcntl
 #include <ifaddrs.h>     // getifaddrs
 #include <netinet/in.h>  // sockaddr_in, sockaddr_in6
 #include <netinet/tcp.h> // TCP_NODELAY
 #include <poll.h>        // poll
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/eventfd.h> // eventfd: wakes a thread that polls
 #include <sys/socket.h>  // socket and others
 #include <sys/stat.h>    // fstat
-#include <sys/un.h>      // sockaddr_un
-#include <asm/socket.h>  // SO_REUSEADDR, SO_PEERCRED, which strict C99 hides
-
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include <sys/syscall.h>
+#include <sys/un.h> // sockaddr_un
+#include <unistd.h>
 
 // <netdb.h>, which strict C99 empties.
 struct fsdpi_addrinfo {
@@ -2607,7 +2615,4 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, f
     return status;
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif
+#endif // FSDPI_BACKENDS_STORE_H

@@ -5,18 +5,21 @@
    backend's world begins with fsdpi_store_world; its table has the functions below.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_STORE_WORLD_IMPLEMENTED) &&                      \
-    !defined(FSDP_MATH_ONLY)
-#define FSDP_STORE_WORLD_IMPLEMENTED
-
-#include "fsdp_comm.h"  // the comm base
-#include "fsdp_store.h" // where ranks meet
-
-#ifdef __cplusplus
-extern "C" {
+#ifndef FSDP_H
+#include "../fsdp.h"
 #endif
+#ifndef FSDPI_BACKENDS_STORE_WORLD_H
+#define FSDPI_BACKENDS_STORE_WORLD_H
+
+#include "fsdp_comm.h" // the comm base
+#include "fsdp_record.h"
+#include "fsdp_store.h" // where ranks meet
+#include "../core/macros.h"
+#include "../core/os.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
 
 #define FSDPI_STORE_ASK_NS 80000000 // for what the store knows of a rank
 
@@ -105,7 +108,4 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_late(fsdpi_comm *c, const uint
     return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_BACKENDS_STORE_WORLD_H

@@ -1,6 +1,20 @@
 /* checkpoint/alone.h - a checkpoint read by one process, without a world
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_ALONE_H
+#define FSDPI_CHECKPOINT_ALONE_H
+
+#include "files.h"
+#include "objects.h"
+#include "open.h"
+#include "read.h"
+#include "tile.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: the reader of tools and bindings. File calls happen in the calling thread, memory is the
 // C library's, and failures go to the caller's text instead of a log.
@@ -233,3 +247,5 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     fsdp_checkpoint_close(r);
     return status;
 }
+
+#endif // FSDPI_CHECKPOINT_ALONE_H

@@ -1,6 +1,28 @@
 /* checkpoint/export.h - whole tensors to a new directory, in the form of Hugging Face or in ours
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_EXPORT_H
+#define FSDPI_CHECKPOINT_EXPORT_H
+
+#include "alone.h"
+#include "files.h"
+#include "keep.h"
+#include "manifest.h"
+#include "objects.h"
+#include "open.h"
+#include "read.h"
+#include "save.h"
+#include "tile.h"
+#include "../safetensors/format.h"
+#include "../safetensors/write.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: which tensor goes to which file, and the way to one rename. Files are written one after
 // another, from their first byte to the last, in pieces. Each piece is some boxes that are read
@@ -457,3 +479,5 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
     free(room);
     return status;
 }
+
+#endif // FSDPI_CHECKPOINT_EXPORT_H

@@ -1,6 +1,20 @@
 /* checkpoint/files.h - the file calls of the operating system, and one file call as data
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_FILES_H
+#define FSDPI_CHECKPOINT_FILES_H
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 // Owns: the default fsdp_file_ops. Strict C99 hides three functions of unistd.h; private names for
 // the C library's symbols reach them.
@@ -267,3 +281,5 @@ static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const 
     memcpy(out + a + 1, leaf, b + 1);
     return 1;
 }
+
+#endif // FSDPI_CHECKPOINT_FILES_H

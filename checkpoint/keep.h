@@ -1,6 +1,21 @@
 /* checkpoint/keep.h - which directories are checkpoints, and the end of old ones
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_KEEP_H
+#define FSDPI_CHECKPOINT_KEEP_H
+
+#include "files.h"
+#include "manifest.h"
+#include "objects.h"
+#include "../safetensors/box.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: the names in the directory of a run, and what is removed. Runs in rank 0's worker. An old
 // checkpoint is renamed first, so that nobody finds half of one.
@@ -133,3 +148,5 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     int failed = d->ops->list(d->user, dir, fsdpi_ck_remove_leftover, &left);
     return failed ? failed : left.error ? left.error : error;
 }
+
+#endif // FSDPI_CHECKPOINT_KEEP_H

@@ -1,6 +1,28 @@
 /* checkpoint/life.h - the public functions of a model's checkpoints
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_LIFE_H
+#define FSDPI_CHECKPOINT_LIFE_H
+
+#include "files.h"
+#include "keep.h"
+#include "load.h"
+#include "manifest.h"
+#include "meet.h"
+#include "objects.h"
+#include "open.h"
+#include "read.h"
+#include "save.h"
+#include "table.h"
+#include "worker.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
 
 /* -------------------------------------------------------------------------------------------- */
 // Begin and end of an object.
@@ -381,3 +403,5 @@ FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck) {
     if (fsdpi_ck_prepare(ck, "checkpoint_nbytes", &layout)) return -1;
     return fsdpi_ck_stage_for(ck, 1);
 }
+
+#endif // FSDPI_CHECKPOINT_LIFE_H

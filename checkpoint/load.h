@@ -1,6 +1,23 @@
 /* checkpoint/load.h - a load: what this rank wants, from which tensor of the files
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_LOAD_H
+#define FSDPI_CHECKPOINT_LOAD_H
+
+#include "files.h"
+#include "meet.h"
+#include "objects.h"
+#include "open.h"
+#include "read.h"
+#include "table.h"
+#include "tile.h"
+#include "worker.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: the plan of a load. Everything that can be wrong about names, shapes and dtypes is found
 // before anything is changed; the ranks agree on it.
@@ -472,3 +489,5 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     status = fsdpi_ck_agree(ck->world, call, status);
     return status ? status : fsdpi_ck_tell_dropped(l);
 }
+
+#endif // FSDPI_CHECKPOINT_LOAD_H

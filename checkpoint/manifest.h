@@ -1,6 +1,20 @@
 /* checkpoint/manifest.h - the manifest of a checkpoint, printed and read
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_MANIFEST_H
+#define FSDPI_CHECKPOINT_MANIFEST_H
+
+#include "files.h"
+#include "../safetensors/format.h"
+#include "../safetensors/json.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: manifest.json (docs/checkpoints.md). It is the last file that is written: files, sizes and
 // checksums. What lies where is in the headers of the data files.
@@ -331,3 +345,5 @@ static fsdp_status fsdpi_ck_parse_index(fsdpi_ck_index *x, const char *text, int
     fsdpi_st_end(&out);
     return ok ? FSDP_OK : FSDP_ERR_CORRUPT;
 }
+
+#endif // FSDPI_CHECKPOINT_MANIFEST_H

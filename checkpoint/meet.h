@@ -1,6 +1,18 @@
 /* checkpoint/meet.h - ranks that wait for files meet every 100 ms, and fail together
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_MEET_H
+#define FSDPI_CHECKPOINT_MEET_H
+
+#include "files.h"
+#include "objects.h"
+#include "worker.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: rounds. In a phase each rank makes file calls of its own. It meets the others in small
 // collectives until none is busy: so no collective waits for a disk longer than a nap.
@@ -155,3 +167,5 @@ static fsdp_status fsdpi_ck_follow(fsdp_checkpoint *ck, const char *call, fsdp_s
     fsdp_status status = fsdpi_ck_gather_in(ck, mine, &any_failed);
     return status ? status : any_failed ? fsdpi_ck_agree(ck->world, call, mine) : FSDP_OK;
 }
+
+#endif // FSDPI_CHECKPOINT_MEET_H

@@ -1,6 +1,17 @@
 /* checkpoint/objects.h - what a checkpoint object is made of
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_OBJECTS_H
+#define FSDPI_CHECKPOINT_OBJECTS_H
+
+#include "files.h"
+#include "worker.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 // Memory comes from the model's allocator; where there is no model, from calloc. A room only grows.
 typedef struct fsdpi_ck_room {
@@ -164,3 +175,5 @@ static const fsdp_checkpoint_blob *fsdpi_ck_blob(const fsdp_checkpoint *ck, int 
 static fsdpi_ck_tensor *fsdpi_ck_tensor_at(const fsdpi_ck_table *t, int index) {
     return (fsdpi_ck_tensor *)t->tensors.ptr + index;
 }
+
+#endif // FSDPI_CHECKPOINT_OBJECTS_H

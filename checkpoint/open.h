@@ -1,6 +1,24 @@
 /* checkpoint/open.h - what is at a path: files, tensors, boxes
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_OPEN_H
+#define FSDPI_CHECKPOINT_OPEN_H
+
+#include "files.h"
+#include "manifest.h"
+#include "meet.h"
+#include "objects.h"
+#include "tile.h"
+#include "worker.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: the way from a path to a sorted list of boxes. One process reads headers into one block of
 // bytes; all ranks get that block and understand it alike. A checkpoint of ours, of PyTorch, and a
@@ -715,3 +733,5 @@ static int64_t fsdpi_ck_boxes_of(const fsdpi_ck_opened *o, const char *name, int
     while (high < o->num_boxes && strcmp(o->boxes[high].entry->name, name) == 0) high++;
     return high - low;
 }
+
+#endif // FSDPI_CHECKPOINT_OPEN_H

@@ -1,6 +1,21 @@
 /* checkpoint/read.h - bytes of boxes, in the order of the files, checked
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_READ_H
+#define FSDPI_CHECKPOINT_READ_H
+
+#include "files.h"
+#include "objects.h"
+#include "open.h"
+#include "tile.h"
+#include "../safetensors/format.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: reading. What is wanted is a list of items, each of them what a box of a file and a box in
 // memory share. The list is sorted by place in the files, so that every byte is read once, and
@@ -423,3 +438,5 @@ static void fsdpi_ck_compare_twins(void *arg) {
     }
     fsdpi_ck_leave_part(r);
 }
+
+#endif // FSDPI_CHECKPOINT_READ_H

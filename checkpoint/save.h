@@ -1,6 +1,30 @@
 /* checkpoint/save.h - a save: what this rank writes, and the way to one rename
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_SAVE_H
+#define FSDPI_CHECKPOINT_SAVE_H
+
+#include "files.h"
+#include "keep.h"
+#include "manifest.h"
+#include "meet.h"
+#include "objects.h"
+#include "table.h"
+#include "tile.h"
+#include "worker.h"
+#include "../safetensors/box.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h> // _mm_stream_si128
+#endif
 
 // Owns: the protocol. All ranks write and sync their files in a directory whose name begins with a
 // dot; then rank 0 writes the manifest, syncs, and renames the directory: the commit. Whatever ends
@@ -641,3 +665,5 @@ static fsdp_status fsdpi_ck_advance(fsdp_checkpoint *ck, const char *call, int64
     fsdp_status status = fsdpi_ck_round(ck, busy, failed, &any_busy, &any_failed);
     return status || any_busy ? status : fsdpi_ck_next_phase(ck, call, any_failed);
 }
+
+#endif // FSDPI_CHECKPOINT_SAVE_H

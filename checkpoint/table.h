@@ -1,6 +1,18 @@
 /* checkpoint/table.h - the tensors of this rank: names, boxes, memory
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_TABLE_H
+#define FSDPI_CHECKPOINT_TABLE_H
+
+#include "objects.h"
+#include "../safetensors/write.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: what belongs to a checkpoint of this model. The table is made anew at each save and load:
 // views and states move when parameters are frozen, thawed or cast.
@@ -253,3 +265,5 @@ static int64_t fsdpi_ck_my_rows(const fsdpi_ck_tensor *x, int64_t *first) {
     int turn = (x->ordinal < 0 ? 0 : x->ordinal) + x->place;
     return turn % x->num_holders == x->holder ? rows : 0;
 }
+
+#endif // FSDPI_CHECKPOINT_TABLE_H

@@ -1,6 +1,15 @@
 /* checkpoint/tile.h - do the boxes of all files tile every tensor?
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_TILE_H
+#define FSDPI_CHECKPOINT_TILE_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: coverage. Used before a save is committed and before a load reads: holes, overlaps, and
 // boxes that disagree about their tensor are found here, once.
@@ -132,3 +141,5 @@ static fsdp_status fsdpi_ck_tile(fsdpi_ck_tiling *t, fsdpi_ck_box *boxes, int co
     }
     return status;
 }
+
+#endif // FSDPI_CHECKPOINT_TILE_H

@@ -1,6 +1,16 @@
 /* checkpoint/worker.h - one thread that makes file calls, so that the caller's need not wait
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_WORKER_H
+#define FSDPI_CHECKPOINT_WORKER_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 // Owns: the hand-over of jobs. A job is a function with an argument; it knows files and memory that
 // the caller has prepared, and neither the world nor the model. One job at a time.
@@ -99,3 +109,5 @@ static void fsdpi_ck_stop(fsdpi_ck_worker *w) {
     (void)pthread_join(w->thread, NULL);
     w->started = 0;
 }
+
+#endif // FSDPI_CHECKPOINT_WORKER_H

@@ -1,6 +1,18 @@
 /* core/alloc.h - host memory, of a world and of a model
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_ALLOC_H
+#define FSDPI_CORE_ALLOC_H
+
+#include "error.h"
+#include "macros.h"
+#include "objects.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so
 // that the allocator of the desc gets back what it gave.
@@ -70,3 +82,5 @@ static fsdp_status fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, 
     *cap = wanted;
     return FSDP_OK;
 }
+
+#endif // FSDPI_CORE_ALLOC_H

@@ -1,140 +1,141 @@
-/* core/attach.h - the order in which the library calls extensions
+/* core/attach.h - extensions are attached and detached; the states that they keep
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_ATTACH_H
+#define FSDPI_CORE_ATTACH_H
 
-// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "model.h"
+#include "objects.h"
+#include "run.h"
+#include "step.h"
+#include "timeline.h"
+#include "watch.h"
 
-/* Has an extension answered a call? *status is the result then. A call that an extension makes
-   itself when it is asked goes to those behind it. */
-static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
-                                         fsdp_status *status) {
-    const fsdpi_attached *asker = m->asked;
-    int answered = 0;
-    m->asking++;
-    for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
-        if (!a->e.call) continue;
-        m->asked = a;
-        answered = a->e.call(a->e.user, m, u, call, status);
-    }
-    m->asked = asker;
-    m->asking--;
-    return answered;
+#include <string.h>
+
+FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_lasting(model, "attach");
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (status) return status;
+    if (e.call || e.op || e.buffer || e.ran)
+        status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
+    if (status) return fsdpi_remember(model, status);
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
+    if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
+    if (status)
+        return fsdp_fail(w, status,
+                         "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",
+                         e.name, w->device_ops->name, fsdpi_device_text(w, status));
+    fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
+    if (!a) return fsdpi_no_memory(w, "attach: extension", e.name, sizeof *a);
+    a->e = e;
+    for (last = &model->attached; *last;) last = &(*last)->next;
+    *last = a;
+    fsdpi_watch(model);
+    return FSDP_OK;
 }
 
-/* Has an extension taken a record? It may have changed the copy before; what its order was derived
-   from, and what it is, stay. */
-static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
-    const fsdp_op was = *op;
-    int taken = 0;
-    m->asking++;
-    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
-        taken = a->e.op && a->e.op(a->e.user, m, op);
-    taken |= m->rehearsing;
-    m->asking--;
-    op->kind = was.kind;
-    op->stream = was.stream;
-    op->seq = was.seq;
-    op->src = was.src;
-    op->dst = was.dst;
-    if (!op->call) op->call = was.call;
-    return taken;
-}
-
-// A slot for a unit from an extension, or NULL; `released`: one that is given back.
-static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
-    fsdp_buf *slot = NULL;
-    u->model->asking++;
-    for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
-        fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
-        if (!released) slot = answer;
-    }
-    u->model->asking--;
-    return slot;
-}
-
-static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
-}
-
-// A record has run: its model's extensions are told; of the world's, those of all models. Worker
-// threads have records of models only.
-static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
-    if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
-    for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
-        fsdpi_tell_model(m, op, begin_ns, end_ns);
-}
-
-static void fsdpi_tell_layout(fsdp_model *m) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.relayout) a->e.relayout(a->e.user, m);
-}
-
-// What the extensions of a model listen to.
-static void fsdpi_watch(fsdp_model *m) {
-    int watch = 0;
-    for (const fsdpi_attached *a = m->attached; a; a = a->next) {
-        if (a->e.call) watch |= FSDPI_CALLS;
-        if (a->e.op) watch |= FSDPI_OPS;
-        if (a->e.buffer) watch |= FSDPI_SLOTS;
-        if (a->e.ran) watch |= FSDPI_TIMES;
-    }
-    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
-    m->watch = (uint8_t)watch;
-}
-
-// The place of a communicator in the order of making, and its ranks: 1 is the world's, 0 is none.
-static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
-    *size = w->size;
-    if (!comm || comm == w->comm) return comm != NULL;
-    if (comm == w->reduce_comm) return 2;
-    for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
-        for (int d = 0; d < mesh->ndim; d++) {
-            if (mesh->borrowed[d]) continue;
-            *size = mesh->shape[d];
-            if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
-            if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
+// A unit's slot that is of no pool: an extension gave it. NULL: there is none.
+static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+            const fsdp_buf *slot = m->units[i]->state.slot[pool];
+            const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
+            int own = !slot;
+            for (int k = 0; !own && k < c->count; k++) own = c->slots[k] == slot;
+            if (!own) return m->units[i];
         }
-    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
-        *size = sub->size;
-        if (comm == sub->comm) return sub->number;
+    return NULL;
+}
+
+FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
+    if (status) return status;
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
+        if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
+        const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
+        if (model->asking || lodger)
+            return fsdp_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
+                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
+        if (model->watch & FSDPI_TIMES) {
+            fsdpi_drain(w);
+            fsdpi_timeline_end_all(w);
+        }
+        fsdpi_detach(model, at);
+        return FSDP_OK;
     }
-    return 0;
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
+                     e.name);
 }
 
-static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
-
-/* -------------------------------------------------------------------------------------------- */
-// Names of records, labels and pools.
-
-FSDP_API const char *fsdp_op_name(int kind) {
-    static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};
-    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
 }
 
-FSDP_API const char *fsdp_label_name(int label) {
-    static const char *const names[FSDP_LABEL_COUNT] = {FSDP_LABEL_LIST(FSDPI_TEXT_OF)};
-    if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
-    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
+FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
+    if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
+    fsdp_status status = fsdpi_commit(model);
+    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
+    fsdpi_attached *a = model->attached;
+    for (int i = 0; a && i < which; i++) a = a->next;
+    memset(item, 0, sizeof *item);
+    for (; a && !status; a = a->next, which++, index = 0) {
+        if (!a->e.state) continue;
+        item->ordinal = -1;
+        status = a->e.state(a->e.user, model, index, item);
+        if (status || !item->name) continue;
+        item->extension = a->e.name;
+        item->at[0] = which;
+        item->at[1] = index;
+        fsdp_param_view v;
+        if (item->sharded) status = fsdp_param_at(model, item->ordinal, &v);
+        if (status || !item->sharded) return status;
+        item->ndim = v.ndim;
+        memcpy(item->shape, v.shape, sizeof item->shape);
+        item->numel = v.numel;
+        return FSDP_OK;
+    }
+    item->name = NULL;
+    return status;
 }
 
-FSDP_API const char *fsdp_pool_name(int pool) {
-    static const char *const names[FSDP_POOL_COUNT] = {FSDP_POOL_LIST(FSDPI_TEXT_OF)};
-    if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
-    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
+FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal) {
+    fsdp_param_view v;
+    if (!model) return fsdpi_null(NULL, "state_hold", "model");
+    fsdp_status status = fsdp_param_at(model, ordinal, &v);
+    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
+        if (a->e.hold) status = a->e.hold(a->e.user, model, ordinal);
+    return status;
 }
 
-static const char *fsdpi_label(const fsdp_model *m, int label) {
-    int own = label - FSDP_LABEL_COUNT;
-    return m && own >= 0 && own < m->labels.count ? m->labels.text[own] : fsdp_label_name(label);
+FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "state_written", "model");
+    fsdp_status status = fsdpi_failed(model->world);
+    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
+        if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
+    return status;
 }
 
-FSDP_API const char *fsdp_op_label(const fsdp_op *op) {
-    return op ? fsdpi_label(op->model, op->label) : "?";
-}
-
-FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
-    int own = pool - FSDP_POOL_COUNT;
-    return model && own >= 0 && own < model->pools.count ? model->pools.text[own]
-                                                         : fsdp_pool_name(pool);
-}
+#endif // FSDPI_CORE_ATTACH_H

@@ -3,6 +3,9 @@
    A part of fsdp.h, which includes it. How to write one: backends/README.md.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h" // which includes this file
+#endif
 #ifndef FSDP_BACKEND_H
 #define FSDP_BACKEND_H
 // clang-format off

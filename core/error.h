@@ -1,6 +1,21 @@
 /* core/error.h - error texts, and the way out for every message
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_ERROR_H
+#define FSDPI_CORE_ERROR_H
+
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 // Invariant: the first failure of a world stays; later calls return it. The only writable static is
 // a thread's text for failures without a world.
@@ -186,3 +201,5 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 #define FSDP_ASSERT(world, condition)                                                              \
     ((condition) ? FSDP_OK : fsdpi_assert_failed((world), __func__, #condition))
 #endif
+
+#endif // FSDPI_CORE_ERROR_H

@@ -3,6 +3,9 @@
    Included by fsdp.h, at the end of its declarations. docs/extensions.md tells how to write one.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h" // which includes this file
+#endif
 #ifndef FSDP_EXTENSION_H
 #define FSDP_EXTENSION_H
 // clang-format off

@@ -1,6 +1,16 @@
 /* core/gather.h - parameters: gathered, waited for, freed, prefetched
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_GATHER_H
+#define FSDPI_CORE_GATHER_H
+
+#include "objects.h"
+#include "ops.h"
+#include "pool.h"
+#include "route.h"
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
@@ -29,54 +39,6 @@ static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
 static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
     u->state.stale = u->state.storage != FSDP_STORAGE_SHARDED;
     return FSDP_OK;
-}
-
-// A view but for the gradient, whose presence is known to the caller's thread only.
-static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
-    const fsdpi_param *p = &u->params[index];
-    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-    fsdp_param_view v = FSDP_ZERO;
-    v.unit = u->model->units[u->desc.index];
-    v.name = p->name;
-    v.unit_name = u->desc.name;
-    v.user = p->user;
-    v.unit_user = u->desc.user;
-    v.ordinal = p->ordinal;
-    v.index = index;
-    v.dtype = p->dtype;
-    v.grad_dtype = fsdpi_grad_dtype(u->model, p->dtype);
-    v.ndim = p->lay.ndim;
-    v.shard_dim = p->lay.shard_dim;
-    v.requires_grad = p->requires_grad;
-    memcpy(v.shape, p->lay.shape, sizeof v.shape);
-    memcpy(v.local_shape, p->lay.shape, sizeof v.local_shape);
-    v.start[v.shard_dim] = p->lay.start;
-    v.local_shape[v.shard_dim] = p->lay.local_numel ? p->lay.rows : 0;
-    v.numel = p->lay.local_numel;
-    v.data = v.shard = flat->shard->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
-    return v;
-}
-
-static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
-    const fsdpi_param *p = &op->unit->params[op->root];
-    fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
-    void *strings[FSDP_GATHER_TENSORS];
-    for (int i = 0; i < p->num_strings; i++)
-        strings[i] = (char *)op->dst_ptr + p->string_offset[i] +
-                     op->unit->desc.info.shard_mesh_rank * p->string_bytes[i];
-    return p->extension.pre_all_gather(p->extension.user, &v, strings, stream);
-}
-
-static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream) {
-    const fsdpi_param *p = &op->unit->params[op->root];
-    fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
-    fsdp_dtype dtype = fsdpi_part_of(op->unit, p)->param_dtype;
-    const void *gathered[FSDP_GATHER_TENSORS];
-    for (int i = 0; i < p->num_strings; i++)
-        gathered[i] = (char *)op->dst_ptr + p->string_offset[i];
-    return p->extension.post_all_gather(
-        p->extension.user, &v, gathered,
-        (char *)op->dst_ptr + fsdpi_bytes(p->lay.full_offset, dtype), dtype, stream);
 }
 
 // A user's function about a parameter (or the unit: NULL), in the order of a stream.
@@ -194,3 +156,5 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
         return status;
     return fsdpi_prefetch(m->order[at - 1].unit);
 }
+
+#endif // FSDPI_CORE_GATHER_H

@@ -1,6 +1,22 @@
 /* core/grads.h - gradients: written, collected, reduced
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_GRADS_H
+#define FSDPI_CORE_GRADS_H
+
+#include "error.h"
+#include "gather.h"
+#include "guard.h"
+#include "layout.h"
+#include "objects.h"
+#include "ops.h"
+#include "pool.h"
+#include "route.h"
+#include "run.h"
+#include "usage.h"
 
 // Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its
 // steps. Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it
@@ -259,12 +275,6 @@ static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }
 
-static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
-    fsdp_unit *u = op->unit->model->units[op->unit->desc.index];
-    return u->options.all_reduce_hook(u->options.all_reduce_user, u, op->dst_ptr,
-                                      u->layout.train_numel, u->layout.reduce_dtype, stream);
-}
-
 static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
     fsdpi_template *t = u->layout.ops[FSDPI_OPS_HOOK];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
@@ -404,3 +414,21 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     (void)fsdpi_do_zero_grad(u);
     return status;
 }
+
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    fsdpi_open_unit(unit);
+    return fsdpi_do_leftovers(unit);
+}
+
+FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
+        fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
+    return status;
+}
+
+#endif // FSDPI_CORE_GRADS_H

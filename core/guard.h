@@ -1,6 +1,17 @@
 /* core/guard.h - under AddressSanitizer, memory that the caller must not touch is poisoned
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_GUARD_H
+#define FSDPI_CORE_GUARD_H
+
+#include "error.h"
+#include "layout.h"
+#include "objects.h"
+#include "os.h"
+#include "run.h"
 
 /* Owns: what is poisoned. While a call runs, the slots that its unit holds are open. When it
    returns, the caller may touch only what is open:
@@ -109,3 +120,5 @@ static inline void fsdpi_close_free(const fsdp_model *m) {
             buf->guard = FSDPI_IS_CLOSED;
         }
 }
+
+#endif // FSDPI_CORE_GUARD_H

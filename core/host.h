@@ -1,6 +1,19 @@
 /* core/host.h - the device table over host memory; the default device of every world
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_HOST_H
+#define FSDPI_CORE_HOST_H
+
+#include "alloc.h"
+#include "float.h"
+#include "macros.h"
+#include "reduce.h"
+
+#include <math.h>
+#include <string.h>
 
 // Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
 
@@ -155,3 +168,5 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
     // clang-format on
     return &ops;
 }
+
+#endif // FSDPI_CORE_HOST_H

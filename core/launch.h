@@ -1,6 +1,19 @@
 /* core/launch.h - rank, size, the job's name and the store's address from a launcher's environment
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_LAUNCH_H
+#define FSDPI_CORE_LAUNCH_H
+
+#include "error.h"
+#include "objects.h"
+#include "os.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
@@ -12,6 +25,14 @@ typedef struct fsdpi_launcher {
     const char *job[4];       // parts of a name that is equal on all ranks and unique on the host
     int is_manager;
 } fsdpi_launcher;
+
+static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min, int max,
+                                       int *out) {
+    char text[FSDPI_TEXT];
+    fsdpi_text error = {text, sizeof text, 0};
+    fsdp_status status = fsdpi_env_int(name, min, max, out, &error);
+    return status ? fsdp_fail(w, status, "%s", text) : FSDP_OK;
+}
 
 // clang-format off
 static const fsdpi_launcher fsdpi_launchers[] = {
@@ -290,3 +311,5 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     return fsdpi_bad(
         w, "[E507] variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
+
+#endif // FSDPI_CORE_LAUNCH_H

@@ -1,6 +1,17 @@
-/* core/layout.h - where everything lies: the layout of a unit's slots
+/* core/layout.h - where everything lies in a unit's slots, and the lists that say so
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_LAYOUT_H
+#define FSDPI_CORE_LAYOUT_H
+
+#include "alloc.h"
+#include "objects.h"
+#include "shard_math.h"
+
+#include <string.h>
 
 static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
@@ -172,68 +183,148 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     return FSDP_OK;
 }
 
-static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
-    bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
-    for (int i = 0; i < m->num_classes; i++)
-        if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
-                   "list of pools", ""))
-        return -1;
-    fsdpi_class *c = &m->classes[m->num_classes];
-    memset(c, 0, sizeof *c);
-    c->pool = pool;
-    c->bytes = bytes;
-    return m->num_classes++;
+/* -------------------------------------------------------------------------------------------- */
+// The lists that records carry.
+
+// One row of width elements, from src to dst.
+static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
+    fsdp_block b = {src, dst, width, 1, width, width};
+    return b;
 }
 
-// The facts as they are now, and the routes that follow: again when an option has changed.
-static void fsdpi_unit_route(fsdp_unit *u) {
-    const fsdpi_layout *l = &u->layout;
-    const fsdpi_part *part = &l->parts[l->users_part];
-    const fsdp_model_desc *md = &u->model->desc;
-    fsdpi_facts f = FSDP_ZERO;
-    f.shards = fsdpi_shards(u);
-    f.replicas = fsdpi_replicas(u);
-    f.one_part = l->num_parts == 1;
-    f.one_train = l->train_parts <= 1;
-    f.extended = l->parts[0].extended != NULL;
-    f.stored = part->dtype;
-    f.gathered = part->param_dtype;
-    f.grad = fsdpi_grad_dtype(u->model, part->dtype);
-    f.reduce = l->reduce_dtype;
-    f.offload = md->cpu_offload != 0;
-    f.overwrite = md->grads_overwrite != 0;
-    f.debug = md->debug || fsdpi_is_guarded(u->model->world);
-    f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
-    f.hook = u->options.all_reduce_hook != NULL;
-    f.custom = u->options.custom[2] != NULL;
-#define FSDP_X(type, name, initial) f.name = u->options.name;
-    FSDPI_ROUTE_OPTIONS(FSDP_X)
-#undef FSDP_X
-    for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
+static fsdp_block fsdpi_reversed(fsdp_block b) {
+    fsdp_block r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+    return r;
 }
 
-static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    int64_t bytes[FSDP_POOL_COUNT] = {0};
-    int64_t none = u->layout.num_train ? 0 : -1,
-            reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
-    const fsdpi_route *route = &u->route[0];
-    int alias = route->gather == FSDPI_GATHER_ALIAS;
-    bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
-    bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
-    bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
-    bytes[FSDP_POOL_RIN] = none ? none : reduce;
-    bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
-        u->layout.classes[pool] = -1;
-        if (bytes[pool] < 0) continue;
-        int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
-        if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
-        u->layout.classes[pool] = at;
-        m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
-                                (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
-                                (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
+static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
+    work->blocks[work->num++] = block;
+    work->count += (uint64_t)(block.width * block.height);
+}
+
+// Of lists that the layout has made.
+static void fsdpi_count(fsdpi_work *work) {
+    work->count = 0;
+    for (int i = 0; i < work->num; i++)
+        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
+                                               : work->segs[i].count);
+}
+
+// Lists of a part that need offsets in the flat blocks or another form than the layout's.
+static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
+    int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
+    int64_t numel = part->train.shard_numel;
+    for (int i = 0; i < part->num_gather && !part->extended; i++) {
+        fsdp_seg s = gather[i];
+        fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
     }
-    return FSDP_OK;
+    for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
+        part->chunk_cat.blocks[i] = fsdpi_reversed(part->chunk_cat.blocks[i]);
+        fsdpi_add_block(&part->divide, part->chunk_cat.blocks[i]);
+    }
+    fsdpi_count(&part->chunk_cat);
+    fsdpi_count(&part->copy_out);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
+        if (p->lay.direct)
+            fsdpi_add_block(&part->divide,
+                            fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
+        else
+            u->layout.pad_rin |= p->lay.shard_dim > 0 &&
+                                 p->lay.shape[p->lay.shard_dim] % world != 0;
+    }
+    fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
+    if (fsdpi_ranks(u) > 1 &&
+        part == &u->layout.parts[u->layout.users_part]) { // the counts of users behind them
+        fsdpi_add_block(&part->red_out, fsdpi_run(u->layout.train_numel, u->layout.users_base,
+                                                  u->layout.num_train));
+        fsdpi_add_block(&part->rescale,
+                        fsdpi_run(u->layout.users_base, u->layout.users_base, u->layout.num_train));
+    }
 }
+
+/* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
+   neighbours are one segment, so that a reduction has few: if their counts are multiples of 16
+   bytes, which copies and networks are fast with. But where a reduction may read either, by what
+   this rank did before, both have the same segments, as those of all ranks have to be equal. */
+static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
+    int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
+    int joins = !u->route[0].grads_ahead; // what was written is always copied
+    to->num = 0;
+    for (int i = 0; i < from->num; i++) {
+        fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
+        if (i > 0 && joins && last->count % unit == 0 && s.count % unit == 0)
+            last->count += s.count;
+        else to->segs[to->num++] = s;
+    }
+}
+
+// Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
+static void fsdpi_reduce_lists(fsdp_unit *u) {
+    fsdpi_work *scatter = u->layout.reduce_scatter, *to_rout = u->layout.to_rout;
+    int world = fsdpi_shards(u);
+    fsdpi_join_segs(u, &scatter[1], &scatter[0]);
+    for (int k = 0; k < 2; k++) {
+        to_rout[k].num = scatter[k].num;
+        for (int i = 0; i < scatter[k].num; i++) {
+            fsdp_seg s = scatter[k].segs[i];
+            s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+            to_rout[k].segs[i] = s;
+        }
+        if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
+            fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
+            scatter[k].segs[scatter[k].num++] = counts;
+            counts.shard = u->layout.train_numel;
+            to_rout[k].segs[to_rout[k].num++] = counts;
+        }
+        fsdpi_count(&scatter[k]);
+        fsdpi_count(&to_rout[k]);
+    }
+    if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
+        fsdp_block rows = {0, u->layout.users_offset, u->layout.num_train, world,
+                           0, u->layout.num_train};
+        fsdpi_add_block(&u->layout.users, rows);
+    }
+    fsdpi_add_block(&u->layout.partial, fsdpi_run(0, 0, u->layout.reduce_numel / world));
+}
+
+// From where the caller writes a gradient to the segments of RIN.
+static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
+    fsdp_layout lay;
+    memset(&lay, 0, sizeof lay);
+    lay.world = fsdpi_shards(u);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        fsdp_layout_param full = p->lay;
+        const fsdp_seg *s = u->layout.to_rout[1].segs;
+        int64_t at = part->reduce + full.shard_offset - part->train.base;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part || full.shard_numel == 0) continue;
+        while (at >= s->shard + s->count) s++;
+        full.full_offset = p->grad_offset;
+        if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
+        fsdp_block *blocks = part->sum.blocks + part->sum.num;
+        int num = fsdpi_layout_blocks(&lay, &full, at + s->full - s->shard, s->count, blocks);
+        for (int k = 0; k < num; k++) fsdpi_add_block(&part->sum, fsdpi_reversed(blocks[k]));
+    }
+}
+
+// 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
+static void fsdpi_slice_lists(fsdp_unit *u) {
+    int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
+        int64_t count = fsdpi_shards(u) / u->desc.slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size,
+                me = u->desc.info.shard_mesh_rank % u->desc.slices;
+        fsdp_seg s = {at, full, count};
+        u->layout.slice_gather.segs[u->layout.slice_gather.num++] = s;
+        fsdpi_add_block(&u->layout.slice_copy, fsdpi_run(full + me * count, at, count));
+        at += count;
+    }
+    fsdpi_count(&u->layout.slice_gather);
+}
+
+#endif // FSDPI_CORE_LAYOUT_H

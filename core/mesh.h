@@ -1,6 +1,18 @@
 /* core/mesh.h - ranks arranged in N dims, their process groups, and mesh infos
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_MESH_H
+#define FSDPI_CORE_MESH_H
+
+#include "alloc.h"
+#include "error.h"
+#include "objects.h"
+
+#include <string.h>
+#include <unistd.h>
 
 // Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
 // reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
@@ -400,3 +412,27 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     out->replicate_comm = replicates ? mesh->gather_comm[replicate_dim] : NULL;
     return FSDP_OK;
 }
+
+FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
+    fsdp_world *w = mesh->world;
+    fsdp_status status = fsdpi_failed(w);
+    *comm = NULL;
+    if (status) return status;
+    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
+        mesh->coord[0] < 0)
+        return fsdpi_bad(w,
+                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
+                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
+                         dim, mesh->ndim, stream);
+    int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
+    if (mesh->shape[dim] == 1) return FSDP_OK;
+    if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
+        return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
+    *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
+
+#endif // FSDPI_CORE_MESH_H

@@ -1,6 +1,21 @@
 /* core/model.h - a model begins and ends
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_MODEL_H
+#define FSDPI_CORE_MODEL_H
+
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "mesh.h"
+#include "objects.h"
+#include "run.h"
+#include "timeline.h"
+#include "unit.h"
+#include "watch.h"
 
 // Take an extension out and end it. Nothing of it is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
@@ -107,3 +122,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
     }
     fsdpi_model_close(model);
 }
+
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
+
+#endif // FSDPI_CORE_MODEL_H

@@ -1,6 +1,13 @@
 /* core/objects.h - what a world, a mesh, a model and a unit are made of
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_OBJECTS_H
+#define FSDPI_CORE_OBJECTS_H
+
+#include "route.h"
 
 #define FSDPI_TEXT 1024
 
@@ -411,3 +418,5 @@ struct fsdp_model {
     int64_t pool_bytes[FSDP_POOL_MAX];
     fsdp_model *next;
 };
+
+#endif // FSDPI_CORE_OBJECTS_H

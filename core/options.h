@@ -1,6 +1,24 @@
 /* core/options.h - setters
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_OPTIONS_H
+#define FSDPI_CORE_OPTIONS_H
+
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "float.h"
+#include "objects.h"
+#include "os.h"
+#include "route.h"
+#include "run.h"
+#include "step.h"
+#include "unit.h"
+#include "usage.h"
+#include "watch.h"
 
 // The options `o` of a unit and those of its parameters as a number; a hook: whether there is one.
 static uint64_t fsdpi_unit_settings(const fsdp_unit *u, const fsdpi_options *o) {
@@ -330,3 +348,5 @@ FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, 
                                               fsdp_dtype *dtype, int64_t count) {
     return fsdpi_cast_activation(dst, unit->desc.output_dtype, src, dtype, count);
 }
+
+#endif // FSDPI_CORE_OPTIONS_H

@@ -1,6 +1,26 @@
 /* core/params.h - parameters as the caller sees them: views, init, load, full tensors
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_PARAMS_H
+#define FSDPI_CORE_PARAMS_H
+
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "layout.h"
+#include "objects.h"
+#include "ops.h"
+#include "pool.h"
+#include "replicas.h"
+#include "run.h"
+#include "shard_math.h"
+#include "step.h"
+#include "usage.h"
+
+#include <string.h>
 
 // Rank k's piece [from, from + num) of its padded shard, into the full tensor.
 static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
@@ -93,10 +113,6 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     return status;
 }
 
-FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
-}
-
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
@@ -165,11 +181,37 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     return index;
 }
 
+// The caller's stream will write shards: it comes behind gathers under way, which read them.
+static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (int i = 0; i < m->num_units && !status; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && u->state.slot[FSDP_POOL_GATHER])
+            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->state.slot[FSDP_POOL_GATHER]);
+    }
+    return status;
+}
+
+// Shards are as the caller's stream has left them: later gathers come after.
+static void fsdpi_shards_written(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
+        if (m->flats[d].shard)
+            fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
+}
+
 // The host is about to write shards: gathers under way still read them.
 static fsdp_status fsdpi_load(fsdp_model *m) {
     fsdp_status status = fsdpi_model_call(m, FSDP_CALL_LOAD, 1);
     if (!status) fsdpi_drain(m->world);
     return status ? status : fsdpi_failed(m->world);
+}
+
+// Do updates run on the device? Where the host cannot read the shards, or would have to wait for
+// the device's streams. Offloaded shards are the host's.
+static int fsdpi_updates_on_device(const fsdp_model *m) {
+    const fsdp_world *w = m->world;
+    return !m->desc.cpu_offload && w->device_ops->update &&
+           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
 }
 
 // Fills a parameter in place; where the host cannot write, by way of a block of host memory.
@@ -278,3 +320,61 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
     return FSDP_OK;
 }
+
+FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
+    if (!status) fsdpi_shards_written(model);
+    return model ? fsdpi_remember(model, status) : status;
+}
+
+FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "params_writable", "model");
+    fsdp_status status = fsdpi_shards_writable(model);
+    if (status || fsdpi_updates_on_device(model)) return status;
+    return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
+}
+
+// Before replicas of a unit copy: do they mean the same parameters?
+static fsdp_status fsdpi_replicas_named(const fsdp_unit *u, const char *what) {
+    int different = 0;
+    fsdp_status status = fsdpi_replicas_compare(u, what, u->layout.hash, &different);
+    if (status || !different) return status;
+    return fsdp_fail(u->model->world, FSDP_ERR_MISMATCH,
+                     "[E217] %s: replicas describe unit '%s' differently: give the same names, "
+                     "shapes, dtypes and requires_grad in the same order on all ranks",
+                     what, u->desc.name);
+}
+
+FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
+    static const char *const what = "model_broadcast";
+    if (!model) return fsdpi_null(NULL, what, "model");
+    fsdp_status status = fsdpi_failed(model->world);
+    int begin = unit ? unit->desc.index : 0;
+    if (status) return status;
+    if (unit && unit->model != model)
+        return fsdpi_bad(model->world, "[E109] %s: the unit belongs to another model", what);
+    int end = unit ? begin + 1 : model->num_units;
+    for (int i = begin; i < end; i++) {
+        const fsdp_unit *u = model->units[i];
+        if (root < 0 || (root >= fsdpi_replicas(u) && (unit || fsdpi_is_replicated(u))))
+            return fsdpi_bad(model->world, "[E100] %s: root is %d, expected 0..%d of unit '%s'",
+                             what, root, fsdpi_replicas(u) - 1, u->desc.name);
+    }
+    status = fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what);
+    if (!status) status = fsdp_params_writable(model);
+    for (int i = begin; i < end && !status; i++)
+        if (fsdpi_is_replicated(model->units[i]))
+            status = fsdpi_replicas_named(model->units[i], what);
+    for (int i = begin; i < end && !status; i++) {
+        const fsdp_unit *u = model->units[i];
+        for (int k = 0; k < u->desc.num_params && fsdpi_is_replicated(u) && !status; k++) {
+            size_t nbytes;
+            char *rows = fsdpi_own_rows(u, &u->params[k], &nbytes);
+            status = fsdpi_replicas_meet(u, FSDP_OP_BROADCAST, what, root, rows, (int64_t)nbytes,
+                                         FSDP_U8);
+        }
+    }
+    return status ? status : fsdp_params_changed(model);
+}
+
+#endif // FSDPI_CORE_PARAMS_H

@@ -1,6 +1,25 @@
 /* core/pool.h - buffers and slots
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_POOL_H
+#define FSDPI_CORE_POOL_H
+
+#include "alloc.h"
+#include "error.h"
+#include "guard.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "ops.h"
+#include "route.h"
+#include "run.h"
+#include "watch.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
 // fixed number of slots, then the least recently released free one is taken, and only if none is
@@ -118,3 +137,107 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
         }
     m->release_seq = 0;
 }
+
+/* -------------------------------------------------------------------------------------------- */
+// Classes of slots, and units that take and give back.
+
+static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
+    bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
+    for (int i = 0; i < m->num_classes; i++)
+        if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
+    if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
+                   "list of pools", ""))
+        return -1;
+    fsdpi_class *c = &m->classes[m->num_classes];
+    memset(c, 0, sizeof *c);
+    c->pool = pool;
+    c->bytes = bytes;
+    return m->num_classes++;
+}
+
+static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int64_t bytes[FSDP_POOL_COUNT] = {0};
+    int64_t none = u->layout.num_train ? 0 : -1,
+            reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
+    const fsdpi_route *route = &u->route[0];
+    int alias = route->gather == FSDPI_GATHER_ALIAS;
+    bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
+    bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
+    bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
+    bytes[FSDP_POOL_RIN] = none ? none : reduce;
+    bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        u->layout.classes[pool] = -1;
+        if (bytes[pool] < 0) continue;
+        int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
+        if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
+        u->layout.classes[pool] = at;
+        m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
+                                (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
+                                (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
+    }
+    return FSDP_OK;
+}
+
+// `stream` is a slot's last consumer. But for gradients, REDUCE writes again what it gives back.
+static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
+    int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
+    if (buf->avail.seq == 0) // else nobody has written it meanwhile
+        fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
+}
+
+// An extension's slot, or NULL: there is none.
+static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
+                                                 fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
+    *out = buf;
+    if (buf) buf->as = (uint8_t)pool;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
+    return fsdpi_bad(
+        m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
+        u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
+        fsdp_pool_name(pool), (unsigned long long)bytes);
+}
+
+static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+    fsdp_buf *buf = NULL;
+    fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
+    if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
+    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
+    buf->held = 1;
+    fsdpi_turn(m, buf, (buf->place + 1) % FSDPI_PLACES);
+    fsdpi_open(m, buf);
+    *out = buf;
+    return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
+}
+
+static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
+    fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->as, buf);
+    return status;
+}
+
+/* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
+static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = *slot;
+    if (!buf) return FSDP_OK;
+    fsdp_status status = FSDP_ASSERT(m->world, buf->held);
+    fsdpi_open(m, buf);
+    if (!status && m->desc.debug)
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
+                                 (int64_t)buf->bytes, 0xFF);
+    if (m->world->mode != FSDPI_INLINE) fsdpi_mark_released(m->world, stream, buf);
+    buf->held = 0;
+    buf->released = ++m->release_seq;
+    *slot = NULL;
+    if (m->watch && !status) status = fsdpi_released(u, buf, stream);
+    fsdpi_close_free(m);
+    return status;
+}
+
+#endif // FSDPI_CORE_POOL_H

@@ -1,6 +1,23 @@
-/* core/replicas.h - parameters that replicas hold alike: compared once, and copied
+/* core/replicas.h - do replicas hold the same parameters?
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_REPLICAS_H
+#define FSDPI_CORE_REPLICAS_H
+
+#include "alloc.h"
+#include "error.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+#include "pool.h"
+#include "run.h"
+#include "world.h"
+
+#include <string.h>
 
 // Owns: nothing. Replicas average gradients and not parameters, so that those which begin with
 // different values stay different. Source: torch: _sync_module_states, _verify_param_shape.
@@ -102,45 +119,4 @@ static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
     return status;
 }
 
-// Before replicas of a unit copy: do they mean the same parameters?
-static fsdp_status fsdpi_replicas_named(const fsdp_unit *u, const char *what) {
-    int different = 0;
-    fsdp_status status = fsdpi_replicas_compare(u, what, u->layout.hash, &different);
-    if (status || !different) return status;
-    return fsdp_fail(u->model->world, FSDP_ERR_MISMATCH,
-                     "[E217] %s: replicas describe unit '%s' differently: give the same names, "
-                     "shapes, dtypes and requires_grad in the same order on all ranks",
-                     what, u->desc.name);
-}
-
-FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
-    static const char *const what = "model_broadcast";
-    if (!model) return fsdpi_null(NULL, what, "model");
-    fsdp_status status = fsdpi_failed(model->world);
-    int begin = unit ? unit->desc.index : 0;
-    if (status) return status;
-    if (unit && unit->model != model)
-        return fsdpi_bad(model->world, "[E109] %s: the unit belongs to another model", what);
-    int end = unit ? begin + 1 : model->num_units;
-    for (int i = begin; i < end; i++) {
-        const fsdp_unit *u = model->units[i];
-        if (root < 0 || (root >= fsdpi_replicas(u) && (unit || fsdpi_is_replicated(u))))
-            return fsdpi_bad(model->world, "[E100] %s: root is %d, expected 0..%d of unit '%s'",
-                             what, root, fsdpi_replicas(u) - 1, u->desc.name);
-    }
-    status = fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what);
-    if (!status) status = fsdp_params_writable(model);
-    for (int i = begin; i < end && !status; i++)
-        if (fsdpi_is_replicated(model->units[i]))
-            status = fsdpi_replicas_named(model->units[i], what);
-    for (int i = begin; i < end && !status; i++) {
-        const fsdp_unit *u = model->units[i];
-        for (int k = 0; k < u->desc.num_params && fsdpi_is_replicated(u) && !status; k++) {
-            size_t nbytes;
-            char *rows = fsdpi_own_rows(u, &u->params[k], &nbytes);
-            status = fsdpi_replicas_meet(u, FSDP_OP_BROADCAST, what, root, rows, (int64_t)nbytes,
-                                         FSDP_U8);
-        }
-    }
-    return status ? status : fsdp_params_changed(model);
-}
+#endif // FSDPI_CORE_REPLICAS_H

@@ -6,6 +6,14 @@
    facts; everybody else follows the route and asks no fact again.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_ROUTE_H
+#define FSDPI_CORE_ROUTE_H
+
+#include <math.h>
+#include <string.h>
 
 /* The options of a unit that decide its route: type, name, value in a new unit. They are facts, and
    fields of fsdpi_options. */
@@ -175,3 +183,5 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     *step = FSDPI_STEP_DONE;
     return r;
 }
+
+#endif // FSDPI_CORE_ROUTE_H

@@ -1,135 +1,14 @@
 /* core/shard_math.h - shard math: who owns which rows, and where everything lies in a slot
 
-   A part of fsdp.h, which includes it. Pure functions of sizes: no threads, no system calls.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#ifndef FSDP_SHARD_MATH_H
-#define FSDP_SHARD_MATH_H
-// The columns of the declarations are set by hand.
-// clang-format off
-
-#ifdef __cplusplus
-extern "C" {
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
 #endif
-
-/* -------------------------------------------------------------------------------------------- */
-/* Shard math: pure functions, usable alone (FSDP_MATH_ONLY compiles nothing but these and the
-   dtypes). A dim of D rows over W ranks is cut into chunks of c = ceil(D/W) rows; the last chunks
-   are short or empty; every shard is stored padded to c rows. Not the balanced split.            */
-
-typedef struct fsdp_range {
-    int64_t start;  // first row, D for an empty range
-    int64_t count;  // rows
-    int64_t padded; // rows of the stored shard, equal on all ranks
-} fsdp_range;
-
-/* fsdp_shard_range - rows of a sharded dimension owned by one rank
-   dim_size    rows of the full tensor along the sharded dim, >= 0
-   world, rank shard group size >= 1, 0 <= rank < world
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
-   Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
-FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
-
-/* fsdp_chunk_with_empty - rows and starts of all chunks
-   rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _chunk_with_empty */
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts);
-
-/* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
-   shape, out  int64_t[ndim]; may be the same array
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim0_padded_size */
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
-
-/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
-   shape, out  int64_t[ndim]; may be the same array
-   dim         -ndim <= dim < ndim
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out);
-
-// `count` elements at `shard` of a flat block, world*count elements at `full` of a slot.
-// all_gather reads a list of these from left to right, reduce_scatter from right to left.
-typedef struct fsdp_seg {
-    int64_t shard, full, count; // elements
-} fsdp_seg;
-
-// height rows of width elements; offsets and pitches in elements. Read in either direction.
-typedef struct fsdp_block {
-    int64_t src, dst, width, height, src_pitch, dst_pitch;
-} fsdp_block;
-
-// One parameter as the layout sees it.
-typedef struct fsdp_layout_param {
-    int32_t ndim, shard_dim;      // in: 1 <= ndim; 0 <= shard_dim < ndim
-    int64_t shape[FSDP_MAX_DIMS]; // in: full shape
-    int64_t chunk;                // out: rows of every stored shard along shard_dim
-    int64_t start, rows;          // out: my rows along shard_dim
-    int64_t numel;                // out: elements of the full tensor
-    int64_t local_numel;          // out: my elements, without padding
-    int64_t shard_numel;          // out: elements of the stored shard, equal on all ranks
-    int64_t shard_offset;         // out: of my shard, in the flat block
-    int64_t full_offset;          // out: of the contiguous full tensor, in the slot
-    int32_t direct;               // out: 1: gathered straight to its place
-} fsdp_layout_param;
-
-// A list of parameters laid out together: the direct ones first, then the packed ones, tight.
-typedef struct fsdp_layout {
-    int32_t world, rank;     // in
-    int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
-    int64_t align;           // in: direct and copied-out tensors start at multiples of it; 0: 1
-    int64_t shard_base;      // in: where the list begins in the flat block
-    int64_t full_base;       // in: where it begins in the slot
-    int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
-    int64_t shard_numel;     // out: S, elements of one rank's padded shards
-    int64_t packed_numel;    // out: K, the packed part of S
-    int64_t final_numel;     // out: elements of the copied-out tensors, with alignment
-    int64_t slot_end;        // out: end of everything in the slot
-    int32_t num_segs;        // out
-    int32_t num_blocks;      // out: packed staging -> contiguous tensors
-} fsdp_layout;
-
-/* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
-   layout      in/out, see above
-   params      fsdp_layout_param[count], in/out
-   segs        room for count entries, or NULL to ask for num_segs only
-   blocks      room for count*world entries, or NULL to ask for num_blocks only
-   Layout      flat block: direct shards, then packed shards, tight. Slot: W*S gathered elements
-               (rank-major inside each segment), then the packed tensors copied out one by one.
-               A block list from left to right is copy-out, from right to left chunk_cat
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks);
-
-#ifdef __cplusplus
-}
-#endif
-// clang-format on
-#endif // FSDP_SHARD_MATH_H
-
-/* ============================================================================================ */
-/* Implementation. Outside the guard, as in fsdp.h. */
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHARD_MATH_IMPLEMENTED)
-#define FSDP_SHARD_MATH_IMPLEMENTED
+#ifndef FSDPI_CORE_SHARD_MATH_H
+#define FSDPI_CORE_SHARD_MATH_H
 
 #include <string.h> // memmove
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-/* -------------------------------------------------------------------------------------------- */
 // Owns: shard math. Pure functions of sizes. Invariants: every stored shard of a parameter has the
 // same size on all ranks; chunk k starts at row k*c of the padded tensor, so the W shards one after
 // another are the padded tensor, all padding at its end.
@@ -350,7 +229,4 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
     return FSDP_OK;
 }
 
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION
+#endif // FSDPI_CORE_SHARD_MATH_H

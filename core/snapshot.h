@@ -1,6 +1,25 @@
 /* core/snapshot.h - what a step changes, saved and brought back: rehearsals, states of units
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_SNAPSHOT_H
+#define FSDPI_CORE_SNAPSHOT_H
+
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "guard.h"
+#include "macros.h"
+#include "objects.h"
+#include "run.h"
+#include "step.h"
+#include "unit.h"
+#include "usage.h"
+#include "watch.h"
+
+#include <string.h>
 
 // Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
 // that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
@@ -194,22 +213,4 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
     return FSDP_OK;
 }
 
-FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
-    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
-}
-
-FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
-    fsdp_status status = fsdpi_failed(unit->model->world);
-    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
-    fsdpi_open_unit(unit);
-    return fsdpi_do_leftovers(unit);
-}
-
-FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
-    fsdp_status status = fsdpi_failed(unit->model->world);
-    if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
-        fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
-    return status;
-}
+#endif // FSDPI_CORE_SNAPSHOT_H

@@ -1,6 +1,25 @@
 /* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_SPAWN_H
+#define FSDPI_CORE_SPAWN_H
+
+#include "alloc.h"
+#include "error.h"
+#include "objects.h"
+#include "os.h"
+#include "reduce.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 // Processes report the result of fn through a pipe, in records that are written whole; a rank
 // reports before it aborts its world, so that the first one is the cause, later ones consequences.
@@ -244,3 +263,5 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (status || !s.first.status) return status;
     return fsdp_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
 }
+
+#endif // FSDPI_CORE_SPAWN_H

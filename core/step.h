@@ -1,24 +1,369 @@
-/* core/step.h - the end of a step: finalize, zero_grad, reset
+/* core/step.h - the calls of a step: the transition table, the calls that look it up, and the end
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_STEP_H
+#define FSDPI_CORE_STEP_H
 
-// The caller's stream will write shards: it comes behind gathers under way, which read them.
-static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
-    fsdp_status status = fsdpi_failed(m->world);
-    for (int i = 0; i < m->num_units && !status; i++) {
-        fsdp_unit *u = m->units[i];
-        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && u->state.slot[FSDP_POOL_GATHER])
-            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->state.slot[FSDP_POOL_GATHER]);
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "gather.h"
+#include "grads.h"
+#include "guard.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "ops.h"
+#include "os.h"
+#include "pool.h"
+#include "replicas.h"
+#include "route.h"
+#include "run.h"
+#include "usage.h"
+#include "watch.h"
+
+#include <stdio.h>
+
+// Owns: the transition table and its actions. A public call looks up one row and runs its actions;
+// an action fills op records and never calls a backend. Invariants: a call without a row changes
+// nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
+
+// Bound of the record of forwards; behind it prefetches are lost, nothing else.
+#define FSDPI_ORDER_PER_UNIT 64
+
+// Remember a forward: its backward is due, and the forward before it is what to prefetch then.
+static fsdp_status fsdpi_do_record(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    if (!m->grad_enabled) return FSDP_OK;
+    if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
+        if (m->num_order == m->cap_order) {
+            fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                            sizeof *m->order, "post_forward of unit", u->desc.name);
+            if (status) return fsdpi_fail_together(m->world, status);
+        }
+        m->order[m->num_order].unit = u;
+        m->order[m->num_order].previous = u->state.last_order;
+        u->state.last_order = m->num_order++;
     }
-    return status;
+    u->state.forwards++;
+    return FSDP_OK;
 }
 
-// Shards are as the caller's stream has left them: later gathers come after.
-static void fsdpi_shards_written(fsdp_model *m) {
-    for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
-        if (m->flats[d].shard)
-            fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
+static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
+    u->state.forwards -= u->model->is_last_backward; // else another backward of it may come
+    u->model->backward = 1;
+    return FSDP_OK;
 }
+
+enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
+enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // of backward
+enum { FSDPI_KEEP = 255 };                                                   // next: as it is
+
+enum { // what a row asks of a unit beside its state
+    FSDPI_DUE = 1,    // a forward that has not run backward
+    FSDPI_REFUSE = 2, // no gradients that are not reduced: with some the call fails
+    FSDPI_TELL = 4    // likewise; with some it logs that, and goes on
+};
+
+typedef struct fsdpi_row {
+    uint8_t from, phase;
+    uint8_t asks;
+    uint8_t next; // training state
+    fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
+} fsdpi_row;
+
+// clang-format off
+// The rows of each call, in the order of FSDP_CALL_LIST; a row with from 0 is none.
+static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
+//   from               phase       asks next           actions
+    { // pre_forward
+        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
+        // recompute: of a unit nested in others' backward, of the unit whose backward it is
+        {FSDPI_I | FSDPI_B, FSDPI_IN,   FSDPI_DUE, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
+    },
+    { // post_forward
+        {FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
+            {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE, {NULL}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // pre_backward
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
+            {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
+             fsdpi_do_prefetch_backward, fsdpi_do_enter}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // post_backward
+        {FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
+    { // finalize
+        {FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
+    {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
+};
+// clang-format on
+
+static const char *fsdpi_call_name(int call) {
+    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
+    return names[call];
+}
+
+// What the table asks of a unit; open: its parameters can be read.
+typedef struct fsdpi_point {
+    int training, backward, forwards, open;
+} fsdpi_point;
+
+static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
+    int phase = at->backward ? FSDPI_IN : FSDPI_OUT;
+    for (int i = 0; i < 3; i++) {
+        const fsdpi_row *row = &fsdpi_rows[call][i];
+        if ((row->from & (1 << at->training)) && (row->phase & phase) &&
+            (!(row->asks & FSDPI_DUE) || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
+            return row;
+    }
+    return NULL;
+}
+static fsdpi_point fsdpi_point_of(const fsdp_unit *u) {
+    fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
+                      u->state.storage == FSDP_STORAGE_UNSHARDED};
+    return at;
+}
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    fsdpi_point at = fsdpi_point_of(u);
+    at.open = 1; // the getter itself asks
+    return fsdpi_row_at(&at, call);
+}
+
+// The first of the hooks, at most `depth` of them, behind which a call is possible; or -1.
+static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE};
+    for (int i = 0; i < 5; i++) {
+        fsdpi_point at = *from;
+        const fsdpi_row *row = fsdpi_row_at(from, hooks[i]);
+        if (!row) continue;
+        if (row->next != FSDPI_KEEP) at.training = row->next;
+        at.open = i == 0 || i == 2;
+        at.forwards += (i == 1 && !from->backward) - (i == 2 && (row->asks & FSDPI_DUE));
+        at.backward = i == 2 || (from->backward && i != 4);
+        if (fsdpi_row_at(&at, call)) return hooks[i];
+        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
+    }
+    return -1;
+}
+
+// Where in a step a unit is, in words.
+static const char *fsdpi_place_of(const fsdpi_point *at) {
+    static const char *const idle[2][2] = { // [inside of backward][a forward is due]
+        {"is idle, and no forward of it waits for a backward",
+         "has run forward, and its backward has not begun"},
+        {"has no forward that waits for a backward, and the model's backward has not ended",
+         "has run forward, and its turn in the model's backward has not come"}};
+    if (at->training == FSDP_STATE_FORWARD) return "is in forward, which has not ended";
+    if (at->training == FSDP_STATE_PRE_BACKWARD) return "is in backward, which has not ended";
+    if (at->training == FSDP_STATE_IDLE) return idle[at->backward != 0][at->forwards > 0];
+    return at->forwards > 0 ? "has run a backward, and a forward of it waits for another one"
+                            : "has run its backward, and the model's backward has not ended";
+}
+
+// The text of a call in a wrong state asks the table what is missing. The first one of a step is
+// logged: in a loop over layers and microbatches the others say no more.
+static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
+    const fsdpi_point at = fsdpi_point_of(u);
+    int first = -1, is_new = !(u->told >> call & 1);
+    u->told |= 1u << call;
+    if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
+        first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
+    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
+    int is_off = !u->model->grad_enabled && at.forwards == 0;
+    const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
+                       : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
+                                              : "";
+    return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
+                           "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
+                           fsdpi_place_of(&at), also,
+                           first < 0 ? "model_reset" : fsdpi_call_name(first));
+}
+
+static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
+    return row->next == FSDPI_KEEP ? u->state.training : row->next;
+}
+
+// Run one row for a unit.
+static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
+    uint8_t next = fsdpi_next_state(u, row);
+    u->model->call_state = next;
+    fsdpi_open_unit(u);
+    for (int i = 0; row->actions[i]; i++) {
+        fsdp_status status = row->actions[i](u);
+        if (status) return status;
+    }
+    u->state.training = next;
+    fsdpi_close_unit(u);
+    fsdpi_close_free(u->model);
+    return FSDP_OK;
+}
+
+// Outside of backward: gradients of microbatches that wait for a reduction.
+static int fsdpi_holds_grads(const fsdp_unit *u) {
+    return u->state.grads.newest != FSDPI_GRADS_NOWHERE || u->state.slot[FSDP_POOL_ROUT];
+}
+
+// The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
+static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call,
+                                                    const char *what) {
+    fsdp_model *m = u->model;
+    if (fsdpi_rows[call][0].asks == FSDPI_REFUSE)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                         "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                         "backward with sync, or drop them by fsdp_model_reset",
+                         what, u->desc.name);
+    if (!m->rehearsing && !(m->told >> call & 1)) {
+        m->told |= 1u << call;
+        fsdp_warn(m->world,
+                  "[E218] %s: unit '%s' holds gradients that are not reduced. It keeps them, and "
+                  "the next reduction adds them to its own: turn sync on "
+                  "(fsdp_set_requires_gradient_sync) before the last microbatch, or drop them by "
+                  "fsdp_model_reset",
+                  what, u->desc.name);
+    }
+    return FSDP_OK;
+}
+
+// Is the call, by the name of `what`, possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
+    for (int i = 0; i < m->num_units; i++)
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
+    for (int i = 0; fsdpi_rows[call][0].asks && i < m->num_units; i++)
+        if (fsdpi_holds_grads(m->units[i])) return fsdpi_not_reduced(m->units[i], call, what);
+    return FSDP_OK;
+}
+
+// Their rows, once it is.
+static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_status status = fsdpi_step(m->units[i], fsdpi_lookup(m->units[i], call));
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+// A change that lasts, which a rehearsal could not undo.
+static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !m->rehearsing) return status;
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
+}
+
+// A marker for those who see records, before the ops of a public call.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
+                                                  const char *what) {
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    if (!u) op.what = what;
+    op.count = (uint64_t)call;
+    return fsdpi_show(m, &op);
+}
+
+static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
+                                         const char *what, uint8_t state) {
+    m->call_state = state;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, what) : FSDP_OK;
+}
+
+// A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
+// Extensions are told of those with rows, which write shards or their gradients.
+static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
+    fsdp_status status = fsdpi_commit(m);
+    const char *what = fsdpi_call_name(call);
+    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    if (!status) status = fsdpi_check_units(m, call, what);
+    if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
+    return status || !run ? status : fsdpi_run_units(m, call);
+}
+
+// Finalize reports the first failure again.
+static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
+    if (m->hook_status) return status;
+    snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    return m->hook_status = status;
+}
+
+// The end of a call: the caller's work comes next.
+static inline fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+    if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
+        status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
+    return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
+}
+
+static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    fsdp_model *m = u->model;
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
+    if (!m->committed) status = fsdpi_commit(m);
+    if (status) return fsdpi_hook_failed(m, status);
+    if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
+        return fsdpi_remember(m, status);
+    const fsdpi_row *row = fsdpi_lookup(u, call);
+    if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
+    status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
+    if (!status) status = fsdpi_step(u, row);
+    return fsdpi_remember(m, status);
+}
+
+FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_FORWARD);
+}
+FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_FORWARD);
+}
+FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_UNSHARD); }
+FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
+
+static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    if (index < 0 || index >= u->desc.num_params)
+        return fsdpi_bad(u->model->world,
+                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The end of a step, and what is asked in it.
 
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
@@ -76,12 +421,6 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     fsdpi_pools_rewind(m);
     if (m->is_last_backward) fsdpi_forget_forwards(m);
     return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
-    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
-    if (!status) fsdpi_shards_written(model);
-    return model ? fsdpi_remember(model, status) : status;
 }
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
@@ -215,3 +554,17 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     fsdpi_pools_rewind(model);
     return status;
 }
+
+FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
+    fsdp_status status = fsdpi_commit(model);
+    if (status) return status;
+    if (call < 0 || call >= FSDP_CALL_COUNT)
+        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
+    if (!what) what = fsdpi_call_name(call);
+    status = fsdpi_check_units(model, call, what);
+    return status ? status
+                  : fsdpi_announce(model, NULL, FSDP_CALL_EXTENSION, what, FSDP_STATE_IDLE);
+}
+
+#endif // FSDPI_CORE_STEP_H

@@ -1,6 +1,15 @@
 /* core/timeline.h - when records ran on a device with streams, for extensions that ask
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_TIMELINE_H
+#define FSDPI_CORE_TIMELINE_H
+
+#include "alloc.h"
+#include "objects.h"
+#include "watch.h"
 
 // Owns: the events between which records run, until both have happened. There is none of it where
 // no extension has `ran`. A device tells times as distances between events: of a base, at which the
@@ -110,3 +119,5 @@ static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fs
     if (!status) status = w->device_ops->record(w->device, stream, one->end);
     one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
 }
+
+#endif // FSDPI_CORE_TIMELINE_H

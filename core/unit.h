@@ -1,6 +1,25 @@
 /* core/unit.h - units and parameters: what fully_shard makes of a desc
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_UNIT_H
+#define FSDPI_CORE_UNIT_H
+
+#include "alloc.h"
+#include "error.h"
+#include "layout.h"
+#include "mesh.h"
+#include "objects.h"
+#include "os.h"
+#include "pool.h"
+#include "route.h"
+#include "run.h"
+#include "shard_math.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Parameters, and behind them the marks of their use, eight in a word.
 static int fsdpi_use_words(const fsdp_unit *u) { return (u->desc.num_params + 7) >> 3; }
@@ -190,6 +209,33 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
         u->layout.hash = fsdpi_hash(u->layout.hash, h[k]);
         u->layout.agree[k] = (uint8_t)h[k];
     }
+}
+
+// The facts as they are now, and the routes that follow: again when an option has changed.
+static void fsdpi_unit_route(fsdp_unit *u) {
+    const fsdpi_layout *l = &u->layout;
+    const fsdpi_part *part = &l->parts[l->users_part];
+    const fsdp_model_desc *md = &u->model->desc;
+    fsdpi_facts f = FSDP_ZERO;
+    f.shards = fsdpi_shards(u);
+    f.replicas = fsdpi_replicas(u);
+    f.one_part = l->num_parts == 1;
+    f.one_train = l->train_parts <= 1;
+    f.extended = l->parts[0].extended != NULL;
+    f.stored = part->dtype;
+    f.gathered = part->param_dtype;
+    f.grad = fsdpi_grad_dtype(u->model, part->dtype);
+    f.reduce = l->reduce_dtype;
+    f.offload = md->cpu_offload != 0;
+    f.overwrite = md->grads_overwrite != 0;
+    f.debug = md->debug || fsdpi_is_guarded(u->model->world);
+    f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
+    f.hook = u->options.all_reduce_hook != NULL;
+    f.custom = u->options.custom[2] != NULL;
+#define FSDP_X(type, name, initial) f.name = u->options.name;
+    FSDPI_ROUTE_OPTIONS(FSDP_X)
+#undef FSDP_X
+    for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
@@ -412,3 +458,5 @@ FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
     return unit ? (fsdp_storage_state)unit->state.storage : FSDP_STORAGE_COUNT;
 }
+
+#endif // FSDPI_CORE_UNIT_H

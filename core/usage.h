@@ -1,6 +1,18 @@
 /* core/usage.h - who used which parameter
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_USAGE_H
+#define FSDPI_CORE_USAGE_H
+
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+#include "run.h"
+#include "unit.h"
 
 // Owns: fsdpi_usage. A parameter is used when the caller asks where its gradient is written. Flags
 // of use ride along in every reduction, summed like gradients, so that a parameter that no rank
@@ -142,3 +154,9 @@ static void fsdpi_usage_learn(fsdp_unit *u) {
         if (counts[at % 64] != 0.0f) *fsdpi_use(u, i) |= FSDPI_USE_REDUCED;
     }
 }
+
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
+#endif // FSDPI_CORE_USAGE_H

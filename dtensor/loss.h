@@ -1,6 +1,15 @@
 /* dtensor/loss.h - the local loops of a cross-entropy whose classes are cut over the ranks
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_LOSS_H
+#define FSDPI_DTENSOR_LOSS_H
+
+#include "spec.h"
+
+#include <math.h>
 
 // Source: torch/distributed/tensor/parallel/loss.py. There a rank without classes fails alone; here
 // it joins with -infinity and 0.
@@ -134,3 +143,5 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
 #elif defined(__GNUC__)
 #pragma GCC pop_options
 #endif
+
+#endif // FSDPI_DTENSOR_LOSS_H

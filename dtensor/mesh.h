@@ -1,6 +1,15 @@
 /* dtensor/mesh.h - a mesh of a model: its groups, staging memory and memory of the caller
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_MESH_H
+#define FSDPI_DTENSOR_MESH_H
+
+#include "route.h"
+
+#include <string.h>
 
 // Owns: fsdp_dmesh. What communicates does so by records of the core on its groups; data are the
 // caller's pointers. Records of the caller's stream are ordered by it alone, those beside it by the
@@ -24,6 +33,42 @@ typedef struct fsdpi_dt_unit { // of fsdp_tp_fully_shard, cut
     int64_t *sizes; // [num_params] of that dim in the whole tensor
     struct fsdpi_dt_unit *next;
 } fsdpi_dt_unit;
+
+typedef struct fsdpi_dt_copy {
+    fsdp_block *blocks;
+    int32_t num;
+    int64_t count; // elements
+} fsdpi_dt_copy;
+
+typedef struct fsdpi_dt_stage { // a step of the route, at the sizes now
+    int32_t kind, mesh_dim;
+    fsdp_seg seg;          // count: elements for each rank, of each pair of ranks, or of the whole
+    int64_t reads, writes; // elements of the collective's two buffers
+    int64_t in, out;       // elements of this rank's part before and behind the step
+    fsdpi_dt_copy before;  // to the layout that the collective reads; of a local step all its work
+    fsdpi_dt_copy behind;  // from the layout that it writes
+    int32_t is_packed;     // the part lies as `before` would lay it
+    int32_t is_whole;      // and the result as `behind` would
+    int32_t redop, keeps;  // keeps: OWN: this rank keeps its part
+    double factor;         // of AVG: 1 / ranks
+} fsdpi_dt_stage;
+
+struct fsdp_redistribution {
+    fsdp_dmesh *dm;
+    char name[FSDPI_DT_NAME + FSDPI_DT_BACKWARD];
+    fsdp_spec from, to, first_from, first_to; // of the sizes now, and as they were given
+    fsdp_local part[2];                       // of from and to
+    fsdp_dtype dtype, comm_dtype, desc_dtype; // of src and dst; of what travels; of the desc
+    double scale;
+    uint64_t hash, runs;
+    fsdp_route route;
+    fsdpi_dt_stage *stages;      // [route.num_steps]
+    fsdp_block *blocks;          // of all stages
+    fsdp_buf *ticket;            // orders what runs beside the caller's stream; NULL: nothing does
+    fsdp_block whole;            // of the last copy
+    int32_t begun, all_in_place; // all_in_place: no step changes the size
+    fsdp_redistribution *next;
+};
 
 struct fsdp_dmesh {
     fsdp_model *model;
@@ -131,9 +176,19 @@ static int64_t fsdpi_dt_room(const fsdp_dmesh *dm, const void *ptr, int *begins)
 /* -------------------------------------------------------------------------------------------- */
 // Making and ending.
 
-static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r);
+static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r) {
+    fsdp_redistribution **at = &dm->redistributions;
+    while (*at && *at != r) at = &(*at)->next;
+    if (*at) *at = r->next;
+    fsdp_buf_destroy(dm->model, r->ticket);
+    fsdpi_dt_free(dm->model, r->stages);
+    fsdpi_dt_free(dm->model, r->blocks);
+    fsdpi_dt_free(dm->model, r);
+}
 
-static void fsdpi_dt_forget(fsdp_dmesh *dm);
+static void fsdpi_dt_forget(fsdp_dmesh *dm) {
+    for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
+}
 
 // A reset of the model forgets what was begun.
 static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
@@ -452,3 +507,5 @@ FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc 
 FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm) {
     if (dm) (void)fsdp_detach(dm->model, &dm->extension);
 }
+
+#endif // FSDPI_DTENSOR_MESH_H

@@ -1,6 +1,16 @@
 /* dtensor/propagate.h - what an operation on distributed tensors needs and gives
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_PROPAGATE_H
+#define FSDPI_DTENSOR_PROPAGATE_H
+
+#include "route.h"
+#include "spec.h"
+
+#include <string.h>
 
 // An operation is a list of rows. A row says for one mesh dim what the output is if the inputs are
 // such; mesh dims are independent of each other. The first row of each list is the trivial one, all
@@ -490,3 +500,5 @@ FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_
     if (!status) *out = best;
     return status;
 }
+
+#endif // FSDPI_DTENSOR_PROPAGATE_H

@@ -1,47 +1,23 @@
 /* dtensor/redistribute.h - a route on data: copies and collectives
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_REDISTRIBUTE_H
+#define FSDPI_DTENSOR_REDISTRIBUTE_H
+
+#include "mesh.h"
+#include "route.h"
+#include "spec.h"
+
+#include <stdio.h>
+#include <string.h>
 
 /* Owns: fsdp_redistribution. For each step of the route it knows how parts lie in the collective: a
    part is tight, row-major, at the begin of its `count` elements; nobody reads what is behind it.
    So a gather needs no copy before it. The copy behind it is left out if the parts, one after the
    other, are the result: cut along dim 0, or with dims of length 1 before the one that is cut. */
-
-typedef struct fsdpi_dt_copy {
-    fsdp_block *blocks;
-    int32_t num;
-    int64_t count; // elements
-} fsdpi_dt_copy;
-
-typedef struct fsdpi_dt_stage { // a step of the route, at the sizes now
-    int32_t kind, mesh_dim;
-    fsdp_seg seg;          // count: elements for each rank, of each pair of ranks, or of the whole
-    int64_t reads, writes; // elements of the collective's two buffers
-    int64_t in, out;       // elements of this rank's part before and behind the step
-    fsdpi_dt_copy before;  // to the layout that the collective reads; of a local step all its work
-    fsdpi_dt_copy behind;  // from the layout that it writes
-    int32_t is_packed;     // the part lies as `before` would lay it
-    int32_t is_whole;      // and the result as `behind` would
-    int32_t redop, keeps;  // keeps: OWN: this rank keeps its part
-    double factor;         // of AVG: 1 / ranks
-} fsdpi_dt_stage;
-
-struct fsdp_redistribution {
-    fsdp_dmesh *dm;
-    char name[FSDPI_DT_NAME + FSDPI_DT_BACKWARD];
-    fsdp_spec from, to, first_from, first_to; // of the sizes now, and as they were given
-    fsdp_local part[2];                       // of from and to
-    fsdp_dtype dtype, comm_dtype, desc_dtype; // of src and dst; of what travels; of the desc
-    double scale;
-    uint64_t hash, runs;
-    fsdp_route route;
-    fsdpi_dt_stage *stages;      // [route.num_steps]
-    fsdp_block *blocks;          // of all stages
-    fsdp_buf *ticket;            // orders what runs beside the caller's stream; NULL: nothing does
-    fsdp_block whole;            // of the last copy
-    int32_t begun, all_in_place; // all_in_place: no step changes the size
-    fsdp_redistribution *next;
-};
 
 static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_size(dtype); }
 
@@ -163,20 +139,6 @@ static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
 
 /* -------------------------------------------------------------------------------------------- */
 // Making and ending.
-
-static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r) {
-    fsdp_redistribution **at = &dm->redistributions;
-    while (*at && *at != r) at = &(*at)->next;
-    if (*at) *at = r->next;
-    fsdp_buf_destroy(dm->model, r->ticket);
-    fsdpi_dt_free(dm->model, r->stages);
-    fsdpi_dt_free(dm->model, r->blocks);
-    fsdpi_dt_free(dm->model, r);
-}
-
-static void fsdpi_dt_forget(fsdp_dmesh *dm) {
-    for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
-}
 
 static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistribution_desc *d) {
     const char *why = NULL;
@@ -674,3 +636,5 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
                      "and do not: look for what they computed differently, or broadcast it again",
                      what, (long long)ranks[0], (long long)ranks[1]);
 }
+
+#endif // FSDPI_DTENSOR_REDISTRIBUTE_H

@@ -1,6 +1,15 @@
 /* dtensor/route.h - the cheapest way from one spec to another, and PyTorch's greedy one
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_ROUTE_H
+#define FSDPI_DTENSOR_ROUTE_H
+
+#include "spec.h"
+
+#include <string.h>
 
 // A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
 // last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced.
@@ -507,3 +516,5 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
                              m);
     return fsdpi_dt_route(from, to, &l, scratch, scratch_bytes, route, &ps);
 }
+
+#endif // FSDPI_DTENSOR_ROUTE_H

@@ -1,6 +1,13 @@
 /* dtensor/spec.h - specs: checks, parts of ranks, strided placements
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_SPEC_H
+#define FSDPI_DTENSOR_SPEC_H
+
+#include <string.h>
 
 // Invariant: a spec that a function has accepted is normal: dims >= 0, orders explicit, all else 0.
 // Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
@@ -299,3 +306,5 @@ FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *fact
     *spec = s;
     return FSDP_OK;
 }
+
+#endif // FSDPI_DTENSOR_SPEC_H

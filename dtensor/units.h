@@ -1,6 +1,16 @@
 /* dtensor/units.h - units whose parameters tensor parallelism cuts or replicates
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTENSOR_H
+#include "../fsdp_dtensor.h"
+#endif
+#ifndef FSDPI_DTENSOR_UNITS_H
+#define FSDPI_DTENSOR_UNITS_H
+
+#include "mesh.h"
+#include "redistribute.h"
+
+#include <string.h>
 
 /* Owns: the way from parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit is
    one of this rank's parts; FSDP shards those, so that the order of cuts is (tp, dp). A replicated
@@ -279,3 +289,5 @@ FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int ind
     fsdpi_dt_free(dm->model, parts);
     return status;
 }
+
+#endif // FSDPI_DTENSOR_UNITS_H

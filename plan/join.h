@@ -1,6 +1,18 @@
 /* plan/join.h - collectives of several units become one
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_JOIN_H
+#define FSDPI_PLAN_JOIN_H
+
+#include "memory.h"
+#include "objects.h"
+#include "tape.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: the way from what a rehearsal showed to the records of a tape. What units do beside their
 // collectives stays as it is: copies first, then one collective over all their lists, and so on.
@@ -292,3 +304,5 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
     fsdpi_plan_glue(t);
     return status;
 }
+
+#endif // FSDPI_PLAN_JOIN_H

@@ -1,6 +1,22 @@
 /* plan/life.h - steps recorded, replayed and left; the public functions
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_LIFE_H
+#define FSDPI_PLAN_LIFE_H
+
+#include "listing.h"
+#include "make.h"
+#include "memory.h"
+#include "objects.h"
+#include "place.h"
+#include "simulate.h"
+#include "tape.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: fsdp_plan. A step begins with the first call behind a finalize. If its kind is known, its
 // calls are answered from the tape for as long as they are the program's.
@@ -670,3 +686,5 @@ FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp
     out->host_bytes = fsdpi_plan_host_bytes(k);
     return FSDP_OK;
 }
+
+#endif // FSDPI_PLAN_LIFE_H

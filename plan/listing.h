@@ -1,6 +1,18 @@
 /* plan/listing.h - what a tape does, in words that are the same on every rank
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_LISTING_H
+#define FSDPI_PLAN_LISTING_H
+
+#include "memory.h"
+#include "objects.h"
+#include "tape.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: fsdpi_plan_listing.
 
@@ -280,3 +292,5 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
     }
     return status;
 }
+
+#endif // FSDPI_PLAN_LISTING_H

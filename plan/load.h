@@ -1,6 +1,25 @@
 /* plan/load.h - a plan from a text instead of a recorded step
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_LOAD_H
+#define FSDPI_PLAN_LOAD_H
+
+#include "join.h"
+#include "listing.h"
+#include "make.h"
+#include "memory.h"
+#include "objects.h"
+#include "parse.h"
+#include "passes.h"
+#include "place.h"
+#include "prove.h"
+#include "tape.h"
+#include "text.h"
+
+#include <string.h>
 
 // Owns: the way from decisions that somebody wrote to a kind. The text says what calls the program
 // makes and what is decided; all else is derived again, and compared with what the text says of it.
@@ -312,3 +331,5 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
     }
     return status;
 }
+
+#endif // FSDPI_PLAN_LOAD_H

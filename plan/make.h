@@ -1,6 +1,25 @@
 /* plan/make.h - from a recorded step to a plan that every rank has
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_MAKE_H
+#define FSDPI_PLAN_MAKE_H
+
+#include "join.h"
+#include "listing.h"
+#include "memory.h"
+#include "objects.h"
+#include "passes.h"
+#include "place.h"
+#include "prove.h"
+#include "simulate.h"
+#include "tape.h"
+#include "text.h"
+
+#include <stdio.h>
+#include <string.h>
 
 // Owns: fsdpi_plan_kind. All of this happens in fsdp_finalize_backward of the recorded step, while
 // every unit is idle; the ranks take part in each agreement whatever has happened to them before.
@@ -528,3 +547,5 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) 
     if (p->mode != FSDP_PLAN_REFUSED) fsdpi_plan_refuse(p, fsdp_last_error(p->world));
     return status == FSDP_ERR_MISMATCH || fsdp_world_status(p->world) ? status : FSDP_OK;
 }
+
+#endif // FSDPI_PLAN_MAKE_H

@@ -1,6 +1,14 @@
 /* plan/memory.h - lists of a plan, and how it fails
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_MEMORY_H
+#define FSDPI_PLAN_MEMORY_H
+
+#include <stdlib.h>
+#include <string.h>
 
 // Memory comes from the model's allocator; for texts that belong to no model, from malloc.
 
@@ -58,3 +66,5 @@ static int fsdpi_plan_is_collective(int kind) {
     return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER ||
            kind == FSDP_OP_ALL_REDUCE;
 }
+
+#endif // FSDPI_PLAN_MEMORY_H

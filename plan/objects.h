@@ -1,6 +1,13 @@
 /* plan/objects.h - what a plan is made of, and its memory
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_OBJECTS_H
+#define FSDPI_PLAN_OBJECTS_H
+
+enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 
 // A step has three forms. The program: the calls that the trainer made. The decisions: what is done
 // otherwise than by calls. The tape: the records and states that follow from both, made by a
@@ -264,3 +271,5 @@ struct fsdp_plan {
     int32_t pool; // of the arena
     char why[FSDPI_PLAN_TEXT];
 };
+
+#endif // FSDPI_PLAN_OBJECTS_H

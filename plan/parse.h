@@ -1,6 +1,20 @@
 /* plan/parse.h - a listing from a text
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_PARSE_H
+#define FSDPI_PLAN_PARSE_H
+
+#include "listing.h"
+#include "memory.h"
+#include "objects.h"
+#include "text.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: the other way of the format in plan/text.h. What a reader takes is printed again and
 // compared, so that a text has one form only, and its reader need not look at blanks.
@@ -503,3 +517,5 @@ static fsdp_status fsdpi_plan_parse(fsdp_model *m, const char *text, size_t leng
     *ops = in.ops;
     return in.status;
 }
+
+#endif // FSDPI_PLAN_PARSE_H

@@ -1,6 +1,17 @@
 /* plan/passes.h - decisions: what is gathered together, kept, gathered ahead, reduced together
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_PASSES_H
+#define FSDPI_PLAN_PASSES_H
+
+#include "memory.h"
+#include "objects.h"
+#include "tape.h"
+
+#include <string.h>
 
 // Owns: fsdpi_plan_choice. A pass is a function of what happens by calls; no pass looks at a clock.
 // A span is the time in which a unit needs its parameters: from the pre_* that gathers by calls to
@@ -486,3 +497,5 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     if (!status) fsdpi_plan_sort_acts(c);
     return status;
 }
+
+#endif // FSDPI_PLAN_PASSES_H

@@ -1,6 +1,16 @@
 /* plan/place.h - where slots lie
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_PLACE_H
+#define FSDPI_PLAN_PLACE_H
+
+#include "memory.h"
+#include "objects.h"
+
+#include <string.h>
 
 // Owns: fsdpi_plan_slot, and which use has which. Uses that never meet may share memory. A use that
 // is held at the end of the step has memory of its own, which outlasts the step.
@@ -223,3 +233,5 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
     fsdpi_plan_places_end(p, &pl);
     return status;
 }
+
+#endif // FSDPI_PLAN_PLACE_H

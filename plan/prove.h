@@ -1,6 +1,20 @@
 /* plan/prove.h - the proof that a plan may run
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_PROVE_H
+#define FSDPI_PLAN_PROVE_H
+
+#include "listing.h"
+#include "memory.h"
+#include "objects.h"
+#include "text.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 // Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
 // walked in the order of issue; the waits are those that the core derives from the buffers. Each
@@ -699,3 +713,5 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.collects);
     return status;
 }
+
+#endif // FSDPI_PLAN_PROVE_H

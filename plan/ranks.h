@@ -1,6 +1,20 @@
 /* plan/ranks.h - texts of several ranks, run against each other
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_RANKS_H
+#define FSDPI_PLAN_RANKS_H
+
+#include "listing.h"
+#include "memory.h"
+#include "objects.h"
+#include "parse.h"
+#include "prove.h"
+#include "text.h"
+
+#include <string.h>
 
 // Owns: the verdict on programs that differ. Each rank issues its collectives in the order of its
 // text and waits at each of them for the members of its group, as inline ranks do: where streams
@@ -223,3 +237,5 @@ FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan
                          index, fsdp_plan_count(plan));
     return fsdpi_plan_prove_one(plan->model, &plan->kinds[index]->listing, out);
 }
+
+#endif // FSDPI_PLAN_RANKS_H

@@ -1,6 +1,17 @@
 /* plan/simulate.h - the time of a step under given costs
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_SIMULATE_H
+#define FSDPI_PLAN_SIMULATE_H
+
+#include "listing.h"
+#include "memory.h"
+#include "objects.h"
+
+#include <string.h>
 
 // Owns: clocks. An op begins when the host has issued it, its stream is free, what it waits for is
 // done, and for a collective its group is free. Nanoseconds are whole numbers, so that all ranks
@@ -186,3 +197,5 @@ static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_kind *k, 
     fsdpi_plan_listing_end(p->model, &l);
     return status;
 }
+
+#endif // FSDPI_PLAN_SIMULATE_H

@@ -1,6 +1,16 @@
 /* plan/tape.h - rehearsals: from a program and decisions to records and states
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_TAPE_H
+#define FSDPI_PLAN_TAPE_H
+
+#include "memory.h"
+#include "objects.h"
+
+#include <string.h>
 
 // Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What a plan does
 // otherwise, it does there by public calls: so every state of a replay is one that a program could
@@ -358,3 +368,5 @@ static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->seen);
     fsdpi_plan_free(s->plan->model, s->acts);
 }
+
+#endif // FSDPI_PLAN_TAPE_H

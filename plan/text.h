@@ -1,6 +1,18 @@
 /* plan/text.h - a plan as text
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_TEXT_H
+#define FSDPI_PLAN_TEXT_H
+
+#include "memory.h"
+#include "objects.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
 
 // Owns: the format, which docs/plan.md describes. One statement per line, fields with one blank
 // between them; nothing in it differs between ranks.
@@ -250,3 +262,5 @@ FSDP_API const char *fsdp_pass_name(int pass) {
     };
     return pass >= 0 && pass < FSDP_PASS_COUNT ? names[pass] : "?";
 }
+
+#endif // FSDPI_PLAN_TEXT_H

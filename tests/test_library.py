@@ -13,7 +13,7 @@ from harness import Skip, check, run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "libfsdp.so")
-HEADERS = [n for n in ("core/dtype.h", "core/shard_math.h", "fsdp.h", "fsdp_optim.h", "fsdp_replicate.h", "fsdp_plan.h", "fsdp_dtensor.h", "fsdp_safetensors.h") if os.path.exists(os.path.join(ROOT, n))]
+HEADERS = [n for n in ("fsdp.h", "fsdp_optim.h", "fsdp_replicate.h", "fsdp_plan.h", "fsdp_dtensor.h", "fsdp_safetensors.h") if os.path.exists(os.path.join(ROOT, n))]
 SIMPLE = {"int": C.c_int, "float": C.c_float, "double": C.c_double, "size_t": C.c_size_t,
           "int8_t": C.c_int8, "uint8_t": C.c_uint8, "int32_t": C.c_int32, "uint32_t": C.c_uint32,
           "int64_t": C.c_int64, "uint64_t": C.c_uint64}
@@ -80,7 +80,7 @@ class Fsdp:
     def __init__(self):
         if not os.path.exists(LIBRARY):
             raise Skip("no libfsdp.so: run make shared")
-        self.h = Header("core/dtype.h", "core/shard_math.h", "fsdp.h", "core/backend.h")
+        self.h = Header("fsdp.h", "core/backend.h")
         self.lib = C.CDLL(LIBRARY)
         for name in ("fsdp_last_error", "fsdp_status_name", "fsdp_dtype_name", "fsdp_unit_name"):
             getattr(self.lib, name).restype = C.c_char_p

@@ -6,8 +6,9 @@
 
 fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; extensions still include
 fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
-than the default one, which fsdp.h itself defines, stays an include: those files go into a folder
-backends/ beside the headers. All is taken from the headers; no name of a part stands here.
+than the default one, which core/backends.h defines, stays an include: those files are written into
+FOLDER/backends, where they find what they use of core/ in the one header, or, if they are compiled
+alone (.cu), in their own text. All is taken from the headers; no name of a part stands here.
 """
 import argparse
 import glob
@@ -24,9 +25,11 @@ CONTENTS = """CONTENTS
     program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
 """
 END_OF_CONTENTS = """\
-    Further backends are in the folder backends/ of the same version, to be put beside this file.
+    Further backends are in the folder backends/ beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
 """
+# The first lines of a part.
+TO_FRONT = re.compile(r'#ifndef \w+\n#include "\.\./fsdp\w*\.h"[^\n]*\n#endif\n')
 INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
 
 
@@ -35,7 +38,8 @@ class Amalgamation:
         self.root = root
         self.parts = [whole]  # in the order of their texts; paths from the root
         self.titles = {}
-        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", self.read("fsdp.h"), re.M).group(1)
+        texts = map(self.read, ["fsdp.h"] + sorted(glob.glob("core/*.h", root_dir=root)))
+        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", "\n".join(texts), re.M).group(1)
         body = self.expand(whole, self.read(whole))
         note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
         self.text = note + (self.contents(body) if whole == "fsdp.h" else body)
@@ -57,10 +61,13 @@ class Amalgamation:
             elif re.match(r"#\s*endif", line):
                 conditions.pop()
             include = re.match(r'#\s*include "([^"]+)"', line)
-            if not include or self.is_optional(conditions):
+            if not include:
                 out.append(line)
                 continue
             found = self.find(part, include.group(1))
+            if self.is_optional(conditions):
+                out.append(line.replace(include.group(1), found))
+                continue
             if found == "fsdp.h" != self.parts[0]:  # what an extension is beside
                 out.append(line)
                 continue
@@ -100,7 +107,7 @@ class Amalgamation:
         title = title.split(" - ", 1)[-1]
         self.titles[part] = " ".join(title.split()).split(":")[0]
         comment = "\n\n   ".join([title] + [p for p in rest if p])
-        code = self.expand(part, code.lstrip("\n"))
+        code = self.expand(part, TO_FRONT.sub("", code).lstrip("\n"))
         return f"{self.heading(part)}\n   {comment} */\n\n{code}\n"
 
     def without_place(self, paragraph):
@@ -122,6 +129,25 @@ class Amalgamation:
         return re.sub(r"\n{3,}", "\n\n", body)
 
 
+def of_backend(root, path, done):
+    """A file of backends/ beside the one header. What it includes of core/ is in that one; a file
+    that is compiled alone gets the text, once."""
+    with open(os.path.join(root, path), encoding="utf-8") as f:
+        text = f.read()
+    if path.startswith("core/"):
+        text = TO_FRONT.sub("", text)
+
+    def core(include):
+        part = os.path.normpath(os.path.join(os.path.dirname(path), include.group(1)))
+        if not part.startswith("core/"):
+            return include.group()
+        if part in done or path.startswith("backends/") and path.endswith(".h"):
+            return ""
+        done.append(part)
+        return of_backend(root, part, done)
+    return re.sub(r'#include "([^"]+)"[^\n]*\n', core, text)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Write each header of the library as one file. "
                                      "Backends but the default one stay files of their own.")
@@ -129,11 +155,15 @@ def main():
     parser.add_argument("root", nargs="?", default=os.path.join(os.path.dirname(__file__), ".."),
                         metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
     options = parser.parse_args()
-    os.makedirs(options.folder, exist_ok=True)
-    for path in sorted(glob.glob(os.path.join(glob.escape(options.root), "fsdp*.h"))):
-        name = os.path.basename(path)
-        text = Amalgamation(options.root, name).text
-        with open(os.path.join(options.folder, name), "w", encoding="utf-8") as f:
+    root, files = options.root, {}
+    for name in sorted(glob.glob("fsdp*.h", root_dir=root)):
+        files[name] = Amalgamation(root, name).text
+    for path in sorted(glob.glob("backends/*.h", root_dir=root) +
+                       glob.glob("backends/*.c[cu]", root_dir=root)):
+        files[path] = of_backend(root, path, [])
+    os.makedirs(os.path.join(options.folder, "backends"), exist_ok=True)
+    for path, text in files.items():
+        with open(os.path.join(options.folder, path), "w", encoding="utf-8") as f:
             f.write(text)
 
 

@@ -57,6 +57,19 @@ gate_alone() { # HEADER'S STEM
     { implement "$1.h" && include "$1.h"; } | compile g++ c++11 -fsyntax-only
 }
 
+# Each part by itself: what it uses, it includes. With FSDP_IMPLEMENTATION it is the whole library.
+gate_parts() { # COMPILER STANDARD
+    local h flags
+    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h; do
+        case $h in
+        *nccl.h | *cuda.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
+        *) flags= ;;
+        esac
+        include "$h" | compile "$@" $flags -Wno-unused-function -fsyntax-only
+        [ "$2" != c99 ] || implement "$h" | compile "$@" $flags -fsyntax-only
+    done
+}
+
 gate_reverse() {
     local i reversed=()
     for ((i = ${#headers[@]} - 1; i >= 0; i--)); do reversed+=("${headers[i]}"); done
@@ -203,13 +216,13 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (11500), $((text / 1024)) KB of .text (178)," \
+    echo "note: fsdp.h and core/: $lines lines (12050), $((text / 1024)) KB of .text (178)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 11500 ] || die 'fsdp.h and core/ are too long'
+    [ "$lines" -lt 12050 ] || die 'fsdp.h and core/ are too long'
     [ "$text" -le $((178 * 1024)) ] || die 'too much code'
 }
 
@@ -217,9 +230,7 @@ gate_budget() {
 single_folder() { # FOLDER
     need python3
     rm -rf "$1"
-    mkdir -p "$1/backends"
     python3 tools/amalgamate.py "$1"
-    cp backends/*.h backends/*.c[cu] "$1/backends"
 }
 # Nothing but the one fsdp.h, then extensions beside it, in the ways to use them.
 gate_single() {
@@ -259,7 +270,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$program.d" ||
+    ! grep -qE ' (core|plan|dtensor|checkpoint|safetensors)/' "$program.d" ||
         die "$1 was not compiled with the one header"
     "$program"
 }
@@ -268,7 +279,7 @@ gate_single_tests() {
     single_folder "$dir"
     make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" \
         $(printf "$of/tests/%s " $SINGLE_TESTS)
-    ! grep -qE ' (core|plan|dtensor|checkpoint)/' "$of"/tests/*.d ||
+    ! grep -qE ' (core|plan|dtensor|checkpoint|safetensors)/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $SINGLE_TESTS; do
         "$of/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||
@@ -450,6 +461,7 @@ list() {
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
+    printf 'parts.%s\n' gcc.c99 g++.c++11
     printf 'last.%s\n' c99 gnu99
     printf 'units_%s\n' mixed static
     printf 'matrix.%s\n' gcc.c99 clang.c17 g++.c++11 clang++.c++20

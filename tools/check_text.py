@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """check_text.py - what can be checked by reading the sources; one check per call.
 
-  toc        the files of core/: each is listed in fsdp.h's contents, in the order of its includes
+  toc        the files of core/: each is listed in fsdp.h's contents, below those that it includes
   docs       every public function has a comment right above it, with its name and the fields
   functions  no function of fsdp.h and core/ is longer than 50 lines, of another header than 70
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
@@ -9,8 +9,9 @@
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
-  layers     calls go down: no file of core/ includes anything of the project or names a backend,
-             and only fsdp.h includes files of core/
+  layers     each part begins with the include of its header, and includes only parts below it;
+             there are no circles, neither of includes nor of calls of public functions; no file
+             of core/ but core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of tests/test_fully_shard_*.c,
@@ -31,9 +32,9 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
-PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h") +
-              glob.glob("checkpoint/*.h"))  # parts of extensions
-DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
+PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h") + glob.glob("checkpoint/*.h") +
+              glob.glob("safetensors/*.h"))  # parts of extensions
+DECLARES = HEADERS + ["core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 MAX_FUNCTION = 70
@@ -72,17 +73,20 @@ def code_of(path):
     return re.sub(pattern, keep, read(path), flags=re.S)
 
 
+def includes(path):
+    """The files of the project that a file includes, by their paths from the root."""
+    names = re.findall(r'^#include "([^"]+)"', read(path), re.M)
+    return [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
+
+
 def check_toc():
-    lines = lines_of("fsdp.h")
-    end = next(i for i, line in enumerate(lines) if line.rstrip().endswith("*/"))
-    listed = [m for line in lines[:end] for m in re.findall(r"^    core/(\w+\.h)", line)]
-    included = re.findall(r'^#include "core/(\w+\.h)"', "\n".join(lines[end:]), re.M)
-    included = list(dict.fromkeys(included))  # two of them also declare, and stand twice
-    if listed != included:
-        yield f"fsdp.h: table of contents {listed}\n        includes {included}"
-    for path in PARTS:
-        if os.path.basename(path) not in included:
-            yield f"{path}: fsdp.h does not include it"
+    comment = read("fsdp.h").split("*/")[0]
+    listed = re.findall(r"^    (core/\w+\.h)", comment, re.M)
+    for path in sorted(set(PARTS) ^ set(listed)):
+        yield f"fsdp.h: the contents and the files of core/ differ in {path}"
+    for i, path in enumerate(listed):
+        for below in sorted(set(includes(path)) & set(listed[i + 1:])):
+            yield f"fsdp.h: the contents list {path} above {below}, which it includes"
 
 
 def declarations(lines):
@@ -268,19 +272,68 @@ def check_licence():
                 yield f"{path}: the full text of the licence is not at the end of {place}"
 
 
+def front_of(path):
+    """The public header whose part a file is."""
+    name = {"core": "fsdp", "backends": "fsdp"}.get(os.path.dirname(path))
+    return f"{name or 'fsdp_' + os.path.dirname(path)}.h"
+
+
 def check_layers():
-    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("fsdp.h")) + ["CUDA"]))
+    parts = PARTS + PLAN + [p for p in BACKENDS if re.search(r"(?<!_shim)\.h$", p)]
+    below = {"core": ["core"], "backends": ["backends", "core"],
+             "checkpoint": ["checkpoint", "safetensors"]}
+    uses = {path: set(includes(path)) - {front_of(path)} for path in parts}
+    for path in parts:
+        folder, front = os.path.dirname(path), front_of(path)
+        ask = front[:-2].upper() + "_H"
+        if f'*/\n#ifndef {ask}\n#include "../{front}"' not in read(path):
+            yield f"{path}: does not begin with #ifndef {ask}, #include \"../{front}\", #endif"
+        allowed = below.get(folder, [folder]) + ["backends"] * (path == "core/backends.h")
+        for used in sorted(uses[path]):
+            if os.path.dirname(used) not in allowed:
+                yield f"{path}: includes {used}, which is above it"
+    for path in HEADERS[1:] + glob.glob("examples/**/*.[ch]*", recursive=True):
+        for used in includes(path):
+            if used.startswith("core/"):
+                yield f"{path}: includes {used}: include fsdp.h"
+    yield from check_backends_named()
+    yield from check_calls_go_down(uses)
+
+
+def check_backends_named():
+    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("core/backends.h"))) | {"CUDA"})
     lower, upper = "|".join(names).lower(), "|".join(names)
     backend = rf"\b(?:fsdpi?_(?:{lower})_\w+|FSDP_BACKEND_(?:{upper}))\b"
-    for path in PARTS:
-        code = code_of(path)
-        for name in sorted(set(re.findall(backend, code))):
+    for path in sorted(set(PARTS) - {"core/backends.h", "core/backend.h"}):
+        for name in sorted(set(re.findall(backend, code_of(path)))):
             yield f"{path}: names a backend: {name}"
-        for name in re.findall(r'#\s*include "([^"]+)"', code):
-            yield f"{path}: includes {name}; only fsdp.h includes files of the project"
-    for path in HEADERS[1:] + PLAN + BACKENDS + glob.glob("examples/**/*.[ch]*", recursive=True):
-        for name in re.findall(r'#\s*include "((?:\.\./)*core/[^"]+)"', code_of(path)):
-            yield f"{path}: includes {name}: include fsdp.h"
+
+
+def check_calls_go_down(uses):
+    """No part stands on itself; no part calls a public function of one that stands on it."""
+    reach = {}
+
+    def beneath(path, seen=()):
+        if path in seen:
+            circle = " -> ".join(seen[seen.index(path):] + (path,))
+            raise ValueError(f"{circle}: a circle of includes")
+        if path not in reach:
+            found = [{used} | beneath(used, seen + (path,)) for used in uses.get(path, ())]
+            reach[path] = set().union(*found)
+        return reach[path]
+
+    defined = re.compile(r"^FSDP_API [^;{]*?\b(fsdp_\w+)\([^;{]*\{", re.M)
+    home = {name: path for path in uses for name in defined.findall(code_of(path))}
+    for path in sorted(uses):
+        try:
+            beneath(path)
+        except ValueError as circle:
+            yield str(circle)
+            return
+    for path in sorted(uses):
+        for name in sorted(set(re.findall(r"\b(fsdp_\w+)\(", code_of(path)))):
+            if path in beneath(home.get(name, "")):
+                yield f"{path}: calls {name} of {home[name]}, which stands on it"
 
 
 def check_extensions():

@@ -9,7 +9,7 @@
 #include "harness.h"
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "core/dtype.h"
+#include "core/reduce.h"
 #include "stubs/stub.h"
 
 #define CUDA(call) CHECK_STATUS(call, cudaSuccess)

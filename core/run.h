@@ -1,7 +1,98 @@
-/* core/lanes.h - how records run: at once, in worker threads (lanes), on a device's streams
+/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_RUN_H
+#define FSDPI_CORE_RUN_H
 
+#include "alloc.h"
+#include "error.h"
+#include "host.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+#include "shard_math.h"
+#include "timeline.h"
+#include "watch.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <string.h>
+
+/* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
+   all_reduce, however a backend does it, what it has to receive at least. */
+static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL)
+        return (group_size - 1) * nbytes;
+    if (kind == FSDP_OP_ALL_REDUCE)
+        return (2 * (group_size - 1) * nbytes + group_size - 1) / group_size;
+    return kind == FSDP_OP_SEND ? 0 : nbytes;
+}
+
+// A function of the user's has failed inside an op: the world cannot go on.
+static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
+    int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
+    return fsdpi_world_fail(
+        w, fatal ? result : FSDP_ERR_ABORTED,
+        "rank %d: [E402] your function for %s (%s) of unit '%s' returned %d (%s)", w->rank,
+        fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
+}
+
+// The user's function for a unit's collective of a step; not for those of param_full.
+static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
+    int which = op->label == FSDP_LABEL_GATHER     ? 0
+                : op->label == FSDP_LABEL_REDUCE   ? 1
+                : op->label == FSDP_LABEL_REPLICAS ? 2
+                                                   : -1;
+    if (which < 0) return NULL;
+    *user = op->unit->options.custom_user[which];
+    return op->unit->options.custom[which];
+}
+
+static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
+    fsdp_coll c; // every field is set here
+    c.kind = op->kind;
+    c.dtype = op->dtype;
+    c.out_dtype = op->out_dtype;
+    c.redop = op->redop;
+    c.in_place = op->in_place;
+    c.accumulate = op->accumulate;
+    c.label = op->label;
+    c.state = op->state;
+    c.scale = op->scale;
+    c.root = op->root;
+    c.segs = (const fsdp_seg *)op->list;
+    c.num_segs = op->list_count;
+    c.count = op->count;
+    c.src = op->src_ptr;
+    c.dst = op->dst_ptr;
+    c.seq = op->seq;
+    c.what = op->what;
+    c.stream = stream;
+    // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
+    // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.
+    uint64_t factor = fsdpi_bits(op->factor);
+    uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
+    uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
+                   (uint64_t)op->label << 16 | (uint64_t)op->state << 8 | op->accumulate;
+    uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
+    c.fingerprint = fsdpi_hash(fsdpi_hash(op->what_hash, how), op->step + given + factor);
+    memcpy(c.agree, op->agree, sizeof c.agree);
+    c.agree[FSDP_AGREE_FACTOR] = (uint8_t)(factor * 0x9E3779B97F4A7C15u >> 56);
+    c.agree[FSDP_AGREE_STEP] = (uint8_t)op->step;
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
+    void *user;
+    fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
+    fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
+                                : w->comm_ops->run(op->comm, &c);
+    const char *text = status ? w->comm_ops->error_text(op->comm) : "";
+    if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
+    return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
 // Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
 // with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
 // run in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
@@ -352,3 +443,5 @@ static fsdp_status fsdpi_transfer(fsdp_world *w, void *dst, const void *src, siz
     fsdp_block row = {0, 0, (int64_t)nbytes, 1, (int64_t)nbytes, (int64_t)nbytes};
     return fsdpi_transfer_rows(w, dst, src, &row);
 }
+
+#endif // FSDPI_CORE_RUN_H

@@ -1,125 +1,27 @@
-/* core/means.h - what extensions attach and call: records, buffers, copies, groups, states
+/* core/extend.h - what extensions call: records, buffers, memory, copies, agreement
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_EXTEND_H
+#define FSDPI_CORE_EXTEND_H
 
-FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
-    fsdp_extension e;
-    if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
-    fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_lasting(model, "attach");
-    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
-    if (status) return status;
-    if (e.call || e.op || e.buffer || e.ran)
-        status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
-    if (status) return fsdpi_remember(model, status);
-    e.size = 0;
-    if (!e.name) e.name = "extension";
-    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
-    if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
-    if (status)
-        return fsdp_fail(w, status,
-                         "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",
-                         e.name, w->device_ops->name, fsdpi_device_text(w, status));
-    fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdpi_no_memory(w, "attach: extension", e.name, sizeof *a);
-    a->e = e;
-    for (last = &model->attached; *last;) last = &(*last)->next;
-    *last = a;
-    fsdpi_watch(model);
-    return FSDP_OK;
-}
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "guard.h"
+#include "objects.h"
+#include "ops.h"
+#include "os.h"
+#include "params.h"
+#include "pool.h"
+#include "run.h"
+#include "step.h"
+#include "watch.h"
 
-// A unit's slot that is of no pool: an extension gave it. NULL: there is none.
-static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
-    for (int i = 0; i < m->num_units; i++)
-        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
-            const fsdp_buf *slot = m->units[i]->state.slot[pool];
-            const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
-            int own = !slot;
-            for (int k = 0; !own && k < c->count; k++) own = c->slots[k] == slot;
-            if (!own) return m->units[i];
-        }
-    return NULL;
-}
-
-FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
-    fsdp_extension e;
-    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
-    fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
-    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
-    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
-    if (status) return status;
-    e.size = 0;
-    if (!e.name) e.name = "extension";
-    for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
-        if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
-        const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
-        if (model->asking || lodger)
-            return fsdp_fail(
-                w, FSDP_ERR_INVALID_STATE,
-                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
-                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
-        if (model->watch & FSDPI_TIMES) {
-            fsdpi_drain(w);
-            fsdpi_timeline_end_all(w);
-        }
-        fsdpi_detach(model, at);
-        return FSDP_OK;
-    }
-    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
-                     e.name);
-}
-
-FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
-    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
-        if (strcmp(a->e.name, name) == 0) return a->e.user;
-    return NULL;
-}
-
-FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
-    fsdp_status status = fsdpi_commit(model);
-    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
-    fsdpi_attached *a = model->attached;
-    for (int i = 0; a && i < which; i++) a = a->next;
-    memset(item, 0, sizeof *item);
-    for (; a && !status; a = a->next, which++, index = 0) {
-        if (!a->e.state) continue;
-        item->ordinal = -1;
-        status = a->e.state(a->e.user, model, index, item);
-        if (status || !item->name) continue;
-        item->extension = a->e.name;
-        item->at[0] = which;
-        item->at[1] = index;
-        fsdp_param_view v;
-        if (item->sharded) status = fsdp_param_at(model, item->ordinal, &v);
-        if (status || !item->sharded) return status;
-        item->ndim = v.ndim;
-        memcpy(item->shape, v.shape, sizeof item->shape);
-        item->numel = v.numel;
-        return FSDP_OK;
-    }
-    item->name = NULL;
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal) {
-    fsdp_param_view v;
-    if (!model) return fsdpi_null(NULL, "state_hold", "model");
-    fsdp_status status = fsdp_param_at(model, ordinal, &v);
-    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
-        if (a->e.hold) status = a->e.hold(a->e.user, model, ordinal);
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_written", "model");
-    fsdp_status status = fsdpi_failed(model->world);
-    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
-        if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
-    return status;
-}
+#include <stdlib.h>
+#include <string.h>
 
 /* -------------------------------------------------------------------------------------------- */
 // Owns: records of extensions.
@@ -280,18 +182,6 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
     return status;
 }
 
-FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
-    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
-    fsdp_status status = fsdpi_commit(model);
-    if (status) return status;
-    if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
-    if (!what) what = fsdpi_call_name(call);
-    status = fsdpi_check_units(model, call, what);
-    return status ? status
-                  : fsdpi_announce(model, NULL, FSDP_CALL_EXTENSION, what, FSDP_STATE_IDLE);
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // Owns: buffers and memory of extensions.
 
@@ -366,14 +256,6 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     return fsdpi_failed(model->world);
 }
 
-// Do updates run on the device? Where the host cannot read the shards, or would have to wait for
-// the device's streams. Offloaded shards are the host's.
-static int fsdpi_updates_on_device(const fsdp_model *m) {
-    const fsdp_world *w = m->world;
-    return !m->desc.cpu_offload && w->device_ops->update &&
-           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
-}
-
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
     if (!model || !what || !memory)
         return fsdpi_null_of(model, "update_place", "model, what or memory");
@@ -439,39 +321,6 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     return fsdpi_failed(model->world);
 }
 
-FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
-    fsdp_world *w = mesh->world;
-    fsdp_status status = fsdpi_failed(w);
-    *comm = NULL;
-    if (status) return status;
-    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
-        mesh->coord[0] < 0)
-        return fsdpi_bad(w,
-                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
-                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
-                         dim, mesh->ndim, stream);
-    int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
-    if (mesh->shape[dim] == 1) return FSDP_OK;
-    if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
-        return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
-    *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
-    return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
-}
-
-FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
-    return world && world->comm_ops && kind >= 0 && kind < FSDP_OP_COUNT &&
-           (world->caps.kinds & 1u << kind) != 0;
-}
-
-FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
-
-FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
-
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
     if (!model || (nbytes > 0 && !data))
         return fsdpi_null(fsdp_model_world(model), "agree", "model or data");
@@ -482,9 +331,4 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
 
 FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
-FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "params_writable", "model");
-    fsdp_status status = fsdpi_shards_writable(model);
-    if (status || fsdpi_updates_on_device(model)) return status;
-    return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
-}
+#endif // FSDPI_CORE_EXTEND_H

@@ -1,6 +1,25 @@
-/* core/norm.h - the norm of all gradients, and clipping
+/* core/clip.h - the norm of all gradients, and clipping
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_CLIP_H
+#define FSDPI_CORE_CLIP_H
+
+#include "error.h"
+#include "float.h"
+#include "host.h"
+#include "layout.h"
+#include "mesh.h"
+#include "objects.h"
+#include "ops.h"
+#include "os.h"
+#include "run.h"
+#include "step.h"
+#include "usage.h"
+
+#include <string.h>
 
 // Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
 // add up, the first replica speaks for the others.
@@ -163,3 +182,5 @@ FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, dou
     d.max_norm = max_norm;
     return fsdp_clip_grads(model, &d, norm);
 }
+
+#endif // FSDPI_CORE_CLIP_H

@@ -1,6 +1,18 @@
-/* core/sys.h - the few calls of the operating system (Linux), a lock, a hash and a text
+/* core/os.h - the calls of the operating system (Linux), a lock, a hash, a text, the environment
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_OS_H
+#define FSDPI_CORE_OS_H
+
+#include "macros.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 
@@ -155,3 +167,31 @@ static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) 
     va_end(args);
     if (wanted > 0) t->used += (size_t)wanted;
 }
+
+/* -------------------------------------------------------------------------------------------- */
+// The one reader of environment variables. A variable that is not set, or empty, says nothing. One
+// that is set is right, or fsdp_init fails and names it.
+
+// NULL: not set, or empty.
+static const char *fsdpi_env(const char *name) {
+    const char *text = name ? getenv(name) : NULL;
+    return text && *text ? text : NULL;
+}
+
+// An integer from min to max, flags included: 0 or 1. *out stays as it is if the variable says
+// nothing. After a failure *error has the text.
+static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
+    const char *text = fsdpi_env(name);
+    if (!text) return FSDP_OK;
+    char *end;
+    long value = strtol(text, &end, 10);
+    if (!*end && value >= min && value <= max) {
+        *out = (int)value;
+        return FSDP_OK;
+    }
+    fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name, text,
+              min, max);
+    return FSDP_ERR_INVALID_ARG;
+}
+
+#endif // FSDPI_CORE_OS_H

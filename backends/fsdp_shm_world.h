@@ -1,0 +1,1305 @@
+/* fsdp_shm_world.h - ranks of one host: common memory, barriers, collectives, and how they meet
+
+   How it works: fsdp_shm.h, whose backend this is. fsdp_near.h uses it for the ranks of a host.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_BACKENDS_SHM_WORLD_H
+#define FSDPI_BACKENDS_SHM_WORLD_H
+
+#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_memory.h"
+#include "fsdp_record.h"
+#include "../core/alloc.h"
+#include "../core/macros.h"
+#include "../core/os.h"
+#include "../core/reduce.h"
+
+#include <errno.h>
+#include <fcntl.h> // fcntl, struct flock: who is alive
+#include <poll.h>  // poll
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h> // the rendezvous, SCM_RIGHTS
+#include <sys/stat.h>   // fstat
+#include <sys/syscall.h>
+#include <sys/un.h> // sockaddr_un
+#include <unistd.h>
+
+extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
+
+#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
+#define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
+#define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
+#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_PIECE     65536    // of others at a time: peers read them next, from the caches
+#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // from here on copies go around the caches
+#define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
+#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
+#define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
+#define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // of one allocation on all ranks together
+#define FSDPI_SHM_MAGIC     "fsdpshm1"
+#define FSDPI_SHM_KINDS                                                                            \
+    (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
+
+enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
+
+// One rank in a group; whole cache lines.
+typedef struct fsdpi_shm_place {
+    uint64_t record[FSDPI_RECORD_WORDS];
+    uint32_t arrived; // number of the last barrier this rank has come to
+    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    // send and recv
+    uint64_t call;         // the last one: its number, and in the low half the other member
+    uint32_t done;         // number of the last one in which this rank needs nothing any more
+    uint32_t bell, asleep; // another member has news for this rank; which sleeps
+    uint32_t closed;       // it has left the group
+    uint32_t pad1[10];
+} fsdpi_shm_place;
+
+/* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
+   for ever, modulo 2^32; the one that makes it size * number opens barrier `number`. */
+typedef struct fsdpi_shm_group {
+    uint32_t count, pad0[15];
+    uint32_t generation, pad1[15];     // number of the last barrier that all have reached; slept on
+    uint32_t sleepers, refs, pad2[14]; // refs: processes
+} fsdpi_shm_group;
+
+// One rank in the world.
+typedef struct fsdpi_shm_peer {
+    fsdpi_trace trace;
+    uint32_t state, pid;
+} fsdpi_shm_peer;
+
+// Threads: a block of the heap that peers use, too; they do from FSDPI_ALIGN bytes behind it on.
+typedef struct fsdpi_shm_block {
+    struct fsdpi_shm_block *next;
+    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
+    int users;                // that have to give it back
+} fsdpi_shm_block;
+typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
+
+// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+typedef struct fsdpi_shm_remote {
+    char *base;
+    uint64_t at;
+    size_t part;
+} fsdpi_shm_remote;
+
+/* Common block of the world; the peers and the world's group follow. */
+typedef struct fsdpi_shm_control {
+    uint64_t top; // processes: file offset of the next group's block
+    uint32_t refs;
+    int32_t size;
+    uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
+    fsdpi_verdict verdict;
+    // threads
+    fsdpi_shm_block *blocks;
+    fsdp_allocator allocator;
+    struct fsdpi_shm_control *next; // of fsdp_threads.common: hosts within one process
+    int32_t first;                  // the world rank that the block's ranks begin with
+} fsdpi_shm_control;
+
+/* Of a world that is a part of another one (fsdp_near.h) only some ranks are here: boot has the
+   numbers of the whole, the world's comm has those that are. */
+typedef struct fsdpi_shm_world {
+    fsdpi_comm_world base;
+    fsdpi_shm_control *control;
+    fsdpi_shm_peer *peers;
+    int fd;                 // -1: threads
+    int members;            // ranks that are here
+    int crowded;            // there are fewer cores than ranks
+    uint64_t inode, device; // of the common file: the program may have closed fd
+    void *life;             // a mapping that keeps this rank's lock; NULL: the process does
+    int joined;
+    size_t page;
+    uint64_t next_at;
+    uint32_t lock;             // of the rest
+    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    fsdpi_shm_remote *remotes; // [num_numbers][ranks]
+} fsdpi_shm_world;
+
+typedef struct fsdpi_shm_comm {
+    fsdpi_comm base;
+    fsdpi_shm_group *group;
+    fsdpi_shm_place *places;
+    uint64_t block; // place of the group's block
+    uint32_t barrier, waits;
+    int64_t spin_ns;        // how long to try before sleeping
+    const int64_t *since;   // when the deadline of waits began; NULL: with each wait
+    uint32_t calls;         // of send and recv so far
+    uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
+    fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
+    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
+} fsdpi_shm_comm;
+
+static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
+    return (fsdpi_shm_comm *)(void *)base;
+}
+
+static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
+    return (fsdpi_shm_world *)(void *)c->base.world;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>shm_fail
+// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on
+// every wait ends and every call returns its status.
+
+// What a rank of the world did last: it says why the rank is not here.
+static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
+    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
+    if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
+        fsdpi_say(t, "it has not joined the job");
+        return;
+    }
+    char operation[160];
+    int64_t since_ns;
+    int busy = fsdpi_trace_read(&peer->trace, operation, sizeof operation, &since_ns);
+    fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
+}
+
+static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
+                           const char *reason) {
+    const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_verdict *verdict = &w->control->verdict;
+    uint32_t none = 0;
+    if (__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
+        verdict->status = (int32_t)status;
+        verdict->rank = base->boot->rank;
+        verdict->lost = -1;
+        fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
+        fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+        FSDPI_STORE(&w->control->failed, 2u);
+    }
+    // Ranks that sleep elsewhere see it at the end of their slice.
+    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
+    fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
+    if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+}
+
+static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+    const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
+    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
+    uint32_t failed = FSDPI_LOAD(&control->failed);
+    if (failed == 2) *out = control->verdict;
+    if (failed != 1) return failed == 2;
+    memset(out, 0, sizeof *out);
+    out->status = FSDP_ERR_ABORTED;
+    fsdpi_copy_name(out->reason, sizeof out->reason,
+                    "a rank ended while it was reporting a failure");
+    return 1;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>shm_wait
+// Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
+// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
+
+// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
+// in that call until this rank has finished, too.
+static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
+    uint64_t call = FSDPI_LOAD(&other->call);
+    uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
+    return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
+}
+
+// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
+// a pair.
+static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
+    if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+    if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
+    return (int32_t)(FSDPI_LOAD(&c->other->done) - c->theirs) >= 0;
+}
+
+static struct flock fsdpi_shm_byte(int rank) {
+    struct flock lock;
+    memset(&lock, 0, sizeof lock);
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = rank;
+    lock.l_len = 1;
+    return lock;
+}
+
+/* Takes this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps,
+   and children do not inherit that: so nobody's descriptors matter, and no child that lives longer.
+   Without /proc it is the process's, and ends when that closes any descriptor of the file. */
+static int fsdpi_shm_live(fsdpi_shm_world *w) {
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
+    char path[40];
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", w->fd);
+    int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
+    void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
+    int kept = life != MAP_FAILED &&
+               !fsdpi_syscall(SYS_madvise, life, w->page, 10L /* MADV_DONTFORK */) &&
+               !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
+    if (kept) w->life = life;
+    else if (life != MAP_FAILED) (void)munmap(life, w->page);
+    if (fd >= 0) (void)close(fd);
+    return kept || !fcntl(w->fd, F_SETLK, &lock);
+}
+
+// Whether the process of a rank has ended without closing: nobody holds its byte any more.
+static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
+    struct flock lock = fsdpi_shm_byte(rank);
+    return fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+// Whether w->fd is still the common file: a program that closes descriptors which it did not open
+// may have another file there.
+static int fsdpi_shm_has_file(const fsdpi_shm_world *w) {
+    struct stat now;
+    return w->fd >= 0 && !fstat(w->fd, &now) && (uint64_t)now.st_dev == w->device &&
+           (uint64_t)now.st_ino == w->inode;
+}
+
+static void fsdpi_shm_set_file(fsdpi_shm_world *w, int fd) {
+    struct stat now;
+    w->fd = fd;
+    if (fd < 0 || fstat(fd, &now)) return;
+    w->device = (uint64_t)now.st_dev;
+    w->inode = (uint64_t)now.st_ino;
+}
+
+#define FSDPI_SHM_CLOSED                                                                           \
+    "the program has closed the library's descriptor of the common file: let it close only those " \
+    "that it has opened"
+
+static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E621] " FSDPI_SHM_CLOSED " (%d is not it)",
+                           fsdpi_shm_world_of(c)->fd);
+}
+
+// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
+// kernel.
+static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
+    // A verdict is told here, and the word that stands for all does not say so yet.
+    if (FSDPI_LOAD(&fsdpi_shm_world_of(c)->control->failed)) {
+        c->base.world->transport->tell(&c->base, FSDP_ERR_ABORTED, "", "");
+        return fsdpi_comm_report(&c->base);
+    }
+    thorough = thorough && fsdpi_shm_has_file(fsdpi_shm_world_of(c));
+    for (int k = 0; k < c->base.size; k++) {
+        int rank = c->base.ranks[k];
+        fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
+        uint32_t state = FSDPI_LOAD(&peer->state);
+        int left = state == FSDPI_SHM_LEFT || FSDPI_LOAD(&c->places[k].closed);
+        if (c->other && c->other != &c->places[k]) continue;
+        if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
+        if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
+        // It may have gone after it opened the barrier, just now; and a rank that closes says so
+        // before it drops its lock.
+        if (fsdpi_shm_is_open(c)) return FSDP_OK;
+        uint32_t has_closed = FSDPI_LOAD(&c->places[k].closed);
+        left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
+        else if (has_closed) fsdpi_say(&t, "[E622] rank %d has closed this group; ", rank);
+        else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
+        fsdpi_shm_say_last(&t, &c->base, rank);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
+    }
+    return FSDP_OK;
+}
+
+static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
+    int busy = 1;
+    for (int k = 0; k < c->base.size; k++)
+        busy &= !marked[k] ||
+                FSDPI_LOAD(&fsdpi_shm_world_of(c)->peers[c->base.ranks[k]].trace.busy) > 0;
+    return busy;
+}
+
+// The deadline has passed: names who is missing. OK if it is nobody, just then.
+static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
+    uint8_t missing[FSDPI_MAX_SRCS];
+    int total = 0;
+    for (int k = 0; k < c->base.size; k++) {
+        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        total += missing[k];
+    }
+    if (total == 0) return FSDP_OK;
+    // Who waits for another rank elsewhere is not to blame, and will tell who is.
+    for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
+        fsdpi_sleep_ns(1000000);
+    }
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_late(&t, &c->base, missing, verb);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
+}
+
+static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
+    fsdpi_shm_group *group = c->group;
+    c->other = NULL;
+    c->barrier++;
+    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
+        c->barrier * (uint32_t)c->base.size)
+        return;
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
+    __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&group->sleepers, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
+}
+
+/* Tries as long as that helps: less after each failure, but in full now and then. Where ranks share
+   cores, each turn hands the core to the next one that can run; a core that falls asleep instead,
+   and has to be woken, costs five times as much. */
+static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    const fsdp_boot *boot = &w->base.boot;
+    int64_t most = ++c->waits % 64 ? c->spin_ns : FSDPI_SHM_SPIN_NS;
+    int64_t end = fsdpi_boot_now(boot) + most;
+    for (int i = 0; i < FSDPI_SHM_SPINS && (!i || fsdpi_boot_now(boot) < end); i++) {
+        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
+        for (int k = 0; k < 16 && !w->crowded && !fsdpi_shm_is_open(c); k++) fsdpi_pause();
+        if (!fsdpi_shm_is_open(c)) continue;
+        c->spin_ns = FSDPI_SHM_SPIN_NS;
+        return 1;
+    }
+    c->spin_ns /= 4;
+    return 0;
+}
+
+// verb: what the missing ranks have not done, for the text.
+static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    if (fsdpi_shm_is_open(c)) return FSDP_OK;
+    if (fsdpi_shm_spin(c)) return FSDP_OK;
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    uint32_t *word = c->other ? &me->bell : &c->group->generation,
+             *sleepers = c->other ? &me->asleep : &c->group->sleepers;
+    int64_t start = c->since ? *c->since : fsdpi_boot_now(&w->base.boot);
+    for (int turn = 0;; turn++) {
+        uint32_t seen = FSDPI_LOAD(word);
+        if (fsdpi_shm_is_open(c)) return FSDP_OK;
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
+        fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
+        if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
+        if (status) return status;
+        __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wait(word, seen,
+                         left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
+                         w->fd >= 0);
+        __atomic_sub_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+    }
+}
+
+static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
+    fsdpi_shm_arrive(c);
+    return fsdpi_shm_wait(c, verb);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>shm_memory
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
+// by memory before anyone can touch it; no part of the file is used twice, so that new memory is
+// zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
+// is freed after a failure stays readable, since a peer may not have noticed yet.
+
+static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return;
+    (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
+}
+
+/* Backs a range of the file with memory, in steps, each checked against what is left for all ranks:
+   they allocate at the same time, and the kernel would rather kill than refuse. */
+static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    const char *whose;
+    int is_small = bytes < FSDPI_SHM_STEP / 256;
+    if (!fsdpi_shm_has_file(w) || (!is_small && (int64_t)bytes > fsdpi_memory_left(&whose)))
+        return 0;
+    for (size_t done = 0; done < bytes;) {
+        size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
+        int refused = !is_small && (int64_t)step * w->members > fsdpi_memory_left(&whose);
+        if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
+            done += step;
+        } else if (refused || errno != EINTR) {
+            fsdpi_shm_give_back(w, at, done);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static char *fsdpi_shm_map(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
+    if (!fsdpi_shm_has_file(w)) return NULL;
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, w->fd, (off_t)at);
+    return base == MAP_FAILED ? NULL : (char *)base;
+}
+
+static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
+    return (bytes + w->page - 1) / w->page * w->page;
+}
+
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
+   checked after the others have taken theirs. */
+static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
+    const char *whose;
+    fsdpi_shm_block *block = NULL;
+    fsdpi_lock(&w->base.boot.threads->lock);
+    if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->base.boot.allocator, FSDPI_ALIGN + bytes);
+    if (block) {
+        block->allocator = w->base.boot.allocator;
+        block->users = users;
+        block->next = w->control->blocks;
+        w->control->blocks = block;
+    }
+    fsdpi_unlock(&w->base.boot.threads->lock);
+    return block ? (char *)block + FSDPI_ALIGN : NULL;
+}
+
+// The last user frees the block; after a failure the last rank that closes does.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
+    fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
+    fsdpi_lock(&w->base.boot.threads->lock);
+    if (--block->users == 0 && !FSDPI_LOAD(w->base.failed)) {
+        fsdp_allocator allocator = block->allocator;
+        fsdpi_shm_block **link = &w->control->blocks;
+        while (*link != block) link = &(*link)->next;
+        *link = block->next;
+        fsdpi_free(&allocator, block);
+    }
+    fsdpi_unlock(&w->base.boot.threads->lock);
+}
+
+// Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
+// allocate differently, because they are in different groups, do not meet.
+static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
+    return at + FSDPI_SHM_ARENA * (uint64_t)rank;
+}
+
+// The parts of all ranks that are here, side by side in this process.
+static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
+    size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
+    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
+    if (base == MAP_FAILED) return NULL;
+    for (size_t r = 0; r < ranks; r++) {
+        if (FSDPI_LOAD(&w->peers[r].state) == FSDPI_SHM_ABSENT) continue;
+        void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
+        if (at != MAP_FAILED) continue;
+        (void)munmap(base, part * ranks);
+        return NULL;
+    }
+    return (char *)base;
+}
+
+static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    size_t ranks = (size_t)w->base.boot.size;
+    if (w->fd < 0) {
+        fsdpi_shm_unshare(w, chunk->base);
+        return;
+    }
+    (void)munmap(chunk->base, chunk->part * ranks);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
+}
+
+/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
+   that what they map does not grow with what was freed long ago. */
+static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
+    uint64_t number = 0;
+    for (int i = 0; i < chunks->count; i++)
+        if (chunks->list[i].number == number) number++, i = -1;
+    return number;
+}
+
+// beside: this rank's allocations so far.
+static fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base, const fsdpi_chunks *beside,
+                                         fsdpi_chunk *chunk, const char **why) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    const size_t size = chunk->size;
+    *why = "that is more than the backend can address";
+    if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
+        return FSDP_ERR_OUT_OF_MEMORY;
+    *why = "the host has not enough memory";
+    chunk->at = w->next_at;
+    chunk->number = fsdpi_shm_number(beside);
+    if (w->fd < 0) {
+        chunk->base = fsdpi_shm_share(w, size, 1);
+    } else {
+        chunk->part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk->part;
+        uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_has_file(w)) {
+            *why = FSDPI_SHM_CLOSED;
+            return FSDP_ERR_BACKEND;
+        }
+        if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
+        *why = "the process has not enough address space";
+        chunk->base = fsdpi_shm_map_parts(w, chunk);
+        if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
+    }
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static fsdp_status fsdpi_shm_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why) {
+    return fsdpi_shm_take_beside(w, &w->chunks, chunk, why);
+}
+
+// Room for allocations of peers up to `number`.
+static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
+    size_t ranks = (size_t)w->base.boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    if (number < w->num_numbers) return 1;
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->base.boot.allocator,
+                                                             num * ranks * sizeof *more);
+    if (!more) return 0;
+    if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
+    fsdpi_free(&w->base.boot.allocator, w->remotes);
+    w->remotes = more;
+    w->num_numbers = num;
+    return 1;
+}
+
+static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
+    if (remote->base) (void)munmap(remote->base, remote->part);
+    remote->base = NULL;
+}
+
+/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
+   before is freed: who uses it has finished, or the world would have failed and not come here. */
+static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
+                                  uint64_t number) {
+    char *base = NULL;
+    fsdpi_lock(&w->lock);
+    if (fsdpi_shm_grow_remotes(w, number)) {
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->base.boot.size + (size_t)rank];
+        if (remote->at != at) fsdpi_shm_unmap_remote(remote);
+        if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
+        remote->at = at;
+        remote->part = part;
+        base = remote->base;
+    }
+    fsdpi_unlock(&w->lock);
+    return base;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>shm_run
+// Owns: collectives. Between the two barriers of an operation every rank may read what its peers
+// showed; it writes only its own memory, and there only what no peer reads in the same phase.
+
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+    return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
+}
+
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = &c->places[k];
+    c->theirs = 0;
+    FSDPI_STORE(&c->places[c->base.index].call, (uint64_t)c->calls << 32 | (uint32_t)k);
+    fsdpi_shm_ring(c, c->other);
+}
+
+// Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
+// have read it.
+static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_record *now = &base->now;
+    if (span && span->chunk.base) {
+        const fsdpi_chunk *mine = &span->chunk;
+        now->offset = (uint64_t)(uintptr_t)span->shared;
+        if (fsdpi_shm_world_of(c)->fd >= 0) {
+            now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)base->boot->rank;
+            now->at = mine->at, now->part = mine->part, now->number = mine->number;
+        }
+    }
+    fsdpi_record_put(c->places[base->index].record, now);
+    if (op && fsdpi_is_pair(op->kind)) fsdpi_shm_call(c, (int)op->root);
+    else fsdpi_shm_arrive(c);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status && c->other) c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, c->other);
+    return status;
+}
+
+// The allocation of member k that its buffer is in, where it lies elsewhere than this rank's own.
+static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
+    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
+             number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    int rank = (int)c->base.ranks[k];
+    *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
+    if (*out) return FSDP_OK;
+    if (!fsdpi_shm_has_file(fsdpi_shm_world_of(c))) return fsdpi_shm_closed(c);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                           "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
+                           "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
+                           (unsigned long long)part, rank);
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_shm_world_of(c)->fd < 0) {
+        *out = (const char *)(uintptr_t)offset;
+        return FSDP_OK;
+    }
+    if (fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)) == mine->at &&
+        fsdpi_shm_word(c, k, offsetof(fsdpi_record, part)) == mine->part)
+        *out = mine->base + mine->part * (size_t)c->base.ranks[k];
+    else status = fsdpi_shm_reach(c, k, out);
+    if (!status) *out += (ptrdiff_t)offset;
+    return status;
+}
+
+/* What is so large does not stay in a cache: it goes around the caches, of four pages by turns, as
+   memory is faster so. It may be empty. */
+static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
+    size_t at = 0;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+    enum { PAGE = 4096, PAGES = 4 };
+    if (bytes >= FSDPI_SHM_STREAM && (uintptr_t)to % 16 == 0) {
+        for (; bytes - at >= PAGE * PAGES; at += PAGE * PAGES)
+            for (size_t line = 0; line < PAGE; line += 64)
+                for (size_t page = 0; page < PAGES; page++) {
+                    size_t here = at + page * PAGE + line;
+                    __builtin_prefetch(from + here + PAGES * PAGE);
+                    fsdpi_stream(to + here, from + here, 64);
+                }
+        fsdpi_stream_end();
+    }
+#endif
+    if (bytes > at) memcpy(to + at, from + at, bytes - at);
+}
+
+// of: where each member's buffer is.
+static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
+        for (uint32_t s = 0; s < op->num_segs; s++) {
+            const fsdp_seg *seg = &op->segs[s];
+            size_t full = (size_t)(seg->full + k * seg->count);
+            const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
+            char *to = (char *)op->dst + full * bytes;
+            if (to != from) fsdpi_shm_copy(to, from, (size_t)seg->count * bytes);
+        }
+    }
+}
+
+static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                     const char *const *of) {
+    const char *srcs[FSDPI_MAX_SRCS];
+    for (uint32_t s = 0; s < op->num_segs; s++) {
+        const fsdp_seg *seg = &op->segs[s];
+        if (!seg->count) continue;
+        size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at;
+        fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
+                     op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
+                     op->accumulate, op->redop);
+    }
+}
+
+static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size && bytes; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        fsdpi_shm_copy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index,
+                       bytes);
+    }
+}
+
+/* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
+   reduces part k in its own place, where nobody else reads; then all collect the parts. */
+static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                        const char *const *of) {
+    const char *srcs[FSDPI_MAX_SRCS];
+    size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
+    if (c->base.size == 1 && op->scale == 1.0) return FSDP_OK;
+    if (count * bytes <= FSDPI_SHM_SMALL) {
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
+                     op->redop);
+        fsdp_status status = fsdpi_shm_barrier(c, "finished");
+        if (!status) memcpy(op->dst, c->small, count * bytes);
+        return status;
+    }
+    size_t part = (count / (size_t)c->base.size + 64) / 64 *
+                  64; // whole cache lines; the last may be short or empty
+    size_t mine = part * (size_t)c->base.index;
+    size_t piece = FSDPI_SHM_PIECE / bytes, end = count < mine + part ? count : mine + part;
+    for (size_t at = mine; at < end; at += piece) {
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at * bytes;
+        fsdpi_reduce((char *)op->dst + at * bytes, op->dtype, srcs, c->base.size, op->dtype,
+                     end - at < piece ? end - at : piece, op->scale, 0, op->redop);
+    }
+    fsdp_status status = fsdpi_shm_barrier(c, "finished");
+    if (status) return status;
+    for (int i = 1; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        size_t at = part * (size_t)k;
+        if (at >= count) continue;
+        fsdpi_shm_copy((char *)op->dst + at * bytes, of[k] + at * bytes,
+                       (count - at < part ? count - at : part) * bytes);
+    }
+    return fsdpi_shm_barrier(c, "finished");
+}
+
+static fsdp_status fsdpi_shm_move_pair(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                       const fsdpi_chunk *mine) {
+    const char *src;
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_RECV && mine->base) {
+        status = fsdpi_shm_find(c, mine, (int)op->root, &src);
+        if (!status)
+            fsdpi_shm_copy((char *)op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+    }
+    if (status) return status;
+    FSDPI_STORE(&c->places[c->base.index].done, c->calls);
+    fsdpi_shm_ring(c, c->other);
+    return fsdpi_shm_wait(c, "finished");
+}
+
+static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_chunk *mine = &span->chunk;
+    const char *of[FSDPI_MAX_SRCS];
+    fsdp_status status = FSDP_OK;
+    if (c->other) return fsdpi_shm_move_pair(c, op, mine);
+    for (int k = 0; k < base->size && !status; k++) {
+        int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
+        of[k] = (const char *)span->shared;
+        if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
+    }
+    if (status) return status;
+    if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
+    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index)
+        fsdpi_shm_copy((char *)op->dst, of[op->root],
+                       (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return fsdpi_shm_barrier(c, "finished");
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>shm_open
+// Owns: how ranks find each other, groups, and the end. Invariants: the common block lives until
+// the last rank has closed; a rank that left a world of threads never meets its old block again.
+
+typedef struct fsdpi_shm_hello {
+    char magic[8];
+    int32_t version, rank, size, reserved;
+} fsdpi_shm_hello;
+
+typedef struct fsdpi_shm_answer {
+    char magic[8];
+    int32_t status;
+    char reason[244];
+} fsdpi_shm_answer;
+
+static size_t fsdpi_shm_group_bytes(int size) {
+    return sizeof(fsdpi_shm_group) + (size_t)size * sizeof(fsdpi_shm_place);
+}
+
+static size_t fsdpi_shm_control_bytes(int size) {
+    return sizeof(fsdpi_shm_control) + (size_t)size * sizeof(fsdpi_shm_peer) +
+           fsdpi_shm_group_bytes(size);
+}
+
+static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
+    c->group = (fsdpi_shm_group *)block;
+    c->places = (fsdpi_shm_place *)(void *)(c->group + 1);
+    c->base.shown = (const char *)c->places; // a place begins with the record
+    c->base.step = sizeof *c->places;
+}
+
+static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    w->control = (fsdpi_shm_control *)block;
+    w->peers = (fsdpi_shm_peer *)(void *)(w->control + 1);
+    if (!w->base.failed) w->base.failed = &w->control->failed;
+    w->base.trace = &w->peers[w->base.boot.rank].trace;
+    fsdpi_shm_use_group(c, w->peers + w->base.boot.size);
+}
+
+static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdp_threads *threads = w->base.boot.threads;
+    fsdp_status status = FSDP_OK;
+    fsdpi_lock(&threads->lock);
+    fsdpi_shm_control *block = (fsdpi_shm_control *)threads->common;
+    while (block && block->first != c->base.ranks[0]) block = block->next;
+    if (!block) {
+        block = (fsdpi_shm_control *)fsdpi_alloc(&w->base.boot.allocator,
+                                                 fsdpi_shm_control_bytes(w->base.boot.size));
+        if (block) {
+            block->size = w->base.boot.size;
+            block->allocator = w->base.boot.allocator;
+            block->first = c->base.ranks[0];
+            block->next = (fsdpi_shm_control *)threads->common;
+            threads->common = block;
+        }
+    }
+    if (!block) {
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E604] the allocator has returned NULL for %llu bytes of the common block",
+            (unsigned long long)fsdpi_shm_control_bytes(w->base.boot.size));
+    } else if (block->size != w->base.boot.size) {
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_MISMATCH,
+            "[E605] this rank has a world size of %d, another one has %d: give all the same",
+            w->base.boot.size, (int)block->size);
+    } else {
+        fsdpi_shm_use_control(c, block);
+        fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
+        if (me->state != FSDPI_SHM_ABSENT) {
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E606] another thread has joined as rank %d already: give "
+                                      "each thread its own rank",
+                                      w->base.boot.rank);
+            w->control = NULL;
+            w->base.failed = NULL;
+        } else {
+            w->control->refs++;
+            w->joined = 1;
+            FSDPI_STORE(&me->state, (uint32_t)FSDPI_SHM_JOINED);
+        }
+    }
+    fsdpi_unlock(&threads->lock);
+    return status;
+}
+
+// A file that grows beyond this limit gets the process killed.
+static int fsdpi_shm_files_are_limited(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    return limit[0] != UINT64_MAX;
+}
+#define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
+
+// Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
+static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    char *block = fsdpi_shm_map(w, 0,
+                                fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
+    if (!block)
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
+    fsdpi_shm_use_control(c, block);
+    if (!fsdpi_shm_live(w))
+        return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                "[E609] this process cannot lock the common file (errno %d)",
+                                errno);
+    w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
+    w->joined = 1;
+    FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
+    return FSDP_OK;
+}
+
+// An abstract name: it needs no file and goes away with its socket.
+static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *name) {
+    memset(name, 0, sizeof *name);
+    name->sun_family = AF_UNIX;
+    int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
+                        (unsigned long)getuid(),
+                        (unsigned long long)fsdpi_hash_text(w->base.boot.job));
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+}
+
+// Nothing that is done with a socket waits, but for this.
+static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
+    struct pollfd p;
+    p.fd = fd;
+    p.events = POLLIN;
+    p.revents = 0;
+    return poll(&p, 1, (int)(timeout_ns / 1000000) + 1) > 0;
+}
+
+// One message with, if not -1, a descriptor beside it.
+static int fsdpi_shm_send(int fd, const void *data, size_t size, int gift) {
+    struct iovec io = {(void *)(uintptr_t)data, size};
+    struct msghdr m;
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control;
+    memset(&m, 0, sizeof m);
+    memset(&control, 0, sizeof control);
+    m.msg_iov = &io;
+    m.msg_iovlen = 1;
+    if (gift >= 0) {
+        m.msg_control = control.space;
+        m.msg_controllen = sizeof control.space;
+        struct cmsghdr *h = CMSG_FIRSTHDR(&m);
+        h->cmsg_level = SOL_SOCKET;
+        h->cmsg_type = SCM_RIGHTS;
+        h->cmsg_len = CMSG_LEN(sizeof gift);
+        memcpy(CMSG_DATA(h), &gift, sizeof gift);
+    }
+    return sendmsg(fd, &m, MSG_NOSIGNAL) == (ssize_t)size;
+}
+
+static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
+    struct iovec io = {data, size};
+    struct msghdr m;
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control;
+    memset(&m, 0, sizeof m);
+    m.msg_iov = &io;
+    m.msg_iovlen = 1;
+    m.msg_control = control.space;
+    m.msg_controllen = sizeof control.space;
+    *gift = -1;
+    if (recvmsg(fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != (ssize_t)size) return 0;
+    struct cmsghdr *h = CMSG_FIRSTHDR(&m);
+    if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
+        memcpy(gift, CMSG_DATA(h), sizeof *gift);
+    *gift = fsdpi_fd(*gift);
+    return 1;
+}
+
+static int fsdpi_shm_socket(void) {
+    return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+/* The first rank: answers another one, which has so many nanoseconds to say who it is. Who is
+   started with another size or version can never come, so all are told; a rank that comes twice
+   belongs to another job and is sent away. */
+static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
+                                   uint8_t *admitted) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, listener, NULL, NULL,
+                                         (long)(SOCK_CLOEXEC | SOCK_NONBLOCK)));
+    fsdpi_shm_hello hello;
+    fsdpi_shm_answer answer;
+    fsdpi_text t = {answer.reason, sizeof answer.reason, 0};
+    int gift, k = 0;
+    memset(&answer, 0, sizeof answer);
+    memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
+    if (fd < 0) return FSDP_OK;
+    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, left < 1000000000 ? left : 1000000000) ||
+        !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift)) {
+        (void)close(fd);
+        return FSDP_OK;
+    }
+    if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
+        hello.version != FSDP_COMM_VERSION) {
+        answer.status = FSDP_ERR_MISMATCH;
+        fsdpi_say(&t,
+                  "[E610] rank %d and rank %d were built with different versions of fsdp.h: build "
+                  "both alike",
+                  w->base.boot.rank, (int)hello.rank);
+    } else if (hello.size != w->base.boot.size) {
+        answer.status = FSDP_ERR_MISMATCH;
+        fsdpi_say(&t,
+                  "[E611] rank %d has a world size of %d, rank %d has %d: give all ranks the same",
+                  w->base.boot.rank, w->base.boot.size, (int)hello.rank, (int)hello.size);
+    } else if ((k = fsdpi_index_of(&c->base, hello.rank)) == c->base.size || admitted[k]) {
+        answer.status = FSDP_ERR_INVALID_ARG;
+        fsdpi_say(&t,
+                  "[E612] rank %d has joined already: give each process its own rank, and each job "
+                  "on this host its own FSDP_JOB_ID",
+                  (int)hello.rank);
+    }
+    if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
+        admitted[k] = 1;
+    (void)close(fd);
+    return answer.status == FSDP_ERR_MISMATCH
+               ? fsdpi_comm_fail(&c->base, FSDP_ERR_MISMATCH, "%s", answer.reason)
+               : FSDP_OK;
+}
+
+// The first rank: makes the file.
+static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
+    if (fsdpi_shm_files_are_limited()) // the common block alone may be too large
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
+    fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
+    if (w->fd < 0)
+        return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                "[E620] rank %d cannot make the common file by memfd_create (errno "
+                                "%d): if that is %d, raise ulimit -n; else allow the call in the "
+                                "sandbox of this program",
+                                w->base.boot.rank, errno, EMFILE);
+    if (!fsdpi_shm_reserve(w, 0, bytes))
+        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                "[E613] the host has no memory for the common block (errno %d)",
+                                errno);
+    fsdp_status status = fsdpi_shm_enter(c);
+    if (status) return status;
+    w->control->size = w->base.boot.size;
+    w->control->top = bytes;
+    return FSDP_OK;
+}
+
+// The first rank, which waits at the first barrier already: gives the file to the others as they
+// come.
+static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    uint8_t admitted[FSDPI_MAX_SRCS] = {1};
+    struct sockaddr_un name;
+    socklen_t length = fsdpi_shm_name(w, &name);
+    int listener = fsdpi_shm_socket(), missing = c->base.size - 1;
+    fsdp_status status = FSDP_OK;
+    if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
+        listen(listener, c->base.size)) {
+        if (listener >= 0 && errno == EADDRINUSE)
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E614] another job with this id is starting on this host: "
+                                      "give each job its own id (FSDP_JOB_ID, MASTER_PORT)");
+        else
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                      "[E615] rank %d cannot listen (errno %d)", w->base.boot.rank,
+                                      errno);
+    }
+    while (!status && missing > 0) {
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - *c->since);
+        if (left <= 0) status = fsdpi_shm_late(c, "come");
+        else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
+        else if (!fsdpi_shm_readable(listener,
+                                     left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
+            status = fsdpi_shm_check_peers(c, 1);
+        else status = fsdpi_shm_admit(c, listener, left, admitted);
+        missing = c->base.size;
+        for (int k = 0; k < c->base.size; k++) missing -= admitted[k];
+    }
+    if (listener >= 0) (void)close(listener);
+    return status;
+}
+
+// The others: ask the first rank until it answers. A connection that breaks may be to an earlier
+// world.
+static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
+    fsdpi_shm_answer answer;
+    struct sockaddr_un name;
+    socklen_t length = fsdpi_shm_name(w, &name);
+    int64_t start = *c->since, nap = 500000;
+    memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
+    while (w->fd < 0) {
+        int fd = fsdpi_shm_socket(), gift = -1, answered = 0;
+        if (fd < 0)
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_BACKEND,
+                "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
+        // EAGAIN: many ranks have come, and the first does not look at them, just now.
+        if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
+            fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
+            while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
+                   fsdpi_boot_now(&w->base.boot) - start < w->base.boot.timeout_ns) {
+            }
+            answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
+                       !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
+        }
+        (void)close(fd);
+        fsdpi_shm_set_file(w, gift);
+        if (answered && answer.status)
+            return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
+                                    answer.reason);
+        if (answered && w->fd < 0)
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                    "[E623] this process has too many open files to take the "
+                                    "common file of rank %d: raise ulimit -n",
+                                    (int)c->base.ranks[0]);
+        if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_TIMEOUT,
+                "[E617] rank %d has not come within %.1f s: start it on this host, as this user, "
+                "with this job id (FSDP_JOB_ID, MASTER_PORT)",
+                (int)c->base.ranks[0], (double)w->base.boot.timeout_ns * 1e-9);
+        if (w->fd < 0) fsdpi_sleep_ns(nap);
+        nap = nap < 20000000 ? nap * 2 : nap;
+    }
+    fsdp_status status = fsdpi_shm_enter(c);
+    // Behind it the others are told; before, they would wait until the deadline.
+    if (!status && fsdpi_shm_files_are_limited())
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
+    return status;
+}
+
+// Cores that this process may run on.
+static int fsdpi_shm_cores(void) {
+    uint8_t mask[1024];
+    int cores = 0;
+    long bytes = fsdpi_syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
+    for (long i = 0; i < bytes; i++)
+        for (int bits = mask[i]; bits; bits &= bits - 1) cores++;
+    return cores;
+}
+
+static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    w->fd = -1;
+    w->page = (size_t)sysconf(_SC_PAGESIZE);
+    w->next_at = FSDPI_SHM_DATA;
+    w->crowded = fsdpi_shm_cores() < base->size;
+    c->spin_ns = FSDPI_SHM_SPIN_NS;
+    int is_host = !base->boot->threads && base->index == 0;
+    w->members = base->size;
+    c->since = &base->world->open_ns; // one deadline for all that follows
+    fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
+                         : is_host           ? fsdpi_shm_found(c)
+                                             : fsdpi_shm_join(c);
+    if (status) return status;
+    fsdpi_comm_begin(base);
+    status = fsdpi_shm_show(base, NULL, NULL);
+    if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
+    if (!status) status = fsdpi_shm_wait(c, "come");
+    c->since = NULL;
+    return fsdpi_comm_end(base, status);
+}
+
+// The group's first member makes its block, and shows the others where.
+static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
+    size_t bytes = fsdpi_shm_group_bytes(size);
+    fsdpi_shm_group *group;
+    if (w->fd < 0) {
+        char *base = fsdpi_shm_share(w, bytes, size);
+        *block = (uint64_t)(uintptr_t)base;
+        return base;
+    }
+    bytes = fsdpi_shm_round(w, bytes);
+    *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
+    if (!fsdpi_shm_reserve(w, *block, bytes)) return NULL;
+    group = (fsdpi_shm_group *)(void *)fsdpi_shm_map(w, *block, bytes);
+    if (group) group->refs = (uint32_t)size;
+    return group;
+}
+
+static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
+    if (!fsdpi_comm_failed(&c->base)) { // else peers have a better reason than this
+        FSDPI_STORE(&c->places[c->base.index].closed, 1u);
+        fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+    }
+    if (w->fd < 0) {
+        fsdpi_shm_unshare(w, c->group);
+        return;
+    }
+    int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
+    (void)munmap((void *)c->group, bytes);
+    if (last) fsdpi_shm_give_back(w, c->block, bytes);
+}
+
+static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
+    if (child->index != 0) return FSDP_OK;
+    void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block && !parent->boot->threads &&
+        !fsdpi_shm_has_file(fsdpi_shm_world_of(fsdpi_shm_comm_of(parent))))
+        return fsdpi_shm_closed(fsdpi_shm_comm_of(parent));
+    if (!block)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                               "[E618] the host has no memory for the block of a group of %d ranks",
+                               child->size);
+    fsdpi_shm_comm_of(child)->block = parent->now.block;
+    fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
+    return FSDP_OK;
+}
+
+// Finds the block that the group's first member has shown.
+static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                     const fsdp_group *g) {
+    fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
+    (void)g;
+    if (child) child->spin_ns = FSDPI_SHM_SPIN_NS;
+    if (child && !child->group) {
+        int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
+        child->block = fsdpi_record_of(base, first).block;
+        size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
+        void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
+                                : fsdpi_shm_map(w, child->block, bytes);
+        if (!block && !fsdpi_shm_has_file(w)) return fsdpi_shm_closed(parent);
+        if (!block)
+            return fsdpi_comm_fail(
+                base, FSDP_ERR_OUT_OF_MEMORY,
+                "[E619] this process cannot map %llu bytes of the group's block (errno %d)",
+                (unsigned long long)bytes, errno);
+        fsdpi_shm_use_group(child, block);
+    }
+    return fsdpi_shm_barrier(parent, "finished");
+}
+
+static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
+    fsdp_threads *threads = w->base.boot.threads;
+    fsdpi_shm_control *control = w->control;
+    fsdpi_lock(&threads->lock);
+    fsdpi_shm_control *all = (fsdpi_shm_control *)threads->common, **link = &all;
+    while (*link && *link != control) link = &(*link)->next;
+    if (*link) *link = control->next; // who opens again meets at a new block
+    threads->common = all;
+    int last = --control->refs == 0;
+    fsdpi_unlock(&threads->lock);
+    if (!last) return;
+    while (control->blocks) {
+        fsdpi_shm_block *block = control->blocks;
+        fsdp_allocator allocator = block->allocator;
+        control->blocks = block->next;
+        fsdpi_free(&allocator, block);
+    }
+    fsdp_allocator allocator = control->allocator;
+    fsdpi_free(&allocator, control);
+}
+
+static void fsdpi_shm_leave(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
+    if (!base->is_world || !w->joined) return;
+    // Before memory goes: a peer that waits must not take us for dead.
+    FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
+    fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+}
+
+static int fsdpi_shm_close(fsdpi_comm_world *base) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    for (size_t i = 0; i < w->num_numbers * (size_t)base->boot.size; i++)
+        fsdpi_shm_unmap_remote(&w->remotes[i]);
+    fsdpi_free(&base->boot.allocator, w->remotes);
+    if (w->fd >= 0) {
+        if (w->control)
+            (void)munmap((void *)w->control,
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
+        if (w->life) (void)munmap(w->life, w->page);
+        if (fsdpi_shm_has_file(w)) (void)close(w->fd);
+    } else if (w->joined) {
+        fsdpi_shm_leave_threads(w);
+    }
+    return 1;
+}
+
+#endif // FSDPI_BACKENDS_SHM_WORLD_H

@@ -1,0 +1,151 @@
+/* core/watch.h - which extension is asked, shown and told, and in what order
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_WATCH_H
+#define FSDPI_CORE_WATCH_H
+
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+
+// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
+
+/* Has an extension answered a call? *status is the result then. A call that an extension makes
+   itself when it is asked goes to those behind it. */
+static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
+                                         fsdp_status *status) {
+    const fsdpi_attached *asker = m->asked;
+    int answered = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
+        m->asked = a;
+        answered = a->e.call(a->e.user, m, u, call, status);
+    }
+    m->asked = asker;
+    m->asking--;
+    return answered;
+}
+
+/* Has an extension taken a record? It may have changed the copy before; what its order was derived
+   from, and what it is, stay. */
+static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
+    const fsdp_op was = *op;
+    int taken = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
+        taken = a->e.op && a->e.op(a->e.user, m, op);
+    taken |= m->rehearsing;
+    m->asking--;
+    op->kind = was.kind;
+    op->stream = was.stream;
+    op->seq = was.seq;
+    op->src = was.src;
+    op->dst = was.dst;
+    if (!op->call) op->call = was.call;
+    return taken;
+}
+
+// A slot for a unit from an extension, or NULL; `released`: one that is given back.
+static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
+    fsdp_buf *slot = NULL;
+    u->model->asking++;
+    for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
+        fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
+        if (!released) slot = answer;
+    }
+    u->model->asking--;
+    return slot;
+}
+
+static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
+}
+
+// A record has run: its model's extensions are told; of the world's, those of all models. Worker
+// threads have records of models only.
+static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
+    for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
+        fsdpi_tell_model(m, op, begin_ns, end_ns);
+}
+
+static void fsdpi_tell_layout(fsdp_model *m) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.relayout) a->e.relayout(a->e.user, m);
+}
+
+// What the extensions of a model listen to.
+static void fsdpi_watch(fsdp_model *m) {
+    int watch = 0;
+    for (const fsdpi_attached *a = m->attached; a; a = a->next) {
+        if (a->e.call) watch |= FSDPI_CALLS;
+        if (a->e.op) watch |= FSDPI_OPS;
+        if (a->e.buffer) watch |= FSDPI_SLOTS;
+        if (a->e.ran) watch |= FSDPI_TIMES;
+    }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
+    m->watch = (uint8_t)watch;
+}
+
+// The place of a communicator in the order of making, and its ranks: 1 is the world's, 0 is none.
+static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
+    *size = w->size;
+    if (!comm || comm == w->comm) return comm != NULL;
+    if (comm == w->reduce_comm) return 2;
+    for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
+        for (int d = 0; d < mesh->ndim; d++) {
+            if (mesh->borrowed[d]) continue;
+            *size = mesh->shape[d];
+            if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
+            if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
+        }
+    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
+        *size = sub->size;
+        if (comm == sub->comm) return sub->number;
+    }
+    return 0;
+}
+
+static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
+
+/* -------------------------------------------------------------------------------------------- */
+// Names of records, labels and pools.
+
+FSDP_API const char *fsdp_op_name(int kind) {
+    static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};
+    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
+}
+
+FSDP_API const char *fsdp_label_name(int label) {
+    static const char *const names[FSDP_LABEL_COUNT] = {FSDP_LABEL_LIST(FSDPI_TEXT_OF)};
+    if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
+    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
+}
+
+FSDP_API const char *fsdp_pool_name(int pool) {
+    static const char *const names[FSDP_POOL_COUNT] = {FSDP_POOL_LIST(FSDPI_TEXT_OF)};
+    if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
+    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
+}
+
+static const char *fsdpi_label(const fsdp_model *m, int label) {
+    int own = label - FSDP_LABEL_COUNT;
+    return m && own >= 0 && own < m->labels.count ? m->labels.text[own] : fsdp_label_name(label);
+}
+
+FSDP_API const char *fsdp_op_label(const fsdp_op *op) {
+    return op ? fsdpi_label(op->model, op->label) : "?";
+}
+
+FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
+    int own = pool - FSDP_POOL_COUNT;
+    return model && own >= 0 && own < model->pools.count ? model->pools.text[own]
+                                                         : fsdp_pool_name(pool);
+}
+
+#endif // FSDPI_CORE_WATCH_H
