@@ -143,7 +143,7 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single dist errors plan-svg bench-report gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+.PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
@@ -163,8 +163,10 @@ dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and 
 	tar -c -I 'gzip -9n' -f $(BUILD)/$(DIST).tar.gz --format=gnu --sort=name --owner=0 --group=0 \
 	    --numeric-owner --mode=u=rwX,go=rX --mtime=@$$(git log -1 --format=%ct) \
 	    -C $(BUILD)/dist $(DIST)
-errors: ## docs/errors.md, the table of error texts
+errors: ## ids, statuses and texts in docs/errors.md, from the sources
 	tools/errors -o docs/errors.md
+floors: ## docs/floors.svg, which file stands on which
+	tools/floors -o docs/floors.svg
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
 	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
 	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt

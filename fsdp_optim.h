@@ -1241,9 +1241,9 @@ static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
         if (v.shard_grad) return;
     if (!o->told)
         fsdp_warn(fsdp_model_world(o->model),
-                  "%s: no parameter has a gradient, so nothing is updated: run a backward with "
-                  "gradient sync (fsdp_set_requires_gradient_sync) before, and call fsdp_zero_grad "
-                  "after the step",
+                  "[E923] %s: no parameter has a gradient, so nothing is updated: run a backward "
+                  "with gradient sync (fsdp_set_requires_gradient_sync) before, and call "
+                  "fsdp_zero_grad after the step",
                   what);
     o->told = 1;
 }

@@ -241,12 +241,12 @@ static int fsdpi_cuda_is_one(const char *variable) {
 static void fsdpi_cuda_warn(const fsdp_boot *boot) {
     if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_DEVICE_MAX_CONNECTIONS"))
         fsdpi_boot_log(boot, FSDP_LOG_WARN,
-                       "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
-                       "collective runs beside a kernel; leave it unset, or set 8 to 32");
+                       "[E813] CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and "
+                       "no collective runs beside a kernel; leave it unset, or set 8 to 32");
     if (boot->rank == 0 && fsdpi_cuda_is_one("CUDA_LAUNCH_BLOCKING"))
         fsdpi_boot_log(boot, FSDP_LOG_WARN,
-                       "CUDA_LAUNCH_BLOCKING is 1: each collective waits for all ranks, and a late "
-                       "rank cannot be named; set it only to find a kernel that fails");
+                       "[E814] CUDA_LAUNCH_BLOCKING is 1: each collective waits for all ranks, and "
+                       "a late rank cannot be named; set it only to find a kernel that fails");
 }
 
 /* The kernels are loaded now: the first launch of one that is not may wait for the whole device,

@@ -1542,13 +1542,14 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
         if (w->version < 22602 || w->place.is_managed) w->registers = 0;
         if (w->registers < asked && c->base.boot->rank == 0)
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
-                           "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
-                           "for: buffers are registered in a lesser way, or not");
+                           "[E837] this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER "
+                           "asks for: buffers are registered in a lesser way, or not");
         if (w->version >= 22602 && c->base.size > 1 && c->base.boot->rank == 0 &&
             c->base.world->caps.lanes > 1 && !fsdpi_env(FSDPI_NCCL_ORDER))
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
-                           "two communicators can wait for each other's room on the GPU: set "
-                           FSDPI_NCCL_ORDER "=1 before the program starts, or FSDP_NCCL_COMMS=1");
+                           "[E838] two communicators can wait for each other's room on the GPU: "
+                           "set " FSDPI_NCCL_ORDER
+                           "=1 before the program starts, or FSDP_NCCL_COMMS=1");
         return FSDP_OK;
     }
     char text[FSDPI_REASON];

@@ -2548,9 +2548,9 @@ static void fsdpi_store_warn(const fsdpi_store *s) {
         fsdpi_store_token(boot->job, token))
         return;
     fsdpi_boot_log(boot, FSDP_LOG_WARN,
-                   "this job has no secret: who reaches its store and knows or guesses the name of "
-                   "the job can join it, or end it. Set FSDP_TOKEN to a random value, the same on "
-                   "all ranks (docs/cluster.md, Trust)");
+                   "[E762] this job has no secret: who reaches its store and knows or guesses the "
+                   "name of the job can join it, or end it. Set FSDP_TOKEN to a random value, the "
+                   "same on all ranks (docs/cluster.md, Trust)");
 }
 
 static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {

@@ -331,6 +331,4 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
 
 FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) { return m ? m->settings : 0; }
-
 #endif // FSDPI_CORE_EXTEND_H

@@ -109,8 +109,9 @@ static void fsdpi_tell_alone(const fsdp_world *w) {
     for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++) {
         if (!fsdpi_env(l->rank) || !fsdpi_env(l->needs) || fsdpi_env_id(l->size) < 2) continue;
         fsdp_warn(w,
-                  "fsdp_init: WORLD_SIZE is 1 and %s is %s: RANK and WORLD_SIZE count, so that "
-                  "each rank is a world of its own. Unset them, if an earlier job has left them",
+                  "[E550] fsdp_init: WORLD_SIZE is 1 and %s is %s: RANK and WORLD_SIZE count, so "
+                  "that each rank is a world of its own. Unset them, if an earlier job has left "
+                  "them",
                   l->size, fsdpi_env(l->size));
         return;
     }

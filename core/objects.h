@@ -196,11 +196,20 @@ typedef struct fsdpi_desc {
     int slices; // n of reshard_after_forward = n, as made; 0: another mode
 } fsdpi_desc;
 
+/* The options of a unit that are numbers: type, name, value in a new unit. Fields, defaults and
+   fsdp_model_settings come from this list. One that decides the route stands in the other list. */
+#define FSDPI_OPTIONS(X)                                                                           \
+    X(int, reshard_after_forward, FSDP_RESHARD_ALWAYS) /* or _NEVER, or n: the desc says */        \
+    X(uint8_t, reshard_after_backward, 1)                                                          \
+    X(uint8_t, unshard_in_backward, 1)                                                             \
+    X(uint8_t, reduce_unused, 1)                                                                   \
+    FSDPI_ROUTE_OPTIONS(X)
+
 // What setters change.
 typedef struct fsdpi_options {
-    int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
-    uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
-    double divide_factor;    // 0: the number of ranks
+#define FSDP_X(type, name, initial) type name;
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
     int32_t *prefetch[2];    // indices of units: forward, backward
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
@@ -208,6 +217,14 @@ typedef struct fsdpi_options {
     fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
     void *custom_user[3];
 } fsdpi_options;
+
+static fsdpi_options fsdpi_options_new(void) {
+    fsdpi_options o = FSDP_ZERO;
+#define FSDP_X(type, name, initial) o.name = initial;
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
+    return o;
+}
 
 // Records that hooks emit, made at commit: each kind stands once, or once for each part.
 enum {
@@ -391,7 +408,7 @@ struct fsdp_model {
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
     uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
-    uint64_t settings; // options, as a number: see fsdpi_setting
+    uint64_t settings; // options, as a number; 0: one has changed since it was asked for
     int asking;        // calls of functions of extensions that have not returned
     int rehearsing;    // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far

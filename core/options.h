@@ -20,40 +20,63 @@
 #include "usage.h"
 #include "watch.h"
 
-enum { // what has been set, beside offsets in fsdpi_options
-    FSDPI_SET_ENABLED = 1 << 16,
-    FSDPI_SET_LAST,
-    FSDPI_SET_UNEVEN,
-    FSDPI_SET_HOOKS,
-    FSDPI_SET_TRAINS = 1 << 20, // + index of the parameter
-    FSDPI_SET_DTYPE = 1 << 24
-};
-
-/* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
-   not depend on the way that led there. unit: -1 for the model. */
-static uint64_t fsdpi_setting_of(int unit, size_t field, uint64_t value) {
-    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
-    return fsdpi_hash(place, value);
+// The options `o` of a unit and those of its parameters as a number; a hook: whether there is one.
+static uint64_t fsdpi_unit_settings(const fsdp_unit *u, const fsdpi_options *o) {
+    uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
+#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_bits((double)o->name));
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
+    for (int back = 0; back < 2; back++) {
+        fsdpi_mix(&h, (uint64_t)o->num_prefetch[back]);
+        for (int i = 0; i < o->num_prefetch[back]; i++)
+            fsdpi_mix(&h, (uint64_t)o->prefetch[back][i]);
+    }
+    fsdpi_mix(&h, o->all_reduce_hook != NULL);
+    for (int i = 0; i < 3; i++) fsdpi_mix(&h, o->custom[i] != NULL);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int flags = p->requires_grad << 1 | (p->grad_hook != NULL);
+        fsdpi_mix(&h, (uint64_t)p->dtype << 2 | (uint64_t)flags);
+    }
+    return h;
 }
-static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
-    m->settings += fsdpi_setting_of(unit, field, is) - fsdpi_setting_of(unit, field, was);
+
+// The options of a model and of its units: a sum, which the model keeps until one changes.
+static FSDPI_NOINLINE uint64_t fsdpi_settings(const fsdp_model *m) {
+    int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
+    uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
+    for (int i = 0; i < m->num_units; i++)
+        sum += fsdpi_unit_settings(m->units[i], &m->units[i]->options);
+    return ((fsdp_model *)(uintptr_t)m)->settings = sum;
+}
+
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) {
+    if (!m) return 0;
+    return m->settings ? m->settings : fsdpi_settings(m);
 }
 
 // In place of each divide factor: how it splits a reduction, and the first unit that has it, too.
 FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
-    const size_t field = offsetof(fsdpi_options, divide_factor);
-    uint64_t kind = m ? m->settings : 0;
+    uint64_t kind = fsdp_model_settings(m);
     for (int i = 0; m && i < m->num_units; i++) {
-        const fsdpi_route *r = m->units[i]->route;
-        double factor = m->units[i]->options.divide_factor;
+        const fsdp_unit *u = m->units[i];
+        const fsdpi_route *r = u->route;
+        fsdpi_options o = u->options;
         int like = 0;
-        if (factor == 0) continue;
+        if (o.divide_factor == 0) continue;
         while (m->units[like]->route[0].factor != r->factor) like++;
         uint64_t split = fsdpi_hash(fsdpi_bits(r->before), fsdpi_bits(r->sums));
         split = fsdpi_hash(split, (uint64_t)like << 1 | r->write_shard);
-        kind += fsdpi_setting_of(i, field, split) - fsdpi_setting_of(i, field, fsdpi_bits(factor));
+        o.divide_factor = 0;
+        kind += fsdpi_hash(fsdpi_unit_settings(u, &o), split) - fsdpi_unit_settings(u, &u->options);
     }
     return kind;
+}
+
+// After an option of a unit, or of one of its parameters, has changed.
+static void fsdpi_option_changed(fsdp_unit *u) {
+    u->model->settings = 0;
+    fsdpi_unit_route(u);
 }
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
@@ -74,15 +97,15 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
-    fsdpi_setting(model, -1, FSDPI_SET_ENABLED, (uint64_t)model->grad_enabled, enabled != 0);
     model->grad_enabled = enabled != 0;
+    model->settings = 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven) {
     if (!model) return fsdpi_null(NULL, "set_uneven", "model");
-    fsdpi_setting(model, -1, FSDPI_SET_UNEVEN, (uint64_t)model->uneven, uneven != 0);
     model->uneven = uneven != 0;
+    model->settings = 0;
     return fsdpi_failed(model->world);
 }
 
@@ -92,8 +115,8 @@ FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && mod
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
-    fsdpi_setting(model, -1, FSDPI_SET_LAST, (uint64_t)model->is_last_backward, is_last != 0);
     model->is_last_backward = is_last != 0;
+    model->settings = 0;
     return fsdpi_failed(model->world);
 }
 
@@ -102,10 +125,8 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
     for (; !status && i < end; i++) {
-        uint8_t *option = (uint8_t *)&m->units[i]->options + field;
-        fsdpi_setting(m, i, field, *option, value != 0);
-        *option = value != 0;
-        fsdpi_unit_route(m->units[i]);
+        *((uint8_t *)&m->units[i]->options + field) = value != 0;
+        fsdpi_option_changed(m->units[i]);
     }
     return status;
 }
@@ -145,10 +166,8 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                          "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
-        int *option = &model->units[i]->options.reshard_after_forward;
-        fsdpi_setting(model, i, offsetof(fsdpi_options, reshard_after_forward), (uint64_t)*option,
-                      (uint64_t)mode);
-        *option = mode;
+        model->units[i]->options.reshard_after_forward = mode;
+        fsdpi_option_changed(model->units[i]);
     }
     return status;
 }
@@ -162,19 +181,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
             model->world,
             "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
-        double *option = &model->units[i]->options.divide_factor;
-        fsdpi_setting(model, i, offsetof(fsdpi_options, divide_factor), fsdpi_bits(*option),
-                      fsdpi_bits(factor));
-        *option = factor;
-        fsdpi_unit_route(model->units[i]);
+        model->units[i]->options.divide_factor = factor;
+        fsdpi_option_changed(model->units[i]);
     }
     return status;
-}
-
-static uint64_t fsdpi_list_hash(const int32_t *list, int count) {
-    uint64_t h = (uint64_t)count;
-    for (int i = 0; i < count; i++) h = fsdpi_hash(h, (uint64_t)list[i]);
-    return h;
 }
 
 // An empty list leaves the old one's memory where it is: a rehearsal brings it back.
@@ -196,11 +206,10 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     int32_t *list = count ? (int32_t *)fsdpi_model_alloc(m, (size_t)count * sizeof *list) : NULL;
     if (count && !list) return fsdpi_no_memory(m->world, what, "", (size_t)count * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
-    fsdpi_setting(m, u->desc.index, offsetof(fsdpi_options, prefetch) + (size_t)backward,
-                  fsdpi_list_hash(*at, *num), fsdpi_list_hash(list, count));
     if (count) fsdpi_model_free(m, *at);
     if (count) *at = list;
     *num = count;
+    fsdpi_option_changed(u);
     return FSDP_OK;
 }
 
@@ -239,8 +248,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
     if (status) return status;
-    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
-                  requires_grad != 0);
+    fsdpi_option_changed(unit);
     *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     return FSDP_OK;
 }
@@ -263,58 +271,50 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     for (int i = 0; i < model->num_units && !status; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)
-            if (fsdp_dtype_is_float(u->params[k].dtype)) {
-                fsdpi_setting(model, i, FSDPI_SET_DTYPE + (size_t)k, (uint64_t)u->params[k].dtype,
-                              (uint64_t)dtype);
-                u->params[k].dtype = dtype;
-            }
+            if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
+        fsdpi_option_changed(u);
         status = fsdpi_unit_arrange(u);
     }
     return status;
 }
 
-// Hooks may be read by records under way. had, has: whether there is one.
-static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what, size_t which, int had, int has) {
+// Hooks may be read by records under way.
+static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
-    if (status) return status;
-    fsdpi_setting(u->model, u->desc.index, FSDPI_SET_HOOKS + which, (uint64_t)had, (uint64_t)has);
-    fsdpi_drain(u->model->world);
-    return FSDP_OK;
+    if (!status) fsdpi_drain(u->model->world);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
                                               void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook", 3,
-                                        unit && unit->options.all_reduce_hook, hook != NULL);
+    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
     if (status) return status;
     unit->options.all_reduce_hook = hook;
     unit->options.all_reduce_user = user;
-    fsdpi_unit_route(unit);
+    fsdpi_option_changed(unit);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
                                                    void *user) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
-    if (!status)
-        status = fsdpi_set_hook(unit, "set_post_accumulate_hook", 4 + (size_t)index,
-                                unit->params[index].grad_hook != NULL, hook != NULL);
+    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
     if (status) return status;
     unit->model->grad_hooks |= hook != NULL;
     unit->params[index].grad_hook = hook;
     unit->params[index].grad_hook_user = user;
+    fsdpi_option_changed(unit);
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
-    fsdp_status status = fsdpi_set_hook(u, what, (size_t)which, u && u->options.custom[which],
-                                        hook != NULL);
+    fsdp_status status = fsdpi_set_hook(u, what);
     if (status) return status;
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
-    fsdpi_unit_route(u);
+    fsdpi_option_changed(u);
     return FSDP_OK;
 }
 

@@ -112,9 +112,9 @@ static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
     fsdpi_model_free(m, room);
     if (!status && first)
         fsdp_warn(m->world,
-                  "finalize_backward: replicas hold different parameters in unit '%s' (%d such "
-                  "units), and stay different: let all ranks load or init the same values, or call "
-                  "fsdp_model_broadcast before the first step",
+                  "[E219] finalize_backward: replicas hold different parameters in unit '%s' (%d "
+                  "such units), and stay different: let all ranks load or init the same values, or "
+                  "call fsdp_model_broadcast before the first step",
                   first->desc.name, count);
     return status;
 }

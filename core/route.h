@@ -15,6 +15,13 @@
 #include <math.h>
 #include <string.h>
 
+/* The options of a unit that decide its route: type, name, value in a new unit. They are facts, and
+   fields of fsdpi_options. */
+#define FSDPI_ROUTE_OPTIONS(X)                                                                     \
+    X(uint8_t, sync, 1)                                                                            \
+    X(uint8_t, all_reduce, 1)                                                                      \
+    X(double, divide_factor, 0) /* 0: the number of ranks */
+
 // What a route is decided by.
 typedef struct fsdpi_facts {
     int32_t shards, replicas; // W, R: ranks that shard, ranks that replicate
@@ -32,9 +39,10 @@ typedef struct fsdpi_facts {
     uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
     uint8_t debug;     // what is given back becomes NaN, or is poisoned
     // Options.
-    uint8_t sync, all_reduce;
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
-    double divide_factor; // 0: the number of ranks
+#define FSDP_X(type, name, initial) type name;
+    FSDPI_ROUTE_OPTIONS(FSDP_X)
+#undef FSDP_X
 } fsdpi_facts;
 
 enum {                   // where a gather reads

@@ -245,9 +245,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call
     if (!m->rehearsing && !(m->told >> call & 1)) {
         m->told |= 1u << call;
         fsdp_warn(m->world,
-                  "%s: unit '%s' holds gradients that are not reduced. It keeps them, and the next "
-                  "reduction adds them to its own: turn sync on (fsdp_set_requires_gradient_sync) "
-                  "before the last microbatch, or drop them by fsdp_model_reset",
+                  "[E218] %s: unit '%s' holds gradients that are not reduced. It keeps them, and "
+                  "the next reduction adds them to its own: turn sync on "
+                  "(fsdp_set_requires_gradient_sync) before the last microbatch, or drop them by "
+                  "fsdp_model_reset",
                   what, u->desc.name);
     }
     return FSDP_OK;

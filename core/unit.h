@@ -178,7 +178,7 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
     return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
 }
 
-static void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
+static FSDPI_NOINLINE void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
 
 // All that ranks must have given alike: it is part of what every collective compares.
 static void fsdpi_unit_agree(fsdp_unit *u) {
@@ -230,11 +230,11 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.overwrite = md->grads_overwrite != 0;
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
-    f.sync = u->options.sync;
-    f.all_reduce = u->options.all_reduce;
     f.hook = u->options.all_reduce_hook != NULL;
     f.custom = u->options.custom[2] != NULL;
-    f.divide_factor = u->options.divide_factor;
+#define FSDP_X(type, name, initial) f.name = u->options.name;
+    FSDPI_ROUTE_OPTIONS(FSDP_X)
+#undef FSDP_X
     for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
 
@@ -415,14 +415,14 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     u->model = model;
     u->desc.user = d.user;
     u->desc.index = model->num_units;
-    u->options.reshard_after_backward = u->options.sync = u->options.all_reduce = 1;
-    u->options.unshard_in_backward = u->options.reduce_unused = 1;
+    u->options = fsdpi_options_new();
     u->state = fsdpi_state_new();
     status = fsdpi_unit_fill(u, &d);
     if (status) {
         fsdpi_unit_free(u);
         return status;
     }
+    model->settings = 0;
     for (int i = 0; i < u->desc.num_params; i++) u->params[i].ordinal = model->num_params + i;
     model->num_params += u->desc.num_params;
     model->mixed |= u->desc.info.shard_comm != model->info.shard_comm ||

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
-header that does what the many did, each check of check_text.py and errors finds what it is there for, and
-run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
+header that does what the many did, each check of check_text.py, errors and floors finds what it is
+there for, and run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -313,58 +314,153 @@ FAILS = """static int fsdpi_fails(int x) {
     return fsdpi_world_fail(w, FSDP_OK, "%s", error);
 }
 """
-LIST = """# a comment
-area 1 Arguments
-E101
-cause X is not 0.
-remedy Give 0.
-E102
-status ERR_IO
-cause Y | z is missing.
-remedy Give y.
+LIST = """# Error texts
+
+Words.
+
+## E1: Arguments
+
+| id | status | text | cause | remedy |
+|---|---|---|---|---|
+| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |
+| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |
+
+More words.
 """
 
 
-def errors(code, entries, table=None):
-    """What the gate says of this code and this list, and the table that it writes, or is given."""
-    tool = [sys.executable, os.path.join(TOOLS, "errors")]
+def errors(code, listed, *args):
+    """What the tool says of this code and this list, and the list afterwards."""
     with tree(core_a_h=GOOD["core/a.h"] + code) as root:
         path = os.path.join(root, "docs", "errors.md")
-        for name, text in [("docs/errors.md", table or ""), ("tools/errors.txt", entries)]:
-            os.makedirs(os.path.join(root, os.path.dirname(name)), exist_ok=True)
-            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
-                f.write(text)
-        for args in [["-o", path]] * (table is None) + [[]]:
-            r = subprocess.run(tool + args, cwd=root, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(listed)
+        r = subprocess.run([sys.executable, os.path.join(TOOLS, "errors"), *args], cwd=root,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
         with open(path, encoding="utf-8") as f:
             return r.returncode, r.stdout, f.read()
 
 
 def test_errors():
-    status, text, table = errors(FAILS, LIST)
-    check(status == 0 and text == "note: 2 error texts\n", text)
-    for line in ["| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |",
-                 "| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |"]:
-        check(line in table, table)
-    more = "E103\nstatus none\ncause Z.\nremedy Give z.\n"
-    for code, entries, wanted in [
-            (FAILS + 'int i = fsdp_fail(w, 1, "no z");\n', LIST, 'without an id: "no z"'),
-            (FAILS + 'int i = fsdp_fail(w, 1, x ? "[E103] z" : "y");\n', LIST + more, ': "y"'),
+    check(errors(FAILS, LIST) == (0, "note: 2 error texts\n", LIST), str(errors(FAILS, LIST)))
+    four = LIST.replace("Give y. |\n", "Give y. |\n| E1000 | OK | `z` | Z. | Give z. |\n")
+    info = 'int i = fsdpi_boot_log(b, FSDP_LOG_INFO, "no warning");\n'
+    check(errors(FAILS + info + 'int j = fsdp_fail(w, FSDP_OK, "[E1000] z");\n', four)[0] == 0, four)
+    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith("| E"))
+    z = "| E103 | OK | `z` | Z. | Give z. |\n"
+    fails = lambda text: FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+    for code, listed, wanted in [
+            (fails('"no z"'), LIST, 'without an id: "no z"'),
+            (fails('x ? "[E103] z" : "y"'), LIST + z, ': "y"'),
             (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
-            (FAILS + 'int i = fsdp_fail(w, 1, "[E101] z");\n', LIST, "core/a.h:14: E101 is taken"),
-            (FAILS + 'int i = fsdp_fail(w, 1, "[E103] z");\n', LIST, "E103 has no cause, remedy"),
-            (FAILS, LIST + more, "tools/errors.txt: E103 is in no source"),
-            (FAILS, LIST + more.replace("E103", "E102"), "E102 stands twice"),
-            (FAILS, LIST.replace("cause X is not 0.\n", ""), "E101 has no cause"),
-            (FAILS, LIST.replace("status ERR_IO\n", ""), "E102 has no status"),
-            (FAILS, LIST + "causes\n", "not understood: causes")]:
-        status, text, _ = errors(code, entries)
-        check(status == 1 and wanted in text, f"{wanted}: {status}: {text}")
-    for code, entries in [(FAILS.replace("give 0", "give 1"), LIST),
-                          (FAILS, LIST.replace("Give 0", "Give 1"))]:
-        status, text, _ = errors(code, entries, table)
-        check(status == 1 and "docs/errors.md is not what" in text, f"stale: {status}: {text}")
+            (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (fails('"[E101] z"'), LIST, "core/a.h:14: E101 is taken"),
+            (fails('"[E103] z"'), LIST, "core/a.h:14: E103 has no row in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "core/a.h:14: E1000 has no row in docs/errors.md"),
+            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
+            (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
+            (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
+            (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
+            (FAILS, LIST.replace("X is not 0.", ""), "core/a.h:9: E101 has no cause"),
+            (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
+            (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
+            (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
+            (FAILS.replace("give 0", "give 1"), LIST, "is not what the sources say"),
+            (FAILS.replace("FSDP_ERR_IO", "FSDP_OK"), LIST, "is not what the sources say"),
+            (FAILS, LIST.replace(row_101 + row_102, row_102 + row_101), "is not what the sources")]:
+        status, text, after = errors(code, listed)
+        check(status == 1 and wanted in text and after == listed, f"{wanted}: {status}: {text}")
+
+
+def test_errors_makes():
+    """-o: rows of new ids, without cause and remedy; what is written by hand stays."""
+    write = ["-o", "docs/errors.md"]
+    rows = lambda text: [line for line in text.split("\n") if line.startswith("| E")]
+    more = FAILS + ('int i = fsdp_fail(w, 1, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E103] %s", z); }\n'
+                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E104] v | w");\n')
+    status, text, after = errors(more, LIST, *write)
+    check(status == 1 and "E103 has no cause, remedy in" in text, text)
+    check(rows(after)[2:] == ["| E103 | OK | `<z>` |  |  |", "| E104 | OK | `v \\| w` |  |  |",
+                              "| E1000 |  | `z` |  |  |"], after)
+    check(after.replace("\n".join(rows(after)[2:]) + "\n", "") == LIST, after)
+    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <what it was>` *")
+    for listed in (LIST.replace("ERR_IO | `x is", "ERR | `z"), by_hand):
+        status, text, after = errors(FAILS, listed, *write)
+        check(status == 0 and after == (by_hand if listed is by_hand else LIST), text + after)
+    status, text, after = errors(FAILS.replace("[E102] rank", "[E101] rank"), LIST, *write)
+    check(status == 1 and "E102 is in no source: its row has gone" in text, text)
+    check(len(rows(after)) == 1, after)
+    broken = LIST.replace("X is not 0. |", "X is not 0.")
+    status, text, after = errors(FAILS, broken, *write)
+    check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
+
+
+HOUSE = {  # in the order of the floors
+    "core/a.h": '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
+    "core/b.h": '#include "../fsdp.h" // and core/*.h\n# include "a.h"\n/* the end */\n',
+    "core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
+    "fsdp.h": '/* Use it so:\n    #include "fsdp.h"\n*/\n#include "core/b.h"\n#include "core/c.h"\n',
+    "plan/x.h": '#include "../fsdp_plan.h"\n', "fsdp_more.h": '#include "fsdp.h"\n',
+    "plan/y.h": '#include "../fsdp_plan.h"\n#include "x.h"\n',
+    "fsdp_plan.h": '#include "fsdp.h"\n#include "plan/y.h"\n', "backends/README.md": "no room\n"}
+
+
+def floors(picture=None, **changes):
+    """What the gate says of this house and its picture, or of the one that it draws; the picture."""
+    with tempfile.TemporaryDirectory() as root:
+        for name, text in {**HOUSE, **changes, "docs/floors.svg": picture or ""}.items():
+            os.makedirs(os.path.dirname(os.path.join(root, name)), exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        for args in [["-o", "docs/floors.svg"]] * (picture is None) + [[]]:
+            r = subprocess.run([sys.executable, os.path.join(TOOLS, "floors"), *args], cwd=root,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(os.path.join(root, "docs/floors.svg"), encoding="utf-8") as f:
+            return r.returncode, r.stdout, f.read()
+
+
+def test_floors():
+    status, text, drawn = floors()
+    check(status == 0 and text == "note: 8 files on 7 floors\n", text)
+    rooms = re.findall(r'text-anchor="end">(\d)<|^<text x="\d+" y="\d+">([\w.]+)(?: <tspan.*>(\d+)<)?',
+                       drawn, re.M)
+    expected = ("6 fsdp_plan.h:2 5 y.h:1 4 x.h:1 fsdp_more.h 3 fsdp.h:4 2 c.h:1 1 b.h:2 0 a.h:2").split()
+    check([floor or name + ":" * bool(users) + users for floor, name, users in rooms] == expected, drawn)
+    for changed in ({"core/b.h": "\n"}, {"core/d.h": "\n"}):
+        status, text, after = floors(drawn, **changed)
+        check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
+    for changed, wanted in [({"core/a.h": '#include "c.h"\n'}, ("core/a.h", "core/c.h")),
+                            ({"core/a.h": '#include "../fsdp_more.h"\n'}, ("core/a.h", "fsdp_more.h")),
+                            ({"plan/x.h": '#include "y.h"\n'}, ("plan/x.h", "plan/y.h"))]:
+        status, text, _ = floors(**changed)
+        check(status == 1 and "floors: a circle: " in text, text)
+        check(all(f"{name} -> " in text for name in wanted), text)
+
+
+def test_floors_have_room():
+    """No room lies on another one or on another folder's column, and names fit."""
+    names = {f"{folder}/{'long' * (k % 3)}_{k}.h": "\n" for k in range(24)
+             for folder in ("core", "backends", "plan", "dtensor", "checkpoint")}
+    names.update({f"fsdp_{folder}.h": HOUSE["fsdp_more.h"] for folder in ("dtensor", "checkpoint")})
+    status, text, drawn = floors(**names)
+    check(status == 0, text)
+    boxes = [(float(x), int(y), float(x) + float(w), int(y) + int(h), style, name)
+             for style, x, y, w, h, name in re.findall(
+                 r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="(\d+)" rx="2"/>\n'
+                 r"<text [^>]*>(.*)</text>", drawn)]
+    check(len(boxes) == len(names) + 8, f"{len(boxes)} rooms")
+    status, text, _ = floors(**{"dtensor/a_name_of_many_letters.h": "\n"})
+    check(status == 1 and "many_letters.h is wider than its column" in text, text)
+    columns = {style: (min(b[0] for b in boxes if b[4] == style), max(b[2] for b in boxes if b[4] == style))
+               for style in {b[4] for b in boxes}}
+    check(columns["core"][1] < columns["backends"][0], f"{columns}")
+    check(columns["dtensor"][1] < columns["plan"][0] <= columns["plan"][1] < columns["checkpoint"][0],
+          f"{columns}")
+    for i, a in enumerate(boxes):
+        check(0 < a[0] and a[2] < 900 and a[0] + 6.5 * len(re.sub("<.*?>", "", a[5])) < a[2], f"{a}")
+        for b in boxes[:i]:
+            check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
 
 
 if __name__ == "__main__":

@@ -297,6 +297,11 @@ gate_errors() { # ids of error texts, and the table of them
     python3 tools/errors
 }
 
+gate_floors() { # no circle of includes, and the picture of them
+    need python3
+    python3 tools/floors
+}
+
 gate_mutations() { # each changes a line that is there
     need python3
     tools/mutate --list >"$work/mutations" || die "$(grep ' broken: ' "$work/mutations")"
@@ -451,7 +456,7 @@ existing() { # FILE...: those that are there
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests
-    echo errors && echo report && echo mutations && echo single
+    echo errors && echo floors && echo report && echo mutations && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo budget && echo symbols && echo math_only && echo reverse
