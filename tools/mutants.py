@@ -379,11 +379,11 @@ def mutated(text, mutants):
     """The text with (number, mutant) of it, each asleep."""
     pieces = []  # (position, order at this position, length, text)
     for n, m in mutants:
-        size = m.last - m.first
-        pieces.append((m.first, (1, -size, n), 0, m.open_text.replace('@', str(n))))
-        pieces.append((m.last, (0, size, -n), 0, m.close_text.replace('@', str(n))))
-        if m.middle:
-            pieces.append((m.middle[0], (2, 0, n), m.middle[1] - m.middle[0], m.middle[2]))
+        size, inner = m.last - m.first, m.middle is not None  # of two at one place
+        pieces.append((m.first, (1, -size, inner, n), 0, m.open_text.replace('@', str(n))))
+        pieces.append((m.last, (0, size, not inner, -n), 0, m.close_text.replace('@', str(n))))
+        if inner:
+            pieces.append((m.middle[0], (2, 0, 0, n), m.middle[1] - m.middle[0], m.middle[2]))
     out, at = [], 0
     for position, _, length, new in sorted(pieces):
         out += [text[at:position], new]
