@@ -24,26 +24,29 @@ import bisect
 import re
 
 FOLDERS = 'core/|plan/|dtensor/|checkpoint/|backends/|fsdp'
-TOKEN = re.compile(r'''(?P<skip>\s+|//[^\n]*|/\*.*?\*/|(?:(?<=\n)|^)[ \t]*\#(?:\\\n|/\*.*?\*/|[^\n])*)
+TOKEN = re.compile(r'''(?P<skip>\s+|//[^\n]*|/\*.*?\*/
+             |(?:(?<=\n)|^)[ \t]*\#(?:\\\n|/\*.*?\*/|[^\n])*)  # a line of the preprocessor
     |(?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')
     |(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
     |(?P<name>[A-Za-z_]\w*)
     |(?P<mark><<=|>>=|\.\.\.|->|\+\+|--|<<|>>|[<>=!+\-*/%&|^]=|&&|\|\||::|.)''', re.S | re.X)
-LEVELS = ['= += -= *= /= %= &= |= ^= <<= >>=', '? :', '||', '&&', '|', '^', '&', '== !=', '< <= > >=',
-          '<< >>', '+ -', '* / %']
+LEVELS = ['= += -= *= /= %= &= |= ^= <<= >>=', '? :', '||', '&&', '|', '^', '&', '== !=',
+          '< <= > >=', '<< >>', '+ -', '* / %']
 LEVEL = {mark: i for i, marks in enumerate(LEVELS) for mark in marks.split()}
 COMPARE = {'<': '<=', '<=': '<', '>': '>=', '>=': '>', '==': '!=', '!=': '=='}
 ASSIGN = {'+=', '-=', '*=', '/=', '&=', '|=', '^='}
+MOST_LISTED = 80
 FREES = {'free', 'fsdpi_free'}  # that host memory leaks only sanitizers see
 JUMPS = {'return', 'break', 'continue', 'goto'}
 BLOCKS = {'if', 'for', 'while', 'switch', 'do', 'else', 'case', 'default', 'try', 'catch'}
 TYPES = {'const', 'static', 'struct', 'enum', 'union', 'unsigned', 'signed', 'int', 'char', 'short',
-         'long', 'float', 'double', 'void', 'volatile', 'register', 'auto', 'typedef', 'using', 'extern'}
+         'long', 'float', 'double', 'void', 'volatile', 'register', 'auto', 'typedef', 'using',
+         'extern'}
 CLOSERS = {'(': ')', '[': ']', '{': '}'}
 
-HEADER = '''/* What each file of a mutated library is compiled with. The environment of a program chooses a
-   mutant by MUTANT, or names in MUTANT_MAP a file that gets a 1 for each mutant that is reached. No
-   header is included: the programs choose what these declare. */
+HEADER = '''/* What each file of a mutated library is compiled with. In the environment of a program
+   MUTANT wakes one, and MUTANT_MAP names a file that gets a 1 for each that is reached. No header
+   is included: the programs choose what these declare. */
 #ifndef MUTANTS_H
 #define MUTANTS_H
 #ifdef __cplusplus
@@ -53,7 +56,8 @@ char *mutants_getenv(const char *name) __asm__("getenv");
 int mutants_atoi(const char *text) __asm__("atoi");
 int mutants_open(const char *path, int flags, ...) __asm__("open");
 int mutants_close(int fd) __asm__("close");
-void *mutants_mmap(void *at, __SIZE_TYPE__ size, int access, int flags, int fd, long offset) __asm__("mmap");
+void *mutants_mmap(void *at, __SIZE_TYPE__ size, int access, int flags, int fd, long offset)
+    __asm__("mmap");
 #ifdef __cplusplus
 }
 #endif
@@ -81,11 +85,13 @@ __attribute__((unused)) static inline int mutants_is(int n) {
 
 
 class Mutant:
-    def __init__(self, function, operator, what, first, last, open_text, close_text='', middle=None):
-        """Texts around [first, last) of the file, and in place of its part `middle` = (from, to)."""
+    """Texts before and behind [first, last) of a file, and one in place of a part of it: `middle`
+    is (from, to, text). A @ is the number of the mutant."""
+
+    def __init__(self, function, operator, what, first, last, before, behind='', middle=None):
         self.function, self.operator, self.what = function, operator, what
         self.first, self.last, self.middle = first, last, middle
-        self.open_text, self.close_text = open_text, close_text
+        self.before, self.behind = before, behind
         self.file = self.name = self.line = self.first_line = self.last_line = None
 
 
@@ -146,7 +152,7 @@ class Source:
             (self.tokens[i - 1][0] != 'mark' or self.at[i - 1] in (')', ']', '}'))
 
     def operand(self, i, step, level):
-        """The last token of the operand at one side of operator i; operators below `level` end it."""
+        """The last token of the operand of i on one side; operators below `level` end it."""
         j = i + step
         while True:
             t = self.at[j]
@@ -176,15 +182,16 @@ class Source:
 
 
 def enums_of(sources):
-    """The next constant of each constant's enum."""
+    """The next constant of each constant's enum; those of a function are its own."""
     following = {}
     for s in sources:
+        inside = {i for _, first, last in s.functions() for i in range(first, last)}
         for i, t in enumerate(s.at):
             j = i + 1 + (t == 'enum' and i + 1 < len(s.at) and s.tokens[i + 1][0] == 'name')
-            if t != 'enum' or j >= len(s.at) or s.at[j] != '{':
+            if t != 'enum' or j >= len(s.at) or s.at[j] != '{' or i in inside:
                 continue
             names = [s.at[k] for k in range(j + 1, s.pair[j])
-                     if s.tokens[k][0] == 'name' and s.at[k - 1] in ('{', ',')]
+                     if s.at[k - 1] in ('{', ',') and s.at[k + 1] in ('=', ',', '}')]
             if len(names) > 1:
                 following.update(zip(names, names[1:] + names[:1]))
     return following
@@ -192,26 +199,41 @@ def enums_of(sources):
 
 def statement_starts(s, first, last):
     """The tokens with which a statement of a body begins, and with which it ends."""
-    i, is_value = first + 1, False  # behind braces of values no statement begins
+    i = first + 1
+    is_value = is_label = False  # the last } ended braces of values; the last : a label
     while i < last:
-        before = s.at[i - 1]
-        begins = before in (';', '{', 'else', 'do') or before == '}' and not is_value or before == ':' and s.at[i - 2] != '?' or \
+        before, end = s.at[i - 1], i
+        begins = before in (';', '{', 'else', 'do') or before == '}' and not is_value or \
+            before == ':' and is_label or \
             before == ')' and s.at[s.pair[i - 1] - 1] in ('if', 'for', 'while', 'switch')
-        if s.at[i] in ('(', '['):
+        is_label = s.at[i] in ('case', 'default') or is_label and before != ':'
+        is_value = s.at[i] == '{' and not begins
+        if s.at[i] in ('(', '[') or is_value:
             end = s.pair[i]
-        elif s.at[i] == '{' and not begins:
-            end = s.pair[i]
-        else:
-            end = i
-        is_value = end > i and s.at[i] == '{'
-        if begins and s.at[i] not in BLOCKS and s.at[i] not in ('{', '}', ';'):
+        elif begins and s.at[i] not in BLOCKS and s.at[i] not in ('{', '}', ';'):
             stop = i
             while s.at[stop] != ';' and stop < last:
                 stop = s.pair[stop] + 1 if s.at[stop] in CLOSERS else stop + 1
             yield i, stop
-            if s.at[i] == 'static' or s.at[i] == 'enum':
+            if s.at[i] in ('static', 'enum', 'typedef'):
                 end = stop
         i = end + 1
+
+
+def fixed(s, first, last):
+    """Places in a body where the language wants a constant."""
+    for i, stop in statement_starts(s, first, last):
+        if s.at[i] in ('static', 'enum', 'typedef'):
+            yield s.start(i), s.start(stop)
+        elif is_declaration(s, i):
+            for j in range(i, stop):
+                if s.at[j] == '[' and ('=' not in s.at[i:j] or s.at[s.pair[j] + 1] == '='):
+                    yield s.start(j), s.start(s.pair[j])
+    for i in range(first, last):
+        if s.at[i] == 'case':
+            yield s.start(i), s.start(s.at.index(':', i))
+        elif re.match('U?INT[0-9]+_C$', s.at[i]):
+            yield s.start(i), s.start(s.pair[i + 1])
 
 
 def is_declaration(s, i):
@@ -246,16 +268,17 @@ def conditions(s, name, first, last):
         found = []
         if s.at[i] in ('&&', '||') and s.is_binary(i):
             level = LEVEL[s.at[i]] + 1
-            found = [(s.operand(i, -1, level), i - 1, s.at[i]), (i + 1, s.operand(i, 1, level), s.at[i])]
+            found = [(s.operand(i, -1, level), i - 1), (i + 1, s.operand(i, 1, level))]
         elif s.at[i] == 'if' and s.at[i + 1] == '(':
             a, b = i + 2, s.pair[i + 1] - 1
             if not any(t in ('&&', '||') for t in s.at[a:b + 1]):
-                found = [(a, b, '&&')]
-        for a, b, mark in found:
+                found = [(a, b)]
+        before = '(!MUTANT(@) && (' if s.at[i] == '||' else '(MUTANT(@) || ('
+        for a, b in found:
             if (a, b) not in seen and a <= b:
                 seen.add((a, b))
-                yield Mutant(name, 'condition', f'without the condition {s.between(a, b)}', s.start(a),
-                             s.end(b), '(MUTANT(@) || (' if mark == '&&' else '(!MUTANT(@) && (', '))')
+                yield Mutant(name, 'condition', f'without the condition {s.between(a, b)}',
+                             s.start(a), s.end(b), before, '))')
 
 
 def operators(s, name, first, last):
@@ -277,34 +300,20 @@ def operators(s, name, first, last):
             continue
         begin = f'MUTANT_OP(@, {is_now}, {t}, (' if is_now else f'MUTANT_SWAP(@, {t}, ('
         what = f'{s.between(a, b)}, with {is_now}' if is_now else f'{s.between(a, b)}, swapped'
-        yield Mutant(name, kind, what, s.start(a), s.end(b), begin, '))', (s.start(i), s.end(i), '), ('))
+        yield Mutant(name, kind, what, s.start(a), s.end(b), begin, '))',
+                     (s.start(i), s.end(i), '), ('))
 
 
 def constants(s, name, first, last, following):
-    skip = set()  # values of cases, sizes of arrays
-    for i, stop in statement_starts(s, first, last):
-        if is_declaration(s, i):
-            for j in range(i, stop):
-                if s.at[j] == '=':
-                    break
-                if s.at[j] == '[':
-                    skip.update(range(j, s.pair[j]))
     for i in range(first, last):
         t, kind = s.at[i], s.tokens[i][0]
-        if t == 'case':
-            while s.at[i] != ':':
-                skip.add(i)
-                i += 1
-        if i in skip:
-            continue
+        place, near = (s.start(i), s.end(i)), s.between(i - 1, i + 1)
         if kind == 'number' and re.fullmatch(r'\d+[uUlL]*', t):
-            yield Mutant(name, '+1', f'{t} + 1: {s.between(i - 1, i + 1)}', s.start(i), s.end(i), '(',
-                         ' + MUTANT(@))')
-            if int(re.match(r'\d+', t).group()):
-                yield Mutant(name, '-1', f'{t} - 1: {s.between(i - 1, i + 1)}', s.start(i), s.end(i),
-                             '(', ' - MUTANT(@))')
+            yield Mutant(name, '+1', f'{near}, {t} + 1', *place, '(', ' + MUTANT(@))')
+            if int(t.rstrip('uUlL')):
+                yield Mutant(name, '-1', f'{near}, {t} - 1', *place, '(', ' - MUTANT(@))')
         elif t in following and s.at[i - 1] not in ('.', '->') and s.at[i + 1] != '(':
-            yield Mutant(name, 'enum', f'{following[t]} in place of {t}', s.start(i), s.end(i),
+            yield Mutant(name, 'enum', f'{following[t]} in place of {t}', *place,
                          f'(MUTANT(@) ? {following[t]} : ', ')')
 
 
@@ -319,37 +328,43 @@ def marked(s):
     return found
 
 
-def of_list(sources, path):
-    """The mutants of a list of faults that no operator makes: 'ID FUNCTION', then lines '- text' that
-    stand in the function as they are, or a part of them, and '+ text', what comes in their place. The
-    function begins with its other body, so that it is like all mutants. The second result is what is wrong."""
+def of_list(sources, text):
+    """The mutants of a list of faults that no operator makes, and what is wrong with it. An entry
+    is 'ID FUNCTION', then lines '- text', which stand in this function once, and '+ text', what
+    comes in their place. The function begins with its other body: a mutant like all others."""
     bodies, found, wrong = {}, [], []
     for s in sources:
         for name, first, last in s.functions():
-            bodies.setdefault(name, []).append((s, first, last))
-    for entry in re.findall(r'(?m)^[^#\s+-].*\n(?:[+-].*\n)+', open(path).read()):
+            bodies.setdefault(name, []).append((s, s.start(first) + 1, s.start(last)))
+    for entry in re.findall(r'(?m)^[^#\s+-].*\n(?:[+-].*\n)+', text):
         head, *lines = entry.rstrip('\n').split('\n')
         name, function = head.split()
         old, new = ('\n'.join(line[2:] for line in lines if line[0] == sign) for sign in '-+')
-        where = [(s, first, last, s.text[s.start(first) + 1:s.start(last)])
-                 for s, first, last in bodies.get(function, [])]
-        times = sum(body.count(old) for _, _, _, body in where) if old else 0
+        where = [(s, at, s.text[at:end]) for s, at, end in bodies.get(function, [])
+                 if old and old in s.text[at:end]]
+        times = sum(body.count(old) for _, _, body in where)
         if times != 1:
             wrong.append(f'{name}: its text is in {function} {times} times')
             continue
-        s, first, last, body = next(w for w in where if old in w[3])
-        other = ' '.join(t[1] for t in Source(s.name, body.replace(old, new)).tokens)
-        end = ' return;' if re.search(rf'\bvoid {function}\(', s.text) else ''
-        at = s.start(first) + 1
-        m = Mutant(function, 'listed', f'{" ".join(new.split()) or "nothing"} in place of {" ".join(old.split())}',
-                   at, at, f' if (MUTANT(@)) {{ {other}{end} }}')
-        m.file, m.name, m.line = s.name, name, s.line_of(at + body.index(old))
-        m.first_line = m.last_line = s.line_of(at)
+        s, at, body = where[0]
         if re.search(r'(?m)^[ \t]*#', body):
             wrong.append(f'{name}: {function} has lines of the preprocessor')
             continue
+        other = ' '.join(t[1] for t in Source(s.name, body.replace(old, new)).tokens)
+        end = ' return;' if re.search(rf'\bvoid {function}\(', s.text) else ''
+        m = Mutant(function, 'listed', f'{" ".join(new.split()) or "nothing"} in place of '
+                   f'{" ".join(old.split())}', at, at, f' if (MUTANT(@)) {{ {other}{end} }}')
+        m.file, m.name, m.line = s.name, name, s.line_of(at + body.index(old))
+        m.first_line = m.last_line = s.line_of(at)
         found.append(m)
+    if len(found) > MOST_LISTED:
+        wrong.append(f'{len(found)} listed faults: at most {MOST_LISTED}')
     return found, wrong
+
+
+def header(count):
+    """The text of mutants.h for so many mutants."""
+    return HEADER.replace('MUTANTS,', f'{max(count, 1)},')
 
 
 def sources_of(texts):
@@ -358,18 +373,22 @@ def sources_of(texts):
 
 
 def generated(sources):
+    """All mutants that the operators make, but for those marked as equivalent."""
     following, found = enums_of(sources), []
     for s in sources:
         equal, count = marked(s), {}
         for name, first, last in s.functions():
-            of = [m for make in (statements, conditions, operators) for m in make(s, name, first, last)]
-            of += constants(s, name, first, last, following)
+            constant = list(fixed(s, first, last))
+            of = list(constants(s, name, first, last, following))
+            for make in (statements, conditions, operators):
+                of += make(s, name, first, last)
+            of = [m for m in of if not any(a <= m.first < b for a, b in constant)]
             for m in sorted(of, key=lambda m: (m.first, m.last)):
                 key = (m.function, m.operator)
                 count[key] = count.get(key, 0) + 1
-                m.file, m.line = s.name, s.line_of(m.middle[0] if m.middle else m.first)
+                m.file, m.name = s.name, f'{s.name}:{name}:{m.operator}:{count[key]}'
+                m.line = s.line_of(m.middle[0] if m.middle else m.first)
                 m.first_line, m.last_line = s.line_of(m.first), s.line_of(m.last)
-                m.name = f'{m.file}:{m.function}:{m.operator}:{count[key]}'
                 if not equal.get(m.line, set()) & {'*', m.operator}:
                     found.append(m)
     return found
@@ -380,8 +399,8 @@ def mutated(text, mutants):
     pieces = []  # (position, order at this position, length, text)
     for n, m in mutants:
         size, inner = m.last - m.first, m.middle is not None  # of two at one place
-        pieces.append((m.first, (1, -size, inner, n), 0, m.open_text.replace('@', str(n))))
-        pieces.append((m.last, (0, size, not inner, -n), 0, m.close_text.replace('@', str(n))))
+        pieces.append((m.first, (1, -size, inner, n), 0, m.before.replace('@', str(n))))
+        pieces.append((m.last, (0, size, not inner, -n), 0, m.behind.replace('@', str(n))))
         if inner:
             pieces.append((m.middle[0], (2, 0, 0, n), m.middle[1] - m.middle[0], m.middle[2]))
     out, at = [], 0
