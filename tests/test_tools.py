@@ -469,7 +469,7 @@ def test_mutants_run():
                      "caught    small.void  by test_small (small.second)",
                      "broken    small.nowhere: its text is in fsdpi_least 0 times", "broken    small.no_c  core/small.h:11",
                      "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
-                     "LIVED     core/small.h:fsdpi_sum:condition:2  all 1 tests  core/small.h:9: without the condition n != 7",
+                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: without the condition n != 7",
                      "UNREACHED core/small.h:fsdpi_color:enum:1", "left out: test_broken (small.first): it fails without"]:
             check(line in out, f"{line}: {out}")
         only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
