@@ -93,6 +93,7 @@ class Mutant:
         self.first, self.last, self.middle = first, last, middle
         self.before, self.behind = before, behind
         self.file = self.name = self.line = self.first_line = self.last_line = None
+        self.programs = []  # whose tests run first
 
 
 class Source:
@@ -330,15 +331,15 @@ def marked(s):
 
 def of_list(sources, text):
     """The mutants of a list of faults that no operator makes, and what is wrong with it. An entry
-    is 'ID FUNCTION', then lines '- text', which stand in this function once, and '+ text', what
-    comes in their place. The function begins with its other body: a mutant like all others."""
+    is 'ID FUNCTION [PROGRAM]', the program whose tests run first, then lines '- text', which stand
+    in this function once, and '+ text', what comes in their place. The function begins with its other body: a mutant like all others."""
     bodies, found, wrong = {}, [], []
     for s in sources:
         for name, first, last in s.functions():
             bodies.setdefault(name, []).append((s, s.start(first) + 1, s.start(last)))
     for entry in re.findall(r'(?m)^[^#\s+-].*\n(?:[+-].*\n)+', text):
         head, *lines = entry.rstrip('\n').split('\n')
-        name, function = head.split()
+        name, function, *programs = head.split()
         old, new = ('\n'.join(line[2:] for line in lines if line[0] == sign) for sign in '-+')
         where = [(s, at, s.text[at:end]) for s, at, end in bodies.get(function, [])
                  if old and old in s.text[at:end]]
@@ -356,6 +357,7 @@ def of_list(sources, text):
                    f'{" ".join(old.split())}', at, at, f' if (MUTANT(@)) {{ {other}{end} }}')
         m.file, m.name, m.line = s.name, name, s.line_of(at + body.index(old))
         m.first_line = m.last_line = s.line_of(at)
+        m.programs = programs
         found.append(m)
     if len(found) > MOST_LISTED:
         wrong.append(f'{len(found)} listed faults: at most {MOST_LISTED}')
