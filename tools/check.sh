@@ -286,8 +286,8 @@ gate_errors() { # ids of error texts, and the table of them
     python3 tools/errors
 }
 
-# The faults of tools/mutations.txt still fit; quick tests catch most of a fixed sample of mutants. A
-# mutant that lives fails nothing: a change may draw another one. Tests that see nothing do.
+# The faults of tools/mutations.txt still fit; quick tests catch most of a fixed sample of mutants.
+# One that lives fails nothing, as a change may draw another one. Tests that see nothing do.
 gate_mutations() {
     local log=$work/mutations.log
     need python3

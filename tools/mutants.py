@@ -332,7 +332,8 @@ def marked(s):
 def of_list(sources, text):
     """The mutants of a list of faults that no operator makes, and what is wrong with it. An entry
     is 'ID FUNCTION [PROGRAM]', the program whose tests run first, then lines '- text', which stand
-    in this function once, and '+ text', what comes in their place. The function begins with its other body: a mutant like all others."""
+    in this function once, and '+ text', what comes in their place. The function begins with its
+    other body, so that the mutant is like all others."""
     bodies, found, wrong = {}, [], []
     for s in sources:
         for name, first, last in s.functions():
