@@ -1773,6 +1773,28 @@ static void refused_calls(lab_rank *r) {
     REFUSED(NULL, fsdp_dtensor_check(b.dm, NULL, x, "w"), "[E154] dtensor_check");
     refused_staging(&b, shape);
 }
+/* A part without elements needs no memory. */
+static void null_parts(lab_rank *r) {
+    static const int32_t mesh[1] = {2};
+    static const int64_t shape[1] = {1};
+    const int is_empty = fsdp_rank(r->w) == 1;
+    float *x;
+    bed b;
+    bed_open(&b, r->w, 1, mesh, 0);
+    CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&x));
+    fsdp_redistribution *whole = make(&b, "whole", "S0", "R", FSDP_SUM, 1, shape);
+    fsdp_redistribution *part = make(&b, "part", "R", "S0", FSDP_SUM, 1, shape);
+    if (is_empty)
+        REFUSED(b.w, fsdp_redistribute(whole, NULL, NULL), "dst is NULL and its part has 1 element");
+    x[0] = 7;
+    CALL(b.w, fsdp_redistribute(whole, x + 8, is_empty ? NULL : x));
+    CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+    CHECK(x[8] == 7);
+    CALL(b.w, fsdp_redistribute(part, is_empty ? NULL : x + 16, x + 8));
+    CALL(b.w, fsdp_wait_stream(b.model, FSDP_STREAM_COMPUTE));
+    CHECK(is_empty || x[16] == 7);
+}
+TEST(dtensor_errors, null_parts) { lab_run(2, NULL, null_parts, NULL); }
 TEST(dtensor_errors, calls) { lab_run(2, NULL, refused_calls, NULL); }
 
 /* ---- ranks that disagree --------------------------------------------------------------------- */

@@ -404,8 +404,11 @@ TEST(scaler, one_collective) {
 
 /* Rank 0 differs in one number of its state; in row 0 in none. */
 static void different(job *j) {
-    static const char *const names[] = {"growth_tracker", "scale", "growth_factor",
-                                        "backoff_factor", "growth_interval"};
+    static const char *const says[] = {"growth_tracker: it is 0 on one and 1 on another",
+                                       "scale: it is 255 on one and 256 on another",
+                                       "growth_factor: it is 2 on one and 2.5 on another",
+                                       "backoff_factor: it is 0.25 on one and 0.5 on another",
+                                       "growth_interval: it is 10 on one and 11 on another"};
     for (int n = 0; n < 6; n++) {
         fsdp_grad_scaler_state s = {256, 2, 0.5, 10, 0};
         make_model(j);
@@ -420,7 +423,7 @@ static void different(job *j) {
         const fsdp_status status = fsdp_grad_scaler_unscale(j->scaler);
         CHECK_STATUS(status, n ? FSDP_ERR_MISMATCH : FSDP_OK);
         if (n) {
-            CHECK_MSG(strstr(fsdp_last_error(j->w), names[n - 1]), "%s", fsdp_last_error(j->w));
+            CHECK_MSG(strstr(fsdp_last_error(j->w), says[n - 1]), "%s", fsdp_last_error(j->w));
             CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
         }
         fsdp_model_destroy(j->model);

@@ -462,6 +462,119 @@ def test_floors_have_room():
         for b in boxes[:i]:
             check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
 
+MUTATED = """/* core/small.h - SPDX-License-Identifier: MIT */
+enum { FSDPI_RED, FSDPI_GREEN, FSDPI_COUNT };
+static int fsdpi_least(int a, int b) { return a < b ? a : b; } // equivalent compare: equal values
+// A comment with a < b, and "a string" { ( of which nothing is a mutant.
+static int fsdpi_sum(const int *list, int n) {
+    int values[4] = {0}, sum = 0;
+    (void)values;
+    for (int i = 0; i < n; i++) {
+        if (list[i] > 0 && n != 7) sum += list[i];
+    }
+    return sum - (n == 1);
+}
+static int fsdpi_color(int x) {
+    switch (x) {
+    case FSDPI_RED: return FSDPI_GREEN;
+    default: break;
+    }
+    return 7;
+}
+static void fsdpi_clear(int *list, int n) {
+    while (n > 0) list[--n] = 0;
+}
+"""
+MUTATED_MAKEFILE = """MAKE_shm := COLOR=red
+RUN_shm := WORDS=two build/tests/test_small:small.* build/tests/test_broken
+build/tests/%: tests/%.c core/small.h
+\t@mkdir -p $(@D)
+\t@cc $(CPPFLAGS) $(CFLAGS) $(WARN) -I. -o $@ $<
+"""
+MUTATED_TEST = """/* SPDX-License-Identifier: MIT */
+#include <stdio.h>
+#include <string.h>
+#include "core/small.h"
+int main(int argc, char **argv) {
+    int list[] = {1, -2, 3}, last = argc > 1 && !strstr(argv[argc - 1], "first"), good;
+    if (argc > 1 && !strcmp(argv[1], "--list")) return printf("small.first\\nsmall.second\\n") < 0;
+    good = last ? fsdpi_sum(list, 3) == 4 : fsdpi_least(list[0], list[1]) == -2;
+    if (last) fsdpi_clear(list, 3), good &= !list[0] && !list[2];
+    return !good;
+}
+"""
+
+
+def mutate(root, *args, entries="", status=0):
+    """What tools/mutate says of a small library in this directory, whose tests see some of it."""
+    files = {"core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE, "tests/test_small.c": MUTATED_TEST,
+             "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries}
+    tree = os.path.join(root, "tree")
+    for name, text in files.items():
+        os.makedirs(os.path.join(tree, os.path.dirname(name)), exist_ok=True)
+        with open(os.path.join(tree, name), "w", encoding="utf-8") as f:
+            f.write(text)
+    sh("git init -q && git add .", cwd=tree)
+    r = subprocess.run([os.path.join(TOOLS, "mutate"), "--tree", tree, "--scratch", os.path.join(root, "copy"),
+                        *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    check(r.returncode == status, f"mutate {args}: status {r.returncode}: {r.stdout}")
+    return r.stdout
+
+
+def test_mutants_of_a_source():
+    """Each operator makes its mutants, and none of what is no expression or is marked."""
+    with tempfile.TemporaryDirectory() as root:
+        names = [line.split("  ")[0][len("core/small.h:fsdpi_"):] for line in mutate(root, "--list").split("\n")]
+        for wanted in ["sum:compare:1", "sum:condition:2", "sum:statement:1", "sum:assign:1", "sum:swap:1",
+                       "sum:+1:1", "sum:-1:1", "color:enum:1", "color:statement:1", "clear:statement:1"]:
+            check(wanted in names, f"no {wanted}: {names}")
+        # the test of the loop is no if; `case` is a constant; the last return and the marked line stay
+        check(sum(n.startswith("sum:condition") for n in names) == 2, names)
+        check(sum(n.startswith("color:enum") for n in names) == 1, names)
+        check(not any(n.startswith(("least:compare", "least:statement")) for n in names), names)
+        check(sum(n.startswith("sum:statement") for n in names) == 1, names)
+        drawn = mutate(root, "--list", "--sample", "5")
+        check(drawn.count("\n") == 5 and drawn == mutate(root, "--list", "--sample", "5"), drawn)
+        check(drawn != mutate(root, "--list", "--sample", "5", "--seed", "2"), drawn)
+
+
+LISTED = """# a comment
+small.swapped fsdpi_least
+- a < b ? a : b
++ a < b ? b : a
+
+small.void fsdpi_clear
+- list[--n] = 0;
++ list[--n] = 1;
+
+small.nowhere fsdpi_least
+- a > b
++ a
+
+small.no_c fsdpi_sum
+- return sum
++ return zum
+"""
+
+
+def test_mutants_run():
+    """What tests see is caught; what they do not see lives; what they do not reach is told."""
+    with tempfile.TemporaryDirectory() as root:
+        out = mutate(root, entries=LISTED, status=1)
+        for line in ["caught    small.swapped  by test_small (small.first)",
+                     "caught    small.void  by test_small (small.second)",
+                     "broken    small.nowhere: its text is in fsdpi_least 0 times", "broken    small.no_c  core/small.h:11",
+                     "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
+                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: without the condition n != 7",
+                     "UNREACHED core/small.h:fsdpi_color:enum:1", "left out: test_broken (small.first): it fails without"]:
+            check(line in out, f"{line}: {out}")
+        only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
+        check("1 mutants in" in only and "1 caught, 0 lived" in only and "built" not in only, only)
+        mutate(root, "--only", "small.void", entries=LISTED[:LISTED.index("small.nowhere")])
+        mutate(root, "--function", "fsdpi_sum", "--least", "0.5")
+        mutate(root, "--function", "fsdpi_color", "--least", "0.5", status=1)
+
+
 
 if __name__ == "__main__":
     run("tools", globals())
