@@ -12,6 +12,19 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
+// Alone, the sizes and names of dtypes are compiled in here, as private functions.
+#ifndef FSDPI_CORE_DTYPE_H
+#undef FSDP_API
+#undef FSDP_STATIC
+#define FSDP_STATIC
+#define FSDP_MATH_ONLY
+#include "../fsdp.h"
+#include "../core/dtype.h"
+#undef FSDP_STATIC
+#undef FSDP_MATH_ONLY
+#undef FSDP_API
+#define FSDP_API extern
+#endif
 #include "../fsdp.h"
 #include "../core/float.h"
 #include "fsdp_cuda_kernels.h"
