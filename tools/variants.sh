@@ -62,6 +62,23 @@ programs() { # TAGS
             return names(night, tag) ||
                    names(plain, "MANY_RANKS") && (names(plain, tag) || by_default(tag))
         }
+        function take(text,    line, said, part, other) {
+            line = code(text)
+            while (match(line, /(AT_NIGHT|NO)\([^()]*\)/)) {
+                said = substr(line, RSTART, RLENGTH)
+                line = substr(line, 1, RSTART - 1) " " substr(line, RSTART + RLENGTH)
+                if (said ~ /^AT_NIGHT/) night = night " " said
+                if (text ~ /^#define TAGS/) refused = refused " " said
+            }
+            if (line ~ /[A-Z]/) plain = plain " " line
+            if (text !~ /^#include "test_.*\.c"/) return
+            other = FILENAME # its tests are in this program, too
+            sub(/[^\/]*$/, "", other)
+            split(text, part, "\"")
+            other = other part[2]
+            while ((getline line <other) > 0) take(line)
+            close(other)
+        }
         function tell(    i, word) {
             for (i = 1; i <= num; i++) {
                 word = words[i]
@@ -80,16 +97,7 @@ programs() { # TAGS
             plain = night = refused = ""
             inside = 0
         }
-        {
-            line = code($0)
-            while (match(line, /(AT_NIGHT|NO)\([^()]*\)/)) {
-                said = substr(line, RSTART, RLENGTH)
-                line = substr(line, 1, RSTART - 1) " " substr(line, RSTART + RLENGTH)
-                if (said ~ /^AT_NIGHT/) night = night " " said
-                if ($0 ~ /^#define TAGS/) refused = refused " " said
-            }
-            if (line ~ /[A-Z]/) plain = plain " " line
-        }
+        { take($0) }
         END { tell() }' tests/*/test_*.c tests/*/conformance.c
 }
 

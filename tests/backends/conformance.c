@@ -40,13 +40,14 @@ static const backend backends[] = {
    longest on one backend, and shows what others have shown, runs at night. */
 static h_tags tags_of(const backend *row) {
     const int several = row->world > 2, many = row->world > 3 && !row->near;
+    const int sanitized = several && !strstr(row->name, "/tcp/");
     if (!strncmp(row->name, "gloo/", 5)) {
         if (many || (row->threads && !several)) return NO(SHM) | AT_NIGHT(GLOO);
-        return NO(SHM) | GLOO | (!several ? 0 : row->threads ? GLOO_TSAN : GLOO_ASAN);
+        return NO(SHM) | GLOO | (!sanitized ? 0 : row->threads ? GLOO_TSAN : GLOO_ASAN);
     }
     if (!strncmp(row->name, "nccl/", 5)) { /* there are four devices, and no more */
         if (many) return NO(SHM) | GPU;
-        return NO(SHM) | STUB | GPU | (!several ? 0 : row->threads ? STUB_TSAN : STUB_ASAN);
+        return NO(SHM) | STUB | GPU | (!sanitized ? 0 : row->threads ? STUB_TSAN : STUB_ASAN);
     }
     return BITS | (row->threads ? TSAN : AT_NIGHT(TSAN)) | (many ? MANY_RANKS : 0);
 }

@@ -289,6 +289,7 @@ SOURCES = {
     "core/test_one.c": "#define TAGS NO(ASAN)\nTEST(a, d,\n     AT_NIGHT(GLOO)) {}\n",
     "net/test_only.c": "#define TAGS NO(SHM) | GLOO\nTEST(a, e, NO(GLOO) | NCCL) {}\n",
     "net/test_rows.c": "#define TAGS AT_NIGHT(ASAN)\nTEST_P(a, f, rows, row->x ? MANY_RANKS : BITS | ASAN) {}\n",
+    "net/test_twice.c": "#include \"test_only.c\"\n",
     "net/conformance.c": "TEST(a, g, NIGHT) {}\n",
     "net/probe.c": "TEST(a, h, GLOO) {}\n",
 }
@@ -317,10 +318,10 @@ def test_variants():
         says("list test", "net shm")
         says("list check", "fast asan")
         says("list nightly", "net shm fast asan")
-        says("programs gloo", "test_file test_only")
+        says("programs gloo", "test_file test_only test_twice")
         says("programs night.gloo", "test_one")
-        says("programs gloo:nccl", "test_file test_only")
-        says("programs nccl:-gloo", "test_only")
+        says("programs gloo:nccl", "test_file test_only test_twice")
+        says("programs nccl:-gloo", "test_only test_twice")
         says("programs shm", "test_file test_one test_plain test_rows conformance")
         says("programs night.shm", "conformance")
         says("programs asan", "test_plain test_rows conformance")
@@ -328,27 +329,29 @@ def test_variants():
         says("programs bits", "test_rows")
         says("programs night.bits", "test_rows")
         says("programs tsan", "")
-        says("make test net", "BUILD=b/net GLOO=yes b/net/tests/test_file b/net/tests/test_only")
+        says("make test net", "BUILD=b/net GLOO=yes b/net/tests/test_file b/net/tests/test_only "
+             "b/net/tests/test_twice")
         says("make check fast", "BUILD=b/fast 'C=-O -g' b/fast/tests/test_rows")
         says("make test shm", "BUILD=b examples " + " ".join(
             f"b/tests/{n}" for n in "test_file test_one test_plain test_rows conformance".split()))
         says("runs check fast", "bits FSDP_BUILD=b/fast C=3 b/fast/tests/test_rows")
         says("runs nightly net", "night.gloo FSDP_BUILD=b/net A=1 B=2 b/net/tests/test_one "
-             "nccl:-gloo FSDP_BUILD=b/net b/net/tests/test_only")
+             "nccl:-gloo FSDP_BUILD=b/net b/net/tests/test_only "
+             "nccl:-gloo FSDP_BUILD=b/net b/net/tests/test_twice")
 
 
 def test_run_tests_of_a_variant():
     """Programs that have tests with the tags run with them, in the environment of the table."""
     script = """#!/bin/sh
 case "$*" in
-*--list*--tags=gloo:-slow*) [ "${0##*/}" = test_only ] || echo a.c ;;
-*--list*) echo a.c ;;
+*--list*--tags=gloo:-slow*) [ "${0##*/}" != test_file ] || echo a.c ;;
+*--list*) [ "${0##*/}" = test_twice ] || echo a.c ;;
 *) echo "[ RUN      ] a.c"; echo "[       OK ] a.c ($A $B $FSDP_BUILD ${0##*/} $*)" ;;
 esac
 """
     with variants() as (root, run_there):
         os.makedirs(os.path.join(root, "b/net/tests"))
-        for name in "test_file", "test_only", "test_one":
+        for name in "test_file", "test_only", "test_one", "test_twice":
             path = os.path.join(root, "b/net/tests", name)
             with open(path, "w", encoding="utf-8") as f:
                 f.write(script)
