@@ -107,12 +107,12 @@ programs) programs "$2" ;;
 make | runs)
     dir=$build/$3
     [ "$3" != shm ] || dir=$build
-    [ "$1" != make ] || echo "BUILD=$dir"
+    [ "$1" != make ] || echo -n "BUILD=$dir"
     lines "$2" | while IFS='|' read -r name words tags environment; do
         [ "$name" = "$3" ] || continue
-        front="$tags	FSDP_BUILD=$dir ${environment:+$environment }"
+        front="$tags"$'\t'"FSDP_BUILD=$dir ${environment:+$environment }"
         case $1 in
-        make) echo "$words" $(programs "$tags" | sed "s|^|$dir/tests/|") ;;
+        make) echo -n "" $words $(programs "$tags" | sed "s|^|$dir/tests/|") ;;
         runs) programs "$tags" | sed "s|^|$front$dir/tests/|" ;;
         esac
     done ;;

@@ -998,7 +998,9 @@ static void walk_all(int world, int partners) {
     free(w);
 }
 
-TEST_P(train, every_small_unit, walk_rows, SLOW | RANKS(row->world)) { walk_all(row->world, W_SLOW ? 0 : row->partners); }
+TEST_P(train, every_small_unit, walk_rows, SLOW | RANKS(row->world)) {
+    walk_all(row->world, W_SLOW ? 0 : row->partners);
+}
 TEST_P(long_train, every_small_unit, walk_rows, SECONDS(300) | NIGHT) {
     walk_all(row->world, row->long_partners);
 }
