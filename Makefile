@@ -31,8 +31,7 @@ HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
 PARTS    := $(wildcard core/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h)# of the headers
 PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/probe_*.c))))
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
-BENCHES  := $(patsubst bench/%.c,$(BUILD)/bench/%,$(filter-out bench/bench_gpu.c,\
-              $(wildcard bench/bench_*.c)))
+BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := tools/fsdprun
 TOOLS    := tools/fsdpck $(FSDPRUN)
@@ -121,7 +120,8 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
 $(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h core/dtype.h \
-    core/shard_math.h core/backend.h Makefile $(NCCL_MK) | $(BUILD)
+    core/shard_math.h core/backend.h Makefile \
+    $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
 $(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) Makefile \
