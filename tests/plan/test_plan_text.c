@@ -254,7 +254,7 @@ TEST_P(plan_text, golden, golden) {
     const char *slash = strrchr(__FILE__, '/');
     fsdp_plan_desc d = FSDP_ZERO;
     plan_net n = row == golden + 2 ? plan_chain(64, 16, 16) : plan_nested();
-    snprintf(path, sizeof path, "%.*s/golden/plan_%s.txt", slash ? (int)(slash - __FILE__) : 1,
+    snprintf(path, sizeof path, "%.*s/../golden/plan_%s.txt", slash ? (int)(slash - __FILE__) : 1,
              slash ? __FILE__ : ".", row->name);
     d.without = 1u << FSDP_PASS_ARENA;
     d.most_bytes = row == golden ? 4416 : row == golden + 1 ? 4416 + 2 * 2176 : 0;
