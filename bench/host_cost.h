@@ -1,4 +1,4 @@
-/* host_cost.h - the work of bench_host, bench_plan and tests/test_budget.c: hooks of units of 12
+/* host_cost.h - the work of bench_host, bench_plan and tests/core/test_budget.c: hooks of units of 12
    parameters on a device and a comm that do nothing, and the instructions that they take by
    valgrind's callgrind. Include it after fsdp_plan.h with FSDP_IMPLEMENTATION and after sim.h.
 

@@ -8,15 +8,22 @@
        static void body(int rank, int world, void *arg) { ... CHECK(...) ... }
        TEST_P(gather, ranks, sizes) { h_ranks_proc(row->world, body, NULL); }
 
-   A program: TEST  TEST_TIMEOUT  TEST_P  TEST_P_TIMEOUT; main() comes with the header.
+   A program: TEST  TEST_P; main() comes with the header.
+   A test says in which variants it runs, by tags (H_TAG_LIST), and how long it may take. That
+   stands after its name; for all tests of a file before this header. In a TEST_P it may use `row`:
+       #define TAGS GLOO
+       TEST(mesh, random, SLOW | SECONDS(300)) { ... }
+       TEST_P(gather, ranks, sizes, row->world > 8 ? AT_NIGHT(GLOO) : 0) { ... }
+   A test that says nothing runs over shared memory, and again with the address sanitizer.
    In a test: CHECK  CHECK_MSG  CHECK_EQ_INT  CHECK_EQ_STR  CHECK_EQ_MEM  CHECK_NEAR  CHECK_OK
               CHECK_STATUS  SKIP  h_message  h_tmpdir  h_free_port  h_seed  h_rand64  h_now_ms
               h_calm_ms  h_entries
    Ranks:     h_ranks_proc  h_ranks_thread  h_mark  h_await_marks  h_die
    A failed check prints and ends its process at once, so it is valid in any thread and any child.
 
-   Options: --filter=A:-B  names with A (a glob if it has * or ?), without B; --list; --seed=N;
-            --tap; --repeat=N; --timeout-mult=X (also the environment's TEST_TIMEOUT_MULT).
+   Options: --filter=A:-B  names with A (a glob if it has * or ?), without B; --tags=A:-B  tests
+            with the tag A, without B; night.A: those with AT_NIGHT(A); --list; --seed=N; --tap;
+            --repeat=N; --timeout-mult=X (also the environment's TEST_TIMEOUT_MULT).
    Exit status: 0 if something ran and nothing failed, else 1.
 
    SPDX-License-Identifier: MIT */
@@ -48,7 +55,7 @@
 
 #define H_FN           static __attribute__((unused))
 #define H_PRINTF(a, b) __attribute__((format(printf, a, b)))
-#define H_TIMEOUT_S    60.0 /* of a test that names none */
+#define H_TIMEOUT_S    60 /* of a test that names none */
 enum { H_EXIT_FAILED = 1, H_EXIT_SKIPPED = 77, H_EXIT_TIMEOUT = 78 };
 enum { H_RANKS_MAX = 512, H_TEXT_MAX = 1024, H_NOTES_MAX = 8192 };
 enum { H_RUNNING, H_RETURNED, H_DIES }; /* how a process of the test stands */
@@ -63,11 +70,48 @@ typedef struct {
     int marks[8];                /* how many have come to a place: h_mark */
 } h_board;
 
+/* What a test says of itself: tags, tags of the night, tags that it refuses, its timeout. A tag is
+   the name of a way to run tests, as the table tests/variants has them; but for two. */
+typedef uint64_t h_tags;
+#define H_TAG_LIST(X)                                                                              \
+    X(SLOW, "slow") /* make quick leaves it out */                                                 \
+    X(MANY_RANKS, "many_ranks") /* more than three, which meet in all the ways in which more do:   \
+                       SLOW, and with sanitizers and -Ofast at night only */                       \
+    X(SHM, "shm")   /* over shared memory: each test that does not say NO(SHM) */                  \
+    X(ASAN, "asan") /* the same with the address sanitizer: each that does not say NO(ASAN) */     \
+    X(TSAN, "tsan") /* the same with the thread sanitizer: what threads of ours do */              \
+    X(BITS, "bits") /* the same with -Ofast: bits that depend on no liberty of the compiler */     \
+    X(VALGRIND, "valgrind")                                                                        \
+    X(GLOO, "gloo") /* over Gloo: several ranks on a real backend */                               \
+    X(GLOO_ASAN, "gloo_asan")                                                                      \
+    X(GLOO_TSAN, "gloo_tsan")                                                                      \
+    X(NCCL, "nccl") /* over NCCL: on its stand-in, and on a GPU */                                 \
+    X(ONE_GPU, "one_gpu") /* over NCCL on its stand-in, by ranks that share a GPU */               \
+    X(STUB, "stub") /* built with the stand-ins for CUDA and NCCL */                               \
+    X(STUB_ASAN, "stub_asan")                                                                      \
+    X(STUB_TSAN, "stub_tsan")                                                                      \
+    X(GPU, "gpu") /* built for a GPU, for make gpu-test */
+#define H_ONE(name, word) H_##name##_AT,
+enum { H_TAG_LIST(H_ONE) H_NUM_TAGS };
+#undef H_ONE
+#define H_ONE(name, word)                                                                          \
+    static const h_tags name __attribute__((unused)) = (h_tags)1 << H_##name##_AT;
+H_TAG_LIST(H_ONE)
+#undef H_ONE
+#define AT_NIGHT(tags) ((h_tags)(tags) << 16)     /* these only by make nightly */
+#define NO(tags)       ((h_tags)(tags) << 32)     /* none of these */
+#define SECONDS(n)     ((h_tags)((n) * 10) << 48) /* the timeout, else H_TIMEOUT_S */
+#define NIGHT          (AT_NIGHT(SHM) | NO(0xffff)) /* by make nightly, and in no other variant */
+#ifndef TAGS
+#define TAGS 0
+#endif
+
 typedef struct {
     const char *name;
     void (*run)(size_t row);
     size_t row;
     double seconds;
+    h_tags day, night;
 } h_test;
 
 static h_test *h_tests;
@@ -76,7 +120,7 @@ static h_board *h_shared;
 static uint64_t h_seed_value = 1;
 static int64_t h_deadline_ms;
 static char h_base[256], h_dir[320]; /* temporary directory of the run, and of this test */
-static const char *h_filter = "", *h_program = "";
+static const char *h_filter = "", *h_tag_filter = "", *h_program = "";
 static int h_tap;
 static volatile sig_atomic_t h_signal;
 static __thread int h_rank = -1; /* of this process or thread */
@@ -449,38 +493,55 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
 
 /* ---- registration ---------------------------------------------------------------------------- */
 
+/* Adds to what is known of a test: its own words, which come later, hold against those of its file.
+   Of words that are said at once, the night holds against NO, and both against the day. */
+H_FN void h_say(h_test *t, h_tags words) {
+    const h_tags day = words & 0xffff, night = words >> 16 & 0xffff, no = words >> 32 & 0xffff;
+    t->night = (t->night & ~day & ~no) | night;
+    t->day = (t->day | day) & ~no & ~night;
+    if (words >> 48) t->seconds = (double)(words >> 48) / 10;
+}
+
 H_FN void h_register(const char *name, const char *row_name, void (*run)(size_t), size_t row,
-                     double seconds) {
+                     h_tags file, h_tags own) {
     size_t size = strlen(name) + (row_name ? strlen(row_name) : 0) + 2;
     char *full = (char *)malloc(size);
+    h_test *t;
     h_tests = (h_test *)realloc(h_tests, sizeof *h_tests * (size_t)(h_test_count + 1));
     if (!full || !h_tests) abort();
     snprintf(full, size, "%s%s%s", name, row_name ? "/" : "", row_name ? row_name : "");
-    h_tests[h_test_count].name = full;
-    h_tests[h_test_count].run = run;
-    h_tests[h_test_count].row = row;
-    h_tests[h_test_count++].seconds = seconds;
+    t = &h_tests[h_test_count++];
+    memset(t, 0, sizeof *t);
+    t->name = full, t->run = run, t->row = row;
+    h_say(t, SHM | ASAN | SECONDS(H_TIMEOUT_S));
+    h_say(t, file);
+    h_say(t, own);
+    if (!(t->day & SHM)) h_say(t, NO(ASAN));
+    if (t->day & MANY_RANKS) h_say(t, SLOW | AT_NIGHT(t->day & (ASAN | TSAN | BITS | STUB_TSAN)));
 }
 
-#define TEST(suite, name) TEST_TIMEOUT(suite, name, H_TIMEOUT_S)
-#define TEST_TIMEOUT(suite, name, seconds)                                                         \
-    static void h_test_##suite##_##name(void);                                                     \
-    static void h_run_##suite##_##name(size_t i) { (void)i, h_test_##suite##_##name(); }           \
-    static void __attribute__((constructor)) h_reg_##suite##_##name(void) {                        \
-        h_register(#suite "." #name, NULL, h_run_##suite##_##name, 0, seconds);                    \
+/* TEST(suite, name) or TEST(suite, name, TAGS_AND_SECONDS). */
+#define TEST(...) H_TEST(__VA_ARGS__, 0, 0)
+#define H_TEST(suite, title, own, ...)                                                             \
+    static void h_test_##suite##_##title(void);                                                    \
+    static void h_run_##suite##_##title(size_t i) { (void)i, h_test_##suite##_##title(); }         \
+    static void __attribute__((constructor)) h_reg_##suite##_##title(void) {                       \
+        h_register(#suite "." #title, NULL, h_run_##suite##_##title, 0, TAGS, own);                \
     }                                                                                              \
-    static void h_test_##suite##_##name(void)
+    static void h_test_##suite##_##title(void)
 
 /* One test for each element of an array of structs that have a `const char *name`; the body sees
-   its element through the pointer `row`. */
-#define TEST_P(suite, name, table) TEST_P_TIMEOUT(suite, name, table, H_TIMEOUT_S)
-#define TEST_P_TIMEOUT(suite, title, table, seconds)                                               \
+   its element through the pointer `row`. TEST_P(suite, name, table) or, with tags, a fourth. */
+#define TEST_P(...) H_TEST_P(__VA_ARGS__, 0, 0)
+#define H_TEST_P(suite, title, table, own, ...)                                                    \
     static void h_test_##suite##_##title(__typeof__(&(table)[0]) row);                             \
     static void h_run_##suite##_##title(size_t i) { h_test_##suite##_##title(&(table)[i]); }       \
     static void __attribute__((constructor)) h_reg_##suite##_##title(void) {                       \
         size_t i;                                                                                  \
-        for (i = 0; i < sizeof(table) / sizeof(table)[0]; i++)                                     \
-            h_register(#suite "." #title, (table)[i].name, h_run_##suite##_##title, i, seconds);   \
+        for (i = 0; i < sizeof(table) / sizeof(table)[0]; i++) {                                   \
+            __typeof__(&(table)[0]) row = &(table)[i];                                             \
+            h_register(#suite "." #title, row->name, h_run_##suite##_##title, i, TAGS, own);       \
+        }                                                                                          \
     }                                                                                              \
     static void h_test_##suite##_##title(__typeof__(&(table)[0]) row __attribute__((unused)))
 
@@ -490,21 +551,36 @@ H_FN int h_by_name(const void *a, const void *b) {
     return strcmp(((const h_test *)a)->name, ((const h_test *)b)->name);
 }
 
-/* Patterns separated by ':'; one that begins with '-' excludes. */
-H_FN int h_selected(const char *name) {
-    const char *p = h_filter;
-    int any_positive = 0, chosen = 0;
+/* Words separated by ':'; one that begins with '-' excludes. */
+H_FN int h_chosen(const char *words, int (*matches)(const h_test *, const char *),
+                  const h_test *t) {
+    const char *p = words;
+    int any_positive = 0, chosen = 0, excluded = 0;
     while (*p) {
-        char pattern[H_TEXT_MAX];
+        char word[H_TEXT_MAX];
         size_t length = strcspn(p, ":"), minus = *p == '-';
-        int hit;
-        snprintf(pattern, sizeof pattern, "%.*s", (int)(length - minus), p + minus);
-        hit = strpbrk(pattern, "*?") ? !fnmatch(pattern, name, 0) : strstr(name, pattern) != NULL;
-        if (minus && hit) return 0;
-        if (!minus) any_positive = 1, chosen |= hit;
+        snprintf(word, sizeof word, "%.*s", (int)(length - minus), p + minus);
+        if (minus) excluded |= matches(t, word);
+        else any_positive = 1, chosen |= matches(t, word);
         p += length + (p[length] == ':');
     }
-    return chosen || !any_positive;
+    return !excluded && (chosen || !any_positive);
+}
+
+H_FN int h_has_name(const h_test *t, const char *pattern) {
+    if (strpbrk(pattern, "*?")) return !fnmatch(pattern, t->name, 0);
+    return strstr(t->name, pattern) != NULL;
+}
+
+H_FN int h_has_tag(const h_test *t, const char *word) {
+#define H_ONE(name, word) word,
+    static const char *const words[] = {H_TAG_LIST(H_ONE)};
+#undef H_ONE
+    int at_night = !strncmp(word, "night.", 6), i;
+    for (i = 0; i < H_NUM_TAGS; i++)
+        if (!strcmp(words[i], word + 6 * at_night)) return (int)((at_night ? t->night : t->day) >> i & 1);
+    fprintf(stderr, "%s: no tag is named '%s'\n", h_program, word);
+    exit(2);
 }
 
 H_FN void h_on_signal(int sig) { h_signal = sig; }
@@ -638,6 +714,7 @@ H_FN int h_main(int argc, char **argv) {
     for (i = 1; i < argc; i++) {
         const char *a = argv[i], *value = strchr(a, '=') ? strchr(a, '=') + 1 : "";
         if (!strncmp(a, "--filter=", 9)) h_filter = value;
+        else if (!strncmp(a, "--tags=", 7)) h_tag_filter = value;
         else if (!strncmp(a, "--seed=", 7)) h_seed_value = strtoull(value, NULL, 0);
         else if (!strncmp(a, "--repeat=", 9)) repeat = (int)strtol(value, NULL, 10);
         else if (!strncmp(a, "--timeout-mult=", 15)) mult = strtod(value, NULL);
@@ -645,8 +722,8 @@ H_FN int h_main(int argc, char **argv) {
         else if (!strcmp(a, "--tap")) h_tap = 1;
         else {
             fprintf(stderr,
-                    "usage: %s [--filter=A:-B] [--list] [--seed=N] [--tap] [--repeat=N] "
-                    "[--timeout-mult=X]\n",
+                    "usage: %s [--filter=A:-B] [--tags=A:-B] [--list] [--seed=N] [--tap] "
+                    "[--repeat=N] [--timeout-mult=X]\n",
                     argv[0]);
             return 2;
         }
@@ -660,7 +737,8 @@ H_FN int h_main(int argc, char **argv) {
     }
     for (i = 0; i < h_test_count; i++) {
         h_test t = h_tests[i];
-        if (!h_selected(t.name)) continue;
+        if (!h_chosen(h_tag_filter, h_has_tag, &t)) continue;
+        if (!h_chosen(h_filter, h_has_name, &t)) continue;
         h_tests[i] = h_tests[kept]; /* kept for leak checkers */
         h_tests[kept++] = t;
     }

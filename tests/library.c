@@ -1,6 +1,6 @@
 /* library.c - the one object of a variant (shared memory, Gloo, stand-ins of NCCL; a sanitizer): the
    library's implementation, and the few of its private functions that tests have a use for. Tests
-   are linked with it. Those in private/, which look at private names, include it instead.
+   are linked with it. Those that look at more private names include it instead.
 
    SPDX-License-Identifier: MIT */
 #define FSDP_BACKEND_FAKE 1 /* beside those of the variant: never the default */

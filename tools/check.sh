@@ -8,8 +8,8 @@
 #
 # `nightly` are those that `ci` leaves out. A gate is a function gate_KIND; its name is KIND and the
 # function's arguments, joined by dots. It passes by exit status 0, is skipped by 77 (its last line
-# is the reason), else it fails, and then its output is shown. Flags and lists of tests come from
-# the Makefile, and tools/run_tests.sh runs several gates at a time: use `make check`.
+# is the reason), else it fails, and then its output is shown. Flags come from the Makefile, and
+# tools/run_tests.sh runs several gates at a time: use `make check`.
 set -uo pipefail
 build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check
 limit=900 # seconds for one gate
@@ -196,12 +196,13 @@ milliseconds() { # COMMAND...: the faster of two
 
 # Tests, examples, benchmarks and tools are free of warnings too; harness and examples also in C++.
 gate_warnings() { # COMPILER
-    local f stub std=c99 sources CWARN="$CWARN -Wno-c++-compat"
-    sources=$(existing tests/*.c tests/private/*.c tests/stubs/*.c examples/*.c bench/*.c tools/*.c)
-    case $1 in *++) std=c++11 sources=$(existing tests/*_harness.c examples/*.c) ;; esac
+    local f stub std=c99 sources of_stub CWARN="$CWARN -Wno-c++-compat"
+    of_stub=" $(tools/variants.sh programs stub | tr '\n' ' ')"
+    sources=$(existing tests/*.c tests/*/*.c examples/*.c bench/*.c tools/*.c)
+    case $1 in *++) std=c++11 sources=$(existing tests/tools/*_harness.c examples/*.c) ;; esac
     for f in $sources; do
         stub='-Itests -Itests/stubs'
-        [[ " $STUB_TESTS " != *" $(basename "$f" .c) "* ]] ||
+        [[ $of_stub != *" $(basename "$f" .c) "* ]] ||
             stub+=' -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL'
         echo "#include \"$f\"" | compile "$1" "$std" $stub -fsyntax-only
     done
@@ -276,13 +277,13 @@ gate_single_example() { # NAME
 }
 gate_single_tests() {
     local dir=$PWD/$work/single.tests of=$build/single_tests t
+    local tests='test_features test_shard test_spawn'
     single_folder "$dir"
-    make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" \
-        $(printf "$of/tests/%s " $SINGLE_TESTS)
+    make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" $(printf "$of/tests/%s " $tests)
     ! grep -qE ' (core|plan|dtensor|checkpoint|safetensors)/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
-    for t in $SINGLE_TESTS; do
-        "$of/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||
+    for t in $tests; do
+        "$of/tests/$t" --tags=shm >"$work/single.$t.log" 2>&1 ||
             die "$(grep -vE '^\[( RUN|       OK|===)' "$work/single.$t.log")"
     done
 }
@@ -418,7 +419,7 @@ gate_fuzz() { # NAME
     [ "$1" != store ] || library=
     rm -rf "$dir" && mkdir -p "$dir"/{seeds,corpus,least}
     clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
-        -fno-sanitize-recover=all "tests/private/fuzz_$1.c" $library -o "$dir/fuzz" -pthread -lm
+        -fno-sanitize-recover=all tests/*/"fuzz_$1.c" $library -o "$dir/fuzz" -pthread -lm
     FSDP_FUZZ_SEEDS=$dir/seeds FUZZ_PLAN_SEEDS=$dir/seeds "$dir/fuzz" -runs=1
     [ ! -e "$known" ] || tools/fuzz_corpus unpack "$known" "$dir/seeds"
     ASAN_OPTIONS=quarantine_size_mb=4 "$dir/fuzz" -max_len=8192 -close_fd_mask=3 \

@@ -14,7 +14,7 @@
              of core/ but core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
-             tests/; each row of docs/tests.md names one; each test of tests/test_fully_shard_*.c,
+             tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
 
@@ -350,15 +350,25 @@ def check_extensions():
 def known_tests():
     """{name of a test: its program} of the sources; rows of TEST_P not told apart."""
     known = {}
-    for path in sorted(glob.glob("tests/*.c") + glob.glob("tests/private/*.c")):
+    for path in sorted(glob.glob("tests/*/*.c")):
         for m in re.finditer(r"^TEST\w*\((\w+),\s*(\w+)", read(path), re.M):
             known[f"{m.group(1)}.{m.group(2)}"] = os.path.basename(path)[:-2]
-    for path in glob.glob("tests/test_*.py"):
+    for path in glob.glob("tests/*/test_*.py"):
         text = read(path)
         suite = re.search(r'\brun\("(\w+)", globals\(\)', text)
         for name in re.findall(r"^def test_(\w+)", text, re.M) if suite else []:
             known[f"{suite.group(1)}.{name}"] = os.path.basename(path)[:-3]
     return known
+
+
+def night_tests():
+    """Names of tests that run by make nightly only."""
+    for path in glob.glob("tests/*/*.c"):
+        text = code_of(path)
+        apart = re.search(r"^#define TAGS .*NO\(SHM", text, re.M)
+        for m in re.finditer(r"^TEST\w*\((\w+),\s*(\w+)([^{]*)", text, re.M):
+            if re.search(r"\bNIGHT\b" + r"|AT_NIGHT\((GLOO|STUB)\)" * bool(apart), m.group(3)):
+                yield f"{m.group(1)}.{m.group(2)}"
 
 
 def tables(path):
@@ -385,7 +395,7 @@ def named_in_table():
                 yield f"docs/tests.md:{line}", name
 
 
-EVENTS = "tests/test_golden_events.c"  # its rules have rows in docs/parity.md, too
+EVENTS = "tests/core/test_golden_events.c"  # its rules have rows in docs/parity.md, too
 STATES = {"done": 1, "partly": 1, "differs": 1, "own": 1, "not applicable": 0, "not yet": 0}
 
 
@@ -438,8 +448,7 @@ def read_run(path):
 
 def check_tests():
     known, named, rows = known_tests(), [], {}
-    programs = {os.path.basename(p).split(".")[0] for p in glob.glob("tests/test_*.*") +
-                glob.glob("tests/private/test_*.c")}
+    programs = {os.path.basename(p).split(".")[0] for p in glob.glob("tests/*/test_*.*")}
     for place, name in named_in_table():
         rows.setdefault(place, 0)
         if not name:
@@ -474,10 +483,10 @@ def check_tests():
     if not os.environ.get("FSDP_RAN"):
         print(f"note: {len(set(named))} names of tests")
         return
-    ran = read_run(os.environ["FSDP_RAN"])
+    ran, night = read_run(os.environ["FSDP_RAN"]), set(night_tests())
     for place, name in sorted(set(named)):
         program, test = (known[name], name) if "." in name else (name, "*")
-        if test.startswith("long_"):  # nightly
+        if test in night:
             continue
         if re.match("test_(gloo|cluster)", program) and "gloo" in ran:  # no Gloo here, as it says
             continue

@@ -36,10 +36,11 @@ die() { echo "$*" && exit 1; }
 # A test program; several ranks share the first GPU. What they compute on the host needs memory that
 # it can read.
 kind_program() { # TEST[:PATTERN]
-    local patterns=-long_*
-    [[ $1 != *:* ]] || patterns=${1#*:}:$patterns
+    local patterns=''
+    [[ $1 != *:* ]] || patterns=${1#*:}
     [ -x "$dir/tests/${1%%:*}" ] || skip "no $dir/tests/${1%%:*}"
-    FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1 $one_gpu "$dir/tests/${1%%:*}" "--filter=$patterns"
+    FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1 $one_gpu "$dir/tests/${1%%:*}" --tags=gpu:nccl \
+        ${patterns:+"--filter=$patterns"}
 }
 
 # The same, with a GPU for each rank.
@@ -53,7 +54,7 @@ kind_sanitizer() { # TOOL
     local log=$work/$1.log
     command -v compute-sanitizer >/dev/null || skip 'no compute-sanitizer'
     compute-sanitizer --tool "$1" --target-processes all \
-        "$dir/tests/test_cuda_kernels" --filter=-long_* >"$log" 2>&1 ||
+        "$dir/tests/test_cuda_kernels" --tags=gpu >"$log" 2>&1 ||
         die "$(tail -n 50 "$log")"
     grep -q ' SUMMARY: 0 ' "$log" || die 'no summary'
     ! grep ' SUMMARY: [1-9]' "$log" || die "$(grep -m 20 '^=' "$log")"
@@ -105,8 +106,8 @@ list() { # PART NAME KIND ARGUMENT...
         echo "ranks conformance.W=$w program conformance:*/nccl/processes/W=$w"
     done
     for w in 2 3; do echo "ranks parity.W=$w parity $w"; done
-    for t in ${NCCL_TESTS-}; do
-        case $t in *_faults*) ;; *) echo "nets ${t%%:*} program $t" ;; esac
+    for t in $(tools/variants.sh programs nccl); do
+        case $t in *_faults*) ;; *) echo "nets $t program $t" ;; esac
     done
     echo 'faults agree program test_agree'
     echo 'faults replicas program test_replicate_faults'

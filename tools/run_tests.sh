@@ -3,17 +3,16 @@
 # run_tests.sh - run test programs side by side; close with the time that it took, the slowest ten,
 # and one total: "N passed, N failed, N skipped".
 #
-#   tools/run_tests.sh [--filter=PATTERN] [--without=PATTERN] [--ran=FILE] WORD...
+#   tools/run_tests.sh [--target=T] [--tags=TAGS] [--filter=PATTERN] [--ran=FILE] WORD...
 #
 # A word is one of
+#   variant:NAME       its programs, with the tags that tests/variants has for T (test), and TAGS
 #   PROGRAM            prints GoogleTest's lines (tests/harness.h does); *.py is run by python3
-#   PROGRAM:PATTERN    only those tests of it
 #   gate:NAME          a gate of tools/check.sh
-#   "COMMAND ARG..."   prints such lines; a filter leaves it out, as it does *.py
 #   VARIABLE=VALUE     holds for the programs behind it, up to a word --
 #   skip:NAME:REASON   counts one test that cannot run here
 #
-# --filter runs only tests with this text, --without leaves some out; patterns are the harness's.
+# --filter runs only tests with this text, or of this glob; it leaves out *.py.
 # --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
 # gate checks that what docs/tests.md and docs/parity.md name has passed (check_text.py tests).
 # So many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
@@ -58,22 +57,22 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
         cat "$FSDP_JOBS/$2.log"
     fi
     name=$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")
-    name=${name%"$FSDP_WITHOUT"} name=${name%:} name=${name% --filter=}
+    name=${name% --filter=*}
     count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) "$name"
     exit 0
 fi
 
-filter='' without='' ran='' variables=() started=$(date +%s)
+target=test tags='' filter='' ran='' variables=() started=$(date +%s)
 while :; do
     case ${1-} in
+    --target=*) target=${1#*=} ;;
+    --tags=*) tags=${1#*=} ;;
     --filter=*) filter=${1#*=} ;;
-    --without=*) without=${1#*=} ;;
     --ran=*) ran=${1#*=} ;;
     *) break ;;
     esac
     shift
 done
-export FSDP_WITHOUT=$without
 FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
 : >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results" && : >"$FSDP_JOBS/ran"
 add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
@@ -82,16 +81,25 @@ skip() { # NAME REASON
     printf '0\t0\t0\t1\t%s\t\n' "$1" >>"$FSDP_JOBS/results"
     printf '%s\t%s\tSKIPPED\n' "$1" "$1" >>"$FSDP_JOBS/ran"
 }
-has() { # PROGRAM FILTER: any such test, or something to complain about
-    local names
-    names=$("$1" --list "--filter=$2" 2>&1) || return 0
-    [ -n "$names" ]
+# A program, if it has such tests, or something to complain about.
+program() { # PATH TAGS ENVIRONMENT...
+    local options=() names
+    [ -z "$2$tags" ] || options+=("--tags=$2${tags:+:$tags}")
+    [ -z "$filter" ] || options+=("--filter=$filter")
+    ! names=$("$1" --list "${options[@]}" 2>&1) || [ -n "$names" ] || return 0
+    add "${@:3}" "$1" "${options[@]}"
+}
+variant() { # NAME
+    local its_tags command
+    while IFS=$'\t' read -r its_tags command; do
+        program "${command##* }" "$its_tags" ${command% *}
+    done < <(tools/variants.sh runs "$target" "$1")
 }
 for word; do
     case $word in
     --) variables=() ;;
-    *\ *) [ -n "$filter" ] || add "$word" ;;
     gate:*) add "tools/check.sh --one ${word#gate:}" ;;
+    variant:*) variant "${word#variant:}" ;;
     skip:*)
         [ -n "$filter" ] || { IFS=: read -r _ name reason <<<"$word" && skip "$name" "$reason"; } ;;
     [A-Z]*=*) variables+=("$word") ;;
@@ -99,12 +107,7 @@ for word; do
         if [ -n "$filter" ]; then :
         elif command -v python3 >/dev/null; then add python3 "$word"
         else skip "$word" 'no python3'; fi ;;
-    *)
-        program=${word%%:*} pattern=${word#"$program"}
-        pattern=${filter:-${pattern#:}}${without:+:$without}
-        pattern=${pattern#:}
-        if [ -z "$pattern" ]; then add "$program"
-        elif has "$program" "$pattern"; then add "$program" "--filter=$pattern"; fi ;;
+    *) program "$word" '' ;;
     esac
 done
 seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc)))}" -n 1 "$0" --one

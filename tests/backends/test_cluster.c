@@ -1,0 +1,494 @@
+/* test_cluster.c - the ways in which programs of several hosts are started, with programs that are
+   built with the Gloo backend (make gloo): the script of examples/cluster, fsdprun on two nodes,
+   torchrun, mpirun, srun's variables; what they say when something is missing or dies; and that
+   docs/cluster.md says the same.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(ASAN) | SLOW
+#include "harness.h"
+
+#include <ctype.h> /* isspace */
+#include <sched.h> /* sched_getaffinity */
+
+enum { OUTPUT_NBYTES = 1 << 15, RANKS = 4, PROCESSES_MAX = 4 };
+
+/* ---- programs -------------------------------------------------------------------------------- */
+
+typedef struct {
+    pid_t pid;
+    char path[400], output[OUTPUT_NBYTES]; /* both streams */
+} process;
+
+static process processes[PROCESSES_MAX];
+static int num_processes;
+
+static const char *read_output(process *p) {
+    FILE *f = fopen(p->path, "r");
+    size_t length = f ? fread(p->output, 1, sizeof p->output - 1, f) : 0;
+    p->output[length] = 0;
+    if (f) fclose(f);
+    return p->output;
+}
+
+/* A shell command in the background. */
+static H_PRINTF(1, 2) process *start(const char *format, ...) {
+    process *p = &processes[num_processes];
+    char command[1500];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    CHECK(num_processes < PROCESSES_MAX);
+    snprintf(p->path, sizeof p->path, "%s/out%d", h_tmpdir(), num_processes++);
+    printf("%s\n", command);
+    fflush(NULL);
+    p->pid = fork();
+    CHECK(p->pid >= 0);
+    if (p->pid) return p;
+    int file = open(p->path, O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
+    dup2(file, STDOUT_FILENO);
+    dup2(file, STDERR_FILENO);
+    close(file);
+    execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+    _exit(127);
+}
+
+/* Its exit status; the output is read. */
+static int finish(process *p) {
+    int status = 0;
+    CHECK_EQ_INT(waitpid(p->pid, &status, 0), p->pid);
+    printf("%s", read_output(p));
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static H_PRINTF(2, 3) void says(process *p, const char *format, ...) {
+    char part[600];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(part, sizeof part, format, args);
+    va_end(args);
+    CHECK_MSG(strstr(p->output, part), "\"%s\" does not say \"%s\"", p->output, part);
+}
+
+static void wait_for(process *p, const char *part, int times) {
+    const int64_t begin = h_now_ms();
+    for (int n = 0; n < times; usleep(1000)) {
+        CHECK_MSG(h_now_ms() - begin < 30000, "\"%s\" does not say \"%s\"", p->output, part);
+        n = 0;
+        for (const char *at = read_output(p); (at = strstr(at, part)) != NULL; at++) n++;
+    }
+}
+
+static const char *build_dir(void) {
+    const char *dir = getenv("FSDP_BUILD");
+    return dir && *dir ? dir : "build";
+}
+
+/* An example that is built with the Gloo backend, which is the one that it uses; skips without. */
+static const char *program(const char *name) {
+    static char path[400];
+    static const char *const others[] = {"RANK",        "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                                         "FSDP_JOB_ID", "FSDP_STORE", "FSDP_STORE_SERVED"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) unsetenv(others[i]);
+    setenv("FSDP_BACKEND", "gloo", 1);
+    setenv("FSDP_TOKEN", "of the tests", 1); /* else there is a warning */
+    setenv("FSDP_TIMEOUT_MS", "20000", 1);
+    snprintf(path, sizeof path, "%s/gloo/examples/%s", build_dir(), name);
+    if (access(path, X_OK)) SKIP("no examples with the Gloo backend here: make gloo");
+    if (access("tools/fsdprun", X_OK)) SKIP("no tools/fsdprun here: make tools/fsdprun");
+    return path;
+}
+
+/* What the smallest trainer prints with so many ranks of one host, over shared memory. */
+static const char *on_one_host(int ranks) {
+    process *p = start("FSDP_BACKEND=shm tools/fsdprun -n %d %s", ranks, program("01_hello"));
+    CHECK_EQ_INT(finish(p), 0);
+    says(p, "step 200  loss ");
+    return p->output;
+}
+
+static int has(const char *command) {
+    char text[200];
+    snprintf(text, sizeof text, "command -v %s >/dev/null", command);
+    return system(text) == 0;
+}
+
+/* ---- all is well ----------------------------------------------------------------------------- */
+
+static char document[1 << 16];
+
+static const char *read_document(const char *path) {
+    FILE *f = fopen(path, "r");
+    CHECK_MSG(f != NULL, "no %s", path);
+    document[fread(document, 1, sizeof document - 1, f)] = 0;
+    fclose(f);
+    return document;
+}
+
+/* Its commands are those of the document, in that order. */
+TEST(cluster, two_hosts) {
+    const char *at = read_document("docs/cluster.md");
+    int commands = 0;
+    process *p = start("FSDP_LOG_LEVEL=info examples/cluster/two_hosts.sh");
+    const int status = finish(p);
+    if (status == 77) SKIP(p->output);
+    CHECK_EQ_INT(status, 0);
+    says(p, "two_hosts: the same losses as on one host\n");
+    cpu_set_t cores; /* each of the two "hosts" has all of them for its two ranks */
+    CHECK_EQ_INT(sched_getaffinity(0, sizeof cores, &cores), 0);
+    says(p, CPU_COUNT(&cores) < 4
+                ? "collectives run in a worker thread, as ranks are on several hosts\n"
+                : "collectives run in two worker threads, as ranks are on several hosts, with two "
+                  "cores for each\n");
+    for (char *line = strtok(p->output, "\n"); line; line = strtok(NULL, "\n")) {
+        if (strncmp(line, "host-", 5) != 0) continue;
+        if (!strcmp(build_dir(), "build"))
+            CHECK_MSG((at = strstr(at, line)) != NULL, "docs/cluster.md has no \"%s\"", line);
+        commands++;
+    }
+    CHECK_EQ_INT(commands, 5);
+}
+
+/* One host is one, whoever shares memory with whom: there is no wire to wait for. */
+static const struct {
+    const char *name, *variable, *as; /* of all nodes; of node 1 alone */
+} runs_inline[] = {{"near", "FSDP_LANES=", ""},
+                   {"alone", "FSDP_GLOO_NEAR=1", ""},
+                   {"pairs", "FSDP_GLOO_NEAR=2", ""},
+                   {"users", "FSDP_LANES=", "unshare --user --map-root-user"}};
+TEST_P(cluster, runs_inline, runs_inline) {
+    const char *hello = program("01_hello");
+    const int port = h_free_port();
+    process *p[2];
+    if (*row->as && system("unshare --user --map-root-user true 2>/dev/null"))
+        SKIP("no namespaces of users here");
+    for (int k = 1; k >= 0; k--)
+        p[k] = start("FSDP_LOG_LEVEL=info %s exec %s tools/fsdprun -n 2 --nnodes 2 --node-rank %d "
+                     "--master 127.0.0.1:%d %s",
+                     row->variable, k ? row->as : "", k, port, hello);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(p[k]), 0);
+    says(p[0], "[fsdp r0] collectives run inline, by default\n");
+}
+
+static const struct {
+    const char *name, *host;
+    int nodes, ranks;
+} nodes[] = {{"2x2", "127.0.0.1", 2, 2}, {"3x1", "localhost", 3, 1}, {"ipv6", "[::1]", 2, 1}};
+TEST_P(cluster, fsdprun, nodes) {
+    const char *hello = program("01_hello"), *expected = on_one_host(row->nodes * row->ranks);
+    const int port = h_free_port();
+    process *p[PROCESSES_MAX];
+    if (strchr(row->host, '[') && access("/proc/net/if_inet6", F_OK)) SKIP("no IPv6 here");
+    for (int k = row->nodes - 1; k >= 0; k--) /* the first one comes last */
+        p[k] = start("exec tools/fsdprun -n %d --nnodes %d --node-rank %d --master %s:%d %s",
+                     row->ranks, row->nodes, k, row->host, port, hello);
+    for (int k = 0; k < row->nodes; k++) {
+        CHECK_EQ_INT(finish(p[k]), 0);
+        CHECK_EQ_STR(p[k]->output, k ? "" : expected);
+    }
+}
+
+/* Without a secret the job runs, and its rank 0 warns. */
+TEST(cluster, no_secret) {
+    static const char warning[] = "this job has no secret", step[] = "step 200  loss ";
+    const char *hello = program("01_hello");
+    const int port = h_free_port();
+    process *p[2];
+    unsetenv("FSDP_TOKEN");
+    for (int k = 0; k < 2; k++)
+        p[k] = start("exec tools/fsdprun -n 2 --nnodes 2 --node-rank %d --master 127.0.0.1:%d %s",
+                     k, port, hello);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(p[k]), 0);
+    says(p[0], warning);
+    says(p[0], step);
+    CHECK(!strstr(strstr(p[0]->output, warning) + 1, warning));
+    CHECK_EQ_STR(p[1]->output, "");
+}
+
+/* The losses of torchrun's output, which has words of its own. */
+static const char *losses(process *p) {
+    char *to = p->output;
+    for (char *line = strtok(p->output, "\n"); line; line = strtok(NULL, "\n")) {
+        if (strncmp(line, "step ", 5) != 0) continue;
+        const size_t length = strlen(line);
+        memmove(to, line, length);
+        to += length;
+        *to++ = '\n';
+    }
+    *to = 0;
+    return p->output;
+}
+
+static const struct {
+    const char *name, *options;
+    int nodes, ranks;
+} torchruns[] = {{"one_host", "--master-port $PORT", 1, 3},
+                 {"standalone", "--standalone", 1, 2},
+                 {"two_nodes",
+                  "--nnodes 2 --node-rank $NODE --master-addr 127.0.0.1 --master-port $PORT", 2,
+                  2}};
+TEST_P(long_cluster, torchrun, torchruns, NIGHT) {
+    const char *hello = program("01_hello");
+    if (!has("torchrun")) SKIP("no torchrun here: pip install torch");
+    const char *expected = on_one_host(row->nodes * row->ranks);
+    const int port = h_free_port();
+    process *p[2];
+    for (int k = 0; k < row->nodes; k++)
+        p[k] = start("NODE=%d PORT=%d; exec torchrun %s --nproc-per-node %d --no-python %s", k,
+                     port, row->options, row->ranks, hello);
+    for (int k = 0; k < row->nodes; k++) {
+        CHECK_EQ_INT(finish(p[k]), 0);
+        CHECK_EQ_STR(losses(p[k]), k ? "" : expected);
+    }
+}
+
+/* torchrun starts all ranks again when one has failed: the two incarnations do not meet. */
+TEST(long_cluster, torchrun_restarts, NIGHT) {
+    const char *hello = program("01_hello");
+    if (!has("torchrun")) SKIP("no torchrun here: pip install torch");
+    const char *expected = on_one_host(2);
+    process *p = start("exec torchrun --master-port %d --max-restarts 1 --nproc-per-node 2 "
+                       "--no-python sh -c 'test $TORCHELASTIC_RESTART_COUNT$RANK = 01 && exit 1; "
+                       "exec %s'",
+                       h_free_port(), hello);
+    CHECK_EQ_INT(finish(p), 0);
+    CHECK_EQ_STR(losses(p), expected);
+}
+
+static void need_open_mpi(void) {
+    if (system("mpirun --version 2>/dev/null | grep -q 'Open MPI'"))
+        SKIP("no mpirun of Open MPI here: apt-get install openmpi-bin");
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1); /* and with more ranks than cores */
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    setenv("OMPI_MCA_rmaps_base_oversubscribe", "1", 1);
+    setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe", 1);
+}
+
+static const struct {
+    const char *name, *options;
+} mpiruns[] = {{"one_host", ""},
+               {"several_hosts", "-x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=$PORT"},
+               {"file", "-x FSDP_STORE=file://$DIR/store"}};
+TEST_P(cluster, mpirun, mpiruns) {
+    const char *hello = program("01_hello");
+    need_open_mpi();
+    const char *expected = on_one_host(3);
+    process *p = start("PORT=%d DIR=%s; exec mpirun -n 3 %s %s", h_free_port(), h_tmpdir(),
+                       row->options, hello);
+    CHECK_EQ_INT(finish(p), 0);
+    CHECK_EQ_STR(p->output, expected);
+}
+
+/* What launchers that are not here set: for two ranks on two hosts. */
+static const struct {
+    const char *name, *variables;
+} variables[] = {
+    {"by_hand", "RANK=$K WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT"},
+    {"interface",
+     "RANK=$K WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=$PORT FSDP_SOCKET_IFNAME=nosuch0,lo"},
+    {"mpich", "PMI_RANK=$K PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 MASTER_ADDR=127.0.0.1 "
+              "MASTER_PORT=$PORT"},
+    {"srun", "SLURM_PROCID=$K SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 "
+             "SLURM_STEP_NUM_NODES=2 SLURM_NNODES=4 SLURM_JOB_ID=$PORT SLURM_STEP_ID=3 "
+             "SLURM_JOB_NODELIST='n[1-4]' SLURM_STEP_NODELIST=localhost,n4"}};
+TEST_P(cluster, variables, variables) {
+    const char *hello = program("01_hello"), *expected = on_one_host(2);
+    const int port = h_free_port();
+    process *p[2];
+    for (int k = 1; k >= 0; k--)
+        p[k] = start("K=%d PORT=%d; export %s; exec %s", k, port, row->variables, hello);
+    for (int k = 0; k < 2; k++) {
+        CHECK_EQ_INT(finish(p[k]), 0);
+        CHECK_EQ_STR(p[k]->output, k ? "" : expected);
+    }
+}
+
+/* The first free port is the other job's: each rank finds its own. */
+TEST(cluster, two_jobs_on_one_port) {
+    const char *hello = program("01_hello"), *expected = on_one_host(2);
+    const int port = h_free_port();
+    process *p[2];
+    for (int k = 0; k < 2; k++)
+        p[k] = start("exec tools/fsdprun -n 2 --nnodes 1 --master 127.0.0.1:%d --job %c "
+                     "sh -c 'echo ready; while ! test -e %s/go; do sleep 0.02; done; exec %s'",
+                     port, "ab"[k], h_tmpdir(), hello);
+    for (int k = 0; k < 2; k++) wait_for(p[k], "ready", 2); /* both serve */
+    CHECK_EQ_INT(finish(start("touch %s/go", h_tmpdir())), 0);
+    for (int k = 0; k < 2; k++) {
+        CHECK_EQ_INT(finish(p[k]), 0);
+        says(p[k], "%s", expected);
+    }
+    const char *taken = "is taken: ranks meet at 127.0.0.1:";
+    CHECK_EQ_INT(!strstr(p[0]->output, taken) + !strstr(p[1]->output, taken), 1);
+}
+
+/* Nothing is written to /tmp or /dev/shm. */
+static const struct {
+    const char *name;
+} backends[] = {{"shm"}, {"gloo"}};
+TEST_P(cluster, full_disks, backends) {
+    const char *hello = program("01_hello"), *expected = on_one_host(3);
+    const char *const full = "for d in /tmp /dev/shm; do mount -t tmpfs -o size=4k none $d || exit 77;"
+                             "cat /dev/zero >$d/full; done 2>/dev/null; test -x $0 || exit 77;";
+    if (system("unshare -m true 2>/dev/null")) SKIP("no namespaces of mounts here");
+    process *p = start("FSDP_BACKEND=%s TMPDIR= exec unshare -m sh -c '%s exec tools/fsdprun -n 3 $0' "
+                       "%s",
+                       row->name, full, hello);
+    const int status = finish(p);
+    if (status == 77) SKIP("nothing can be mounted here");
+    CHECK_EQ_INT(status, 0);
+    CHECK_EQ_STR(p->output, expected);
+}
+
+/* ---- something is missing ---------------------------------------------------------------------- */
+
+/* Two nodes of one rank each, with options or variables of their own; a NULL one does not come. */
+static const struct {
+    const char *name, *node_0, *node_1;
+    const char *texts[2]; /* of node 0 and node 1 */
+} missing[] = {
+    {"node_1",
+     "",
+     NULL,
+     {"rank 1 has not joined within 1.0 s. The store is at tcp://127.0.0.1:", ""}},
+    {"node_0", NULL, "", {"", "[E791] the launcher serves the store of job"}},
+    {"same_job", "", "--job other", {"rank 1 has not joined", " serves another job"}},
+    {"same_size",
+     "",
+     "-n 2",
+     {"was started as one of 4 ranks", "give all ranks the same world size"}},
+    {"token", "FSDP_TOKEN=a", "FSDP_TOKEN=b", {"rank 1 has not joined", "FSDP_TOKEN"}},
+    {"interface", "", "FSDP_SOCKET_IFNAME=nosuch0", {"rank 1", "FSDP_SOCKET_IFNAME is 'nosuch0'"}},
+};
+TEST_P(cluster, missing, missing) {
+    const char *hello = program("01_hello");
+    const char *const changes[2] = {row->node_0, row->node_1};
+    const int port = h_free_port();
+    const int64_t begin = h_now_ms();
+    process *p[2] = {NULL, NULL};
+    setenv("FSDP_TIMEOUT_MS", "1000", 1);
+    for (int k = 0; k < 2; k++) {
+        const char *change = changes[k];
+        const int variable = change && strchr(change, '=') != NULL;
+        if (change)
+            p[k] = start("%s exec tools/fsdprun -n 1 --nnodes 2 --node-rank %d "
+                         "--master 127.0.0.1:%d %s %s",
+                         variable ? change : "", k, port, variable ? "" : change, hello);
+    }
+    for (int k = 0; k < 2; k++) {
+        if (!p[k]) continue;
+        CHECK_EQ_INT(finish(p[k]), 1);
+        says(p[k], "%s", row->texts[k]);
+    }
+    CHECK(h_now_ms() - begin < 6000);
+}
+
+/* mpirun has put ranks on several hosts, and nobody says where rank 0 is. */
+TEST(cluster, missing_master) {
+    const char *hello = program("01_hello");
+    need_open_mpi();
+    process *p = start("exec mpirun -n 2 env OMPI_COMM_WORLD_LOCAL_SIZE=1 %s", hello);
+    CHECK(finish(p) != 0);
+    says(p, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500");
+}
+
+/* ---- somebody dies ----------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int rank, launcher;    /* who is killed: a rank, or with -1 the launcher of a node */
+    const char *others[2]; /* what the two nodes say; NULL: nothing is left to say it */
+} death;
+static const death deaths[] = {
+    {"rank_3", 3, 0, {"rank 3 has died", "rank 3 (process "}},
+    {"rank_1", 1, 0, {"rank 1 (process ", "rank 1 has died"}},
+    {"rank_0", 0, 0, {"rank 0 (process ", "rank 0 has died"}},
+    {"launcher_of_node_0", -1, 0, {NULL, "the launcher"}},
+    {"launcher_of_node_1", -1, 1, {" has died", NULL}},
+};
+TEST_P(cluster, death, deaths) {
+    const char *gpt = program("train_gpt");
+    const int port = h_free_port();
+    process *p[2];
+    for (int k = 0; k < 2; k++)
+        p[k] = start("exec tools/fsdprun -n 2 --nnodes 2 --node-rank %d --master 127.0.0.1:%d "
+                     "sh -c 'echo rank $RANK is process $$.; exec %s --data fsdp.h --layers 1 "
+                     "--heads 1 --channels 16 --context 16 --batch 4 --sample 0 --steps 1000000'",
+                     k, port, gpt);
+    wait_for(p[0], "step  ", 2); /* in the middle of its training */
+    char text[64];
+    snprintf(text, sizeof text, "rank %d is process ", row->rank);
+    pid_t victim = p[row->launcher]->pid;
+    if (row->rank >= 0) {
+        wait_for(p[row->rank / 2], text, 1);
+        victim = atoi(strstr(p[row->rank / 2]->output, text) + strlen(text));
+    }
+    const int64_t begin = h_now_ms();
+    CHECK_EQ_INT(kill(victim, SIGKILL), 0);
+    for (int k = 0; k < 2; k++) {
+        if (row->others[k]) {
+            CHECK(finish(p[k]) != 0);
+            says(p[k], "%s", row->others[k]);
+        } else {
+            CHECK_EQ_INT(waitpid(p[k]->pid, NULL, 0), p[k]->pid);
+        }
+    }
+    h_message("both nodes have ended after %lld ms", (long long)(h_now_ms() - begin));
+    CHECK(h_now_ms() - begin < 5000);
+}
+
+/* ---- what the document says of it ------------------------------------------------------------- */
+
+/* Its lines that build and start a program, in a directory beside copies of the sources. */
+TEST(long_cluster, build_of_the_document, SECONDS(120) | NIGHT) {
+    const char *at = strstr(read_document("docs/cluster.md"), "\nc++ ");
+    const char *end = at ? strstr(at, "\n```") : NULL;
+    (void)program("01_hello"); /* there is a Gloo to build with */
+    CHECK(at && end);
+    unsetenv("FSDP_BACKEND"); /* it is the only one */
+    process *p = start("set -e; cp -r fsdp*.h core backends examples tools %s; cd %s%.*s", h_tmpdir(),
+                       h_tmpdir(), (int)(end - at), at);
+    CHECK_EQ_INT(finish(p), 0);
+    CHECK_EQ_STR(p->output, on_one_host(2));
+}
+
+/* Without blanks and quotes, so that strings that are written in pieces become one. Returns the
+   end. */
+static char *squeeze(char *to, const char *from, const char *end) {
+    for (; from < end; from++)
+        if (!isspace((unsigned char)*from) && *from != '"') *to++ = *from;
+    *to = 0;
+    return to;
+}
+
+/* Every text of its table of errors stands in a source; "..." in it is what differs. */
+TEST(cluster, errors_of_the_document) {
+    static const char *const paths[] = {"backends/fsdp_store.h", "core/launch.h",
+                                        "tools/fsdprun.c"};
+    static char sources[1 << 19], text[1 << 18];
+    char *to = sources;
+    int rows = 0;
+    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++) {
+        FILE *f = fopen(paths[i], "r");
+        CHECK_MSG(f != NULL, "no %s", paths[i]);
+        const size_t length = fread(text, 1, sizeof text, f);
+        fclose(f);
+        CHECK(length < sizeof text && to + length < sources + sizeof sources);
+        to = squeeze(to, text, text + length);
+    }
+    const char *at = strstr(read_document("docs/cluster.md"), "| the text says |");
+    CHECK(at != NULL);
+    for (; (at = strstr(at, "\n| `")) != NULL && at < strstr(document, "## Deadlines"); rows++) {
+        const char *end = strchr(at += 4, '`');
+        if (!strncmp(at, "Connection ", 11)) continue; /* words of the system */
+        while (at < end) {
+            char piece[300];
+            const char *dots = strstr(at, "..."), *stop = dots && dots < end ? dots : end;
+            squeeze(piece, at, stop);
+            CHECK_MSG(strstr(sources, piece), "no source says \"%.*s\"", (int)(stop - at), at);
+            at = stop < end ? stop + 3 : end;
+        }
+    }
+    CHECK(rows >= 15);
+}

@@ -1,0 +1,839 @@
+/* test_nccl_faults.c - ranks of the NCCL backend that die, stall, differ, come late or never;
+   errors of NCCL and CUDA; a device that does not end its work; and nothing left behind. On the
+   stand-ins of tests/stubs, whose collectives never notice a dead peer, as NCCL's within one host:
+   the store and abort have to. No call blocks for ever, and every rank gets a status that names the
+   culprit.
+
+   Ranks are processes, streams are asynchronous, and the host does not read device memory.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(SHM) | STUB
+#include "harness.h"
+#include "stubs/stub.h"
+
+/* The library's calls of these two go through functions of this test. */
+static ncclResult_t faulty_init(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
+                                ncclConfig_t *config);
+static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t *child,
+                                 ncclConfig_t *config);
+#define ncclCommInitRankConfig faulty_init
+#define ncclCommSplit          faulty_split
+#include "library.c"
+#include "lab.h"
+#undef ncclCommInitRankConfig
+#undef ncclCommSplit
+#include "faults.h"
+
+enum { WIDTH = 24, FLIGHTS = 1024 };
+
+static job *my_job; /* of a rank, in all its threads */
+static int my_rank;
+
+static void is_me(job *j, int rank) { my_job = j, my_rank = rank; }
+static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
+    job *j = new_job("nccl", world, timeout_ms, body);
+    j->begin = is_me, j->lanes = 2, j->lasts = 1;
+    return j;
+}
+
+/* All know in time, and their shutdown takes less than three seconds. */
+static void all_in_time(const job *j, int except, int limit_ms) {
+    all_know(j, except, limit_ms);
+    for (int k = 0; k < j->world; k++)
+        J_CHECK(j, k == except || shutdown_ms(j, k) <= allowed_ms(j, 3000),
+                "rank %d: shutdown took %d ms", k, shutdown_ms(j, k));
+}
+
+/* ---- what ranks do --------------------------------------------------------------------------- */
+
+typedef struct {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+    fsdp_adamw *adamw;
+} trainer;
+/* grad += w / 8, when the gate is open; NULL: there is none. */
+typedef struct {
+    const float *w;
+    float *grad;
+    size_t count;
+    const int *gate;
+} work;
+
+static void work_body(const void *params, unsigned block_index) {
+    const work *k = (const work *)params;
+    long ns = 0;
+    (void)block_index;
+    while (k->gate && !__atomic_load_n(k->gate, __ATOMIC_ACQUIRE)) h_nap(&ns);
+    for (size_t i = 0; i < k->count; i++) k->grad[i] += k->w[i] / 8;
+}
+
+static void launch(const void *w, void *grad, size_t count, const int *gate) {
+    work k = {(const float *)w, (float *)grad, count, gate};
+    (void)fsdp_stub_launch(work_body, &k, sizeof k, 1, cudaStreamLegacy);
+}
+
+static fsdp_status make_trainer(trainer *t, fsdp_world *world) {
+    t->world = world;
+    TRY(make_model(my_job, world, WIDTH, &t->model, t->unit));
+    return fsdp_adamw_create(t->model, NULL, &t->adamw);
+}
+
+static fsdp_status forward(trainer *t, int u) {
+    TRY(fsdp_pre_forward(t->unit[u]));
+    (void)fsdp_data(t->unit[u], 0);
+    return fsdp_post_forward(t->unit[u]);
+}
+
+static fsdp_status train_step(job *j, trainer *t, int step) {
+    int rank = fsdp_rank(t->world);
+    double loss = rank + step;
+    at(j, rank, step ? AT_STEP : AT_FIRST);
+    for (int u = 0; u < UNITS; u++) TRY(forward(t, u));
+    for (int u = UNITS; u-- > 0;) {
+        TRY(fsdp_pre_backward(t->unit[u]));
+        launch(fsdp_data(t->unit[u], 0), fsdp_grad(t->unit[u], 0), WIDTH * WIDTH, NULL);
+        launch(fsdp_data(t->unit[u], 1), fsdp_grad(t->unit[u], 1), WIDTH, NULL);
+        TRY(fsdp_post_backward(t->unit[u]));
+    }
+    at(j, rank, AT_FINALIZE);
+    TRY(fsdp_finalize_backward(t->model));
+    TRY(fsdp_adamw_step(t->adamw, 1e-3));
+    TRY(fsdp_zero_grad(t->model));
+    return fsdp_all_reduce(t->world, NULL, &loss, 1, FSDP_F64, FSDP_SUM);
+}
+
+static void train(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    at(j, rank, AT_INIT);
+    fsdp_status status = fsdp_init(&d, &world);
+    at(j, rank, AT_SPLIT);
+    if (!status) status = make_trainer(&t, world);
+    for (int step = 0; !status && step < j->rounds; step++) {
+        if (j->quirk && is_victim(j, rank) && step == j->odd_step) {
+            at(j, rank, AT_ODD);
+            mark(j);
+            j->quirk(j, world);
+        }
+        status = train_step(j, &t, step);
+    }
+    leave(j, rank, world, status);
+}
+
+TEST(nccl_faults, watchdog_sees_a_hang) { watchdog(); }
+
+TEST(nccl_faults, undisturbed) {
+    for (int world = 1; world <= RANKS; world++) {
+        job *j = make_job(world, 20000, train);
+        j->rounds = 20;
+        int64_t begin = now_ns();
+        start(j);
+        J_CHECK(j, !finish(j, 20000), "a rank hangs");
+        all_got(j, -1, FSDP_OK, NULL);
+        h_message("W=%d: %d ms", world, (int)((now_ns() - begin) / 1000000));
+    }
+}
+
+/* ---- making communicators -------------------------------------------------------------------- */
+
+static int odd_init, odd_split; /* which call of these the victim does not make; 0: it makes all */
+static int dies;                /* 1: it dies there, else it hangs */
+
+/* What the victim does instead of a call of NCCL, in the thread of that call. */
+static void odd_call(int *left) {
+    if (*left == 0 || --*left > 0) return;
+    mark(my_job);
+    if (dies) (void)raise(SIGKILL);
+    for (;;) pause();
+}
+
+static ncclResult_t faulty_init(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
+                                ncclConfig_t *config) {
+    if (my_job && my_rank == my_job->victim) odd_call(&odd_init);
+    return ncclCommInitRankConfig(comm, size, id, rank, config);
+}
+
+static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t *child,
+                                 ncclConfig_t *config) {
+    if (my_job && my_rank == my_job->victim) odd_call(&odd_split);
+    return ncclCommSplit(comm, color, key, child, config);
+}
+
+static const struct {
+    const char *name;
+    int world, victim, init, split; /* split: the first one is open's own, for reductions */
+} makings[] = {{"init/W=2", 2, 1, 1, 0},
+               {"init/W=3/rank_0", 3, 0, 1, 0},
+               {"split/W=3/reduce", 3, 2, 0, 1},
+               {"split/W=4/mesh", 4, 1, 0, 2}};
+
+static job *make_making(int world, int victim, int init, int split, int timeout_ms) {
+    job *j = make_job(world, timeout_ms, train);
+    j->victim = victim, odd_init = init, odd_split = split;
+    return j;
+}
+
+TEST_P(nccl_faults, rank_dies_while_communicators_are_made, makings) {
+    job *j = make_making(row->world, row->victim, row->init, row->split, 20000);
+    dies = 1;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    J_CHECK(j, WIFSIGNALED(j->rank[row->victim].how), "the victim has not died");
+    all_got(j, row->victim, FSDP_ERR_PEER_LOST, NULL);
+    all_name(j, row->victim, row->victim);
+    all_in_time(j, row->victim, 1000);
+}
+
+/* The process goes on, and can end. */
+TEST_P(nccl_faults, making_a_communicator_hangs, makings) {
+    job *j = make_making(row->world, row->victim, row->init, row->split, 600);
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, "NCCL_SOCKET_IFNAME");
+    all_in_time(j, -1, 1000 + j->timeout_ms);
+    for (int k = 0; k < row->world; k++)
+        J_CHECK(j, strstr(j->rank[k].text, row->init ? "ncclCommInitRankConfig" : "ncclCommSplit"),
+                "rank %d does not name the call", k);
+}
+
+/* ---- kill -9 at seeded points ---------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int place, delay_us; /* the kill comes up to so long after the victim's arrival */
+} point;
+static const point points[] = {
+    {"open", AT_INIT, 60000},  {"split", AT_SPLIT, 30000},      {"first step", AT_FIRST, 8000},
+    {"steps", AT_STEP, 30000}, {"finalize", AT_FINALIZE, 2000}, {"shutdown", AT_CLOSE, 20000},
+};
+enum { POINTS = (int)(sizeof points / sizeof points[0]) };
+
+/* How the backend works: what is compared, one communicator or two, calls that go on. */
+static const char *const modes[][2] = {{"FSDP_NCCL_CHECK", "1"},
+                                       {"FSDP_NCCL_COMMS", "1"},
+                                       {"NCCL_COMM_BLOCKING", "0"},
+                                       {"FSDP_NCCL_REGISTER", "2"}};
+enum { MODES = (int)(sizeof modes / sizeof modes[0]) };
+
+/* A death after a survivor's last operation may not show at all. */
+static void check_survivor(const job *j, int k, tally *sum) {
+    const report *r = &j->rank[k];
+    if (!in_order(r)) wrong(j, sum, "a survivor did not end in order");
+    if (shutdown_ms(j, k) > allowed_ms(j, 3000)) wrong(j, sum, "shutdown takes too long");
+    if (sum->place != AT_CLOSE || r->status) (void)check_result(j, k, sum);
+}
+
+static void one_kill(int i, tally *sum) {
+    const point *p = &points[i % POINTS];
+    uint64_t random = sum->seed;
+    int world = 2 + (int)(h_rand64(&random) % 3);
+    job *j = make_job(world, p->place == AT_INIT ? 1000 : 20000, train);
+    sum->name = p->name, sum->place = p->place;
+    j->victim = (int)(h_rand64(&random) % (uint64_t)world);
+    int nth = p->place == AT_STEP || p->place == AT_FINALIZE ? 1 + (int)(h_rand64(&random) % 20)
+                                                             : 1;
+    if (p->place == AT_CLOSE) j->rounds = 3;
+    useconds_t delay = (useconds_t)(h_rand64(&random) % (uint64_t)p->delay_us);
+    int mode = (int)(h_rand64(&random) % (2 * MODES));
+    if (mode < MODES) setenv(modes[mode][0], modes[mode][1], 1);
+    int ended = strike(j, nth, delay, sum);
+    if (mode < MODES) unsetenv(modes[mode][0]);
+    for (int k = 0; k < world && ended; k++)
+        if (k != j->victim) check_survivor(j, k, sum);
+    munmap(j, sizeof *j);
+}
+TEST(nccl_faults, kill_9_at_seeded_points, SECONDS(120)) { kills(20, one_kill); }
+TEST(long_nccl_faults, kill_9_at_seeded_points, SECONDS(1200) | AT_NIGHT(STUB)) { kills(200, one_kill); }
+
+/* ---- a rank that stalls, or does not come ---------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int world, victim, place, timeout_ms;
+} stops[] = {{"W=2/rank_1", 2, 1, AT_STEP, 1000},
+             {"W=3/rank_0", 3, 0, AT_FINALIZE, 3000}, /* which serves the store */
+             {"W=4/rank_2", 4, 2, AT_STEP, 1000}};
+
+TEST_P(nccl_faults, stopped_rank_is_a_timeout, stops) {
+    job *j = make_job(row->world, row->timeout_ms, train);
+    j->victim = row->victim;
+    start(j);
+    J_CHECK(j, await(j, j->victim, row->place, 8), "it does not run");
+    mark(j);
+    kill(j->pid[j->victim], SIGSTOP);
+    J_CHECK(j, await_results(j, j->victim, 8000), "a rank hangs");
+    kill(j->pid[j->victim], SIGCONT);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
+    for (int k = 0; k < row->world; k++) /* or one that waits for it */
+        J_CHECK(j, names(j->rank[k].text, k, j->victim) || strstr(j->rank[k].text, "; it is in "),
+                "rank %d does not name it", k);
+    all_in_time(j, j->victim, 1500 + j->timeout_ms);
+}
+
+static void oversleeps(job *j, fsdp_world *world) {
+    (void)world;
+    usleep((useconds_t)(j->timeout_ms + 1000) * 1000);
+}
+static void meets_elsewhere(job *j, fsdp_world *world) {
+    (void)j;
+    (void)fsdp_barrier(world);
+}
+
+static const struct {
+    const char *name;
+    void (*quirk)(job *, fsdp_world *);
+    int world, victim, other;
+    const char *said;
+} absences[] = {{"sleeps", oversleeps, 3, 1, -1, "its last operation was"},
+                {"sleeps/rank_0", oversleeps, 2, 0, -1, "its last operation was"},
+                {"two_sleep", oversleeps, 3, 1, 2, "ranks 2, 1 have not come"},
+                {"is_elsewhere", meets_elsewhere, 3, 2, -1, "it is in "}};
+
+TEST_P(nccl_faults, rank_that_does_not_come, absences) {
+    job *j = make_job(row->world, 600, train);
+    j->victim = row->victim, j->other = row->other, j->quirk = row->quirk;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, row->said);
+    for (int k = 0; k < row->world; k++)
+        J_CHECK(j, is_victim(j, k) || took_ms(j, k) <= j->timeout_ms + allowed_ms(j, 1500),
+                "rank %d: after %d ms", k, took_ms(j, k));
+    for (int k = 0; k < row->world; k++) {
+        if (is_victim(j, k)) continue;
+        J_CHECK(j, names(j->rank[k].text, k, row->victim), "rank %d names nobody", k);
+        J_CHECK(j, row->other < 0 || names(j->rank[k].text, k, row->other), "only one is named");
+    }
+}
+
+/* ---- ranks that call something else ---------------------------------------------------------- */
+
+static fsdp_status sums(trainer *t) {
+    double x = 1;
+    return fsdp_all_reduce(t->world, NULL, &x, 1, FSDP_F64, FSDP_SUM);
+}
+static fsdp_status sums_two(trainer *t) {
+    double x[2] = {1, 1};
+    return fsdp_all_reduce(t->world, NULL, x, 2, FSDP_F64, FSDP_SUM);
+}
+static fsdp_status sums_integers(trainer *t) {
+    int64_t x = 1;
+    return fsdp_all_reduce(t->world, NULL, &x, 1, FSDP_I64, FSDP_SUM);
+}
+static fsdp_status takes_most(trainer *t) {
+    double x = 1;
+    return fsdp_all_reduce(t->world, NULL, &x, 1, FSDP_F64, FSDP_MAX);
+}
+static fsdp_status sends_to_all(trainer *t) {
+    double x = 1;
+    return fsdp_broadcast(t->world, NULL, &x, sizeof x, 0);
+}
+static fsdp_status gathers_0(trainer *t) {
+    TRY(forward(t, 0));
+    return sums(t);
+}
+static fsdp_status gathers_1(trainer *t) {
+    TRY(forward(t, 1));
+    return sums(t);
+}
+
+typedef struct {
+    const char *name;
+    fsdp_status (*call)(trainer *), (*odd)(trainer *);
+    const char *differs, *said[2]; /* of either side */
+} mismatch;
+static const mismatch mismatches[] = {
+    {"kind", sums, sends_to_all, "operation", {"all_reduce of 'fsdp_all_reduce'", "broadcast of"}},
+    {"count", sums, sums_two, "count", {"1 elements of f64", "2 elements of f64"}},
+    {"dtype", sums, sums_integers, "dtype", {"1 elements of f64", "1 elements of i64"}},
+    {"reduction", sums, takes_most, "reduction", {"all_reduce", "rank 1"}},
+    {"unit", gathers_0, gathers_1, "unit", {"all_gather of 'unit0'", "all_gather of 'unit1'"}},
+};
+
+static void differ(job *j, int rank) {
+    const mismatch *m = (const mismatch *)j->extra;
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    fsdp_status status = fsdp_init(&d, &world);
+    if (!status) status = make_trainer(&t, world);
+    if (!status) status = train_step(j, &t, 0);
+    if (rank == j->victim) mark(j);
+    if (!status) status = (rank == j->victim ? m->odd : m->call)(&t);
+    leave(j, rank, world, status);
+}
+
+static void ranks_differ(const mismatch *row, int timeout_ms, int limit_ms) {
+    job *j = make_job(3, timeout_ms, differ);
+    j->victim = 1, j->extra = row;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_MISMATCH, row->said[0]);
+    all_got(j, -1, FSDP_ERR_MISMATCH, row->said[1]);
+    all_got(j, -1, FSDP_ERR_MISMATCH, row->differs);
+    all_name(j, -1, 1);
+    all_in_time(j, -1, limit_ms);
+}
+TEST_P(nccl_faults, ranks_that_differ_get_mismatch_at_the_deadline, mismatches) {
+    ranks_differ(row, 600, 600 + 1500);
+}
+TEST_P(nccl_faults, ranks_that_differ_get_mismatch_at_once, mismatches) {
+    setenv("FSDP_NCCL_CHECK", "1", 1);
+    ranks_differ(row, 20000, 1000);
+}
+
+/* ---- errors that come by themselves ---------------------------------------------------------- */
+
+enum { ASLEEP_MS = 800 };
+static void breaks(job *j, fsdp_world *world) {
+    (void)j, (void)world;
+    stub_async_error(NULL, ncclRemoteError);
+}
+static void breaks_and_sleeps(job *j, fsdp_world *world) {
+    breaks(j, world);
+    usleep(ASLEEP_MS * 1000);
+}
+
+/* The other one is late, so that the victim waits when it happens. */
+enum { LATE_MS = 800, SOON_MS = 200 };
+static void *happens_soon(void *arg) {
+    usleep(SOON_MS * 1000);
+    mark(my_job);
+    if (arg) fsdp_abort((fsdp_world *)arg, "out of data");
+    else stub_async_error(NULL, ncclRemoteError);
+    return NULL;
+}
+static void soon(const job *j, fsdp_world *world) {
+    pthread_t thread;
+    if (h_rank != j->victim) {
+        usleep(LATE_MS * 1000);
+        return;
+    }
+    CHECK_EQ_INT(pthread_create(&thread, NULL, happens_soon, world), 0);
+    (void)pthread_detach(thread);
+}
+static void breaks_while_it_waits(job *j, fsdp_world *world) {
+    (void)world;
+    soon(j, NULL);
+}
+static void aborts_while_it_waits(job *j, fsdp_world *world) { soon(j, world); }
+
+static const struct {
+    const char *name;
+    void (*quirk)(job *, fsdp_world *);
+    int other, offload, sleeps_ms; /* how long the victims are not inside the library */
+    fsdp_status status;
+    const char *said;
+} errors[] = {
+    {"nccl/training", breaks, -1, 0, 0, FSDP_ERR_BACKEND, "remote error"},
+    {"nccl/asleep", breaks_and_sleeps, -1, 0, ASLEEP_MS, FSDP_ERR_BACKEND, "remote error"},
+    {"nccl/in_all_reduce", breaks_while_it_waits, 0, 0, LATE_MS, FSDP_ERR_BACKEND, "remote error"},
+    {"nccl/in_finalize", breaks_while_it_waits, 0, 1, LATE_MS, FSDP_ERR_BACKEND, "remote error"},
+    {"abort/in_all_reduce", aborts_while_it_waits, 0, 0, LATE_MS, FSDP_ERR_ABORTED, "out of data"},
+    {"abort/in_finalize", aborts_while_it_waits, 0, 1, LATE_MS, FSDP_ERR_ABORTED, "out of data"},
+};
+
+TEST_P(nccl_faults, error_ends_all_ranks, errors) {
+    job *j = make_job(3, 20000, train);
+    j->victim = 1, j->other = row->other, j->offload = row->offload, j->quirk = row->quirk;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, -1, row->status, row->said);
+    all_name(j, -1, 1);
+    for (int k = 0; k < 3; k++) {
+        int is_asleep = row->other < 0 ? k == 1 : k == row->other;
+        J_CHECK(j, took_ms(j, k) <= (is_asleep ? row->sleeps_ms : 0) + allowed_ms(j, 300),
+                "rank %d: after %d ms", k, took_ms(j, k));
+    }
+    all_in_time(j, -1, 300 + row->sleeps_ms);
+}
+
+/* ---- the device fails ------------------------------------------------------------------------ */
+
+static void device_fails(job *j, fsdp_world *world) {
+    (void)world;
+    stub_fail((const char *)j->extra, 1, cudaErrorLaunchFailure); /* sticky */
+}
+
+static const struct {
+    const char *name;
+} calls[] = {{"cudaEventQuery"}, {"cudaEventRecord"}, {"cudaStreamWaitEvent"},
+             {"launch"},         {"cudaMemsetAsync"}, {"cudaStreamIsCapturing"}};
+
+TEST_P(nccl_faults, sticky_error_of_the_device, calls) {
+    job *j = make_job(3, 20000, train);
+    j->victim = 1, j->extra = row->name, j->quirk = device_fails;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_BACKEND, "719");
+    all_name(j, -1, 1);
+    all_in_time(j, -1, 1000);
+}
+
+static void never_ends(job *j, fsdp_world *world) {
+    (void)world;
+    launch(NULL, NULL, 0, &j->gate);
+}
+
+static const struct {
+    const char *name;
+    int world, offload;
+} endless[] = {{"W=1/offload", 1, 1}, {"W=3", 3, 0}, {"W=3/offload", 3, 1}};
+
+/* A kernel of the user does not end, in one rank. The rank itself waits for its device. */
+TEST_P(nccl_faults, kernel_that_never_ends, endless) {
+    job *j = make_job(row->world, 500, train);
+    j->victim = 0, j->offload = row->offload, j->quirk = never_ends;
+    start(j);
+    J_CHECK(j, await_results(j, -1, 5000), "a rank hangs");
+    J_CHECK(j, !finish(j, 8000), "a rank hangs in shutdown");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
+    all_in_time(j, -1, j->timeout_ms + 4000);
+}
+
+/* ---- ranks that leave ------------------------------------------------------------------------ */
+
+static const struct {
+    const char *name;
+    void (*quirk)(job *, fsdp_world *);
+    int victim;
+    const char *said;
+} leavings[] = {{"shutdown/rank_1", shuts_down, 1, "rank 1 has shut down"},
+                {"shutdown/rank_0", shuts_down, 0, "rank 0 has shut down"},
+                {"exit/rank_1", exits, 1, "rank 1"}};
+
+TEST_P(nccl_faults, rank_that_leaves, leavings) {
+    job *j = make_job(3, 20000, train);
+    j->victim = row->victim, j->quirk = row->quirk;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, row->victim, FSDP_ERR_PEER_LOST, row->said);
+    all_in_time(j, row->victim, 1000);
+    CHECK_EQ_INT(j->rank[row->victim].status, 0);
+}
+
+static void leaves_one_by_one(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    const int *apart_ms = (const int *)j->extra;
+    fsdp_status status = fsdp_init(&d, &world);
+    if (!status) status = make_trainer(&t, world);
+    for (int step = 0; !status && step < 3; step++) status = train_step(j, &t, step);
+    if (!status) status = fsdp_barrier(world);
+    int order = *apart_ms < 0 ? j->world - 1 - rank : rank;
+    usleep((useconds_t)(order * abs(*apart_ms)) * 1000);
+    leave(j, rank, world, status);
+}
+
+static const struct {
+    const char *name;
+    int world, apart_ms; /* < 0: the last one first */
+} orders[] = {{"0.3s", 3, 300}, {"0.3s/backwards", 3, -300}, {"3s", 2, 3000}};
+
+TEST_P(nccl_faults, ranks_leave_one_by_one, orders) {
+    job *j = make_job(row->world, 20000, leaves_one_by_one);
+    j->extra = &row->apart_ms;
+    start(j);
+    J_CHECK(j, !finish(j, 15000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    for (int k = 0; k < row->world; k++)
+        J_CHECK(j, shutdown_ms(j, k) <= allowed_ms(j, 1500), "rank %d: %d ms", k,
+                shutdown_ms(j, k));
+}
+
+/* ---- the store ends -------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int tcp, is_killed;
+} launchers[] = {{"host/killed", 0, 1}, {"tcp/killed", 1, 1}, {"tcp/stopped", 1, 0}};
+
+/* A server that vanishes takes the job along. One that ends in order does not. */
+TEST_P(nccl_faults, launcher_that_serves_ends, launchers) {
+    job *j = make_job(3, 20000, train);
+    int port = h_free_port();
+    if (row->tcp) snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:%d", port);
+    j->rounds = row->is_killed ? 1 << 30 : 300;
+    launcher_ends(j, row->is_killed);
+    all_got(j, -1, row->is_killed ? FSDP_ERR_PEER_LOST : FSDP_OK, row->is_killed ? "launcher" : "");
+    if (row->is_killed) all_in_time(j, -1, 1000);
+}
+
+/* ---- the flight record ----------------------------------------------------------------------- */
+
+/* One line of a flight record: "flight record: 3f2a #12 all_reduce of ..., 0.123 s ago: done" */
+typedef struct {
+    unsigned comm;
+    unsigned long long seq;
+    char op[300];
+    double age;
+    int is_done;
+} flight;
+
+static flight read_flight(const char *line) {
+    flight f;
+    int used = 0;
+    memset(&f, 0, sizeof f);
+    (void)sscanf(line, "flight record: %x #%llu %n", &f.comm, &f.seq, &used);
+    CHECK_MSG(used > 0 && f.seq > 0, "%s", line);
+    snprintf(f.op, sizeof f.op, "%s", line + used);
+    const char *age = strrchr(line, ',');
+    CHECK_MSG(age && sscanf(age, ", %lf s ago:", &f.age) == 1, "%s", line);
+    f.is_done = strstr(line, " ago: done\n") != NULL;
+    CHECK_MSG(f.is_done || strstr(line, " ago: not done\n"), "%s", line);
+    return f;
+}
+
+/* The next entry of a communicator has the next number. */
+typedef struct {
+    int num;
+    unsigned comm[16];
+    unsigned long long seq[16];
+} numbers;
+
+static void check_number(const flight *f, numbers *seen) {
+    int c = 0;
+    while (c < seen->num && seen->comm[c] != f->comm) c++;
+    CHECK_MSG(c < 16 && (c == seen->num || f->seq == seen->seq[c] + 1), "#%llu of %x: %s", f->seq,
+              f->comm, f->op);
+    if (c == seen->num) seen->comm[seen->num++] = f->comm;
+    seen->seq[c] = f->seq;
+}
+
+/* Reads PATH.RANK: who and why, then the oldest entry first. Returns their number; *last: the
+   newest; *late: the oldest that is not done, if there is one. */
+static int read_flights(const char *path, int rank, const char *why, flight *last, flight *late) {
+    char name[420], line[1200], head[32];
+    numbers seen;
+    int num = 0;
+    memset(&seen, 0, sizeof seen);
+    memset(late, 0, sizeof *late);
+    snprintf(name, sizeof name, "%s.%d", path, rank);
+    snprintf(head, sizeof head, "rank %d of 3: ", rank);
+    FILE *file = fopen(name, "r");
+    CHECK_MSG(file && fgets(line, sizeof line, file), "there is no %s", name);
+    CHECK_MSG(strstr(line, head) == line && strstr(line, why), "%s", line);
+    while (fgets(line, sizeof line, file)) {
+        flight f = read_flight(line);
+        check_number(&f, &seen);
+        CHECK_MSG(!num || f.age <= last->age, "%s", line);
+        if (!f.is_done && !late->seq) *late = f;
+        *last = f;
+        num++;
+    }
+    (void)fclose(file);
+    CHECK(seen.num >= 3); /* the world and the two of the mesh */
+    return num;
+}
+
+static const struct {
+    const char *name;
+    int odd_step;
+} flights[] = {{"few", 5}, {"wraps", 200}};
+
+TEST_P(nccl_faults, flight_record, flights) {
+    job *j = make_job(3, 2000, train);
+    char path[400];
+    snprintf(path, sizeof path, "%s/flight", h_tmpdir());
+    setenv("FSDP_FLIGHT_RECORD", path, 1);
+    j->victim = 1, j->quirk = oversleeps, j->odd_step = row->odd_step;
+    start(j);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
+    for (int k = 0; k < 3; k++) {
+        flight last, late;
+        int num = read_flights(path, k, "rank 1 has not come", &last, &late),
+            most = row->odd_step > 100;
+        CHECK_MSG(most ? num == FLIGHTS : num > 50 && num < FLIGHTS, "rank %d: %d entries", k, num);
+        if (k == j->victim) { /* it was asleep behind the step's last operation */
+            CHECK_MSG(!late.seq && strstr(last.op, "all_reduce of 'fsdp_all_reduce'"), "%s",
+                      last.op);
+        } else {
+            CHECK_MSG(strstr(late.op, "all_gather of 'unit0'"), "rank %d: %s", k, late.op);
+            CHECK_MSG(!last.is_done && last.age < 3 * slowness(), "rank %d: %s", k, last.op);
+        }
+        if (k == 0) h_message("%d entries, late: #%llu %s", num, late.seq, late.op);
+    }
+}
+
+TEST(nccl_faults, no_flight_record_without_a_failure) {
+    job *j = make_job(2, 20000, train);
+    char path[400], name[420];
+    snprintf(path, sizeof path, "%s/flight", h_tmpdir());
+    setenv("FSDP_FLIGHT_RECORD", path, 1);
+    j->rounds = 5;
+    start(j);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    for (int k = 0; k < 2; k++) {
+        snprintf(name, sizeof name, "%s.%d", path, k);
+        CHECK(access(name, F_OK) != 0);
+    }
+}
+
+/* ---- more operations under way than there are entries ---------------------------------------- */
+
+static const fsdp_comm_ops *ops(void) { return fsdp_nccl_comm_ops(); }
+
+static void floods(job *j, int rank) {
+    fsdp_boot boot = boot_of(j, rank);
+    fsdp_caps caps;
+    fsdp_comm *world;
+    fsdp_coll c;
+    void *data = NULL;
+    cudaStream_t stream = NULL;
+    work k = {NULL, NULL, 0, &j->gate};
+    memset(&c, 0, sizeof c);
+    fsdp_status status = ops()->open(&boot, &caps, &world);
+    CHECK_MSG(!status, "%s", ops()->error_text(NULL));
+    CHECK_OK(ops()->alloc(world, 64, &data));
+    CHECK_EQ_INT(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), 0);
+    CHECK_EQ_INT(fsdp_stub_launch(work_body, &k, sizeof k, 1, stream), 0);
+    c.kind = FSDP_OP_ALL_REDUCE, c.dtype = c.out_dtype = FSDP_F32, c.redop = FSDP_MAX;
+    c.what = "flood", c.scale = 1, c.count = 16, c.src = c.dst = data, c.stream = stream;
+    for (int i = 0; !status && i < j->rounds; i++) {
+        c.seq = (uint64_t)i + 1;
+        at(j, rank, AT_STEP);
+        status = ops()->run(world, &c);
+    }
+    tell(j, rank, status, ops()->error_text(world));
+    while (!__atomic_load_n(&j->gate, __ATOMIC_SEQ_CST)) usleep(1000); /* cudaFree waits for it */
+    cudaError_t ended = cudaStreamSynchronize(stream);
+    j->rank[rank].again = j->rank[rank].shutdown = (int)ops()->poll(world);
+    CHECK_EQ_INT(ended, 0);
+    CHECK_EQ_INT(cudaStreamDestroy(stream), 0);
+    ops()->close(world);
+}
+
+static job *make_flood(int timeout_ms) {
+    job *j = make_job(2, timeout_ms, floods);
+    j->rounds = 3 * FLIGHTS;
+    start(j);
+    for (int k = 0; k < 2; k++) J_CHECK(j, await(j, k, AT_STEP, FLIGHTS + 1), "it does not run");
+    return j;
+}
+
+TEST(nccl_faults, operations_wait_for_an_entry_and_go_on) {
+    job *j = make_flood(20000);
+    usleep(100000);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(j->rank[k].visits[AT_STEP], FLIGHTS + 1);
+    __atomic_store_n(&j->gate, 1, __ATOMIC_SEQ_CST);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(j->rank[k].visits[AT_STEP], 3 * FLIGHTS);
+}
+
+TEST(nccl_faults, wait_for_an_entry_has_a_deadline) {
+    job *j = make_flood(1000);
+    J_CHECK(j, await_results(j, -1, 6000), "a rank hangs");
+    __atomic_store_n(&j->gate, 1, __ATOMIC_SEQ_CST);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs after its deadline");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, "work before it on the device is not done within");
+    all_in_time(j, -1, j->timeout_ms + 1500);
+}
+
+/* ---- nothing is left behind ------------------------------------------------------------------ */
+
+/* Objects of CUDA and NCCL, and the library's own memory. */
+static void nothing_lives(const w_heap *heap, int cycle) {
+    for (int kind = 0; kind < STUB_KINDS; kind++)
+        CHECK_MSG(stub_live(kind) == 0, "cycle %d: %lld objects of kind %d", cycle,
+                  (long long)stub_live(kind), kind);
+    CHECK_MSG(heap->live == 0, "cycle %d: %lld blocks", cycle, (long long)heap->live);
+}
+
+static void no_quirk(int cycle, int rank, fsdp_world *world) {
+    (void)cycle, (void)rank, (void)world;
+}
+static void one_aborts(int cycle, int rank, fsdp_world *world) {
+    if (rank == cycle % fsdp_world_size(world)) fsdp_abort(world, "enough");
+}
+static void one_breaks(int cycle, int rank, fsdp_world *world) {
+    stub_async_error(NULL, rank == cycle % fsdp_world_size(world) ? ncclRemoteError : ncclSuccess);
+}
+static void one_is_late(int cycle, int rank, fsdp_world *world) {
+    if (rank == cycle % fsdp_world_size(world)) usleep((useconds_t)my_job->timeout_ms * 2000);
+}
+
+typedef struct {
+    const char *name;
+    void (*quirk)(int cycle, int rank, fsdp_world *world);
+    int world, cycles, timeout_ms;
+    fsdp_status status;
+    size_t heap; /* that the stub may keep in half of them: streams, communicators given up */
+} cycle;
+static const cycle cycles[] = {{"in_order", no_quirk, 2, CYCLES, 20000, FSDP_OK, 24 << 10},
+                               {"aborted", one_aborts, 3, 20, 20000, FSDP_ERR_ABORTED, 24 << 10},
+                               {"broken", one_breaks, 2, 20, 20000, FSDP_ERR_BACKEND, 24 << 10},
+                               {"late", one_is_late, 2, 4, 200, FSDP_ERR_TIMEOUT, 40 << 10}};
+
+static void cycles_main(job *j, int rank) {
+    const cycle *c = (const cycle *)j->extra;
+    usage half;
+    w_heap heap;
+    for (int i = 0; i < c->cycles; i++) {
+        fsdp_world_desc d = desc_of(j, rank);
+        fsdp_world *world;
+        trainer t;
+        w_heap_use(&heap, &d);
+        fsdp_status status = fsdp_init(&d, &world);
+        CHECK_MSG(!status, "cycle %d: %s", i, fsdp_last_error(NULL));
+        CALL(world, make_trainer(&t, world));
+        status = train_step(j, &t, 0); /* another rank may have failed already */
+        if (!status) c->quirk(i, rank, world);
+        for (int k = 1; !status && k < (c->status ? 1 << 30 : 3); k++)
+            status = train_step(j, &t, k);
+        CHECK_MSG(status == c->status, "cycle %d: %s", i, fsdp_last_error(world));
+        CHECK_STATUS(fsdp_shutdown(world), c->status);
+        stub_async_error(NULL, ncclSuccess);
+        nothing_lives(&heap, i);
+        if (i == c->cycles / 2 - 1) half = usage_now();
+    }
+    same_usage(half, c->heap);
+}
+
+TEST_P(nccl_faults, worlds_leave_nothing, cycles, SECONDS(120)) {
+    job *j = make_job(row->world, row->timeout_ms, cycles_main);
+    int64_t begin = now_ns();
+    j->extra = row;
+    start(j);
+    J_CHECK(j, !finish(j, 60000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    h_message("%d cycles of %.1f ms", row->cycles, (double)(now_ns() - begin) * 1e-6 / row->cycles);
+}
+
+/* A call of NCCL that does not return is left alone, with its thread and communicators. */
+static void hung_open(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    w_heap heap;
+    usage before = usage_now();
+    w_heap_use(&heap, &d);
+    CHECK_STATUS(fsdp_init(&d, &world), FSDP_ERR_TIMEOUT);
+    usage now = usage_now();
+    CHECK_MSG(now.threads <= before.threads + 2, "%d threads, then %d", before.threads,
+              now.threads);
+    CHECK_MSG(heap.live <= 1, "%lld blocks", (long long)heap.live);
+    for (int kind = 0; kind < STUB_KINDS; kind++)
+        CHECK_MSG(stub_live(kind) == 0 || kind == STUB_COMMS, "%lld objects of kind %d",
+                  (long long)stub_live(kind), kind);
+    CHECK(stub_live(STUB_COMMS) <= 1);
+    d = desc_of(j, 0); /* the process goes on */
+    d.world_size = 1;
+    CHECK_OK(fsdp_init(&d, &world));
+    CALL(world, make_trainer(&t, world));
+    CALL(world, train_step(j, &t, 0));
+    CHECK_OK(fsdp_shutdown(world));
+}
+
+TEST(nccl_faults, hung_open_leaves_a_thread) {
+    job *j = make_making(3, 1, 1, 0, 500);
+    j->body = hung_open;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+}

@@ -1,0 +1,1618 @@
+/* test_fsdpck.c - checkpoints without a world: the reader, verify and export of fsdp_checkpoint.h,
+   against the golden directories of PyTorch and transformers; damage of every byte; file calls that
+   fail; and tools/fsdpck with every verb and exit status. The tool under test is $FSDPCK, or
+   tools/fsdpck.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS AT_NIGHT(ASAN)
+#include "harness.h"
+#include "golden.h"
+#include "fsdp_checkpoint.h"
+#include <sys/resource.h> /* setrlimit */
+
+static const char *const example_files[3] = {"manifest.json",
+                                             "shard-00001-model-00001-of-00001.safetensors",
+                                             "shard-00002-model-00001-of-00001.safetensors"};
+
+typedef struct blob {
+    char *at;
+    int64_t size;
+} blob;
+
+static char said[16384]; /* of the last call or command */
+#define SAID said, sizeof said
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+static const char *path_of(char out[600], const char *name) {
+    snprintf(out, 600, "%s/%s", h_tmpdir(), name);
+    return out;
+}
+static const char *golden_path(char out[600], const char *name) {
+    golden_needs(name);
+    snprintf(out, 600, "%s/%s", golden_dir(), name);
+    return out;
+}
+static blob load(const char *dir, const char *leaf) {
+    char path[800];
+    blob b = {NULL, 0};
+    snprintf(path, sizeof path, *leaf ? "%s/%s" : "%s", dir, leaf);
+    FILE *f = fopen(path, "rb");
+    CHECK_MSG(f != NULL, "%s", path);
+    CHECK(fseek(f, 0, SEEK_END) == 0);
+    b.size = ftell(f);
+    rewind(f);
+    b.at = (char *)malloc((size_t)b.size + 1);
+    CHECK(b.at && fread(b.at, 1, (size_t)b.size, f) == (size_t)b.size);
+    b.at[b.size] = 0;
+    fclose(f);
+    return b;
+}
+static void store(const char *dir, const char *leaf, const void *data, int64_t nbytes) {
+    char path[800];
+    snprintf(path, sizeof path, *leaf ? "%s/%s" : "%s", dir, leaf);
+    FILE *f = fopen(path, "wb");
+    CHECK_MSG(f && fwrite(data, 1, (size_t)nbytes, f) == (size_t)nbytes, "%s", path);
+    CHECK_EQ_INT(fclose(f), 0);
+}
+static void same_file(const char *dir, const char *leaf, const char *other,
+                      const char *other_leaf) {
+    blob a = load(dir, leaf), b = load(other, other_leaf);
+    CHECK_EQ_INT(a.size, b.size);
+    CHECK_EQ_MEM(a.at, b.at, (size_t)a.size);
+    free(a.at);
+    free(b.at);
+}
+static void says(const char *part) {
+    CHECK_MSG(strstr(said, part), "\"%s\" does not say \"%s\"", said, part);
+}
+
+/* A safetensors file of these tensors, one byte or element after another of a closed form. */
+static void store_tensors(const char *dir, const char *leaf, fsdp_safetensors_entry *e, int n) {
+    int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, NULL, 0);
+    CHECK(need > 0);
+    int64_t data = e[n - 1].end;
+    unsigned char *room = (unsigned char *)malloc((size_t)(8 + need + data));
+    CHECK(room != NULL);
+    for (int i = 0; i < 8; i++) room[i] = (unsigned char)((uint64_t)need >> (8 * i) & 255);
+    CHECK_EQ_INT(fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, (char *)room + 8, need), need);
+    for (int64_t i = 0; i < data; i++)
+        room[8 + need + i] = (unsigned char)(golden_splitmix64((uint64_t)i / 4) >> (8 * (i % 4)));
+    for (int i = 0; i < n; i++) /* no NaN and no infinity: the exponent is small */
+        if (e[i].dtype == FSDP_F32)
+            for (int64_t k = e[i].begin; k < e[i].end; k += 4)
+                room[8 + need + k + 3] = (unsigned char)(0x3f | (room[8 + need + k + 3] & 0x80));
+    store(dir, leaf, room, 8 + need + data);
+    free(room);
+}
+static fsdp_safetensors_entry tensor(const char *name, fsdp_dtype dtype, int ndim, int64_t a,
+                                     int64_t b, int64_t c) {
+    fsdp_safetensors_entry e = FSDP_ZERO;
+    e.name = name, e.dtype = dtype, e.ndim = ndim;
+    e.shape[0] = a;
+    if (ndim > 1) e.shape[1] = b;
+    if (ndim > 2) e.shape[2] = c;
+    return e;
+}
+
+/* ---- the reader ------------------------------------------------------------------------------ */
+
+static uint64_t seed_of(const char *name) {
+    uint32_t h = 0x811C9DC5u;
+    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x01000193u;
+    return h;
+}
+static fsdp_checkpoint_reader *open_it(const char *path) {
+    fsdp_checkpoint_reader *r;
+    fsdp_status status = fsdp_checkpoint_open(path, NULL, NULL, &r, SAID);
+    CHECK_MSG(status == FSDP_OK && !said[0], "%s: %s", path, said);
+    return r;
+}
+static int64_t index_of(const fsdp_checkpoint_reader *r, const char *name) {
+    fsdp_checkpoint_tensor t;
+    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++)
+        if (!strcmp(t.name, name)) return i;
+    CHECK_MSG(0, "no tensor %s", name);
+    return -1;
+}
+
+/* The whole tensor, and each box of some of its elements. */
+static void check_golden_tensor(fsdp_checkpoint_reader *r, const char *name, int is_step,
+                                double step) {
+    double want[1024], got[1024], box[1024];
+    const int64_t index = index_of(r, name);
+    fsdp_checkpoint_tensor t;
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index, &t));
+    int64_t numel = 1;
+    for (int d = 0; d < t.ndim; d++) numel *= t.shape[d];
+    CHECK(numel <= 1024);
+    CHECK_EQ_INT(t.nbytes, numel * (int64_t)fsdp_dtype_size(t.dtype));
+    for (int64_t i = 0; i < numel; i++) {
+        float exact = is_step ? (float)step : (float)golden_value(seed_of(name), (uint64_t)i, 1);
+        uint16_t half;
+        want[i] = (double)exact;
+        if (t.dtype == FSDP_F32) continue;
+        CHECK_OK(fsdp_convert(&half, t.dtype, &exact, FSDP_F32, 1));
+        CHECK_OK(fsdp_convert(&want[i], FSDP_F64, &half, t.dtype, 1));
+    }
+    CHECK_OK(fsdp_checkpoint_read(r, index, NULL, NULL, FSDP_F64, got, SAID));
+    CHECK_EQ_MEM(got, want, (size_t)numel * sizeof *got);
+    if (!numel || !t.ndim) return;
+    for (int64_t row = 0; row < t.shape[0]; row++) { /* from this one on, without the last column */
+        int64_t start[FSDP_MAX_DIMS] = {row}, shape[FSDP_MAX_DIMS], inner = numel / t.shape[0],
+                k = 0;
+        memcpy(shape, t.shape, sizeof shape);
+        shape[0] = t.shape[0] - row;
+        if (t.ndim > 1) shape[t.ndim - 1]--;
+        CHECK_OK(fsdp_checkpoint_read(r, index, start, shape, FSDP_F64, box, SAID));
+        for (int64_t i = row * inner; i < numel; i++)
+            if (t.ndim == 1 || (i + 1) % t.shape[t.ndim - 1]) CHECK(box[k++] == want[i]);
+    }
+}
+
+/* `files n NAME..`: how many hold tensors. */
+static int golden_files(golden *g) {
+    int count = 0;
+    for (int64_t n = golden_int(g); n > 0; n--) {
+        const char *name = golden_word(g), *end = strrchr(name, '.');
+        count += end && !strcmp(end, ".safetensors");
+    }
+    return count;
+}
+
+TEST(fsdpck, reads_golden_directories) {
+    char path[600], name[200];
+    int cases = 0;
+    golden g;
+    if (!golden_open(&g, "checkpoints/cases.txt", "checkpoints")) SKIP(g.error);
+    while (golden_case(&g)) {
+        fsdp_checkpoint_contents c;
+        int64_t tensors = 0;
+        snprintf(name, sizeof name, "checkpoints/%s", g.name);
+        fsdp_checkpoint_reader *r = open_it(golden_path(path, name));
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
+        CHECK(c.step == -1 && !c.has_checksums && c.num_boxes >= c.num_tensors);
+        while (golden_line(&g)) {
+            if (golden_is(&g, "files")) CHECK_EQ_INT(c.num_files, golden_files(&g));
+            if (golden_is(&g, "tensor")) check_golden_tensor(r, golden_word(&g), 0, 0), tensors++;
+            if (!golden_is(&g, "step")) continue;
+            snprintf(name, sizeof name, "optim.state.%s.step", golden_word(&g));
+            check_golden_tensor(r, name, 1, golden_num(&g));
+            tensors++;
+        }
+        CHECK_EQ_INT(c.num_tensors, tensors);
+        fsdp_checkpoint_close(r);
+        cases++;
+    }
+    CHECK_MSG(!g.error[0], "%s", g.error);
+    CHECK(cases > 0);
+    golden_close(&g);
+}
+
+TEST(fsdpck, reads_the_example) {
+    char path[600], loader[4] = "";
+    double step = 0;
+    fsdp_checkpoint_contents c;
+    fsdp_checkpoint_tensor t;
+    fsdp_checkpoint_reader *r = open_it(golden_path(path, "example/step-00000017"));
+    CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
+    CHECK(c.step == 17 && c.world == 2 && c.num_files == 2 && c.num_tensors == 7);
+    CHECK(c.num_boxes == 11 && c.data_bytes == 89 && c.has_checksums == 1);
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, 3, &t));
+    CHECK_EQ_STR(t.name, "h.0.w");
+    CHECK(t.dtype == FSDP_F32 && t.ndim == 2 && t.num_boxes == 2 && t.nbytes == 24);
+    CHECK(t.shape[0] == 3 && t.shape[1] == 2);
+    CHECK_OK(fsdp_checkpoint_read(r, 0, NULL, NULL, FSDP_DTYPE_KEEP, loader, SAID));
+    CHECK_EQ_STR(loader, "abc");
+    CHECK_OK(fsdp_checkpoint_read(r, 6, NULL, NULL, FSDP_DTYPE_KEEP, &step, SAID));
+    CHECK(step == 17);
+    fsdp_checkpoint_close(r);
+    fsdp_checkpoint_close(NULL);
+}
+
+TEST(fsdpck, reader_refuses) {
+    char path[600], room[64], longer[FSDP_CHECKPOINT_PATH];
+    const int64_t start[2] = {0, 0}, shape[2] = {3, 2}, wide[2] = {3, 3}, past[2] = {4, 0},
+                  under[2] = {-1, 0}, none[2] = {0, 0};
+    fsdp_checkpoint_contents c;
+    fsdp_checkpoint_tensor t;
+    fsdp_checkpoint_reader *r = open_it(golden_path(path, "example/step-00000017"));
+    CHECK_STATUS(fsdp_checkpoint_read(r, 7, NULL, NULL, FSDP_DTYPE_KEEP, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    says("[E462] checkpoint_read: tensor 7 of 7: expected an index below their number");
+    CHECK_STATUS(fsdp_checkpoint_read(r, -1, NULL, NULL, FSDP_DTYPE_KEEP, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, start, wide, FSDP_F32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, past, none, FSDP_F32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, under, shape, FSDP_F32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, start, NULL, FSDP_F32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, start, shape, FSDP_I32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 0, NULL, NULL, FSDP_F32, room, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_checkpoint_read(r, 3, start, none, FSDP_F32, room, SAID));
+    CHECK_OK(fsdp_checkpoint_read(r, 3, start, shape, FSDP_F32, room, NULL, 0));
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, NULL, NULL, FSDP_F32, NULL, SAID),
+                 FSDP_ERR_INVALID_ARG);
+    says("[E460] checkpoint_read: reader or to is NULL");
+    CHECK_STATUS(fsdp_checkpoint_tensor_at(r, 7, &t), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_tensor_at(r, -1, &t), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_tensor_at(NULL, 0, &t), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_contents_of(NULL, &c), FSDP_ERR_INVALID_ARG);
+    fsdp_checkpoint_close(r);
+    memset(longer, 'x', sizeof longer - 1), longer[sizeof longer - 1] = 0;
+    CHECK_STATUS(fsdp_checkpoint_open(longer, NULL, NULL, &r, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E460] checkpoint_open: path is NULL, empty, or longer than 3796 bytes");
+    CHECK(r == NULL);
+    CHECK_STATUS(fsdp_checkpoint_open("", NULL, NULL, &r, NULL, 0), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_open(path, NULL, NULL, NULL, SAID), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_checkpoint_open("/nowhere/at all", NULL, NULL, &r, SAID), FSDP_ERR_IO);
+    says("/nowhere/at all: there is no such file or directory");
+}
+
+static void export_to(const char *from, const char *to, const fsdp_checkpoint_export_desc *d) {
+    fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
+    CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
+}
+/* Tensors of dtypes that the library does not have: their bytes are read, and pass through. */
+static fsdp_safetensors_entry foreign(const char *name, const char *dtype, int ndim, int64_t a,
+                                      int64_t b) {
+    fsdp_safetensors_entry e = tensor(name, FSDP_SAFETENSORS_OTHER, ndim, a, b, 0);
+    while (strcmp(fsdp_safetensors_dtype_name(e.file_dtype), dtype) != 0) e.file_dtype++;
+    return e;
+}
+TEST(fsdpck, foreign_dtypes) {
+    fsdp_safetensors_entry e[9] = {
+        foreign("bool", "BOOL", 1, 5, 0),        foreign("f8", "F8_E4M3", 2, 700, 301),
+        foreign("u16", "U16", 2, 200000, 1),     foreign("u32", "U32", 0, 0, 0),
+        foreign("u64", "U64", 1, 3, 0),          foreign("c64", "C64", 2, 2, 2),
+        tensor("f32", FSDP_F32, 2, 300, 500, 0), tensor("i8", FSDP_I8, 1, 3, 0, 0),
+        foreign("none", "F8_E8M0", 1, 0, 0)};
+    static const char *const same[] = {"out", "ours", "cut", "back"};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], out[600], ours[600], cut[600], back[600], *x = (char *)malloc(1200000), *y;
+    store_tensors(h_tmpdir(), "from.safetensors", e, 9);
+    path_of(from, "from.safetensors");
+    CHECK(x != NULL);
+    y = x + 600000;
+    d.dtype = FSDP_BF16; /* of the library's own alone */
+    export_to(from, path_of(out, "narrow"), &d);
+    d.dtype = FSDP_DTYPE_KEEP;
+    export_to(from, path_of(out, "out"), NULL);
+    d.num_ranks = 3;
+    export_to(from, path_of(ours, "ours"), &d);
+    d.num_ranks = 2;
+    export_to(ours, path_of(cut, "cut"), &d);
+    export_to(cut, path_of(back, "back"), NULL);
+    same_file(out, "model.safetensors", back, "model.safetensors");
+    for (int k = 0; k < 4; k++) {
+        char path[600];
+        fsdp_checkpoint_reader *a = open_it(from), *b = open_it(path_of(path, same[k]));
+        for (int i = 0; i < 9; i++) {
+            fsdp_checkpoint_tensor t, u;
+            const int64_t p = index_of(a, e[i].name), q = index_of(b, e[i].name);
+            CHECK_OK(fsdp_checkpoint_tensor_at(a, p, &t));
+            CHECK_OK(fsdp_checkpoint_tensor_at(b, q, &u));
+            CHECK(t.dtype == u.dtype && t.file_dtype == u.file_dtype && t.nbytes == u.nbytes);
+            CHECK_OK(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_DTYPE_KEEP, x, SAID));
+            CHECK_OK(fsdp_checkpoint_read(b, q, NULL, NULL, FSDP_DTYPE_KEEP, y, SAID));
+            CHECK_EQ_MEM(x, y, (size_t)t.nbytes);
+            if (t.dtype != FSDP_SAFETENSORS_OTHER || !t.nbytes) continue;
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_F32, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_checkpoint_read(a, p, NULL, NULL, FSDP_U8, x, SAID),
+                         FSDP_ERR_INVALID_ARG);
+        }
+        fsdp_checkpoint_close(a);
+        fsdp_checkpoint_close(b);
+    }
+    free(x);
+}
+
+/* Elements of less than a byte, and too many dims, are listed, and neither read nor written. */
+static int without_e(void *user, const char *name, char *out) {
+    (void)user;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return name[0] != 'e' && name[0] != 'n';
+}
+TEST(fsdpck, elements_that_cannot_be_moved) {
+    static const char head[] =
+        "{\"e\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[0,2]},"
+        "\"n\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[2,3]},"
+        "\"w\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[3,4]}}";
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char dir[600], out[600], byte[4];
+    fsdp_checkpoint_reader *r;
+    fsdp_checkpoint_tensor t;
+    path_of(dir, "foreign.safetensors");
+    blob b = {(char *)malloc(8 + sizeof head - 1 + 4), 8 + sizeof head - 1 + 4};
+    CHECK(b.at != NULL);
+    memset(b.at, 7, (size_t)b.size);
+    memset(b.at, 0, 8);
+    b.at[0] = (char)((sizeof head - 1) & 255);
+    memcpy(b.at + 8, head, sizeof head - 1);
+    store(dir, "", b.at, b.size);
+    free(b.at);
+    r = open_it(dir);
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, 0, &t));
+    CHECK(t.dtype == FSDP_SAFETENSORS_OTHER && t.nbytes == 2 && t.ndim == 1 && t.shape[0] == 4);
+    CHECK_EQ_STR(fsdp_safetensors_dtype_name(t.file_dtype), "F4");
+    CHECK_STATUS(fsdp_checkpoint_read(r, 0, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
+                 FSDP_ERR_UNSUPPORTED);
+    says("[E461] checkpoint_read: 'e' is F4 with 1 dims, which the library cannot move: leave it "
+         "out (fsdpck: --skip NAME; a program: rename of the desc)");
+    CHECK_STATUS(fsdp_checkpoint_read(r, 1, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID),
+                 FSDP_ERR_UNSUPPORTED);
+    CHECK_OK(fsdp_checkpoint_read(r, 2, NULL, NULL, FSDP_DTYPE_KEEP, byte, SAID));
+    CHECK_EQ_INT(byte[0], 7);
+    fsdp_checkpoint_close(r);
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID),
+                 FSDP_ERR_UNSUPPORTED);
+    says("[E461] checkpoint_export: 'e' is F4");
+    CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
+    d.rename = without_e;
+    CHECK_OK(fsdp_checkpoint_export(dir, out, &d, SAID));
+}
+
+/* ---- directories of others ------------------------------------------------------------------- */
+
+/* A file of tensors of one element: "ab" are 'a' and 'b' of the values first, first + 1. */
+static void store_letters(const char *dir, const char *leaf, const char *letters, int first) {
+    fsdp_safetensors_entry e[4];
+    char names[4][2], room[600];
+    float values[4];
+    int n = 0;
+    for (; letters[n]; n++) {
+        names[n][0] = letters[n], names[n][1] = 0;
+        e[n] = tensor(names[n], FSDP_F32, 1, 1, 0, 0);
+        values[n] = (float)(first + n);
+    }
+    int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room + 8, 500);
+    CHECK(need > 0);
+    memset(room, 0, 8);
+    room[0] = (char)(need & 255), room[1] = (char)(need >> 8);
+    memcpy(room + 8 + need, values, 4 * (size_t)n);
+    store(dir, leaf, room, 8 + need + 4 * n);
+}
+/* An index: "a=1 b=2" says that 'a' is in the first file of the list. */
+static void store_index(const char *dir, const char *leaf, const char *map,
+                        const char *const *files) {
+    char text[1000] = "{\"weight_map\":{", line[300];
+    for (const char *at = map; *at; at += 3 + (at[3] == ' ')) {
+        snprintf(line, sizeof line, "%s\"%c\":\"%s\"", at == map ? "" : ",", at[0],
+                 files[at[2] - '1']);
+        strcat(text, line);
+    }
+    strcat(text, "}}");
+    store(dir, leaf, text, (int64_t)strlen(text));
+}
+
+typedef struct dir_case {
+    const char *name;
+    const char *files[6], *letters[6]; /* their names, and what they have: 1, 2, ...; 11, 12, ... */
+    const char *index, *map;           /* of the names above, also of files that are not there */
+    const char *text;                  /* of a failure; NULL: none */
+    const char *values;                /* "a=1 b=2": what is read then */
+} dir_case;
+#define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
+#define U       "diffusion_pytorch_model"
+static const char model_index[] = "model.safetensors.index.json";
+static const dir_case dirs[] = {
+    {"two_files", {"x.safetensors", "y.safetensors"}, {"a", "b"}, NULL, NULL, NULL, "a=1 b=11"},
+    /* The same tensor in two files. */
+    {"ema",
+     {U ".safetensors", U ".non_ema.safetensors"},
+     {"ab", "b"},
+     NULL,
+     NULL,
+     "tensor 'b' is in diffusion_pytorch_model.non_ema.safetensors and in "
+     "diffusion_pytorch_model.safetensors with other values: keep the file that is meant",
+     NULL},
+    {"equal", {"x.safetensors", "y.safetensors"}, {"a", "A"}, NULL, NULL, NULL, "a=1"},
+    {"old_and_new",
+     {M(1, 2), M(2, 2), M(1, 1)},
+     {"a", "b", "ab"},
+     NULL,
+     NULL,
+     "tensor 'a' is in model-00001-of-00001.safetensors and in model-00001-of-00002",
+     NULL},
+    /* Names that tell how many files there are. */
+    {"first_gone",
+     {M(2, 3), M(3, 3)},
+     {"b", "c"},
+     NULL,
+     NULL,
+     "it lacks model-00001-of-00003.safetensors: its names tell of 3 files: add it, or pass one",
+     NULL},
+    {"second_gone",
+     {M(1, 3), M(3, 3)},
+     {"a", "c"},
+     NULL,
+     NULL,
+     "it lacks model-00002-of-00003.safetensors",
+     NULL},
+    {"last_gone",
+     {M(1, 3), M(2, 3)},
+     {"a", "b"},
+     NULL,
+     NULL,
+     "it lacks model-00003-of-00003.safetensors",
+     NULL},
+    {"two_sets",
+     {M(1, 2), M(2, 2), M(1, 3), M(2, 3)},
+     {"a", "b", "c", "d"},
+     NULL,
+     NULL,
+     "it lacks model-00003-of-00003.safetensors",
+     NULL},
+    {"variant",
+     {"m-1-of-2.fp16.safetensors"},
+     {"a"},
+     NULL,
+     NULL,
+     "it lacks m-2-of-2.fp16.safetensors",
+     NULL},
+    {"all_there",
+     {M(1, 2), M(2, 2), "m-of-x.safetensors"},
+     {"a", "b", "c"},
+     NULL,
+     NULL,
+     NULL,
+     "a=1 b=11 c=21"},
+    {"from_0", {M(0, 2), M(1, 2)}, {"a", "b"}, NULL, NULL, NULL, "a=1 b=11"},
+    {"from_0_and_from_1",
+     {"a-0-of-1.safetensors", "b-1-of-1.safetensors", "c-0-of-2.safetensors",
+      "c-1-of-2.safetensors"},
+     {"a", "b", "c", "d"},
+     NULL,
+     NULL,
+     NULL,
+     "a=1 b=11 c=21 d=31"},
+    {"from_0_second_gone",
+     {M(0, 3), M(2, 3)},
+     {"a", "c"},
+     NULL,
+     NULL,
+     "it lacks model-00001-of-00003.safetensors",
+     NULL},
+    {"from_0_last_gone",
+     {M(0, 3), M(1, 3)},
+     {"a", "b"},
+     NULL,
+     NULL,
+     "it lacks model-00002-of-00003.safetensors",
+     NULL},
+    {"no_numbers",
+     {"a-of-b-9-of-5.safetensors", "3-of-2.safetensors"},
+     {"a", "b"},
+     NULL,
+     NULL,
+     NULL,
+     "a=1 b=11"},
+    {"ranks_of_pytorch", /* each rank has the files in which it has something */
+     {"shard-00001-" M(1, 2), "shard-00002-" M(2, 2), "shard-00003-" M(1, 2)},
+     {"a", "b", "c"},
+     NULL,
+     NULL,
+     NULL,
+     "a=1 b=11 c=21"},
+    {"ranks_of_pytorch_gone",
+     {"shard-00001-" M(1, 3), "shard-00002-" M(3, 3)},
+     {"a", "b"},
+     NULL,
+     NULL,
+     "it lacks shard-00002-model-00002-of-00003.safetensors",
+     NULL},
+    /* An index. */
+    {"index", {M(1, 2), M(2, 2)}, {"a", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"index_gone",
+     {M(1, 2), M(2, 2)},
+     {"a", NULL},
+     model_index,
+     "a=1 b=2",
+     "it lacks model-00002-of-00002.safetensors, which model.safetensors.index.json names",
+     NULL},
+    {"diffusers_gone",
+     {U "-1.safetensors", U "-2.safetensors"},
+     {"a", NULL},
+     U ".safetensors.index.json",
+     "a=1 b=2",
+     "it lacks diffusion_pytorch_model-2.safetensors, which "
+     "diffusion_pytorch_model.safetensors.index.json names",
+     NULL},
+    {"diffusers",
+     {U "-1.safetensors", U "-2.safetensors", "other.safetensors"},
+     {"a", "b", "a"},
+     U ".safetensors.index.json",
+     "a=1 b=2",
+     NULL,
+     "a=1 b=11"},
+    {"variant_index",
+     {"m-1.safetensors"},
+     {"a"},
+     "m.safetensors.index.fp16.json",
+     "a=1 b=1",
+     "m.safetensors.index.fp16.json: it names tensor 'b', which is in no file",
+     NULL},
+    {"decides", {M(1, 2), M(2, 2)}, {"ab", "b"}, model_index, "a=1 b=2", NULL, "a=1 b=11"},
+    {"decides_for_the_first",
+     {M(1, 2), M(2, 2)},
+     {"ab", "bc"},
+     model_index,
+     "a=1 b=1 c=2",
+     NULL,
+     "a=1 b=2 c=12"},
+    {"elsewhere",
+     {M(1, 2), M(2, 2)},
+     {"ab", "c"},
+     model_index,
+     "a=1 b=2 c=2",
+     "tensor 'b' is in another file than the index says",
+     NULL},
+    {"not_named",
+     {M(1, 2), M(2, 2)},
+     {"ab", "c"},
+     model_index,
+     "a=1 c=2",
+     "tensor 'b' is in a file, and the index does not name it",
+     NULL},
+    {"named_twice",
+     {M(1, 1)},
+     {"ab"},
+     model_index,
+     "a=1 b=1 a=1",
+     "it names tensor 'a' twice",
+     NULL},
+    /* An index beside one file. */
+    {"stale_gone",
+     {M(1, 2), M(2, 2), "model.safetensors"},
+     {NULL, NULL, "ab"},
+     model_index,
+     "a=1 b=2",
+     NULL,
+     "a=21 b=22"},
+    {"stale_there",
+     {M(1, 2), M(2, 2), "model.safetensors"},
+     {"a", "b", "ab"},
+     model_index,
+     "a=1 b=2",
+     "it has model.safetensors and model.safetensors.index.json, which names other files: one of "
+     "the two is of another save: remove it",
+     NULL},
+    {"stale_half",
+     {M(1, 2), M(2, 2), "model.safetensors"},
+     {"a", NULL, "ab"},
+     model_index,
+     "a=1 b=2",
+     "it has model.safetensors and model.safetensors.index.json",
+     NULL},
+    {"stale_diffusers",
+     {U "-1.safetensors", U ".safetensors"},
+     {"a", "a"},
+     U ".safetensors.index.json",
+     "a=1",
+     "it has diffusion_pytorch_model.safetensors and diffusion_pytorch_model.safetensors.index",
+     NULL},
+    {"index_of_the_one", {"model.safetensors"}, {"ab"}, model_index, "a=1 b=1", NULL, "a=1 b=2"},
+};
+#undef M
+#undef U
+static void make_dir_case(const dir_case *c, const char *dir) {
+    CHECK_EQ_INT(mkdir(dir, 0755), 0);
+    for (int i = 0; i < 6 && c->files[i]; i++)
+        if (!c->letters[i]) continue;
+        else if (c->letters[i][0] == 'A') store_letters(dir, c->files[i], "a", 1);
+        else store_letters(dir, c->files[i], c->letters[i], 1 + 10 * i);
+    if (c->index) store_index(dir, c->index, c->map, c->files);
+}
+TEST_P(fsdpck, directories, dirs) {
+    fsdp_checkpoint_export_desc ours = FSDP_ZERO;
+    char dir[600], out[600], checked[600];
+    make_dir_case(row, path_of(dir, "dir"));
+    fsdp_status expected = row->text ? FSDP_ERR_CORRUPT : FSDP_OK;
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), expected);
+    if (row->text) says(row->text);
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID), expected);
+    if (row->text) says(row->text);
+    ours.num_ranks = 2;
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(checked, "checked"), &ours, SAID), expected);
+    if (row->text) says(row->text);
+    for (int i = 0; i < 2 && !row->text; i++) {
+        fsdp_checkpoint_contents in;
+        fsdp_checkpoint_reader *r = open_it(i ? checked : out);
+        int64_t num = 0;
+        for (const char *at = row->values; *at;) {
+            char name[2] = {at[0], 0}, *end;
+            float value;
+            const float want = (float)strtol(at + 2, &end, 10);
+            CHECK_OK(
+                fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, &value, SAID));
+            CHECK_MSG(value >= want && value <= want, "%s: %g, expected %g", name, (double)value,
+                      (double)want);
+            at = end + (*end == ' ');
+            num++;
+        }
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &in));
+        CHECK_EQ_INT(in.num_tensors, num);
+        fsdp_checkpoint_close(r);
+    }
+}
+
+/* Several indices: the one that transformers takes, else nobody knows. A directory of checkpoints
+   is no checkpoint. What is not told is said. */
+TEST(fsdpck, directories_of_several) {
+    static const char *const one[] = {"x.safetensors"};
+    char dir[600], run[600], path[800];
+    CHECK_EQ_INT(mkdir(path_of(dir, "dir"), 0755), 0);
+    store_letters(dir, "x.safetensors", "a", 1);
+    store_index(dir, "u.safetensors.index.json", "a=1", one);
+    store_index(dir, "v.safetensors.index.json", "a=1", one);
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("it has 2 indices, among them ");
+    says("put the files of one of them into a directory of their own");
+    store_index(dir, "model.safetensors.index.json", "a=1", one);
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_INT(mkdir(path_of(run, "torch"), 0755), 0);
+    store(run, "pytorch_model.bin", "PK\3\4\0\0\10\10", 8);
+    CHECK_STATUS(fsdp_checkpoint_verify(run, NULL, NULL, SAID), FSDP_ERR_UNSUPPORTED);
+    says("torch: it has pytorch_model.bin and no .safetensors file: if torch.save has written it");
+    snprintf(path, sizeof path, "%s/pytorch_model.bin", run);
+    CHECK_STATUS(fsdp_checkpoint_verify(path, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("pytorch_model.bin: is no safetensors file, but one of torch.save (a pickle)");
+    CHECK_EQ_INT(mkdir(path_of(run, "run"), 0755), 0);
+    static const char *const steps[] = {"checkpoint-500", "checkpoint-9000", "step_12",
+                                        "step-00001000",  "step-x",          "notes"};
+    for (int i = 0; i < 6; i++) {
+        snprintf(path, sizeof path, "%s/%s", run, steps[i]);
+        CHECK_EQ_INT(mkdir(path, 0755), 0);
+    }
+    CHECK_STATUS(fsdp_checkpoint_verify(run, NULL, NULL, SAID), FSDP_ERR_INVALID_ARG);
+    says("run: it is no checkpoint, but has some in it: pass one of them, for example "
+         "run/checkpoint-9000");
+}
+
+TEST(fsdpck, tells_what_cannot_be_told) {
+    char path[600], name[80];
+    static const char *const whole[] = {"example/step-00000017", "checkpoints/transformers_gpt2",
+                                        "checkpoints/torch_consolidated"};
+    CHECK_OK(
+        fsdp_checkpoint_verify(golden_path(path, "checkpoints/torch_fsdp_w3"), NULL, NULL, SAID));
+    says("only headers were checked. They do not tell how large the whole tensors are: if the "
+         "file with the last parts is missing, nobody can see it");
+    for (int i = 0; i < 3; i++) {
+        snprintf(name, sizeof name, "%s", whole[i]);
+        CHECK_OK(fsdp_checkpoint_verify(golden_path(path, name), NULL, NULL, SAID));
+        CHECK_MSG(!strstr(said, "do not tell"), "%s", said);
+    }
+}
+
+/* ---- export ---------------------------------------------------------------------------------- */
+
+static int keep_names(void *user, const char *name, char *out) { /* without those that contain it */
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return strstr(name, (const char *)user) == NULL;
+}
+static int prefix_names(void *user, const char *name, char *out) {
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s%s", (const char *)user, name);
+    return 1;
+}
+static int one_name(void *user, const char *name, char *out) {
+    (void)name;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", (const char *)user);
+    return 1;
+}
+
+static char *exported(char to[600], const char *golden_name, const char *name,
+                      const fsdp_checkpoint_export_desc *d) {
+    char from[600];
+    export_to(golden_path(from, golden_name), path_of(to, name), d);
+    return to;
+}
+
+/* A file of transformers is a model of its own; written again it has the same bytes. */
+TEST(fsdpck, export_writes_the_bytes_of_safetensors) {
+    char from[600], to[600], name[80];
+    for (int i = 1; i <= 3; i++) {
+        snprintf(name, sizeof name, "checkpoints/transformers_gpt2/model-%05d-of-00003.safetensors",
+                 i);
+        golden_path(from, name);
+        snprintf(name, sizeof name, "out%d", i);
+        export_to(from, path_of(to, name), NULL);
+        CHECK_EQ_INT(h_entries(to), 2 + 1);
+        same_file(to, "model.safetensors", from, "");
+    }
+}
+
+/* However many ranks saved it, on whatever mesh: one file, the same bytes. */
+TEST(fsdpck, export_joins_shards) {
+    static const char *const others[] = {"torch_fsdp_w3", "torch_fsdp_w4", "torch_hsdp_2x2",
+                                         "torch_ddp_w2", "torch_2d_2x2"};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char first[600], to[600], name[80], params[600], joined[600];
+    d.with_optimizer = 1;
+    exported(first, "checkpoints/torch_fsdp_w1", "first", &d);
+    for (int i = 0; i < 5; i++) {
+        snprintf(name, sizeof name, "checkpoints/%s", others[i]);
+        exported(to, name, others[i], &d);
+        same_file(to, "model.safetensors", first, "model.safetensors");
+    }
+    d.with_optimizer = 0; /* what PyTorch has put together itself; it leaves empty tensors out */
+    d.rename = keep_names, d.user = (void *)(uintptr_t) ".none";
+    exported(params, "checkpoints/torch_fsdp_w3", "params", &d);
+    exported(joined, "checkpoints/torch_consolidated", "joined", NULL);
+    same_file(params, "model.safetensors", joined, "model.safetensors");
+}
+
+static const struct {
+    const char *name;
+    int64_t limit;
+    int num;
+    int64_t rows[6];
+    int files, file[6];
+} splits[] = {{"all_in_one", 100, 3, {1, 2, 3}, 1, {1, 1, 1}},
+              {"just_fits", 24, 3, {1, 2, 3}, 1, {1, 1, 1}},
+              {"one_byte_less", 23, 3, {1, 2, 3}, 2, {1, 1, 2}},
+              {"each_alone", 12, 3, {3, 2, 3}, 3, {1, 2, 3}},
+              {"large_between", 12, 4, {1, 4, 2, 1}, 3, {2, 1, 2, 3}},
+              {"large_first", 4, 3, {2, 1, 1}, 3, {1, 2, 3}},
+              {"large_last", 8, 3, {1, 1, 3}, 2, {2, 2, 1}},
+              {"large_ones", 4, 3, {2, 2, 2}, 3, {1, 2, 3}},
+              {"large_then_full", 8, 5, {1, 3, 1, 3, 1}, 4, {3, 1, 3, 2, 4}},
+              {"empty_ones", 4, 4, {0, 1, 0, 1}, 2, {1, 1, 1, 2}}};
+TEST_P(fsdpck, splits, splits) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_safetensors_entry e[6];
+    char from[600], to[600], file[80], index[2000], line[200];
+    static const char *const names[] = {"a", "b", "c", "d", "e", "f"};
+    int64_t total = 0;
+    for (int i = 0; i < row->num; i++) {
+        e[i] = tensor(names[i], FSDP_F32, 1, row->rows[i], 0, 0);
+        total += 4 * row->rows[i];
+    }
+    store_tensors(h_tmpdir(), "from.safetensors", e, row->num);
+    d.max_file_bytes = row->limit;
+    export_to(path_of(from, "from.safetensors"), path_of(to, "to"), &d);
+    CHECK_EQ_INT(h_entries(to), 2 + row->files + (row->files > 1));
+    snprintf(index, sizeof index,
+             "{\n  \"metadata\": {\n    \"total_size\": %d\n  },\n  \"weight_map\": {", (int)total);
+    for (int i = 0; i < row->num; i++) {
+        snprintf(file, sizeof file, "model-%05d-of-%05d.safetensors", row->file[i], row->files);
+        if (row->files == 1) snprintf(file, sizeof file, "model.safetensors");
+        snprintf(line, sizeof line, "%s\n    \"%s\": \"%s\"", i ? "," : "", names[i], file);
+        strcat(index, line);
+        char path[700];
+        snprintf(path, sizeof path, "%s/%s", to, file);
+        fsdp_checkpoint_reader *r = open_it(path);
+        (void)index_of(r, names[i]);
+        fsdp_checkpoint_close(r);
+    }
+    strcat(index, "\n  }\n}");
+    if (row->files > 1) {
+        blob b = load(to, "model.safetensors.index.json");
+        CHECK_EQ_STR(b.at, index);
+        free(b.at);
+    }
+    d.max_file_bytes = 0; /* together again */
+    char again[600], direct[600];
+    export_to(to, path_of(again, "again"), &d);
+    export_to(from, path_of(direct, "direct"), &d);
+    same_file(again, "model.safetensors", direct, "model.safetensors");
+}
+
+/* Tensors larger than a piece, cut in each dim; pieces that end within a row. */
+TEST(fsdpck, export_in_pieces) {
+    fsdp_safetensors_entry e[5] = {
+        tensor("deep", FSDP_F32, 3, 3, 701, 601), tensor("wide", FSDP_F32, 2, 2, 1300001, 0),
+        tensor("bytes", FSDP_U8, 1, 4194303, 0, 0), tensor("halves", FSDP_BF16, 2, 1500000, 3, 0),
+        tensor("one", FSDP_I64, 1, 1, 0, 0)};
+    static const int ranks[] = {1, 2, 3, 7};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO, plain = FSDP_ZERO;
+    char from[600], direct[600], cut[600], again[600], name[40];
+    store_tensors(h_tmpdir(), "from.safetensors", e, 5);
+    export_to(path_of(from, "from.safetensors"), path_of(direct, "direct"), NULL);
+    fsdp_checkpoint_reader *r = open_it(direct);
+    char *x = (char *)malloc(16000000), *y = (char *)malloc(16000000);
+    CHECK(x && y);
+    fsdp_checkpoint_reader *s = open_it(from);
+    for (int64_t i = 0; i < 5; i++) {
+        fsdp_checkpoint_tensor t;
+        CHECK_OK(fsdp_checkpoint_tensor_at(s, i, &t));
+        CHECK_OK(fsdp_checkpoint_read(s, i, NULL, NULL, FSDP_DTYPE_KEEP, x, SAID));
+        CHECK_OK(fsdp_checkpoint_read(r, i, NULL, NULL, FSDP_DTYPE_KEEP, y, SAID));
+        CHECK_EQ_MEM(x, y, (size_t)t.nbytes);
+    }
+    fsdp_checkpoint_close(s);
+    fsdp_checkpoint_close(r);
+    free(x);
+    free(y);
+    for (int i = 0; i < 4; i++) {
+        fsdp_checkpoint_contents c;
+        d.num_ranks = ranks[i];
+        snprintf(name, sizeof name, "cut%d", i);
+        export_to(from, path_of(cut, name), &d);
+        CHECK_EQ_INT(h_entries(cut), 2 + ranks[i] + 1);
+        CHECK_OK(fsdp_checkpoint_verify(cut, NULL, NULL, SAID));
+        r = open_it(cut);
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
+        /* "one" and, of more ranks than rows, "deep" and "wide" are in one file */
+        CHECK_EQ_INT(c.num_boxes, 1 + 2 * ranks[i] + (ranks[i] > 3 ? 1 : ranks[i]) +
+                                      (ranks[i] > 2 ? 1 : ranks[i]));
+        fsdp_checkpoint_close(r);
+        snprintf(name, sizeof name, "again%d", i);
+        export_to(cut, path_of(again, name), &plain);
+        same_file(again, "model.safetensors", direct, "model.safetensors");
+    }
+}
+
+/* Parameters become bf16, states and integers stay; ties and names as fsdp_convert has them. */
+TEST(fsdpck, export_converts) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char to[600];
+    float w[6];
+    uint16_t narrow[6], got[6];
+    double step;
+    fsdp_checkpoint_tensor t;
+    d.dtype = FSDP_BF16, d.with_optimizer = 1;
+    exported(to, "example/step-00000017", "to", &d);
+    fsdp_checkpoint_reader *r = open_it(to);
+    char path[600];
+    fsdp_checkpoint_reader *s = open_it(golden_path(path, "example/step-00000017"));
+    CHECK_OK(fsdp_checkpoint_read(s, index_of(s, "h.0.w"), NULL, NULL, FSDP_F32, w, SAID));
+    CHECK_OK(fsdp_convert(narrow, FSDP_BF16, w, FSDP_F32, 6));
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, "h.0.w"), &t));
+    CHECK_EQ_INT(t.dtype, FSDP_BF16);
+    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, "h.0.w"), NULL, NULL, FSDP_DTYPE_KEEP, got, SAID));
+    CHECK_EQ_MEM(got, narrow, sizeof got);
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, "optim.state.h.0.w.exp_avg"), &t));
+    CHECK_EQ_INT(t.dtype, FSDP_F32);
+    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, "optim.state.h.0.w.step"), NULL, NULL,
+                                  FSDP_DTYPE_KEEP, &step, SAID));
+    CHECK(step == 17);
+    fsdp_checkpoint_close(r);
+    fsdp_checkpoint_close(s);
+    exported(to, "example/step-00000017", "params", NULL); /* without states and blobs */
+    r = open_it(to);
+    CHECK_STATUS(fsdp_checkpoint_tensor_at(r, 2, &t), FSDP_ERR_INVALID_ARG);
+    fsdp_checkpoint_close(r);
+}
+
+/* A checkpoint of ours cut anew: all tensors, the step, the ranks whose blobs it has. */
+TEST(fsdpck, cut_anew) {
+    static const struct {
+        const char *name;
+        int ranks, files;
+        int64_t step;
+    } cuts[] = {{"a", 1, 1, 17},
+                {"b/", 2, 2, 17},
+                {"step-00000400", 3, 3, 400},
+                {"d//", 9, 7, 17},
+                {"step-400", 1, 1, 17}};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], to[600], whole[600], again[600], name[80];
+    golden_path(from, "example/step-00000017");
+    d.with_optimizer = 1;
+    export_to(from, path_of(whole, "whole"), &d);
+    for (int i = 0; i < 5; i++) {
+        fsdp_checkpoint_contents c;
+        d.num_ranks = cuts[i].ranks, d.with_optimizer = 0;
+        export_to(from, path_of(to, cuts[i].name), &d);
+        fsdp_checkpoint_reader *r = open_it(to);
+        CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
+        CHECK(c.step == cuts[i].step && c.world == 2 && c.num_tensors == 7);
+        CHECK_EQ_INT(c.num_files, cuts[i].files);
+        fsdp_checkpoint_close(r);
+        CHECK_OK(fsdp_checkpoint_verify(to, NULL, NULL, SAID));
+        blob b = load(to, example_files[1]);
+        snprintf(name, sizeof name, "\"1.0\",\"format\":\"pt\",\"fsdp.writer\":\"1/%d\"}",
+                 cuts[i].ranks);
+        CHECK_MSG(strstr(b.at + 8, name) != NULL, "%s is not in %s", name, b.at + 8);
+        free(b.at);
+        d.num_ranks = 0, d.with_optimizer = 1;
+        snprintf(name, sizeof name, "again%d", i);
+        export_to(to, path_of(again, name), &d);
+        same_file(again, "model.safetensors", whole, "model.safetensors");
+    }
+    CHECK_EQ_INT(h_entries(h_tmpdir()), 2 + 1 + 10); /* nothing temporary is left */
+}
+
+TEST(fsdpck, index_is_ascii) {
+    fsdp_safetensors_entry e[2] = {
+        tensor("q\"\\\n\x7f", FSDP_U8, 1, 1, 0, 0),
+        tensor("\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80", FSDP_U8, 1, 1, 0, 0)};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], to[600];
+    store_tensors(h_tmpdir(), "from.safetensors", e, 2);
+    d.max_file_bytes = 1;
+    export_to(path_of(from, "from.safetensors"), path_of(to, "to"), &d);
+    blob b = load(to, "model.safetensors.index.json");
+    CHECK_MSG(strstr(b.at, "    \"q\\\"\\\\\\n\\u007f\": \"model-00001-of-00002.safetensors\",\n"
+                           "    \"\\u00e4\\u20ac\\ud83d\\ude00\": \"model-00002-of-00002"),
+              "%s", b.at);
+    free(b.at);
+    fsdp_checkpoint_close(open_it(to));
+}
+
+TEST(fsdpck, export_refuses) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], to[600], file[600], deep[600];
+    golden_path(from, "checkpoints/torch_fsdp_w3");
+    path_of(to, "to");
+    store(path_of(file, "file"), "", "x", 1);
+#define REFUSES(status, text)                                                                      \
+    do {                                                                                           \
+        CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), status);                          \
+        says(text);                                                                                \
+        CHECK_EQ_INT(h_entries(h_tmpdir()), 3);                                                    \
+        memset(&d, 0, sizeof d);                                                                   \
+    } while (0)
+    d.rename = one_name, d.user = (void *)(uintptr_t) "same";
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E465] checkpoint_export: two tensors become 'same'");
+    d.rename = prefix_names, d.user = (void *)(uintptr_t) "\xff";
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E466] checkpoint_export: the header of 14 tensors");
+    d.rename = keep_names, d.user = (void *)(uintptr_t) "";
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E467] checkpoint_export: of 36 tensors in");
+    d.num_ranks = -1;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: expected num_ranks 0 to 1000000");
+    d.max_file_bytes = -1;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463]");
+    d.dtype = FSDP_I32;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463]");
+    d.end_canary = 1;
+    REFUSES(FSDP_ERR_INVALID_ARG, "fsdp_checkpoint_export_desc");
+    snprintf(to, sizeof to, "%s", file);
+    REFUSES(FSDP_ERR_INVALID_ARG, "file is there already");
+    snprintf(to, sizeof to, "%s/", h_tmpdir());
+    REFUSES(FSDP_ERR_INVALID_ARG, "is there already");
+    snprintf(to, sizeof to, "%s", path_of(deep, "no/such/to"));
+    REFUSES(FSDP_ERR_IO, "mkdir of ");
+    to[0] = 0;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E460] checkpoint_export: out is NULL");
+    from[0] = 0, path_of(to, "to");
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E460] checkpoint_export: path is NULL");
+}
+
+/* Paths of one part, of the root's children, relative ones. */
+TEST(fsdpck, export_beside_the_working_directory) {
+    char from[1300], cwd[600];
+    CHECK(getcwd(cwd, sizeof cwd) != NULL);
+    char golden_at[600];
+    golden_path(golden_at, "example/step-00000017");
+    snprintf(from, sizeof from, "%s%s%s", *golden_at == '/' ? "" : cwd,
+             *golden_at == '/' ? "" : "/", golden_at);
+    CHECK_EQ_INT(chdir(h_tmpdir()), 0);
+    export_to(from, "out", NULL);
+    export_to(from, "./out2/", NULL);
+    same_file("out", "model.safetensors", "out2", "model.safetensors");
+    CHECK_EQ_INT(h_entries("."), 4);
+}
+
+/* ---- damage ---------------------------------------------------------------------------------- */
+
+static void copy_example(const char *dir) {
+    char from[600];
+    golden_path(from, "example/step-00000017");
+    CHECK_EQ_INT(mkdir(dir, 0777), 0);
+    for (int i = 0; i < 3; i++) {
+        blob b = load(from, example_files[i]);
+        store(dir, example_files[i], b.at, b.size);
+        free(b.at);
+    }
+}
+static void damaged(const char *dir, const char *what) {
+    fsdp_status status = fsdp_checkpoint_verify(dir, NULL, NULL, SAID);
+    CHECK_MSG(status == FSDP_ERR_CORRUPT, "%s: %d %s", what, (int)status, said);
+    says("[E43"); /* of open.h, with the call and a file */
+    says("checkpoint_verify: ");
+    CHECK_MSG(strstr(said, ".safetensors") || strstr(said, "manifest.json"), "%s: %s", what, said);
+}
+
+TEST(fsdpck, verify_finds_each_bit) {
+    char dir[600], what[200];
+    copy_example(path_of(dir, "step-00000017"));
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_STR(said, "step 17: 7 tensors in 2 files, 2 checksums of 89 bytes");
+    for (int i = 0; i < 3; i++) {
+        blob b = load(dir, example_files[i]);
+        char path[800];
+        snprintf(path, sizeof path, "%s/%s", dir, example_files[i]);
+        int fd = open(path, O_RDWR);
+        CHECK(fd >= 0);
+        for (int64_t k = 0; k < b.size; k++) {
+            char flipped = (char)(b.at[k] ^ (char)(1 << (golden_splitmix64((uint64_t)k) & 7)));
+            CHECK_EQ_INT(pwrite(fd, &flipped, 1, k), 1);
+            snprintf(what, sizeof what, "byte %d of %s", (int)k, example_files[i]);
+            damaged(dir, what);
+            CHECK_EQ_INT(pwrite(fd, &b.at[k], 1, k), 1);
+        }
+        for (int64_t size = b.size - 1; size >= 0; size--) {
+            CHECK_EQ_INT(ftruncate(fd, size), 0);
+            snprintf(what, sizeof what, "%d bytes of %s", (int)size, example_files[i]);
+            damaged(dir, what);
+        }
+        CHECK_EQ_INT(pwrite(fd, b.at, (size_t)b.size, 0), b.size);
+        close(fd);
+        free(b.at);
+    }
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+}
+
+TEST(fsdpck, verify_finds_other_files) {
+    char dir[600], path[800], other[600], from[600];
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    copy_example(path_of(dir, "step-00000017"));
+    for (int i = 1; i < 3; i++) {
+        blob b = load(dir, example_files[i]), c = load(dir, example_files[3 - i]);
+        store(dir, example_files[i], c.at, c.size); /* the other rank's */
+        damaged(dir, "swapped");
+        snprintf(path, sizeof path, "%s/%s", dir, example_files[i]);
+        CHECK_EQ_INT(unlink(path), 0);
+        damaged(dir, "removed");
+        says("No such file");
+        CHECK_EQ_INT(mkfifo(path, 0600), 0); /* nothing hangs */
+        damaged(dir, "a FIFO");
+        CHECK_EQ_INT(unlink(path), 0);
+        CHECK_EQ_INT(mkdir(path, 0700), 0);
+        damaged(dir, "a directory");
+        CHECK_EQ_INT(rmdir(path), 0);
+        store(dir, example_files[i], b.at, b.size);
+        free(b.at);
+        free(c.at);
+    }
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    d.num_ranks = 2; /* the manifest of another step and cut */
+    export_to(golden_path(from, "example/step-00000017"), path_of(other, "step-00000018"), &d);
+    blob b = load(other, "manifest.json");
+    store(dir, "manifest.json", b.at, b.size);
+    free(b.at);
+    damaged(dir, "another manifest");
+    snprintf(path, sizeof path, "%s/manifest.json", dir);
+    CHECK_EQ_INT(unlink(path), 0); /* then it is one of others, without checksums */
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    CHECK_EQ_STR(
+        said, "7 tensors in 2 files, 89 bytes that have no checksums: only headers were checked");
+    snprintf(path, sizeof path, "%s/%s", dir, example_files[1]);
+    CHECK_EQ_INT(unlink(path), 0);
+    CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID), FSDP_ERR_CORRUPT);
+    says("so some rows are in no file");
+}
+
+/* Data that is damaged is neither read nor exported. */
+/* What has the name of a manifest and is none is no checkpoint without a manifest. */
+/* A manifest that is right in itself, with another number of checksums than the file has blocks. */
+TEST(fsdpck, checksums_for_other_blocks) {
+    char dir[600], text[2000], *at;
+    copy_example(path_of(dir, "step-00000017"));
+    blob b = load(dir, "manifest.json");
+    CHECK((at = strstr(b.at, "\"crc\":\"")) != NULL && b.size < 1500);
+    at += 7; /* the only checksum of the first file: none of it, two, and as it was */
+    for (int i = 0; i < 3; i++) {
+        snprintf(text, sizeof text, "%.*s%.*s%.*s%s", (int)(at - b.at), b.at, i ? 8 : 0, at,
+                 i == 1 ? 8 : 0, at, at + 8);
+        int64_t n = (int64_t)strlen(text) - 23;
+        snprintf(text + n, 24, ",\n\"crc32c\":\"%08x\"}\n", (unsigned)fsdp_crc32c(0, text, n));
+        store(dir, "manifest.json", text, (int64_t)strlen(text));
+        CHECK_STATUS(fsdp_checkpoint_verify(dir, NULL, NULL, SAID),
+                     i < 2 ? FSDP_ERR_CORRUPT : FSDP_OK);
+        if (i < 2) says("expected sizes that agree with the number of checksums");
+    }
+    free(b.at);
+}
+
+TEST(fsdpck, manifest_that_is_no_file) {
+    static const char *const texts[4] = {"manifest.json: it is no regular file",
+                                         "manifest.json: it is no regular file",
+                                         "there is a manifest.json that cannot be opened",
+                                         "manifest.json: Too many levels of symbolic links"};
+    char dir[600], path[700];
+    copy_example(path_of(dir, "step-00000017"));
+    snprintf(path, sizeof path, "%s/manifest.json", dir);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQ_INT(remove(path), 0);
+        CHECK(!(i == 0   ? mkfifo(path, 0600)
+                : i == 1 ? mkdir(path, 0700)
+                : i == 2 ? symlink("nowhere", path)
+                         : symlink("manifest.json", path)));
+        damaged(dir, texts[i]);
+        says(texts[i]);
+    }
+    CHECK_EQ_INT(remove(path), 0);
+    CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
+    says("only headers were checked");
+}
+
+TEST(fsdpck, damage_is_not_passed_on) {
+    char dir[600], out[600];
+    float w[6];
+    copy_example(path_of(dir, "step-00000017"));
+    fsdp_checkpoint_reader *r = open_it(dir);
+    blob b = load(dir, example_files[1]);
+    b.at[b.size - 1] ^= 1;
+    store(dir, example_files[1], b.at, b.size);
+    free(b.at);
+    CHECK_STATUS(fsdp_checkpoint_read(r, 3, NULL, NULL, FSDP_F32, w, SAID), FSDP_ERR_CORRUPT);
+    says("block 0 (bytes 0..");
+    says("the file was changed, or the disk fails");
+    fsdp_checkpoint_close(r);
+    CHECK_STATUS(fsdp_checkpoint_export(dir, path_of(out, "out"), NULL, SAID), FSDP_ERR_CORRUPT);
+    says("[E434] checkpoint_export: ");
+    CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
+}
+
+/* ---- file calls that fail -------------------------------------------------------------------- */
+
+typedef struct faulty { /* the call with this number does something else */
+    int calls, at, short_calls;
+    int error; /* 0: none */
+} faulty;
+
+static int fails(void *user) {
+    faulty *f = (faulty *)user;
+    return f->calls++ == f->at ? f->error : 0;
+}
+static int my_open(void *user, const char *path, int create, void **file, int64_t *nbytes) {
+    struct stat st;
+    int error = fails(user);
+    if (error) return error;
+    int fd = open(path, create ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY, 0666);
+    if (fd < 0) return errno;
+    CHECK_EQ_INT(fstat(fd, &st), 0);
+    *nbytes = st.st_size;
+    *file = (void *)(intptr_t)(fd + 1);
+    if (S_ISREG(st.st_mode)) return 0;
+    close(fd);
+    return EISDIR;
+}
+static int my_read(void *user, void *file, void *data, int64_t nbytes, int64_t at, int64_t *done) {
+    int error = fails(user);
+    if (error) return error;
+    if (((faulty *)user)->short_calls) nbytes = (nbytes + 1) / 2;
+    *done = pread((int)(intptr_t)file - 1, data, (size_t)nbytes, at);
+    return *done < 0 ? errno : 0;
+}
+static int my_write(void *user, void *file, const void *data, int64_t nbytes, int64_t at,
+                    int64_t *done) {
+    int error = fails(user);
+    if (error) return error;
+    if (((faulty *)user)->short_calls) nbytes = (nbytes + 1) / 2;
+    *done = pwrite((int)(intptr_t)file - 1, data, (size_t)nbytes, at);
+    return *done < 0 ? errno : 0;
+}
+static int my_sync(void *user, void *file) {
+    (void)file;
+    return fails(user);
+}
+static int my_close(void *user, void *file) {
+    int error = fails(user);
+    return close((int)(intptr_t)file - 1) ? errno : error;
+}
+static int my_make_dir(void *user, const char *path) {
+    int error = fails(user);
+    return error ? error : mkdir(path, 0777) ? errno : 0;
+}
+static int my_sync_dir(void *user, const char *path) {
+    (void)path;
+    return fails(user);
+}
+static int my_rename(void *user, const char *from, const char *to) {
+    int error = fails(user);
+    return error ? error : rename(from, to) ? errno : 0;
+}
+static int my_remove(void *user, const char *path, int is_dir) {
+    (void)user;
+    return (is_dir ? rmdir(path) : unlink(path)) ? errno : 0;
+}
+static int my_list(void *user, const char *path, int (*each)(void *arg, const char *name),
+                   void *arg) {
+    const struct dirent *entry;
+    int error = fails(user), stop = 0;
+    if (error) return error;
+    DIR *dir = opendir(path);
+    if (!dir) return errno;
+    while (!stop && (entry = readdir(dir)) != NULL)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
+            stop = each(arg, entry->d_name);
+    closedir(dir);
+    return 0;
+}
+static const fsdp_file_ops my_files = {
+    1,        sizeof(fsdp_file_ops), my_open,     my_read,   my_write,  my_sync,
+    my_close, my_make_dir,           my_sync_dir, my_rename, my_remove, my_list};
+
+static const struct {
+    const char *name, *from;
+    int ranks;
+    int64_t limit;
+} exports[] = {{"one_file", "example/step-00000017", 0, 0},
+               {"index", "checkpoints/torch_consolidated", 0, 3000},
+               {"ours", "checkpoints/torch_fsdp_w3", 2, 0}};
+/* Each call in turn: out is there as a whole, or not at all, and nothing is beside it. */
+TEST_P(fsdpck, file_calls_fail, exports) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], out[600];
+    faulty f = {0, -1, 0, EIO};
+    int done = 0;
+    golden_path(from, row->from);
+    path_of(out, "out");
+    d.num_ranks = row->ranks, d.max_file_bytes = row->limit;
+    d.files = &my_files, d.files_user = &f;
+    for (f.at = 0; !done; f.at++) {
+        f.calls = 0;
+        fsdp_status status = fsdp_checkpoint_export(from, out, &d, SAID);
+        done = f.calls <= f.at;
+        CHECK_MSG(status == (done ? FSDP_OK : FSDP_ERR_IO), "call %d: %s", f.at, said);
+        if (!done) says("Input/output error (5)");
+        int last = strstr(said, "fsync of the directory") && access(out, F_OK) == 0;
+        CHECK_EQ_INT(h_entries(h_tmpdir()), 2 + (done || last));
+        if (!last) continue; /* of its parent: out is complete */
+        CHECK_OK(fsdp_checkpoint_verify(out, NULL, NULL, SAID));
+        DIR *dir = opendir(out);
+        const struct dirent *entry;
+        while (dir && (entry = readdir(dir)) != NULL)
+            if (entry->d_name[0] != '.') CHECK_EQ_INT(unlinkat(dirfd(dir), entry->d_name, 0), 0);
+        closedir(dir);
+        CHECK_EQ_INT(rmdir(out), 0);
+    }
+    CHECK_MSG(f.at > 12, "%d calls", f.at);
+    CHECK_OK(fsdp_checkpoint_verify(out, NULL, NULL, SAID));
+}
+
+TEST(fsdpck, short_and_interrupted_calls) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], out[600], want[600], name[40];
+    faulty f = {0, -1, 1, EINTR};
+    golden_path(from, "checkpoints/torch_fsdp_w3");
+    export_to(from, path_of(want, "want"), NULL);
+    d.files = &my_files, d.files_user = &f;
+    export_to(from, path_of(out, "short"), &d);
+    same_file(out, "model.safetensors", want, "model.safetensors");
+    for (f.at = 0; f.at < 60; f.at++) { /* opens, reads, writes, syncs; others are not repeated */
+        snprintf(name, sizeof name, "out%d", f.at);
+        f.calls = 0;
+        fsdp_status status = fsdp_checkpoint_export(from, path_of(out, name), &d, SAID);
+        if (status) says("Interrupted");
+        if (status)
+            CHECK_MSG(strstr(said, "close") || strstr(said, "list") || strstr(said, "mkdir") ||
+                          strstr(said, "rename"),
+                      "%s", said);
+        else same_file(out, "model.safetensors", want, "model.safetensors");
+    }
+}
+
+/* ---- the tool -------------------------------------------------------------------------------- */
+
+static const char *tool(void) {
+    const char *path = getenv("FSDPCK");
+    if (!path || !*path) path = "tools/fsdpck";
+    if (access(path, X_OK)) SKIP("no tools/fsdpck here: make tools/fsdpck");
+    return path;
+}
+
+/* Runs fsdpck with the words up to NULL; both streams go to `out`, or to a file of the test. Returns
+   the exit status; -1: the output is not read. */
+static int start(int out, const char *word, va_list more) {
+    char path[600];
+    char *argv[16];
+    int n = 0, status = 0, file = out;
+    argv[n++] = (char *)(uintptr_t)tool();
+    for (; word && n < 15; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
+    argv[n] = NULL;
+    if (out < 0) file = open(path_of(path, "said"), O_CREAT | O_TRUNC | O_RDWR, 0600);
+    CHECK(file >= 0);
+    fflush(NULL);
+    pid_t pid = fork();
+    if (!pid) {
+        dup2(file, STDERR_FILENO);
+        if (out < 0) dup2(file, STDOUT_FILENO);
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_MSG(WIFEXITED(status), "signal %d", WTERMSIG(status));
+    if (out >= 0) return WEXITSTATUS(status);
+    ssize_t length = pread(file, said, sizeof said - 1, 0);
+    said[length < 0 ? 0 : length] = 0;
+    close(file);
+    CHECK_EQ_INT(unlink(path), 0);
+    return WEXITSTATUS(status);
+}
+static int run(const char *word, ...) {
+    va_list more;
+    va_start(more, word);
+    int status = start(-1, word, more);
+    va_end(more);
+    return status;
+}
+static int run_to(int out, const char *word, ...) {
+    va_list more;
+    va_start(more, word);
+    int status = start(out, word, more);
+    va_end(more);
+    return status;
+}
+#define RUN(...) run(__VA_ARGS__, (const char *)NULL)
+
+TEST(fsdpck_tool, help) {
+    static const char *const verbs[] = {"ls", "verify", "diff", "reshard", "export", "import"};
+    CHECK_EQ_INT(RUN("--help"), 0);
+    says("usage: fsdpck VERB");
+    says("Exit status: 0 right; 1 damaged, or (diff) different; 2 wrong use");
+    for (int i = 0; i < 6; i++) {
+        char line[40];
+        snprintf(line, sizeof line, "  fsdpck %s ", verbs[i]);
+        CHECK_EQ_INT(RUN("-h"), 0);
+        says(line);
+        CHECK_EQ_INT(RUN(verbs[i], "--help"), 0);
+        says(line + 2);
+        says("Exit status: 0 right; 1 damaged");
+        CHECK_EQ_INT(RUN(verbs[i], "one", "two", "three", "-h"), 0);
+    }
+    CHECK_EQ_INT(run(NULL), 2);
+    says("usage: fsdpck VERB");
+}
+
+TEST(fsdpck_tool, wrong_use) {
+    CHECK_EQ_INT(RUN("list", "x"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E468] unknown verb 'list'; --help explains\n");
+    CHECK_EQ_INT(RUN("ls", "--ranks", "2", "x"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E468] unknown option '--ranks'; --help explains\n");
+    CHECK_EQ_INT(RUN("ls"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E469] ls: expected PATH; --help explains\n");
+    CHECK_EQ_INT(RUN("ls", "a", "b"), 2);
+    CHECK_EQ_INT(RUN("diff", "a"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E469] diff: expected A B; --help explains\n");
+    CHECK_EQ_INT(RUN("reshard", "a", "b"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E469] reshard: expected --ranks N; --help explains\n");
+    static const char *const bad[] = {"0", "-1", "x", "", "2x", "100000", "99999999999999999999",
+                                      " 3"};
+    for (int i = 0; i < 8; i++) {
+        CHECK_EQ_INT(RUN("import", "a", "b", "--ranks", bad[i]), 2);
+        says("[E469] --ranks: expected a number from 1 to 99999; --help explains");
+    }
+    CHECK_EQ_INT(RUN("import", "a", "b", "--ranks"), 2);
+    says("[E469] --ranks");
+    CHECK_EQ_INT(RUN("export", "a", "b", "--max-file-bytes=10000000000GB"), 2);
+    says("or one with KB, MB or GB");
+    CHECK_EQ_INT(RUN("export", "a", "b", "--dtype=i32"), 2);
+    CHECK_EQ_STR(said, "fsdpck: [E469] --dtype: expected f32, bf16, f16 or f64; --help explains\n");
+    CHECK_EQ_INT(RUN("export", "a", "b", "--dtypes=f32"), 2);
+    says("[E468] unknown option '--dtypes=f32'");
+}
+
+TEST(fsdpck_tool, ls) {
+    char path[600], want[2000];
+    golden_path(path, "example/step-00000017");
+    CHECK_EQ_INT(RUN("ls", path), 0);
+    snprintf(want, sizeof want,
+             "%s: step 17 of 2 ranks, 7 tensors, 2 files, 89 bytes\n"
+             "           3    1  fsdp.blob.loader  U8 [3]\n"
+             "           2    1  fsdp.blob.rng.1  U8 [2]\n"
+             "           4    2  h.0.b  BF16 [2]\n"
+             "          24    2  h.0.w  F32 [3, 2]\n"
+             "          24    2  optim.state.h.0.w.exp_avg  F32 [3, 2]\n"
+             "          24    2  optim.state.h.0.w.exp_avg_sq  F32 [3, 2]\n"
+             "           8    1  optim.state.h.0.w.step  F64 []\n",
+             path);
+    CHECK_EQ_STR(said, want);
+    CHECK_EQ_INT(RUN("ls", "--", golden_path(path, "checkpoints/torch_ddp_w2")), 0);
+    says(": no manifest, 36 tensors, 2 files, 23052 bytes\n");
+}
+
+TEST(fsdpck_tool, verify) {
+    char dir[600], path[700];
+    copy_example(path_of(dir, "step-00000017"));
+    CHECK_EQ_INT(RUN("verify", dir), 0);
+    says(": step 17: 7 tensors in 2 files, 2 checksums of 89 bytes\n");
+    blob b = load(dir, example_files[2]);
+    b.at[b.size - 1] ^= 1;
+    store(dir, example_files[2], b.at, b.size);
+    free(b.at);
+    CHECK_EQ_INT(RUN("verify", dir), 1);
+    says("fsdpck verify: [E434] checkpoint_verify: ");
+    says("block 0 (bytes 0..28 of the data) has CRC ");
+    CHECK_EQ_INT(RUN("verify", path_of(path, "nowhere")), 3);
+    says("there is no such file or directory");
+    CHECK_EQ_INT(mkdir(path, 0700), 0);
+    CHECK_EQ_INT(RUN("verify", path), 1);
+    says("is it a checkpoint?");
+    store(path, ".metadata", "", 0);
+    CHECK_EQ_INT(RUN("verify", path), 2);
+    says("PyTorch in pickled form");
+}
+
+TEST(fsdpck_tool, diff) {
+    char a[600], b[600], want[1400];
+    copy_example(path_of(a, "a"));
+    golden_path(b, "example/step-00000017");
+    CHECK_EQ_INT(RUN("diff", a, b), 0);
+    CHECK_EQ_STR(said, "7 tensors, all equal\n");
+    char cut[600];
+    CHECK_EQ_INT(RUN("reshard", a, path_of(cut, "cut"), "--ranks=5"), 0);
+    CHECK_EQ_STR(said, "");
+    CHECK_EQ_INT(RUN("diff", a, cut), 0);
+    fsdp_safetensors_entry e[4] = {
+        tensor("only\x1b", FSDP_U8, 1, 1, 0, 0), tensor("w", FSDP_F32, 2, 2, 3, 0),
+        tensor("x", FSDP_U8, 1, 3, 0, 0), tensor("y", FSDP_I64, 1, 2, 0, 0)};
+    store_tensors(h_tmpdir(), "a.safetensors", e, 4);
+    blob file = load(h_tmpdir(), "a.safetensors");
+    fsdp_safetensors_entry f[3] = {tensor("w", FSDP_F32, 2, 2, 3, 0),
+                                   tensor("x", FSDP_U8, 1, 4, 0, 0),
+                                   tensor("y", FSDP_I64, 1, 2, 0, 0)};
+    store_tensors(h_tmpdir(), "b.safetensors", f, 3);
+    path_of(a, "a.safetensors"), path_of(b, "b.safetensors");
+    /* of w: y[1], then w[1][2] and w[0][1], which becomes 2 more */
+    fsdp_checkpoint_reader *r = open_it(b);
+    fsdp_checkpoint_close(r);
+    blob other = load(h_tmpdir(), "b.safetensors");
+    char *data = other.at + other.size - (16 + 24 + 4), *mine = file.at + file.size - (16 + 24 + 4);
+    float w = 1.5f, v = 3.75f, z = 0, minus = -z;
+    memcpy(data + 16, mine + 16, 24);
+    memcpy(mine + 20, &w, 4), memcpy(data + 20, &v, 4);
+    memcpy(mine + 36, &z, 4), memcpy(data + 36, &minus, 4);
+    store(h_tmpdir(), "a.safetensors", file.at, file.size);
+    store(h_tmpdir(), "b.safetensors", other.at, other.size);
+    free(file.at);
+    free(other.at);
+    CHECK_EQ_INT(RUN("diff", a, b), 1);
+    snprintf(want, sizeof want,
+             "only in %s: only\\x1b\n"
+             "w: 2 of 6 elements differ, the first at [0, 1]: 1.5 and 3.75; the largest difference "
+             "is 2.25\n"
+             "x: U8 [3] and U8 [4]\n"
+             "3 of 4 tensors differ\n",
+             a);
+    CHECK_EQ_STR(said, want);
+    CHECK_EQ_INT(RUN("diff", a, b, "--skip", "w", "--skip=only*"), 1);
+    CHECK_EQ_STR(said, "x: U8 [3] and U8 [4]\n1 of 2 tensors differ\n");
+    CHECK_EQ_INT(RUN("diff", b, a), 1);
+    CHECK_EQ_INT(RUN("diff", a, "/nowhere"), 3);
+}
+
+/* NaN against a number is a difference, and the largest one; so is a byte of a foreign dtype. */
+TEST(fsdpck_tool, diff_of_odd_values) {
+    static const float values[2][3] = {{1, 2, 3}, {1, 9, 5}};
+    fsdp_safetensors_entry e[2] = {tensor("w", FSDP_F32, 1, 3, 0, 0), foreign("x", "U16", 1, 2, 0)};
+    const uint32_t nan = 0x7fc00000u;
+    char path[2][600];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path[i], 600, "%s/%c.safetensors", h_tmpdir(), 'a' + i);
+        store_tensors(h_tmpdir(), i ? "b.safetensors" : "a.safetensors", e, 2);
+        blob b = load(path[i], "");
+        memcpy(b.at + b.size - 16, values[i], 12);
+        if (i) memcpy(b.at + b.size - 12, &nan, 4);
+        if (i) b.at[b.size - 1] ^= 1;
+        store(path[i], "", b.at, b.size);
+        free(b.at);
+    }
+    CHECK_EQ_INT(RUN("diff", path[0], path[0]), 0);
+    CHECK_EQ_INT(RUN("diff", path[0], path[1]), 1);
+    says("w: 2 of 3 elements differ, the first at [1]: 2 and nan; the largest difference is nan\n"
+         "x: 1 of 2 elements differ, the first at [1]\n"
+         "2 of 2 tensors differ\n");
+}
+
+TEST(fsdpck_tool, export_and_import) {
+    char from[600], out[600], cut[600], again[600];
+    golden_path(from, "checkpoints/transformers_gpt2");
+    CHECK_EQ_INT(RUN("export", from, path_of(out, "out"), "--max-file-bytes", "4KB"), 0);
+    CHECK_EQ_STR(said, "");
+    CHECK_EQ_INT(h_entries(out), 2 + 3 + 1);
+    CHECK_EQ_INT(RUN("diff", from, out), 0);
+    CHECK_EQ_INT(RUN("export", from, out), 2);
+    says("is there already: choose another name");
+    CHECK_EQ_INT(RUN("import", out, path_of(cut, "step-00000007"), "--ranks", "2"), 0);
+    CHECK_EQ_INT(RUN("ls", cut), 0);
+    says("step-00000007: step 7 of 0 ranks, 28 tensors, 2 files, 7648 bytes\n");
+    CHECK_EQ_INT(RUN("verify", cut), 0);
+    CHECK_EQ_INT(RUN("diff", from, cut), 0);
+    CHECK_EQ_INT(RUN("import", cut, path_of(again, "one")), 0);
+    CHECK_EQ_INT(h_entries(again), 2 + 1 + 1);
+    CHECK_EQ_INT(RUN("reshard", from, path_of(again, "two"), "--ranks", "2"), 2);
+    says("reshard: expected a checkpoint with a manifest; import takes others");
+    CHECK_EQ_INT(RUN("export", cut, path_of(again, "bf16"), "--dtype", "bf16"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    says("transformer.wte.weight  BF16 [13, 8]\n");
+    golden_path(from, "example/step-00000017");
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "params")), 0);
+    CHECK_EQ_INT(RUN("diff", from, again), 1);
+    says("only in ");
+    says("5 of 7 tensors differ\n");
+    CHECK_EQ_INT(RUN("export", "--with-optimizer", from, path_of(again, "all")), 0);
+    CHECK_EQ_INT(RUN("diff", from, again), 0);
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "no/parent")), 3);
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "some"), "--skip", "h.0.w"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "h.0.w") && strstr(said, "h.0.b"));
+    CHECK_EQ_INT(RUN("import", from, path_of(again, "less"), "--skip=optim.*"), 0);
+    CHECK_EQ_INT(RUN("ls", again), 0);
+    CHECK(!strstr(said, "optim.") && strstr(said, "h.0.w"));
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
+    says("--skip: expected a name, at most 64 times");
+}
+
+/* No byte of a name that moves a cursor reaches the terminal, also in texts of failures. */
+TEST(fsdpck_tool, hostile_names) {
+    fsdp_safetensors_entry e[2] = {tensor("\x1b[2J\r\nh.0.w \\", FSDP_U8, 1, 2, 0, 0),
+                                   tensor("\xe2\x80\xae"
+                                          "evil",
+                                          FSDP_U8, 1, 2, 0, 0)};
+    char path[600], out[600];
+    store_tensors(h_tmpdir(), "x.safetensors", e, 2);
+    path_of(path, "x.safetensors");
+    CHECK_EQ_INT(RUN("ls", path), 0);
+    says("  \\x1b[2J\\x0d\\x0ah.0.w \\\\  U8 [2]\n");
+    says("  \\xe2\\x80\\xaeevil  U8 [2]\n");
+    blob b = load(path, "");
+    b.at[strcspn(b.at + 8, "U") + 8] = 'V'; /* a dtype that is none, of that name */
+    store(h_tmpdir(), "x.safetensors", b.at, b.size);
+    free(b.at);
+    static const char *const verbs[] = {"ls", "verify"};
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ_INT(RUN(verbs[i], path), 1);
+        for (const char *c = said; *c; c++) CHECK(*c == '\n' || (*c >= 0x20 && *c < 0x7f));
+        CHECK(strchr(said, '\n') == said + strlen(said) - 1); /* one line */
+    }
+    CHECK_EQ_INT(RUN("ls", "\x1b[2J"), 3);
+    CHECK(!strchr(said, '\x1b'));
+    CHECK_EQ_INT(RUN("\x1b[2J"), 2);
+    CHECK(!strchr(said, '\x1b'));
+    CHECK_EQ_INT(RUN("export", path, path_of(out, "out")), 1);
+}
+
+TEST(fsdpck_tool, full_disk_for_the_output) {
+    char path[600];
+    int full = open("/dev/full", O_WRONLY), null = open("/dev/null", O_WRONLY);
+    if (full < 0) SKIP("no /dev/full");
+    int before = dup(STDOUT_FILENO);
+    fflush(NULL);
+    dup2(full, STDOUT_FILENO);
+    int status = run_to(null, "ls", golden_path(path, "example/step-00000017"), NULL);
+    dup2(before, STDOUT_FILENO);
+    CHECK_EQ_INT(status, 3);
+}
+
+/* A file above `ulimit -f` is a failure like that of a full disk. */
+TEST(fsdpck_tool, file_limit) {
+    fsdp_safetensors_entry e[1] = {tensor("x", FSDP_U8, 1, 1 << 20, 0, 0)};
+    struct rlimit before, limit;
+    char from[600], out[600], in[600];
+    CHECK_EQ_INT(mkdir(path_of(in, "in"), 0700), 0);
+    store_tensors(in, "from.safetensors", e, 1);
+    path_of(from, "in/from.safetensors");
+    CHECK(!getrlimit(RLIMIT_FSIZE, &before));
+    limit = before;
+    limit.rlim_cur = 1 << 19;
+    CHECK(!setrlimit(RLIMIT_FSIZE, &limit));
+    int status = RUN("import", from, path_of(out, "in/out"));
+    CHECK(!setrlimit(RLIMIT_FSIZE, &before));
+    CHECK_EQ_INT(status, 3);
+    says(strerror(EFBIG));
+    CHECK_EQ_INT(unlink(from), 0);
+    CHECK_EQ_INT(rmdir(in), 0); /* nothing is left beside it */
+}
+
+/* A bar goes to a terminal alone, and is gone when the verb ends. */
+TEST(fsdpck_tool, bar) {
+    fsdp_safetensors_entry e[1] = {tensor("x", FSDP_U8, 1, 30000000, 0, 0)};
+    char from[600], out[600], seen[4000];
+    store_tensors(h_tmpdir(), "from.safetensors", e, 1);
+    path_of(from, "from.safetensors");
+    CHECK_EQ_INT(RUN("import", from, path_of(out, "out")), 0);
+    CHECK_EQ_STR(said, "");
+    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    if (terminal < 0 || grantpt(terminal) || unlockpt(terminal)) SKIP("no terminals here");
+    int other = open(ptsname(terminal), O_RDWR | O_NOCTTY);
+    CHECK(other >= 0);
+    CHECK_EQ_INT(run_to(other, "import", out, path_of(from, "again"), NULL), 0);
+    close(other); /* what was written stays to be read, in pieces, before the end */
+    size_t n = 0;
+    for (ssize_t got; (got = read(terminal, seen + n, sizeof seen - 1 - n)) > 0;) n += (size_t)got;
+    CHECK(n > 4);
+    seen[n] = 0;
+    CHECK_MSG(strstr(seen, "\r[") && strstr(seen, " %"), "%s", seen);
+    CHECK_EQ_STR(seen + n - 4, "\r\033[K");
+    close(terminal);
+}

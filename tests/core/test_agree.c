@@ -1,0 +1,425 @@
+/* test_agree.c - ranks that describe a unit differently, or have come to another step, are told at
+   the next collective, and in which thing they differ.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS TSAN | GLOO | NCCL | ONE_GPU
+#include "harness.h"
+#include "lab.h"
+#include <math.h> /* sqrt */
+
+enum {
+    NOTHING,
+    NAMES,
+    SHAPE,
+    SHARD_DIM,
+    STORED,
+    PARAM_DTYPE,
+    KEEP_DTYPE,
+    REDUCE_DTYPE,
+    GRAD_DTYPE,
+    FROZEN,
+    STRINGS,
+    OVERWRITE,
+    DIRECT_MIN
+};
+
+/* What rank 0 does in its own way, and what the text says of it. */
+static const struct {
+    const char *name;
+    int what;
+    const char *text;
+} differences[] = {
+    {"none", NOTHING, NULL},
+    {"names", NAMES, "(differs in names of parameters)"},
+    {"shape", SHAPE, "shapes"},
+    {"shard_dim", SHARD_DIM, "shard_dim"},
+    {"stored", STORED, "dtypes of parameters"},
+    {"param_dtype", PARAM_DTYPE, "dtypes of parameters"},
+    {"keep_dtype", KEEP_DTYPE, "(differs in dtypes of parameters)"},
+    {"reduce_dtype", REDUCE_DTYPE, "(differs in reduce_dtype)"},
+    {"grad_dtype", GRAD_DTYPE, "grad_dtype"},
+    {"frozen", FROZEN, "(differs in requires_grad)"},
+    {"string_bytes", STRINGS, "sizes of a gather extension"},
+    {"grads_overwrite", OVERWRITE, "(differs in grads_overwrite)"},
+    {"direct_min", DIRECT_MIN, "direct_min"},
+};
+
+typedef struct {
+    int what;
+    const char *text;
+    int replicas; /* the ranks are replicas, and do not shard */
+} agree_job;
+
+static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    (void)shard_numel;
+    nbytes[0] = user ? 40 : 24, nbytes[1] = user ? 24 : 40; // as much in all
+    return 2;
+}
+static fsdp_status no_strings(void *user, const fsdp_param_view *v, void *const *strings,
+                              void *stream) {
+    lib_wait(stream);
+    (void)user, (void)v, (void)strings, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_parameter(void *user, const fsdp_param_view *v, const void *const *gathered,
+                                void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
+    (void)user, (void)v, (void)gathered, (void)full, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+
+static void make_pair(fsdp_world *w, int what, int is_odd, int replicas, fsdp_model **m,
+                      fsdp_unit **u) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
+    const int32_t all = fsdp_world_size(w);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    const int mine = is_odd ? what : NOTHING;
+    fsdp_param_desc p[2] = {fsdp_mat(mine == NAMES ? "b" : "a", 8, 2),
+                            fsdp_mat(mine == NAMES ? "a" : "b", 8, 2)};
+    fsdp_gather_extension strings = {string_sizes, no_strings, no_parameter, NULL};
+    ud.name = "pair";
+    p[mine == FROZEN].frozen = 1;
+    if (mine == SHAPE) p[0].shape[0] = 2, p[0].shape[1] = 8;
+    if (mine == SHARD_DIM) p[0].shard_dim = 1;
+    if (mine == STORED) p[0].dtype = p[1].dtype = FSDP_BF16;
+    if (mine == PARAM_DTYPE) ud.param_dtype = FSDP_BF16;
+    if (what == KEEP_DTYPE) p[0].dtype = p[1].dtype = ud.param_dtype = FSDP_F32;
+    if (mine == KEEP_DTYPE) p[0].keep_dtype = p[1].keep_dtype = 1; // changes nothing but the desc
+    if (mine == REDUCE_DTYPE) ud.reduce_dtype = FSDP_F64;
+    if (mine == GRAD_DTYPE) md.grad_dtype = FSDP_F64;
+    if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
+    md.grads_overwrite = mine == OVERWRITE;
+    md.direct_min = mine == DIRECT_MIN;
+    if (replicas) {
+        const fsdp_mesh *mesh = lab_mesh(w, 1, &all, NULL, NULL);
+        CALL(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
+        md.mesh_info = &info;
+    }
+    *m = lab_model(w, &md);
+    *u = lab_unit(w, *m, &ud, p, 2);
+}
+
+/* The failed world ends with its failure. */
+static void end_with(lab_rank *r, fsdp_status status) {
+    CHECK_STATUS(fsdp_shutdown(r->w), status);
+    r->w = NULL;
+}
+
+static void agree_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    fsdp_model *m;
+    fsdp_unit *u;
+    make_pair(r->w, job->what, r->rank == 0, 0, &m, &u);
+    fsdp_status status = fsdp_pre_forward(u);
+    if (!job->text) {
+        CHECK_OK(status);
+    } else {
+        const char *text = fsdp_last_error(r->w);
+        CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+        CHECK_MSG(strstr(text, "pair") && strstr(text, job->text), "%s", text);
+        CHECK_MSG(!strstr(text, "fingerprint"), "%s", text);
+    }
+    end_with(r, status);
+}
+
+TEST_P(agree, units, differences) {
+    agree_job job = {row->what, row->text, 0};
+    lab_run(2, NULL, agree_rank, &job);
+}
+
+/* The groups of 2 ranks are there already, from another unit: rank 0 would keep half of this one
+   after forward, the others nothing. */
+static void slices_rank(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 8, 2), fsdp_mat("b", 8, 2)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    ud.name = "first";
+    ud.reshard_after_forward = 2;
+    fsdp_unit *first = lab_unit(r->w, m, &ud, p, 2);
+    ud.name = "pair";
+    ud.reshard_after_forward = r->rank ? FSDP_RESHARD_ALWAYS : 2;
+    fsdp_unit *u = lab_unit(r->w, m, &ud, p, 2);
+    lab_forward(r->w, first);
+    fsdp_status status = fsdp_pre_forward(u);
+    const char *text = fsdp_last_error(r->w);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(text, "pair") && strstr(text, "(differs in n of reshard_after_forward)"), "%s",
+              text);
+    end_with(r, status);
+}
+TEST(agree, slices) { lab_run(4, NULL, slices_rank, NULL); }
+
+/* ---- in a later step ------------------------------------------------------------------------- */
+
+enum { FACTOR, UNUSED, KEPT, USED_LATER };
+static const struct {
+    const char *name;
+    int what;
+    const char *text;
+} steps[] = {{"divide_factor", FACTOR, "(differs in gradient divide factor)"},
+             {"used_parameters", UNUSED, "(differs in parameters that have a gradient)"},
+             {"zero_grad", KEPT, "gradients of earlier steps (zero_grad))"},
+             {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
+
+/* Two steps; in the second one rank 0 has done something else. */
+static void step_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    const int rank = r->rank;
+    fsdp_status status = FSDP_OK;
+    fsdp_model *m;
+    fsdp_unit *u;
+    make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
+    if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
+    if (job->what != FACTOR) CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
+    for (int step = 0; step < 2 && !status; step++) {
+        const int is_odd = rank == 0 && step == 1;
+        if (is_odd && job->what == FACTOR) CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
+        CHECK_OK(fsdp_pre_forward(u));
+        CHECK_OK(fsdp_post_forward(u));
+        CHECK_OK(fsdp_pre_backward(u));
+        for (int i = 0; i < 2; i++) {
+            if (i == 0 && is_odd && job->what == UNUSED) continue;
+            if (i == 0 && job->what == USED_LATER && (step == 0 || rank == 0)) continue;
+            float *g = (float *)fsdp_grad(u, i);
+            for (int k = 0; g && k < 16; k++) g[k] += 1;
+        }
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (step == 0) CHECK_OK(status);
+        if (step == 0 && !(rank == 0 && job->what == KEPT)) CHECK_OK(fsdp_zero_grad(m));
+    }
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), job->text), "%s", fsdp_last_error(r->w));
+    end_with(r, status);
+}
+
+TEST_P(agree, steps, steps) {
+    agree_job job = {row->what, row->text, 0};
+    lab_run(2, NULL, step_rank, &job);
+}
+
+/* ---- what optimizers are given --------------------------------------------------------------- */
+
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, MOMENTUM, NESTEROV, LEFT_OUT };
+static const struct {
+    const char *name;
+    int what;
+} settings[] = {
+    {"same", SAME},          {"lr", LR},          {"beta2", BETA},        {"eps", EPS},
+    {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
+    {"left_out", LEFT_OUT}};
+
+/* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
+static void optim_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    const int what = r->rank ? SAME : job->what,
+              sgd = job->what == MOMENTUM || job->what == NESTEROV;
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    fsdp_sgd_desc sd = fsdp_sgd_defaults();
+    fsdp_adamw *adamw = NULL;
+    fsdp_sgd *sgd_opt = NULL;
+    fsdp_model *m;
+    fsdp_unit *u;
+    ad.num_groups = 1;
+    sd.momentum = 0.9;
+    if (what == BETA) ad.beta2 = 0.99;
+    if (what == EPS) ad.eps = 1e-7;
+    if (what == DECAY) ad.weight_decay = 0;
+    if (what == GROUP) ad.groups[0].lr_scale = 0.5;
+    if (what == MOMENTUM) sd.momentum = 0.8;
+    if (what == NESTEROV) sd.nesterov = 1;
+    make_pair(r->w, NOTHING, 0, 0, &m, &u);
+    if (sgd) CHECK_OK(fsdp_sgd_create(m, &sd, &sgd_opt));
+    else CHECK_OK(fsdp_adamw_create(m, &ad, &adamw));
+    fsdp_status status = FSDP_OK;
+    for (int step = 0; step < 2 && !status; step++) {
+        status = fsdp_pre_forward(u);
+        if (!status) status = fsdp_post_forward(u);
+        if (!status) status = fsdp_pre_backward(u);
+        for (int i = 0; i < 2 && !status; i++) (void)fsdp_grad(u, i);
+        if (!status) status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (status || what == LEFT_OUT) continue;
+        const double lr = what == LR ? 0.1000001 : 0.1;
+        CHECK_OK(sgd ? fsdp_sgd_step(sgd_opt, lr) : fsdp_adamw_step(adamw, lr));
+    }
+    CHECK_STATUS(status, job->what == SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
+    if (status)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"), "%s",
+                  fsdp_last_error(r->w));
+    fsdp_adamw_destroy(adamw);
+    fsdp_sgd_destroy(sgd_opt);
+    end_with(r, status);
+}
+
+TEST_P(agree, optimizers, settings) {
+    agree_job job = {row->what, row->name, 0};
+    lab_run(2, NULL, optim_rank, &job);
+}
+
+/* Of fsdp_clip_grads; rank 0 differs. Replicas have no collective in it, and hear it in the next. */
+static const struct {
+    const char *name;
+    double max_norm, norm_type;
+    int32_t error_if_nonfinite, replicas;
+} clips[] = {{"same", 1, 0, 0, 0},           {"max_norm", 4, 2, 0, 0},
+             {"norm_type", 1, 3, 0, 0},      {"error_if_nonfinite", 1, 2, 1, 0},
+             {"same_of_replicas", 1, 2, 0, 1}, {"max_norm_of_replicas", 4, 2, 0, 1}};
+typedef struct {
+    fsdp_clip_desc odd;
+    int replicas, differs;
+} clip_job;
+static void clip_rank(lab_rank *r) {
+    const clip_job *job = (const clip_job *)r->arg;
+    fsdp_clip_desc d = FSDP_ZERO;
+    fsdp_model *m;
+    fsdp_unit *u;
+    d.max_norm = 1, d.norm_type = 2;
+    make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
+    lab_forward(r->w, u);
+    lab_backward(r->w, u);
+    CHECK_OK(fsdp_finalize_backward(m));
+    fsdp_status status = fsdp_clip_grads(m, r->rank ? &d : &job->odd, NULL);
+    if (job->replicas) {
+        CHECK_OK(status);
+        CALL(r->w, fsdp_zero_grad(m));
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int i = 0; i < 2; i++) (void)fsdp_grad(u, i);
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+    }
+    CHECK_STATUS(status, job->differs ? FSDP_ERR_MISMATCH : FSDP_OK);
+    if (status)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "setting of the optimizer or clip"), "%s",
+                  fsdp_last_error(r->w));
+    end_with(r, status);
+}
+
+TEST_P(agree, clip, clips) {
+    clip_job job = {FSDP_ZERO, row->replicas, strncmp(row->name, "same", 4) != 0};
+    job.odd.max_norm = row->max_norm, job.odd.norm_type = row->norm_type;
+    job.odd.error_if_nonfinite = row->error_if_nonfinite;
+    lab_run(2, NULL, clip_rank, &job);
+}
+
+/* Stages of a pipeline have models and optimizers of their own, and clip together. */
+static void stages_rank(lab_rank *r) {
+    const fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "pp", "dp");
+    const int stage = r->rank / 2;
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
+    fsdp_clip_desc clip = FSDP_ZERO;
+    fsdp_mesh_info info;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_adamw *adamw = NULL;
+    double norm;
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 1, -1, &info));
+    md.mesh_info = &info;
+    d.weight_decay = 0.1 * stage;
+    clip.max_norm = 1;
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_adamw_create(m, &d, &adamw));
+    for (int step = 0; step < 3; step++) {
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int k = 0; k < 16; k++) ((float *)fsdp_grad(u, 0))[k] = 1;
+        CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_finalize_backward(m));
+        CALL(r->w, fsdp_clip_grads(m, &clip, &norm));
+        CHECK_NEAR(norm, sqrt(32), 1e-6); /* of both stages */
+        CALL(r->w, fsdp_adamw_step(adamw, 0.1 + stage));
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+    fsdp_adamw_destroy(adamw);
+    fsdp_model_destroy(m);
+}
+TEST(agree, optimizers_of_stages) { lab_run(4, NULL, stages_rank, NULL); }
+
+TEST_P(agree, steps_of_replicas, steps) { /* their one collective is the all-reduce */
+    agree_job job = {row->what, row->text, 1};
+    lab_run(2, NULL, step_rank, &job);
+}
+
+/* Rank 0 has finished one step more: it says so with its next collective. */
+static void finished_rank(lab_rank *r) {
+    fsdp_model *m;
+    fsdp_unit *u;
+    make_pair(r->w, NOTHING, 0, 0, &m, &u);
+    for (int step = 0; step < 2; step++) { /* as many collectives on all ranks */
+        lab_forward(r->w, u);
+        lab_backward(r->w, u);
+        CALL(r->w, fsdp_finalize_backward(m));
+    }
+    if (r->rank == 0) CALL(r->w, fsdp_finalize_backward(m));
+    fsdp_status status = fsdp_pre_forward(u);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in number of finished steps)"), "%s",
+              fsdp_last_error(r->w));
+    end_with(r, status);
+}
+TEST(agree, finished_steps) { lab_run(2, NULL, finished_rank, NULL); }
+
+/* A rank drops the sums of its shard group, which wait for the all-reduce; the others add to theirs.
+   Where the backend adds, that is a part of what it is asked for. */
+static void sums_rank(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    md.mesh = lab_hsdp(r->w, 2, 2);
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_set_requires_all_reduce(m, NULL, 0));
+    for (int micro = 0; micro < 2; micro++) {
+        if (micro == 1 && r->rank > 1) break; /* the other group is not asked */
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        CHECK(fsdp_grad(u, 0) != NULL);
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (micro == 0) CHECK_OK(status);
+        if (micro == 0) h_mark(0), h_await_marks(0, r->size); /* all have come so far */
+        if (micro == 0 && r->rank == 0) CALL(r->w, fsdp_model_reset(m));
+    }
+    if (r->rank > 1) status = fsdp_barrier(r->w);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "differs in gradients of earlier steps"), "%s",
+              fsdp_last_error(r->w));
+    end_with(r, status);
+}
+TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }
+
+/* Where a reduction may read the slot or the reduce input, by what this rank did before, its segments
+   are the same: rank 0 has sums of an earlier microbatch, the others used nothing in it. */
+static void sums_of_one_rank(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 64, 16), fsdp_mat("b", 64, 16)};
+    fsdp_model_desc md = FSDP_ZERO;
+    md.grads_overwrite = 1, md.direct_min = 1;
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
+    fsdp_param_view v = FSDP_ZERO;
+    CALL(r->w, fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
+    for (int micro = 0; micro < 2; micro++) {
+        CALL(r->w, fsdp_set_requires_gradient_sync(m, NULL, micro == 1));
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int i = 0; i < 2 && (micro == 1 || r->rank == 0); i++) {
+            float *grad = (float *)fsdp_grad(u, i);
+            for (int k = 0; k < 64 * 16; k++) grad[k] = (float)(1 + i + 10 * micro);
+        }
+        CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_finalize_backward(m));
+    }
+    for (int i = 0; fsdp_next_param(m, &v); i++) /* the mean: 1 + i of rank 0, 11 + i of all */
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK_EQ_INT((int)(2 * ((const float *)v.shard_grad)[k]), 2 * (11 + i) + 1 + i);
+}
+TEST(agree, sums_of_one_rank) {
+    for (int lanes = 0; lanes <= 2; lanes++) {
+        lab_how how = FSDP_ZERO;
+        how.lanes = lanes;
+        lab_run(2, &how, sums_of_one_rank, NULL);
+    }
+}

@@ -1,0 +1,794 @@
+/* test_edges.c - what users of several features at a time have run into: ranks of one world that
+   allocate differently, counts of users that must not vanish, refusals that nobody looked at, user
+   functions that fail, and resets at odd moments.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS GLOO | NCCL | ONE_GPU
+#include "harness.h"
+#include "lab.h"
+
+typedef struct {
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u;
+} rig;
+
+static void rig_open(rig *x, fsdp_world *w, const fsdp_model_desc *md,
+                     const fsdp_param_desc *params, int count) {
+    x->w = w;
+    x->m = lab_model(w, md);
+    x->u = lab_unit(w, x->m, NULL, params, count);
+}
+
+static void forward(rig *x) { lab_forward(x->w, x->u); }
+
+/* ---- ranks of one world whose models differ in size ------------------------------------------ */
+
+/* As with an uneven tensor-parallel split: shards of other groups must not be touched. */
+static void uneven(lab_rank *r) {
+    enum { COLS = 8 };
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "a", "b");
+    int tp = fsdp_mesh_rank(mesh, 1), rows = tp ? 1024 : 2048;
+    fsdp_param_desc p = fsdp_mat("w", rows, COLS);
+    rig x;
+    md.mesh = lab_slice(r->w, mesh, 0);
+    rig_open(&x, r->w, &md, &p, 1);
+    float *full = (float *)lab_zeros((size_t)(rows * COLS), sizeof *full);
+    for (int i = 0; i < rows * COLS; i++) full[i] = (float)(i % 97 + 1000 * tp);
+    CALL(x.w, fsdp_param_load(x.u, 0, full));
+    for (int step = 0; step < 2; step++) {
+        CALL(x.w, fsdp_barrier(x.w));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        CHECK_EQ_MEM(fsdp_data(x.u, 0), full, (size_t)(rows * COLS) * sizeof *full);
+        float *grad = (float *)fsdp_grad(x.u, 0);
+        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(r->rank + 1);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        fsdp_param_view v = lab_view(x.w, x.u, 0);
+        for (int64_t k = 0; k < v.numel; k++) /* ranks tp and tp + 2 */
+            CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+    free(full);
+}
+TEST(edges, uneven_models_of_threads) { lab_run(4, NULL, uneven, NULL); }
+TEST(edges, uneven_models_of_processes) {
+    lab_how how = FSDP_ZERO;
+    how.processes = 1;
+    lab_run(4, &how, uneven, NULL);
+}
+
+static int two_replicas = 2;
+
+/* ---- the count of users ---------------------------------------------------------------------- */
+
+/* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same, also
+   on the rank that did not use the parameter and knows of it by the count. */
+static void large_factor(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
+    fsdp_param_view v;
+    rig x;
+    p[0].dtype = p[1].dtype = FSDP_F16;
+    md.reduce_dtype = FSDP_F32;
+    rig_open(&x, r->w, &md, p, 2);
+    for (int step = 0; step < 3; step++) { /* the flags are written anew when the factor changes */
+        double factor = step == 1 ? 67108864.0 : 2;
+        CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        uint16_t *grad = r->rank ? NULL : (uint16_t *)fsdp_grad(x.u, 0);
+        float value = step == 1 ? 32768 : 1;
+        for (int i = 0; grad && i < 8; i++)
+            CHECK_OK(fsdp_convert(&grad[i], FSDP_F16, &value, FSDP_F32, 1));
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 1, &v));
+        CHECK(v.shard_grad == NULL);
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad != NULL);
+        for (int64_t k = 0; k < v.numel; k++) {
+            float got;
+            CHECK_OK(fsdp_convert(&got, FSDP_F32, (const uint16_t *)v.shard_grad + k, FSDP_F16, 1));
+            CHECK((double)got == (double)value / factor);
+        }
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+}
+TEST(edges, index_of_no_view) { CHECK_EQ_INT(fsdp_view_index(NULL, 3), -1); }
+
+TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
+
+/* More parameters than counts that are read at a time; each rank used others. */
+static void many_parameters(lab_rank *r) {
+    enum { MANY = 200 };
+    fsdp_param_desc p[MANY];
+    rig x;
+    for (int i = 0; i < MANY; i++) p[i] = fsdp_vec(NULL, 2), p[i].frozen = i % 7 == 0;
+    rig_open(&x, r->w, NULL, p, MANY);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < MANY; i++)
+        if (i % 5 == r->rank && !p[i].frozen) CHECK(fsdp_grad(x.u, i) != NULL);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    for (int i = 0; i < MANY; i++) {
+        fsdp_param_view v = lab_view(x.w, x.u, i);
+        CHECK_MSG((v.shard_grad != NULL) == (i % 5 < r->size && !p[i].frozen), "parameter %d", i);
+    }
+}
+TEST(edges, counts_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
+
+/* A unit of two float dtypes is reduced in the one that holds both. */
+static void two_dtypes(lab_rank *r) {
+    const double value = 1 + 1.0 / ((int64_t)1 << 40); /* more digits than f32 has */
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    rig x;
+    p[r->arg != NULL].dtype = FSDP_F64; /* the first or the second one */
+    rig_open(&x, r->w, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 8; k++)
+            lab_put(fsdp_grad(x.u, i), p[i].dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32, k, value);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    for (int i = 0; i < 2; i++) {
+        fsdp_param_view v = lab_view(x.w, x.u, i);
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK(lab_same(lab_get(v.shard_grad, v.grad_dtype, k),
+                           v.grad_dtype == FSDP_F64 ? value : 1));
+    }
+}
+TEST(edges, reduced_in_the_wider_dtype) {
+    lab_run(2, NULL, two_dtypes, NULL);
+    lab_run(2, NULL, two_dtypes, &two_replicas);
+}
+
+/* Upstream's rule: the ranks of all replicas must have used the same parameters. */
+static void used_differently(lab_rank *r) {
+    const int replicas = *(const int *)r->arg;
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *mesh = lab_mesh2(r->w, replicas, r->size / replicas, "a", "b");
+    rig x;
+    md.mesh = mesh;
+    rig_open(&x, r->w, &md, p, 2);
+    CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, 0));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    CHECK(fsdp_grad(x.u, 0) != NULL);
+    if (fsdp_mesh_rank(mesh, 0) == 0) CHECK(fsdp_grad(x.u, 1) != NULL);
+    (void)fsdp_post_backward(x.u);
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
+    CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_MISMATCH);
+    r->w = NULL;
+}
+TEST(edges, used_sets_of_hsdp) { lab_run(4, NULL, used_differently, &two_replicas); }
+TEST(edges, used_sets_of_replicas) { lab_run(2, NULL, used_differently, &two_replicas); }
+
+/* ---- host data beside gathers ---------------------------------------------------------------- */
+
+/* A backend that sees two threads in one of its groups. */
+typedef struct {
+    lab_guard guard; /* first: desc.user */
+    fsdp_comm *world;
+    int inside, together;
+} crowd;
+static fsdp_status nothing_before(lab_guard *g, const fsdp_group *group, const fsdp_coll *coll) {
+    (void)g, (void)group, (void)coll;
+    return FSDP_OK;
+}
+static fsdp_status crowd_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    fsdp_status status = lab_guard_open(boot, caps, out);
+    ((crowd *)boot->user)->world = *out;
+    return status;
+}
+static fsdp_status crowd_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    crowd *c = (crowd *)(void *)lab_guarded_of(comm)->guard;
+    if (comm != c->world) return lab_guard_run(comm, coll);
+    if (__atomic_add_fetch(&c->inside, 1, __ATOMIC_SEQ_CST) > 1) c->together = 1;
+    if (coll->kind == FSDP_OP_ALL_GATHER) w_sleep_ns(2000000); /* in a lane */
+    fsdp_status status = lab_guard_run(comm, coll);
+    __atomic_sub_fetch(&c->inside, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+/* A group is used by one thread at a time: a collective on host data, of any size, comes behind the
+   gather that a lane runs. */
+static void host_data(lab_rank *r) {
+    enum { MANY = 20000 };
+    crowd c;
+    fsdp_comm_ops ops = lab_guard_ops();
+    fsdp_threads *threads = (fsdp_threads *)r->arg;
+    fsdp_world_desc d = w_desc(r->rank, r->size, threads, "host_data", 2);
+    fsdp_param_desc p = fsdp_mat("w", 64, 8);
+    double *data = lab_doubles(MANY);
+    rig x;
+    memset(&c, 0, sizeof c);
+    c.guard.before = nothing_before;
+    ops.open = crowd_open, ops.run = crowd_run;
+    d.comm_ops = &ops;
+    d.user = &c;
+    CALL(NULL, fsdp_init(&d, &x.w));
+    rig_open(&x, x.w, NULL, &p, 1);
+    for (int step = 0; step < 5; step++) {
+        for (int i = 0; i < MANY; i++) data[i] = i + r->rank;
+        CALL(x.w, fsdp_unshard(x.u));
+        CALL(x.w, fsdp_all_reduce(x.w, NULL, data, step ? MANY : 1, FSDP_F64, FSDP_SUM));
+        for (int i = 0; i < (step ? MANY : 1); i++)
+            CHECK_NEAR(data[i], r->size * i + r->size * (r->size - 1) / 2, 0);
+        CALL(x.w, fsdp_reshard(x.u));
+    }
+    CHECK(!c.together);
+    CALL(NULL, fsdp_shutdown(x.w));
+    free(data);
+}
+TEST(edges, host_data_beside_gathers) {
+    static fsdp_threads threads;
+    lab_how how = FSDP_ZERO;
+    how.bare = how.shared = 1;
+    threads.size = 3;
+    lab_run(3, &how, host_data, &threads);
+}
+
+/* ---- refusals, failures, resets -------------------------------------------------------------- */
+
+/* A trainer that checks finalize alone hears of a setter that was refused, once. */
+static void refused_setter(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    CHECK_STATUS(fsdp_set_requires_gradient_sync(x.m, NULL, 1), FSDP_ERR_INVALID_STATE);
+    CALL(x.w, fsdp_post_forward(x.u));
+    lab_backward(x.w, x.u);
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(x.w), "unit0"));
+    forward(&x);
+    lab_backward(x.w, x.u);
+    CALL(x.w, fsdp_finalize_backward(x.m));
+}
+TEST(edges, refused_setter_is_told_again) { lab_run(2, NULL, refused_setter, NULL); }
+
+static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                         const fsdp_coll *coll) {
+    (void)user, (void)ops, (void)comm, (void)coll;
+    return FSDP_ERR_CORRUPT;
+}
+
+/* The text says whose function it was, here and on the rank that only waits. */
+static void custom_fails(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    h_mark(0);
+    h_await_marks(0, r->size); /* no rank is in fsdp_init any more */
+    if (r->rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
+    fsdp_status status = fsdp_pre_forward(x.u);
+    CHECK(status != FSDP_OK);
+    if (r->rank == 1) CHECK_STATUS(status, FSDP_ERR_CORRUPT);
+    CHECK_MSG(strstr(fsdp_last_error(x.w), "all_gather (gather) of unit 'unit0'"), "%s",
+              fsdp_last_error(x.w));
+}
+TEST(edges, failed_custom_comm_is_named) { lab_run(2, NULL, custom_fails, NULL); }
+
+/* Freezing takes the layout back; a reset before the next one is made resets all the same. */
+static void reset_without_a_layout(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, r->w, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 2; i++) ((float *)fsdp_grad(x.u, i))[0] += 1;
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    forward(&x); /* its backward never comes */
+    CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
+    CALL(x.w, fsdp_model_reset(x.m));
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    CHECK(v.shard_grad == NULL);
+    CHECK_STATUS(fsdp_pre_backward(x.u), FSDP_ERR_INVALID_STATE);
+}
+TEST(edges, reset_without_a_layout) { lab_run(1, NULL, reset_without_a_layout, NULL); }
+
+/* A frozen parameter loses its gradient at once, whether or not a layout is made in between. */
+static void freezing_drops_the_gradient(lab_rank *r) {
+    for (int commits = 0; commits < 2; commits++) {
+        fsdp_param_desc p = fsdp_vec("a", 8);
+        fsdp_param_view v;
+        rig x;
+        rig_open(&x, r->w, NULL, &p, 1);
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        ((float *)fsdp_grad(x.u, 0))[0] += 1;
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_set_requires_grad(x.u, 0, 0));
+        if (commits) CALL(x.w, fsdp_model_commit(x.m));
+        CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad == NULL);
+        fsdp_model_destroy(x.m);
+    }
+}
+TEST(edges, freezing_drops_the_gradient) { lab_run(1, NULL, freezing_drops_the_gradient, NULL); }
+
+/* A NaN norm makes gradients NaN, but neither padding nor what has no gradient. */
+static void nan_norm(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_vec("used", 3), fsdp_vec("unused", 5)};
+    fsdp_flat flat;
+    fsdp_param_view v;
+    double norm;
+    uint32_t bits = 0x7FC00000u;
+    rig x;
+    rig_open(&x, r->w, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    memcpy(fsdp_grad(x.u, 0), &bits, sizeof bits);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CALL(x.w, fsdp_clip_grad_norm(x.m, 1, &norm));
+    CHECK_EQ_INT(h_non_finite(norm), 2);
+    CALL(x.w, fsdp_model_flat(x.m, FSDP_F32, &flat));
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    for (int64_t k = 0; k < flat.numel; k++) {
+        const float *g = (const float *)flat.grads + k, *mine = (const float *)v.shard_grad;
+        int is_mine = g >= mine && g < mine + v.numel;
+        CHECK_EQ_INT(h_non_finite((double)*g), is_mine ? 2 : 0);
+    }
+}
+TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
+
+/* With debug all of a slot that was given back is NaN: a kept pointer does not find old values. */
+static void kept_pointers(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[3] = {fsdp_mat("a", 64, 4), fsdp_vec("b", 5), fsdp_mat("c", 32, 32)};
+    const int64_t numel[3] = {64 * 4, 5, 32 * 32};
+    const unsigned char *kept[2][3];
+    rig x;
+    md.debug = 1;
+    rig_open(&x, r->w, &md, p, 3);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    for (int i = 0; i < 3; i++) kept[0][i] = (const unsigned char *)fsdp_data(x.u, i);
+    CALL(x.w, fsdp_post_forward(x.u));
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 3; i++) kept[1][i] = (const unsigned char *)fsdp_grad(x.u, i);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CALL(x.w, fsdp_wait_stream(x.m, -1));
+    for (int k = 0; k < (r->size > 1 ? 2 : 1); k++) /* one rank writes its shard gradients */
+        for (int i = 0; i < 3; i++)
+            for (int64_t n = 0; n < numel[i] * 4; n++)
+                CHECK_MSG(kept[k][i][n] == 0xFF, "byte %lld of parameter %d", (long long)n, i);
+    CALL(x.w, fsdp_barrier(x.w)); /* nobody frees before */
+}
+TEST(edges, kept_pointers_find_nan) {
+    if (W_ASAN) SKIP("AddressSanitizer stops where they are read: test_guard");
+    for (int size = 1; size < 3; size++) lab_run(size, NULL, kept_pointers, NULL);
+}
+
+/* Sums over the shard group that wait for their all-reduce are gradients: nothing is frozen. */
+static void freezes_with_sums(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    rig x;
+    md.mesh = lab_hsdp(r->w, 2, 2);
+    rig_open(&x, r->w, &md, p, 2);
+    for (int all = 0; all < 2; all++) {
+        CALL(x.w, fsdp_set_requires_all_reduce(x.m, NULL, all));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        for (int i = 0; i < 2; i++) CHECK(fsdp_grad(x.u, i) != NULL);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        if (all) break;
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 1, 0), "not reduced");
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m), "not reduced");
+    }
+    CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
+}
+TEST(edges, no_freeze_while_sums_wait) { lab_run(4, NULL, freezes_with_sums, NULL); }
+
+/* f16: what waits for its reduction has been divided already; a new factor must not divide it by
+   another power of two. */
+static void factor_in_between(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    fsdp_param_view v;
+    rig x;
+    md.reduce_dtype = FSDP_F16;
+    rig_open(&x, r->w, &md, &p, 1);
+    for (int micro = 0; micro < 2; micro++) {
+        CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, micro));
+        CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, micro ? 64 : 4));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        for (int i = 0; i < 8; i++) ((float *)fsdp_grad(x.u, 0))[i] += 32;
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+    }
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK(((const float *)v.shard_grad)[k] == 2 * 32.0f * (float)r->size / 64);
+}
+TEST(edges, divide_factor_between_microbatches) { lab_run(2, NULL, factor_in_between, NULL); }
+
+/* Ranks that divide by different factors would drift apart. */
+static void factors_differ(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, r->rank ? 3 : 2));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    (void)fsdp_post_backward(x.u);
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
+}
+TEST(edges, divide_factors_must_agree) { lab_run(2, NULL, factors_differ, NULL); }
+
+static void keep_forward_inputs(lab_rank *r) {
+    for (int keep = 0; keep < 2; keep++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_desc p = fsdp_vec("a", 8);
+        float src[2] = {1, 2};
+        uint16_t dst[2];
+        fsdp_dtype dtype = FSDP_F32;
+        rig x;
+        md.param_dtype = FSDP_BF16;
+        md.keep_forward_inputs = keep;
+        rig_open(&x, r->w, &md, &p, 1);
+        const void *got = fsdp_cast_forward_input(x.u, dst, src, &dtype, 2);
+        CHECK(got == (keep ? (const void *)src : (const void *)dst));
+        CHECK_EQ_INT(dtype, keep ? FSDP_F32 : FSDP_BF16);
+        fsdp_model_destroy(x.m);
+    }
+}
+TEST(edges, keep_forward_inputs) { lab_run(1, NULL, keep_forward_inputs, NULL); }
+
+/* ---- the same on any number of ranks --------------------------------------------------------- */
+
+/* A view has no gradient before finalize: one rank could show it, more could not. */
+static void gradient_of_views(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int step = 0; step < 3; step++) { /* in the third one gradients of the second are kept */
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        float *g = (float *)fsdp_grad(x.u, 0);
+        CHECK(g != NULL);
+        g[0] += 1;
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad);
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad && v.grad_dtype == FSDP_F32);
+        if (step == 0) CALL(x.w, fsdp_zero_grad(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad == !step);
+    }
+}
+TEST(edges, no_gradient_before_finalize) {
+    for (int world = 1; world < 4; world++) lab_run(world, NULL, gradient_of_views, NULL);
+}
+
+/* Two backwards over one forward: their gradients are added. The last one ends it. */
+static void two_backwards(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int step = 0; step < 2; step++) {
+        forward(&x);
+        for (int n = 1; n <= 3; n++) {
+            CALL(x.w, fsdp_set_is_last_backward(x.m, n == 3));
+            CALL(x.w, fsdp_pre_backward(x.u));
+            float *g = (float *)fsdp_grad(x.u, 0);
+            CHECK(g && fsdp_data(x.u, 0));
+            for (int i = 0; i < 24; i++) g[i] += (float)n;
+            CALL(x.w, fsdp_post_backward(x.u));
+            CALL(x.w, fsdp_finalize_backward(x.m));
+            CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+            for (int64_t k = 0; k < v.numel; k++)
+                CHECK((double)((const float *)v.shard_grad)[k] == n * (n + 1) / 2.0);
+        }
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_pre_backward(x.u), "call fsdp_pre_forward");
+        CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+}
+TEST(edges, two_backwards_over_one_forward) {
+    for (int world = 1; world < 4; world++) lab_run(world, NULL, two_backwards, NULL);
+}
+
+/* A wrong call is logged once in a step, however often it comes; its status is there each time. */
+static int logged;
+static void count_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)text, (void)user;
+    logged += code == FSDP_ERR_INVALID_STATE;
+}
+TEST(edges, wrong_calls_are_logged_once_in_a_step) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "once", 0);
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_world *w;
+    rig x;
+    d.logger.log = count_lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    rig_open(&x, w, NULL, &p, 1);
+    for (int step = 1; step < 4; step++) {
+        for (int n = 0; n < 5; n++) {
+            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_forward(x.u), "fsdp_pre_forward first");
+            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_backward(x.u), "post_backward: unit");
+        }
+        CHECK_EQ_INT(logged, 2 * step);
+        if (step < 2) CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        else CHECK_OK(fsdp_model_reset(x.m));
+    }
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* A trainer that looks at finalize alone: each wrong call of a getter gives memory that it can use,
+   and finalize tells the first one. */
+static void uses_what_getters_give(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("w", 40, 4), fsdp_vec("b", 5)};
+    const struct {
+        int index, dtype;
+        fsdp_status status;
+        const char *word;
+    } wrong[] = {{0, 0, FSDP_ERR_INVALID_STATE, "[E206]"},
+                 {2, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
+                 {-1, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
+                 {1, FSDP_BF16, FSDP_ERR_INVALID_ARG, "[E230]"}};
+    rig x;
+    rig_open(&x, r->w, NULL, p, 2);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        for (int grad = 0; grad < 2; grad++) {
+            void *(*const get)(fsdp_unit *, int, fsdp_dtype) = grad ? fsdp_grad_as : fsdp_data_as;
+            if (wrong[i].status == FSDP_ERR_INVALID_ARG) {
+                CALL(x.w, fsdp_pre_forward(x.u));
+                CALL(x.w, fsdp_post_forward(x.u));
+                CALL(x.w, fsdp_pre_backward(x.u));
+            }
+            float *got = (float *)(wrong[i].dtype ? get(x.u, wrong[i].index, wrong[i].dtype)
+                                   : grad        ? fsdp_grad(x.u, wrong[i].index)
+                                                 : fsdp_data(x.u, wrong[i].index));
+            CHECK(lab_undefined(x.m, got));
+            for (int k = 0; k < 40 * 4; k++) got[k] += 1; /* room for the largest parameter */
+            REFUSED_AS(wrong[i].status, x.w, fsdp_finalize_backward(x.m), wrong[i].word);
+            CALL(x.w, fsdp_finalize_backward(x.m)); /* once */
+        }
+    CHECK(!fsdp_data(NULL, 0) && !fsdp_grad(NULL, 0));
+}
+TEST(edges, failed_getters_give_memory) { lab_run(2, NULL, uses_what_getters_give, NULL); }
+
+/* The loop of the manual, without finalize between microbatches. */
+static void forgets_finalize(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int micro = 0; micro < 3; micro++) {
+        float sum = 0;
+        (void)fsdp_pre_forward(x.u);
+        for (int k = 0; k < 8; k++) sum += ((const float *)fsdp_data(x.u, 0))[k];
+        (void)fsdp_post_forward(x.u);
+        (void)fsdp_pre_backward(x.u);
+        for (int k = 0; k < 8; k++) ((float *)fsdp_grad(x.u, 0))[k] += sum;
+        (void)fsdp_post_backward(x.u);
+    }
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m),
+               "pre_forward: unit 'unit0'");
+}
+TEST(edges, forgotten_finalize) { lab_run(2, NULL, forgets_finalize, NULL); }
+
+/* What getters give that fail has room for the largest parameter, also after a cast. */
+TEST(edges, failed_getters_after_a_cast) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "cast", 0);
+    fsdp_param_desc p = fsdp_vec("w", 4096);
+    fsdp_world *w;
+    rig x;
+    CHECK_OK(fsdp_init(&d, &w));
+    rig_open(&x, w, NULL, &p, 1);
+    for (int wide = 0; wide < 2; wide++) {
+        memset(fsdp_data(x.u, 0), 1, 4096 * (wide ? sizeof(double) : sizeof(float)));
+        CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        CHECK_OK(fsdp_model_cast(x.m, FSDP_F64));
+    }
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* Views and flats that fail are empty: a loop over them does nothing. */
+static void empty_views(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 8);
+    fsdp_param_view v;
+    fsdp_flat flat;
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    memset(&v, 0xFF, sizeof v);
+    memset(&flat, 0xFF, sizeof flat);
+    REFUSED(x.w, fsdp_param_view_get(x.u, 1, &v), "[E167]");
+    CHECK(!v.numel && !v.shard && !v.unit);
+    memset(&v, 0xFF, sizeof v);
+    REFUSED(x.w, fsdp_param_at(x.m, 1, &v), "[E168]");
+    CHECK(!v.numel && !v.shard);
+    REFUSED(x.w, fsdp_model_flat(x.m, FSDP_DTYPE_COUNT, &flat), "[E169]");
+    CHECK(!flat.numel && !flat.shards);
+}
+TEST(edges, failed_views_are_empty) { lab_run(1, NULL, empty_views, NULL); }
+
+/* The dtype that a unit computes in, before and after it is gathered. */
+static void dtypes_of_data(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[3] = {fsdp_vec("w", 8), fsdp_vec("kept", 8), fsdp_vec("ids", 8)};
+    const fsdp_dtype want[3] = {FSDP_BF16, FSDP_F32, FSDP_I64};
+    rig x;
+    md.param_dtype = FSDP_BF16;
+    p[1].keep_dtype = 1;
+    p[2].dtype = FSDP_I64, p[2].frozen = 1;
+    rig_open(&x, r->w, &md, p, 3);
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(fsdp_data_dtype(x.u, i), want[i]);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    for (int i = 0; i < 3; i++) CHECK(fsdp_data_as(x.u, i, want[i]) == fsdp_data(x.u, i));
+    CALL(x.w, fsdp_post_forward(x.u));
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 3; i++) CHECK(fsdp_grad_as(x.u, i, want[i]) == fsdp_grad(x.u, i));
+    CHECK(!fsdp_grad_as(x.u, 2, FSDP_F32)); /* frozen: none of any dtype */
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CHECK_EQ_INT(fsdp_data_dtype(x.u, 3), FSDP_DTYPE_KEEP);
+    REFUSED(x.w, fsdp_finalize_backward(x.m), "[E170] data: unit 'unit0' has no parameter 3");
+    CHECK_EQ_INT(fsdp_data_dtype(NULL, 0), FSDP_DTYPE_KEEP);
+}
+TEST(edges, dtype_of_data) { lab_run(2, NULL, dtypes_of_data, NULL); }
+
+/* A gather of the own kind: it goes on when the test says so, and reads the shard last. */
+typedef struct {
+    int goes, done;
+} slow_gather;
+static fsdp_status gather_slowly(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                 const fsdp_coll *coll) {
+    slow_gather *s = (slow_gather *)user;
+    long ns = 0;
+    while (!__atomic_load_n(&s->goes, __ATOMIC_SEQ_CST)) h_nap(&ns);
+    for (int k = 0; k < 3; k++) h_nap(&ns); /* who does not wait is here first */
+    fsdp_status status = ops->run(comm, coll);
+    __atomic_store_n(&s->done, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+/* Shards are written while a worker thread and the peers would read them: by a gather that the
+   program began itself, by a prefetch of another backward, and by one that finalize ends. */
+static void waits_for_gathers(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 64);
+    for (int n = 0; n < 3; n++) {
+        slow_gather slow = {1, 0};
+        rig x;
+        rig_open(&x, r->w, NULL, &p, 1);
+        fsdp_unit *last = lab_unit(x.w, x.m, NULL, &p, 1);
+        CALL(x.w, fsdp_set_custom_all_gather(x.u, gather_slowly, &slow));
+        CALL(x.w, fsdp_set_is_last_backward(x.m, n != 1));
+        forward(&x);
+        lab_forward(x.w, last);
+        if (n > 0) slow.goes = slow.done = 0;
+        CALL(x.w, fsdp_pre_backward(last)); /* prefetches x.u */
+        if (n == 0) { /* its backward takes that; then the program gathers it once more */
+            CALL(x.w, fsdp_pre_backward(x.u));
+            CALL(x.w, fsdp_finalize_backward(x.m));
+            slow.goes = slow.done = 0;
+            CALL(x.w, fsdp_unshard(x.u));
+        }
+        __atomic_store_n(&slow.goes, 1, __ATOMIC_SEQ_CST);
+        if (n > 0) CALL(x.w, fsdp_finalize_backward(x.m));
+        if (n < 2) CALL(x.w, fsdp_params_writable(x.m));
+        CHECK_MSG(__atomic_load_n(&slow.done, __ATOMIC_SEQ_CST), "case %d: it reads shards", n);
+        CALL(x.w, fsdp_params_changed(x.m));
+        CALL(x.w, fsdp_model_reset(x.m));
+        CALL(x.w, fsdp_barrier(x.w));
+    }
+}
+TEST(edges, params_writable_waits_for_gathers) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    if (!lab_divides()) SKIP("a device has streams in place of worker threads");
+    how.lanes = 1;
+    lab_run(2, &how, waits_for_gathers, NULL);
+}
+
+TEST(edges, names_of_parameters_are_unique) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "names", 0);
+    fsdp_param_desc p[3] = {fsdp_vec("a", 4), fsdp_vec(NULL, 4), fsdp_vec("a", 4)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit *u;
+    fsdp_world *w;
+    CHECK_OK(fsdp_init(&d, &w));
+    ud.name = "pair", ud.params = p, ud.num_params = 3;
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u),
+            "unit 'pair': parameters 0 and 2 are both named 'a'");
+    p[2].name = "p1"; /* as the one without a name is called */
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "1 and 2 are both named 'p1'");
+    p[2].name = "b";
+    CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* Elements of all parameters together, whose bytes would not fit an offset. */
+TEST(edges, units_have_a_largest_size) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "large", 0);
+    fsdp_param_desc p[3] = {fsdp_vec("a", 4), fsdp_vec("b", 4), fsdp_vec("c", 4)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit *u;
+    fsdp_world *w;
+    CHECK_OK(fsdp_init(&d, &w));
+    for (int i = 0; i < 3; i++) p[i].shape[0] = (int64_t)1 << (i ? 55 : 54);
+    p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in lists of their own */
+    ud.name = "large", ud.params = p, ud.num_params = 3;
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "more than 2^56 elements");
+    p[0].shape[0] = p[2].shape[0] = 4;
+    CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* The first failure of a world stays, and is the one that is logged. */
+static void count_aborts(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)text;
+    if (code == FSDP_ERR_ABORTED) ++*(int *)user;
+}
+TEST(edges, the_first_failure_stays) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "first", 0);
+    fsdp_world *w;
+    int lines = 0;
+    d.logger.log = count_aborts, d.logger.user = &lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    fsdp_abort(w, "out of data");
+    fsdp_abort(w, "again");
+    CHECK_EQ_INT(lines, 1);
+    CHECK_STATUS(fsdp_barrier(w), FSDP_ERR_ABORTED);
+    CHECK(strstr(fsdp_last_error(w), "out of data"));
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_ABORTED);
+}
+
+/* A call of all ranks that fails on one: the others get its status, and do not wait for it. */
+static void fails_alone(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 64);
+    fsdp_model *m = lab_model(r->w, NULL);
+    (void)lab_unit(r->w, m, NULL, &p, 1);
+    h_mark(0);
+    h_await_marks(0, r->size);            /* no rank is in a call any more */
+    if (r->rank == 1) w_fail(r->heap, 0); /* no host memory for the tables */
+    fsdp_status status = fsdp_model_commit(m);
+    if (!status) status = fsdp_barrier(r->w); /* the others may be done before it fails */
+    CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+    CHECK(strstr(fsdp_last_error(r->w), "rank 1"));
+    CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_OUT_OF_MEMORY);
+    r->w = NULL;
+}
+TEST(edges, all_get_the_failure_of_one) { lab_run(3, NULL, fails_alone, NULL); }
+
+/* An invariant that does not hold is told with the rank and where, and ends the world. */
+static char asserted[4096];
+static void keep_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)user;
+    if (code == FSDP_ERR_INTERNAL)
+        snprintf(asserted + strlen(asserted), sizeof asserted - strlen(asserted), "%s\n", text);
+}
+TEST(edges, a_failed_assertion_ends_the_world) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "assert", 0);
+    fsdp_world *w;
+    int lines = 0;
+    d.logger.log = keep_lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(lib_assert(w, 1));
+    CHECK_EQ_STR(asserted, "");
+    CHECK_STATUS(lib_assert(w, 0), FSDP_ERR_INTERNAL);
+    CHECK_MSG(strstr(asserted, "[Rank 0] lib_assert: holds does not hold"), "%s", asserted);
+    for (const char *at = asserted; *at; at++) lines += *at == '\n';
+    CHECK_MSG(lines > 2, "no backtrace: %s", asserted);
+    CHECK_STATUS(fsdp_barrier(w), FSDP_ERR_INTERNAL);
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_INTERNAL);
+}

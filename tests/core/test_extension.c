@@ -1,0 +1,2938 @@
+/* test_extension.c - the seam for extensions: what one sees, answers, takes, provides and is told,
+   what it may call, and that the counters and the bytes are those of the operations.
+   SPDX-License-Identifier: MIT */
+#define TAGS TSAN
+/* More are played by one process, which is fast. */
+#define RANKS(n) ((n) == 4 || (n) == 5 ? MANY_RANKS : 0)
+#include "harness.h"
+#include "library.c"
+#include "lab.h"
+#include "sim.h"
+
+enum { MAX_PARAMS = 12, MAX_UNITS = 3, NUM_UNITS = 3 };
+
+typedef struct {
+    const char *name;
+    int world, async, threads, unfused;
+    fsdp_dtype dtype, param, reduce; /* of the shards; desc's param_dtype, reduce_dtype */
+    int64_t direct_min;
+} setting;
+
+static const setting settings[] = {
+    {"W=1/inline", 1, 0, 0, 0, FSDP_F32, 0, 0, 0},
+    {"W=1/cast", 1, 1, 0, 0, FSDP_F32, FSDP_BF16, 0, 0},
+    {"W=2/inline", 2, 0, 0, 0, FSDP_F32, 0, 0, 1},
+    {"W=2/lanes", 2, 0, 2, 0, FSDP_F32, FSDP_BF16, FSDP_F32, 1},
+    {"W=3/async", 3, 1, 0, 0, FSDP_F32, 0, 0, FSDP_DIRECT_NEVER},
+    {"W=4/async/bf16", 4, 1, 0, 0, FSDP_F32, FSDP_BF16, FSDP_F32, 256},
+    {"W=4/async/unfused", 4, 1, 0, 1, FSDP_F32, FSDP_BF16, FSDP_F32, 256},
+    {"W=4/all_bf16", 4, 0, 0, 0, FSDP_BF16, 0, 0, 64},
+    {"W=5/narrow_reduce", 5, 1, 0, 0, FSDP_F32, FSDP_F32, FSDP_BF16, 1},
+    {"W=7/f64", 7, 0, 0, 0, FSDP_F64, 0, 0, 128},
+    {"W=64/async", 64, 1, 0, 0, FSDP_F32, FSDP_F16, FSDP_F32, 0},
+    {"W=1024/inline", 1024, 0, 0, 1, FSDP_F32, 0, 0, 0},
+};
+
+/* Shapes by unit; 0 rows are there, too. frozen: bits. */
+static const struct {
+    int num_params, frozen;
+    struct {
+        int64_t rows, cols;
+        int dim;
+    } params[6];
+} shapes[NUM_UNITS] = {
+    {3, 0, {{8, 16, 0}, {16, 0, 0}, {1, 5, 1}}},
+    {6, 0x12, {{17, 9, 0}, {5, 4, 0}, {3, 50, 1}, {0, 7, 0}, {33, 2, 0}, {1, 1, 0}}},
+    {1, 0, {{40, 3, 0}}},
+};
+
+/* ---- an observer that adds up ---------------------------------------------------------------- */
+
+typedef struct {
+    int call;
+    const fsdp_unit *unit;
+} said;
+
+typedef struct {
+    sim s;
+    fsdp_model *model;
+    fsdp_unit *units[NUM_UNITS];
+    uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
+    said marks[256], hooks[256];
+    int num_marks, num_hooks;
+    uint32_t swallow;         /* 1u << kind */
+    int replace;              /* the extension answers this call itself, -1: none */
+    fsdp_status answer;       /* with this */
+    fsdp_extension extension; /* what is attached */
+} bed;
+
+static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
+    bed *b = (bed *)user;
+    if (!op->model) return 0; /* of the world: numbers of its own */
+    CHECK(model == b->model);
+    CHECK_EQ_INT(op->seq, b->last_seq + 1); /* none is left out, none comes twice */
+    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT + 16 &&
+          op->stream < FSDP_STREAM_COUNT);
+    CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
+    b->last_seq = op->seq;
+    b->calls[op->kind]++;
+    b->bytes[op->kind] += op->bytes;
+    if (op->kind == FSDP_OP_HOOK) {
+        CHECK(b->num_marks < 256);
+        b->marks[b->num_marks].call = (int)op->count;
+        b->marks[b->num_marks++].unit = op->unit;
+        CHECK_EQ_INT(op->bytes, 0);
+    } else if (op->unit) {
+        CHECK_EQ_STR(op->what, fsdp_unit_name(op->unit));
+    }
+    return (b->swallow >> op->kind & 1) != 0;
+}
+
+static int on_call(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
+    bed *b = (bed *)user;
+    CHECK(model == b->model && b->num_hooks < 256);
+    b->hooks[b->num_hooks].call = call;
+    b->hooks[b->num_hooks++].unit = unit;
+    CHECK_EQ_INT(*status, FSDP_OK);
+    if (call == b->replace) *status = b->answer;
+    return call == b->replace;
+}
+
+static void observe(bed *b, int call, int op) {
+    fsdp_extension e = FSDP_ZERO;
+    e.call = call ? on_call : NULL;
+    e.op = op ? on_op : NULL;
+    e.user = b;
+    b->extension = e;
+    CHECK_OK(fsdp_attach(b->model, &e));
+}
+
+static void bed_open_as(bed *b, const setting *set, int opaque) {
+    memset(b, 0, sizeof *b);
+    b->replace = -1;
+    sim_init(&b->s, set->world, set->world - 1);
+    b->s.async = set->async;
+    b->s.threads = set->threads;
+    b->s.fused = !set->unfused;
+    b->s.opaque = opaque;
+    b->s.checks = set->world < 64;
+    CHECK(sim_open(&b->s));
+    fsdp_model_desc md = FSDP_ZERO;
+    md.param_dtype = set->param;
+    md.reduce_dtype = set->reduce;
+    md.direct_min = set->direct_min;
+    CHECK_OK(fsdp_model_create(b->s.world, &md, &b->model));
+    for (int i = 0; i < NUM_UNITS; i++) {
+        fsdp_param_desc p[6];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        for (int k = 0; k < shapes[i].num_params; k++) {
+            p[k] = shapes[i].params[k].cols
+                       ? fsdp_mat(NULL, shapes[i].params[k].rows, shapes[i].params[k].cols)
+                       : fsdp_vec(NULL, shapes[i].params[k].rows);
+            p[k].shard_dim = shapes[i].params[k].dim;
+            p[k].frozen = shapes[i].frozen >> k & 1;
+            p[k].dtype = set->dtype;
+        }
+        ud.params = p;
+        ud.num_params = shapes[i].num_params;
+        CHECK_OK(fsdp_fully_shard(b->model, &ud, &b->units[i]));
+    }
+}
+
+static void bed_open(bed *b, const setting *set) { bed_open_as(b, set, 0); }
+static void bed_close(bed *b) {
+    CHECK_EQ_INT(sim_close(&b->s), 0);
+    CHECK_MSG(!b->s.races, "%s", b->s.race);
+}
+
+static void step(bed *b) {
+    double norm;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b->units[i]));
+        CHECK_OK(fsdp_post_forward(b->units[i]));
+    }
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(b->units[i]));
+        CHECK(fsdp_grad(b->units[i], 0));
+        CHECK_OK(fsdp_post_backward(b->units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(b->model));
+    CHECK_OK(fsdp_clip_grad_norm(b->model, 1.0, &norm));
+    CHECK_OK(fsdp_params_changed(b->model));
+    CHECK_OK(fsdp_zero_grad(b->model));
+}
+
+/* ---- what an observer sees ------------------------------------------------------------------- */
+
+TEST_P(extension, counters_are_the_sum_of_the_ops, settings, RANKS(row->world)) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    for (int k = 0; k < 3; k++) {
+        if (k == 1) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
+        if (k == 2) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 1));
+        step(&b);
+    }
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
+        CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
+        CHECK_EQ_INT(c.bytes[kind], b.bytes[kind]);
+    }
+    if (!row->threads) { /* and what the tables were asked for */
+        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++) {
+            CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
+            CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
+        }
+        CHECK_EQ_INT(b.s.works,
+                     c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
+    }
+    bed_close(&b);
+}
+
+/* Each call of a step once, in order, before its work. */
+TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    step(&b);
+    int n = 0;
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < NUM_UNITS; i++)
+            for (int end = 0; end < 2; end++, n++) {
+                CHECK(n < b.num_marks);
+                CHECK_EQ_INT(b.marks[n].call,
+                             (half ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD) + end);
+                CHECK(b.marks[n].unit == b.units[half ? NUM_UNITS - 1 - i : i]);
+            }
+    CHECK(n < b.num_marks);
+    CHECK_EQ_INT(b.marks[n].call, FSDP_CALL_FINALIZE);
+    CHECK(b.marks[n].unit == NULL);
+    static const int after[] = {FSDP_CALL_CLIP, FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_ZERO_GRAD};
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(b.marks[++n].call, after[i]);
+    CHECK_EQ_INT(b.num_marks, n + 1);
+    double full[128]; /* of any dtype */
+    memset(full, 0, sizeof full);
+    CHECK_OK(fsdp_param_load(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_LOAD);
+    CHECK_OK(fsdp_param_full(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_FULL);
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_UNSHARD);
+    CHECK_OK(fsdp_wait(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_WAIT);
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESHARD);
+    CHECK(b.marks[b.num_marks - 1].unit == b.units[1]);
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESET);
+    /* getters leave none, impossible calls neither */
+    int num = b.num_marks;
+    CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0)));
+    CHECK_STATUS(fsdp_post_forward(b.units[0]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_INT(b.num_marks, num);
+    /* removed: nothing is seen any more, the model works on */
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_detach(b.model, &b.extension));
+    uint64_t seq = b.last_seq;
+    step(&b);
+    CHECK_EQ_INT(b.last_seq, seq);
+    bed_close(&b);
+}
+
+/* ---- an observer that acts ------------------------------------------------------------------- */
+
+/* Ops that the observer takes are not run; everything else goes on as if they had been. */
+TEST_P(extension, swallowed_ops_are_not_run, settings, RANKS(row->world)) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    b.swallow = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE;
+    step(&b);
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(b.s.colls[kind], 0);
+    if (!row->threads)
+        CHECK_EQ_INT(b.s.works,
+                     b.calls[FSDP_OP_COPY] + b.calls[FSDP_OP_ZERO] + b.calls[FSDP_OP_NORM]);
+    uint64_t works = b.s.works;
+    int64_t waits = b.s.waits;
+    b.swallow = ~0u;
+    memset(b.calls, 0, sizeof b.calls);
+    for (int k = 0; k < 2; k++) step(&b);
+    CHECK_EQ_INT(b.s.works, works);
+    CHECK_EQ_INT(b.s.waits, waits);
+    CHECK(b.calls[FSDP_OP_HOOK] >= 2 * (4 * NUM_UNITS + 1)); /* still shown */
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_EQ_INT(fsdp_unit_state(b.units[i]), FSDP_STATE_IDLE);
+        CHECK_EQ_INT(fsdp_unit_storage(b.units[i]), FSDP_STORAGE_SHARDED);
+    }
+    b.swallow = 0;
+    step(&b);
+    CHECK(row->world == 1 || row->threads || b.s.colls[FSDP_OP_ALL_GATHER] > 0);
+    bed_close(&b);
+}
+
+/* An extension that answers a call has done its work, and says how it went: the table is not
+   asked. A failure is the call's, and finalize's too. */
+TEST_P(extension, answers_a_call, settings, RANKS(row->world)) {
+    static const struct {
+        fsdp_status (*run)(fsdp_unit *);
+        int call;
+    } calls[] = {{fsdp_pre_forward, FSDP_CALL_PRE_FORWARD},
+                 {fsdp_post_forward, FSDP_CALL_POST_FORWARD},
+                 {fsdp_pre_backward, FSDP_CALL_PRE_BACKWARD},
+                 {fsdp_post_backward, FSDP_CALL_POST_BACKWARD},
+                 {fsdp_unshard, FSDP_CALL_UNSHARD},
+                 {fsdp_wait, FSDP_CALL_WAIT},
+                 {fsdp_reshard, FSDP_CALL_RESHARD}};
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 1, 1);
+    for (int i = 0; i < 7; i++) {
+        b.replace = calls[i].call;
+        uint64_t seq = b.last_seq;
+        int hooks = b.num_hooks;
+        CHECK_OK(calls[i].run(b.units[1])); /* possible or not */
+        CHECK_EQ_INT(b.last_seq, seq);
+        CHECK_EQ_INT(b.num_hooks, hooks + 1);
+        CHECK_EQ_INT(b.hooks[hooks].call, calls[i].call);
+        CHECK(b.hooks[hooks].unit == b.units[1]);
+        CHECK_EQ_INT(fsdp_unit_state(b.units[1]), FSDP_STATE_IDLE);
+        CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_SHARDED);
+        b.answer = FSDP_ERR_CORRUPT;
+        CHECK_STATUS(calls[i].run(b.units[1]), FSDP_ERR_CORRUPT);
+        b.answer = FSDP_OK;
+    }
+    b.replace = -1;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_CORRUPT);
+    b.replace = FSDP_CALL_RESET;
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK(b.hooks[b.num_hooks - 1].unit == NULL &&
+          b.hooks[b.num_hooks - 1].call == FSDP_CALL_RESET);
+    /* finalize: the open unit would make it impossible */
+    b.replace = -1;
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    b.replace = FSDP_CALL_FINALIZE;
+    uint64_t seq = b.last_seq;
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_EQ_INT(b.last_seq, seq);
+    CHECK(b.hooks[b.num_hooks - 1].unit == NULL &&
+          b.hooks[b.num_hooks - 1].call == FSDP_CALL_FINALIZE);
+    CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
+    b.answer = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_CORRUPT);
+    /* one that only looks changes nothing, and sees impossible calls before the table refuses
+       them */
+    b.replace = -1;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_post_backward(b.units[2]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_INT(b.hooks[b.num_hooks - 1].call, FSDP_CALL_POST_BACKWARD);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+/* ---- bytes moved equal the formula ----------------------------------------------------------- */
+
+TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
+    bed b;
+    bed_open(&b, row);
+    uint64_t gather = 0, reduce = 0, others = (uint64_t)row->world - 1;
+    fsdp_dtype param = row->param ? row->param : row->dtype,
+               reduction = row->reduce ? row->reduce : row->dtype;
+    /* the reduction sends what the caller wrote, if the backend widens while it sums, or else a
+       cast copy */
+    int widens = reduction == FSDP_F32 && (param == FSDP_BF16 || param == FSDP_F16) &&
+                 !row->unfused;
+    fsdp_dtype sent = param == reduction || widens ? param : reduction;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        uint64_t all = 0,
+                 trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
+        for (int k = 0; k < shapes[i].num_params; k++) {
+            uint64_t cut = (uint64_t)shapes[i].params[k].rows,
+                     rest = (uint64_t)shapes[i].params[k].cols;
+            if (rest == 0) rest = 1;
+            if (shapes[i].params[k].dim == 1) {
+                uint64_t swap = cut;
+                cut = rest;
+                rest = swap;
+            }
+            uint64_t stored = (cut + others) / (others + 1) * rest;
+            all += stored;
+            if (!(shapes[i].frozen >> k & 1)) trained += stored + 1;
+        }
+        gather += 2 * others * all * fsdp_dtype_size(param); /* forward and backward */
+        reduce += others * trained * fsdp_dtype_size(sent);
+    }
+    for (int k = 1; k <= 3; k++) {
+        fsdp_counters c = FSDP_ZERO;
+        step(&b);
+        CHECK_OK(fsdp_model_counters(b.model, &c));
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_GATHER], (uint64_t)k * gather);
+        CHECK_EQ_INT(c.bytes[FSDP_OP_REDUCE_SCATTER], (uint64_t)k * reduce);
+        CHECK_EQ_INT(c.calls[FSDP_OP_ALL_GATHER], row->world > 1 ? k * 2 * NUM_UNITS : 0);
+        CHECK_EQ_INT(c.calls[FSDP_OP_REDUCE_SCATTER], row->world > 1 ? k * NUM_UNITS : 0);
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
+                     (uint64_t)k *
+                         ((2 * others * sizeof(double) + others) / (others + 1))); /* norm */
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* nobody listens */
+    }
+    bed_close(&b);
+}
+
+/* ---- several, in order ----------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    char *diary;  /* who was asked, in order */
+    int takes;    /* kind, or -1 */
+    double scale; /* not 0: what copies are scaled with from here on */
+    double seen;  /* the scale of the last copy */
+    int ops, calls, relayouts;
+} guest;
+
+static int guest_call(void *user, fsdp_model *m, fsdp_unit *u, int call, fsdp_status *status) {
+    (void)m, (void)u, (void)call, (void)status;
+    guest *g = (guest *)user;
+    g->calls++;
+    strcat(g->diary, g->name);
+    return 0;
+}
+static int guest_op(void *user, fsdp_model *m, fsdp_op *op) {
+    (void)m;
+    guest *g = (guest *)user;
+    g->ops++;
+    if (op->kind == FSDP_OP_COPY) {
+        g->seen = op->scale;
+        if (g->scale > 0) op->scale = g->scale;
+    }
+    return op->kind == g->takes;
+}
+static void guest_relayout(void *user, fsdp_model *m) {
+    (void)m;
+    ((guest *)user)->relayouts++;
+}
+static void guest_destroy(void *user) {
+    guest *g = (guest *)user;
+    strcat(g->diary, "~");
+    strcat(g->diary, g->name);
+}
+
+static fsdp_extension guest_as(guest *g, const char *name, char *diary) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(g, 0, sizeof *g);
+    g->name = name;
+    g->diary = diary;
+    g->takes = -1;
+    e.name = name;
+    e.user = g;
+    e.call = guest_call;
+    e.op = guest_op;
+    e.relayout = guest_relayout;
+    e.destroy = guest_destroy;
+    return e;
+}
+
+TEST(extension, several_in_order) {
+    char diary[256] = "";
+    guest a, b, c;
+    bed d;
+    bed_open(&d, &settings[1]);
+    fsdp_extension ea = guest_as(&a, "a", diary), eb = guest_as(&b, "b", diary),
+                   ec = guest_as(&c, "c", diary);
+    CHECK_OK(fsdp_attach(d.model, &ea));
+    CHECK_OK(fsdp_attach(d.model, &eb));
+    CHECK_OK(fsdp_attach(d.model, &ec));
+    a.scale = 2; /* of the casts to bf16 */
+    CHECK_OK(fsdp_pre_forward(d.units[0]));
+    CHECK_EQ_STR(diary, "abc");
+    CHECK_NEAR(a.seen, 1, 0);
+    CHECK_NEAR(b.seen, 2, 0);
+    CHECK_NEAR(c.seen, 2, 0);
+    CHECK_EQ_INT(a.ops, c.ops);
+    b.takes = FSDP_OP_COPY; /* c does not see what b takes, a does */
+    uint64_t works = d.s.works;
+    int seen = c.ops, before = a.ops;
+    CHECK_OK(fsdp_post_forward(d.units[0]));
+    CHECK_OK(fsdp_pre_forward(d.units[0]));
+    CHECK_EQ_INT(d.s.works, works);
+    CHECK(a.ops - before > c.ops - seen);
+    CHECK_NEAR(a.seen, 1, 0); /* the library's record is as it was */
+    /* a unit is open: who watches cannot come; who only keeps states can */
+    guest late, quiet;
+    fsdp_extension el = guest_as(&late, "l", diary), eq = guest_as(&quiet, "q", diary);
+    CHECK_STATUS(fsdp_attach(d.model, &el), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(d.s.world), "attach: unit") != NULL);
+    eq.call = NULL, eq.op = NULL;
+    CHECK_OK(fsdp_attach(d.model, &eq));
+    CHECK_STATUS(fsdp_detach(d.model, &el), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' with these contents is not attached") !=
+          NULL);
+    diary[0] = 0;
+    CHECK_OK(fsdp_detach(d.model, &eb));
+    CHECK_OK(fsdp_post_forward(d.units[0]));
+    CHECK_EQ_STR(diary, "~bac");
+    ec.size = 8;
+    CHECK_STATUS(fsdp_attach(d.model, &ec), FSDP_ERR_INVALID_ARG);
+    diary[0] = 0;
+    bed_close(&d);
+    CHECK_EQ_STR(diary, "~q~c~a"); /* the last attached goes first */
+}
+
+/* ---- buffers --------------------------------------------------------------------------------- */
+
+enum { MAX_SLOTS = 64 };
+
+typedef struct {
+    fsdp_model *model;
+    int held[MAX_SLOTS]; /* by number: the unit's index + 1 */
+    int pools[FSDP_POOL_MAX], acquired, released, wrote, last;
+    fsdp_buf *arena, *part;
+    int pool;     /* whose slots are provided; -1: none */
+    int careless; /* also one that a unit holds */
+    int asked, given_back;
+} landlord;
+
+static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
+    landlord *l = (landlord *)user;
+    (void)model;
+    if (op->kind == FSDP_OP_ACQUIRE || op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE) {
+        fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
+        CHECK(buf && op->unit && op->slot > 0 && op->slot < MAX_SLOTS && op->bytes == 0);
+        CHECK(op->src_ptr == NULL && op->dst_ptr == NULL && op->num_waits == 0);
+        if (op->kind == FSDP_OP_ACQUIRE) {
+            CHECK_EQ_INT(l->held[op->slot], 0);
+            CHECK(fsdp_buf_held(buf));
+            l->held[op->slot] = op->unit->desc.index + 1;
+            l->pools[op->pool]++;
+            l->acquired++;
+        } else {
+            CHECK_EQ_INT(l->held[op->slot], op->unit->desc.index + 1);
+        }
+        if (op->kind == FSDP_OP_WROTE) {
+            CHECK_EQ_INT(op->pool, FSDP_POOL_GRAD);
+            l->wrote++;
+        }
+        if (op->kind == FSDP_OP_RELEASE) {
+            CHECK(!fsdp_buf_held(buf));
+            l->held[op->slot] = 0;
+            l->pools[op->pool]--;
+            l->released++;
+        }
+    }
+    return 0;
+}
+
+static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                                 fsdp_buf *released) {
+    landlord *l = (landlord *)user;
+    CHECK(model == l->model && unit);
+    if (released) l->given_back++;
+    else l->asked++;
+    int free_to_give = l->careless || !fsdp_buf_held(l->part);
+    return !released && pool == l->pool && free_to_give ? l->part : NULL;
+}
+
+/* Each slot that is taken is given back, on its unit; nothing of it where nobody listens. */
+TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, row);
+    l.model = b.model;
+    l.pool = -1;
+    step(&b);
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_ACQUIRE] + c.calls[FSDP_OP_RELEASE] + c.calls[FSDP_OP_WROTE], 0);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = landlord_op;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 3; k++) step(&b);
+    CHECK_EQ_INT(l.acquired, l.released);
+    CHECK_EQ_INT(l.asked, l.acquired);
+    CHECK_EQ_INT(l.given_back, l.released);
+    for (int i = 0; i < MAX_SLOTS; i++) CHECK_EQ_INT(l.held[i], 0);
+    for (int i = 0; i < FSDP_POOL_MAX; i++) CHECK_EQ_INT(l.pools[i], 0);
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_ACQUIRE], l.acquired);
+    CHECK(row->world == 1 || (l.acquired >= 3 * 3 * NUM_UNITS && l.wrote == 3 * NUM_UNITS));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    bed_close(&b);
+}
+
+/* Gathered parameters lie where an extension wants them; the pools' slots are not made, or freed. */
+TEST(extension, slots_from_elsewhere) {
+    bed b;
+    landlord l;
+    fsdp_memory mem;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    b.s.checks = 0;
+    int pool = fsdp_pool_register(b.model, "arena");
+    CHECK_EQ_INT(pool, FSDP_POOL_COUNT);
+    CHECK_EQ_INT(fsdp_pool_register(b.model, "arena"), pool);
+    CHECK_EQ_STR(fsdp_model_pool_name(b.model, pool), "arena");
+    CHECK_OK(fsdp_buf_create(b.model, pool, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 4096, 32768, &l.part));
+    CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
+    CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_pre_forward(b.units[1]));
+        CHECK(fsdp_buf_held(l.part));
+        CHECK((char *)fsdp_data(b.units[1], 0) >= (char *)fsdp_buf_ptr(l.part) &&
+              (char *)fsdp_data(b.units[1], 0) < (char *)fsdp_buf_ptr(l.part) + 32768);
+        CHECK_OK(fsdp_post_forward(b.units[1]));
+        CHECK(!fsdp_buf_held(l.part));
+    }
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GATHER], 0);
+    CHECK_EQ_INT(mem.pool_bytes[pool], 65536);
+    CHECK_EQ_INT(mem.pool_slots[pool], 1); /* a part is not counted */
+    char text[4096];
+    (void)fsdp_model_describe(b.model, text, sizeof text);
+    CHECK(strstr(text, "arena 65536 in 1") != NULL);
+    CHECK_OK(fsdp_model_reset(b.model));
+    l.pool = -1;
+    step(&b);
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK(mem.pool_bytes[FSDP_POOL_GATHER] > 0 && mem.pool_bytes[FSDP_POOL_GRAD] > 0);
+    CHECK_OK(fsdp_unshard(b.units[0])); /* what is held stays */
+    CHECK_OK(fsdp_pools_trim(b.model));
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK_EQ_INT(mem.pool_slots[FSDP_POOL_GATHER], 1);
+    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GRAD] + mem.pool_bytes[FSDP_POOL_RIN], 0);
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    step(&b);
+    fsdp_buf_destroy(b.model, l.part);
+    /* too small: refused, and the other ranks hear of it */
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 64, &l.part));
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit1' a slot of 64 bytes"));
+    fsdp_buf_destroy(b.model, l.part);
+    fsdp_buf_destroy(b.model, l.arena);
+    bed_close(&b);
+}
+
+/* A slot that another unit holds is refused. */
+TEST(extension, slot_in_use) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    l.careless = 1;
+    b.s.checks = 0;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 65536, &l.part));
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_op op; /* a unit takes it */
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = l.part;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit2' a slot"));
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.src = l.part;
+    (void)fsdp_emit(b.model, &op); /* the world has failed */
+    fsdp_buf_destroy(b.model, l.part);
+    fsdp_buf_destroy(b.model, l.arena);
+    bed_close(&b);
+}
+
+/* ---- a step rehearsed, and a step replayed --------------------------------------------------- */
+
+enum { TAPE = 400, STATES = 64, PARTS = 24, PART = 1 << 26 };
+
+/* What a step issues, one entry after the other: a record, or the unit's state after a call. Slots
+   of a rehearsal are parts of addresses without memory. */
+typedef struct {
+    fsdp_model *model;
+    fsdp_unit *const *units;
+    fsdp_op ops[TAPE];
+    int num_ops, take, record, begin[STATES], num_calls;
+    const fsdp_unit *of[STATES];
+    char states[STATES][256];
+    fsdp_buf *parts[PARTS];
+    int asked, given_back, refuse; /* slots; the place of the one that is refused, from 1 on */
+} tape;
+
+static int tape_op(void *user, fsdp_model *model, fsdp_op *op) {
+    tape *t = (tape *)user;
+    CHECK(model == t->model);
+    if (t->record) {
+        CHECK(t->num_ops < TAPE);
+        t->ops[t->num_ops++] = *op;
+    }
+    return t->take;
+}
+
+static fsdp_buf *tape_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                             fsdp_buf *released) {
+    tape *t = (tape *)user;
+    int i = 0;
+    CHECK(model == t->model && unit);
+    CHECK(released || (pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT));
+    if (released) t->given_back++;
+    if (released || ++t->asked == t->refuse) return NULL;
+    while (i < PARTS && fsdp_buf_held(t->parts[i])) i++;
+    CHECK(i < PARTS);
+    return t->parts[i];
+}
+
+static fsdp_extension tape_open(tape *t, const bed *b) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(t, 0, sizeof *t);
+    t->model = b->model;
+    t->units = b->units;
+    for (int i = 0; i < PARTS; i++)
+        CHECK_OK(fsdp_buf_part(b->model, NULL, (int64_t)(i + 1) * PART, PART, &t->parts[i]));
+    e.op = tape_op;
+    e.buffer = tape_buffer;
+    e.user = t;
+    return e;
+}
+
+/* No unit holds a slot of a rehearsal any more. */
+static void tape_close(tape *t) {
+    for (int i = 0; i < PARTS; i++) {
+        CHECK(!fsdp_buf_held(t->parts[i]));
+        fsdp_buf_destroy(t->model, t->parts[i]);
+    }
+}
+
+static void tape_call(tape *t, fsdp_unit *u, fsdp_status (*call)(fsdp_unit *unit)) {
+    t->begin[t->num_calls] = t->num_ops;
+    CHECK_OK(call(u));
+    CHECK(fsdp_unit_snapshot(u, t->states[t->num_calls], sizeof t->states[0]) <=
+          sizeof t->states[0]);
+    t->of[t->num_calls++] = u;
+}
+
+static void tape_step(tape *t) {
+    t->num_ops = t->num_calls = 0;
+    t->record = 1;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        tape_call(t, t->units[i], fsdp_pre_forward);
+        CHECK(fsdp_data(t->units[i], 0));
+        tape_call(t, t->units[i], fsdp_post_forward);
+    }
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        tape_call(t, t->units[i], fsdp_pre_backward);
+        CHECK(fsdp_grad(t->units[i], 0));
+        tape_call(t, t->units[i], fsdp_post_backward);
+    }
+    t->record = 0;
+    t->begin[t->num_calls] = t->num_ops;
+}
+
+/* All that a model is, byte for byte: no list of the library's says what. Its counters may show
+   that memory was allocated meanwhile. */
+typedef struct {
+    fsdp_model model;
+    fsdp_unit units[NUM_UNITS];
+    fsdpi_param params[NUM_UNITS][6];
+    char flags[NUM_UNITS][64];
+    fsdpi_forward order[64];
+    fsdp_buf bufs[64];
+    int num_bufs;
+} photo;
+
+static void photograph_buf(photo *p, const fsdp_buf *buf) {
+    CHECK(p->num_bufs < 64);
+    if (buf) p->bufs[p->num_bufs++] = *buf;
+}
+
+static void photograph(const bed *b, photo *p) {
+    const fsdp_model *m = b->model;
+    memset(p, 0, sizeof *p);
+    memcpy(&p->model, m, sizeof *m);
+    p->model.counters.allocations = 0;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        const fsdp_unit *u = b->units[i];
+        memcpy(&p->units[i], u, sizeof *u);
+        memcpy(p->params[i], u->params, (size_t)u->desc.num_params * sizeof u->params[0]);
+        CHECK(fsdpi_flags_bytes(u) <= sizeof p->flags[i]);
+        if (u->usage.flags) memcpy(p->flags[i], u->usage.flags, fsdpi_flags_bytes(u));
+    }
+    CHECK(m->num_order <= 64);
+    if (m->num_order) memcpy(p->order, m->order, (size_t)m->num_order * sizeof *m->order);
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) photograph_buf(p, m->classes[i].slots[k]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        photograph_buf(p, m->flats[d].shard);
+        photograph_buf(p, m->flats[d].grad);
+    }
+    photograph_buf(p, m->scalar);
+}
+
+static void check_photos(const photo *a, const photo *b) {
+    CHECK_EQ_MEM(&a->model, &b->model, sizeof a->model);
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_EQ_MEM(&a->units[i], &b->units[i], sizeof a->units[i]);
+        CHECK_EQ_MEM(a->params[i], b->params[i], sizeof a->params[i]);
+        CHECK_EQ_MEM(a->flags[i], b->flags[i], sizeof a->flags[i]);
+    }
+    CHECK_EQ_MEM(a->order, b->order, sizeof a->order);
+    CHECK_EQ_INT(a->num_bufs, b->num_bufs);
+    CHECK_EQ_MEM(a->bufs, b->bufs, sizeof a->bufs);
+}
+
+static photo photo_before, photo_after;
+
+/* What ran in the recorded step runs again, by records and states alone. */
+static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
+    tape *t = (tape *)user;
+    int n = t->num_calls;
+    if (!unit || t->record) return 0;
+    CHECK(n < STATES && t->of[n] == unit);
+    if (call == FSDP_CALL_POST_BACKWARD) CHECK_OK(fsdp_unit_flag_use(unit));
+    CHECK_OK(fsdp_emit_again(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
+    *status = fsdp_unit_restore(unit, t->states[n], fsdp_unit_snapshot(unit, NULL, 0));
+    t->num_calls++;
+    return 1;
+}
+
+static fsdp_status rehearse_step(void *user) {
+    tape *t = (tape *)user;
+    tape_step(t);
+    return fsdp_finalize_backward(t->model);
+}
+
+static fsdp_status rehearse_without_end(void *user) {
+    tape_step((tape *)user);
+    return FSDP_OK; /* units are in backward */
+}
+
+/* An address of a record, or its place in a slot. */
+static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
+    int slot = buf && (buf->part || (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT));
+    return ptr && slot ? (const char *)ptr - buf->ptr : (int64_t)(intptr_t)ptr;
+}
+
+/* A rehearsal shows the records of the step that follows, runs none, and leaves nothing behind. */
+TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
+    bed b;
+    static tape dry, real;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&dry, &b), ee = tape_open(&real, &b);
+    ee.buffer = NULL;
+    step(&b);
+    step(&b);
+    photograph(&b, &photo_before);
+    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &dry));
+    CHECK_EQ_INT(b.s.works, works);
+    CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_without_end, &dry));
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_attach(b.model, &ee));
+    tape_step(&real);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_EQ_INT(real.num_ops, dry.num_ops);
+    for (int i = 0; i < real.num_ops; i++) {
+        const fsdp_op *x = &real.ops[i], *y = &dry.ops[i];
+        CHECK(x->kind == y->kind && x->label == y->label && x->stream == y->stream);
+        CHECK(x->seq == y->seq && x->step == y->step && x->count == y->count);
+        CHECK(x->bytes == y->bytes && x->unit == y->unit && x->list == y->list);
+        CHECK(x->what_hash == y->what_hash && x->comm == y->comm && x->state == y->state);
+        CHECK(!x->src == !y->src && !x->dst == !y->dst);
+        CHECK(place_of(x->src, x->src_ptr) == place_of(y->src, y->src_ptr));
+        CHECK(place_of(x->dst, x->dst_ptr) == place_of(y->dst, y->dst_ptr));
+    }
+    CHECK_OK(fsdp_detach(b.model, &ee));
+    step(&b);
+    tape_close(&dry);
+    tape_close(&real);
+    bed_close(&b); /* which checks that nothing raced */
+}
+
+/* Recorded steps are replayed: the same counters, the same states, no race; then calls go on. */
+TEST_P(extension, replay, settings, RANKS(row->world)) {
+    bed b;
+    static tape t;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    step(&b);
+    e.call = replay;
+    e.buffer = NULL;
+    t.record = 1;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_counters c[3];
+    memset(c, 0, sizeof c);
+    CHECK_OK(fsdp_model_counters(b.model, &c[0]));
+    tape_step(&t);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_OK(fsdp_params_changed(b.model));
+    CHECK_OK(fsdp_zero_grad(b.model));
+    CHECK_OK(fsdp_model_counters(b.model, &c[1]));
+    for (int n = 0; n < 3; n++) {
+        t.num_calls = 0;
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(b.units[i]));
+            CHECK(fsdp_data(b.units[i], 0));
+            CHECK_OK(fsdp_post_forward(b.units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(b.units[i]));
+            CHECK(fsdp_grad(b.units[i], 0));
+            CHECK_OK(fsdp_post_backward(b.units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        for (int i = 0; i < NUM_UNITS; i++) { /* of what was used there is a gradient */
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
+            CHECK(v.shard_grad != NULL);
+        }
+        CHECK_OK(fsdp_params_changed(b.model));
+        CHECK_OK(fsdp_zero_grad(b.model));
+    }
+    CHECK_OK(fsdp_model_counters(b.model, &c[2]));
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
+        if (kind != FSDP_OP_HOOK) /* finalize shows some by itself */
+            CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
+                         3 * (c[1].calls[kind] - c[0].calls[kind]));
+    CHECK_EQ_INT(c[2].allocations, c[1].allocations);
+    t.record = 1; /* by calls again */
+    t.num_ops = 0;
+    CHECK_OK(fsdp_detach(b.model, &e));
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+TEST(extension, describe_tells_routes) {
+    static char text[16384];
+    bed b;
+    bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
+    CHECK(strstr(text, "    gradients: written, keep in the slot\n    reduction: chunk_cat in the "
+                       "slot, flags of use, reduce_scatter that casts, divides and adds to the "
+                       "shard gradient\n"));
+    CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(strstr(text,
+                 "    gradients: written, add up in the reduce input\n    reduction: not now\n"));
+    bed_close(&b);
+    bed_open(&b, &settings[0]); /* one rank */
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(W_ASAN || strstr(text, "    gathered: nothing: the full parameters are the shards\n"
+                                 "    gradients: written into the shard gradient\n"));
+    bed_close(&b);
+}
+
+/* Flags of use are as gradients are, also before the first reduction. */
+TEST(extension, flags_of_use) {
+    bed b;
+    bed_open(&b, &settings[4]); /* 3 ranks, f32 */
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
+    const float *flags = (const float *)(const void *)b.units[0]->usage.flags;
+    CHECK(flags[0] == 0.0f && flags[1] == 0.0f);
+    *fsdpi_use(b.units[0], 1) |= FSDPI_USE_USED;
+    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
+    CHECK(flags[0] == 0.0f && flags[1] == 3.0f); /* times what gradients will be divided by */
+    bed_close(&b);
+}
+
+/* A snapshot of another unit or layout is refused; of the same one, made anew, it is not. */
+TEST(extension, stale_snapshots) {
+    bed b;
+    static char one[512], again[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(NULL, one, sizeof one), 0);
+    step(&b);
+    memset(one, 7, sizeof one);
+    size_t unit = fsdp_unit_snapshot(b.units[0], one, 8);
+    CHECK(unit > 8 && unit <= sizeof one && one[0] == 7);
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit - 1), (long long)unit);
+    CHECK_EQ_INT(one[0], 7);
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit), (long long)unit);
+    CHECK_STATUS(fsdp_unit_restore(b.units[1], one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "is of another unit than 'unit1'"));
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit - 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit + 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(NULL, one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], NULL, unit), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], again, sizeof again), (long long)unit);
+    CHECK_OK(fsdp_pools_trim(b.model));
+    step(&b); /* other slots: a unit that holds none does not mind */
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
+    step(&b);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "or the layout has changed since"));
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 1));
+    step(&b);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
+    bed_close(&b);
+}
+
+/* The record of forwards is the model's: a unit that is taken up again has no place in it. */
+TEST(extension, restored_unit_has_no_order) {
+    bed b;
+    static char one[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
+    CHECK(size <= sizeof one && b.units[0]->state.last_order == 0);
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
+    CHECK_EQ_INT(b.units[0]->state.last_order, -1);
+    bed_close(&b);
+}
+
+/* A unit that comes back open holds its slot, which was given back meanwhile. */
+TEST(extension, restored_unit_holds_its_slots) {
+    bed b;
+    static char one[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_unshard(b.units[0]));
+    CHECK_OK(fsdp_wait(b.units[0]));
+    const fsdp_buf *slot = b.units[0]->state.slot[FSDP_POOL_GATHER];
+    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
+    CHECK(size <= sizeof one && slot && fsdp_buf_held(slot));
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    CHECK(!fsdp_buf_held(slot));
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
+    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && fsdp_buf_held(slot));
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    CHECK(!fsdp_buf_held(slot));
+    bed_close(&b);
+}
+
+/* What a rehearsal gathered ahead does not count against prefetch_bytes afterwards. */
+static fsdp_status rehearse_prefetch(void *user) {
+    bed *b = (bed *)user;
+    fsdp_status status = fsdp_pre_forward(b->units[0]);
+    CHECK_EQ_INT(fsdp_unit_storage(b->units[1]), FSDP_STORAGE_IN_FLIGHT);
+    CHECK(b->model->ahead_bytes > 0);
+    return status; /* units stay open */
+}
+TEST(extension, rehearsal_prefetches) {
+    static tape t;
+    bed b;
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
+    b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
+                                                 b.units[1]->layout.slot_bytes); /* one of them */
+    fsdp_extension e = tape_open(&t, &b);
+    photograph(&b, &photo_before);
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_prefetch, &b));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
+    }
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Who used what, its flags, and sums that wait for their reduction come through a rehearsal of
+   whole steps, finalize included. */
+static fsdp_status rehearse_uses(void *user) {
+    tape *t = (tape *)user;
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(t->units[i]));
+            CHECK_OK(fsdp_post_forward(t->units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(t->units[i]));
+            for (int n = 0; n < shapes[i].num_params; n++) /* all of them */
+                CHECK_EQ_INT(fsdp_grad(t->units[i], n) == NULL, shapes[i].frozen >> n & 1);
+            CHECK_OK(fsdp_post_backward(t->units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(t->model));
+    }
+    fsdp_param_view v = FSDP_ZERO; /* it is all there, as far as a rehearsal can tell */
+    CHECK_OK(fsdp_param_view_get(t->units[1], 3, &v));
+    CHECK_OK(fsdp_zero_grad(t->model));
+    return FSDP_OK;
+}
+TEST_P(extension, rehearsal_between_microbatches, settings, RANKS(row->world)) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    for (int sync = 0; sync < 2; sync++) {
+        CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, sync));
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(b.units[i]));
+            CHECK_OK(fsdp_post_forward(b.units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(b.units[i]));
+            if (!sync) CHECK(fsdp_grad(b.units[i], 0));
+            CHECK_OK(fsdp_post_backward(b.units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        photograph(&b, &photo_before);
+        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_uses, &t));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
+    }
+    for (int i = 0; i < NUM_UNITS; i++)
+        for (int n = 0; n < shapes[i].num_params; n++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(b.units[i], n, &v));
+            if (row->world == 1 || !row->threads)           /* the sim of lanes moves nothing */
+                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* what was rehearsed does not count */
+        }
+    CHECK_OK(fsdp_zero_grad(b.model));
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Markers that an extension emits do what they say, also where nobody listens. */
+TEST(extension, emitted_markers) {
+    bed b;
+    fsdp_op op;
+    fsdp_buf *buf;
+    bed_open(&b, &settings[5]);
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    CHECK(!fsdp_buf_held(buf));
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(fsdp_buf_held(buf));
+    int logged = b.s.num_logged;
+    fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
+    CHECK_EQ_INT(b.s.num_logged, logged + 1);
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_WROTE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    CHECK_EQ_INT((long long)buf->ready.seq, 0);
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_GATHER);
+    op.src = buf;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* An extension cannot go while it is asked, or while its slot is in use. */
+static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdp_extension *e = (fsdp_extension *)user;
+    (void)op;
+    CHECK_STATUS(fsdp_detach(model, e), FSDP_ERR_INVALID_STATE);
+    op->kind = FSDP_OP_CALL; /* put back: the record runs as what it is */
+    op->src = op->dst = NULL;
+    return 0;
+}
+TEST(extension, detach_is_refused) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = leaves;
+    e.user = &e;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    step(&b);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 65536, &l.part));
+    fsdp_extension lends = FSDP_ZERO;
+    lends.buffer = landlord_buffer;
+    lends.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &lends));
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_STATUS(fsdp_detach(b.model, &lends), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK_OK(fsdp_detach(b.model, &lends));
+    fsdp_buf_destroy(b.model, l.part);
+    bed_close(&b);
+}
+
+/* A unit of many parts: each has its own records of every kind. */
+static int many_sizes(void *user, int64_t numel, int64_t bytes[FSDP_GATHER_TENSORS]) {
+    (void)user;
+    bytes[0] = 4 * numel;
+    return 1;
+}
+static fsdp_status many_pre(void *user, const fsdp_param_view *v, void *const *strings,
+                            void *stream) {
+    (void)user, (void)stream;
+    memcpy(strings[0], v->shard, (size_t)v->numel * 4);
+    return FSDP_OK;
+}
+static fsdp_status many_post(void *user, const fsdp_param_view *v, const void *const *gathered,
+                             void *full, fsdp_dtype dtype, void *stream) {
+    (void)user, (void)v, (void)gathered, (void)full, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+TEST(extension, many_parts) {
+    enum { MANY = 60 };
+    static fsdp_param_desc p[MANY];
+    fsdp_gather_extension gather = {many_sizes, many_pre, many_post, NULL};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit *unit;
+    bed b;
+    memset(&b, 0, sizeof b);
+    sim_init(&b.s, 2, 1);
+    CHECK(sim_open(&b.s));
+    md.reduce_dtype = FSDP_F64;
+    CHECK_OK(fsdp_model_create(b.s.world, &md, &b.model));
+    for (int i = 0; i < MANY; i++) {
+        p[i] = fsdp_mat(NULL, 3, 5);
+        p[i].shard_dim = 1;
+        p[i].extension = &gather;
+    }
+    ud.params = p;
+    ud.num_params = MANY;
+    CHECK_OK(fsdp_fully_shard(b.model, &ud, &unit));
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_EQ_INT(unit->layout.num_parts, MANY);
+    const ptrdiff_t num = unit->layout.ops[FSDPI_OPS_COUNT] - unit->layout.ops[0];
+    CHECK(num <= fsdpi_templates_max(unit));
+    CHECK(num > FSDPI_OPS_COUNT + 6 * MANY - 20);
+    bed_close(&b);
+}
+
+/* ---- when records ran ------------------------------------------------------------------------ */
+
+typedef struct {
+    fsdp_model *model;
+    uint32_t lock;
+    int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest record */
+    int told[FSDP_OP_COUNT], bad, of_world, lists;
+    int64_t took;                    /* all together */
+    uint64_t step[FSDP_OP_COUNT][2]; /* of the first and of the last that was told */
+} watch;
+
+static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
+                      int64_t end) {
+    watch *w = (watch *)user;
+    fsdpi_lock(&w->lock); /* worker threads tell, too */
+    int overlaps = op->model && begin < w->last[op->stream];
+    if (begin > end || overlaps || model != w->model) w->bad++;
+    w->last[op->stream] = end;
+    w->took += end - begin;
+    w->lists += op->model && (op->list || op->list_count);
+    if (op->model && w->told[op->kind] == 0) w->step[op->kind][0] = op->step;
+    if (op->model) w->step[op->kind][1] = op->step;
+    w->told[op->kind]++;
+    w->of_world += !op->model;
+    fsdpi_unlock(&w->lock);
+}
+
+TEST_P(extension, tells_when_records_ran, settings, RANKS(row->world)) {
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, row);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    step(&b);
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &before));
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 9; k++) step(&b); /* more than a device keeps */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_OK(fsdp_model_counters(b.model, &after));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_EQ_INT(w.bad, 0);
+    w.told[FSDP_OP_COPY] -= w.of_world; /* the norm comes to the host */
+    CHECK_EQ_INT(w.of_world, 9);
+    for (int kind = 0; kind < FSDP_OP_USE; kind++) {
+        CHECK_EQ_INT(w.told[kind], after.calls[kind] - before.calls[kind]);
+        if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) /* not after a step */
+            CHECK_EQ_INT(w.step[kind][1] - w.step[kind][0], w.told[kind] ? 8 : 0);
+    }
+    for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
+    CHECK_EQ_INT(w.told[FSDP_OP_USE], 0);
+    if (row->async) CHECK_EQ_INT(w.lists, 0); /* told later, when a list may be gone */
+    int told = w.told[FSDP_OP_COPY];
+    step(&b);
+    CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more */
+    bed_close(&b);
+}
+
+/* More records under way than there are events: the host waits for the oldest, and all are told. */
+TEST(extension, more_records_than_events, SLOW | AT_NIGHT(ASAN | TSAN)) {
+    enum { NUM = 2 * FSDPI_TIMES_MAX + 3, BLOCK = 1 << 20 };
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    int64_t syncs = b.s.syncs, most = 0, each = sim_cost(BLOCK, b.s.copy_bytes_per_ns);
+    for (int k = 0; k < NUM; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        int64_t waiting = k + 1 - w.told[FSDP_OP_ZERO];
+        if (most < waiting) most = waiting;
+    }
+    CHECK_EQ_INT(most, FSDPI_TIMES_MAX);
+    CHECK(b.s.syncs > syncs);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO], NUM);
+    CHECK_EQ_INT(w.bad, 0);
+    CHECK_MSG(each > 0 && w.took == NUM * each, "%lld ns, %lld each", (long long)w.took,
+              (long long)each);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A function of the user's issues more records than there are events. It runs until then, so that
+   nothing can be told: the records for which there was no event are left out. */
+static fsdp_buf *much_to_zero;
+static fsdp_status zero_much(const fsdp_op *of, void *stream) {
+    (void)stream;
+    for (int k = 0; k < 2 * FSDPI_TIMES_MAX; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, of->model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = much_to_zero, op.bytes = 64;
+        if (fsdp_emit((fsdp_model *)(uintptr_t)of->model, &op)) return FSDP_ERR_INTERNAL;
+    }
+    return FSDP_OK;
+}
+TEST(extension, records_without_an_event) {
+    bed b;
+    watch w;
+    fsdp_op op;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &much_to_zero));
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.what = "x", op.call = zero_much;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO] + w.told[FSDP_OP_CALL], 0);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_CALL], 1);
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO], FSDPI_TIMES_MAX - 1);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, much_to_zero);
+    bed_close(&b);
+}
+
+/* A base that is old is renewed once nothing waits to be told: distances stay short. */
+TEST(extension, old_base_of_times) {
+    enum { BLOCK = 1 << 20 };
+    bed b;
+    watch w;
+    fsdp_buf *buf;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    fsdpi_timeline *t = b.s.world->timeline;
+    const int64_t base = t->base_ns;
+    step(&b);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(t->base_ns, base); /* young */
+    t->base_ns -= FSDPI_TIMES_BASE + 1;
+    memset(w.last, 0, sizeof w.last);
+    step(&b);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(t->base_ns >= base);
+    CHECK(w.last[FSDP_STREAM_COMPUTE] >= base);
+    for (int k = 0; k < 2; k++) { /* the first one waits to be told: its distance is of this base */
+        fsdp_op op;
+        const int64_t aged = t->base_ns - FSDPI_TIMES_BASE - 1;
+        if (k > 0) t->base_ns = aged;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        if (k > 0) CHECK_EQ_INT(t->base_ns, aged);
+    }
+    CHECK_EQ_INT(w.bad, 0);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    fsdp_buf_destroy(b.model, buf);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    bed_close(&b);
+}
+
+TEST(extension, device_without_times) {
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    b.s.device.elapsed = NULL;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    CHECK_STATUS(fsdp_attach(b.model, &e), FSDP_ERR_UNSUPPORTED);
+    CHECK(strstr(fsdp_last_error(b.s.world), "cannot measure times") != NULL);
+    step(&b);
+    bed_close(&b);
+}
+
+/* ---- layouts and states ---------------------------------------------------------------------- */
+
+TEST(extension, relayout_after_commit_and_freeze) {
+    char diary[256] = "";
+    guest g;
+    bed b;
+    bed_open(&b, &settings[2]);
+    fsdp_extension e = guest_as(&g, "g", diary);
+    e.call = NULL, e.op = NULL;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_EQ_INT(g.relayouts, 0);
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_model_commit(b.model));
+    fsdp_memory mem;
+    CHECK_OK(fsdp_model_predict(b.model, &mem)); /* a copy is laid out, which is nobody's */
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_INT(g.relayouts, 2);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+/* The states of an optimizer and of a scaler, through items: what is written comes back. */
+typedef struct {
+    char name[64];
+    unsigned char data[2048];
+    size_t nbytes;
+} saved_item;
+
+static int save_all(fsdp_model *m, saved_item *out, int most) {
+    fsdp_state_item item = FSDP_ZERO;
+    int num = 0;
+    fsdp_status status;
+    while ((status = fsdp_next_state(m, &item)) == FSDP_OK && item.name) {
+        CHECK(num < most);
+        saved_item *to = &out[num++];
+        snprintf(to->name, sizeof to->name, "%s.%s.%d", item.extension, item.name, item.ordinal);
+        to->nbytes = (size_t)item.numel * fsdp_dtype_size(item.dtype);
+        CHECK(to->nbytes <= sizeof to->data);
+        fsdp_param_view v;
+        if (item.sharded) {
+            CHECK_OK(fsdp_param_at(m, item.ordinal, &v));
+            CHECK(item.numel == v.numel && item.ndim == v.ndim && item.shape[0] == v.shape[0]);
+        }
+        if (item.memory == FSDP_MEMORY_HOST) memcpy(to->data, item.data, to->nbytes);
+        else CHECK_OK(fsdp_transfer(m, to->data, item.data, (int64_t)to->nbytes));
+    }
+    CHECK_OK(status);
+    return num;
+}
+
+static void load_all(fsdp_model *m, const saved_item *from, int num) {
+    fsdp_state_item item = FSDP_ZERO;
+    int at = 0;
+    while (fsdp_next_state(m, &item) == FSDP_OK && item.name) {
+        char name[64];
+        CHECK(at < num);
+        snprintf(name, sizeof name, "%s.%s.%d", item.extension, item.name, item.ordinal);
+        CHECK_EQ_STR(name, from[at].name);
+        if (item.memory == FSDP_MEMORY_HOST) memcpy(item.data, from[at].data, from[at].nbytes);
+        else CHECK_OK(fsdp_transfer(m, item.data, from[at].data, (int64_t)from[at].nbytes));
+        at++;
+    }
+    CHECK_EQ_INT(at, num);
+    CHECK_OK(fsdp_state_written(m));
+}
+
+static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b->units[i]));
+        CHECK_OK(fsdp_post_forward(b->units[i]));
+    }
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_backward(b->units[i]));
+        float *g = (float *)sim_host(&b->s, fsdp_grad(b->units[i], 0));
+        for (int k = 0; k < 8; k++) g[k] = (float)(k + 1);
+        CHECK_OK(fsdp_post_backward(b->units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(b->model));
+    CHECK_OK(fsdp_grad_scaler_unscale(scaler));
+    if (adamw) CHECK_OK(fsdp_adamw_step(adamw, 0.1));
+    if (sgd) CHECK_OK(fsdp_sgd_step(sgd, 0.1));
+    CHECK_OK(fsdp_grad_scaler_update(scaler));
+    CHECK_OK(fsdp_zero_grad(b->model));
+}
+
+static const struct {
+    const char *name;
+    int async, opaque, sgd;
+} keepers[] = {
+    {"adamw", 0, 0, 0}, {"sgd", 0, 0, 1}, {"adamw_device", 1, 1, 0}, {"sgd_device", 1, 1, 1}};
+
+TEST_P(extension, states_round_trip, keepers) {
+    static saved_item first[64], then[64], again[64];
+    setting set = {"states", 1, 0, 0, 0, FSDP_F32, 0, 0, 1};
+    set.async = row->async;
+    bed b;
+    memset(&b, 0, sizeof b);
+    fsdp_adamw *adamw = NULL;
+    fsdp_sgd *sgd = NULL;
+    fsdp_grad_scaler *scaler;
+    fsdp_grad_scaler_desc gd = FSDP_ZERO;
+    fsdp_sgd_desc sd = fsdp_sgd_defaults();
+    sd.momentum = 0.9;
+    gd.growth_interval = 5;
+    bed_open_as(&b, &set, row->opaque);
+    if (row->sgd) CHECK_OK(fsdp_sgd_create(b.model, &sd, &sgd));
+    else CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, &gd, &scaler));
+    for (int k = 0; k < 2; k++) states_step(&b, adamw, sgd, scaler);
+    int num = save_all(b.model, first, 64);
+    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trainables; 2 more are frozen */
+    CHECK_EQ_STR(first[0].name, row->sgd ? "sgd.momentum_buffer.0" : "adamw.exp_avg.0");
+    CHECK_EQ_STR(first[num - 1].name, "grad_scaler.state.-1");
+    for (int k = 0; k < 3; k++) states_step(&b, adamw, sgd, scaler);
+    CHECK_EQ_INT(save_all(b.model, then, 64), num);
+    int differ = 0;
+    for (int i = 0; i < num; i++)
+        differ += memcmp(first[i].data, then[i].data, first[i].nbytes) != 0;
+    CHECK(differ > 3 && memcmp(first[num - 1].data, then[num - 1].data, 40));
+    load_all(b.model, first, num);
+    CHECK_EQ_INT(save_all(b.model, again, 64), num);
+    for (int i = 0; i < num; i++) CHECK(!memcmp(first[i].data, again[i].data, first[i].nbytes));
+    fsdp_grad_scaler_state state;
+    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
+    CHECK_EQ_INT(state.growth_tracker, 2);
+    double wrong = -1; /* a scale that is none is refused, and nothing is taken up */
+    memcpy(again[num - 1].data, &wrong, sizeof wrong);
+    fsdp_state_item item = FSDP_ZERO;
+    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
+        if (!strcmp(item.extension, "grad_scaler")) memcpy(item.data, again[num - 1].data, 40);
+    CHECK_STATUS(fsdp_state_written(b.model), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
+    CHECK_EQ_INT(state.growth_tracker, 2);
+    fsdp_param_view v = FSDP_ZERO; /* room for states of the frozen ones, while updates may run */
+    CHECK_STATUS(fsdp_state_hold(NULL, 0), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_state_hold(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
+    states_step(&b, adamw, sgd, scaler);
+    CHECK_EQ_INT(save_all(b.model, again, 64), num);
+    while (fsdp_next_param(b.model, &v)) {
+        CHECK_OK(fsdp_state_hold(b.model, v.ordinal));
+        CHECK_OK(fsdp_state_hold(b.model, v.ordinal));
+    }
+    CHECK_EQ_INT(save_all(b.model, then, 64), 10 * (row->sgd ? 2 : 3) + 1);
+    for (int i = 0, k; i < num; i++) { /* and the others kept theirs */
+        for (k = 0; strcmp(then[k].name, again[i].name) != 0; k++) CHECK(k < 40);
+        CHECK_EQ_MEM(then[k].data, again[i].data, again[i].nbytes);
+    }
+    bed_close(&b);
+}
+
+/* ---- records of an extension ----------------------------------------------------------------- */
+
+/* Updates and transfers are records as all else is. */
+TEST(extension, sees_updates_and_transfers) {
+    bed b;
+    fsdp_adamw *adamw;
+    fsdp_grad_scaler *scaler;
+    bed_open(&b, &settings[0]);
+    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
+    observe(&b, 0, 1);
+    states_step(&b, adamw, NULL, scaler);
+    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2 * NUM_UNITS); /* unscale, AdamW: of what was used */
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_UPDATE], b.calls[FSDP_OP_UPDATE]);
+    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: not done */
+    fsdp_optim_state s;
+    CHECK_OK(fsdp_adamw_state(adamw, 0, &s));
+    float m = ((float *)s.first)[0];
+    states_step(&b, adamw, NULL, scaler);
+    CHECK(memcmp(&m, s.first, sizeof m) == 0);
+    bed_close(&b);
+}
+
+TEST(extension, names) {
+    bed b;
+    bed_open(&b, &settings[0]);
+    int label = fsdp_label_register(b.model, "norms");
+    CHECK_EQ_INT(label, FSDP_LABEL_COUNT);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "more"), label + 1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "norms"), label);
+    CHECK_EQ_STR(fsdp_label_name(label), "extension");
+    CHECK_EQ_STR(fsdp_label_name(FSDP_LABEL_COUNT + 16), "?");
+    CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_COUNT), "extension");
+    CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_MAX), "?");
+    fsdp_op op;
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE);
+    CHECK_EQ_STR(fsdp_op_label(&op), "norms");
+    CHECK_EQ_STR(op.what, "norms");
+    CHECK_EQ_INT(fsdp_label_register(b.model, ""), -1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, NULL), -1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "a name that is longer than 31 bytes"), -1);
+    for (int i = 2; i < 16; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "l%d", i);
+        CHECK_EQ_INT(fsdp_label_register(b.model, name), label + i);
+    }
+    CHECK_EQ_INT(fsdp_label_register(b.model, "one too many"), -1);
+    for (int i = 0; i < 9; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "p%d", i);
+        CHECK_EQ_INT(fsdp_pool_register(b.model, name), i < 8 ? FSDP_POOL_COUNT + i : -1);
+    }
+    bed_close(&b);
+}
+
+TEST(extension, wrong_records) {
+    bed b;
+    fsdp_op op;
+    fsdp_block block = {0, 0, 1, 1, 1, 1};
+    float x = 1, y = 0;
+    bed_open(&b, &settings[2]);
+    observe(&b, 0, 1);
+#define WRONG(kind, change, text)                                                                  \
+    do {                                                                                           \
+        fsdp_op_init(&op, b.model, NULL, kind, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);              \
+        op.what = "x", op.list = &block, op.list_count = 1, op.src_ptr = &x, op.dst_ptr = &y;      \
+        op.dtype = op.out_dtype = FSDP_F32, op.count = 1, op.group_size = 2;                       \
+        change;                                                                                    \
+        CHECK_STATUS(fsdp_emit(b.model, &op), FSDP_ERR_INVALID_ARG);                               \
+        CHECK_MSG(strstr(fsdp_last_error(b.s.world), text), "%s", fsdp_last_error(b.s.world));     \
+    } while (0)
+    WRONG(FSDP_OP_COUNT, , "kind is not one of");
+    WRONG(FSDP_OP_COPY, op.stream = FSDP_STREAM_COUNT, "stream is not one of");
+    WRONG(FSDP_OP_COPY, op.label = FSDP_LABEL_COUNT, "label is not registered");
+    WRONG(FSDP_OP_COPY, op.model = NULL, "model is not this model");
+    WRONG(FSDP_OP_COPY, op.what = NULL, "what is NULL");
+    WRONG(FSDP_OP_COPY, op.list = NULL, "list is empty");
+    WRONG(FSDP_OP_COPY, op.src_ptr = NULL, "src or dst is NULL");
+    WRONG(FSDP_OP_ZERO, op.dst_ptr = NULL, "dst is NULL");
+    WRONG(FSDP_OP_CALL, , "call is NULL");
+    WRONG(FSDP_OP_UPDATE, op.list = NULL, "expected an fsdp_update");
+    WRONG(FSDP_OP_ALL_REDUCE, , "comm is NULL");
+    WRONG(FSDP_OP_ALL_REDUCE, (op.comm = b.s.world->comm, op.group_size = 1), "group_size is less");
+    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.src_ptr = NULL), "src is NULL");
+    WRONG(FSDP_OP_ALL_REDUCE, op.comm = b.s.world->comm, "this operation works in place");
+    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.root = 7), "root is not a member");
+    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.dtype = 99), "dtype is not one of");
+    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.group_size = 9), "group_size is not");
+    WRONG(FSDP_OP_ALL_TO_ALL, op.comm = (fsdp_comm *)&x, "comm is not a group of this world");
+    WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is not one of");
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 256, &buf));
+    char *at = (char *)fsdp_buf_ptr(buf);
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at, op.bytes = 257), "not inside of dst");
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at + 255, op.bytes = 2), "not inside of dst");
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at - 1, op.bytes = 1), "not inside of dst");
+    fsdp_buf_destroy(b.model, buf);
+    CHECK_EQ_INT(b.last_seq, 0);
+    /* a marker is only shown; a copy runs */
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_HOOK, FSDP_LABEL_WORLD, FSDP_STREAM_COMPUTE);
+    CHECK_OK(fsdp_emit(b.model, &op));
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_COPY, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.what = "x", op.list = &block, op.list_count = 1, op.src_ptr = &x, op.dst_ptr = &y;
+    op.dtype = op.out_dtype = FSDP_F32, op.count = 1;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_NEAR(y, 1, 0);
+    CHECK_EQ_INT(b.last_seq, 2);
+    CHECK_OK(fsdp_call_begin(b.model, FSDP_CALL_EXTENSION, "my_call"));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_EXTENSION);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_OK(fsdp_call_begin(b.model, FSDP_CALL_EXTENSION, "my_call"));
+    CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_FULL, "my_save"), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "my_save: unit 'unit0' is in forward") != NULL);
+    CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_COUNT, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+static fsdp_status call_that_fails(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    return FSDP_ERR_CORRUPT;
+}
+
+/* A record of one lane comes behind what it needs of another one. */
+static int flag_of_first, first_was_done;
+static fsdp_status takes_long(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    w_sleep_ns(30000000);
+    __atomic_store_n(&flag_of_first, 1, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+static fsdp_status comes_behind(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    first_was_done = __atomic_load_n(&flag_of_first, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+TEST(extension, lanes_wait_for_each_other) {
+    bed b;
+    fsdp_op op;
+    fsdp_buf *buf;
+    bed_open(&b, &settings[3]); /* two lanes */
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
+    for (int k = 0; k < 2; k++) {
+        const int from = k ? FSDP_STREAM_REDUCE : FSDP_STREAM_GATHER;
+        const int to = k ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE;
+        flag_of_first = first_was_done = 0;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, from);
+        op.what = "first", op.dst = buf, op.call = takes_long;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
+        op.what = "second", op.src = buf, op.call = comes_behind;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_OK(fsdp_wait_stream(b.model, to));
+        CHECK(first_was_done);
+    }
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A record stays what it is while it runs, however many are issued behind it. */
+static int record_changed;
+static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
+    const fsdp_op was = *op;
+    (void)stream;
+    w_sleep_ns(op->count % (FSDPI_LANE_OPS + 1) == 0 ? 30000000 : 0);
+    record_changed |= op->count != was.count;
+    return FSDP_OK;
+}
+TEST(extension, more_records_than_a_lane_holds, SLOW) {
+    bed b;
+    bed_open(&b, &settings[3]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    for (int k = 0; k < 3 * FSDPI_LANE_OPS; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
+        op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
+        CHECK_OK(fsdp_emit(b.model, &op));
+    }
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(!record_changed);
+    bed_close(&b);
+}
+
+/* What a record's order was derived from stays, whatever an extension writes into its copy. */
+typedef struct {
+    fsdp_op seen;
+    int told, differs;
+} forger;
+static int forges(void *user, fsdp_model *model, fsdp_op *op) {
+    forger *f = (forger *)user;
+    (void)model;
+    f->seen = *op;
+    op->kind = FSDP_OP_NORM, op->stream = FSDP_STREAM_REDUCE, op->seq = 7;
+    op->src = op->dst = NULL;
+    return 0;
+}
+static void forger_told(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
+                        int64_t end) {
+    forger *f = (forger *)user;
+    (void)model, (void)begin, (void)end;
+    f->told++;
+    f->differs += op->kind != f->seen.kind || op->stream != f->seen.stream ||
+                  op->seq != f->seen.seq || op->src != f->seen.src || op->dst != f->seen.dst;
+}
+TEST(extension, what_stays_of_a_record) {
+    bed b;
+    forger f;
+    memset(&f, 0, sizeof f);
+    bed_open(&b, &settings[2]); /* inline: told at once */
+    fsdp_extension e = FSDP_ZERO;
+    e.op = forges;
+    e.ran = forger_told;
+    e.user = &f;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    step(&b);
+    CHECK(f.told > 10);
+    CHECK_EQ_INT(f.differs, 0);
+    bed_close(&b);
+}
+
+/* A function of an extension that fails aborts the world, as one of the user's. */
+TEST(extension, failure_of_a_record) {
+    bed b;
+    fsdp_op op;
+    bed_open(&b, &settings[2]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    int label = fsdp_label_register(b.model, "mine");
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_CALL, label, FSDP_STREAM_EXTENSION);
+    op.call = call_that_fails;
+    CHECK_STATUS(fsdp_emit(b.model, &op), FSDP_ERR_CORRUPT);
+    CHECK(strstr(fsdp_last_error(b.s.world), "your function for call (mine) of unit 'unit1'"));
+    CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdp_pre_forward(b.units[0]), FSDP_ERR_CORRUPT);
+    bed_close(&b);
+}
+
+/* What plans look at: a number that is the same for the same options, whatever way led there, and
+   another one for others. */
+static fsdp_status no_all_reduce(void *user, fsdp_unit *unit, void *sums, int64_t count,
+                                 fsdp_dtype dtype, void *stream) {
+    (void)user, (void)unit, (void)sums, (void)count, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_grad(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                           const fsdp_coll *coll) {
+    (void)user;
+    return ops->run(comm, coll);
+}
+enum { SETTERS = 21 };
+/* Sets option n to another value than that at creation, or (on 0) back. */
+static void set_one(const bed *b, int n, int on) {
+    fsdp_model *m = b->model;
+    fsdp_unit *u = b->units[0], *v = b->units[1];
+    switch (n) {
+    case 0: CHECK_OK(fsdp_set_grad_enabled(m, !on)); break;
+    case 1: CHECK_OK(fsdp_set_is_last_backward(m, !on)); break;
+    case 2: CHECK_OK(fsdp_set_requires_gradient_sync(m, NULL, !on)); break;
+    case 3: CHECK_OK(fsdp_set_requires_gradient_sync(m, u, !on)); break;
+    case 4: CHECK_OK(fsdp_set_requires_gradient_sync(m, v, !on)); break;
+    case 5: CHECK_OK(fsdp_set_requires_all_reduce(m, u, !on)); break;
+    case 6: CHECK_OK(fsdp_set_reshard_after_backward(m, u, !on)); break;
+    case 7: CHECK_OK(fsdp_set_unshard_in_backward(m, u, !on)); break;
+    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, !on)); break;
+    case 9:
+        CHECK_OK(
+            fsdp_set_reshard_after_forward(m, u, on ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS));
+        break;
+    case 10: CHECK_OK(fsdp_set_gradient_divide_factor(m, u, on ? 3 : 0)); break;
+    case 11: CHECK_OK(fsdp_set_modules_to_forward_prefetch(u, b->units + 1, on ? 1 : 0)); break;
+    case 12: CHECK_OK(fsdp_set_modules_to_forward_prefetch(u, b->units + 1, on ? 2 : 0)); break;
+    case 13: CHECK_OK(fsdp_set_modules_to_backward_prefetch(u, b->units + 1, on ? 1 : 0)); break;
+    case 14: CHECK_OK(fsdp_set_all_reduce_hook(u, on ? no_all_reduce : NULL, NULL)); break;
+    case 15: CHECK_OK(fsdp_set_post_accumulate_hook(u, 1, on ? no_grad : NULL, NULL)); break;
+    case 16: CHECK_OK(fsdp_set_custom_all_gather(u, on ? no_comm : NULL, NULL)); break;
+    case 17: CHECK_OK(fsdp_set_custom_reduce_scatter(u, on ? no_comm : NULL, NULL)); break;
+    case 18: CHECK_OK(fsdp_set_custom_all_reduce(u, on ? no_comm : NULL, NULL)); break;
+    case 19: CHECK_OK(fsdp_set_uneven(m, on)); break;
+    default: CHECK_OK(fsdp_set_requires_grad(v, 2, !on)); break;
+    }
+    if (n == 19) CHECK_EQ_INT(fsdp_is_uneven(m), on);
+}
+TEST(extension, settings_tell_options) {
+    bed b;
+    uint64_t at[SETTERS][SETTERS];
+    bed_open(&b, &settings[2]);
+    CHECK_EQ_INT(fsdp_model_settings(NULL), 0);
+    CHECK_EQ_INT(fsdp_is_uneven(NULL), 0);
+    CHECK_STATUS(fsdp_set_uneven(NULL, 1), FSDP_ERR_INVALID_ARG);
+    const uint64_t first = fsdp_model_settings(b.model);
+    for (int i = 0; i < SETTERS; i++)
+        for (int k = 0; k < SETTERS; k++) {
+            set_one(&b, i, 1);
+            CHECK(fsdp_model_settings(b.model) != first);
+            set_one(&b, k, 1);
+            at[i][k] = fsdp_model_settings(b.model);
+            set_one(&b, k, 1); /* once more changes nothing */
+            CHECK(fsdp_model_settings(b.model) == at[i][k]);
+            CHECK(k > i || at[i][k] == at[k][i] || (i == 12 && k == 11)); /* in either order */
+            set_one(&b, i, 0); /* not in the reverse order */
+            set_one(&b, k, 0);
+            CHECK(fsdp_model_settings(b.model) == first);
+        }
+    for (int i = 0; i < SETTERS; i++) /* one or two options: all different */
+        for (int k = 0; k <= i; k++)
+            for (int n = 0; n <= i; n++)
+                for (int o = 0; o <= n && (n < i || o < k); o++) {
+                    int sync = (n == 2 || o == 2 || i == 2 || k == 2) || (i == 12 && k == 11) ||
+                               (n == 12 && o == 11) || (i == 5 && k == 3) || (n == 5 && o == 3);
+                    CHECK_MSG(sync || at[i][k] != at[n][o], "%d %d, %d %d", i, k, n, o);
+                }
+    CHECK(at[2][2] != at[3][4] && at[2][2] != at[3][3] && at[3][3] != at[5][5]);
+    /* values, and units and their order in lists */
+    CHECK_OK(fsdp_set_gradient_divide_factor(b.model, b.units[0], 4));
+    CHECK(fsdp_model_settings(b.model) != at[10][10]);
+    set_one(&b, 10, 0);
+    fsdp_unit *turned[2] = {b.units[2], b.units[1]};
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 2));
+    CHECK(fsdp_model_settings(b.model) != at[12][12]);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 1));
+    CHECK(fsdp_model_settings(b.model) != at[11][11]);
+    set_one(&b, 11, 0);
+    CHECK(fsdp_model_settings(b.model) == first);
+    CHECK_OK(fsdp_model_cast(b.model, FSDP_BF16));
+    CHECK(fsdp_model_settings(b.model) != first);
+    CHECK_OK(fsdp_model_cast(b.model, FSDP_F32));
+    CHECK(fsdp_model_settings(b.model) == first);
+    step(&b);
+    CHECK(fsdp_model_settings(b.model) == first);
+    bed_close(&b);
+}
+
+/* ---- what a rehearsal may do ----------------------------------------------------------------- */
+
+typedef struct {
+    bed *b;
+    tape *t;
+    int runs;
+    fsdp_status result;
+} rehearsed;
+
+static rehearsed rehearsed_as(bed *b, tape *t) {
+    rehearsed r = {b, t, 0, FSDP_OK};
+    return r;
+}
+
+/* Every option, and calls with them. */
+static fsdp_status rehearse_options(void *user) {
+    const rehearsed *r = (const rehearsed *)user;
+    fsdp_unit *const *units = r->b->units;
+    fsdp_model *m = r->b->model;
+    uint64_t was = fsdp_model_settings(m);
+    for (int round = 0; round < 2; round++) {
+        for (int n = 0; n < SETTERS - 1; n++)
+            if (n < 11 || n > 13) set_one(r->b, n, round);
+        CHECK_OK(fsdp_set_modules_to_forward_prefetch(units[0], NULL, 0));
+        CHECK_OK(fsdp_set_modules_to_backward_prefetch(units[2], NULL, 0));
+        CHECK(fsdp_model_settings(m) != was);
+        CHECK_OK(fsdp_pre_forward(units[0]));
+        CHECK_EQ_INT(fsdp_unit_storage(units[1]), FSDP_STORAGE_SHARDED);
+        CHECK_STATUS(fsdp_pre_backward(units[0]), FSDP_ERR_INVALID_STATE); /* is remembered */
+        CHECK_OK(fsdp_post_forward(units[0]));
+    }
+    CHECK_OK(fsdp_agree(m, "x", 1));
+    CHECK_OK(fsdp_params_changed(m));
+    /* what it could not undo */
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(units[0], units + 1, 1),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E173] set_modules_to_forward_prefetch: a "
+                                                 "rehearsal can only take lists away: count is 1"));
+    CHECK_STATUS(fsdp_set_requires_grad(units[1], 2, 0), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E214] set_requires_grad: a rehearsal"));
+    CHECK_STATUS(fsdp_model_cast(m, FSDP_F64), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_pools_trim(m), FSDP_ERR_INVALID_STATE);
+    fsdp_extension e = FSDP_ZERO;
+    CHECK_STATUS(fsdp_attach(m, &e), FSDP_ERR_INVALID_STATE);
+    e = m->attached->e; /* the one that is asked */
+    CHECK_STATUS(fsdp_detach(m, &e), FSDP_ERR_INVALID_STATE);
+    return FSDP_OK;
+}
+TEST_P(extension, rehearsal_of_options, settings, RANKS(row->world)) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], b.units + 1, 2));
+    CHECK_OK(fsdp_set_modules_to_backward_prefetch(b.units[2], b.units, 1));
+    CHECK_OK(fsdp_set_post_accumulate_hook(b.units[1], 0, no_grad, &b));
+    step(&b);
+    photograph(&b, &photo_before);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_options, &r));
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_pre_forward(b.units[0])); /* the lists are those from before */
+    CHECK(row->world == 1 || fsdp_unit_storage(b.units[1]) == FSDP_STORAGE_IN_FLIGHT);
+    CHECK(row->world == 1 || fsdp_unit_storage(b.units[2]) == FSDP_STORAGE_IN_FLIGHT);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_OK(fsdp_model_reset(b.model));
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* No pool gives a slot meanwhile. The first failure ends the run; nothing of it stays. */
+static fsdp_status rehearse_until_refused(void *user) {
+    rehearsed *r = (rehearsed *)user;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < NUM_UNITS && !status; i++) {
+        status = fsdp_pre_forward(r->b->units[i]);
+        if (!status) status = fsdp_post_forward(r->b->units[i]);
+        r->runs += !status;
+    }
+    return status;
+}
+TEST(extension, rehearsal_without_a_slot) {
+    static tape t;
+    bed b;
+    bed_open(&b, &settings[1]); /* one rank, which gathers in another dtype */
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    photograph(&b, &photo_before);
+    for (int refuse = 1; refuse <= NUM_UNITS + 1; refuse++) {
+        rehearsed r = rehearsed_as(&b, &t);
+        t.asked = 0;
+        t.refuse = refuse;
+        fsdp_status wanted = refuse <= NUM_UNITS ? FSDP_ERR_INVALID_ARG : FSDP_OK;
+        CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), wanted);
+        CHECK_EQ_INT(r.runs, refuse - 1);
+        if (wanted)
+            CHECK(strstr(fsdp_last_error(b.s.world), "[E915] an extension gave 'unit") &&
+                  strstr(fsdp_last_error(b.s.world),
+                         "a slot of 0 bytes for gathered parameters, expected"));
+        CHECK_OK(fsdp_world_status(b.s.world));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
+    }
+    rehearsed r = rehearsed_as(&b, &t); /* nobody gives any */
+    e.buffer = NULL;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(r.runs, 0);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+    bed_open(&b, &settings[2]); /* no other rank waits for what does not run */
+    e = tape_open(&t, &b);
+    r = rehearsed_as(&b, &t);
+    t.refuse = 1;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_world_status(b.s.world));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* No record runs and no slot is a pool's, whatever the extension lacks. */
+TEST_P(extension, rehearsal_without_op, settings, RANKS(row->world)) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
+    int64_t waits = b.s.waits;
+    photograph(&b, &photo_before);
+    e.op = NULL;
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &t));
+    CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
+    CHECK_EQ_INT(b.s.waits, waits);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Only the extension of the rehearsal is asked, and those that are attached afterwards again. */
+static void guest_ran(void *user, fsdp_model *m, const fsdp_op *op, int64_t begin, int64_t end) {
+    (void)m, (void)op, (void)begin, (void)end;
+    ((guest *)user)->relayouts++;
+}
+static fsdp_buf *guest_buffer(void *user, fsdp_model *m, fsdp_unit *u, int pool,
+                              fsdp_buf *released) {
+    (void)m, (void)u, (void)pool, (void)released;
+    ((guest *)user)->relayouts++;
+    return NULL;
+}
+static int tape_counts_calls(void *user, fsdp_model *m, fsdp_unit *u, int call,
+                             fsdp_status *status) {
+    (void)m, (void)u, (void)call, (void)status;
+    ((tape *)user)->num_calls += 1000;
+    return 0;
+}
+TEST_P(extension, rehearsal_asks_one, settings, RANKS(row->world)) {
+    static tape t;
+    char diary[1024] = "";
+    guest g, h;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension eg = guest_as(&g, "g", diary), eh = guest_as(&h, "h", diary),
+                   e = tape_open(&t, &b);
+    eg.relayout = NULL;
+    eg.buffer = guest_buffer;
+    eg.ran = guest_ran;
+    fsdp_extension attached = e; /* it may be attached */
+    attached.buffer = NULL;
+    CHECK_OK(fsdp_attach(b.model, &eg));
+    CHECK_OK(fsdp_attach(b.model, &attached));
+    CHECK_OK(fsdp_attach(b.model, &eh));
+    e.call = tape_counts_calls;
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    int calls = g.calls, ops = g.ops;
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r)); /* commits first */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(h.relayouts == 1 && g.relayouts == 0); /* the commit's */
+    CHECK_EQ_INT(t.num_calls, 2 * NUM_UNITS * 1000);
+    CHECK(g.calls == calls && h.calls == calls && g.ops == ops && h.ops == ops);
+    CHECK_EQ_STR(diary, "");
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gh");
+    CHECK(g.ops > ops && h.ops > ops);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(g.relayouts > 0 || row->world == 1);
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_OK(fsdp_detach(b.model, &attached));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Records that were under way are told to whom they belong. */
+TEST(extension, rehearsal_behind_records) {
+    static tape t;
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    step(&b);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_counters from = FSDP_ZERO, to = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &from));
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b.units[i]));
+        CHECK_OK(fsdp_post_forward(b.units[i]));
+    }
+    CHECK_OK(fsdp_model_counters(b.model, &to));
+    uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
+    CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_until_refused, &r));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_ALL_GATHER], issued);
+    CHECK_EQ_INT(w.bad, 0);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Its status is the run's; without a run there is another one. */
+static fsdp_status rehearse_nothing(void *user) {
+    rehearsed *r = (rehearsed *)user;
+    r->runs++;
+    return r->result;
+}
+static fsdp_status rehearse_within(void *user) { /* the outer one goes on as one */
+    rehearsed *r = (rehearsed *)user;
+    fsdp_extension e = FSDP_ZERO;
+    rehearsed inner = rehearsed_as(r->b, r->t);
+    uint64_t works = r->b->s.works, colls = r->b->s.colls[FSDP_OP_ALL_GATHER];
+    inner.result = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_rehearse(r->b->model, &e, rehearse_nothing, &inner), FSDP_ERR_CORRUPT);
+    CHECK_EQ_INT(inner.runs, 1);
+    int num = r->t->num_ops;
+    r->t->record = 1;
+    CHECK_OK(rehearse_until_refused(user));
+    r->t->record = 0;
+    CHECK(r->t->num_ops > num && r->b->s.works == works);
+    CHECK_EQ_INT(r->b->s.colls[FSDP_OP_ALL_GATHER], colls);
+    return FSDP_OK;
+}
+TEST(extension, rehearsal_status) {
+    static tape t;
+    bed b;
+    bed_open(&b, &settings[5]);
+    fsdp_extension e = tape_open(&t, &b);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_STATUS(fsdp_rehearse(NULL, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_rehearse(b.model, NULL, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, NULL, &r), FSDP_ERR_INVALID_ARG);
+    e.size = 8;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    e.size = 0;
+    CHECK_EQ_INT(r.runs, 0);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
+    CHECK_EQ_INT(r.runs, 1);
+    CHECK_EQ_INT((long long)b.model->layout, 1);
+    r.result = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
+    r.result = FSDP_OK;
+    CHECK_EQ_INT(r.runs, 2);
+    CHECK_OK(fsdp_pre_forward(b.units[1]));
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is in forward"));
+    CHECK_EQ_INT(r.runs, 2);
+    CHECK_OK(fsdp_post_forward(b.units[1]));
+    CHECK_OK(fsdp_unshard(b.units[2])); /* idle, and gathered */
+    photograph(&b, &photo_before);
+    r.runs = 0;
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_within, &r));
+    CHECK_EQ_INT(r.runs, NUM_UNITS);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_wait(b.units[2]));
+    CHECK_OK(fsdp_reshard(b.units[2]));
+    CHECK_OK(fsdp_model_reset(b.model));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* A slot that another extension gave is held as before, whatever the rehearsal did with it. */
+static fsdp_status rehearse_reshard(void *user) {
+    fsdp_status status = fsdp_reshard((fsdp_unit *)user);
+    return status ? status : fsdp_unshard((fsdp_unit *)user);
+}
+TEST(extension, rehearsal_of_others_slots) {
+    static tape t;
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.part));
+    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_reshard, b.units[1]));
+    CHECK_EQ_INT(l.given_back, 0);
+    CHECK(fsdp_buf_held(l.part) && b.units[1]->state.slot[FSDP_POOL_GATHER] == l.part);
+    CHECK_OK(fsdp_wait(b.units[1]));
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK(!fsdp_buf_held(l.part));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, l.part);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* ---- records emitted again ------------------------------------------------------------------- */
+
+/* As by fsdp_emit: the same numbers, waits, markers, work and times; step and what was given are
+   new. */
+static fsdp_status emits(const bed *b, tape *t, int again) {
+    fsdp_status status = FSDP_OK;
+    if (again) return fsdp_emit_again(b->model, t->ops, t->num_ops);
+    for (int i = 0; i < t->num_ops && !status; i++) {
+        t->ops[i].step = b->model->step;
+        t->ops[i].given = b->model->given;
+        t->ops[i].timed = 0;
+        status = fsdp_emit(b->model, &t->ops[i]);
+    }
+    return status;
+}
+TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
+    static tape t, seen[2];
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b), es[2];
+    for (int k = 0; k < 2; k++) es[k] = tape_open(&seen[k], &b);
+    e.buffer = es[0].buffer = es[1].buffer = NULL;
+    step(&b);
+    step(&b);
+    CHECK_OK(fsdp_attach(b.model, &e));
+    tape_step(&t);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    fsdp_counters c[3];
+    uint64_t works[3], colls[3], seq[3];
+    int64_t waits[3], busy[3][SIM_ACTORS];
+    fsdp_buf left[2][64];
+    memset(c, 0, sizeof c);
+    CHECK_OK(emits(&b, &t, 0)); /* twice, so that buffers begin alike */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    for (int k = 0; k < 3; k++) {
+        CHECK_OK(fsdp_model_counters(b.model, &c[k]));
+        works[k] = b.s.works, colls[k] = b.s.colls[FSDP_OP_REDUCE_SCATTER], seq[k] = b.model->seq;
+        waits[k] = b.s.waits;
+        memcpy(busy[k], b.s.busy, sizeof busy[k]);
+        if (k == 2) break;
+        CHECK_OK(fsdp_agree(b.model, "lr", 2));
+        b.model->step++;
+        CHECK_OK(fsdp_attach(b.model, &es[k]));
+        seen[k].record = 1;
+        t.ops[0].timed = 1;
+        CHECK_OK(emits(&b, &t, k));
+        CHECK_EQ_INT(t.ops[0].timed, 0);
+        CHECK_OK(fsdp_detach(b.model, &es[k]));
+        CHECK_OK(fsdp_wait_stream(b.model, -1));
+        photograph(&b, &photo_before);
+        memcpy(left[k], photo_before.bufs, sizeof left[k]);
+    }
+    CHECK_EQ_INT(seen[0].num_ops, t.num_ops);
+    CHECK_EQ_INT(seen[1].num_ops, t.num_ops);
+    for (int i = 0; i < t.num_ops; i++) {
+        fsdp_op x = seen[0].ops[i], y = seen[1].ops[i];
+        CHECK_EQ_INT(y.seq - x.seq, seq[1] - seq[0]);
+        CHECK_EQ_INT(y.step, x.step + 1);
+        CHECK(y.given != x.given && y.given == b.model->given);
+        CHECK_EQ_INT(x.num_waits, y.num_waits);
+        for (int n = 0; n < x.num_waits; n++)
+            CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
+        x.seq = y.seq, x.step = y.step, x.given = y.given;
+        memcpy(x.wait, y.wait, sizeof x.wait); /* a lane's numbers go on */
+        CHECK_EQ_MEM(&x, &y, sizeof x);
+    }
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
+        CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind], c[1].calls[kind] - c[0].calls[kind]);
+        CHECK_EQ_INT(c[2].bytes[kind] - c[1].bytes[kind], c[1].bytes[kind] - c[0].bytes[kind]);
+    }
+    CHECK_EQ_INT(c[2].allocations - c[1].allocations, c[1].allocations - c[0].allocations);
+    CHECK_EQ_INT(works[2] - works[1], works[1] - works[0]);
+    CHECK_EQ_INT(colls[2] - colls[1], colls[1] - colls[0]);
+    CHECK_EQ_INT(waits[2] - waits[1], waits[1] - waits[0]);
+    for (int a = 0; a < SIM_ACTORS; a++)
+        CHECK_EQ_INT(busy[2][a] - busy[1][a], busy[1][a] - busy[0][a]);
+    for (int i = 0; i < photo_before.num_bufs; i++) {
+        const fsdp_buf *x = &left[0][i], *y = &left[1][i];
+        CHECK_EQ_INT(x->ready.stream, y->ready.stream);
+        CHECK_EQ_INT(x->ready.seq != 0, y->ready.seq != 0);
+        CHECK_EQ_INT(x->avail.seq != 0, y->avail.seq != 0);
+        CHECK_EQ_INT(x->avail.stream, y->avail.stream);
+        CHECK_EQ_INT(y->held, 0);
+    }
+    step(&b);
+    tape_close(&t);
+    for (int k = 0; k < 2; k++) tape_close(&seen[k]);
+    bed_close(&b);
+}
+
+/* Markers take effect, as those of fsdp_emit; the first failure is the last record. */
+TEST(extension, emitted_again_one_by_one) {
+    bed b;
+    fsdp_op op[3];
+    fsdp_buf *buf;
+    bed_open(&b, &settings[5]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    static const int kinds[] = {FSDP_OP_ACQUIRE, FSDP_OP_WROTE, FSDP_OP_RELEASE};
+    for (int i = 0; i < 3; i++) {
+        fsdp_op_init(&op[i], b.model, b.units[0], kinds[i], FSDP_LABEL_NONE,
+                     i == 2 ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
+        if (i == 2) op[i].src = buf;
+        else op[i].dst = buf;
+    }
+    CHECK_OK(fsdp_emit_again(b.model, NULL, 0));
+    CHECK_STATUS(fsdp_emit_again(b.model, NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_emit_again(NULL, op, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_emit_again(b.model, op, 1));
+    CHECK(fsdp_buf_held(buf) && buf->ready.seq == 0);
+    CHECK_OK(fsdp_emit_again(b.model, op + 1, 1));
+    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
+    CHECK_OK(fsdp_emit_again(b.model, op + 2, 1));
+    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    fsdp_buf_destroy(b.model, buf);
+    uint64_t seq = b.model->seq;
+    for (int i = 0; i < 3; i++) {
+        fsdp_op_init(&op[i], b.model, b.units[0], FSDP_OP_CALL, FSDP_LABEL_NONE,
+                     FSDP_STREAM_COMPUTE);
+        op[i].call = i == 1 ? call_that_fails : looks_at_itself;
+    }
+    CHECK_STATUS(fsdp_emit_again(b.model, op, 3), FSDP_ERR_CORRUPT);
+    CHECK_EQ_INT(b.model->seq, seq + 2);
+    CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
+    bed_close(&b);
+}
+
+/* ---- trainings by calls, and by records and states ------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int ranks, lanes;
+    fsdp_dtype param;
+    int unused; /* parameters without a gradient are left out, and one more is used by nobody */
+} course;
+static const course courses[] = {
+    {"W=1", 1, 0, 0, 0},        {"W=1/cast", 1, 0, FSDP_BF16, 0},  {"W=1/lanes", 1, 2, 0, 1},
+    {"W=2/inline", 2, 0, 0, 0}, {"W=3/lanes", 3, 2, FSDP_BF16, 0}, {"W=4/unused", 4, 1, 0, 1}};
+enum { COURSE_UNITS = 2, COURSE_PARAMS = 4, COURSE_STEPS = 7 };
+
+typedef struct {
+    const course *c;
+    fsdp_world *w;
+    fsdp_model *model;
+    fsdp_unit *units[NUM_UNITS];
+    fsdp_adamw *adamw;
+    tape *t; /* NULL: by calls */
+    fsdp_extension e;
+} trainee;
+
+static void trainee_open(trainee *p, fsdp_world *w, const course *c, tape *t) {
+    static const int64_t rows[COURSE_PARAMS] = {12, 5, 3, 9};
+    fsdp_model_desc md = FSDP_ZERO;
+    memset(p, 0, sizeof *p);
+    p->c = c, p->w = w, p->t = t;
+    md.param_dtype = c->param;
+    md.reduce_dtype = c->param ? FSDP_F32 : FSDP_DTYPE_KEEP;
+    CALL(w, fsdp_model_create(w, &md, &p->model));
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        fsdp_param_desc d[COURSE_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        for (int n = 0; n < COURSE_PARAMS; n++) d[n] = fsdp_mat(NULL, rows[n], 6);
+        d[2].frozen = 1;
+        ud.params = d;
+        ud.num_params = COURSE_PARAMS;
+        CALL(w, fsdp_fully_shard(p->model, &ud, &p->units[i]));
+    }
+    CALL(w, fsdp_set_reduce_scatter_unused_params(p->model, NULL, !c->unused));
+    for (int i = 0; i < COURSE_UNITS; i++)
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            float full[12 * 6];
+            for (int k = 0; k < 12 * 6; k++) full[k] = (float)(k * (n + 1) - 30 * i) / 64;
+            CALL(w, fsdp_param_load(p->units[i], n, full));
+        }
+    CALL(w, fsdp_adamw_create(p->model, NULL, &p->adamw));
+    p->e.op = tape_op;
+    p->e.call = replay;
+    p->e.user = t;
+    if (t) t->model = p->model, t->units = p->units;
+}
+
+/* Of this rank, in this step. */
+static int trainee_uses(const trainee *p, int step, int n) {
+    if (n == 1 && !p->c->unused) return fsdp_rank(p->w) == 0 || step % 2;
+    return n < 2 || (n == 3 && !p->c->unused && step == 6 && fsdp_rank(p->w) == p->c->ranks - 1);
+}
+
+static void trainee_call(const trainee *p, int step, fsdp_unit *u,
+                         fsdp_status (*call)(fsdp_unit *unit)) {
+    if (p->t && step == 2) tape_call(p->t, u, call);
+    else CALL(p->w, call(u));
+}
+
+static void trainee_step(const trainee *p, int step) {
+    if (p->t && step == 2) { /* seen once, and from then on replayed; at last by calls again */
+        CALL(p->w, fsdp_attach(p->model, &p->e));
+        p->t->record = 1;
+    }
+    if (p->t && step == COURSE_STEPS - 1) CALL(p->w, fsdp_detach(p->model, &p->e));
+    if (p->t) p->t->num_calls = 0;
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        trainee_call(p, step, p->units[i], fsdp_pre_forward);
+        trainee_call(p, step, p->units[i], fsdp_post_forward);
+    }
+    for (int i = COURSE_UNITS - 1; i >= 0; i--) {
+        trainee_call(p, step, p->units[i], fsdp_pre_backward);
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CALL(p->w, fsdp_param_view_get(p->units[i], n, &v));
+            fsdp_dtype dtype = p->c->param ? p->c->param : FSDP_F32;
+            float data[12 * 6], grad[12 * 6];
+            size_t numel = (size_t)(v.shape[0] * v.shape[1]);
+            if (!trainee_uses(p, step, n)) continue;
+            CHECK_OK(
+                fsdp_convert(data, FSDP_F32, fsdp_data(p->units[i], n), dtype, (int64_t)numel));
+            for (size_t k = 0; k < numel; k++)
+                grad[k] = data[k] / 4 + (float)((fsdp_rank(p->w) + 1) * (step + 1)) / 8;
+            CHECK_OK(
+                fsdp_convert(fsdp_grad(p->units[i], n), dtype, grad, FSDP_F32, (int64_t)numel));
+        }
+        trainee_call(p, step, p->units[i], fsdp_post_backward);
+    }
+    if (p->t && step == 2) {
+        p->t->record = 0;
+        p->t->begin[p->t->num_calls] = p->t->num_ops;
+    }
+    CALL(p->w, fsdp_finalize_backward(p->model));
+}
+
+static void trainees_equal(const trainee *p, const trainee *q, int step) {
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        const fsdp_unit *u = p->units[i], *v = q->units[i];
+        W_CHECK(u->state.grads.shard == v->state.grads.shard &&
+                    u->state.grads.newest == v->state.grads.newest &&
+                    u->state.training == v->state.training &&
+                    u->state.storage == v->state.storage &&
+                    u->state.forwards == v->state.forwards &&
+                    u->usage.counted == v->usage.counted && u->usage.value == v->usage.value,
+                "step %d: state of unit %d", step, i);
+        W_CHECK(!u->usage.flags || !memcmp(u->usage.flags, v->usage.flags, fsdpi_flags_bytes(u)),
+                "step %d: flags of unit %d", step, i);
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
+            CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
+            CALL(p->w, fsdp_param_view_get(q->units[i], n, &y));
+            W_CHECK(*fsdpi_use(u, n) == *fsdpi_use(v, n), "step %d: use of %d in unit %d: %d, %d",
+                    step, n, i, *fsdpi_use(u, n), *fsdpi_use(v, n));
+            W_CHECK(!x.shard_grad == !y.shard_grad, "step %d: gradient of %d in unit %d", step, n,
+                    i);
+            W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused && step == 6)),
+                    "step %d: gradient of %d in unit %d: %d", step, n, i, x.shard_grad != NULL);
+            size_t nbytes = (size_t)x.numel * sizeof(float);
+            CHECK_EQ_MEM(x.shard, y.shard, nbytes);
+            if (x.shard_grad) CHECK_EQ_MEM(x.shard_grad, y.shard_grad, nbytes);
+            fsdp_optim_state s, r;
+            if (n == 2) continue;
+            CALL(p->w, fsdp_adamw_state(p->adamw, x.ordinal, &s));
+            CALL(p->w, fsdp_adamw_state(q->adamw, y.ordinal, &r));
+            CHECK_EQ_MEM(s.first, r.first, nbytes);
+            CHECK_EQ_MEM(s.second, r.second, nbytes);
+        }
+    }
+}
+
+static int course_rank(fsdp_world *w, void *arg) {
+    const course *c = (const course *)arg;
+    tape *t = (tape *)calloc(1, sizeof *t);
+    trainee p, q;
+    CHECK(t);
+    trainee_open(&p, w, c, NULL);
+    trainee_open(&q, w, c, t);
+    float first[12 * 6];
+    fsdp_param_view v = FSDP_ZERO;
+    CALL(w, fsdp_param_view_get(q.units[0], 0, &v));
+    memcpy(first, v.shard, (size_t)v.numel * sizeof(float));
+    for (int step = 0; step < COURSE_STEPS; step++) {
+        trainee_step(&p, step);
+        trainee_step(&q, step);
+        trainees_equal(&p, &q, step);
+        CALL(w, fsdp_adamw_step(p.adamw, 0.1));
+        CALL(w, fsdp_adamw_step(q.adamw, 0.1));
+        trainees_equal(&p, &q, step);
+        CALL(w, fsdp_zero_grad(p.model));
+        CALL(w, fsdp_zero_grad(q.model));
+    }
+    W_CHECK(t->num_ops > 0 && memcmp(first, v.shard, (size_t)v.numel * sizeof(float)) != 0,
+            "nothing was trained");
+    free(t);
+    return 0;
+}
+
+TEST_P(extension, replayed_trainings, courses, row->ranks > 3 ? MANY_RANKS : 0) {
+    course c = *row;
+    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
+    fsdp_spawn_desc sd = FSDP_ZERO;
+    wd.world_size = 0;
+    sd.num_ranks = row->ranks;
+    sd.threads = 1;
+    sd.world = &wd;
+    snprintf(w_case, sizeof w_case, "%s", row->name);
+    CHECK_MSG(fsdp_spawn(&sd, course_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
+}
+
+/* ---- calls of extensions, custom collectives, and who does not listen ------------------------ */
+
+/* Answers a call by calls of its own. */
+typedef struct {
+    guest g;
+    fsdp_status (*makes)(fsdp_unit *unit);
+    int on, twice;
+} caller;
+static int caller_call(void *user, fsdp_model *m, fsdp_unit *u, int call, fsdp_status *status) {
+    caller *c = (caller *)user;
+    (void)guest_call(&c->g, m, u, call, status);
+    if (call != c->on) return 0;
+    *status = c->makes(u);
+    if (c->twice && !*status) *status = c->makes(u);
+    return 1;
+}
+TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
+    char diary[256] = "";
+    caller a, c;
+    guest g, h;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension eg = guest_as(&g, "g", diary), eh = guest_as(&h, "h", diary);
+    fsdp_extension ea = guest_as(&a.g, "a", diary), ec = guest_as(&c.g, "c", diary);
+    a.makes = c.makes = fsdp_unshard;
+    a.on = c.on = FSDP_CALL_WAIT;
+    a.twice = c.twice = 0;
+    ea.call = ec.call = caller_call;
+    ea.user = &a, ec.user = &c;
+    ea.op = ec.op = NULL, ea.relayout = ec.relayout = NULL, ea.destroy = ec.destroy = NULL;
+    CHECK_OK(fsdp_attach(b.model, &eg));
+    CHECK_OK(fsdp_attach(b.model, &ea));
+    CHECK_OK(fsdp_attach(b.model, &ec));
+    CHECK_OK(fsdp_attach(b.model, &eh));
+    /* its own call of the same kind: to c, which answers it by one that only h sees */
+    a.makes = fsdp_pre_forward, a.on = FSDP_CALL_PRE_FORWARD;
+    c.makes = fsdp_pre_forward, c.on = FSDP_CALL_PRE_FORWARD;
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gach");
+    CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
+    CHECK(b.model->asked == NULL);
+    /* others after that begin at the first one, and its second one at c again */
+    diary[0] = 0;
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gach");
+    diary[0] = 0;
+    a.makes = fsdp_wait, a.on = FSDP_CALL_UNSHARD, a.twice = 1;
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_EQ_STR(diary, "gachch");
+    diary[0] = 0;
+    c.on = FSDP_CALL_WAIT, c.makes = fsdp_post_backward; /* a failure goes all the way back */
+    CHECK_STATUS(fsdp_unshard(b.units[1]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_STR(diary, "gach");
+    CHECK(b.model->asked == NULL && b.model->asking == 0);
+    diary[0] = 0;
+    c.on = a.on = -1;
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_EQ_STR(diary, "gach");
+    CHECK_OK(fsdp_detach(b.model, &ec));
+    CHECK_OK(fsdp_detach(b.model, &ea));
+    step(&b);
+    bed_close(&b);
+}
+
+/* A record says whether a function of the user's runs it. */
+TEST_P(extension, custom_is_told, settings, RANKS(row->world)) {
+    static tape t;
+    static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    e.buffer = NULL;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int which = -1; which < 2; which++) {
+        int customs = 0, others = 0;
+        CHECK_OK(fsdp_set_custom_all_gather(b.units[1], which == 0 ? no_comm : NULL, NULL));
+        CHECK_OK(fsdp_set_custom_reduce_scatter(b.units[1], which == 1 ? no_comm : NULL, NULL));
+        tape_step(&t);
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        t.record = 1;            /* a record that the comm of the unit runs, but not for its step */
+        static double full[256]; /* of any dtype */
+        CHECK_OK(fsdp_param_full(b.units[1], 2, full));
+        t.record = 0;
+        for (int i = 0; i < t.num_ops; i++) {
+            const fsdp_op *op = &t.ops[i];
+            int custom = which >= 0 && op->kind == kinds[which] && op->unit == b.units[1] &&
+                         (op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_REDUCE);
+            CHECK_EQ_INT(op->custom, custom);
+            customs += custom;
+            others += op->comm && !custom;
+        }
+        CHECK_EQ_INT(customs, row->world == 1 || which < 0 ? 0 : which == 0 ? 2 : 1);
+        CHECK(row->world == 1 || others > 0);
+    }
+    CHECK_OK(fsdp_detach(b.model, &e));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Inline, an extension that only answers calls costs records nothing: no event is set for one. */
+TEST(extension, who_listens_to_records) {
+    for (int who = 0; who < 5; who++) {
+        char diary[64] = "";
+        guest g;
+        bed b;
+        fsdp_buf *buf;
+        fsdp_op op;
+        bed_open(&b, &settings[2]);
+        fsdp_extension all = guest_as(&g, "g", diary), e = FSDP_ZERO;
+        e.user = &g;
+        if (who == 1) e.call = all.call;
+        if (who == 2) e.buffer = guest_buffer;
+        if (who == 3) e.op = all.op;
+        if (who == 4) e.ran = guest_ran;
+        CHECK_OK(fsdp_attach(b.model, &e));
+        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+        fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.dst = buf, op.bytes = 256;
+        uint64_t works = b.s.works;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_EQ_INT(b.s.works, works + 1);
+        CHECK_EQ_INT(buf->ready.seq != 0, who >= 3);
+        CHECK_EQ_INT(g.ops, who == 3);
+        CHECK_EQ_INT(g.relayouts, who == 4);
+        step(&b);
+        CHECK(g.calls == 0 ? who != 1 : g.calls == 4 * NUM_UNITS + 3); /* and what writes shards */
+        fsdp_buf_destroy(b.model, buf);
+        bed_close(&b);
+    }
+}
+
+/* ---- collectives on device data -------------------------------------------------------------- */
+
+enum { RANKS = 4, COUNT = 6 };
+
+typedef struct {
+    const char *name;
+    int lanes, stream;
+} channel;
+static const channel channels[] = {
+    {"inline", 0, FSDP_STREAM_EXTENSION},      {"inline_compute", 0, FSDP_STREAM_COMPUTE},
+    {"lane", 1, FSDP_STREAM_EXTENSION},        {"lanes", 2, FSDP_STREAM_EXTENSION},
+    {"lanes_compute", 2, FSDP_STREAM_COMPUTE}, {"lanes_gather", 2, FSDP_STREAM_GATHER},
+    {"lanes_reduce", 2, FSDP_STREAM_REDUCE}};
+
+typedef struct {
+    const channel *c;
+    int rank, size;
+    fsdp_world *w;
+    fsdp_mesh *mesh;
+    fsdp_model *model;
+    fsdp_unit *unit;
+    fsdp_buf *in, *out;
+    int label;
+} post;
+
+static fsdp_op post_op(const post *p, int kind, fsdp_comm *comm) {
+    static fsdp_seg segs[RANKS];
+    fsdp_op op;
+    fsdp_op_init(&op, p->model, NULL, kind, p->label, p->c->stream);
+    segs[p->rank].shard = segs[p->rank].full = 0;
+    segs[p->rank].count = COUNT;
+    op.what = "post";
+    op.comm = comm;
+    op.group_size = p->size;
+    op.dtype = op.out_dtype = FSDP_F32;
+    op.count = COUNT;
+    op.src = p->in;
+    op.dst = p->out;
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) {
+        op.list = &segs[p->rank];
+        op.list_count = 1;
+    }
+    return op;
+}
+
+/* One collective behind what the caller wrote; then the caller waits for it. */
+static int post_run(const post *p, fsdp_op *op) {
+    float *in = (float *)fsdp_buf_ptr(p->in), *out = (float *)fsdp_buf_ptr(p->out);
+    fsdp_op use;
+    for (int i = 0; i < COUNT * RANKS; i++) {
+        in[i] = (float)(100 * p->rank + i);
+        if (op->kind != FSDP_OP_ALL_REDUCE) out[i] = -1;
+    }
+    if (op->kind == FSDP_OP_ALL_REDUCE) op->src = p->out, memcpy(out, in, COUNT * sizeof *out);
+    if (op->kind == FSDP_OP_BROADCAST && p->rank == op->root) memcpy(out, in, COUNT * sizeof *out);
+    if (op->kind == FSDP_OP_BROADCAST) op->src = p->out;
+    if (op->kind == FSDP_OP_RECV) op->src = NULL;
+    if (op->kind == FSDP_OP_SEND) op->dst = NULL;
+    if (!(p->w->caps.kinds & 1u << op->kind)) {
+        CHECK_STATUS(fsdp_emit(p->model, op), FSDP_ERR_UNSUPPORTED);
+        return 0;
+    }
+    CALL(p->w, fsdp_emit(p->model, op));
+    fsdp_op_init(&use, p->model, NULL, FSDP_OP_USE, p->label, FSDP_STREAM_COMPUTE);
+    use.src = p->out;
+    if (op->kind != FSDP_OP_SEND) CALL(p->w, fsdp_emit(p->model, &use));
+    CALL(p->w, fsdp_wait_stream(p->model, p->c->stream));
+    return 1;
+}
+
+static void post_all_kinds(const post *p, fsdp_comm *comm) {
+    const float *out = (const float *)fsdp_buf_ptr(p->out);
+    int done = 0;
+    fsdp_op op = post_op(p, FSDP_OP_ALL_GATHER, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT * p->size; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (i / COUNT) + i % COUNT), "gather: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_REDUCE_SCATTER, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++) {
+            int sum = 0;
+            for (int r = 0; r < p->size; r++) sum += 100 * r + COUNT * p->rank + i;
+            W_CHECK(out[i] == (float)sum, "scatter: %g", (double)out[i]);
+        }
+    op = post_op(p, FSDP_OP_ALL_REDUCE, comm);
+    op.in_place = 1;
+    op.redop = FSDP_MAX;
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (p->size - 1) + i), "max: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_BROADCAST, comm);
+    op.root = 1;
+    op.in_place = 1;
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++)
+            W_CHECK(out[i] == (float)(100 + i), "broadcast: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_ALL_TO_ALL, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT * p->size; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (i / COUNT) + COUNT * p->rank + i % COUNT),
+                    "all_to_all: %g", (double)out[i]);
+    if (p->rank < 2) { /* 0 sends to 1 */
+        op = post_op(p, p->rank ? FSDP_OP_RECV : FSDP_OP_SEND, comm);
+        op.root = 1 - p->rank;
+        if (post_run(p, &op) && p->rank)
+            for (int i = 0; i < COUNT; i++) W_CHECK(out[i] == (float)i, "recv: %g", (double)out[i]);
+    }
+    W_CHECK(done > 0, "nothing was compared");
+}
+
+/* All kinds, on every stream, beside the model's own collectives. */
+static int post_rank(fsdp_world *w, void *arg) {
+    post p;
+    memset(&p, 0, sizeof p);
+    p.c = (const channel *)arg;
+    p.w = w;
+    p.rank = fsdp_rank(w);
+    p.size = fsdp_world_size(w);
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_param_desc param = fsdp_mat("w", 64, 64);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.params = &param;
+    ud.num_params = 1;
+    d.ndim = 2;
+    d.shape[0] = 1;
+    d.shape[1] = p.size;
+    CALL(w, fsdp_mesh_create(w, &d, &p.mesh));
+    CALL(w, fsdp_model_create(w, NULL, &p.model));
+    CALL(w, fsdp_fully_shard(p.model, &ud, &p.unit));
+    CALL(w, fsdp_model_commit(p.model));
+    p.label = fsdp_label_register(p.model, "post");
+    int pool = fsdp_pool_register(p.model, "posts");
+    CALL(w, fsdp_buf_create(p.model, pool, FSDP_MEMORY_DEVICE, COUNT * RANKS * 4, &p.in));
+    CALL(w, fsdp_buf_create(p.model, pool, FSDP_MEMORY_DEVICE, COUNT * RANKS * 4, &p.out));
+    fsdp_comm *comm, *alone, *again;
+    int threads = 0;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads += w->lanes[s] != NULL;
+    CALL(w, fsdp_mesh_comm(p.mesh, 0, p.c->stream, &alone));
+    CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &comm));
+    CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &again));
+    W_CHECK(!alone && comm && comm == again, "groups");
+    CHECK_STATUS(fsdp_mesh_comm(p.mesh, 2, p.c->stream, &alone), FSDP_ERR_INVALID_ARG);
+    int same[FSDP_STREAM_COUNT];
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) { /* streams that run at the same time */
+        CALL(w, fsdp_mesh_comm(p.mesh, 1, s, &again));
+        same[s] = comm == again;
+        for (int t = 0; t < s; t++) {
+            fsdp_comm *other;
+            int32_t size;
+            CALL(w, fsdp_mesh_comm(p.mesh, 1, t, &other));
+            W_CHECK((again == other) ==
+                        (fsdpi_comm_number(w, again, &size) == fsdpi_comm_number(w, other, &size)),
+                    "groups have numbers of their own");
+        }
+    }
+    if (p.c->lanes > 1 && p.c->stream != FSDP_STREAM_REDUCE)
+        for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+            W_CHECK(same[s] == (s == p.c->stream), "stream %d has the group of stream %d", s,
+                    p.c->stream);
+    int own = p.c->lanes > 0 &&
+              (p.c->stream == FSDP_STREAM_COMPUTE || p.c->stream == FSDP_STREAM_EXTENSION);
+    W_CHECK(own == (comm != p.mesh->gather_comm[1] && comm != p.mesh->reduce_comm[1]), "own group");
+    int32_t size;
+    W_CHECK(fsdpi_comm_number(w, comm, &size) > 2 && size == RANKS, "a number, a size");
+    for (int k = 0; k < 3; k++) {
+        CALL(w, fsdp_unshard(p.unit)); /* under way meanwhile */
+        post_all_kinds(&p, comm);
+        CALL(w, fsdp_wait(p.unit));
+        CALL(w, fsdp_reshard(p.unit));
+    }
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads -= w->lanes[s] != NULL;
+    CHECK_EQ_INT(-threads, p.c->lanes > 0 && p.c->stream == FSDP_STREAM_EXTENSION);
+    fsdp_buf_destroy(p.model, p.in);
+    fsdp_buf_destroy(p.model, p.out);
+    return 0;
+}
+
+TEST_P(extension, collectives, channels) {
+    channel c = *row;
+    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
+    fsdp_spawn_desc sd = FSDP_ZERO;
+    wd.world_size = 0;
+    sd.num_ranks = RANKS;
+    sd.threads = 1;
+    sd.world = &wd;
+    snprintf(w_case, sizeof w_case, "%s", row->name);
+    CHECK_MSG(fsdp_spawn(&sd, post_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
+}
+
+/* ---- without memory -------------------------------------------------------------------------- */
+
+static fsdp_status rehearse_no_call(void *user) {
+    (void)user;
+    return FSDP_OK;
+}
+
+/* All that an extension makes, with an allocator that refuses once; 0: it went through. */
+static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
+    static guest g;
+    fsdp_extension e = guest_as(&g, "g", diary);
+    fsdp_buf *whole = NULL, *part = NULL;
+    void *ptr = NULL;
+    fsdp_adamw *adamw = NULL;
+    fsdp_grad_scaler *scaler = NULL;
+    fsdp_status status = fsdp_attach(m, &e);
+    int attached = !status;
+    if (!status) status = fsdp_buf_create(m, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &whole);
+    if (!status) status = fsdp_buf_part(m, whole, 64, 64, &part);
+    if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
+    if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
+    if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
+    if (!status) status = fsdp_rehearse(m, &e, rehearse_no_call, NULL);
+    W_CHECK(status == FSDP_OK ||
+                (status == FSDP_ERR_OUT_OF_MEMORY && strstr(fsdp_last_error(w), "memory")),
+            "%s", fsdp_last_error(w));
+    fsdp_grad_scaler_destroy(scaler);
+    fsdp_adamw_destroy(adamw);
+    fsdp_free(m, FSDP_MEMORY_HOST, ptr, 100);
+    fsdp_buf_destroy(m, part);
+    fsdp_buf_destroy(m, whole);
+    if (attached) CHECK_OK(fsdp_detach(m, &e));
+    return status != FSDP_OK;
+}
+
+TEST(extension, no_memory_at_any_allocation) {
+    w_heap heap;
+    fsdp_world_desc d = w_desc(0, 1, NULL, NULL, 0);
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u;
+    fsdp_param_desc p = fsdp_mat("w", 8, 8);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    char diary[4096] = "";
+    ud.params = &p;
+    ud.num_params = 1;
+    w_heap_use(&heap, &d);
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_model_create(w, NULL, &m));
+    CHECK_OK(fsdp_fully_shard(m, &ud, &u));
+    CHECK_OK(fsdp_model_commit(m));
+    int64_t live = heap.live, n = 0;
+    fsdp_memory before, after;
+    CHECK_OK(fsdp_model_memory(m, &before));
+    do {
+        heap.failures = 0;
+        heap.fail_at = heap.total + n++;
+        (void)make_everything(w, m, diary);
+        heap.fail_at = -1;
+        CHECK_EQ_INT(heap.live, live);
+        CHECK_OK(fsdp_model_memory(m, &after));
+        CHECK(!memcmp(&before, &after, sizeof before));
+        diary[0] = 0;
+    } while (heap.failures);
+    CHECK(n > 8);
+    const uint64_t thawed = fsdp_model_settings(m);
+    n = 0;
+    do { /* an option that could not be set is the old one */
+        heap.failures = 0;
+        heap.fail_at = heap.total + n++;
+        fsdp_status status = fsdp_set_requires_grad(u, 0, 0);
+        heap.fail_at = -1;
+        CHECK_EQ_INT(status == FSDP_OK, !heap.failures);
+        CHECK_EQ_INT(fsdp_model_settings(m) == thawed, status != FSDP_OK);
+    } while (heap.failures);
+    CHECK(n > 1);
+    CHECK_OK(fsdp_set_requires_grad(u, 0, 1));
+    CHECK(fsdp_model_settings(m) == thawed);
+    CHECK_OK(fsdp_pre_forward(u));
+    CHECK_OK(fsdp_post_forward(u));
+    CHECK_OK(fsdp_shutdown(w));
+    CHECK_EQ_INT(heap.live, 0);
+}

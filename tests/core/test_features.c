@@ -1,0 +1,2471 @@
+/* test_features.c - what is not needed every day: freezing and thawing, all-gather extensions,
+   hooks and custom collectives, offload, prefetch lists and budgets, gathers by hand, reset, norms,
+   units on several meshes, reports, recompute and evaluation. Thread ranks train a small net;
+   parameters are compared bit by bit with a brute-force model, and ops with what an observer sees.
+
+   Gradients are small integers, so that their sum is exact in any order, and a step is g = sum/N,
+   p -= lr*g in f32: the model needs no care to get the library's bits.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS GLOO | NCCL | AT_NIGHT(TSAN)
+#include "harness.h"
+#include <math.h> /* fabs, pow */
+#include "lab_net.h"
+#include "sim.h"
+
+enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = LAB_NUMEL, RANKS = 4 };
+
+/* Uneven, empty on some ranks, without elements, sharded by columns, more than one block. */
+static const lab_param net_rows[ALL] = {
+    {0, "p0", FSDP_F32, 0, 0, 2, 0, {7, 5}},    {0, "p1", FSDP_F32, 0, 0, 1, 0, {3}},
+    {0, "p2", FSDP_F32, 0, 0, 2, 1, {6, 4}},    {0, "p3", FSDP_F32, 0, 0, 1, 0, {0}},
+    {1, "p0", FSDP_F32, 0, 0, 2, 0, {40, 16}},  {1, "p1", FSDP_F32, 0, 0, 1, 0, {1}},
+    {1, "p2", FSDP_F32, 0, 0, 1, 0, {17}},      {1, "p3", FSDP_F32, 0, 0, 1, 0, {8}},
+    {2, "p0", FSDP_F32, 0, 0, 3, 0, {9, 2, 3}}, {2, "p1", FSDP_F32, 0, 0, 1, 0, {5}},
+    {2, "p2", FSDP_F32, 0, 0, 2, 1, {2, 9}},    {2, "p3", FSDP_F32, 0, 0, 1, 0, {64}}};
+static const lab_net net = {net_rows, ALL, UNITS};
+static const char *const unit_names[UNITS] = {"first", "middle", "last"};
+
+/* ---- one rank's test ------------------------------------------------------------------------- */
+
+typedef struct job job;
+enum { MESH_1D, MESH_HSDP };
+
+typedef struct config { /* of a run; the same on all ranks */
+    int world, lanes, mesh, variant, first, stride;
+    fsdp_model_desc md;
+    int reshard[UNITS];
+    fsdp_gather_extension *extension; /* of params with (u + i) even */
+    const fsdp_comm_ops *comm_ops;
+    const fsdp_device_ops *device_ops;
+    void (*body)(job *j);
+    uint64_t digest[RANKS]; /* of what came out: runs that must agree bit by bit */
+} config;
+
+struct job {
+    int rank, n;
+    config *c;
+    w_heap *heap;
+    fsdp_world *w;
+    fsdp_mesh *mesh;
+    lab_built m;
+    lab_truth t;
+    int step, born_frozen[ALL];
+    int no_data; /* fsdp_data is not looked at */
+    /* Seen. */
+    lab_log log;
+};
+
+/* Ops with this kind and label (negative: any) of a unit (NULL: any), from number `from` on. */
+static int count_ops(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
+    return lab_count_ops(&j->log, from, kind, label, unit);
+}
+static int next_op(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
+    return lab_next_op(&j->log, from, kind, label, unit);
+}
+static int gathers(const job *j, int from, const fsdp_unit *unit) {
+    return count_ops(j, from, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, unit);
+}
+
+/* ---- the net --------------------------------------------------------------------------------- */
+
+static float initial(int p, int64_t k) { return (float)((p * 31 + k * 7) % 63 - 31) / 16; }
+
+static int used(int p, int rank, int step) {
+    if (p == 2 * PARAMS + 1) return step % 2; /* by nobody in every other step */
+    return (p + rank + step) % 4 != 0 || rank < 0;
+}
+static int anybody(const job *j, int p) {
+    int any = 0;
+    for (int r = 0; r < j->n; r++) any |= used(p, r, j->step);
+    return any;
+}
+static float gradient(int p, int64_t k, int rank, int step) {
+    return (float)((p * 5 + k * 3 + rank * 11 + step * 17) % 31 - 15);
+}
+
+static void fill_rows(void *user, const fsdp_param_view *block) {
+    (void)user;
+    int p = lab_row_of(&net, block);
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(block->data, block->dtype, k, (double)initial(p, fsdp_view_index(block, k)));
+}
+
+static fsdp_unit *add_unit(job *j, int u, fsdp_unit_desc *ud) {
+    fsdp_param_desc d[LAB_PARAMS];
+    const int count = lab_descs(&j->m, u, d);
+    for (int i = 0; i < count && j->c->extension; i++)
+        if ((u + i) % 2 == 0) d[i].extension = j->c->extension;
+    ud->name = unit_names[u];
+    ud->reshard_after_forward = j->c->reshard[u];
+    return lab_unit(j->w, j->m.model, ud, d, count);
+}
+
+static void make_reference(job *j) {
+    memcpy(j->m.frozen, j->born_frozen, sizeof j->born_frozen);
+    for (int p = 0; p < ALL; p++)
+        for (int64_t k = 0; k < lab_numel_of(&net, p); k++) j->t.weight[p][k] = initial(p, k);
+}
+
+static void make_empty_model(job *j) {
+    fsdp_model_desc md = j->c->md;
+    if (j->c->mesh == MESH_HSDP && !j->mesh) j->mesh = lab_hsdp(j->w, 2, j->n / 2);
+    md.mesh = j->mesh;
+    lab_begin(&j->m, &net, j->w);
+    j->m.model = lab_model(j->w, &md);
+    lab_watch(&j->log, j->w, j->m.model);
+    make_reference(j);
+}
+
+static void make_model(job *j) {
+    make_empty_model(j);
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_unit_desc ud = FSDP_ZERO;
+        j->m.unit[u] = add_unit(j, u, &ud);
+    }
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
+}
+
+static void check_data(job *j, int u) {
+    const fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
+    if (!j->no_data) lab_check_data(&j->m, &j->t, u, dtype);
+}
+
+static void forward_unit(job *j, int u) {
+    CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
+    check_data(j, u);
+    CALL(j->w, fsdp_post_forward(j->m.unit[u]));
+}
+static void forward(job *j) {
+    for (int u = 0; u < UNITS; u++) forward_unit(j, u);
+}
+
+/* My gradients; the model adds up those of all ranks. */
+static void write_grads(job *j, int u) {
+    fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
+    for (int i = 0; i < PARAMS; i++) {
+        int p = u * PARAMS + i;
+        if (j->m.frozen[p]) {
+            CHECK(fsdp_grad(j->m.unit[u], i) == NULL);
+            continue;
+        }
+        for (int r = 0; r < j->n; r++)
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(p, r, j->step); k++)
+                j->t.kept[p][k] += (double)gradient(p, k, r, j->step);
+        if (anybody(j, p)) j->t.has_kept[p] = 1;
+        if (!used(p, j->rank, j->step)) continue;
+        void *g = fsdp_grad(j->m.unit[u], i);
+        CHECK(g != NULL);
+        for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++)
+            lab_put(g, dtype, k, lab_get(g, dtype, k) + (double)gradient(p, k, j->rank, j->step));
+    }
+}
+
+/* The model's reduction of a unit. */
+static void reduced(job *j, int u) {
+    for (int p = u * PARAMS; p < (u + 1) * PARAMS; p++)
+        if (!j->m.frozen[p] && j->t.has_kept[p]) lab_reduce(&j->t, &net, p, j->n, 0);
+}
+
+static void backward_unit(job *j, int u) {
+    CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+    check_data(j, u);
+    write_grads(j, u);
+    CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    reduced(j, u);
+}
+static void backward(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) backward_unit(j, u);
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+/* One whose gradients are not reduced, or not over all ranks: the model goes on adding. */
+static void backward_kept(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        write_grads(j, u);
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+static const fsdp_sgd_hyper sgd = {0.0625, 0, 0, 0, 0, 0, 1};
+
+static void check_grads(const job *j) { lab_check_grads(&j->m, &j->t); }
+static void check_params(const job *j) { lab_check_params(&j->m, &j->t); }
+static void update_reference(job *j) {
+    lab_descend_truth(&j->m, &j->t, (float)sgd.lr);
+    j->step++;
+}
+static void update(job *j) {
+    check_grads(j);
+    lab_update(&j->m, &j->t, (float)sgd.lr);
+    j->step++;
+    check_params(j);
+}
+static void train_step(job *j) {
+    forward(j);
+    backward(j);
+    update(j);
+}
+
+static void digest(job *j) {
+    fsdp_param_view v = FSDP_ZERO;
+    uint64_t h = 1469598103934665603u;
+    while (fsdp_next_param(j->m.model, &v))
+        for (size_t k = 0; k < (size_t)v.numel * sizeof(float); k++)
+            h = (h ^ ((const unsigned char *)v.shard)[k]) * 1099511628211u;
+    j->c->digest[j->rank] = h;
+}
+
+/* ---- starting ranks -------------------------------------------------------------------------- */
+
+static void on_rank(lab_rank *r) {
+    config *c = (config *)r->arg;
+    job *j = (job *)lab_zeros(1, sizeof *j);
+    snprintf(w_case, sizeof w_case, "rank %d of %d, lanes %d, mesh %d, direct_min %lld, variant %d",
+             r->rank, r->size, c->lanes, c->mesh, (long long)c->md.direct_min, c->variant);
+    j->c = c, j->rank = r->rank, j->n = r->size, j->heap = r->heap, j->w = r->w;
+    c->body(j);
+    lab_end(r);
+    free(j->log.ops);
+    free(j);
+}
+
+static void launch(config *c) {
+    lab_how how = FSDP_ZERO;
+    how.job = "features", how.lanes = c->lanes;
+    how.comm_ops = c->comm_ops, how.device_ops = c->device_ops;
+    lab_run(c->world, &how, on_rank, c);
+}
+
+/* The usual settings: worlds of 1 to 4 with both layouts, HSDP, and lanes. */
+typedef struct setting {
+    int world, lanes, mesh;
+    int64_t direct_min;
+} setting;
+static const setting settings[] = {{1, 0, MESH_1D, 0},
+                                   {1, 1, MESH_1D, 1},
+                                   {2, 0, MESH_1D, 0},
+                                   {2, 1, MESH_1D, 1},
+                                   {3, 0, MESH_1D, 1},
+                                   {3, 2, MESH_1D, 0},
+                                   {4, 0, MESH_1D, FSDP_DIRECT_NEVER},
+                                   {4, 2, MESH_1D, 1},
+                                   {2, 0, MESH_HSDP, 1},
+                                   {4, 0, MESH_HSDP, 0},
+                                   {4, 2, MESH_HSDP, 1}};
+enum { SETTINGS = sizeof settings / sizeof *settings };
+
+static config *setup(int s, void (*body)(job *j)) {
+    config *c = (config *)lab_shared(sizeof *c);
+    c->world = settings[s].world, c->lanes = settings[s].lanes, c->mesh = settings[s].mesh;
+    c->md.direct_min = settings[s].direct_min;
+    c->md.debug = 1;
+    c->body = body;
+    return c;
+}
+static void launch_at(int s, void (*body)(job *j)) {
+    config *c = setup(s, body);
+    launch(c);
+    munmap(c, sizeof *c);
+}
+static void everywhere(void (*body)(job *j), int variants) {
+    for (int s = 0; s < SETTINGS; s++)
+        for (int v = 0; v < variants; v++) {
+            config *c = setup(s, body);
+            c->variant = v;
+            launch(c);
+            munmap(c, sizeof *c);
+        }
+}
+
+/* ---- freeze and thaw ------------------------------------------------------------------------- */
+
+static void set_frozen(job *j, int p, int frozen) { lab_freeze(&j->m, p, frozen); }
+
+/* Memory and collectives of a model in which these are frozen, after three steps. */
+static void steady(job *j, fsdp_memory *memory, int *first) {
+    train_step(j);
+    train_step(j);
+    *first = j->log.num;
+    train_step(j);
+    CALL(j->w, fsdp_model_memory(j->m.model, memory));
+}
+
+static void check_same_memory(job *j, const fsdp_memory *a, const fsdp_memory *b) {
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+        W_CHECK(a->pool_bytes[pool] == b->pool_bytes[pool] &&
+                    a->pool_slots[pool] == b->pool_slots[pool],
+                "%s: %lld bytes in %d slots, and %lld in %d", fsdp_pool_name(pool),
+                (long long)a->pool_bytes[pool], a->pool_slots[pool], (long long)b->pool_bytes[pool],
+                b->pool_slots[pool]);
+    (void)j;
+}
+
+/* Frozen at creation, before the first hook, and later: the same layout, and less of it for
+   gradients than when everything is trained. */
+static void freeze_when(job *j) {
+    static const int which[] = {0, 4, 6, 8, 9, 10, 11}; /* one, two, and a whole unit */
+    fsdp_memory memory[4];
+    int64_t reduce_counts[4] = {0, 0, 0, 0};
+    for (int when = 0; when < 4; when++) { /* 3: nothing is frozen */
+        int first;
+        fsdp_model_destroy(j->m.model);
+        j->log.num = j->step = 0;
+        memset(j->born_frozen, 0, sizeof j->born_frozen);
+        for (size_t k = 0; k < sizeof which / sizeof *which; k++)
+            j->born_frozen[which[k]] = when == 0;
+        make_model(j);
+        if (when == 2) train_step(j);
+        for (size_t k = 0; k < sizeof which / sizeof *which && (when == 1 || when == 2); k++)
+            set_frozen(j, which[k], 1);
+        steady(j, &memory[when], &first);
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].kind == FSDP_OP_REDUCE_SCATTER ||
+                j->log.ops[n].kind == FSDP_OP_ALL_REDUCE)
+                reduce_counts[when] += (int64_t)j->log.ops[n].count;
+    }
+    check_same_memory(j, &memory[0], &memory[1]);
+    check_same_memory(j, &memory[0], &memory[2]);
+    W_CHECK(memory[0].pool_bytes[FSDP_POOL_SGRAD] < memory[3].pool_bytes[FSDP_POOL_SGRAD],
+            "shard gradients: %lld, not less than %lld",
+            (long long)memory[0].pool_bytes[FSDP_POOL_SGRAD],
+            (long long)memory[3].pool_bytes[FSDP_POOL_SGRAD]);
+    W_CHECK(memory[0].pool_bytes[FSDP_POOL_GRAD] <= memory[3].pool_bytes[FSDP_POOL_GRAD],
+            "gradient slots grew");
+    CHECK(reduce_counts[0] == reduce_counts[1] && reduce_counts[0] == reduce_counts[2]);
+    CHECK(reduce_counts[0] < reduce_counts[3] || j->n == 1);
+}
+TEST(freeze, when_does_not_matter) {
+    for (int s = 0; s < SETTINGS; s++) launch_at(s, freeze_when);
+}
+
+/* A unit of which nothing is trained reduces nothing; its forwards and backwards go on. */
+static void freeze_unit(job *j) {
+    make_model(j);
+    train_step(j);
+    for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 1);
+    for (int n = 0; n < 3; n++) {
+        int first = j->log.num;
+        train_step(j);
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[1]) +
+                         count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[1]),
+                     0);
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[1]), gathers(j, first, j->m.unit[0]));
+    }
+    for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 0);
+    train_step(j);
+}
+TEST(freeze, whole_unit) { everywhere(freeze_unit, 1); }
+
+/* Every few steps others are frozen. Views move and are right; gradients that were not zeroed go
+   along; nothing is allocated from the third step of a layout on. */
+static void freeze_between(job *j) {
+    uint64_t rng = h_seed() * 7 + (uint64_t)j->c->variant;
+    make_model(j);
+    for (int round = 0; round < 8; round++) {
+        fsdp_flat flat;
+        int64_t trainable = 0;
+        if (round % 2 == 0) train_step(j);
+        else {
+            forward(j); /* a gradient is left that the next step adds to */
+            backward(j);
+            check_grads(j);
+        }
+        for (int n = 0; n < 3; n++) {
+            int p = (int)(h_rand64(&rng) % ALL);
+            set_frozen(j, p, !j->m.frozen[p]); /* also twice: then nothing has happened */
+        }
+        for (int p = 0; p < ALL; p++)
+            if (j->m.frozen[p]) j->t.has[p] = 0;
+        check_params(j);
+        check_grads(j);
+        for (int step = 0; step < 4; step++) {
+            int64_t before = w_allocations(j->heap);
+            train_step(j);
+            int64_t more = w_allocations(j->heap) - before;
+            W_CHECK(step < 2 || more == 0, "%lld allocations in step %d of a layout",
+                    (long long)more, step);
+        }
+        CALL(j->w, fsdp_model_flat(j->m.model, FSDP_F32, &flat));
+        for (int p = 0; p < ALL; p++) {
+            fsdp_param_view v;
+            CALL(j->w, fsdp_param_at(j->m.model, p, &v));
+            if (v.requires_grad) trainable += v.numel;
+            int inside = (float *)v.shard >= (float *)flat.shards &&
+                         (float *)v.shard < (float *)flat.shards + flat.numel;
+            W_CHECK(!v.numel || inside == v.requires_grad, "parameter %d", p);
+        }
+        W_CHECK(flat.numel >= trainable, "%lld of %lld", (long long)flat.numel,
+                (long long)trainable);
+    }
+}
+TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN)) { everywhere(freeze_between, 1 + !W_SLOW); }
+
+/* Setting what is set already changes nothing: not even an address. */
+static void freeze_again(job *j) {
+    fsdp_param_view before[ALL], after;
+    make_model(j);
+    set_frozen(j, 5, 1);
+    train_step(j);
+    for (int p = 0; p < ALL; p++) CALL(j->w, fsdp_param_at(j->m.model, p, &before[p]));
+    for (int p = 0; p < ALL; p++) set_frozen(j, p, j->m.frozen[p]);
+    for (int p = 0; p < ALL; p++) {
+        CALL(j->w, fsdp_param_at(j->m.model, p, &after));
+        CHECK(after.shard == before[p].shard);
+    }
+    int first = j->log.num;
+    train_step(j);
+    CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_MOVE, NULL), 0);
+    set_frozen(j, 4, 1); /* and back before anything needs the layout */
+    set_frozen(j, 4, 0);
+    train_step(j);
+}
+TEST(freeze, again) { everywhere(freeze_again, 1); }
+
+static void freeze_refused(job *j) {
+    make_model(j);
+    train_step(j);
+    CHECK_STATUS(fsdp_set_requires_grad(NULL, 0, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], PARAMS, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], -1, 0), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0), "middle");
+    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "the model's backward has not ended: call fsdp_");
+    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "the model's backward has not ended: call fsdp_finalize_backward first");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
+               "middle"); /* told again */
+    CALL(j->w, fsdp_zero_grad(j->m.model));
+    /* Gradients of a microbatch that are not reduced yet. */
+    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
+    forward(j);
+    backward_kept(j);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "[E203] set_requires_grad: unit '");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
+               "[E203] set_requires_grad"); /* told again */
+    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
+    train_step(j); /* reduces both */
+    set_frozen(j, 0, 1);
+    train_step(j);
+}
+TEST(freeze, refused) {
+    for (int s = 2; s < 4; s++) launch_at(s, freeze_refused);
+}
+
+/* Integers are stored, but not trained. */
+static void freeze_integers(job *j) {
+    fsdp_param_desc d[2] = {fsdp_vec("w", 8), fsdp_vec("i", 8)};
+    make_empty_model(j);
+    d[1].dtype = FSDP_I32, d[1].frozen = 1;
+    j->m.unit[0] = lab_unit(j->w, j->m.model, NULL, d, 2);
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], 1, 1), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 1, 0));
+    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0));
+    CALL(j->w, fsdp_model_commit(j->m.model));
+}
+TEST(freeze, integers) { launch_at(2, freeze_integers); }
+
+/* ---- all-gather extensions ------------------------------------------------------------------- */
+
+/* 8-bit: values scaled to -127..127, and the scale, of each rank's rows. */
+typedef struct quantiser {
+    int ranks[RANKS]; /* of the shard group, of each rank that asks */
+    int pre[RANKS], post[RANKS], sized[RANKS];
+    int fail; /* this call fails, counted from 1 */
+    int wide; /* how many strings it has */
+} quantiser;
+static __thread int my_rank; /* of the caller's thread; a lane's thread has one as well */
+static quantiser quant;
+
+static int quant_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    const quantiser *q = (const quantiser *)user;
+    nbytes[0] = shard_numel;
+    nbytes[1] = (int64_t)sizeof(float);
+    for (int i = 2; i < q->wide && i < FSDP_GATHER_TENSORS; i++) nbytes[i] = 0;
+    return q->wide;
+}
+
+/* Not inlined, so that both sides round alike whatever the flags. */
+__attribute__((noinline)) static float quant_part(float most) { return most / 127; }
+static float quant_scale(const float *x, int64_t numel) {
+    float most = 0;
+    for (int64_t k = 0; k < numel; k++) {
+        float a = x[k] < 0 ? -x[k] : x[k];
+        if (a > most) most = a;
+    }
+    return quant_part(most);
+}
+__attribute__((noinline)) static int8_t quant_value(float x, float scale) {
+    float q = scale > 0 ? x / scale : 0;
+    return (int8_t)(q < 0 ? q - 0.5f : q + 0.5f);
+}
+
+/* The stored shard is padded with zeros: its size is that of the first string. */
+static fsdp_status quant_pre(void *user, const fsdp_param_view *v, void *const *strings,
+                             void *stream) {
+    lib_wait(stream);
+    quantiser *q = (quantiser *)user;
+    const float *x = (const float *)v->shard;
+    int8_t *to = (int8_t *)strings[0];
+    float scale = quant_scale(x, v->numel);
+    (void)stream;
+    int calls = __atomic_add_fetch(&q->pre[0], 1, __ATOMIC_SEQ_CST);
+    if (q->fail && calls == q->fail) return FSDP_ERR_BACKEND;
+    for (int64_t k = 0; k < v->numel; k++) to[k] = quant_value(x[k], scale);
+    memcpy(strings[1], &scale, sizeof scale);
+    return FSDP_OK;
+}
+
+/* Rows (or columns) of each rank back to where they were. */
+static fsdp_status quant_post(void *user, const fsdp_param_view *v, const void *const *gathered,
+                              void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
+    quantiser *q = (quantiser *)user;
+    int world = q->ranks[0];
+    const int64_t rows = v->shape[v->shard_dim], outer = lab_numel(v->shard_dim, v->shape);
+    const int64_t inner = lab_numel(v->ndim - v->shard_dim - 1, v->shape + v->shard_dim + 1);
+    int64_t chunk = rows ? (rows + world - 1) / world : 0;
+    (void)stream;
+    __atomic_add_fetch(&q->post[0], 1, __ATOMIC_SEQ_CST);
+    for (int r = 0; r < world; r++) {
+        const int8_t *from = (const int8_t *)gathered[0] + (int64_t)r * chunk * outer * inner;
+        float scale;
+        int64_t start = r * chunk < rows ? r * chunk : rows;
+        int64_t mine = rows - start < chunk ? rows - start : chunk;
+        memcpy(&scale, (const char *)gathered[1] + (size_t)r * sizeof scale, sizeof scale);
+        for (int64_t o = 0; o < outer; o++)
+            for (int64_t k = 0; k < mine * inner; k++)
+                lab_put(full, dtype, (o * rows + start) * inner + k,
+                        (double)((float)from[o * mine * inner + k] * scale));
+    }
+    return FSDP_OK;
+}
+static fsdp_gather_extension quantised = {quant_sizes, quant_pre, quant_post, &quant};
+
+/* What a quantised parameter looks like after a gather over `world` shards. */
+static void expect_quantised(const job *j, int p, int world, float *out) {
+    const lab_param *s = &net.rows[p];
+    const int64_t rows = s->shape[s->shard_dim], outer = lab_numel(s->shard_dim, s->shape);
+    const int64_t inner = lab_numel(s->ndim - s->shard_dim - 1, s->shape + s->shard_dim + 1);
+    for (int r = 0; r < world; r++) {
+        fsdp_range range;
+        float most = 0;
+        CHECK_OK(fsdp_shard_range(rows, world, r, &range));
+        for (int pass = 0; pass < 2; pass++)
+            for (int64_t o = 0; o < outer; o++)
+                for (int64_t k = 0; k < range.count * inner; k++) {
+                    int64_t at = (o * rows + range.start) * inner + k;
+                    float x = j->t.weight[p][at], scale = quant_part(most);
+                    if (pass) out[at] = (float)quant_value(x, scale) * scale;
+                    else if ((x < 0 ? -x : x) > most) most = x < 0 ? -x : x;
+                }
+    }
+}
+
+static int shards_of(const job *j) { return j->c->mesh == MESH_HSDP ? j->n / 2 : j->n; }
+
+static void check_extended(job *j, int u) {
+    fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
+    for (int i = 0; i < PARAMS; i++) {
+        float want[MOST];
+        const void *data = fsdp_data(j->m.unit[u], i);
+        int p = u * PARAMS + i;
+        CHECK(data != NULL);
+        if ((u + i) % 2 == 0) expect_quantised(j, p, shards_of(j), want);
+        else memcpy(want, j->t.weight[p], sizeof want);
+        for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
+            char rounded[8];
+            lab_put(rounded, dtype, 0, (double)want[k]);
+            W_CHECK(!memcmp(rounded, (const char *)data + (size_t)k * fsdp_dtype_size(dtype),
+                            fsdp_dtype_size(dtype)),
+                    "step %d, parameter %d at %lld: %g, expected %g (%g)", j->step, p, (long long)k,
+                    lab_get(data, dtype, k), lab_get(rounded, dtype, 0), (double)j->t.weight[p][k]);
+        }
+    }
+}
+
+static void extended_step(job *j) {
+    int first = j->log.num, extended = 0, expected = 0;
+    for (int u = 0; u < UNITS; u++) {
+        CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
+        check_extended(j, u);
+        CALL(j->w, fsdp_post_forward(j->m.unit[u]));
+    }
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        check_extended(j, u);
+        write_grads(j, u);
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+        reduced(j, u);
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    for (int u = 0; u < UNITS; u++) { /* before and after each gather of all shards, once */
+        int pre = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_PRE_GATHER, j->m.unit[u]);
+        int post = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_POST_GATHER, j->m.unit[u]);
+        int members = 0;
+        for (int i = 0; i < PARAMS; i++) members += (u + i) % 2 == 0;
+        extended += members;
+        CHECK_EQ_INT(pre, post);
+        int mode = j->c->reshard[u], again = !mode || mode == 1 || mode == shards_of(j);
+        expected = (1 + again) * members;
+        W_CHECK(pre == expected, "unit %d: %d calls, expected %d", u, pre, expected);
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].unit == j->m.unit[u] && j->log.ops[n].kind == FSDP_OP_ALL_GATHER) {
+                W_CHECK(j->log.ops[n].dtype == FSDP_U8 || j->log.ops[n].group_size == 2,
+                        "not bytes");
+            }
+    }
+    CHECK_EQ_INT(extended, ALL / 2);
+    update(j);
+}
+
+static void extension_body(job *j) {
+    my_rank = j->rank;
+    make_model(j);
+    for (int n = 0; n < 3; n++) extended_step(j);
+    for (int p = 0; p < ALL; p++) { /* the whole parameter, as it is stored */
+        float full[MOST];
+        CALL(j->w, fsdp_param_full(j->m.unit[p / PARAMS], p % PARAMS, full));
+        CHECK_EQ_MEM(full, j->t.weight[p], (size_t)lab_numel_of(&net, p) * sizeof(float));
+    }
+    CALL(j->w, fsdp_barrier(j->w));
+    W_CHECK(quant.pre[0] > 0 && quant.post[0] > 0, "nobody called");
+}
+
+/* Two strings for each parameter; also with a cast, on one rank, and with slices kept. */
+TEST(extension, quantised) {
+    static const fsdp_dtype dtypes[] = {FSDP_DTYPE_KEEP, FSDP_BF16, FSDP_F16};
+    int runs = 0;
+    for (int s = 0; s < SETTINGS; s++)
+        for (int v = 0; v < 5; v++) {
+            config *c = setup(s, extension_body);
+            int shards = c->mesh == MESH_HSDP ? c->world / 2 : c->world;
+            memset(&quant, 0, sizeof quant);
+            quant.ranks[0] = shards, quant.wide = 2;
+            c->variant = v;
+            c->extension = &quantised;
+            /* Gradients in 16 bits: small integers are exact, and reduced in f32. */
+            c->md.param_dtype = dtypes[v % 3];
+            c->md.reduce_dtype = FSDP_F32;
+            if (v == 3) c->reshard[0] = c->reshard[1] = FSDP_RESHARD_NEVER;
+            if (v == 4) c->reshard[1] = c->reshard[2] = shards % 2 ? FSDP_RESHARD_ALWAYS : 2;
+            if (v < 4 || shards % 2 == 0) launch(c), runs++;
+            munmap(c, sizeof *c);
+        }
+    h_message("%d models", runs);
+}
+
+/* A failure of the user's function ends the world on all ranks, with its status. */
+static void extension_fails(job *j) {
+    make_model(j);
+    fsdp_status status = FSDP_OK;
+    for (int n = 0; n < 3 && !status; n++) {
+        for (int u = 0; u < UNITS && !status; u++) {
+            status = fsdp_pre_forward(j->m.unit[u]);
+            if (!status) status = fsdp_post_forward(j->m.unit[u]);
+        }
+        for (int u = UNITS - 1; u >= 0 && !status; u--) {
+            status = fsdp_pre_backward(j->m.unit[u]);
+            if (!status) status = fsdp_post_backward(j->m.unit[u]);
+        }
+        if (!status) status = fsdp_finalize_backward(j->m.model);
+    }
+    W_CHECK(status != FSDP_OK, "no failure");
+    CHECK_STATUS(fsdp_barrier(j->w), status);
+    if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_BACKEND);
+}
+TEST(extension, failure) {
+    for (int s = 0; s < 6; s++) {
+        config *c = setup(s, extension_fails);
+        memset(&quant, 0, sizeof quant);
+        quant.ranks[0] = c->world, quant.wide = 2, quant.fail = 7;
+        c->extension = &quantised;
+        launch(c);
+        munmap(c, sizeof *c);
+    }
+}
+
+static void extension_refused(job *j) {
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_desc d = fsdp_vec("p", 8);
+    fsdp_gather_extension broken = quantised;
+    fsdp_unit *unit = NULL;
+    make_empty_model(j);
+    ud.params = &d, ud.num_params = 1;
+    for (int strings = -1; strings < 7; strings++) {
+        quant.wide = strings;
+        d.extension = &broken;
+        fsdp_status status = fsdp_fully_shard(j->m.model, &ud, &unit);
+        int good = strings >= 1 && strings <= FSDP_GATHER_TENSORS;
+        CHECK_STATUS(status, good ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+        if (!good) W_CHECK(strstr(fsdp_last_error(j->w), "'p'"), "%s", fsdp_last_error(j->w));
+    }
+    quant.wide = 2;
+    broken.pre_all_gather = NULL;
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+    broken = quantised, broken.post_all_gather = NULL;
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+    broken = quantised, broken.sizes = NULL;
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+}
+TEST(extension, refused) { launch_at(0, extension_refused); }
+
+/* ---- hooks ----------------------------------------------------------------------------------- */
+
+typedef struct hooked { /* of one unit of one rank */
+    const job *j;
+    int u, calls, fail;
+    int64_t numel;
+} hooked;
+
+/* Summed, not divided yet: every element an integer. Doubles them. */
+static fsdp_status double_sums(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                               fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
+    hooked *h = (hooked *)user;
+    (void)stream;
+    CHECK(unit == h->j->m.unit[h->u] && dtype == FSDP_F32);
+    h->calls++;
+    h->numel = numel;
+    for (int64_t k = 0; k < numel; k++) {
+        float x = ((float *)data)[k];
+        W_CHECK(x == floorf(x), "%g at %lld is no sum", (double)x, (long long)k);
+        ((float *)data)[k] = 2 * x;
+    }
+    return h->fail ? FSDP_ERR_IO : FSDP_OK;
+}
+
+static void all_reduce_hook_body(job *j) {
+    hooked h[UNITS];
+    make_model(j);
+    memset(h, 0, sizeof h);
+    for (int u = 0; u < UNITS; u++) {
+        h[u].j = j, h[u].u = u;
+        CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], double_sums, &h[u]));
+    }
+    for (int n = 0; n < 4; n++) {
+        int first = j->log.num;
+        if (n == 2) { /* a microbatch that is not reduced calls nobody */
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
+            forward(j);
+            backward_kept(j);
+            for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(h[u].calls, 2);
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
+        }
+        if (n == 3)
+            for (int u = 0; u < UNITS; u++)
+                CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], NULL, NULL));
+        forward(j);
+        backward(j);
+        for (int p = 0; p < ALL && n < 3; p++)
+            for (int64_t k = 0; k < MOST; k++) j->t.grad[p][k] *= 2;
+        for (int u = 0; u < UNITS; u++) {
+            int64_t rows = 0;
+            for (int i = 0; i < PARAMS; i++) {
+                fsdp_param_view v = lab_view(j->w, j->m.unit[u], i);
+                rows += v.numel;
+            }
+            W_CHECK(h[u].numel >= rows, "%lld elements", (long long)h[u].numel);
+            CHECK_EQ_INT(h[u].calls, n < 3 ? n + 1 : 3);
+            int reduce = next_op(j, first, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, j->m.unit[u]);
+            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, j->m.unit[u]);
+            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_ALL_REDUCE_HOOK, j->m.unit[u]);
+            int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]);
+            W_CHECK(n == 3 ? hook < 0 : hook >= 0 && reduce < hook && sum < hook && hook < out,
+                    "reduce %d, replicas %d, hook %d, out %d", reduce, sum, hook, out);
+            CHECK((sum >= 0) == (j->c->mesh == MESH_HSDP));
+        }
+        update(j);
+    }
+}
+/* In a worker thread a call that waits for the worker threads would wait for itself. */
+typedef struct {
+    fsdp_world *w;
+    fsdp_status status;
+} asking;
+static fsdp_status ask_the_world(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                                 fsdp_dtype dtype, void *stream) {
+    asking *a = (asking *)user;
+    float x = 1;
+    (void)unit, (void)data, (void)numel, (void)dtype, (void)stream;
+    a->status = fsdp_all_reduce(a->w, NULL, &x, 1, FSDP_F32, FSDP_SUM);
+    return a->status;
+}
+static void waiting_hook(lab_rank *r) {
+    const int lanes = *(const int *)r->arg;
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    asking a = {r->w, FSDP_OK};
+    CALL(r->w, fsdp_set_all_reduce_hook(u, ask_the_world, &a));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
+    CHECK(fsdp_grad(u, 0) != NULL);
+    fsdp_status status = fsdp_post_backward(u);
+    if (!status) status = fsdp_finalize_backward(m);
+    CHECK_STATUS(status, lanes ? FSDP_ERR_INVALID_STATE : FSDP_OK);
+    CHECK_STATUS(a.status, status);
+    if (lanes)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "[E216] a hook that runs in a worker thread"), "%s",
+                  fsdp_last_error(r->w));
+    CHECK_STATUS(fsdp_shutdown(r->w), status);
+    r->w = NULL;
+}
+TEST(hooks, that_wait_for_themselves) {
+    if (!lab_divides()) SKIP("a device has streams in place of worker threads");
+    for (int lanes = 0; lanes <= 2; lanes++) {
+        lab_how how = FSDP_ZERO;
+        how.lanes = lanes;
+        lab_run(2, &how, waiting_hook, &lanes);
+    }
+}
+
+TEST(hooks, all_reduce) { everywhere(all_reduce_hook_body, 1); }
+
+static void hook_fails(job *j) {
+    hooked h = {NULL, 0, 0, 1, 0};
+    fsdp_status status;
+    make_model(j);
+    h.j = j, h.u = 1;
+    CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[1], double_sums, &h));
+    forward(j);
+    (void)fsdp_pre_backward(j->m.unit[1]);
+    (void)fsdp_post_backward(j->m.unit[1]);
+    status = fsdp_finalize_backward(j->m.model);
+    CHECK(h.calls <= 1 && status != FSDP_OK); /* another rank's may have failed before */
+    if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
+    if (j->n == 1) CHECK_EQ_INT(h.calls, 1);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
+}
+TEST(hooks, failure) {
+    for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
+}
+
+/* ---- addresses ------------------------------------------------------------------------------- */
+
+/* Odd sizes after each other, in every dtype, stored as they are gathered and not: full parameters
+   and their gradients begin at multiples of 64 bytes, on one rank as on several. On streams of a
+   device it is 256. */
+static void aligned(fsdp_world *w, const void *arg) {
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
+    static const int64_t shapes[][2] = {{7, 5}, {1, 1}, {64, 3}, {33, 9}, {0, 4}, {128, 128}};
+    enum { COUNT = sizeof shapes / sizeof *shapes };
+    const uintptr_t bytes = lib_on_streams(w) ? 256 : 64;
+    (void)arg;
+    for (int c = 0; c < 4 * 5 * 2; c++) {
+        fsdp_param_desc params[COUNT];
+        fsdp_model_desc md = FSDP_ZERO;
+        md.param_dtype = c / 4 % 5 ? dtypes[c / 4 % 5 - 1] : FSDP_DTYPE_KEEP;
+        md.grads_overwrite = c / 20;
+        md.direct_min = 1;
+        for (int i = 0; i < COUNT; i++)
+            params[i] = lab_desc(2, shapes[i], i == 3, dtypes[c % 4], i == 1);
+        fsdp_model *m = lab_model(w, &md);
+        fsdp_unit *units[2];
+        for (int u = 0; u < 2; u++) units[u] = lab_unit(w, m, NULL, params, COUNT - u);
+        for (int u = 0; u < 2; u++) lab_forward(w, units[u]);
+        for (int u = 1; u >= 0; u--) {
+            CALL(w, fsdp_pre_backward(units[u]));
+            for (int i = 0; i < COUNT - u; i++) {
+                W_CHECK((uintptr_t)fsdp_data(units[u], i) % bytes == 0,
+                        "case %d: parameter %d of unit %d is at %p", c, i, u,
+                        fsdp_data(units[u], i));
+                if (i == 1) continue; /* frozen */
+                W_CHECK((uintptr_t)fsdp_grad(units[u], i) % bytes == 0,
+                        "case %d: gradient %d of unit %d is at %p", c, i, u,
+                        fsdp_grad(units[u], i));
+            }
+            CALL(w, fsdp_post_backward(units[u]));
+        }
+        CALL(w, fsdp_finalize_backward(m));
+        fsdp_model_destroy(m);
+    }
+}
+TEST(addresses, aligned) {
+    for (int size = 1; size <= 4; size++) lab_on_worlds(size, NULL, aligned, NULL);
+}
+
+/* ---- sums in f16 ------------------------------------------------------------------------------ */
+
+/* The largest gradients, and the smallest: the mean over the ranks is what each rank has, and must
+   neither overflow nor vanish on its way. A backend that does not divide f16 sums itself (upstream's
+   NCCL) keeps neither over 4 ranks. */
+enum {
+    F16_ONCE,
+    F16_NO_SYNC,
+    F16_NO_ALL_REDUCE,
+    F16_HOOK,
+    F16_NEW_FACTOR,
+    F16_WAITING_FACTOR, /* another one while sums wait for their all-reduce */
+    F16_CUSTOM
+};
+typedef struct {
+    int replicas, way, plain;
+    fsdp_dtype param;
+} f16_case;
+
+static fsdp_status f16_look(void *user, fsdp_unit *u, void *data, int64_t numel, fsdp_dtype dtype,
+                            void *stream) {
+    lib_wait(stream);
+    (void)user, (void)u, (void)stream;
+    CHECK_EQ_INT(dtype, FSDP_F16);
+    for (int64_t e = 0; e < numel; e++) CHECK(isfinite(lab_get(data, dtype, e)));
+    return FSDP_OK;
+}
+
+/* An all-reduce of the caller's own makes sums, and divides nothing. */
+static fsdp_status f16_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                              const fsdp_coll *coll) {
+    (void)user;
+    CHECK_NEAR(coll->scale, 1, 0);
+    return (ops->run)(comm, coll);
+}
+
+static void f16_microbatch(fsdp_world *w, fsdp_model *m, fsdp_unit *unit, fsdp_dtype dtype,
+                           double value) {
+    lab_forward(w, unit);
+    CALL(w, fsdp_pre_backward(unit));
+    for (int i = 0; i < 2; i++) {
+        const fsdp_param_view v = lab_view(w, unit, i);
+        void *grad = fsdp_grad(unit, i);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            lab_put(grad, dtype, e, lab_get(grad, dtype, e) + (i ? value : -value));
+    }
+    CALL(w, fsdp_post_backward(unit));
+    CALL(w, fsdp_finalize_backward(m));
+}
+
+static double f16_mean(fsdp_world *w, const f16_case *c, double value) {
+    const int64_t shape[2] = {5, 3};
+    const fsdp_param_desc params[2] = {lab_desc(2, shape, 0, FSDP_F32, 0),
+                                       lab_desc(1, shape, 0, FSDP_F32, 0)};
+    const fsdp_dtype dtype = c->param ? c->param : FSDP_F32;
+    const int waits = c->way == F16_WAITING_FACTOR && c->replicas > 1,
+              twice = waits || c->way == F16_NO_SYNC || c->way == F16_NO_ALL_REDUCE;
+    double got = 0; /* ranks without rows have the others' */
+    fsdp_model_desc md = FSDP_ZERO;
+    md.param_dtype = c->param, md.reduce_dtype = FSDP_F16;
+    md.mesh = lab_hsdp(w, c->replicas, fsdp_world_size(w) / c->replicas);
+    fsdp_model *m = lab_model(w, &md);
+    fsdp_unit *unit = lab_unit(w, m, NULL, params, 2);
+    if (c->way == F16_HOOK) CALL(w, fsdp_set_all_reduce_hook(unit, f16_look, NULL));
+    if (c->way == F16_CUSTOM) CALL(w, fsdp_set_custom_all_reduce(unit, f16_custom, NULL));
+    for (int step = 0; step < 2; step++) {
+        CALL(w, fsdp_zero_grad(m));
+        if (twice) {
+            if (c->way == F16_NO_SYNC) CALL(w, fsdp_set_requires_gradient_sync(m, NULL, 0));
+            else CALL(w, fsdp_set_requires_all_reduce(m, NULL, 0));
+            if (waits) CALL(w, fsdp_set_gradient_divide_factor(m, unit, 1));
+            f16_microbatch(w, m, unit, dtype, value / 2);
+            CALL(w, fsdp_set_requires_gradient_sync(m, NULL, 1));
+            CALL(w, fsdp_set_requires_all_reduce(m, NULL, 1));
+        }
+        if (waits) CALL(w, fsdp_set_gradient_divide_factor(m, unit, fsdp_world_size(w)));
+        if (c->way == F16_NEW_FACTOR) /* flags of use are divided by it, too */
+            CALL(w, fsdp_set_gradient_divide_factor(m, unit, (step + 1) * fsdp_world_size(w)));
+        f16_microbatch(w, m, unit, dtype, twice ? value / 2 : value);
+        int64_t seen = 0;
+        for (int i = 0; i < 2; i++) {
+            const fsdp_param_view v = lab_view(w, unit, i);
+            CHECK(v.shard_grad);
+            for (int64_t e = 0; e < v.numel; e++) { /* all elements are alike */
+                const double x = lab_get(v.shard_grad, FSDP_F32, e) * (i ? 1 : -1);
+                CHECK(seen++ == 0 || lab_same(x, got));
+                got = x;
+            }
+        }
+    }
+    CALL(w, fsdp_all_reduce(w, NULL, &got, 1, FSDP_F64, FSDP_MAX));
+    fsdp_model_destroy(m);
+    return got;
+}
+
+static void f16_body(fsdp_world *w, const void *arg) {
+    const f16_case *c = (const f16_case *)arg;
+    const double smallest = 0x1p-24, size = fsdp_world_size(w);
+    const double half = c->way == F16_NEW_FACTOR ? 0.5 : 1;
+    const int fits = (!c->plain && c->way != F16_CUSTOM) || size < 4;
+    CHECK_NEAR(f16_mean(w, c, 1000), 1000 * half, 0);
+    if (c->way == F16_WAITING_FACTOR) return;
+    const double large = f16_mean(w, c, 60000);
+    if (fits) CHECK_NEAR(large, 60000 * half, 0);
+    else CHECK(isinf(large));
+    if (c->way != F16_ONCE && c->way != F16_HOOK) return; /* halves of it are 0 */
+    const double small = f16_mean(w, c, smallest);
+    if (!c->plain) CHECK_NEAR(small, smallest, 0);
+}
+
+TEST(f16, sums_stay_in_range) {
+    static const int sizes[] = {1, 2, 4};
+    for (int s = 0; s < 3; s++)
+        for (int replicas = 1; replicas <= sizes[s]; replicas *= 2)
+            for (int way = 0; way < (lab_divides() ? F16_CUSTOM : 1); way++)
+                for (int param = 0; param < 2; param++) {
+                    f16_case c = {replicas, way, !lab_divides(),
+                                  param ? FSDP_F16 : FSDP_DTYPE_KEEP};
+                    lab_on_worlds(sizes[s], NULL, f16_body, &c);
+                }
+}
+TEST(f16, sums_of_a_backend_that_does_not_divide) {
+    fsdp_comm_ops plain = w_plain();
+    lab_how how = FSDP_ZERO;
+    how.comm_ops = &plain;
+    for (int replicas = 1; replicas <= 4; replicas *= 2) {
+        const f16_case c = {replicas, F16_ONCE, 1, FSDP_F16};
+        lab_on_worlds(4, &how, f16_body, &c);
+    }
+    for (int replicas = 2; replicas <= 4; replicas *= 2) {
+        const f16_case c = {replicas, F16_CUSTOM, 0, FSDP_F16};
+        lab_on_worlds(4, NULL, f16_body, &c);
+    }
+}
+
+/* FSDP over pairs, and a hook that sums over the other pairs in its own way: as HSDP. The sum is
+   of integers, so that its order does not matter. */
+static struct {
+    pthread_barrier_t all;
+    float sums[RANKS][2048];
+} meeting;
+static fsdp_status meet(void *user, fsdp_unit *unit, void *data, int64_t numel, fsdp_dtype dtype,
+                        void *stream) {
+    lib_wait(stream);
+    const job *j = (const job *)user;
+    (void)unit, (void)stream;
+    CHECK(dtype == FSDP_F32 && numel <= 2048);
+    memcpy(meeting.sums[j->rank], data, (size_t)numel * sizeof(float));
+    pthread_barrier_wait(&meeting.all);
+    for (int64_t k = 0; k < numel; k++)
+        ((float *)data)[k] = meeting.sums[j->rank % 2][k] + meeting.sums[j->rank % 2 + 2][k];
+    pthread_barrier_wait(&meeting.all);
+    return FSDP_OK;
+}
+static void own_hsdp(job *j) {
+    j->mesh = lab_slice(j->w, lab_mesh2(j->w, 2, 2, NULL, NULL), 1);
+    make_model(j);
+    for (int u = 0; u < UNITS; u++) {
+        CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], meet, j));
+        CALL(j->w, fsdp_set_gradient_divide_factor(j->m.model, j->m.unit[u], 4));
+    }
+    /* Only the pair tells who used what: all of it is used here, by each rank. */
+    for (int n = 0; n < 3; n++) {
+        forward(j);
+        for (int u = UNITS - 1; u >= 0; u--) {
+            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+            for (int i = 0; i < PARAMS; i++) {
+                float *g = (float *)fsdp_grad(j->m.unit[u], i);
+                int p = u * PARAMS + i;
+                for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
+                    g[k] = gradient(p, k, j->rank, n);
+                    for (int r = 0; r < RANKS; r++) j->t.kept[p][k] += (double)gradient(p, k, r, n);
+                }
+                j->t.has_kept[p] = 1;
+            }
+            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+            reduced(j, u);
+        }
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        update(j);
+    }
+}
+TEST(hooks, custom_hsdp_all_reduce_hook) {
+    if (lab_shares_gpu()) SKIP("ranks that are threads need a GPU each");
+    CHECK_EQ_INT(pthread_barrier_init(&meeting.all, NULL, RANKS), 0);
+    for (int s = 6; s < 8; s++) launch_at(s, own_hsdp);
+
+    pthread_barrier_destroy(&meeting.all);
+}
+
+/* ---- an optimizer in backward ---------------------------------------------------------------- */
+
+typedef struct inner { /* of one rank */
+    const job *j;
+    int calls[ALL], fail;
+} inner;
+static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
+    lib_wait(stream);
+    inner *in = (inner *)user;
+    int p = lab_row_of(&net, v);
+    (void)stream;
+    in->calls[p]++;
+    CHECK(v->shard_grad != NULL && v->requires_grad && v->grad_dtype == FSDP_F32);
+    CHECK(v->unit == in->j->m.unit[p / PARAMS] && v->index == p % PARAMS);
+    fsdp_sgd_update((float *)v->shard, (const float *)v->shard_grad, NULL, v->numel, &sgd);
+    return in->fail ? FSDP_ERR_IO : FSDP_OK;
+}
+
+static void in_backward(job *j) {
+    inner in;
+    memset(&in, 0, sizeof in);
+    in.j = j;
+    make_model(j);
+    set_frozen(j, 10, 1); /* and 9 is used by nobody in every other step */
+    for (int p = 0; p < ALL; p++)
+        CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[p / PARAMS], p % PARAMS,
+                                                 step_in_backward, &in));
+    for (int n = 0; n < 5; n++) {
+        int expected[ALL], first = j->log.num;
+        memcpy(expected, in.calls, sizeof expected);
+        if (j->c->variant) { /* two microbatches: the hook runs when they are reduced */
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
+            forward(j);
+            backward_kept(j);
+            CHECK_EQ_MEM(in.calls, expected, sizeof expected);
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
+        }
+        forward(j);
+        backward(j);
+        for (int p = 0; p < ALL; p++) expected[p] += !j->m.frozen[p] && j->t.has[p];
+        for (int p = 0; p < ALL; p++)
+            W_CHECK(in.calls[p] == expected[p], "parameter %d: %d calls, expected %d", p,
+                    in.calls[p], expected[p]);
+        for (int u = 0; u < UNITS; u++) { /* behind everything else of the unit */
+            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK, j->m.unit[u]);
+            W_CHECK(hook >= 0 && next_op(j, hook, -1, FSDP_LABEL_REDUCE, j->m.unit[u]) < 0 &&
+                        next_op(j, hook, -1, FSDP_LABEL_RED_OUT, j->m.unit[u]) < 0,
+                    "unit %d: the hook comes too early", u);
+        }
+        check_grads(j);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        update_reference(j); /* SGD after backward: the same bits */
+        check_params(j);
+    }
+}
+TEST(hooks, optimizer_in_backward) { everywhere(in_backward, 2); }
+
+static void in_backward_fails(job *j) {
+    inner in;
+    fsdp_status status;
+    memset(&in, 0, sizeof in);
+    in.j = j, in.fail = 1;
+    make_model(j);
+    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[2], 0, step_in_backward, &in));
+    forward(j);
+    (void)fsdp_pre_backward(j->m.unit[2]);
+    CHECK(fsdp_grad(j->m.unit[2], 0) != NULL);
+    (void)fsdp_post_backward(j->m.unit[2]);
+    status = fsdp_finalize_backward(j->m.model);
+    CHECK(status != FSDP_OK);
+    if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
+}
+TEST(hooks, optimizer_in_backward_fails) {
+    for (int s = 0; s < 6; s++) launch_at(s, in_backward_fails);
+}
+
+static void hooks_refused(job *j) {
+    make_model(j);
+    CHECK_STATUS(fsdp_set_all_reduce_hook(NULL, double_sums, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(NULL, 0, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], PARAMS, NULL, NULL),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], -1, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_custom_all_gather(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_custom_reduce_scatter(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_custom_all_reduce(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+    CHECK_STATUS(fsdp_set_all_reduce_hook(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], 0, NULL, NULL),
+                 FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_all_gather(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_reduce_scatter(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_all_reduce(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
+}
+TEST(hooks, refused) { launch_at(2, hooks_refused); }
+
+/* ---- custom collectives ---------------------------------------------------------------------- */
+
+typedef struct custom { /* of one rank */
+    int world, rank;
+    int gathers, scatters;
+} custom;
+
+static fsdp_status through_gather(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                  const fsdp_coll *c) {
+    ((custom *)user)->gathers++;
+    CHECK_EQ_INT(c->kind, FSDP_OP_ALL_GATHER);
+    return ops->run(comm, c);
+}
+static fsdp_status through_scatter(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                   const fsdp_coll *c) {
+    ((custom *)user)->scatters++;
+    CHECK_EQ_INT(c->kind, FSDP_OP_REDUCE_SCATTER);
+    return ops->run(comm, c);
+}
+
+/* A sum of what everybody has, zeros where I have nothing. */
+static fsdp_status sum_of(const fsdp_comm_ops *ops, fsdp_comm *comm, const fsdp_coll *c, void *data,
+                          int64_t count) {
+    fsdp_coll sum = *c;
+    sum.kind = FSDP_OP_ALL_REDUCE, sum.redop = FSDP_SUM;
+    sum.out_dtype = sum.dtype;
+    sum.in_place = 1, sum.accumulate = 0, sum.scale = 1;
+    sum.segs = NULL, sum.num_segs = 0, sum.count = (uint64_t)count;
+    sum.src = sum.dst = data;
+    return ops->run(comm, &sum);
+}
+static fsdp_status gather_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                 const fsdp_coll *c) {
+    lib_wait(c->stream);
+    custom *my = (custom *)user;
+    fsdp_status status = FSDP_OK;
+    my->gathers++;
+    CHECK(c->dtype == FSDP_F32 && c->dtype == c->out_dtype);
+    for (uint32_t i = 0; i < c->num_segs && !status; i++) {
+        const fsdp_seg *s = &c->segs[i];
+        float *full = (float *)c->dst + s->full, *mine = full + my->rank * s->count;
+        if (!c->in_place)
+            memcpy(mine, (const float *)c->src + s->shard, (size_t)s->count * sizeof *mine);
+        for (int64_t k = 0; k < my->world * s->count; k++)
+            if (k / (s->count ? s->count : 1) != my->rank) full[k] = 0;
+        status = sum_of(ops, comm, c, full, my->world * s->count);
+    }
+    return status;
+}
+static fsdp_status scatter_by_sum(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                  const fsdp_coll *c) {
+    lib_wait(c->stream);
+    custom *my = (custom *)user;
+    fsdp_status status = FSDP_OK;
+    my->scatters++;
+    CHECK(c->dtype == FSDP_F32 && c->out_dtype == FSDP_F32);
+    for (uint32_t i = 0; i < c->num_segs && !status; i++) {
+        const fsdp_seg *s = &c->segs[i];
+        float *full = (float *)(uintptr_t)c->src + s->full;
+        float *to = (float *)c->dst + s->shard;
+        status = sum_of(ops, comm, c, full, my->world * s->count);
+        lib_wait(c->stream);
+        for (int64_t k = 0; k < s->count && !status; k++) {
+            volatile float part = full[my->rank * s->count + k] * (float)c->scale;
+            to[k] = c->accumulate ? to[k] + part : part;
+        }
+    }
+    return status;
+}
+
+static void custom_body(job *j) {
+    custom my[UNITS];
+    make_model(j);
+    for (int u = 0; u < UNITS; u++) {
+        my[u].world = shards_of(j), my[u].gathers = my[u].scatters = 0;
+        my[u].rank = j->c->mesh == MESH_HSDP ? j->rank % shards_of(j) : j->rank;
+        int by_sum = (j->c->variant + u) % 2;
+        CALL(j->w, fsdp_set_custom_all_gather(j->m.unit[u], by_sum ? gather_by_sum : through_gather,
+                                              &my[u]));
+        if (u != 1)
+            CALL(j->w, fsdp_set_custom_reduce_scatter(
+                           j->m.unit[u], by_sum ? scatter_by_sum : through_scatter, &my[u]));
+    }
+    for (int n = 0; n < 4; n++) {
+        int first = j->log.num, before[UNITS][2];
+        for (int u = 0; u < UNITS; u++) before[u][0] = my[u].gathers, before[u][1] = my[u].scatters;
+        if (n == 3)
+            for (int u = 0; u < UNITS; u++) {
+                CALL(j->w, fsdp_set_custom_all_gather(j->m.unit[u], NULL, NULL));
+                CALL(j->w, fsdp_set_custom_reduce_scatter(j->m.unit[u], NULL, NULL));
+            }
+        forward(j);
+        backward(j);
+        for (int u = 0; u < UNITS; u++) { /* each collective of these kinds, and nothing else */
+            int in = count_ops(j, first, FSDP_OP_ALL_GATHER, -1, j->m.unit[u]);
+            int out = count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+            CHECK_EQ_INT(my[u].gathers - before[u][0], n < 3 ? in : 0);
+            CHECK_EQ_INT(my[u].scatters - before[u][1], n < 3 && u != 1 ? out : 0);
+            CHECK_EQ_INT(in, shards_of(j) > 1 ? 2 : 0);
+            CHECK_EQ_INT(out, shards_of(j) > 1);
+        }
+        update(j);
+    }
+}
+TEST(custom, collectives) { everywhere(custom_body, 2); }
+static void custom_unfused(job *j) { custom_body(j); }
+TEST(custom, collectives_without_fused_reduction) {
+    fsdp_comm_ops plain = w_plain();
+    for (int s = 2; s < SETTINGS; s++) {
+        config *c = setup(s, custom_unfused);
+        c->comm_ops = &plain;
+        launch(c);
+        munmap(c, sizeof *c);
+    }
+}
+
+/* The all_reduce over replicas, in pieces: several collectives in one call. */
+typedef struct summed { /* of one rank and unit */
+    int calls, fail;
+    int64_t count;
+    float sums[2048]; /* of the last call */
+} summed;
+
+static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                 const fsdp_coll *c) {
+    lib_wait(c->stream);
+    summed *s = (summed *)user;
+    const int64_t count = (int64_t)c->count, piece = count / 3 + 1;
+    float *data = (float *)c->dst;
+    fsdp_status status = FSDP_OK;
+    s->calls++;
+    CHECK(c->kind == FSDP_OP_ALL_REDUCE && c->label == FSDP_LABEL_REPLICAS && c->in_place);
+    CHECK(c->dtype == FSDP_F32 && c->redop == FSDP_SUM && c->src == c->dst && count <= 2048);
+    if (s->fail) return FSDP_ERR_IO;
+    for (int64_t at = 0; at < count && !status; at += piece)
+        status = sum_of(ops, comm, c, data + at, at + piece < count ? piece : count - at);
+    s->count = count;
+    lib_wait(c->stream);
+    memcpy(s->sums, data, (size_t)count * sizeof *data);
+    return status;
+}
+
+/* The call was given the gradients of the trainables in the order of their shards, then one number
+   for each that tells how often it was used. */
+static void check_sums(job *j, int u, const summed *s) {
+    fsdp_param_view v[PARAMS];
+    const float *first = NULL;
+    int trained = 0;
+    for (int i = 0; i < PARAMS; i++) {
+        CALL(j->w, fsdp_param_view_get(j->m.unit[u], i, &v[i]));
+        if (v[i].requires_grad && (!first || (const float *)v[i].shard < first))
+            first = (const float *)v[i].shard;
+        trained += v[i].requires_grad;
+    }
+    for (int i = 0, n = 0; i < PARAMS; i++) {
+        if (!v[i].requires_grad) continue;
+        const int64_t at = (const float *)v[i].shard - first;
+        const float times = s->sums[s->count - trained + n++];
+        W_CHECK((times > 0) == (v[i].shard_grad != NULL), "parameter %d: used %g times", i,
+                (double)times);
+        CHECK(at >= 0 && at + v[i].numel <= s->count - trained);
+        for (int64_t k = 0; k < v[i].numel && v[i].shard_grad; k++) {
+            volatile float mean = s->sums[at + k] * (1.0f / (float)j->n);
+            CHECK(mean == ((const float *)v[i].shard_grad)[k]);
+        }
+    }
+}
+
+static void custom_sums(job *j) {
+    summed *s = (summed *)lab_zeros(UNITS, sizeof *s);
+    double norm, one = 1;
+    make_model(j);
+    set_frozen(j, 9, 1);
+    for (int u = 0; u < UNITS; u += 2)
+        CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[u], sum_in_pieces, &s[u]));
+    for (int n = 0; n < 5; n++) {
+        if (n == 2) { /* sums over the shard group wait for the next microbatch */
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 0));
+            forward(j);
+            backward_kept(j);
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
+        }
+        if (n == 4) CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[2], NULL, NULL));
+        forward(j);
+        backward(j);
+        for (int u = 0; u < UNITS; u++) {
+            CHECK_EQ_INT(s[u].calls, u == 1 ? 0 : u == 2 && n == 4 ? 4 : n + 1);
+            if (s[u].calls == n + 1) check_sums(j, u, &s[u]);
+        }
+        /* No other collective is theirs. */
+        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
+        CALL(j->w, fsdp_param_full(j->m.unit[0], 0, NULL));
+        CALL(j->w, fsdp_param_full_grad(j->m.unit[0], 0, NULL));
+        CALL(j->w, fsdp_all_reduce(j->w, NULL, &one, 1, FSDP_F64, FSDP_MAX));
+        CHECK_EQ_INT(s[0].calls, n + 1);
+        update(j);
+    }
+    free(s);
+}
+static void failing_sums(job *j) {
+    summed *s = (summed *)lab_zeros(1, sizeof *s);
+    s->fail = 1;
+    make_model(j);
+    if (j->rank == 0) CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[1], sum_in_pieces, s));
+    forward(j);
+    fsdp_status status = fsdp_barrier(j->w); /* no rank is still in forward when it fails */
+    if (!status) {                           /* who leaves the barrier late hears it there */
+        (void)fsdp_pre_backward(j->m.unit[1]);
+        (void)fsdp_post_backward(j->m.unit[1]);
+        status = fsdp_finalize_backward(j->m.model);
+    }
+    if (!status)
+        status = fsdp_barrier(j->w);   /* a rank that shares no group with it hears it here */
+    CHECK_STATUS(status, FSDP_ERR_IO); /* on all ranks */
+    CHECK_MSG(strstr(fsdp_last_error(j->w), "all_reduce (replicas) of unit 'middle'"), "%s",
+              fsdp_last_error(j->w));
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
+    lib_drain(j->w); /* nobody calls the hook any more */
+    CHECK_EQ_INT(s->calls, j->rank == 0);
+    free(s);
+}
+static void with_replicas(void (*body)(job *j)) {
+    for (int s = 0; s < SETTINGS; s++) {
+        if (settings[s].mesh != MESH_HSDP) continue;
+        launch_at(s, body);
+    }
+}
+TEST(custom, all_reduce) { with_replicas(custom_sums); }
+TEST(custom, all_reduce_fails) { with_replicas(failing_sums); }
+
+/* ---- offload --------------------------------------------------------------------------------- */
+
+/* The host's device, that knows which memory of which kind it has given. */
+static struct {
+    pthread_mutex_t lock;
+    struct {
+        char *ptr;
+        size_t size;
+        int kind;
+    } blocks[256];
+    int num;
+    int64_t bytes[2];
+} given = {PTHREAD_MUTEX_INITIALIZER, {{NULL, 0, 0}}, 0, {0, 0}};
+
+static fsdp_status given_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    fsdp_status status = lib_host_ops()->alloc(device, kind, size, ptr);
+    if (status) return status;
+    pthread_mutex_lock(&given.lock);
+    CHECK(given.num < 256 && (kind == FSDP_MEMORY_DEVICE || kind == FSDP_MEMORY_PINNED));
+    given.blocks[given.num].ptr = (char *)*ptr, given.blocks[given.num].size = size;
+    given.blocks[given.num++].kind = kind;
+    given.bytes[kind] += (int64_t)size;
+    pthread_mutex_unlock(&given.lock);
+    return FSDP_OK;
+}
+static void given_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    int n = 0;
+    pthread_mutex_lock(&given.lock);
+    while (n < given.num && given.blocks[n].ptr != (char *)ptr) n++;
+    CHECK(n < given.num && given.blocks[n].kind == kind && given.blocks[n].size == size);
+    given.blocks[n] = given.blocks[--given.num];
+    given.bytes[kind] -= (int64_t)size;
+    pthread_mutex_unlock(&given.lock);
+    lib_host_ops()->free(device, kind, ptr, size);
+}
+static int is_pinned(const void *ptr) {
+    int found = 0;
+    pthread_mutex_lock(&given.lock);
+    for (int n = 0; n < given.num; n++)
+        found |= given.blocks[n].kind == FSDP_MEMORY_PINNED &&
+                 (const char *)ptr >= given.blocks[n].ptr &&
+                 (const char *)ptr < given.blocks[n].ptr + given.blocks[n].size;
+    pthread_mutex_unlock(&given.lock);
+    return found;
+}
+
+/* Each gather is from a copy of the shard, and each reduction ends with a copy to the gradient. */
+static void check_offload_order(job *j, int first) {
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
+        int collective = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
+                         (op->kind == FSDP_OP_ALL_REDUCE && op->label != FSDP_LABEL_CLIP);
+        if (collective)
+            W_CHECK(!is_pinned(op->src_ptr) && !is_pinned(op->dst_ptr), "%s of host memory",
+                    fsdp_op_name(op->kind));
+        if (op->label == FSDP_LABEL_COPY_IN)
+            W_CHECK(is_pinned(op->src_ptr) && !is_pinned(op->dst_ptr), "copy_in");
+        if (op->label == FSDP_LABEL_RED_OUT)
+            W_CHECK(is_pinned(op->dst_ptr) && !is_pinned(op->src_ptr), "red_out");
+    }
+    for (int u = 0; u < UNITS; u++) {
+        int in = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]);
+        int gather = next_op(j, first, FSDP_OP_ALL_GATHER, -1, j->m.unit[u]);
+        int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+        int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
+        int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]);
+        CHECK(in >= 0 && out >= 0);
+        W_CHECK(gather < 0 || in < gather, "the gather comes before its copy");
+        W_CHECK(scatter < out && sum < out, "the copy to the gradient comes too early");
+        CHECK((gather >= 0) == (shards_of(j) > 1) && (scatter >= 0) == (shards_of(j) > 1));
+        CHECK((sum >= 0) == (j->c->mesh == MESH_HSDP));
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]), 2);
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]), 1);
+    }
+}
+
+static void offload_body(job *j) {
+    fsdp_memory memory;
+    double norm;
+    make_model(j);
+    for (int n = 0; n < 4; n++) {
+        int first = j->log.num;
+        forward(j);
+        backward(j);
+        if (j->c->md.cpu_offload) check_offload_order(j, first);
+        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
+        if (n == 2) set_frozen(j, 4, 1), j->t.has[4] = 0;
+        if (n == 3) set_frozen(j, 4, 0);
+        update(j);
+    }
+    CALL(j->w, fsdp_model_memory(j->m.model, &memory));
+    CALL(j->w, fsdp_barrier(j->w));
+    if (j->c->md.cpu_offload) {
+        fsdp_param_view v = FSDP_ZERO;
+        int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SGRAD];
+        want += W_ASAN * 4096 * (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
+                                 memory.pool_slots[FSDP_POOL_SGRAD]);
+        int64_t flags = given.bytes[FSDP_MEMORY_PINNED] - want * j->n; /* of use: few */
+        W_CHECK(flags > 0 && flags <= 64 * ALL * j->n, "%lld bytes pinned, expected %lld and flags",
+                (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
+        while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
+    } else {
+        CHECK(given.bytes[FSDP_MEMORY_PINNED] <= 64 * ALL * j->n); /* flags of use */
+    }
+    for (int p = 0; p < ALL; p++) {
+        float full[MOST];
+        CALL(j->w, fsdp_param_full(j->m.unit[p / PARAMS], p % PARAMS, full));
+        CHECK_EQ_MEM(full, j->t.weight[p], (size_t)lab_numel_of(&net, p) * sizeof(float));
+    }
+    digest(j);
+    CALL(j->w, fsdp_barrier(j->w)); /* others still look at what is given */
+}
+
+/* The same bits with and without; with casts too. */
+TEST(offload, same_bits, NO(NCCL) | AT_NIGHT(ASAN)) {
+    fsdp_device_ops device = *lib_host_ops();
+    int runs = 0;
+    device.alloc = given_alloc;
+    device.free = given_free;
+    for (int s = 0; s < SETTINGS; s++)
+        for (int cast = 0; cast < 2; cast++) {
+            uint64_t seen[RANKS];
+            for (int offload = 0; offload < 2; offload++, runs++) {
+                config *c = setup(s, offload_body);
+                c->device_ops = &device;
+                c->md.cpu_offload = offload;
+                c->md.param_dtype = cast ? FSDP_BF16 : FSDP_DTYPE_KEEP;
+                if (cast) c->md.reduce_dtype = FSDP_F32;
+                launch(c);
+                for (int r = 0; r < c->world; r++)
+                    CHECK_MSG(!offload || c->digest[r] == seen[r], "setting %d, rank %d", s, r);
+                memcpy(seen, c->digest, sizeof seen);
+                CHECK_EQ_INT(given.num, 0);
+                munmap(c, sizeof *c);
+            }
+        }
+    h_message("%d runs", runs);
+}
+
+/* ---- prefetch -------------------------------------------------------------------------------- */
+
+enum { DEEP = 6 };
+
+/* Units of equal size, lists of this depth in each direction. */
+static void make_deep(job *j, fsdp_unit **units, int forward_depth, int backward_depth) {
+    for (int u = 0; u < DEEP; u++) {
+        fsdp_param_desc d = fsdp_mat("w", 8, 32);
+        units[u] = lab_unit(j->w, j->m.model, NULL, &d, 1);
+    }
+    for (int u = 0; u < DEEP; u++) {
+        fsdp_unit *ahead[DEEP], *back[DEEP];
+        int num = 0, num_back = 0;
+        for (int k = 1; k <= forward_depth && u + k < DEEP; k++) ahead[num++] = units[u + k];
+        for (int k = 1; k <= backward_depth && u - k >= 0; k++) back[num_back++] = units[u - k];
+        CALL(j->w, fsdp_set_modules_to_forward_prefetch(units[u], ahead, num));
+        CALL(j->w, fsdp_set_modules_to_backward_prefetch(units[u], back, num_back));
+    }
+}
+
+static void deep_forward(job *j, fsdp_unit **units) {
+    for (int u = 0; u < DEEP; u++) {
+        CALL(j->w, fsdp_pre_forward(units[u]));
+        CHECK(fsdp_data(units[u], 0) != NULL);
+        CALL(j->w, fsdp_post_forward(units[u]));
+    }
+}
+static void deep_backward(job *j, fsdp_unit **units) {
+    for (int u = DEEP - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(units[u]));
+        CHECK(fsdp_data(units[u], 0) && fsdp_grad(units[u], 0));
+        CALL(j->w, fsdp_post_backward(units[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+/* Each unit is gathered once, in this order, and when the k-th is used, the expected number has
+   been issued: the list of the unit before, but no more than the budget. */
+static void check_prefetched(job *j, int first, fsdp_unit **units, int backward, int depth,
+                             int budget) {
+    int issued = 0, uses = 0, ahead = depth < budget ? depth : budget;
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
+        if (op->kind == FSDP_OP_ALL_GATHER) {
+            int unit = backward ? DEEP - 1 - issued : issued;
+            W_CHECK(issued < DEEP && op->unit == units[unit], "gather %d is of another unit",
+                    issued);
+            issued++;
+        }
+        if (op->kind != FSDP_OP_USE || op->label != FSDP_LABEL_GATHER) continue;
+        int most = uses ? uses + ahead : 1;
+        if (most < uses + 1) most = uses + 1;
+        if (most > DEEP) most = DEEP;
+        W_CHECK(issued == most, "%s: when the %dth unit is used, %d are issued, expected %d",
+                backward ? "backward" : "forward", uses, issued, most);
+        CHECK(op->unit == units[backward ? DEEP - 1 - uses : uses]);
+        uses++;
+    }
+    CHECK(issued == DEEP && uses == DEEP);
+}
+
+/* variant: depth of the lists; reshard[0]: the budget, in slots (0: none). */
+static void prefetch_body(job *j) {
+    int hides = j->c->lanes > 0 || lib_on_streams(j->w);
+    fsdp_unit *units[DEEP] = {NULL};
+    fsdp_memory memory;
+    int depth = j->c->variant, budget = (int)j->c->reshard[0] ? j->c->reshard[0] : DEEP;
+    int sees = j->n > 1;
+    make_empty_model(j);
+    make_deep(j, units, depth, depth);
+    for (int n = 0; n < 3; n++) {
+        int first = j->log.num;
+        deep_forward(j, units);
+        if (sees) check_prefetched(j, first, units, 0, depth, budget);
+        first = j->log.num;
+        deep_backward(j, units);
+        /* Without a list the implicit prefetch is there where it can hide something. */
+        int implicit = depth == 0 && hides;
+        if (sees) check_prefetched(j, first, units, 1, implicit ? 1 : depth, budget);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+    }
+    CALL(j->w, fsdp_model_memory(j->m.model, &memory));
+    if (!sees) return;
+    int ahead = depth < budget ? depth : budget, base = hides ? 2 : 1;
+    W_CHECK(memory.pool_slots[FSDP_POOL_GATHER] <= base + ahead &&
+                memory.pool_slots[FSDP_POOL_GATHER] >= 1 + ahead,
+            "%d slots for a depth of %d", memory.pool_slots[FSDP_POOL_GATHER], ahead);
+}
+
+TEST(prefetch, depth_and_budget, AT_NIGHT(ASAN)) {
+    int runs = 0;
+    int64_t slot = 8 * 32 * (int64_t)sizeof(float); /* what all shards of a unit take */
+    for (int s = 0; s < SETTINGS; s++) {
+        if (settings[s].mesh == MESH_HSDP || settings[s].world == 3) continue; /* padded there */
+        for (int depth = 0; depth <= 3; depth++)
+            for (int budget = 0; budget <= 3; budget++, runs++) {
+                config *c = setup(s, prefetch_body);
+                c->md.direct_min = 1; /* nothing is copied out: the slot is W shards */
+                c->variant = depth;
+                c->reshard[0] = budget;
+                c->md.prefetch_bytes = budget * slot + (depth % 2 && budget ? slot / 2 : 0);
+                launch(c);
+                munmap(c, sizeof *c);
+            }
+    }
+    h_message("%d models", runs);
+}
+
+/* A budget below one slot: nothing is gathered ahead. */
+static void no_budget(job *j) {
+    fsdp_unit *units[DEEP] = {NULL};
+    make_empty_model(j);
+    make_deep(j, units, 2, 2);
+    for (int n = 0; n < 2; n++) {
+        int first = j->log.num;
+        deep_forward(j, units);
+        check_prefetched(j, first, units, 0, 0, 0);
+        first = j->log.num;
+        deep_backward(j, units);
+        check_prefetched(j, first, units, 1, 0, 0);
+    }
+}
+TEST(prefetch, no_budget) {
+    for (int s = 2; s < 8; s++) {
+        config *c = setup(s, no_budget);
+        c->md.prefetch_bytes = 1;
+        launch(c);
+        munmap(c, sizeof *c);
+    }
+}
+
+/* Streams, with every access checked and a clock: the same order of ops; a list hides gathers. */
+static void sim_call(sim *s, fsdp_status status) {
+    CHECK_MSG(status == FSDP_OK, "%s", fsdp_last_error(s->world));
+}
+static int64_t sim_train(int async, int depth, int implicit, int *gathered, int *ahead) {
+    sim s;
+    fsdp_model *model = NULL;
+    fsdp_unit *units[DEEP] = {NULL};
+    fsdp_model_desc md = FSDP_ZERO;
+    int64_t start = 0;
+    sim_init(&s, 4, 1);
+    s.async = async, s.checks = 1;
+    CHECK(sim_open(&s) != NULL);
+    md.direct_min = 1;
+    md.implicit_prefetch = implicit;
+    sim_call(&s, fsdp_model_create(s.world, &md, &model));
+    for (int u = 0; u < DEEP; u++) {
+        fsdp_param_desc d = fsdp_mat("w", 8, 512);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = &d, ud.num_params = 1;
+        sim_call(&s, fsdp_fully_shard(model, &ud, &units[u]));
+    }
+    for (int u = 0; u < DEEP; u++) {
+        fsdp_unit *list[2][DEEP];
+        int num[2] = {0, 0};
+        for (int k = 1; k <= depth; k++) {
+            if (u + k < DEEP) list[0][num[0]++] = units[u + k];
+            if (u - k >= 0) list[1][num[1]++] = units[u - k];
+        }
+        sim_call(&s, fsdp_set_modules_to_forward_prefetch(units[u], list[0], num[0]));
+        sim_call(&s, fsdp_set_modules_to_backward_prefetch(units[u], list[1], num[1]));
+    }
+    sim_call(&s, sim_watch(&s, model));
+    for (int step = 0; step < 3; step++) {
+        start = sim_end(&s);
+        s.num_ops = 0;
+        for (int n = 0; n < 2 * DEEP; n++) {
+            int u = n < DEEP ? n : 2 * DEEP - 1 - n;
+            sim_call(&s, n < DEEP ? fsdp_pre_forward(units[u]) : fsdp_pre_backward(units[u]));
+            sim_read(&s, "data", fsdp_data(units[u], 0), 8 * 512 * 4);
+            if (n >= DEEP) sim_write(&s, "grad", fsdp_grad(units[u], 0), 8 * 512 * 4);
+            sim_compute(&s, 8000);
+            sim_host_waits(&s); /* as a program that looks at each layer's output */
+            sim_call(&s, n < DEEP ? fsdp_post_forward(units[u]) : fsdp_post_backward(units[u]));
+        }
+        sim_call(&s, fsdp_finalize_backward(model));
+        sim_call(&s, fsdp_zero_grad(model));
+        sim_host_waits(&s);
+    }
+    int64_t took = sim_end(&s) - start;
+    int issued = 0, uses = 0;
+    for (int n = *ahead = 0; n < s.num_ops; n++) {
+        issued += s.ops[n].kind == FSDP_OP_ALL_GATHER;
+        uses += s.ops[n].kind == FSDP_OP_USE && s.ops[n].label == FSDP_LABEL_GATHER;
+        if (s.ops[n].kind == FSDP_OP_HOOK && issued - uses > *ahead) *ahead = issued - uses;
+    }
+    *gathered = issued;
+    CHECK_MSG(s.races == 0, "%s", s.race);
+    CHECK_EQ_INT(sim_close(&s), 0);
+    return took;
+}
+TEST(prefetch, streams) {
+    int64_t took[4];
+    for (int async = 0; async < 2; async++)
+        for (int depth = 0; depth <= 3; depth++) {
+            int gathered, ahead;
+            took[depth] = sim_train(async, depth, FSDP_PREFETCH_NEVER, &gathered, &ahead);
+            CHECK_EQ_INT(gathered, 2 * DEEP);
+            CHECK_EQ_INT(ahead, depth);
+            if (!async) continue;
+            /* Each takes 1000 + 12288/10 ns; all but the first of each direction are hidden. */
+            CHECK_MSG(depth == 0 || took[0] - took[depth] >= 2 * (DEEP - 1) * 2228,
+                      "depth %d: %lld ns, without %lld", depth, (long long)took[depth],
+                      (long long)took[0]);
+        }
+    h_message("streams: %lld, %lld, %lld, %lld ns for depths 0 to 3", (long long)took[0],
+              (long long)took[1], (long long)took[2], (long long)took[3]);
+}
+
+static void prefetch_refused(job *j) {
+    fsdp_unit *other_unit = NULL, *list[2];
+    fsdp_model *model = NULL;
+    make_model(j);
+    model = j->m.model;
+    list[0] = j->m.unit[1], list[1] = NULL;
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(NULL, list, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], list, 2), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, -1),
+                 FSDP_ERR_INVALID_ARG);
+    make_empty_model(j);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    other_unit = add_unit(j, 0, &ud);
+    list[1] = other_unit;
+    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, 2),
+                 FSDP_ERR_INVALID_ARG);
+    fsdp_model_destroy(j->m.model);
+    j->m.model = model;
+    train_step(j);
+}
+TEST(prefetch, refused) { launch_at(2, prefetch_refused); }
+
+/* ---- gathers by hand ------------------------------------------------------------------------- */
+
+/* Backward of units that need no parameters gathers nothing, and nothing of them ahead. */
+static void no_unshard_in_backward(job *j) {
+    make_model(j);
+    for (int n = 0; n < 4; n++) {
+        int first, off = n % 2, which = n < 2 ? -1 : 1; /* all units, or one */
+        for (int u = 0; u < UNITS; u++)
+            CALL(j->w, fsdp_set_unshard_in_backward(j->m.model, j->m.unit[u], 1));
+        CALL(j->w,
+             fsdp_set_unshard_in_backward(j->m.model, which < 0 ? NULL : j->m.unit[which], !off));
+        forward(j);
+        first = j->log.num;
+        for (int u = UNITS - 1; u >= 0; u--) {
+            int without = off && (which < 0 || which == u);
+            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+            CHECK((fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED) == without);
+            if (!without) check_data(j, u);
+            write_grads(j, u);
+            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+            reduced(j, u);
+            CHECK_EQ_INT(gathers(j, first, j->m.unit[u]), shards_of(j) > 1 && !without);
+        }
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        update(j);
+    }
+}
+TEST(unshard, not_in_backward) { everywhere(no_unshard_in_backward, 1); }
+
+static void unshard_ahead(job *j) {
+    int many = shards_of(j) > 1;
+    make_model(j);
+    train_step(j);
+    for (int n = 0; n < 3; n++) {
+        int first = j->log.num;
+        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u])); /* all, up front */
+        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
+        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u]));
+        for (int u = 0; u < UNITS; u++)
+            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_IN_FLIGHT &&
+                  fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE);
+        CALL(j->w, fsdp_wait(j->m.unit[1]));
+        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_UNSHARDED);
+        check_data(j, 1); /* valid before any hook */
+        CALL(j->w, fsdp_wait(j->m.unit[1]));
+        forward(j);
+        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
+        backward(j);
+        CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
+        update(j);
+        for (int u = 0; u < UNITS; u++) { /* nothing to do */
+            CALL(j->w, fsdp_wait(j->m.unit[u]));
+            CALL(j->w, fsdp_reshard(j->m.unit[u]));
+            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED);
+        }
+        CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
+        /* In flight while the parameters change: gathered again, and right. */
+        CALL(j->w, fsdp_unshard(j->m.unit[0]));
+        CALL(j->w, fsdp_unshard(j->m.unit[2]));
+        CALL(j->w, fsdp_wait(j->m.unit[2]));
+        CALL(j->w, fsdp_params_changed(j->m.model));
+        first = j->log.num;
+        forward(j);
+        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
+        backward(j);
+        update(j);
+        /* Freed by hand between post_forward and backward. */
+        for (int u = 0; u < UNITS; u++)
+            CALL(j->w,
+                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_NEVER));
+        forward(j);
+        first = j->log.num;
+        CALL(j->w, fsdp_reshard(j->m.unit[1]));
+        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_SHARDED);
+        backward(j);
+        CHECK_EQ_INT(gathers(j, first, NULL), many);
+        update(j);
+        for (int u = 0; u < UNITS; u++)
+            CALL(j->w,
+                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_ALWAYS));
+    }
+}
+TEST(unshard, ahead) { everywhere(unshard_ahead, 1); }
+
+/* ---- reset ----------------------------------------------------------------------------------- */
+
+enum {
+    R_PRE_F,
+    R_POST_F,
+    R_PRE_B,
+    R_POST_B,
+    R_UNSHARD,
+    R_WAIT,
+    R_RESHARD,
+    R_GRAD,
+    R_FINALIZE,
+    R_SYNC,
+    R_ALL_REDUCE,
+    R_CHANGED
+};
+typedef struct action {
+    int what, unit; /* a unit, or a value */
+} action;
+
+/* Two microbatches: nested and open units, gathers by hand, recompute; the first one is not
+   reduced, or not over the replicas. Interrupted behind each call, so in each state of each unit. */
+static const action interrupted[] = {
+    {R_SYNC, 0},    {R_UNSHARD, 2},    {R_PRE_F, 0},    {R_PRE_F, 1},      {R_POST_F, 1},
+    {R_PRE_F, 2},   {R_POST_F, 2},     {R_POST_F, 0},   {R_PRE_B, 2},      {R_GRAD, 2},
+    {R_PRE_F, 2},   {R_POST_F, 2},     {R_POST_B, 2},   {R_PRE_B, 1},      {R_GRAD, 1},
+    {R_POST_B, 1},  {R_PRE_B, 0},      {R_GRAD, 0},     {R_POST_B, 0},     {R_FINALIZE, 0},
+    {R_SYNC, 1},    {R_ALL_REDUCE, 0}, {R_PRE_F, 0},    {R_POST_F, 0},     {R_PRE_F, 0},
+    {R_POST_F, 0},  {R_PRE_F, 1},      {R_PRE_F, 2},    {R_POST_F, 1},     {R_POST_F, 2},
+    {R_PRE_B, 0},   {R_GRAD, 0},       {R_PRE_F, 1},    {R_POST_F, 1},     {R_POST_B, 0},
+    {R_PRE_B, 1},   {R_GRAD, 1},       {R_PRE_B, 2},    {R_POST_B, 1},     {R_GRAD, 2},
+    {R_POST_B, 2},  {R_PRE_B, 0},      {R_FINALIZE, 0}, {R_ALL_REDUCE, 1}, {R_UNSHARD, 0},
+    {R_UNSHARD, 1}, {R_WAIT, 1},       {R_CHANGED, 0},  {R_PRE_F, 1},      {R_POST_F, 1},
+    {R_RESHARD, 0}, {R_PRE_B, 1},      {R_GRAD, 1},     {R_POST_B, 1},     {R_FINALIZE, 0}};
+enum { ACTIONS = sizeof interrupted / sizeof *interrupted };
+
+static void act(job *j, action a) {
+    fsdp_unit *u = j->m.unit[a.unit];
+    fsdp_status status = FSDP_OK;
+    switch (a.what) {
+    case R_PRE_F: status = fsdp_pre_forward(u); break;
+    case R_POST_F: status = fsdp_post_forward(u); break;
+    case R_PRE_B: status = fsdp_pre_backward(u); break;
+    case R_POST_B: status = fsdp_post_backward(u); break;
+    case R_UNSHARD: status = fsdp_unshard(u); break;
+    case R_WAIT: status = fsdp_wait(u); break;
+    case R_RESHARD: status = fsdp_reshard(u); break;
+    case R_FINALIZE: status = fsdp_finalize_backward(j->m.model); break;
+    case R_CHANGED: status = fsdp_params_changed(j->m.model); break;
+    case R_SYNC: status = fsdp_set_requires_gradient_sync(j->m.model, NULL, a.unit); break;
+    case R_ALL_REDUCE: status = fsdp_set_requires_all_reduce(j->m.model, NULL, a.unit); break;
+    case R_GRAD: write_grads(j, a.unit); break;
+    default: CHECK(0);
+    }
+    CALL(j->w, status);
+}
+
+static void check_reset(job *j) {
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_memory own;
+        W_CHECK(fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE &&
+                    fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED,
+                "unit %d is in state %d, storage %d", u, fsdp_unit_state(j->m.unit[u]),
+                fsdp_unit_storage(j->m.unit[u]));
+        CALL(j->w, fsdp_unit_memory(j->m.unit[u], &own));
+        for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+            W_CHECK(own.pool_slots[pool] == 0, "unit %d holds a slot of %s", u,
+                    fsdp_pool_name(pool));
+        CHECK_STATUS(fsdp_post_forward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
+        CHECK_STATUS(fsdp_pre_backward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
+    }
+}
+
+static void reset_body(job *j) {
+    int64_t most = 0;
+    make_model(j);
+    train_step(j);
+    for (int round = 0; round < 2; round++) {
+        fsdp_memory memory;
+        for (int stop = j->c->first; stop <= ACTIONS; stop += j->c->stride) {
+            if (stop % 3 == 0) { /* a gradient that was not used yet is dropped, too */
+                forward(j);
+                backward(j);
+            }
+            for (int n = 0; n < stop; n++) act(j, interrupted[n]);
+            CALL(j->w, fsdp_model_reset(j->m.model));
+            memset(j->t.has, 0, sizeof j->t.has), memset(j->t.has_kept, 0, sizeof j->t.has_kept);
+            memset(j->t.kept, 0, sizeof j->t.kept);
+            check_reset(j);
+            check_grads(j);
+            check_params(j);
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
+            /* It tells of the calls that were refused above. */
+            CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
+            train_step(j);
+            j->log.num = 0;
+        }
+        CALL(j->w, fsdp_model_memory(j->m.model, &memory));
+        W_CHECK(round == 0 || memory.total_bytes == most, "%lld bytes, then %lld", (long long)most,
+                (long long)memory.total_bytes);
+        most = memory.total_bytes;
+    }
+}
+/* stride: of the places; each is in the turn of some setting. */
+static void reset_runs(int stride) {
+    int runs = 0;
+    for (int s = 0; s < SETTINGS; s++)
+        for (int v = 0; v < 3; v++, runs++) {
+            config *c = setup(s, reset_body);
+            int shards = c->mesh == MESH_HSDP ? c->world / 2 : c->world;
+            c->variant = v, c->stride = stride, c->first = (s + v) % stride;
+            if (v == 1) c->md.param_dtype = FSDP_BF16, c->md.reduce_dtype = FSDP_F32;
+            if (v == 2) c->reshard[0] = FSDP_RESHARD_NEVER;
+            if (v == 2 && shards % 2 == 0) c->reshard[1] = 2;
+            launch(c);
+            munmap(c, sizeof *c);
+        }
+    h_message("%d models, each interrupted at one in %d of %d places, twice", runs, stride,
+              ACTIONS + 1);
+}
+TEST(reset, behind_every_call, SLOW | AT_NIGHT(ASAN)) { reset_runs(W_SLOW ? 11 : 7); }
+TEST(long_reset, behind_every_call, NIGHT) { reset_runs(1); }
+
+/* ---- norms ----------------------------------------------------------------------------------- */
+
+/* sum |g|^p, or the largest, of what the model knows: the same on all ranks. */
+static double total_of(const job *j, int p, double power, double total) {
+    for (int64_t k = 0; k < lab_numel_of(&net, p) && j->t.has[p]; k++) {
+        double a = fabs((double)j->t.grad[p][k]);
+        if (power > 1e300) total = a > total ? a : total;
+        else total += pow(a, power);
+    }
+    return total;
+}
+static double norm_of(const job *j, double power) {
+    double total = 0;
+    for (int p = 0; p < ALL; p++) total = total_of(j, p, power, total);
+    return power > 1e300 ? total : pow(total, 1 / power);
+}
+
+/* The gradients are those of the model, multiplied by the coefficient. */
+static void check_scaled(job *j, double coefficient) {
+    fsdp_param_view v = FSDP_ZERO;
+    double worst = 0;
+    while (fsdp_next_param(j->m.model, &v))
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+            double want = (double)j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)];
+            want *= coefficient;
+            double off = fabs((double)((const float *)v.shard_grad)[k] - want);
+            if (off > worst * (1 + fabs(want))) worst = off / (1 + fabs(want));
+        }
+    W_CHECK(worst < 1e-6, "off by %g", worst);
+}
+
+static const double powers[] = {1, 2, 3, 2.5, 0};
+
+static void clip_body(job *j) {
+    uint64_t h = 1469598103934665603u;
+    make_model(j);
+    set_frozen(j, 6, 1);
+    for (int n = 0; n < 5; n++) {
+        fsdp_clip_desc d = FSDP_ZERO;
+        double power = n == 4 ? LAB_INF : powers[n], norm = -1, again = -1;
+        forward(j);
+        backward(j);
+        int first = j->log.num;
+        d.norm_type = power, d.max_norm = LAB_INF; /* measured only */
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
+        check_grads(j);
+        double want = norm_of(j, power);
+        W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
+                want);
+        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
+        CHECK(again == norm);
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), shards_of(j) > 1);
+        d.max_norm = 2 * norm; /* below it: nothing changes */
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &again));
+        CHECK(again == norm);
+        check_grads(j);
+        d.max_norm = norm / 8;
+        d.error_if_nonfinite = n % 2;
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, NULL));
+        again = -1;
+        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
+        CHECK(again == norm); /* before clipping */
+        double coefficient = norm / 8 / (norm + 1e-6);
+        check_scaled(j, coefficient);
+        if (n == 1) { /* the short form: 2 */
+            CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1e30, &again));
+            W_CHECK(fabs(again - norm * coefficient) < 1e-5 * norm, "%g, not %g", again,
+                    norm * coefficient);
+        }
+        for (size_t k = 0; k < sizeof norm; k++)
+            h = (h ^ ((const unsigned char *)&norm)[k]) * 1099511628211u;
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        update_reference(j);
+        for (int p = 0; p < ALL; p++) /* the parameters stay */
+            for (int64_t k = 0; k < MOST; k++) j->t.weight[p][k] = initial(p, k);
+    }
+    j->c->digest[j->rank] = h;
+}
+TEST(clip, norms) {
+    uint64_t seen[RANKS + 1][2];
+    memset(seen, 0, sizeof seen);
+    for (int s = 0; s < SETTINGS; s++) {
+        config *c = setup(s, clip_body);
+        launch(c);
+        uint64_t *before = &seen[c->world][c->mesh];
+        for (int r = 0; r < c->world; r++) { /* the same bits on each rank and in each layout */
+            CHECK_MSG(!*before || *before == c->digest[r], "setting %d, rank %d", s, r);
+            *before = c->digest[r];
+        }
+        munmap(c, sizeof *c);
+    }
+}
+
+/* One element that is not finite, in one place of the shard group. */
+static float *spoil(job *j, double what, int holder) {
+    fsdp_param_view v = lab_view(j->w, j->m.unit[1], 0);
+    float *at = (float *)v.shard_grad + v.numel / 2;
+    CHECK(v.shard_grad && v.numel > 0);
+    if (j->rank % shards_of(j) != holder % shards_of(j)) return NULL;
+    *at = (float)what;
+    return at;
+}
+
+static void clip_nonfinite(job *j) {
+    make_model(j);
+    j->step = 1; /* in odd ones somebody uses the parameter that is spoilt */
+    for (int n = 0; n < 10; n++) {
+        fsdp_clip_desc d = FSDP_ZERO;
+        double power = n / 2 == 4 ? LAB_INF : powers[n / 2], what = n % 2 ? LAB_NAN : LAB_INF,
+               norm = 0;
+        forward(j);
+        backward(j);
+        float *at = spoil(j, what, n);
+        d.norm_type = power, d.max_norm = 1, d.error_if_nonfinite = 1;
+        CHECK_STATUS(fsdp_clip_grads(j->m.model, &d, &norm), FSDP_ERR_CORRUPT);
+        W_CHECK(n % 2 ? h_non_finite(norm) == 2 : h_non_finite(norm) == 1, "p %g: norm %g", power,
+                norm);
+        fsdp_param_view v = FSDP_ZERO;
+        while (fsdp_next_param(j->m.model, &v)) /* nothing was scaled */
+            for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+                const float *g = (const float *)v.shard_grad + k;
+                W_CHECK(g == at || *g == j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)],
+                        "an element has changed");
+            }
+        d.error_if_nonfinite = 0, d.max_norm = LAB_INF; /* measured only: not scaled either */
+        norm = 0;
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
+        W_CHECK(n % 2 ? h_non_finite(norm) == 2 : h_non_finite(norm) == 1, "p %g: norm %g", power,
+                norm);
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(j->m.model, &v))
+            for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+                const float *g = (const float *)v.shard_grad + k;
+                W_CHECK(g == at || *g == j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)],
+                        "max_norm infinite has changed an element");
+            }
+        d.max_norm = 1; /* as PyTorch: NaN spreads, an infinity makes zeros of the others */
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(j->m.model, &v))
+            for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+                const float *g = (const float *)v.shard_grad + k;
+                W_CHECK(n % 2 || g == at ? h_non_finite((double)*g) == 2 : *g == 0, "p %g: %g",
+                        power, (double)*g);
+            }
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        memset(j->t.has, 0, sizeof j->t.has);
+        j->step += 2;
+    }
+    train_step(j); /* the world goes on */
+}
+TEST(clip, nonfinite) { everywhere(clip_nonfinite, 1); }
+
+static void clip_refused(job *j) {
+    const double bad[] = {0, -1, LAB_NAN, -LAB_INF};
+    double norm = 7;
+    make_model(j);
+    CHECK_STATUS(fsdp_grad_norm(j->m.model, &norm), FSDP_ERR_INVALID_STATE);
+    CHECK(norm == 7);
+    CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1, &norm)); /* no gradients at all */
+    CHECK(norm == 0);
+    CHECK_STATUS(fsdp_grad_norm(j->m.model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_grad_norm(NULL, &norm), FSDP_ERR_INVALID_ARG);
+    forward(j);
+    backward(j);
+    for (size_t n = 0; n < sizeof bad / sizeof *bad; n++) {
+        fsdp_clip_desc d = FSDP_ZERO;
+        CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, bad[n], &norm), FSDP_ERR_INVALID_ARG);
+        d.max_norm = 1, d.norm_type = bad[n];
+        if (n) CHECK_STATUS(fsdp_clip_grads(j->m.model, &d, &norm), FSDP_ERR_INVALID_ARG);
+    }
+    CHECK_STATUS(fsdp_clip_grads(j->m.model, NULL, &norm), FSDP_ERR_INVALID_ARG); /* no max_norm */
+    CHECK_STATUS(fsdp_clip_grad_norm(NULL, 1, &norm), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+    CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, 1, &norm), FSDP_ERR_INVALID_STATE);
+    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
+    check_grads(j);
+}
+TEST(clip, refused) { launch_at(2, clip_refused); }
+
+/* ---- several meshes in one model ------------------------------------------------------------- */
+
+/* On 4 ranks: the first unit over all of them, the middle one over pairs (so that two pairs train
+   two copies of it), the last one in HSDP. The middle one's gradients are of the pair alone. */
+static int pair_of(int rank) { return rank % 2; }
+
+static void mixed_backward(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        check_data(j, u);
+        for (int i = 0; i < PARAMS; i++) {
+            int p = u * PARAMS + i, n = u == 1 ? 2 : 4;
+            float *g = (float *)fsdp_grad(j->m.unit[u], i);
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
+                volatile float sum = 0, part = 1.0f / (float)n;
+                for (int r = 0; r < RANKS; r++)
+                    if (u != 1 || pair_of(r) == pair_of(j->rank))
+                        sum = sum + gradient(p, k, r, j->step);
+                g[k] += gradient(p, k, j->rank, j->step);
+                j->t.grad[p][k] = sum * part;
+            }
+            j->t.has[p] = 1;
+        }
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+/* What the gradients of the middle unit are in the other pair: only the norm wants to know. */
+static double mixed_norm(const job *j, double power) {
+    double total = 0;
+    for (int p = 0; p < ALL; p++) {
+        if (p / PARAMS != 1) total = total_of(j, p, power, total);
+        for (int pair = 0; pair < 2 && p / PARAMS == 1; pair++)
+            for (int64_t k = 0; k < lab_numel_of(&net, p); k++) {
+                float sum = gradient(p, k, pair, j->step) + gradient(p, k, pair + 2, j->step);
+                double a = fabs((double)(sum * 0.5f));
+                if (power > 1e300) total = a > total ? a : total;
+                else total += pow(a, power);
+            }
+    }
+    return power > 1e300 ? total : pow(total, 1 / power);
+}
+
+static void mixed_body(job *j) {
+    const fsdp_mesh *grid = lab_mesh2(j->w, 2, 2, "dp", "ep"), *pairs = lab_slice(j->w, grid, 0);
+    make_empty_model(j);
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_unit_desc ud = FSDP_ZERO;
+        if (u == 1) ud.mesh = pairs;
+        if (u == 2) ud.mesh = grid;
+        j->m.unit[u] = add_unit(j, u, &ud);
+    }
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
+    for (int n = 0; n < 5; n++) {
+        fsdp_clip_desc d = FSDP_ZERO;
+        double power = n == 4 ? LAB_INF : powers[n], norm, all[2];
+        forward(j);
+        int first = j->log.num;
+        mixed_backward(j);
+        for (int u = 0; u < UNITS; u++) {
+            int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
+            CHECK(scatter >= 0 && (sum >= 0) == (u == 2));
+            CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
+            if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
+        }
+        first = j->log.num;
+        d.max_norm = LAB_INF, d.norm_type = power;
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), 1);
+        double want = mixed_norm(j, power);
+        W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
+                want);
+        all[0] = norm, all[1] = -norm;
+        CALL(j->w, fsdp_all_reduce(j->w, NULL, all, 2, FSDP_F64, FSDP_MAX));
+        CHECK(all[0] == norm && all[1] == -norm);
+        update(j);
+    }
+}
+TEST(meshes, mixed) {
+    for (int s = 6; s < 8; s++) launch_at(s, mixed_body);
+}
+
+/* ---- reports --------------------------------------------------------------------------------- */
+
+static void unit_memory(job *j) {
+    fsdp_memory model, own[UNITS], predicted;
+    int64_t unsharded = 0, shards = 0, grads = 0, align = 0;
+    make_model(j);
+    CALL(j->w, fsdp_model_predict(j->m.model, &predicted));
+    train_step(j);
+    train_step(j);
+    CALL(j->w, fsdp_model_memory(j->m.model, &model));
+    check_same_memory(j, &model, &predicted);
+    for (int u = 0; u < UNITS; u++) {
+        int64_t full = 0;
+        CALL(j->w, fsdp_unit_memory(j->m.unit[u], &own[u]));
+        for (int i = 0; i < PARAMS; i++)
+            full += lab_numel_of(&net, u * PARAMS + i) * (int64_t)sizeof(float);
+        CHECK_EQ_INT(own[u].unsharded_bytes, 2 * full); /* and the gradients */
+        unsharded += own[u].unsharded_bytes;
+        shards += own[u].pool_bytes[FSDP_POOL_SHARD];
+        grads += own[u].pool_bytes[FSDP_POOL_SGRAD];
+        align += 64;
+        CHECK(own[u].pool_bytes[FSDP_POOL_SHARD] >= full / shards_of(j));
+        if (shards_of(j) > 1) CHECK(own[u].pool_bytes[FSDP_POOL_GATHER] >= full);
+        int64_t sum = 0;
+        for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+            sum += own[u].pool_bytes[pool];
+            CHECK_EQ_INT(own[u].pool_slots[pool], 0); /* none is held between steps */
+        }
+        CHECK_EQ_INT(own[u].total_bytes, sum);
+    }
+    CHECK_EQ_INT(model.unsharded_bytes, unsharded);
+    /* The model's blocks are those of its units, aligned, and the counts of users. */
+    W_CHECK(shards <= model.pool_bytes[FSDP_POOL_SHARD] &&
+                model.pool_bytes[FSDP_POOL_SHARD] <= shards + align + 4096,
+            "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SHARD], (long long)shards);
+    W_CHECK(grads <= model.pool_bytes[FSDP_POOL_SGRAD] &&
+                model.pool_bytes[FSDP_POOL_SGRAD] <= grads + align + 4096,
+            "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SGRAD], (long long)grads);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* what it holds while it is open */
+    CALL(j->w, fsdp_unit_memory(j->m.unit[1], &own[1]));
+    const int copied = shards_of(j) > 1 || j->c->md.debug; /* with debug one rank copies, too */
+    CHECK_EQ_INT(own[1].pool_slots[FSDP_POOL_GATHER], copied);
+    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+    CALL(j->w, fsdp_unit_memory(j->m.unit[1], &own[1]));
+    CHECK_EQ_INT(own[1].pool_slots[FSDP_POOL_GRAD], j->n > 1);
+    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    CHECK_STATUS(fsdp_unit_memory(NULL, &own[0]), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_memory(j->m.unit[0], NULL), FSDP_ERR_INVALID_ARG);
+}
+TEST(report, unit_memory) { everywhere(unit_memory, 1); }
+
+/* Every unit, parameter and shape is in the text; and it is cut as snprintf cuts. */
+static void describe(job *j) {
+    char name[64], *text, *cut;
+    make_empty_model(j);
+    size_t length = fsdp_model_describe(j->m.model, NULL, 0);
+    CHECK(length > 0); /* without units, too */
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_unit_desc ud = FSDP_ZERO;
+        j->m.frozen[4] = j->born_frozen[4] = 1;
+        j->m.unit[u] = add_unit(j, u, &ud);
+        CHECK(fsdp_model_describe(j->m.model, NULL, 0) > length);
+        length = fsdp_model_describe(j->m.model, NULL, 0);
+    }
+    make_reference(j);
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
+    train_step(j);
+    length = fsdp_model_describe(j->m.model, NULL, 0);
+    text = (char *)malloc(length + 2), cut = (char *)malloc(length + 2);
+    CHECK(text && cut);
+    memset(text, 'x', length + 2);
+    CHECK_EQ_INT(fsdp_model_describe(j->m.model, text, length + 1), (long long)length);
+    CHECK(strlen(text) == length && text[length + 1] == 'x');
+    const char *at = text;
+    for (int u = 0; u < UNITS; u++) { /* in order, each with its parameters behind it */
+        snprintf(name, sizeof name, "'%s'", unit_names[u]);
+        at = strstr(at, name);
+        W_CHECK(at, "no unit %s in:\n%s", name, text);
+        for (int i = 0; i < PARAMS; i++) {
+            const lab_param *s = &net.rows[u * PARAMS + i];
+            char line[256];
+            snprintf(name, sizeof name, "\n    p%d ", i);
+            at = strstr(at, name);
+            W_CHECK(at, "no parameter %s in:\n%s", name + 1, text);
+            snprintf(line, sizeof line, "%.*s", (int)strcspn(at + 1, "\n"), at + 1);
+            snprintf(name, sizeof name,
+                     s->ndim == 1   ? "[%lld]"
+                     : s->ndim == 2 ? "[%lld, %lld]"
+                                    : "[%lld, %lld, %lld]",
+                     (long long)s->shape[0], (long long)s->shape[1], (long long)s->shape[2]);
+            W_CHECK(strstr(line, name) && strstr(line, "f32"), "no %s in: %s", name, line);
+            CHECK((strstr(line, "frozen") != NULL) == (u == 1 && i == 0));
+        }
+    }
+    for (size_t cap = 0; cap <= length + 1; cap++) {
+        memset(cut, 'x', length + 2);
+        CHECK_EQ_INT(fsdp_model_describe(j->m.model, cut, cap), (long long)length);
+        if (cap) CHECK(!memcmp(cut, text, cap - 1) && cut[cap > length ? length : cap - 1] == 0);
+        for (size_t k = cap; k < length + 2; k++) CHECK(cut[k] == 'x');
+    }
+    CHECK_EQ_INT(fsdp_model_describe(NULL, cut, 5), 0);
+    CHECK_EQ_INT(cut[0], 0);
+    free(text);
+    free(cut);
+}
+TEST(report, describe) {
+    for (int s = 0; s < 4; s++) launch_at(s, describe);
+}
+
+/* ---- use ------------------------------------------------------------------------------------- */
+
+/* Recompute: of the unit whose backward it is, and of a unit nested in it; gathers are counted. */
+static void recompute(job *j) {
+    int many = shards_of(j) > 1;
+    make_model(j);
+    for (int n = 0; n < 3; n++) {
+        forward_unit(j, 0);
+        CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* 2 is nested in 1 */
+        forward_unit(j, 2);
+        check_data(j, 1);
+        CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+        int first = j->log.num;
+        CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* its own checkpoint */
+        check_data(j, 1);
+        CALL(j->w, fsdp_pre_forward(j->m.unit[2])); /* and the nested one's */
+        CHECK(fsdp_unit_state(j->m.unit[2]) == FSDP_STATE_FORWARD);
+        check_data(j, 2);
+        CALL(j->w, fsdp_post_forward(j->m.unit[2]));
+        CHECK(fsdp_unit_storage(j->m.unit[2]) == FSDP_STORAGE_UNSHARDED); /* its backward is next */
+        CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+        CHECK(fsdp_unit_state(j->m.unit[1]) == FSDP_STATE_PRE_BACKWARD);
+        backward_unit(j, 2);
+        check_data(j, 1);
+        write_grads(j, 1);
+        CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+        reduced(j, 1);
+        backward_unit(j, 0);
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(gathers(j, first, j->m.unit[u]), many);
+        update(j);
+    }
+}
+TEST(use, recompute) { everywhere(recompute, 1); }
+
+/* Evaluation between steps, before and after the update; it leaves nothing behind. */
+static void no_grad(job *j) {
+    fsdp_memory before, after;
+    int64_t allocated = 0;
+    make_model(j);
+    for (int n = 0; n < 6; n++) {
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0));
+        for (int k = 0; k < n; k++) forward(j);
+        CHECK_STATUS(fsdp_pre_backward(j->m.unit[0]), FSDP_ERR_INVALID_STATE);
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
+        if (n == 3) allocated = w_allocations(j->heap);
+        if (n == 3) CALL(j->w, fsdp_model_memory(j->m.model, &before));
+        forward(j);
+        backward_unit(j, 2);
+        backward_unit(j, 1);
+        backward_unit(j, 0);
+        /* It tells of the call that was refused. */
+        CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
+        update(j);
+    }
+    CALL(j->w, fsdp_model_memory(j->m.model, &after));
+    check_same_memory(j, &before, &after);
+    CHECK_EQ_INT(w_allocations(j->heap), allocated);
+    /* Evaluation with a unit that stays gathered: the update is seen all the same. */
+    CALL(j->w, fsdp_set_reshard_after_forward(j->m.model, j->m.unit[1], FSDP_RESHARD_NEVER));
+    for (int n = 0; n < 3; n++) {
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0));
+        forward(j);
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
+        train_step(j);
+    }
+}
+TEST(use, evaluation) { everywhere(no_grad, 1); }
+
+/* A unit opened around others and several times in one forward; several forwards, one backward;
+   backward in another order. Its gradients are written by the last visit of each. */
+static void nested_and_repeated(job *j) {
+    int many = shards_of(j) > 1;
+    make_model(j);
+    for (int n = 0; n < 6; n++) {
+        int first = j->log.num;
+        CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[0])); /* opened again while it is open */
+        forward_unit(j, 1);
+        CALL(j->w, fsdp_pre_forward(j->m.unit[2])); /* overlaps, nested in nothing */
+        check_data(j, 0);
+        CALL(j->w, fsdp_post_forward(j->m.unit[0]));
+        check_data(j, 2);
+        CALL(j->w, fsdp_post_forward(j->m.unit[2]));
+        forward_unit(j, 1);
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[0]), many);
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[1]), 2 * many);
+        static const int orders[6][3] = {{0, 1, 2}, {2, 1, 0}, {1, 0, 2},
+                                         {1, 2, 0}, {0, 2, 1}, {2, 0, 1}};
+        for (int k = 0; k < UNITS; k++) {
+            int u = orders[n][k];
+            if (u == 1) { /* the first visit: nobody writes */
+                CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+                CALL(j->w, fsdp_pre_backward(j->m.unit[u])); /* again: nothing to do */
+                CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+            }
+            backward_unit(j, u);
+        }
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        update(j);
+    }
+}
+TEST(use, nested_and_repeated) { everywhere(nested_and_repeated, 1); }

@@ -1,0 +1,1912 @@
+/* test_fully_shard_init.c - PyTorch's tests of the same names, translated: what a unit manages, how
+   parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. docs/parity.md has
+   the list of all. Ranks are threads.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS GLOO | NCCL
+#include "harness.h"
+#include "lab.h"
+#include "sim.h"
+
+/* ---- ranks, meshes --------------------------------------------------------------------------- */
+
+static void on_ranks(int size, void (*body)(fsdp_world *world, const void *arg), const void *arg) {
+    lab_on_worlds(size, NULL, body, arg);
+}
+
+/* Dims of size 0 at the end are left out; names NULL: unnamed. */
+static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
+    const int32_t shape[3] = {a, b, c};
+    return lab_mesh(world, c ? 3 : b ? 2 : 1, shape, names, NULL);
+}
+
+static const char *const hsdp_names[] = {"replicate", "shard"};
+static const char *const tp_names[] = {"dp", "tp"};
+static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
+
+/* ---- a model whose truth is known ------------------------------------------------------------ */
+
+/* The loss of a rank is linear in the parameters, so that its gradient is a small integer that a
+   hash gives, and everything is exact in f32: parameters are compared in every forward and every
+   backward, gradients and shards after it. */
+enum { MAX_UNITS = 8 };
+typedef struct {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[MAX_UNITS];
+    int count, step;
+    int ranks, place;   /* over which gradients are averaged, and which of them I am */
+    fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
+    int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
+    fsdp_adamw *adam;   /* updates in place of descent: one step, its first */
+} toy;
+
+static int toy_hash(int a, int b, int c, int64_t e) {
+    uint64_t state = (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)c * 101 +
+                     (uint64_t)e * 31 + 5;
+    return (int)(h_rand64(&state) >> 40);
+}
+static double toy_start(int u, int i, int64_t e) { return toy_hash(u, i, 1, e) % 64 / 4.0 - 8; }
+static double toy_slope(int rank, int step, int u, int i, int64_t e) {
+    return toy_hash(u + 16 * step, i, 2 + rank, e) % 17 - 8;
+}
+static double toy_mean(const toy *t, int step, int u, int i, int64_t e) {
+    double sum = 0;
+    for (int r = 0; r < t->ranks; r++) sum += toy_slope(r, step, u, i, e);
+    return sum / t->ranks;
+}
+static double toy_truth(const toy *t, int u, int i, int64_t e) {
+    double value = toy_start(u, i, e);
+    for (int s = 0; s < t->step; s++) value -= toy_mean(t, s, u, i, e) / 2;
+    return value;
+}
+
+static int unit_of(const fsdp_param_view *v) { return (int)(intptr_t)v->unit_user; }
+/* Bytes (of integer parameters, which are frozen) hold the low ones of four times the value. */
+static double as_stored(const fsdp_param_view *v, double value) {
+    if (!fsdp_dtype_is_float(v->dtype)) return (double)(uint8_t)(int)(value * 4);
+    return lab_round(v->dtype, value);
+}
+
+static void toy_fill(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(
+            block->data, block->dtype, k,
+            as_stored(block, toy_start(unit_of(block), block->index, fsdp_view_index(block, k))));
+}
+
+static void toy_begin(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place) {
+    memset(t, 0, sizeof *t);
+    t->world = world;
+    t->ranks = ranks;
+    t->place = place;
+    t->compute = md ? md->param_dtype : FSDP_DTYPE_KEEP;
+    CALL(world, fsdp_model_create(world, md, &t->model));
+}
+
+static void toy_unit(toy *t, const fsdp_unit_desc *desc, const fsdp_param_desc *params, int count) {
+    fsdp_unit_desc ud = FSDP_ZERO;
+    CHECK(t->count < MAX_UNITS);
+    if (desc) ud = *desc;
+    ud.params = params;
+    ud.num_params = count;
+    ud.user = (void *)(intptr_t)t->count;
+    CALL(t->world, fsdp_fully_shard(t->model, &ud, &t->unit[t->count]));
+    t->count++;
+}
+
+static int params_of(const toy *t, int u) {
+    fsdp_param_view v = FSDP_ZERO;
+    int count = 0;
+    while (fsdp_next_param(t->model, &v)) count += unit_of(&v) == u;
+    return count;
+}
+
+/* The gathered parameters are the true ones, to the bit. */
+static void toy_look(const toy *t, int u) {
+    for (int i = 0, count = params_of(t, u); i < count; i++) {
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
+        fsdp_dtype dtype = t->compute && fsdp_dtype_is_float(v.dtype) ? t->compute : v.dtype;
+        const void *data = fsdp_data(t->unit[u], i);
+        W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) {
+            double truth = as_stored(&v,
+                                     v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
+            if (t->quantised && v.ndim == 2) truth = lab_round(FSDP_BF16, truth);
+            if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
+            W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
+                    t->step, v.unit_name, v.name, (long long)e, lab_get(data, dtype, e), truth);
+        }
+    }
+}
+
+static void toy_slopes(const toy *t, int u) {
+    for (int i = 0, count = params_of(t, u); i < count; i++) {
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
+        if (!v.requires_grad) continue;
+        fsdp_dtype dtype = t->compute ? t->compute : v.dtype;
+        void *grad = fsdp_grad(t->unit[u], i);
+        W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            lab_put(grad, dtype, e,
+                    lab_get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
+    }
+}
+
+static void toy_forward(const toy *t) {
+    for (int u = 0; u < t->count; u++) {
+        CALL(t->world, fsdp_pre_forward(t->unit[u]));
+        toy_look(t, u);
+        CALL(t->world, fsdp_post_forward(t->unit[u]));
+    }
+}
+
+/* My shards are my rows of the true parameters. */
+static void toy_shards(const toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t e = fsdp_view_index(&v, k);
+            double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
+                                                         : toy_start(unit_of(&v), v.index, e));
+            W_CHECK(lab_get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
+                    t->step, v.unit_name, v.name, lab_get(v.shard, v.dtype, k), truth);
+        }
+}
+
+/* PyTorch's Adam: no weight decay. */
+static void toy_adam(toy *t) {
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    ad.weight_decay = 0;
+    CALL(t->world, fsdp_adamw_create(t->model, &ad, &t->adam));
+}
+
+/* The first step of Adam goes by the rate, against the sign of the gradient. */
+static void check_adam(double got, double before, double grad) {
+    CHECK_NEAR(got, before - (grad > 0 ? 0.01 : grad < 0 ? -0.01 : 0), 2e-6);
+}
+
+/* Forward, backward, gradients compared with the mean of all ranks, one step of descent or Adam. */
+static void toy_step(toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    toy_forward(t);
+    for (int u = t->count - 1; u >= 0; u--) {
+        CALL(t->world, fsdp_pre_backward(t->unit[u]));
+        toy_look(t, u);
+        toy_slopes(t, u);
+        CALL(t->world, fsdp_post_backward(t->unit[u]));
+    }
+    CALL(t->world, fsdp_finalize_backward(t->model));
+    while (fsdp_next_param(t->model, &v)) {
+        W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+            double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
+            double grad = lab_get(v.shard_grad, v.grad_dtype, k);
+            W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
+                    v.name, grad, mean);
+            if (!t->adam) lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
+        }
+    }
+    if (t->adam) {
+        CALL(t->world, fsdp_adamw_step(t->adam, 0.01));
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(t->model, &v))
+            for (int64_t k = 0; k < v.numel; k++) {
+                int64_t e = fsdp_view_index(&v, k);
+                check_adam(lab_get(v.shard, v.dtype, k), toy_truth(t, unit_of(&v), v.index, e),
+                           toy_mean(t, t->step, unit_of(&v), v.index, e));
+            }
+        return;
+    }
+    CALL(t->world, fsdp_params_changed(t->model));
+    CALL(t->world, fsdp_zero_grad(t->model));
+    t->step++;
+    toy_shards(t);
+}
+
+/* in_proj (mult*dim, dim), out_proj (dim, mult*dim), each with a bias. */
+static int mlp(fsdp_param_desc *p, int dim, int mult) {
+    p[0] = fsdp_mat("in_proj.weight", mult * dim, dim);
+    p[1] = fsdp_vec("in_proj.bias", mult * dim);
+    p[2] = fsdp_mat("out_proj.weight", dim, mult * dim);
+    p[3] = fsdp_vec("out_proj.bias", dim);
+    return 4;
+}
+
+/* A model of MLPs, filled. */
+static void toy_mlps(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place,
+                     int count, int dim) {
+    fsdp_param_desc p[4];
+    toy_begin(t, world, md, ranks, place);
+    for (int i = 0; i < count; i++) toy_unit(t, NULL, p, mlp(p, dim, 4));
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* ---- where parameters are -------------------------------------------------------------------- */
+
+static int on_the_device(sim *s, const void *ptr) {
+    const sim_block *b = sim_find(s, ptr);
+    return b && b->kind != FSDP_MEMORY_PINNED; /* the comm's memory is the device's, too */
+}
+
+/* Shards, gradients and slots lie in the device's memory. */
+TEST(fully_shard_init, device_arg) {
+    sim s;
+    toy t;
+    sim_init(&s, 4, 1);
+    CHECK(sim_open(&s));
+    toy_mlps(&t, s.world, NULL, 4, 1, 2, 8);
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t.model, &v)) CHECK(on_the_device(&s, v.shard));
+    CHECK_OK(fsdp_pre_forward(t.unit[1]));
+    for (int i = 0; i < 4; i++) CHECK(on_the_device(&s, fsdp_data(t.unit[1], i)));
+    CHECK_OK(fsdp_post_forward(t.unit[1]));
+    CHECK_OK(fsdp_pre_backward(t.unit[1]));
+    for (int i = 0; i < 4; i++) CHECK(on_the_device(&s, fsdp_grad(t.unit[1], i)));
+    CHECK_OK(fsdp_post_backward(t.unit[1]));
+    CHECK_OK(fsdp_finalize_backward(t.model));
+    CHECK_OK(fsdp_param_view_get(t.unit[1], 2, &v));
+    CHECK(on_the_device(&s, v.shard_grad));
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* A full tensor in host memory goes to the device's; the tensor itself stays the user's. */
+TEST(fully_shard_init, move_states_tensor) {
+    sim s;
+    float full[8 * 4];
+    fsdp_param_desc p[1] = {fsdp_mat("w", 8, 4)};
+    toy t;
+    sim_init(&s, 4, 1);
+    CHECK(sim_open(&s));
+    toy_begin(&t, s.world, NULL, 4, 1);
+    toy_unit(&t, NULL, p, 1);
+    for (int e = 0; e < 32; e++) full[e] = (float)e;
+    CHECK_OK(fsdp_param_load(t.unit[0], 0, full));
+    fsdp_param_view v;
+    CHECK_OK(fsdp_param_view_get(t.unit[0], 0, &v));
+    CHECK(sim_find(&s, v.shard));
+    CHECK(!sim_find(&s, full));
+    CHECK_EQ_INT(v.numel, 8);
+    for (int k = 0; k < 8; k++) CHECK_NEAR(((const float *)v.shard)[k], 8 + k, 0);
+    for (int e = 0; e < 32; e++) CHECK_NEAR(full[e], e, 0);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* A parameter that no unit manages is nowhere in the model. */
+TEST(fully_shard_init, move_states_ignored) {
+    sim s;
+    float ignored[16], before[16];
+    fsdp_param_desc p[4];
+    toy t;
+    for (int e = 0; e < 16; e++) ignored[e] = before[e] = (float)e / 4;
+    sim_init(&s, 1, 0);
+    CHECK(sim_open(&s));
+    toy_begin(&t, s.world, NULL, 1, 0);
+    toy_unit(&t, NULL, p, mlp(p, 4, 4));
+    CHECK_OK(fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+    CHECK_EQ_INT(fsdp_num_params(t.model), 4);
+    CHECK(!sim_find(&s, ignored));
+    CHECK_EQ_MEM(ignored, before, sizeof ignored);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* ---- meshes that are refused ----------------------------------------------------------------- */
+
+static void invalid_mesh(fsdp_world *world, const void *arg) {
+    int three = arg != NULL, size = fsdp_world_size(world);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_model *model;
+    static const char *const names[] = {"a", "b", "c"};
+    md.mesh = three ? mesh_of(world, size, 1, 1, names) : mesh_of(world, 2, size / 2, 0, NULL);
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_model_create(world, &md, &model),
+               three ? "mesh_info" : "name");
+    CHECK(!model);
+    toy t;
+    fsdp_param_desc p[1] = {fsdp_vec("b", 3)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy_begin(&t, world, NULL, size, fsdp_rank(world));
+    ud.mesh = md.mesh; /* of a unit too */
+    ud.params = p;
+    ud.num_params = 1;
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
+               three ? "mesh_info" : "name");
+    toy_unit(&t, NULL, p, 1);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, invalid_mesh_ndim) { on_ranks(4, invalid_mesh, "3-D"); }
+TEST(fully_shard_init, 2d_mesh_without_mesh_dim_names) { on_ranks(4, invalid_mesh, NULL); }
+
+/* ---- what a unit manages --------------------------------------------------------------------- */
+
+/* Units as text, "name: parameter parameter | ...": what each gathers is the sum of its own. */
+typedef struct {
+    const char *units, *expected;
+    int replicated; /* this unit is replicated, not sharded: DDP; -1: none */
+    int twice;      /* this one is opened twice; -1: none */
+} managed;
+
+static void managed_build(toy *t, const managed *m, fsdp_world *world) {
+    char text[256], *rest = text, *one;
+    fsdp_mesh_info ddp;
+    fsdp_mesh *mesh;
+    snprintf(text, sizeof text, "%s", m->units);
+    CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
+    CALL(world, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &ddp));
+    toy_begin(t, world, NULL, fsdp_world_size(world), fsdp_rank(world));
+    while ((one = strtok_r(rest, "|", &rest))) {
+        char *word, *words = one;
+        fsdp_param_desc p[8];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        int n = 0;
+        ud.name = strtok_r(words, ": ", &words);
+        for (; (word = strtok_r(words, " ", &words)) && n < 8; n++) p[n] = fsdp_mat(word, 4, 2 + n);
+        ud.mesh_info = t->count == m->replicated ? &ddp : NULL;
+        toy_unit(t, &ud, p, n);
+    }
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+typedef struct {
+    const toy *toy;
+    int64_t gathered[MAX_UNITS];
+} managed_count;
+
+static int managed_op(void *user, fsdp_model *model, fsdp_op *op) {
+    managed_count *c = (managed_count *)user;
+    (void)model;
+    for (int u = 0; op->kind == FSDP_OP_ALL_GATHER && u < c->toy->count; u++)
+        if (op->unit == c->toy->unit[u]) c->gathered[u] += (int64_t)op->count;
+    return 0;
+}
+
+static void manages(fsdp_world *world, const void *arg) {
+    const managed *m = (const managed *)arg;
+    char text[512] = "";
+    toy t;
+    managed_count c = {&t, {0}};
+    int64_t own[MAX_UNITS] = {0};
+    int unit = -1;
+    managed_build(&t, m, world);
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t.model, &v)) {
+        size_t used = strlen(text);
+        CHECK(v.unit == t.unit[unit_of(&v)]);
+        CHECK_EQ_STR(v.unit_name, fsdp_unit_name(v.unit));
+        snprintf(text + used, sizeof text - used, "%s%s.%s", used ? " " : "", v.unit_name, v.name);
+        CHECK(unit_of(&v) == unit ? v.index > 0 : v.index == 0);
+        unit = unit_of(&v);
+        if (unit != m->replicated) own[unit] += lab_full_numel(&v) / t.ranks;
+    }
+    CHECK_EQ_STR(text, m->expected);
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = managed_op;
+    watcher.user = &c;
+    CALL(world, fsdp_attach(t.model, &watcher));
+    for (int u = 0; u < t.count; u++)
+        for (int k = 0; k <= (u == m->twice); k++) {
+            CALL(world, fsdp_pre_forward(t.unit[u]));
+            toy_look(&t, u);
+            CALL(world, fsdp_post_forward(t.unit[u]));
+        }
+    for (int u = 0; u < t.count; u++)
+        W_CHECK(c.gathered[u] == own[u] * (u == m->twice ? 2 : 1), "unit %d gathers %lld, not %lld",
+                u, (long long)c.gathered[u], (long long)own[u]);
+    CALL(world, fsdp_detach(t.model, &watcher));
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+
+static void test_managed(const char *units, const char *expected, int replicated, int twice) {
+    managed m;
+    m.units = units;
+    m.expected = expected;
+    m.replicated = replicated;
+    m.twice = twice;
+    on_ranks(2, manages, &m);
+}
+
+TEST(fully_shard_init, managed_modules_single) { test_managed("a: w b v", "a.w a.b a.v", -1, -1); }
+TEST(fully_shard_init, managed_modules_nested) { /* b inside of a, made first as upstream asks */
+    test_managed("b: w b | a: v c", "b.w b.b a.v a.c", -1, -1);
+}
+TEST(fully_shard_init, managed_modules_nested_and_replicate) {
+    test_managed("b: w b | c: r | a: v c", "b.w b.b c.r a.v a.c", 1, -1);
+}
+TEST(fully_shard_init, managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
+    test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
+}
+TEST(fully_shard_init, managed_modules_list) { /* two layers in one call */
+    test_managed("a: l0.w l0.b l1.w l1.b", "a.l0.w a.l0.b a.l1.w a.l1.b", -1, -1);
+}
+TEST(fully_shard_init, managed_states_shared) { /* a tied parameter is one parameter of one unit */
+    test_managed("a: tok out | b: w", "a.tok a.out b.w", -1, 0);
+}
+TEST(fully_shard_init, managed_states_nested) {
+    test_managed("c: w | b: v | a: s", "c.w b.v a.s", -1, -1);
+}
+TEST(fully_shard_init, managed_states_list) {
+    test_managed("b: l0.w l1.w | a: s", "b.l0.w b.l1.w a.s", -1, -1);
+}
+TEST(fully_shard_init, get_param_module_infos_shared) {
+    test_managed("a: emb.w lin.b | b: out.b", "a.emb.w a.lin.b b.out.b", -1, 0);
+}
+TEST(fully_shard_init, get_param_module_infos_duplicates) {
+    test_managed("a: mlp.in.w mlp.in.b mlp.out.w mlp.out.b",
+                 "a.mlp.in.w a.mlp.in.b a.mlp.out.w a.mlp.out.b", -1, 0);
+}
+TEST(fully_shard_init, get_param_module_infos_list) {
+    test_managed("a: 0.in.w 0.in.b 1.in.w 1.in.b | b: norm",
+                 "a.0.in.w a.0.in.b a.1.in.w a.1.in.b b.norm", -1, -1);
+}
+
+/* ---- how parameters are sharded -------------------------------------------------------------- */
+
+/* Global shape, placement and contents of every shard: chunk `place` of torch.chunk. */
+static void check_chunks(const toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v)) {
+        int64_t rows[64], starts[64], shape[FSDP_MAX_DIMS];
+        CHECK_EQ_INT(v.shard_dim, 0);
+        CHECK_OK(fsdp_chunk_with_empty(v.shape[0], t->ranks, rows, starts));
+        CHECK_OK(fsdp_dim_chunked_size(v.shape, v.ndim, 0, t->ranks, t->place, shape));
+        CHECK_EQ_MEM(shape, v.local_shape, sizeof *shape * (size_t)v.ndim);
+        CHECK_EQ_INT(v.local_shape[0], rows[t->place]);
+        CHECK_EQ_INT(v.numel, rows[t->place] * (v.ndim == 2 ? v.shape[1] : 1));
+        if (v.numel)
+            CHECK_EQ_INT(fsdp_view_index(&v, 0), starts[t->place] * v.numel / rows[t->place]);
+    }
+    toy_shards(t);
+}
+
+/* Three MLPs of 3 and 9 in one unit; then two of them share their first linear. */
+static void shard_tensor(fsdp_world *world, const void *arg) {
+    const int rank = fsdp_rank(world);
+    (void)arg;
+    for (int shared = 0; shared < 2; shared++) {
+        fsdp_param_desc p[12];
+        int count = 0;
+        toy t;
+        for (int m = 0; m < 3; m++) {
+            count += mlp(p + count, 3, 3); /* (9, 3), 9, (3, 9), 3 */
+            if (!shared || m != 1) continue;
+            count -= 2; /* its in_proj is that of the first */
+            memmove(p + count - 2, p + count, 2 * sizeof *p);
+        }
+        for (int i = 0; i < count; i++) p[i].name = NULL;
+        toy_begin(&t, world, NULL, 2, rank);
+        toy_unit(&t, NULL, p, count);
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        CHECK_EQ_INT(params_of(&t, 0), shared ? 10 : 12);
+        for (int step = 0; step < 2; step++) {
+            for (int i = 0; i < count; i++) {
+                fsdp_param_view v = lab_view(world, t.unit[0], i);
+                int64_t rows = p[i].shape[0], first = (rows + 1) / 2;
+                CHECK_EQ_MEM(v.shape, p[i].shape, sizeof *v.shape * (size_t)v.ndim); /* global */
+                CHECK_EQ_INT(v.local_shape[0], rank ? rows - first : first);
+                for (int64_t k = 0; k < v.numel; k++) {
+                    int64_t e = k + (rank ? first * (v.ndim == 2 ? v.shape[1] : 1) : 0);
+                    CHECK_NEAR(lab_get(v.shard, FSDP_F32, k), toy_truth(&t, 0, i, e), 0);
+                }
+            }
+            check_chunks(&t);
+            for (int k = 0; k <= shared; k++) { /* in two places */
+                CALL(world, fsdp_pre_forward(t.unit[0]));
+                toy_look(&t, 0);
+                CALL(world, fsdp_post_forward(t.unit[0]));
+            }
+            CALL(world, fsdp_model_reset(t.model));
+            toy_step(&t);
+        }
+        check_chunks(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
+
+static void raise_scalar(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_vec("weight", 4), FSDP_ZERO};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy t;
+    p[1].name = "temperature";
+    ud.params = p;
+    ud.num_params = 2;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    fsdp_status got = fsdp_fully_shard(t.model, &ud, &t.unit[0]);
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "temperature");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "vector of one element");
+    CHECK_EQ_INT(fsdp_num_units(t.model), 0);
+    p[1] = fsdp_vec("temperature", 1);
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
+
+static void invalid_dim(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_mat("weight", 16, 16), fsdp_vec("bias", 16)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy t;
+    p[0].shard_dim = p[1].shard_dim = 1;
+    ud.params = p;
+    ud.num_params = 2;
+    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), "bias");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
+               "shard_dim is 1");
+    p[1].shard_dim = 0;
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, invalid_shard_dim) { on_ranks(8, invalid_dim, NULL); }
+
+/* PyTorch's transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output is tied
+   to the embedding, so it is no parameter of its own. layer -1: what is in no layer. */
+static int transformer(fsdp_param_desc *p, int layer) {
+    static const char *const square[] = {"wq", "wk", "wv", "wo"};
+    static const char *const norms[] = {"attention_norm.weight", "attention_norm.bias",
+                                        "ffn_norm.weight", "ffn_norm.bias"};
+    if (layer < 0) {
+        p[0] = fsdp_mat("tok_embeddings", 8, 16);
+        p[1] = fsdp_mat("pos_embeddings", 16, 16);
+        p[2] = fsdp_vec("norm.weight", 16);
+        p[3] = fsdp_vec("norm.bias", 16);
+        return 4;
+    }
+    for (int i = 0; i < 4; i++) p[i] = fsdp_mat(square[i], 16, 16);
+    p[4] = fsdp_mat("w1.weight", 64, 16);
+    p[5] = fsdp_vec("w1.bias", 64);
+    p[6] = fsdp_mat("w2.weight", 16, 64);
+    p[7] = fsdp_vec("w2.bias", 16);
+    for (int i = 0; i < 4; i++) p[8 + i] = fsdp_vec(norms[i], 16);
+    return 12;
+}
+
+enum { LARGEST = 1, LAST };
+
+static void shard_dims(fsdp_world *world, const void *arg) {
+    int rule = *(const int *)arg, beside = 0;
+    fsdp_param_desc p[12];
+    toy t;
+    float full[64 * 16];
+    toy_begin(&t, world, NULL, fsdp_world_size(world), fsdp_rank(world));
+    for (int layer = -1; layer < 3; layer++) {
+        int n = transformer(p, layer);
+        for (int i = 0; i < n; i++) /* of equal dims the first one */
+            p[i].shard_dim = rule == LAST ? -1 : p[i].shape[1] > p[i].shape[0];
+        toy_unit(&t, NULL, p, n);
+    }
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int round = 0; round < 2; round++) {
+        fsdp_param_view v = FSDP_ZERO;
+        while (fsdp_next_param(t.model, &v)) {
+            int dim = rule == LAST ? v.ndim - 1 : v.ndim == 2 && v.shape[1] > v.shape[0];
+            CHECK_EQ_INT(v.shard_dim, dim);
+            CHECK_EQ_INT(v.local_shape[dim] * t.ranks, v.shape[dim]);
+            beside += dim == 1;
+            CALL(world, fsdp_param_full(v.unit, v.index, full));
+            for (int64_t e = 0; e < lab_full_numel(&v); e++)
+                CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+        }
+        toy_step(&t);
+    }
+    CHECK(beside > 0);
+}
+TEST(fully_shard_init, init_1d_transformer_shard_largest_dim) {
+    int rule = LARGEST;
+    on_ranks(8, shard_dims, &rule);
+}
+TEST(fully_shard_init, init_1d_transformer_shard_dim_neg1) {
+    int rule = LAST;
+    on_ranks(8, shard_dims, &rule);
+}
+
+/* Upstream refuses; here every dim may be uneven. */
+static void uneven_largest(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[3] = {fsdp_mat("wide", 4, 17), fsdp_mat("tall", 17, 4), fsdp_vec("b", 17)};
+    float full[17 * 4];
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    p[0].shard_dim = 1;
+    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 3);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int i = 0; i < 2; i++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        fsdp_range range;
+        CHECK_OK(fsdp_shard_range(17, 8, t.place, &range));
+        CHECK_EQ_INT(v.local_shape[v.shard_dim], range.count); /* 3 3 3 3 3 2 0 0 */
+        CALL(world, fsdp_param_full(v.unit, v.index, full));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, 0, v.index, e), 0);
+    }
+}
+TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
+
+/* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
+static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)model;
+    if (op->kind == FSDP_OP_ALL_GATHER) {
+        CHECK_EQ_INT(op->dtype, FSDP_U8);
+        CHECK_EQ_INT(op->count, 128 * 256 * (1 + 4)); /* rows of one rank, in bytes */
+        *(int *)user += 1;
+    }
+    return 0;
+}
+static void mixed_dtypes(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_mat("w_fp8", 256, 256), fsdp_mat("w_fp32", 256, 256)};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = bytes_op;
+    int gathers = 0;
+    toy t;
+    p[0].dtype = FSDP_U8;
+    p[0].frozen = 1;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    watcher.user = &gathers;
+    CALL(world, fsdp_attach(t.model, &watcher));
+    toy_step(&t);
+    CHECK_EQ_INT(gathers, 2);
+}
+TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_ranks(2, mixed_dtypes, NULL); }
+
+/* ---- parameters that are already split by tensor parallelism --------------------------------- */
+
+/* The unit of a rank describes its own part of each parameter, and its mesh is the data-parallel
+   part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts it: split
+   over tp first, then over dp. */
+typedef struct {
+    const char *name;
+    int rows, cols;        /* of the whole; cols 0: a vector */
+    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
+} tp_param;
+
+typedef struct {
+    toy toy;
+    const tp_param *params;
+    int count, tp_rank, tp_size;
+    fsdp_range cut[8]; /* along tp_dim */
+} tp_model;
+
+/* Element k of the tp part of parameter i, in the whole parameter. */
+static int64_t tp_element(const tp_model *m, int i, int64_t k) {
+    const tp_param *p = &m->params[i];
+    int64_t cols = p->cols ? p->cols : 1;
+    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
+    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
+    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
+}
+
+static void tp_fill(void *user, const fsdp_param_view *block) {
+    const tp_model *m = (const tp_model *)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        ((float *)block->data)[k] = (float)toy_start(
+            0, block->index, tp_element(m, block->index, fsdp_view_index(block, k)));
+}
+
+/* dim tp of the mesh is its last one; those before it are data parallel. */
+static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_param *params,
+                     int count) {
+    int tp = fsdp_mesh_ndim(mesh) - 1;
+    const int32_t dims[2] = {0, 1};
+    fsdp_param_desc p[8];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *dp;
+    memset(m, 0, sizeof *m);
+    CALL(world, fsdp_mesh_slice(mesh, dims, tp, &dp));
+    md.mesh = dp;
+    toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), fsdp_mesh_rank(dp, 0));
+    if (tp == 2) m->toy.place = 2 * m->toy.place + fsdp_mesh_rank(dp, 1);
+    m->params = params;
+    m->count = count;
+    m->tp_rank = fsdp_mesh_rank(mesh, tp);
+    m->tp_size = fsdp_mesh_size(mesh, tp);
+    for (int i = 0; i < count; i++) {
+        int whole = params[i].tp_dim == 1 ? params[i].cols : params[i].rows;
+        CHECK_OK(fsdp_shard_range(whole, m->tp_size, m->tp_rank, &m->cut[i]));
+        int64_t rows = params[i].tp_dim == 0 ? m->cut[i].count : params[i].rows;
+        int64_t cols = params[i].tp_dim == 1 ? m->cut[i].count : params[i].cols;
+        p[i] = cols ? fsdp_mat(params[i].name, rows, cols) : fsdp_vec(params[i].name, rows);
+        p[i].shard_dim = params[i].shard_dim;
+    }
+    toy_unit(&m->toy, NULL, p, count);
+    CALL(world, fsdp_init_params(m->toy.model, tp_fill, m));
+}
+
+/* Gathered over dp, every rank has its part of the whole. */
+static void tp_check(const tp_model *m, double offset) {
+    float full[1024];
+    for (int i = 0; i < m->count; i++) {
+        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
+        CHECK(lab_full_numel(&v) <= 1024);
+        CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
+    }
+}
+
+/* My shard is where the placements put it: rows or columns of the tp part, split over dp. */
+static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
+    int dp = fsdp_mesh_rank(mesh, 0);
+    for (int i = 0; i < m->count; i++) {
+        const tp_param *p = &m->params[i];
+        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
+        int64_t part[2] = {p->rows, p->cols};
+        fsdp_range cut;
+        if (p->tp_dim >= 0) part[p->tp_dim] = m->cut[i].count;
+        CHECK_OK(fsdp_shard_range(part[p->shard_dim], fsdp_mesh_size(mesh, 0), dp, &cut));
+        CHECK_EQ_INT(v.shard_dim, p->shard_dim);
+        CHECK_EQ_INT(v.start[p->shard_dim], cut.start);
+        for (int d = 0; d < v.ndim; d++)
+            CHECK_EQ_INT(v.local_shape[d], d == p->shard_dim ? cut.count : part[d]);
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t width = v.ndim == 2 ? v.local_shape[1] : 1, of = v.ndim == 2 ? part[1] : 1;
+            int64_t row = k / width + v.start[0], col = k % width + (v.ndim == 2 ? v.start[1] : 0);
+            CHECK_NEAR(((float *)v.shard)[k], toy_start(0, i, tp_element(m, i, row * of + col)), 0);
+        }
+    }
+}
+
+/* A step of all parts: gradients are those of the elements in the whole parameter, averaged over
+   dp. */
+static void tp_step(tp_model *m) {
+    fsdp_world *world = m->toy.world;
+    toy *t = &m->toy;
+    fsdp_param_view v = FSDP_ZERO;
+    lab_forward(world, t->unit[0]);
+    CALL(world, fsdp_pre_backward(t->unit[0]));
+    for (int i = 0; i < m->count; i++) {
+        const float *data = (const float *)fsdp_data(t->unit[0], i);
+        float *grad = (float *)fsdp_grad(t->unit[0], i);
+        v = lab_view(world, t->unit[0], i);
+        for (int64_t k = 0; k < lab_full_numel(&v); k++) {
+            int64_t e = tp_element(m, i, k);
+            CHECK_NEAR(data[k], toy_truth(t, 0, i, e), 0);
+            grad[k] += (float)toy_slope(t->place, t->step, 0, i, e);
+        }
+    }
+    CALL(world, fsdp_post_backward(t->unit[0]));
+    CALL(world, fsdp_finalize_backward(t->model));
+    memset(&v, 0, sizeof v);
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
+            float grad = ((const float *)v.shard_grad)[k];
+            CHECK_NEAR(grad, toy_mean(t, t->step, 0, v.index, e), 0);
+            if (!t->adam) ((float *)v.shard)[k] -= grad / 2;
+        }
+    if (t->adam) {
+        CALL(world, fsdp_adamw_step(t->adam, 0.01));
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(t->model, &v))
+            for (int64_t k = 0; k < v.numel; k++) {
+                int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
+                check_adam((double)((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
+                           toy_mean(t, t->step, 0, v.index, e));
+            }
+        return;
+    }
+    CALL(world, fsdp_params_changed(t->model));
+    CALL(world, fsdp_zero_grad(t->model));
+    t->step++;
+}
+
+/* Summed over tp the parts add up to the whole: no element is missing, none is there twice. */
+static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
+    fsdp_world *world = m->toy.world;
+    float part[1024], whole[1024];
+    for (int i = 0; i < m->count; i++) {
+        const tp_param *p = &m->params[i];
+        fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
+        int64_t count = p->rows * (p->cols ? p->cols : 1);
+        CHECK(count <= 1024);
+        memset(whole, 0, sizeof whole);
+        CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
+        CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
+        for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_truth(&m->toy, 0, i, e), 0);
+    }
+}
+
+static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
+                                  {"in_proj.bias", 27, 0, 0, 0},
+                                  {"out_proj.weight", 9, 27, 1, 0},
+                                  {"out_proj.bias", 9, 0, -1, 0}};
+
+/* The columns of out_proj are split by tp, its rows by dp, and so on: as the placements say. */
+static void shard_dtensor(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
+    tp_model m;
+    tp_build(&m, world, mesh, tp_mlp, 4);
+    int dp = fsdp_mesh_rank(mesh, 0), tp = fsdp_mesh_rank(mesh, 1);
+    fsdp_param_view v;
+    fsdp_range outer, inner;
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 0, &v)); /* _StridedShard(0, 2), Shard(0) */
+    CHECK_OK(fsdp_shard_range(27, 2, tp, &outer));
+    CHECK_OK(fsdp_shard_range(outer.count, 2, dp, &inner));
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 0, (outer.start + inner.start) * 9 + k), 0);
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 2, &v)); /* Shard(0), Shard(1) */
+    CHECK_OK(fsdp_shard_range(9, 2, dp, &inner));
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    CHECK_EQ_INT(v.local_shape[1], outer.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(
+            ((float *)v.shard)[k],
+            toy_start(0, 2, (inner.start + k / outer.count) * 27 + outer.start + k % outer.count),
+            0);
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 3, &v)); /* Shard(0), Replicate */
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 3, inner.start + k), 0);
+    tp_check_shards(&m, mesh); /* all four, in_proj.bias too */
+    tp_check(&m, 0);
+}
+TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
+
+/* FSDP and tensor parallelism split different dims of every matrix. */
+static void diff_dim(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const tp_param params[] = {{"wq", 16, 16, 0, 1},
+                                      {"wo", 16, 16, 1, 0},
+                                      {"w1", 64, 16, 0, 1},
+                                      {"w2", 16, 64, 1, 0},
+                                      {"norm", 16, 0, -1, 0}};
+    fsdp_mesh *mesh = mesh_of(world, 4, 2, 0, tp_names), *tp = lab_slice(world, mesh, 1);
+    tp_model m;
+    tp_build(&m, world, mesh, params, 5);
+    tp_check_shards(&m, mesh);
+    tp_check(&m, 0);
+    for (int step = 0; step < 2; step++) {
+        tp_whole(&m, tp);
+        tp_step(&m);
+    }
+    tp_whole(&m, tp);
+}
+TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
+
+/* ---- the root, names, the first step --------------------------------------------------------- */
+
+/* PyTorch's model: a root that holds the second of two MLPs, units of both linears of the first. */
+static void lazy_model(toy *t, fsdp_world *world) {
+    static const char *const names[] = {"0.in_proj", "0.out_proj", "root"};
+    fsdp_param_desc p[4] = {fsdp_mat("weight", 32, 8), fsdp_vec("bias", 32)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy_begin(t, world, NULL, 2, fsdp_rank(world));
+    ud.name = names[0];
+    toy_unit(t, &ud, p, 2);
+    p[0] = fsdp_mat("weight", 8, 32), p[1] = fsdp_vec("bias", 8);
+    ud.name = names[1];
+    toy_unit(t, &ud, p, 2);
+    mlp(p, 8, 4);
+    p[0].name = "1.in_proj.weight", p[1].name = "1.in_proj.bias";
+    p[2].name = "1.out_proj.weight", p[3].name = "1.out_proj.bias";
+    ud.name = names[2], ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+    toy_unit(t, &ud, p, 4);
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* No unit is found to be the root: all are of one model, in the order in which they were made, and
+   each may be the first that is used. */
+static void no_root(fsdp_world *world, const void *arg) {
+    (void)arg;
+    for (int first = 0; first < 3; first++) {
+        toy t;
+        lazy_model(&t, world);
+        CALL(world, fsdp_model_commit(t.model));
+        CHECK_EQ_INT(fsdp_num_units(t.model), 3);
+        lab_forward(world, t.unit[first]);
+        for (int u = 0; u < 3; u++) {
+            fsdp_param_view v = lab_view(world, t.unit[u], 0);
+            CHECK_EQ_INT(v.ordinal, 2 * u);
+            CHECK_EQ_INT(fsdp_unit_storage(t.unit[u]),
+                         u == first && u == 2 ? FSDP_STORAGE_UNSHARDED : FSDP_STORAGE_SHARDED);
+        }
+        CALL(world, fsdp_model_reset(t.model));
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_init, is_root) { on_ranks(2, no_root, NULL); }
+
+static void names_of(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const char *const expected[] = {"0.in_proj.weight",       "0.in_proj.bias",
+                                           "0.out_proj.weight",      "0.out_proj.bias",
+                                           "root.1.in_proj.weight",  "root.1.in_proj.bias",
+                                           "root.1.out_proj.weight", "root.1.out_proj.bias"};
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    lazy_model(&t, world);
+    CHECK_EQ_INT(fsdp_num_params(t.model), 8);
+    for (int k = 0; k < 8; k++) {
+        char text[64];
+        CALL(world, fsdp_param_at(t.model, k, &v));
+        CHECK_EQ_STR(v.unit_name, fsdp_unit_name(v.unit));
+        snprintf(text, sizeof text, "%s.%s", v.unit_name, v.name);
+        CHECK_EQ_STR(text, expected[k]);
+        CHECK(v.unit == t.unit[k < 4 ? k / 2 : 2]);
+    }
+    CHECK(fsdp_param_at(t.model, 8, &v) == FSDP_ERR_INVALID_ARG);
+    toy_step(&t);
+}
+TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, names_of, NULL); }
+
+/* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
+   model is laid out once, and units that come too late are refused. */
+static void lazy_init(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[4];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_view a, b;
+    fsdp_unit *late;
+    toy t;
+    toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 2, 3);
+    ud.params = p;
+    ud.num_params = mlp(p, 3, 4);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, world, fsdp_fully_shard(t.model, &ud, &late),
+               "before the first"); /* no forward yet, but laid out */
+    CALL(world, fsdp_param_view_get(t.unit[1], 0, &a));
+    CALL(world, fsdp_pre_forward(t.unit[1]));
+    toy_look(&t, 1);
+    CALL(world, fsdp_post_forward(t.unit[1]));
+    CALL(world, fsdp_model_commit(t.model));
+    CALL(world, fsdp_model_commit(t.model));
+    CALL(world, fsdp_param_view_get(t.unit[1], 0, &b));
+    CHECK(a.shard == b.shard);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, world, fsdp_fully_shard(t.model, &ud, &late),
+               "before the first");
+    CHECK_EQ_INT(fsdp_num_units(t.model), 2);
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+TEST(fully_shard_init, double_lazy_init) { on_ranks(2, lazy_init, NULL); }
+
+/* A group of several layers that is used first is no error: it is a unit like others. */
+static void several_first(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[8];
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    int n = mlp(p, 3, 2), both = n + mlp(p + n, 5, 2);
+    for (int i = n; i < both; i++) p[i].name = NULL;
+    toy_unit(&t, NULL, p, both);
+    toy_unit(&t, NULL, p, n);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int i = 0; i < 2; i++) toy_step(&t);
+}
+TEST(fully_shard_init, multi_module_root) { on_ranks(2, several_first, NULL); }
+
+/* A parameter that is replaced between sharding and the first forward is the one that trains. */
+static void replaced(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[6 * 3];
+    fsdp_param_desc p[1] = {fsdp_mat("w", 6, 3)};
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 1);
+    for (int e = 0; e < 18; e++) full[e] = 99;
+    CALL(world, fsdp_param_load(t.unit[0], 0, full));
+    for (int e = 0; e < 18; e++) full[e] = (float)toy_start(0, 0, e);
+    CALL(world, fsdp_param_load(t.unit[0], 0, full));
+    toy_step(&t);
+}
+TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced, NULL); }
+
+/* ---- initialisation without the whole model anywhere ----------------------------------------- */
+
+static void fill_const(void *user, const fsdp_param_view *block) {
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(block->data, block->dtype, k, *(const double *)user);
+}
+
+static void shards_are(const toy *t, double expected) {
+    fsdp_param_view v = FSDP_ZERO;
+    int64_t seen = 0;
+    for (; fsdp_next_param(t->model, &v); seen++)
+        for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(lab_get(v.shard, v.dtype, k), expected, 0);
+    CHECK_EQ_INT(seen, fsdp_num_params(t->model));
+}
+
+/* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
+   step of Adam runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
+static void meta_device(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const int dims[] = {8, 3, 1, 8};
+    fsdp_mesh *mesh;
+    CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
+    for (int n = 0; n < 7; n++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_view v = FSDP_ZERO;
+        double constant = 1337;
+        fsdp_param_desc p[4];
+        toy t;
+        md.mesh = n < 6 ? mesh : NULL;
+        md.param_dtype = n % 2 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
+        md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
+        toy_begin(&t, world, &md, 4, fsdp_rank(world));
+        for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], n < 6 ? 1 : 4));
+        toy_adam(&t);
+        shards_are(&t, 0);
+        CALL(world, fsdp_init_params(t.model, fill_const, &constant));
+        shards_are(&t, constant);
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        while (fsdp_next_param(t.model, &v))
+            for (int64_t k = 0; k < v.numel; k++) CHECK(lab_get(v.shard, v.dtype, k) != constant);
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
+
+/* The same for the parts that tensor parallelism leaves. */
+static void meta_device_2d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const int dims[] = {8, 3};
+    for (int n = 0; n < 2; n++) {
+        const int d = dims[n];
+        const tp_param params[4] = {{"in_proj.weight", 4 * d, d, 0, 0},
+                                    {"in_proj.bias", 4 * d, 0, 0, 0},
+                                    {"out_proj.weight", d, 4 * d, 1, 0},
+                                    {"out_proj.bias", d, 0, -1, 0}};
+        fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
+        double constant = 1337;
+        fsdp_param_view v = FSDP_ZERO;
+        tp_model m;
+        tp_build(&m, world, mesh, params, 4);
+        toy_adam(&m.toy);
+        CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
+        shards_are(&m.toy, constant);
+        CALL(world, fsdp_init_params(m.toy.model, tp_fill, &m));
+        while (fsdp_next_param(m.toy.model, &v))
+            for (int64_t k = 0; k < v.numel; k++) CHECK(((float *)v.shard)[k] < 1000);
+        tp_check_shards(&m, mesh);
+        tp_step(&m);
+        fsdp_model_destroy(m.toy.model);
+    }
+}
+TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device_2d, NULL); }
+
+/* Upstream names the parameters that were left without data. Here there are none: a parameter that
+   nobody filled is zero, on every rank, padding included. */
+static void never_filled(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[4];
+    toy t;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    toy_unit(&t, NULL, p, mlp(p, 3, 4));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    for (int i = 0; i < 4; i++) {
+        fsdp_param_view v = lab_view(world, t.unit[0], i);
+        const float *data = (const float *)fsdp_data(t.unit[0], i);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) CHECK_NEAR(data[e], 0, 0);
+    }
+    CALL(world, fsdp_post_forward(t.unit[0]));
+}
+TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NULL); }
+
+/* Rank 0 has the parameters, the others get them, and each keeps its rows. */
+static void rank0_broadcast(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[64 * 16];
+    fsdp_param_desc p[12];
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    for (int layer = -1; layer < 2; layer++) toy_unit(&t, NULL, p, transformer(p, layer));
+    while (fsdp_next_param(t.model, &v)) {
+        int64_t numel = lab_full_numel(&v);
+        for (int64_t e = 0; e < numel; e++)
+            full[e] = fsdp_rank(world) ? -1 : (float)toy_start(unit_of(&v), v.index, e);
+        CALL(world, fsdp_broadcast(world, NULL, full, numel * 4, 0));
+        CALL(world, fsdp_param_load(v.unit, v.index, full));
+    }
+    toy_shards(&t);
+    toy_step(&t);
+}
+TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_ranks(4, rank0_broadcast, NULL); }
+
+/* ---- meshes from lists of ranks -------------------------------------------------------------- */
+
+static void same_mesh(const fsdp_mesh *a, const fsdp_mesh *b) {
+    CHECK_EQ_INT(fsdp_mesh_ndim(a), fsdp_mesh_ndim(b));
+    for (int d = -1; d < fsdp_mesh_ndim(a); d++) {
+        int32_t x[16], y[16];
+        CHECK_EQ_INT(fsdp_mesh_size(a, d), fsdp_mesh_size(b, d));
+        if (d >= 0) CHECK_EQ_INT(fsdp_mesh_rank(a, d), fsdp_mesh_rank(b, d));
+        CHECK_EQ_INT(fsdp_mesh_ranks(a, d, x), fsdp_mesh_size(a, d));
+        CHECK_EQ_INT(fsdp_mesh_ranks(b, d, y), fsdp_mesh_size(a, d));
+        CHECK_EQ_MEM(x, y, sizeof *x * (size_t)fsdp_mesh_size(a, d));
+    }
+}
+
+/* The same training over both. */
+static void trains_over(fsdp_world *world, fsdp_mesh *mesh, int ranks, int place) {
+    fsdp_model_desc md = FSDP_ZERO;
+    toy t;
+    md.mesh = mesh;
+    toy_mlps(&t, world, &md, ranks, place, 2, 8);
+    for (int k = 0; k < 2; k++) toy_step(&t);
+}
+/* A mesh from the ranks of a group is the dp slice of a (dp, tp) mesh: two of four ranks, and the
+   other two have another one. */
+static void groups_1d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const char *const dp_name[] = {"dp"};
+    static const int32_t shape[1] = {2}, groups[2][2] = {{0, 2}, {1, 3}};
+    fsdp_mesh *both = mesh_of(world, 2, 2, 0, tp_names), *dp = lab_slice(world, both, 0);
+    const int mine = fsdp_mesh_rank(both, 1);
+    for (int g = 0; g < 2; g++) {
+        fsdp_mesh *mesh = lab_mesh(world, 1, shape, dp_name, groups[g]);
+        if (g != mine) CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), -1);
+        if (g != mine) continue;
+        CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), fsdp_rank(world) / 2);
+        same_mesh(dp, mesh);
+        trains_over(world, mesh, 2, fsdp_mesh_rank(mesh, 0));
+    }
+    trains_over(world, dp, 2, fsdp_mesh_rank(dp, 0));
+}
+/* The same coordinates and groups, of the slices too. */
+static void groups_2d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const int32_t shape[2] = {2, 2}, ranks[4] = {0, 1, 2, 3};
+    fsdp_mesh *mesh[2] = {lab_mesh(world, 2, shape, hsdp_names, NULL),
+                          lab_mesh(world, 2, shape, hsdp_names, ranks)};
+    same_mesh(mesh[0], mesh[1]);
+    for (int d = 0; d < 2; d++) {
+        fsdp_mesh *slice[2] = {lab_slice(world, mesh[0], d), lab_slice(world, mesh[1], d)};
+        same_mesh(slice[0], slice[1]);
+    }
+    for (int i = 0; i < 2; i++) trains_over(world, mesh[i], 4, fsdp_rank(world));
+}
+TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, groups_1d, NULL); }
+TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
+
+/* ---- replicas -------------------------------------------------------------------------------- */
+
+/* Are shards, element by element, the same on all replicas? Or do all of them differ? */
+static void compare_replicas(const toy *t, const fsdp_mesh *replicas, int same) {
+    fsdp_param_view v = FSDP_ZERO;
+    float least[20 * 5], most[20 * 5];
+    while (fsdp_next_param(t->model, &v)) {
+        CHECK(v.numel > 0 && v.numel <= 20 * 5);
+        memcpy(least, v.shard, (size_t)v.numel * sizeof *least);
+        memcpy(most, v.shard, (size_t)v.numel * sizeof *most);
+        CALL(t->world, fsdp_all_reduce(t->world, replicas, least, v.numel, FSDP_F32, FSDP_MIN));
+        CALL(t->world, fsdp_all_reduce(t->world, replicas, most, v.numel, FSDP_F32, FSDP_MAX));
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK_EQ_INT(lab_bits32(least[k]) == lab_bits32(most[k]), same);
+    }
+}
+static void across_replicas(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
+    toy t;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = lab_slice(world, mesh, 0);
+    float buffer[5]; /* of the model, and the caller's */
+    for (int e = 0; e < 5; e++) buffer[e] = (float)(fsdp_mesh_rank(mesh, 0) ? 1337 : e);
+    md.mesh = mesh;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    while (fsdp_next_param(t.model, &v))
+        for (int64_t k = 0; fsdp_mesh_rank(mesh, 0) > 0 && k < v.numel; k++)
+            lab_put(v.shard, v.dtype, k, 1337);
+    compare_replicas(&t, replicas, 0);
+    while (fsdp_next_param(t.model, &w)) /* from the first replica */
+        CALL(world, fsdp_broadcast(world, replicas, w.shard,
+                                   w.numel * (int64_t)fsdp_dtype_size(w.dtype), 0));
+    CALL(world, fsdp_broadcast(world, replicas, buffer, sizeof buffer, 0));
+    CALL(world, fsdp_params_changed(t.model));
+    for (int e = 0; e < 5; e++) CHECK_NEAR(buffer[e], e, 0);
+    compare_replicas(&t, replicas, 1);
+    toy_shards(&t);
+    toy_step(&t);
+}
+TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_ranks(4, across_replicas, NULL); }
+
+/* ---- hooks on the reduced gradients ---------------------------------------------------------- */
+
+typedef struct {
+    sim *s;
+    void *stream;
+    int calls, seen[3]; /* ops before the hook: reduce_scatter, all_reduce, red_out */
+} watched_hook;
+
+static fsdp_status note_stream(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                               fsdp_dtype dtype, void *stream) {
+    watched_hook *h = (watched_hook *)user;
+    CHECK(unit && data && numel > 0 && dtype == FSDP_F32);
+    h->stream = stream;
+    h->calls++;
+    for (int i = 0; i < h->s->num_ops; i++) {
+        h->seen[0] += h->s->ops[i].kind == FSDP_OP_REDUCE_SCATTER;
+        h->seen[1] += h->s->ops[i].label == FSDP_LABEL_REPLICAS;
+        h->seen[2] += h->s->ops[i].label == FSDP_LABEL_RED_OUT;
+    }
+    return FSDP_OK;
+}
+
+/* It runs on the stream of the reduction, after it (HSDP: after the all-reduce, on that stream) and
+   before the division. */
+TEST(fully_shard_init, custom_hook_custom_stream) {
+    for (int hsdp = 0; hsdp < 2; hsdp++) {
+        sim s;
+        toy t;
+        watched_hook h;
+        fsdp_model_desc md = FSDP_ZERO;
+        memset(&h, 0, sizeof h);
+        sim_init(&s, 4, 1);
+        CHECK(sim_open(&s));
+        h.s = &s;
+        md.mesh = hsdp ? mesh_of(s.world, 2, 2, 0, hsdp_names) : NULL;
+        toy_mlps(&t, s.world, &md, 4, 1, 1, 5);
+        CHECK_OK(fsdp_set_all_reduce_hook(t.unit[0], note_stream, &h));
+        CHECK_OK(sim_watch(&s, t.model));
+        CHECK_OK(fsdp_pre_forward(t.unit[0]));
+        CHECK_OK(fsdp_post_forward(t.unit[0]));
+        CHECK_OK(fsdp_pre_backward(t.unit[0]));
+        for (int i = 0; i < 4; i++) CHECK(fsdp_grad(t.unit[0], i));
+        CHECK_OK(fsdp_post_backward(t.unit[0]));
+        CHECK_OK(fsdp_finalize_backward(t.model));
+        CHECK_EQ_INT(h.calls, 1);
+        CHECK(h.stream == &s.streams[hsdp ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE]);
+        CHECK_EQ_INT(h.seen[0], 1);
+        CHECK_EQ_INT(h.seen[1], hsdp);
+        CHECK_EQ_INT(h.seen[2], 0);
+        CHECK_EQ_INT(sim_close(&s), 0);
+    }
+}
+
+typedef struct {
+    fsdp_world *world;
+    const fsdp_mesh *replicas;
+    int calls;
+} replica_hook;
+
+static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                                      fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
+    replica_hook *h = (replica_hook *)user;
+    (void)unit, (void)stream;
+    CHECK_EQ_INT(numel, 20 * 10 + 5 * 40);
+    CHECK_EQ_INT(dtype, FSDP_F32);
+    h->calls++;
+    fsdp_status status = fsdp_all_reduce(h->world, h->replicas, data, numel, dtype, FSDP_SUM);
+    for (int64_t k = 0; k < numel; k++) ((float *)data)[k] /= 2;
+    return status;
+}
+
+/* Sharded over 2 of 4 ranks, averaged over the other dim by the hook. All weights of in_proj (40,
+   10) are 0.5, of out_proj (10, 40) 1, the inputs are 0..9 times a factor of mean 1, the loss is
+   the sum of the outputs, all of which are positive. So the gradient of out_proj is 22.5
+   everywhere, a row of that of in_proj 0, 10, .. 90. */
+static void hsdp_hook(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const float factors[4] = {0.5f, 1.5f, 0.25f, 1.75f};
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    replica_hook h = {NULL, NULL, 0};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_mat("in", 40, 10), fsdp_mat("out", 10, 40)};
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    h.world = world;
+    h.replicas = lab_slice(world, mesh, 0);
+    md.mesh = lab_slice(world, mesh, 1);
+    toy_begin(&t, world, &md, 2, 0);
+    toy_unit(&t, NULL, p, 2);
+    while (fsdp_next_param(t.model, &v))
+        for (int64_t k = 0; k < v.numel; k++) ((float *)v.shard)[k] = v.index ? 1 : 0.5f;
+    CALL(world, fsdp_params_changed(t.model));
+    CALL(world, fsdp_set_all_reduce_hook(t.unit[0], mean_over_replicas, &h));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    const float *in = (const float *)fsdp_data(t.unit[0], 0);
+    float x[10], hidden[40];
+    for (int i = 0; i < 10; i++) x[i] = (float)i * factors[fsdp_rank(world)];
+    for (int o = 0; o < 40; o++) {
+        hidden[o] = 0;
+        for (int i = 0; i < 10; i++) hidden[o] += in[o * 10 + i] * x[i];
+    }
+    CALL(world, fsdp_post_forward(t.unit[0]));
+    CALL(world, fsdp_pre_backward(t.unit[0]));
+    const float *out = (const float *)fsdp_data(t.unit[0], 1);
+    float *din = (float *)fsdp_grad(t.unit[0], 0), *dout = (float *)fsdp_grad(t.unit[0], 1);
+    for (int o = 0; o < 10; o++)
+        for (int k = 0; k < 40; k++) {
+            dout[o * 40 + k] += hidden[k];
+            for (int i = 0; i < 10; i++) din[k * 10 + i] += out[o * 40 + k] * x[i];
+        }
+    CALL(world, fsdp_post_backward(t.unit[0]));
+    CALL(world, fsdp_finalize_backward(t.model));
+    CHECK_EQ_INT(h.calls, 1);
+    CALL(world, fsdp_param_view_get(t.unit[0], 1, &v));
+    CHECK(v.local_shape[0] == 5 && v.local_shape[1] == 40);
+    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 22.5, 0);
+    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+    CHECK(v.local_shape[0] == 20 && v.local_shape[1] == 10);
+    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 10 * (k % 10), 0);
+}
+TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_ranks(4, hsdp_hook, NULL); }
+
+/* ---- state ----------------------------------------------------------------------------------- */
+
+/* Each call of fully_shard has a state of its own. */
+static void states(fsdp_world *world, const void *arg) {
+    (void)arg;
+    toy t;
+    toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 3, 3);
+    for (int u = 0; u < 3; u++) {
+        for (int k = 0; k < u; k++) CHECK(t.unit[u] != t.unit[k]);
+        CALL(world, fsdp_pre_forward(t.unit[u]));
+        for (int k = 0; k < 3; k++) {
+            CHECK_EQ_INT(fsdp_unit_state(t.unit[k]), k == u ? FSDP_STATE_FORWARD : FSDP_STATE_IDLE);
+            CHECK_EQ_INT(fsdp_unit_storage(t.unit[k]),
+                         k == u ? FSDP_STORAGE_UNSHARDED : FSDP_STORAGE_SHARDED);
+        }
+        CALL(world, fsdp_post_forward(t.unit[u]));
+    }
+    CALL(world, fsdp_model_reset(t.model));
+    CALL(world, fsdp_set_reshard_after_forward(t.model, t.unit[1], FSDP_RESHARD_NEVER));
+    toy_forward(&t); /* the setter of one is not that of another */
+    CHECK_EQ_INT(fsdp_unit_storage(t.unit[0]), FSDP_STORAGE_SHARDED);
+    CHECK_EQ_INT(fsdp_unit_storage(t.unit[1]), FSDP_STORAGE_UNSHARDED);
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
+
+/* ---- parameters that others look after ------------------------------------------------------- */
+
+enum { WIDTH = 8 };
+
+/* y = f(W x), f(z) = z / (1 + |z|); and backward. */
+static void layer(const float *w, const float *x, float *z, float *y) {
+    for (int o = 0; o < WIDTH; o++) {
+        z[o] = 0;
+        for (int i = 0; i < WIDTH; i++) z[o] += w[o * WIDTH + i] * x[i];
+        y[o] = z[o] / (1 + (z[o] < 0 ? -z[o] : z[o]));
+    }
+}
+static void layer_back(const float *w, const float *x, const float *z, const float *dy, float *dw,
+                       float *dx) {
+    memset(dx, 0, WIDTH * sizeof *dx);
+    for (int o = 0; o < WIDTH; o++) {
+        float d = 1 + (z[o] < 0 ? -z[o] : z[o]), dz = dy[o] / (d * d);
+        for (int i = 0; i < WIDTH; i++) {
+            dw[o * WIDTH + i] += dz * x[i];
+            dx[i] += dz * w[o * WIDTH + i];
+        }
+    }
+}
+
+static void descend(float *w, const float *g, int64_t count) {
+    for (int64_t k = 0; k < count; k++) w[k] -= 0.1f * g[k];
+}
+
+/* The mean over the ranks, as DDP makes it. */
+static void ddp(fsdp_world *world, float *grad, int64_t count) {
+    CALL(world, fsdp_all_reduce(world, NULL, grad, count, FSDP_F32, FSDP_SUM));
+    for (int64_t k = 0; k < count; k++) grad[k] /= (float)fsdp_world_size(world);
+}
+
+/* C, B, A: C and A are replicated and belong to the trainer, B is a unit that stays open around C, as
+   C lies inside of upstream's B; beside them the same three layers all replicated. Three steps:
+   equal losses, equal parameters. */
+static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
+    enum { SQUARE = WIDTH * WIDTH };
+    (void)arg;
+    float w[2][3][SQUARE], loss[2], full[SQUARE];
+    fsdp_param_desc p[1] = {fsdp_mat("b", WIDTH, WIDTH)};
+    fsdp_param_view v;
+    toy t;
+    for (int e = 0; e < 3 * SQUARE; e++)
+        w[0][e / SQUARE][e % SQUARE] = w[1][e / SQUARE][e % SQUARE] = (float)toy_start(1, 0, e) / 8;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 1);
+    CALL(world, fsdp_param_load(t.unit[0], 0, w[0][1]));
+    for (int step = 0; step < 3; step++) {
+        for (int ref = 0; ref < 2; ref++) {
+            float x[4][WIDTH], z[3][WIDTH], d[4][WIDTH], g[3][SQUARE];
+            memset(g, 0, sizeof g);
+            for (int i = 0; i < WIDTH; i++) x[0][i] = (float)toy_slope(t.place, step, 2, 0, i) / 8;
+            for (int l = 0; l < 3; l++) {
+                if (!ref && l == 0) CALL(world, fsdp_pre_forward(t.unit[0]));
+                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
+                                                 : w[ref][l];
+                layer(at, x[l], z[l], x[l + 1]);
+                if (!ref && l == 1) CALL(world, fsdp_post_forward(t.unit[0]));
+            }
+            loss[ref] = 0;
+            for (int i = 0; i < WIDTH; i++) loss[ref] += x[3][i], d[3][i] = 1;
+            for (int l = 2; l >= 0; l--) {
+                if (!ref && l == 1) CALL(world, fsdp_pre_backward(t.unit[0]));
+                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
+                                                 : w[ref][l];
+                float *to = !ref && l == 1 ? (float *)fsdp_grad(t.unit[0], 0) : g[l];
+                layer_back(at, x[l], z[l], d[l + 1], to, d[l]);
+                if (!ref && l == 0) CALL(world, fsdp_post_backward(t.unit[0]));
+                if (!ref && l == 1) continue;
+                ddp(world, g[l], SQUARE);
+                descend(w[ref][l], g[l], SQUARE);
+            }
+            if (!ref) {
+                CALL(world, fsdp_finalize_backward(t.model));
+                CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+                descend((float *)v.shard, (const float *)v.shard_grad, v.numel);
+                CALL(world, fsdp_params_changed(t.model));
+                CALL(world, fsdp_zero_grad(t.model));
+            }
+        }
+        CHECK_NEAR(loss[0], loss[1], 1e-6);
+        CALL(world, fsdp_param_full(t.unit[0], 0, full));
+        for (int e = 0; e < SQUARE; e++) {
+            CHECK_NEAR(full[e], w[1][1][e], 1e-6);
+            CHECK_NEAR(w[0][0][e], w[1][0][e], 1e-6);
+            CHECK_NEAR(w[0][2][e], w[1][2][e], 1e-6);
+        }
+    }
+    CHECK_EQ_INT(fsdp_num_params(t.model), 1);
+}
+TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_ranks(2, ddp_fsdp_ddp, NULL); }
+
+/* ---- what a checkpoint reads and writes ------------------------------------------------------ */
+
+/* All views of a model are its state dict: names, and shards that alias the parameters. */
+enum { MAX_KEYS = 16 };
+typedef struct {
+    fsdp_param_view at[MAX_KEYS];
+    int count;
+} dict;
+
+static void dict_of(const toy *t, dict *d) {
+    fsdp_param_view v = FSDP_ZERO;
+    memset(d, 0, sizeof *d);
+    while (fsdp_next_param(t->model, &v)) d->at[d->count++] = v;
+    CHECK_EQ_INT(d->count, fsdp_num_params(t->model));
+}
+
+static void same_dict(const dict *a, const dict *b) {
+    CHECK_EQ_INT(a->count, b->count);
+    for (int k = 0; k < a->count; k++) {
+        CHECK_EQ_STR(a->at[k].unit_name, b->at[k].unit_name);
+        CHECK_EQ_STR(a->at[k].name, b->at[k].name);
+        CHECK(a->at[k].shard == b->at[k].shard && a->at[k].shard);
+        CHECK_EQ_INT(a->at[k].numel, b->at[k].numel);
+        CHECK_EQ_MEM(a->at[k].local_shape, b->at[k].local_shape, sizeof a->at[k].local_shape);
+    }
+}
+
+/* Saved, read again after a forward that left parameters gathered, overwritten on every rank with a
+   number of its own, and loaded: the pointers stay, for uneven and empty shards too. */
+static void save_load(toy *t) {
+    fsdp_world *world = t->world;
+    dict first, now;
+    float *saved[MAX_KEYS];
+    double mine = 42 + fsdp_rank(world);
+    dict_of(t, &first);
+    for (int k = 0; k < first.count; k++) {
+        const fsdp_param_view *v = &first.at[k];
+        CHECK_EQ_INT(v->numel == 0, v->local_shape[v->shard_dim] == 0);
+        saved[k] = (float *)lab_zeros((size_t)lab_full_numel(v), sizeof(float));
+        CALL(world, fsdp_param_full(v->unit, v->index, saved[k]));
+    }
+    CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
+    for (int u = 0; u < t->count; u++) {
+        lab_forward(world, t->unit[u]);
+        CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
+    }
+    for (int round = 0; round < 3; round++) { /* gathered; overwritten; loaded */
+        if (round == 1) {
+            CALL(world, fsdp_model_reset(t->model));
+            CALL(world, fsdp_init_params(t->model, fill_const, &mine));
+        }
+        for (int k = 0; round == 2 && k < first.count; k++)
+            CALL(world, fsdp_param_load(first.at[k].unit, first.at[k].index, saved[k]));
+        dict_of(t, &now);
+        same_dict(&first, &now);
+        for (int k = 0; k < now.count; k++)
+            for (int64_t e = 0; e < now.at[k].numel; e++) {
+                float want = round == 1 ? (float)mine : saved[k][fsdp_view_index(&now.at[k], e)];
+                CHECK_NEAR(((const float *)now.at[k].shard)[e], want, 0);
+            }
+    }
+    for (int k = 0; k < first.count; k++) free(saved[k]);
+}
+
+/* An MLP; an MLP and a linear in one unit; an MLP. The widest dims are sharded along the larger one. */
+static void dp_save_load(fsdp_world *world, const void *arg) {
+    static const int dims[] = {2, 3, 4, 5, 16};
+    int size = fsdp_world_size(world);
+    fsdp_mesh *mesh = arg ? mesh_of(world, size / 2, 2, 0, hsdp_names) : NULL;
+    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        toy t;
+        md.mesh = mesh;
+        toy_begin(&t, world, &md, size, fsdp_rank(world));
+        for (int u = 0; u < 3; u++) {
+            fsdp_param_desc p[6];
+            int count = mlp(p, dims[n], 4);
+            if (u == 1)
+                p[4] = fsdp_mat("weight", dims[n], dims[n]), p[5] = fsdp_vec("bias", dims[n]);
+            if (u == 1) count = 6;
+            for (int i = 0; dims[n] == 16 && i < count; i++)
+                p[i].shard_dim = p[i].ndim == 2 && p[i].shape[1] > p[i].shape[0];
+            toy_unit(&t, NULL, p, count);
+        }
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        save_load(&t);
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_state_dict, dp_save_load) { on_ranks(8, dp_save_load, NULL); }
+TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(8, dp_save_load, "HSDP"); }
+
+static void tp_save_load(fsdp_world *world, const void *arg) {
+    static const int dims[] = {4, 5, 6, 8, 10};
+    int hsdp = arg != NULL;
+    fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 2, hsdp_tp_names)
+                           : mesh_of(world, 2, 4, 0, tp_names);
+    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
+        int dim = dims[n];
+        tp_param params[4] = {{"in_proj.weight", 4, 0, 0, 0},
+                              {"in_proj.bias", 4, 0, 0, 0},
+                              {"out_proj.weight", 0, 4, 1, 0},
+                              {"out_proj.bias", 0, 0, -1, 0}};
+        tp_model m;
+        params[0].rows = params[1].rows = params[2].cols = 4 * dim;
+        params[0].cols = params[2].rows = params[3].rows = dim;
+        tp_build(&m, world, mesh, params, 4);
+        tp_check(&m, 0);
+        save_load(&m.toy);
+        tp_check(&m, 0);
+        tp_step(&m);
+        fsdp_model_destroy(m.toy.model);
+    }
+}
+TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
+TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
+
+/* Views that are kept show the parameters as they are after later steps. */
+static void cached_dict(fsdp_world *world, const void *arg) {
+    (void)arg;
+    for (int dim = 2; dim <= 5; dim++) {
+        toy t;
+        dict d, now;
+        toy_mlps(&t, world, NULL, 8, fsdp_rank(world), 2, dim);
+        dict_of(&t, &d);
+        for (int step = 0; step < 5; step++) {
+            toy_step(&t);
+            dict_of(&t, &now);
+            same_dict(&d, &now);
+            for (int k = 0; k < d.count; k++)
+                for (int64_t i = 0; i < d.at[k].numel; i++) {
+                    int64_t e = fsdp_view_index(&d.at[k], i);
+                    double truth = toy_truth(&t, unit_of(&d.at[k]), d.at[k].index, e);
+                    CHECK_NEAR(lab_get(d.at[k].shard, FSDP_F32, i), truth, 0);
+                }
+        }
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_state_dict, cached) { on_ranks(8, cached_dict, NULL); }
+
+/* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
+   rest stays. Upstream refuses to load shards from another device than the CPU: here values are
+   copied into the shards, which cannot be replaced. */
+static void offloaded_dict(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[20 * 5];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    dict before, after;
+    md.cpu_offload = 1;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    dict_of(&t, &before);
+    for (int i = 0; i < 2; i++) { /* of unit 1 a part, with other values and back */
+        CALL(world, fsdp_param_view_get(t.unit[1], i, &v));
+        for (int round = 0; round < 2; round++) {
+            for (int64_t e = 0; e < lab_full_numel(&v); e++)
+                full[e] = round ? (float)toy_start(1, i, e) : 55;
+            CALL(world, fsdp_param_load(t.unit[1], i, full));
+            if (!round && v.numel) CHECK_NEAR(lab_get(v.shard, v.dtype, 0), 55, 0);
+        }
+    }
+    dict_of(&t, &after);
+    same_dict(&before, &after);
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    dict_of(&t, &after);
+    same_dict(&before, &after);
+}
+TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
+
+/* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
+static void correct_2d(fsdp_world *world, const void *arg) {
+    static const tp_param params[] = {{"in_proj.weight", 16, 4, 0, 0},
+                                      {"in_proj.bias", 16, 0, 0, 0},
+                                      {"out_proj.weight", 4, 16, 1, 0},
+                                      {"out_proj.bias", 4, 0, -1, 0}};
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, tp_names);
+    tp_model m;
+    float full[20 * 5];
+    toy t;
+    md.mesh = mesh_of(world, 2, 4, 0, hsdp_names);
+    toy_mlps(&t, world, &md, 8, fsdp_rank(world), 2, 5);
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        CALL(world, fsdp_param_full(v.unit, v.index, full));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+    }
+    tp_build(&m, world, mesh, params, 4);
+    tp_check(&m, 0);
+    tp_whole(&m, lab_slice(world, mesh, 1));
+}
+TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
+
+/* Rank 0 alone keeps the whole tensors. */
+static void rank0_full(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    float full[20 * 5];
+    toy t;
+    md.cpu_offload = 1;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        memset(full, 0, sizeof full);
+        CALL(world, fsdp_param_full(v.unit, v.index, fsdp_rank(world) ? NULL : full));
+        for (int64_t e = 0; fsdp_rank(world) == 0 && e < lab_full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+    }
+    toy_step(&t);
+}
+TEST(fully_shard_state_dict, rank0_offload_full) { on_ranks(4, rank0_full, NULL); }
+
+/* ---- extensions of the all-gather ------------------------------------------------------------ */
+
+enum { HALVES, BFLOAT }; /* two strings of the high and the low bits; one of bf16 */
+
+typedef struct {
+    int kind, sized, pres, posts, tag, delays;
+    int tags;           /* how many are kept in seen */
+    int64_t stored;     /* elements of a stored shard */
+    int64_t rows, cols; /* of the whole parameter; 0: not compared */
+    int seen[8];        /* tags of the ranks that were gathered */
+    uint64_t seed;
+} ext;
+
+static int ext_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    ext *x = (ext *)user;
+    x->sized++;
+    x->stored = shard_numel;
+    nbytes[0] = shard_numel * 2;
+    nbytes[1] = shard_numel * 2;
+    nbytes[2] = 4; /* a tag of the rank */
+    if (x->kind == BFLOAT) nbytes[1] = 4;
+    return x->kind == HALVES ? 3 : 2;
+}
+
+static void ext_delay(ext *x) {
+    if (x->delays && h_rand64(&x->seed) % 4 == 0) usleep((unsigned)(h_rand64(&x->seed) % 3000));
+}
+
+static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings,
+                           void *stream) {
+    lib_wait(stream);
+    ext *x = (ext *)user;
+    const float *shard = (const float *)view->shard;
+    (void)stream;
+    if (x->rows) CHECK(view->shape[0] == x->rows && view->shape[1] == x->cols);
+    CHECK(view->numel <= x->stored); /* a short shard is padded with zeros, for every hook alike */
+    for (int64_t k = 0; k < x->stored; k++) {
+        uint32_t bits;
+        memcpy(&bits, &shard[k], 4);
+        if (k >= view->numel) CHECK(bits == 0);
+        if (x->kind == HALVES) {
+            ((uint16_t *)strings[0])[k] = (uint16_t)(bits >> 16);
+            ((uint16_t *)strings[1])[k] = (uint16_t)bits;
+        } else {
+            CHECK_OK(fsdp_convert((uint16_t *)strings[0] + k, FSDP_BF16, &shard[k], FSDP_F32, 1));
+        }
+    }
+    memcpy(strings[x->kind == HALVES ? 2 : 1], &x->tag, 4);
+    x->pres++;
+    ext_delay(x);
+    return FSDP_OK;
+}
+
+/* Shards along dim 0: the padded strings one after another begin with the whole parameter. */
+static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered,
+                            void *full, fsdp_dtype dtype, void *stream) {
+    lib_wait(stream);
+    ext *x = (ext *)user;
+    const uint16_t *high = (const uint16_t *)gathered[0], *low = (const uint16_t *)gathered[1];
+    (void)stream;
+    if (x->rows) CHECK(view->shape[0] == x->rows && view->shape[1] == x->cols);
+    for (int64_t e = 0; e < lab_full_numel(view); e++) {
+        float value;
+        uint32_t bits = (uint32_t)high[e] << 16 | (x->kind == HALVES ? low[e] : 0u);
+        memcpy(&value, &bits, 4);
+        CHECK_OK(fsdp_convert((char *)full + (size_t)e * fsdp_dtype_size(dtype), dtype, &value,
+                              FSDP_F32, 1));
+    }
+    memcpy(x->seen, gathered[x->kind == HALVES ? 2 : 1], (size_t)x->tags * sizeof *x->seen);
+    x->posts++;
+    ext_delay(x);
+    return FSDP_OK;
+}
+
+/* One MLP per unit; its matrices have extensions. x: [2 * count] */
+static void ext_build(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place,
+                      ext *x, int kind, int count, int dim) {
+    toy_begin(t, world, md, ranks, place);
+    memset(x, 0, sizeof *x * (size_t)(2 * count));
+    for (int u = 0; u < count; u++) {
+        fsdp_param_desc p[4];
+        fsdp_gather_extension e[2];
+        mlp(p, dim, 4);
+        for (int i = 0; i < 2; i++) {
+            ext *at = &x[2 * u + i];
+            at->kind = kind;
+            at->tag = 100 + fsdp_rank(world);
+            at->seed = (uint64_t)fsdp_rank(world) + 7;
+            e[i].sizes = ext_sizes;
+            e[i].pre_all_gather = ext_pre;
+            e[i].post_all_gather = ext_post;
+            e[i].user = at;
+            p[2 * i].extension = &e[i];
+        }
+        toy_unit(t, NULL, p, 4);
+    }
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* Two strings per parameter; the parameters are those of a model without extensions. */
+static void ext_parity(fsdp_world *world, const void *arg) {
+    const int never = arg != NULL;
+    ext x[6];
+    fsdp_model_desc md = FSDP_ZERO;
+    toy t;
+    md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    ext_build(&t, world, &md, 2, fsdp_rank(world), x, HALVES, 3, 8);
+    for (int step = 0; step < 10; step++) toy_step(&t);
+    for (int k = 0; k < 6; k++) {
+        CHECK_EQ_INT(x[k].sized, 1);
+        CHECK_EQ_INT(x[k].pres, never ? 10 : 20); /* forward and backward */
+        CHECK_EQ_INT(x[k].posts, never ? 10 : 20);
+    }
+}
+TEST(fully_shard_extensions, train_parity) {
+    on_ranks(2, ext_parity, NULL);
+    on_ranks(2, ext_parity, "never");
+}
+
+/* Nothing is whole anywhere, parameters are computed in bf16, and gathered as the extension says:
+   half the bytes of the masters. */
+static void ext_end_to_end(fsdp_world *world, const void *arg) {
+    const int never = arg != NULL;
+    ext x[6];
+    fsdp_model_desc md = FSDP_ZERO;
+    toy t;
+    md.param_dtype = FSDP_BF16;
+    md.reduce_dtype = FSDP_F32;
+    md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    ext_build(&t, world, &md, 8, fsdp_rank(world), x, BFLOAT, 3, 8);
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    for (int k = 0; k < 6; k++) CHECK_EQ_INT(x[k].posts, never ? 3 : 6);
+}
+TEST(fully_shard_extensions, end_to_end) {
+    on_ranks(8, ext_end_to_end, NULL);
+    on_ranks(8, ext_end_to_end, "never");
+}
+
+/* A quantising extension runs in every gather; f32 parameters come out rounded to bf16. */
+static void ext_quantised(fsdp_world *world, const void *arg) {
+    (void)arg;
+    enum { NUMEL = 32 * 8 };
+    ext x[6];
+    toy t;
+    fsdp_param_view v;
+    ext_build(&t, world, NULL, 8, fsdp_rank(world), x, BFLOAT, 3, 8);
+    t.quantised = 1;
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    for (int k = 0; k < 6; k++) CHECK_EQ_INT(x[k].pres, 6);
+    float third[NUMEL];
+    for (int e = 0; e < NUMEL; e++) third[e] = (float)(e + 1) / 3;
+    CALL(world, fsdp_param_load(t.unit[0], 0, third));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+    const float *data = (const float *)fsdp_data(t.unit[0], 0);
+    for (int e = 0; e < NUMEL; e++) CHECK_NEAR(data[e], lab_round(FSDP_BF16, (double)third[e]), 0);
+    for (int64_t k = 0; k < v.numel; k++) /* the master is not */
+        CHECK_NEAR(lab_get(v.shard, FSDP_F32, k), third[fsdp_view_index(&v, k)], 0);
+    CALL(world, fsdp_post_forward(t.unit[0]));
+    CHECK_EQ_INT(x[0].pres, 7);
+    CHECK_EQ_INT(x[0].posts, 7);
+}
+TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
+
+/* The hooks know the whole shape, and a stored shard has one size on all ranks: 9 rows over 8 ranks
+   are 2 2 2 2 1 0 0 0, 3 are 1 1 1 0 ..., each padded to the first. */
+static void ext_outer_size(fsdp_world *world, const void *arg) {
+    enum { DIM = 3, WIDE = 9 };
+    (void)arg;
+    ext x[2];
+    fsdp_gather_extension e[2];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[4];
+    toy t;
+    memset(x, 0, sizeof x);
+    mlp(p, DIM, WIDE / DIM);
+    for (int i = 0; i < 2; i++) {
+        fsdp_gather_extension of = {ext_sizes, ext_pre, ext_post, NULL};
+        of.user = &x[i], e[i] = of, p[2 * i].extension = &e[i];
+        x[i].kind = BFLOAT, x[i].rows = i ? DIM : WIDE, x[i].cols = i ? WIDE : DIM;
+    }
+    md.reshard_after_forward = FSDP_RESHARD_NEVER;
+    toy_begin(&t, world, &md, 8, fsdp_rank(world));
+    t.quantised = 1;
+    toy_unit(&t, NULL, p, 4);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    for (int i = 0; i < 2; i++) {
+        const int chunk = i ? 1 : 2, left = (int)x[i].rows - t.place * chunk;
+        fsdp_param_view v = lab_view(world, t.unit[0], 2 * i);
+        CHECK_EQ_INT(x[i].stored, chunk * x[i].cols);
+        CHECK_EQ_INT(v.local_shape[0], left < 0 ? 0 : left < chunk ? left : chunk);
+        CHECK_EQ_INT(x[i].pres, 2);
+        CHECK_EQ_INT(x[i].posts, 2);
+    }
+}
+TEST(fully_shard_extensions, outer_size_stride) { on_ranks(8, ext_outer_size, NULL); }
+
+/* What is gathered comes from the ranks of the shard dim alone. */
+static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x[6];
+    fsdp_model_desc md = FSDP_ZERO;
+    int32_t ranks[4];
+    toy t;
+    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, hsdp_names);
+    md.mesh = mesh;
+    ext_build(&t, world, &md, 8, fsdp_rank(world), x, HALVES, 3, 8);
+    for (int k = 0; k < 6; k++) x[k].tags = 4;
+    toy_step(&t);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, 1, ranks), 4);
+    for (int k = 0; k < 6 * 4; k++) CHECK_EQ_INT(x[k / 4].seen[k % 4], 100 + ranks[k % 4]);
+}
+TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(8, ext_hsdp_mesh, NULL); }
+
+/* HSDP, with delays in every hook, with and without offload, ten steps. */
+static void ext_hsdp(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    for (int offload = 0; offload < 2; offload++) {
+        ext x[4];
+        fsdp_model_desc md = FSDP_ZERO;
+        toy t;
+        md.mesh = mesh;
+        md.cpu_offload = offload;
+        ext_build(&t, world, &md, 4, fsdp_rank(world), x, HALVES, 2, 3);
+        for (int k = 0; k < 4; k++) x[k].delays = 1;
+        for (int step = 0; step < 10; step++) toy_step(&t);
+        CHECK_EQ_INT(x[1].posts, 20);
+    }
+}
+TEST(fully_shard_extensions, hsdp_variants) { on_ranks(4, ext_hsdp, NULL); }

@@ -1,0 +1,1446 @@
+/* test_mesh.c - meshes: places, groups, slices, flattened and split dims, against PyTorch's answers
+   and against a model that is a list of ranks; mesh infos; HSDP, FSDP and replicated training on
+   meshes of every form, against sums over all data-parallel ranks, bit for bit.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS GLOO
+#include "harness.h"
+#include <math.h> // INFINITY, fabs, floor, sqrt
+#include "lab_net.h"
+#include "golden.h"
+
+/* Larger worlds are played by one process, rank after rank; still larger ones in part. */
+enum { THREADS_MAX = 16, PLAYED_MAX = 512 };
+
+/* ---- a comm that does nothing but write down its groups -------------------------------------- */
+
+typedef struct split {
+    int color, index, size, lane;
+    int32_t *ranks;
+} split;
+
+typedef struct fake {
+    int rank, count;
+    split *splits;
+} fake;
+
+/* A comm of it is its world, whatever group it stands for. */
+static fake *fake_of(fsdp_comm *comm) { return (fake *)(void *)comm; }
+
+static fsdp_status fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
+    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
+                  1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
+    caps->lanes = 1;
+    *world = (fsdp_comm *)boot->user;
+    return FSDP_OK;
+}
+static fsdp_status fake_split(fsdp_comm *parent, const fsdp_group *g, fsdp_comm **out) {
+    fake *f = fake_of(parent);
+    f->splits = (split *)realloc(f->splits, sizeof *f->splits * (size_t)(f->count + 1));
+    CHECK(f->splits != NULL);
+    split *s = &f->splits[f->count++];
+    s->color = g->color, s->index = g->index, s->size = g->size, s->lane = g->lane;
+    s->ranks = NULL;
+    *out = g->color < 0 ? NULL : parent;
+    if (g->color < 0) return FSDP_OK;
+    s->ranks = (int32_t *)malloc(sizeof *s->ranks * (size_t)g->size);
+    CHECK(s->ranks != NULL);
+    for (int i = 0; i < g->size; i++) s->ranks[i] = g->ranks[i];
+    return FSDP_OK;
+}
+static void fake_close(fsdp_comm *comm) { (void)comm; }
+static fsdp_status fake_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    (void)comm, (void)coll;
+    return FSDP_OK;
+}
+static fsdp_status fake_alloc(fsdp_comm *world, size_t size, void **ptr) {
+    (void)world;
+    *ptr = calloc(1, size + 64);
+    return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+static void fake_free(fsdp_comm *world, void *ptr, size_t size) {
+    (void)world, (void)size;
+    free(ptr);
+}
+static const char *fake_error(fsdp_comm *comm) {
+    (void)comm;
+    return "the fake comm does not fail";
+}
+static void fake_abort(fsdp_comm *world, fsdp_status status, const char *why) {
+    (void)world, (void)status, (void)why;
+}
+static const fsdp_comm_ops fake_ops = {FSDP_COMM_VERSION,
+                                       sizeof(fsdp_comm_ops),
+                                       "fake",
+                                       fake_open,
+                                       fake_split,
+                                       fake_close,
+                                       fake_run,
+                                       fake_alloc,
+                                       fake_free,
+                                       fake_error,
+                                       fake_abort,
+                                       NULL};
+
+static fsdp_world *fake_world(fake *f, int rank, int size) {
+    fsdp_world *w;
+    fsdp_world_desc d = w_desc(rank, size, NULL, "fake", 0);
+    memset(f, 0, sizeof *f);
+    f->rank = rank;
+    d.comm_ops = &fake_ops;
+    d.user = f;
+    CALL(NULL, fsdp_init(&d, &w));
+    return w;
+}
+
+/* What the ranks of one world asked for fits together: the same calls, and each call cuts the
+   ranks that take part into groups whose members name the same list, each its own place in it. */
+static void check_splits(const fake *fakes, int world) {
+    for (int r = 0; r < world; r++) CHECK_EQ_INT(fakes[r].count, fakes[0].count);
+    for (int r = 0; r < world; r++) {
+        for (int k = 0; k < fakes[r].count; k++) {
+            const split *s = &fakes[r].splits[k];
+            CHECK_EQ_INT(s->lane, fakes[0].splits[k].lane);
+            if (s->color < 0) continue;
+            W_CHECK(s->index >= 0 && s->index < s->size && s->ranks[s->index] == r,
+                    "split %d: rank %d has index %d of %d", k, r, s->index, s->size);
+            const split *first = &fakes[s->ranks[0]].splits[k];
+            W_CHECK(first->color == s->color && first->size == s->size,
+                    "split %d: ranks %d and %d disagree", k, r, s->ranks[0]);
+            CHECK_EQ_MEM(first->ranks, s->ranks, sizeof *s->ranks * (size_t)s->size);
+            for (int q = 0; q < world; q++) { /* other groups have other colors */
+                const split *other = &fakes[q].splits[k];
+                W_CHECK(other->color != s->color || other->ranks[0] == s->ranks[0],
+                        "split %d: ranks %d and %d have color %d", k, r, q, s->color);
+            }
+        }
+    }
+}
+
+static void forget_splits(fake *fakes, int world) {
+    for (int r = 0; r < world; r++) {
+        for (int k = 0; k < fakes[r].count; k++) free(fakes[r].splits[k].ranks);
+        free(fakes[r].splits);
+    }
+}
+
+/* ---- groups by what they do ------------------------------------------------------------------ */
+
+/* The ranks of a mesh, given in order of position, are those that a sum reaches; and a
+   broadcast from each position brings that rank's number. */
+static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int size) {
+    const int64_t me = fsdp_rank(w);
+    int64_t sum = (int64_t)1 << me, expected = 0;
+    for (int i = 0; i < size; i++) expected |= (int64_t)1 << ranks[i];
+    CALL(w, fsdp_all_reduce(w, mesh, &sum, 1, FSDP_I64, FSDP_SUM));
+    W_CHECK(sum == expected, "a sum reached ranks %llx, expected %llx", (unsigned long long)sum,
+            (unsigned long long)expected);
+    for (int i = 0; i < size; i++) {
+        int64_t who = me;
+        CALL(w, fsdp_broadcast(w, mesh, &who, sizeof who, i));
+        W_CHECK(who == ranks[i], "rank %d is at position %d, expected %d", (int)who, i, ranks[i]);
+    }
+}
+
+/* What rank r brings as element k of what is reduced: sums are exact in f64 and the integers, and
+   rounded in f32, where the order counts. */
+static double brought(int r, int k) { return (double)((r * 7919 + k * 104729) % 1000 - 480) / 3; }
+
+/* Element k reduced over a mesh dim by dim: groups are summed in order of position. */
+static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is_f32, fsdp_redop op,
+                      double (*value)(int r, int k)) {
+    double at[THREADS_MAX];
+    const int numel = fsdp_mesh_size(mesh, -1);
+    CHECK(numel <= THREADS_MAX);
+    for (int i = 0; i < numel; i++) at[i] = value(ranks[i], k);
+    for (int d = 0, below = numel; d < fsdp_mesh_ndim(mesh); d++) {
+        const int size = fsdp_mesh_size(mesh, d);
+        below /= size;
+        for (int i = 0; i < numel; i++) {
+            if (i / below % size) continue;
+            double x = at[i];
+            for (int n = 1; n < size; n++) {
+                const double y = at[i + n * below];
+                if (op == FSDP_SUM) x = is_f32 ? (double)((float)x + (float)y) : x + y;
+                else if (op == FSDP_MAX ? y > x : y < x) x = y;
+            }
+            for (int n = 0; n < size; n++) at[i + n * below] = x;
+        }
+    }
+    return at[0];
+}
+static double brought_f32(int r, int k) { return (double)(float)brought(r, k); }
+static double brought_int(int r, int k) { return floor(brought(r, k)); }
+
+/* Every dtype and operation over all dims of a mesh, to the bit. */
+static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks) {
+    enum { COUNT = 5 };
+    const int64_t WIDE = (int64_t)1 << 32; // beyond an int32_t
+    const int me = fsdp_rank(w);
+    for (int op = FSDP_SUM; op <= FSDP_MIN; op++) {
+        const fsdp_redop redop = (fsdp_redop)op;
+        float f[COUNT];
+        double d[COUNT];
+        int32_t i[COUNT];
+        int64_t l[COUNT];
+        for (int k = 0; k < COUNT; k++) {
+            f[k] = (float)brought(me, k), d[k] = brought(me, k);
+            i[k] = (int32_t)brought_int(me, k), l[k] = (int64_t)brought_int(me, k) * WIDE;
+        }
+        CALL(w, fsdp_all_reduce(w, mesh, f, COUNT, FSDP_F32, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, d, COUNT, FSDP_F64, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, i, COUNT, FSDP_I32, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, l, COUNT, FSDP_I64, redop));
+        for (int k = 0; k < COUNT; k++) {
+            const double f32 = reduced(mesh, ranks, k, 1, redop, brought_f32);
+            const double f64 = reduced(mesh, ranks, k, 0, redop, brought);
+            const double whole = reduced(mesh, ranks, k, 0, redop, brought_int);
+            W_CHECK(!memcmp(&d[k], &f64, sizeof f64) && (double)f[k] == f32,
+                    "operation %d: f32 %a, expected %a; f64 %a, expected %a", op, (double)f[k], f32,
+                    d[k], f64);
+            W_CHECK(i[k] == (int32_t)whole && l[k] == (int64_t)whole * WIDE,
+                    "operation %d: i32 %d, i64 %lld, expected %g", op, i[k], (long long)l[k],
+                    whole);
+        }
+    }
+}
+
+static int position(const int32_t *ranks, int count, int rank) {
+    for (int i = 0; i < count; i++)
+        if (ranks[i] == rank) return i;
+    return -1;
+}
+
+/* The group of a dim as a list that the caller frees; it holds me at my position. */
+static int32_t *group_of(const fsdp_mesh *mesh, int dim, int me) {
+    const int size = fsdp_mesh_size(mesh, dim);
+    int32_t *out = (int32_t *)malloc(sizeof *out * (size_t)(size > 0 ? size : 1));
+    CHECK(out != NULL);
+    W_CHECK(size >= 1, "size of dim %d is %d", dim, size);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, dim, NULL), size);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, dim, out), size);
+    if (dim >= 0) CHECK_EQ_INT(position(out, size, me), fsdp_mesh_rank(mesh, dim));
+    else W_CHECK(position(out, size, me) >= 0, "rank %d is not in its own mesh", me);
+    return out;
+}
+
+/* ---- golden data ----------------------------------------------------------------------------- */
+
+typedef struct record {
+    const char *key;
+    int count;
+    int64_t *v; /* v[0] is the rank */
+} record;
+
+typedef struct grid { /* one case of mesh.txt */
+    char name[64];
+    int world, ndim, numel, count;
+    int32_t shape[FSDP_MAX_DIMS], *ranks;
+    record *records;
+} grid;
+
+static void read_grid(golden *g, grid *c) {
+    memset(c, 0, sizeof *c);
+    snprintf(c->name, sizeof c->name, "%s", g->name);
+    while (golden_line(g)) {
+        if (golden_is(g, "mesh")) {
+            c->world = (int)golden_int(g);
+            c->ndim = (int)golden_int(g);
+            CHECK(c->ndim >= 1 && c->ndim <= FSDP_MAX_DIMS);
+            c->numel = 1;
+            for (int i = 0; i < c->ndim; i++) c->numel *= c->shape[i] = (int32_t)golden_int(g);
+            CHECK_EQ_INT(golden_left(g), c->numel);
+            c->ranks = (int32_t *)malloc(sizeof *c->ranks * (size_t)c->numel);
+            for (int i = 0; i < c->numel; i++) c->ranks[i] = (int32_t)golden_int(g);
+            continue;
+        }
+        c->records = (record *)realloc(c->records, sizeof *c->records * (size_t)(c->count + 1));
+        CHECK(c->records != NULL);
+        record *r = &c->records[c->count++];
+        r->key = g->key;
+        r->count = (int)golden_left(g);
+        r->v = (int64_t *)lab_zeros((size_t)r->count + 1, sizeof *r->v);
+        golden_ints(g, r->count, r->v);
+    }
+    W_CHECK(c->ranks != NULL, "case %s has no mesh", c->name);
+}
+
+static void free_grid(grid *c) {
+    for (int i = 0; i < c->count; i++) free(c->records[i].v);
+    free(c->records);
+    free(c->ranks);
+}
+
+static int is(const record *r, const char *key) { return !strcmp(r->key, key); }
+
+/* Values between the rank and the answer: what is asked for. */
+static int asked(const record *r) {
+    return is(r, "flatten") || is(r, "slice") ? 1 + (int)r->v[1] : is(r, "unflatten") ? 3 : 0;
+}
+
+static int same_request(const record *a, const record *b) {
+    const int n = asked(a);
+    return !strcmp(a->key, b->key) && asked(b) == n &&
+           !memcmp(a->v + 1, b->v + 1, (size_t)n * sizeof *a->v);
+}
+
+static void check_list(const int32_t *got, const int64_t *expected, int count, const char *what) {
+    for (int i = 0; i < count; i++)
+        W_CHECK(got[i] == expected[i], "%s: rank %d at place %d, expected %d", what, got[i], i,
+                (int)expected[i]);
+}
+
+/* `ascending` has the members in PyTorch's order, with place -1 where it is not told. */
+static void check_group(const fsdp_mesh *mesh, int dim, int me, int size, int64_t place,
+                        const int64_t *ascending) {
+    int32_t *got = group_of(mesh, dim, me);
+    int in_order = 1;
+    CHECK_EQ_INT(fsdp_mesh_size(mesh, dim), size);
+    for (int i = 0; i < size; i++) {
+        W_CHECK(position(got, size, (int)ascending[i]) >= 0, "rank %d is missing in dim %d",
+                (int)ascending[i], dim);
+        in_order &= !i || got[i] > got[i - 1];
+    }
+    if (in_order) check_list(got, ascending, size, "group");
+    if (in_order && place >= 0) CHECK_EQ_INT(fsdp_mesh_rank(mesh, dim), place);
+    free(got);
+}
+
+/* slice R K dims[K] shape[K] ranks[..]; flatten R K dims[K] SIZE INDEX ranks[SIZE] */
+static fsdp_mesh *slice_of(fsdp_world *w, const fsdp_mesh *mesh, const record *r) {
+    int32_t dims[FSDP_MAX_DIMS];
+    fsdp_mesh *out;
+    CHECK(r->v[1] >= 1 && r->v[1] <= FSDP_MAX_DIMS);
+    for (int i = 0; i < r->v[1]; i++) dims[i] = (int32_t)r->v[2 + i];
+    CALL(w, fsdp_mesh_slice(mesh, dims, (int)r->v[1], &out));
+    CHECK_EQ_INT(fsdp_mesh_ndim(out), r->v[1]);
+    return out;
+}
+
+static void check_slice(fsdp_world *w, const fsdp_mesh *mesh, const record *r) {
+    const int k = (int)r->v[1], me = fsdp_rank(w);
+    const int64_t *shape = r->v + 2 + k, *ranks = shape + k;
+    fsdp_mesh *slice = slice_of(w, mesh, r);
+    int numel = 1;
+    for (int i = 0; i < k; i++) {
+        int dim = (int)r->v[2 + i];
+        CHECK_EQ_INT(fsdp_mesh_size(slice, i), shape[i]);
+        CHECK_EQ_INT(fsdp_mesh_rank(slice, i), fsdp_mesh_rank(mesh, dim));
+        int32_t *whole = group_of(mesh, dim, me), *part = group_of(slice, i, me);
+        CHECK_EQ_MEM(whole, part, sizeof *whole * (size_t)shape[i]);
+        free(whole);
+        free(part);
+        numel *= (int)shape[i];
+    }
+    CHECK_EQ_INT(r->count, 2 + 2 * k + numel);
+    CHECK_EQ_INT(fsdp_mesh_size(slice, -1), numel);
+    int32_t *got = group_of(slice, -1, me);
+    check_list(got, ranks, numel, "slice");
+    free(got);
+}
+
+static void check_flat(const fsdp_mesh *flat, const record *r, int me) {
+    const int64_t *at = r->v + 2 + r->v[1];
+    const int size = (int)at[0];
+    int32_t *got = group_of(flat, 0, me);
+    CHECK_EQ_INT(fsdp_mesh_ndim(flat), 1);
+    CHECK_EQ_INT(fsdp_mesh_size(flat, 0), size);
+    CHECK_EQ_INT(r->count, 4 + (int)r->v[1] + size);
+    check_list(got, at + 2, size, "flattened");
+    int in_order = 1;
+    for (int i = 1; i < size; i++) in_order &= at[2 + i] > at[1 + i];
+    if (in_order) CHECK_EQ_INT(fsdp_mesh_rank(flat, 0), at[1]);
+    free(got);
+}
+
+/* unflatten R DIM A B coordinate[ND+1] uranks[A] vranks[B] */
+static void check_split(const grid *c, const fsdp_mesh *mesh, const record *r, int me) {
+    const int dim = (int)r->v[1], a = (int)r->v[2], b = (int)r->v[3], nd = c->ndim + 1;
+    CHECK_EQ_INT(r->count, 4 + nd + a + b);
+    CHECK_EQ_INT(fsdp_mesh_ndim(mesh), nd);
+    for (int i = 0; i < nd; i++) CHECK_EQ_INT(fsdp_mesh_rank(mesh, i), r->v[4 + i]);
+    check_group(mesh, dim, me, a, -1, r->v + 4 + nd);
+    check_group(mesh, dim + 1, me, b, -1, r->v + 4 + nd + a);
+    int32_t *all = group_of(mesh, -1, me);
+    for (int i = 0; i < c->numel; i++) CHECK_EQ_INT(all[i], c->ranks[i]);
+    free(all);
+}
+
+/* What is found by communication: in all dims, and in each. */
+static void talk_dims(fsdp_world *w, const fsdp_mesh *mesh) {
+    if (fsdp_mesh_rank(mesh, 0) >= 0) {
+        int32_t *all = group_of(mesh, -1, fsdp_rank(w));
+        talk(w, mesh, all, fsdp_mesh_size(mesh, -1));
+        talk_numbers(w, mesh, all);
+        free(all);
+    }
+    for (int32_t d = 0; d < fsdp_mesh_ndim(mesh); d++) {
+        fsdp_mesh *line;
+        CALL(w, fsdp_mesh_slice(mesh, &d, 1, &line));
+        if (fsdp_mesh_rank(mesh, 0) < 0) continue;
+        int32_t *ranks = group_of(line, 0, fsdp_rank(w));
+        talk(w, line, ranks, fsdp_mesh_size(line, 0));
+        free(ranks);
+    }
+}
+
+/* Makes what the record asks for on every rank, and checks it on those that it tells about. */
+static void check_made(fsdp_world *w, const grid *c, const fsdp_mesh *mesh, const record *r,
+                       int talks) {
+    static const char *const uv[2] = {"u", "v"};
+    const int me = fsdp_rank(w);
+    fsdp_mesh *made;
+    if (is(r, "flatten")) CALL(w, fsdp_mesh_flatten(slice_of(w, mesh, r), "flat", &made));
+    else CALL(w, fsdp_mesh_unflatten(mesh, (int)r->v[1], (int)r->v[2], uv, &made));
+    for (int i = 0; i < c->count; i++) {
+        const record *mine = &c->records[i];
+        if (mine->v[0] != me || !same_request(mine, r)) continue;
+        if (is(r, "flatten")) check_flat(made, mine, me);
+        else check_split(c, made, mine, me);
+    }
+    if (fsdp_mesh_rank(mesh, 0) < 0) CHECK_EQ_INT(fsdp_mesh_rank(made, 0), -1);
+    if (is(r, "unflatten")) CHECK_EQ_INT(fsdp_mesh_dim(made, "v"), r->v[1] + 1);
+    else CHECK_EQ_INT(fsdp_mesh_dim(made, "flat"), 0);
+    if (talks) talk_dims(w, made);
+}
+
+/* All of a case on one rank. */
+static void check_grid(fsdp_world *w, const grid *c, int talks) {
+    static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    const int me = fsdp_rank(w);
+    fsdp_mesh *mesh = lab_mesh(w, c->ndim, c->shape, names, c->ranks);
+    int told = 0;
+    snprintf(w_case, sizeof w_case, "%s rank %d", c->name, me);
+    CHECK_EQ_INT(fsdp_mesh_ndim(mesh), c->ndim);
+    CHECK_EQ_INT(fsdp_mesh_size(mesh, -1), c->numel);
+    for (int i = 0; i < c->count; i++) {
+        const record *r = &c->records[i];
+        if (r->v[0] != me) continue;
+        told++;
+        if (is(r, "outside")) {
+            for (int k = -1; k < c->ndim; k++) {
+                CHECK_EQ_INT(fsdp_mesh_rank(mesh, k), -1);
+                CHECK_EQ_INT(fsdp_mesh_ranks(mesh, k, NULL), -1);
+            }
+        } else if (is(r, "rank")) {
+            for (int k = 0; k < c->ndim; k++) CHECK_EQ_INT(fsdp_mesh_rank(mesh, k), r->v[1 + k]);
+        } else if (is(r, "group")) {
+            CHECK_EQ_INT(r->count, 4 + r->v[2]);
+            check_group(mesh, (int)r->v[1], me, (int)r->v[2], r->v[3], r->v + 4);
+        } else if (is(r, "slice")) {
+            check_slice(w, mesh, r);
+        }
+    }
+    W_CHECK(told > 0, "no record of rank %d", me);
+    if (talks) talk_dims(w, mesh);
+    for (int i = 0, k; i < c->count; i++) {
+        const record *r = &c->records[i];
+        if (!is(r, "flatten") && !is(r, "unflatten")) continue;
+        for (k = 0; k < i && !same_request(&c->records[k], r); k++) {
+        }
+        if (k == i) check_made(w, c, mesh, r, talks);
+    }
+}
+
+static void grid_rank(lab_rank *r) { check_grid(r->w, (const grid *)r->arg, 1); }
+
+/* One process as each rank in turn; in a very large world as some of them. */
+static void grid_played(const grid *c) {
+    fake *fakes = (fake *)lab_zeros((size_t)c->world, sizeof *fakes);
+    const int all = c->world <= PLAYED_MAX, stride = all ? 1 : c->world / 64;
+    for (int r = 0; r < c->world; r += stride) {
+        fsdp_world *w = fake_world(&fakes[r], r, c->world);
+        check_grid(w, c, 0);
+        CALL(NULL, fsdp_shutdown(w));
+    }
+    if (all) check_splits(fakes, c->world);
+    forget_splits(fakes, c->world);
+    free(fakes);
+}
+
+TEST(mesh, golden) {
+    golden g;
+    int cases = 0, talked = 0;
+    GOLDEN_OPEN(&g, "mesh.txt", "mesh");
+    while (golden_case(&g)) {
+        grid c;
+        read_grid(&g, &c);
+        CHECK_MSG(!g.error[0], "%s", g.error);
+        grid_played(&c);
+        if (c.world <= THREADS_MAX) lab_run(c.world, NULL, grid_rank, &c), talked++;
+        free_grid(&c);
+        cases++;
+    }
+    CHECK(cases > 0);
+    h_message("%d cases, %d of them with communication", cases, talked);
+    GOLDEN_CLOSE(&g);
+}
+
+/* ---- a model: every rank's mesh as a list of ranks ------------------------------------------- */
+
+enum { RANKS_MAX = 48, STEPS_MAX = 5 };
+
+typedef struct family { /* one shape; a rank that is outside has no list */
+    int world, ndim;
+    int32_t shape[FSDP_MAX_DIMS];
+    int inside[RANKS_MAX];
+    int32_t ranks[RANKS_MAX][RANKS_MAX];
+} family;
+
+static int numel_of(const family *f) {
+    int n = 1;
+    for (int d = 0; d < f->ndim; d++) n *= f->shape[d];
+    return n;
+}
+
+static int stride_of(const family *f, int dim) {
+    int n = 1;
+    for (int d = dim + 1; d < f->ndim; d++) n *= f->shape[d];
+    return n;
+}
+
+static int coord_of(const family *f, int rank, int dim) {
+    int at = position(f->ranks[rank], numel_of(f), rank);
+    return at / stride_of(f, dim) % f->shape[dim];
+}
+
+/* Keeps the dims of the set (bits); the others are fixed at each rank's own coordinates. */
+static void family_slice(family *f, int set) {
+    family old = *f;
+    f->ndim = 0;
+    for (int d = 0; d < old.ndim; d++)
+        if (set >> d & 1) f->shape[f->ndim++] = old.shape[d];
+    for (int r = 0; r < old.world; r++) {
+        int count = 0;
+        for (int i = 0; old.inside[r] && i < numel_of(&old); i++) {
+            int same = 1;
+            for (int d = 0; d < old.ndim; d++)
+                same &= (set >> d & 1) ||
+                        i / stride_of(&old, d) % old.shape[d] == coord_of(&old, r, d);
+            if (same) f->ranks[r][count++] = old.ranks[r][i];
+        }
+    }
+}
+
+static void family_flatten(family *f) {
+    f->shape[0] = numel_of(f);
+    f->ndim = 1;
+}
+
+static void family_unflatten(family *f, int dim, int outer) {
+    for (int d = f->ndim++; d > dim; d--) f->shape[d] = f->shape[d - 1];
+    f->shape[dim + 1] = f->shape[dim] / outer;
+    f->shape[dim] = outer;
+}
+
+enum { DO_SLICE, DO_FLATTEN, DO_UNFLATTEN };
+typedef struct chain { /* a mesh, and what becomes of it step by step */
+    uint64_t seed;
+    int steps;
+    struct {
+        int what, set, dim, outer;
+    } step[STEPS_MAX];
+    family stage[STEPS_MAX + 1];
+} chain;
+
+/* A shape of at most `most` places. */
+static void random_shape(uint64_t *state, family *f, int most) {
+    f->ndim = 1 + lab_pick(state, lab_pick(state, 4) ? 4 : FSDP_MAX_DIMS);
+    for (int d = 0, n = 1; d < f->ndim; d++) {
+        f->shape[d] = 1 + lab_pick(state, 4);
+        if (n * f->shape[d] > most) f->shape[d] = 1;
+        n *= f->shape[d];
+    }
+}
+
+static void random_chain(uint64_t seed, int most, chain *c) {
+    uint64_t state = seed;
+    family *f = &c->stage[0];
+    int32_t order[RANKS_MAX];
+    memset(c, 0, sizeof *c);
+    c->seed = seed;
+    random_shape(&state, f, most);
+    const int numel = numel_of(f),
+              spare = lab_pick(&state, 3) ? 0 : lab_pick(&state, most - numel + 1);
+    f->world = numel + spare;
+    for (int i = 0; i < f->world; i++) order[i] = i;
+    for (int i = f->world - 1, mix = lab_pick(&state, 2); mix && i > 0; i--) {
+        int k = lab_pick(&state, i + 1), swap = order[i];
+        order[i] = order[k], order[k] = swap;
+    }
+    for (int r = 0; r < f->world; r++) {
+        f->inside[r] = position(order, numel, r) >= 0;
+        memcpy(f->ranks[r], order, sizeof order);
+    }
+    for (c->steps = 0; c->steps < STEPS_MAX; c->steps++) {
+        family *next = &c->stage[c->steps + 1];
+        *next = c->stage[c->steps];
+        c->step[c->steps].what = lab_pick(&state, 3);
+        if (c->step[c->steps].what == DO_SLICE) {
+            int set = 1 + lab_pick(&state, (1 << next->ndim) - 1);
+            family_slice(next, c->step[c->steps].set = set);
+        } else if (c->step[c->steps].what == DO_FLATTEN) {
+            family_flatten(next);
+        } else {
+            int dim = lab_pick(&state, next->ndim), outer = 1 + lab_pick(&state, next->shape[dim]);
+            if (next->ndim == FSDP_MAX_DIMS || next->shape[dim] % outer) break;
+            c->step[c->steps].dim = dim;
+            family_unflatten(next, dim, c->step[c->steps].outer = outer);
+        }
+    }
+}
+
+static void check_family(fsdp_world *w, const family *f, const fsdp_mesh *mesh) {
+    const int me = fsdp_rank(w), numel = numel_of(f);
+    CHECK_EQ_INT(fsdp_mesh_ndim(mesh), f->ndim);
+    CHECK_EQ_INT(fsdp_mesh_size(mesh, -1), numel);
+    CHECK_EQ_INT(fsdp_mesh_size(mesh, f->ndim), -1);
+    for (int d = 0; d < f->ndim; d++) CHECK_EQ_INT(fsdp_mesh_size(mesh, d), f->shape[d]);
+    for (int d = -1; d < f->ndim && !f->inside[me]; d++) {
+        W_CHECK(fsdp_mesh_rank(mesh, d) == -1 && fsdp_mesh_ranks(mesh, d, NULL) == -1,
+                "rank %d is outside, but not in dim %d", me, d);
+    }
+    if (!f->inside[me]) return;
+    int32_t *all = group_of(mesh, -1, me);
+    CHECK_EQ_MEM(all, f->ranks[me], sizeof *all * (size_t)numel);
+    free(all);
+    for (int d = 0; d < f->ndim; d++) {
+        const int at = position(f->ranks[me], numel, me), stride = stride_of(f, d);
+        const int coord = at / stride % f->shape[d];
+        int32_t *group = group_of(mesh, d, me);
+        W_CHECK(fsdp_mesh_rank(mesh, d) == coord, "position %d in dim %d, expected %d",
+                fsdp_mesh_rank(mesh, d), d, coord);
+        for (int i = 0; i < f->shape[d]; i++)
+            W_CHECK(group[i] == f->ranks[me][at + (i - coord) * stride], "dim %d: place %d is %d",
+                    d, i, group[i]);
+        free(group);
+    }
+    CHECK_EQ_INT(fsdp_mesh_rank(mesh, f->ndim), -1);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, f->ndim, NULL), -1);
+}
+
+static void check_chain(fsdp_world *w, const chain *c, int talks) {
+    static const char *const two[2] = {"outer", NULL};
+    const family *whole = &c->stage[0];
+    fsdp_mesh *mesh = lab_mesh(w, whole->ndim, whole->shape, NULL, whole->ranks[0]);
+    for (int n = 0; n <= c->steps; n++) {
+        snprintf(w_case, sizeof w_case, "chain %llu step %d rank %d of %d",
+                 (unsigned long long)c->seed, n, fsdp_rank(w), fsdp_world_size(w));
+        if (n > 0 && c->step[n - 1].what == DO_SLICE) {
+            int32_t dims[FSDP_MAX_DIMS];
+            int count = 0;
+            for (int k = 0; k < c->stage[n - 1].ndim; k++)
+                if (c->step[n - 1].set >> k & 1) dims[count++] = k;
+            CALL(w, fsdp_mesh_slice(mesh, dims, count, &mesh));
+        } else if (n > 0 && c->step[n - 1].what == DO_FLATTEN) {
+            CALL(w, fsdp_mesh_flatten(mesh, NULL, &mesh));
+        } else if (n > 0) {
+            int dim = c->step[n - 1].dim;
+            CALL(w, fsdp_mesh_unflatten(mesh, dim, c->step[n - 1].outer, two, &mesh));
+            CHECK_EQ_INT(fsdp_mesh_dim(mesh, "outer") >= 0, 1);
+        }
+        check_family(w, &c->stage[n], mesh);
+        if (talks) talk_dims(w, mesh);
+    }
+}
+
+static void chain_rank(lab_rank *r) { check_chain(r->w, (const chain *)r->arg, 1); }
+
+/* Random meshes, cut and joined in random ways; one process plays all ranks. */
+static void played_chains(int count) {
+    static chain c;
+    static fake fakes[RANKS_MAX];
+    int ranks = 0;
+    for (int n = 0; n < count; n++) {
+        random_chain(h_seed() * 1000003 + (uint64_t)n, n % 8 ? 16 : RANKS_MAX, &c);
+        for (int r = 0; r < c.stage[0].world; r++) {
+            fsdp_world *w = fake_world(&fakes[r], r, c.stage[0].world);
+            check_chain(w, &c, 0);
+            CALL(NULL, fsdp_shutdown(w));
+        }
+        check_splits(fakes, c.stage[0].world);
+        forget_splits(fakes, c.stage[0].world);
+        ranks += c.stage[0].world;
+    }
+    h_message("%d meshes of %d ranks together", count, ranks);
+}
+
+TEST(mesh, random_forms, SLOW | AT_NIGHT(GLOO)) { played_chains(W_SLOW ? 100 : 800); }
+TEST(long_mesh, random_forms, SECONDS(300) | NIGHT) { played_chains(20000); }
+
+TEST(mesh, random_forms_talk, SLOW | AT_NIGHT(GLOO)) {
+    static chain c;
+    for (int n = 0; n < (W_SLOW ? 15 : 60); n++) {
+        random_chain(h_seed() * 7919 + (uint64_t)n, 10, &c);
+        lab_run(c.stage[0].world, NULL, chain_rank, &c);
+    }
+}
+
+/* ---- names, errors, memory ------------------------------------------------------------------- */
+
+/* A mesh of this shape, with names "a", "b", ...; ranks NULL: in order. */
+static fsdp_mesh *make(fsdp_world *w, int ndim, const int32_t *shape, const int32_t *ranks,
+                       int named) {
+    static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    return lab_mesh(w, ndim, shape, named ? names : NULL, ranks);
+}
+
+/* By value: what a slice gives is what a mesh of its own is, and each of the three counts. */
+TEST(mesh, equal) {
+    static const int32_t shape[2] = {2, 3}, turned[2] = {3, 2}, other[6] = {0, 1, 2, 3, 5, 4},
+                         row[3] = {3, 4, 5};
+    static const char *const names[2] = {"dp", "tp"}, *const swapped[2] = {"tp", "dp"};
+    fake f;
+    fsdp_world *w = fake_world(&f, 5, 6);
+    const fsdp_mesh *a = lab_mesh(w, 2, shape, names, NULL),
+                    *b = lab_mesh(w, 2, shape, names, NULL);
+    fsdp_mesh *line = NULL;
+    fsdp_mesh_desc d = FSDP_ZERO;
+    CHECK(fsdp_mesh_equal(a, a) && fsdp_mesh_equal(a, b) && fsdp_mesh_equal(NULL, NULL));
+    CHECK(!fsdp_mesh_equal(a, NULL) && !fsdp_mesh_equal(NULL, a));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, turned, names, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, swapped, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, NULL, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, names, other)));
+    CHECK(fsdp_mesh_equal(lab_mesh(w, 2, shape, NULL, NULL), lab_mesh(w, 2, shape, NULL, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_slice(w, a, 1)));
+    CHECK(fsdp_mesh_equal(lab_slice(w, a, 1), lab_slice(w, b, 1))); /* of this rank: 3 4 5 */
+    CHECK(!fsdp_mesh_equal(lab_slice(w, a, 0), lab_slice(w, a, 1)));
+    d.ndim = 1, d.shape[0] = 3, d.names[0] = "tp", d.ranks = row;
+    CALL(w, fsdp_mesh_create(w, &d, &line));
+    CHECK(fsdp_mesh_equal(line, lab_slice(w, a, 1)));
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+}
+
+TEST(mesh, names) {
+    static const int32_t shape[3] = {2, 3, 2}, dims[2] = {0, 2};
+    char dp[] = "dp", out[] = "outer";
+    const char *const two[2] = {out, "inner"};
+    fake f;
+    fsdp_world *w = fake_world(&f, 5, 12);
+    fsdp_mesh *mesh, *slice, *flat, *other;
+    fsdp_mesh_desc d = FSDP_ZERO;
+    d.ndim = 3;
+    memcpy(d.shape, shape, sizeof shape);
+    d.names[0] = dp, d.names[2] = "tp";
+    CALL(w, fsdp_mesh_create(w, &d, &mesh));
+    dp[0] = out[0] = '!'; /* names are copied */
+    CHECK(fsdp_mesh_dim(mesh, "dp") == 0 && fsdp_mesh_dim(mesh, "tp") == 2);
+    CHECK(fsdp_mesh_dim(mesh, "!p") == -1 && fsdp_mesh_dim(mesh, "cp") == -1);
+    CHECK(fsdp_mesh_dim(mesh, NULL) == -1 && fsdp_mesh_dim(NULL, "dp") == -1);
+    CALL(w, fsdp_mesh_slice(mesh, dims, 2, &slice));
+    CHECK(fsdp_mesh_dim(slice, "dp") == 0 && fsdp_mesh_dim(slice, "tp") == 1);
+    CALL(w, fsdp_mesh_flatten(slice, "dp_tp", &flat));
+    CHECK(fsdp_mesh_dim(flat, "dp_tp") == 0 && fsdp_mesh_dim(flat, "dp") == -1);
+    CALL(w, fsdp_mesh_flatten(mesh, NULL, &flat));
+    CHECK_EQ_INT(fsdp_mesh_dim(flat, "dp"), -1);
+    out[0] = 'o';
+    CALL(w, fsdp_mesh_unflatten(mesh, 0, 2, two, &other));
+    out[0] = '!';
+    CHECK(fsdp_mesh_dim(other, "outer") == 0 && fsdp_mesh_dim(other, "inner") == 1 &&
+          fsdp_mesh_dim(other, "tp") == 3 && fsdp_mesh_dim(other, "dp") == -1);
+    CALL(w, fsdp_mesh_unflatten(mesh, 1, 3, NULL, &other));
+    CHECK(fsdp_mesh_dim(other, "dp") == 0 && fsdp_mesh_dim(other, "tp") == 3);
+    CALL(w, fsdp_mesh_1d(w, "all", &other));
+    CHECK(fsdp_mesh_dim(other, "all") == 0 && fsdp_mesh_rank(other, 0) == 5 &&
+          fsdp_mesh_size(other, -1) == 12);
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+}
+
+TEST(mesh, refused) {
+    static const int32_t shape[3] = {2, 3, 2}, over[2] = {3, 5}, twice[4] = {0, 1, 2, 1},
+                         none[4] = {0, 1, 12, 3}, minus[4] = {0, -1, 2, 3};
+    static const int32_t back[2] = {2, 0}, equal[2] = {1, 1}, far[2] = {0, 3}, low[2] = {-1, 1},
+                         four[4] = {0, 1, 2, 3}, one = 1;
+    fake f;
+    fake g;
+    fsdp_world *w = fake_world(&f, 5, 12), *other = fake_world(&g, 5, 12);
+    fsdp_mesh *mesh = make(w, 3, shape, NULL, 1), *out = mesh;
+    fsdp_mesh *away = make(w, 1, &one, NULL, 1), *foreign = make(other, 3, shape, NULL, 1);
+    fsdp_mesh_desc d = FSDP_ZERO;
+    double x = 0;
+    const int before = f.count;
+    d.ndim = 2;
+    memcpy(d.shape, over, sizeof over);
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "12"); /* more places than ranks */
+    d.shape[0] = d.shape[1] = 2;
+    d.ranks = twice;
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "rank 1 appears twice");
+    d.ranks = none;
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "ranks has 12, expected 0..11");
+    d.ranks = minus;
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "ranks has -1");
+    d.shape[0] = 65536, d.shape[1] = 65536; /* the product is 0 in 32 bits */
+    d.ranks = NULL;
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "12");
+    REFUSED(w, fsdp_mesh_slice(mesh, back, 2, &out), "dims[1] is 0");
+    REFUSED(w, fsdp_mesh_slice(mesh, equal, 2, &out), "dims[1] is 1");
+    REFUSED(w, fsdp_mesh_slice(mesh, far, 2, &out), "dims[1] is 3");
+    REFUSED(w, fsdp_mesh_slice(mesh, low, 2, &out), "dims[0] is -1");
+    REFUSED(w, fsdp_mesh_slice(mesh, far, 0, &out), "num_dims is 0");
+    REFUSED(w, fsdp_mesh_slice(mesh, four, 4, &out), "dims[3]");
+    REFUSED(w, fsdp_mesh_slice(mesh, NULL, 1, &out), "dims");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 2, NULL, &out), "outer is 2:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 0, NULL, &out), "outer is 0:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, -3, NULL, &out), "outer is -3:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 1, NULL, &out), "dim is 3 ");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, -1, 1, NULL, &out), "dim is -1 ");
+    CHECK(out == NULL); /* as of every call that makes something and fails */
+    REFUSED(NULL, fsdp_mesh_slice(mesh, far, 1, NULL), "NULL");
+    REFUSED(NULL, fsdp_mesh_flatten(mesh, "f", NULL), "NULL");
+    REFUSED(NULL, fsdp_mesh_unflatten(mesh, 1, 3, NULL, NULL), "NULL");
+    REFUSED(NULL, fsdp_mesh_slice(NULL, far, 1, &out), "NULL");
+    REFUSED(NULL, fsdp_mesh_flatten(NULL, "f", &out), "NULL");
+    REFUSED(NULL, fsdp_mesh_unflatten(NULL, 1, 3, NULL, &out), "NULL");
+    REFUSED(w, fsdp_all_reduce(w, away, &x, 1, FSDP_F64, FSDP_SUM), "a rank that is in the mesh");
+    REFUSED(w, fsdp_broadcast(w, away, &x, 8, 0), "a rank that is in the mesh");
+    REFUSED(w, fsdp_all_reduce(w, foreign, &x, 1, FSDP_F64, FSDP_SUM), "of this world");
+    REFUSED(w, fsdp_broadcast(w, foreign, &x, 8, 0), "of this world");
+    REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 12), "0..11");
+    CHECK_EQ_INT(f.count, before); /* nothing of it reached the backend */
+    CHECK(fsdp_mesh_rank(mesh, 1) == 2 && fsdp_mesh_ranks(NULL, 0, NULL) == -1);
+    CALL(NULL, fsdp_shutdown(w));
+    CALL(NULL, fsdp_shutdown(other));
+    forget_splits(&f, 1);
+    forget_splits(&g, 1);
+}
+
+TEST(mesh, eight_dims_cannot_be_split) {
+    static const int32_t shape[8] = {1, 1, 1, 2, 1, 1, 1, 1};
+    fake f;
+    fsdp_world *w = fake_world(&f, 1, 2);
+    fsdp_mesh *mesh = make(w, 8, shape, NULL, 0), *out;
+    CHECK_EQ_INT(fsdp_mesh_rank(mesh, 3), 1);
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 2, NULL, &out), "8");
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+}
+
+/* What a model accepts as its mesh. */
+TEST(mesh, refused_by_models) {
+    static const int32_t square[2] = {2, 2}, cube[3] = {2, 1, 2}, some[2] = {0, 3};
+    fake f, g;
+    fsdp_world *w = fake_world(&f, 1, 4), *other = fake_world(&g, 1, 4);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
+    fsdp_model *m;
+    fsdp_unit *u;
+    md.mesh = make(w, 3, cube, NULL, 1);
+    REFUSED(w, fsdp_model_create(w, &md, &m), "3-D");
+    md.mesh = make(w, 2, square, NULL, 0);
+    REFUSED(w, fsdp_model_create(w, &md, &m), "name");
+    md.mesh = make(w, 1, square, some, 1);
+    REFUSED(w, fsdp_model_create(w, &md, &m), "outside");
+    md.mesh = make(other, 2, square, NULL, 1);
+    REFUSED(w, fsdp_model_create(w, &md, &m), "another world");
+    CALL(w, fsdp_mesh_info_init(md.mesh, FSDP_MESH_INFO_HSDP, 0, 1, &info));
+    md.mesh = NULL;
+    md.mesh_info = &info;
+    REFUSED(w, fsdp_model_create(w, &md, &m), "another world");
+    md.mesh = make(w, 2, square, NULL, 1);
+    CALL(w, fsdp_mesh_info_init(md.mesh, FSDP_MESH_INFO_HSDP, 0, 1, &info));
+    info.kind = 17;
+    md.mesh = NULL;
+    REFUSED(w, fsdp_model_create(w, &md, &m), "17");
+    CALL(w, fsdp_model_create(w, NULL, &m));
+    fsdp_param_desc p = fsdp_vec("p", 4);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.params = &p;
+    ud.num_params = 1;
+    ud.mesh = make(w, 3, cube, NULL, 1);
+    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "3-D");
+    ud.mesh = make(w, 2, square, NULL, 0);
+    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "name");
+    ud.mesh = make(w, 1, square, some, 1);
+    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "outside");
+    CHECK_EQ_INT(fsdp_num_units(m), 0);
+    CALL(NULL, fsdp_shutdown(other));
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+    forget_splits(&g, 1);
+}
+
+/* Makes a world of `size` ranks and in it what `what` names, with the n-th allocation of that
+   failing. Returns 0 when there is no n-th one. */
+static int fails_at(int size, int what, int n) {
+    static const int32_t dims[1] = {1};
+    static const char *const two[2] = {"x", "y"};
+    const int32_t shape[2] = {size / 3 ? size / 3 : 1, size < 3 ? size : 3};
+    w_heap heap;
+    fake f;
+    fsdp_world *w;
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_world_desc wd = w_desc(size - 1, size, NULL, "memory", 0);
+    w_heap_use(&heap, &wd);
+    memset(&f, 0, sizeof f);
+    wd.comm_ops = &fake_ops;
+    wd.user = &f;
+    CALL(NULL, fsdp_init(&wd, &w));
+    fsdp_mesh *mesh = make(w, 2, shape, NULL, 1), *line, *out = mesh;
+    CALL(w, fsdp_mesh_slice(mesh, dims, 1, &line));
+    d.ndim = 2, d.shape[0] = shape[1], d.shape[1] = shape[0], d.names[1] = "name";
+    const int64_t live = heap.live;
+    heap.fail_at = heap.total + n;
+    const fsdp_status status = what == 0   ? fsdp_mesh_create(w, &d, &out)
+                               : what == 1 ? fsdp_mesh_slice(mesh, dims, 1, &out)
+                               : what == 2 ? fsdp_mesh_flatten(line, "flat", &out)
+                                           : fsdp_mesh_unflatten(mesh, 1, shape[1], two, &out);
+    heap.fail_at = -1;
+    const int failed = heap.failures;
+    CHECK_STATUS(status, failed ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
+    if (failed) CHECK_MSG(out == NULL && heap.live == live, "call %d, allocation %d", what, n);
+    else CHECK(out != NULL && heap.live > live);
+    if (failed && size == 1) { /* nobody waits for this rank: it goes on */
+        CALL(w, fsdp_mesh_create(w, &d, &out));
+        CALL(NULL, fsdp_shutdown(w));
+    } else if (what == 1) { /* not collective: the world may go on */
+        fsdp_shutdown(w);
+    } else {
+        CHECK_STATUS(fsdp_shutdown(w), status);
+    }
+    CHECK_EQ_INT(heap.live, 0);
+    forget_splits(&f, 1);
+    return failed;
+}
+
+TEST(mesh, out_of_memory) {
+    for (int what = 0; what < 4; what++) {
+        int n[2] = {0, 0};
+        for (int i = 0; i < 2; i++)
+            while (fails_at(i ? 6 : 1, what, n[i])) n[i]++;
+        CHECK(n[0] > 1 && n[1] > 1);
+    }
+}
+
+/* ---- mesh infos ------------------------------------------------------------------------------ */
+
+/* Every kind with every pair of dims on one rank of a mesh. */
+static void check_infos(fsdp_world *w, const fsdp_mesh *mesh, int inside) {
+    const int nd = fsdp_mesh_ndim(mesh);
+    for (int kind = 0; kind < 3; kind++)
+        for (int s = -2; s <= nd; s++)
+            for (int r = -2; r <= nd; r++) {
+                const int shards = kind != FSDP_MESH_INFO_DDP;
+                const int copies = kind != FSDP_MESH_INFO_FSDP;
+                const int ok = (shards ? s >= 0 && s < nd : s == -1) &&
+                               (copies ? r >= 0 && r < nd : r == -1) && s != r && inside;
+                fsdp_mesh_info i;
+                memset(&i, 0x77, sizeof i);
+                const fsdp_status status = fsdp_mesh_info_init(mesh, kind, s, r, &i);
+                snprintf(w_case, sizeof w_case, "%d-D kind %d shard %d replicate %d rank %d", nd,
+                         kind, s, r, fsdp_rank(w));
+                W_CHECK(status == (ok ? FSDP_OK : FSDP_ERR_INVALID_ARG), "status %d", (int)status);
+                W_CHECK(ok || strstr(fsdp_last_error(w), "mesh"), "\"%s\"", fsdp_last_error(w));
+                if (!ok) continue;
+                W_CHECK(i.mesh == mesh && i.kind == kind && i.shard_mesh_dim == s &&
+                            i.replicate_mesh_dim == r,
+                        "it holds kind %d, dims %d and %d", i.kind, i.shard_mesh_dim,
+                        i.replicate_mesh_dim);
+                CHECK_EQ_INT(i.shard_mesh_size, s < 0 ? 1 : fsdp_mesh_size(mesh, s));
+                CHECK_EQ_INT(i.shard_mesh_rank, s < 0 ? 0 : fsdp_mesh_rank(mesh, s));
+                CHECK_EQ_INT(i.replicate_mesh_size, r < 0 ? 1 : fsdp_mesh_size(mesh, r));
+                CHECK_EQ_INT(i.replicate_mesh_rank, r < 0 ? 0 : fsdp_mesh_rank(mesh, r));
+                CHECK_EQ_INT(i.shard_comm != NULL, i.shard_mesh_size > 1);
+                CHECK_EQ_INT(i.replicate_comm != NULL, i.replicate_mesh_size > 1);
+            }
+}
+
+static const struct {
+    const char *name;
+    int world, ndim;
+    int32_t shape[4], ranks[8]; /* ranks all 0: in order */
+} info_rows[] = {
+    {"4", 4, 1, {4}, {0}},           {"1", 3, 1, {1}, {0}},
+    {"2x3", 6, 2, {2, 3}, {0}},      {"1x4", 4, 2, {1, 4}, {0}},
+    {"4x1", 5, 2, {4, 1}, {0}},      {"1x1", 2, 2, {1, 1}, {0}},
+    {"2x1x3", 6, 3, {2, 1, 3}, {0}}, {"2x2x2x1", 8, 4, {2, 2, 2, 1}, {7, 3, 5, 1, 6, 2, 4, 0}}};
+
+TEST_P(mesh_info, kinds, info_rows) {
+    fake *fakes = (fake *)lab_zeros((size_t)row->world, sizeof *fakes);
+    int numel = 1;
+    for (int d = 0; d < row->ndim; d++) numel *= row->shape[d];
+    for (int r = 0; r < row->world; r++) {
+        fsdp_world *w = fake_world(&fakes[r], r, row->world);
+        const int32_t *ranks = row->ranks[0] ? row->ranks : NULL;
+        const fsdp_mesh *mesh = make(w, row->ndim, row->shape, ranks, 0);
+        check_infos(w, mesh, r < numel);
+        CALL(NULL, fsdp_shutdown(w));
+    }
+    check_splits(fakes, row->world);
+    forget_splits(fakes, row->world);
+    free(fakes);
+}
+
+/* The checks of upstream's constructors, and what the text says. */
+TEST(mesh_info, refused) {
+    static const int32_t shape[2] = {2, 2};
+    fake f;
+    fsdp_world *w = fake_world(&f, 3, 4);
+    const fsdp_mesh *mesh = make(w, 2, shape, NULL, 1);
+    fsdp_mesh_info i;
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, -1, &i), "at least one");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, -1, &i), "at least one");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, -1, -1, &i), "at least one");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, 0, &i), "FSDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, 1, &i), "FSDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, 0, -1, &i), "DDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, 0, 1, &i), "DDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, -1, &i), "HSDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, -1, 1, &i), "HSDP");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 1, 1, &i), "two different");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 2, 1, &i), "shard_dim 2");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 2, &i), "replicate_dim 2");
+    REFUSED(w, fsdp_mesh_info_init(mesh, 3, 0, 1, &i), "kind is 3");
+    REFUSED(NULL, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 1, NULL), "NULL");
+    REFUSED(NULL, fsdp_mesh_info_init(NULL, FSDP_MESH_INFO_HSDP, 0, 1, &i), "NULL");
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+}
+
+/* ---- training -------------------------------------------------------------------------------- */
+
+enum { UNITS = 3, MICROS_MAX = 4, NOT_BY_INFO = -1 };
+
+/* The first parameter of each unit is trained. */
+static const lab_param params[] = {
+    {0, "uneven", FSDP_F32, 0, 0, 2, 0, {5, 3}}, {0, "vector", FSDP_F32, 0, 0, 1, 0, {7}},
+    {1, "dim1", FSDP_F32, 0, 0, 2, 1, {4, 6}},   {1, "frozen", FSDP_F32, 0, 1, 1, 0, {3}},
+    {1, "one", FSDP_F32, 0, 0, 1, 0, {1}},       {2, "tall", FSDP_F32, 0, 0, 2, 0, {11, 2}},
+    {2, "empty", FSDP_F32, 0, 0, 2, 0, {0, 5}},  {2, "cube", FSDP_F32, 0, 0, 3, 0, {3, 2, 2}}};
+enum { NUM_PARAMS = sizeof params / sizeof params[0] };
+static const lab_net net = {params, NUM_PARAMS, UNITS};
+
+/* How a mesh is made of a world, and what of it is used. */
+typedef struct form {
+    const char *name;
+    int world, ndim;
+    int32_t shape[3];
+    int kind, shard, replicate; /* kind NOT_BY_INFO: desc.mesh, of the slice if there is one */
+    int slice;                  /* bits of dims, or 0 */
+    int32_t ranks[8];           /* all 0: in order */
+} form;
+
+#define FSDP_KIND FSDP_MESH_INFO_FSDP
+#define DDP_KIND  FSDP_MESH_INFO_DDP
+#define HSDP_KIND FSDP_MESH_INFO_HSDP
+static const form forms[] = {
+    {"1x1", 1, 2, {1, 1}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"2x2", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"2x3", 6, 2, {2, 3}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"3x2", 6, 2, {3, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"1x4", 4, 2, {1, 4}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"4x1", 4, 2, {4, 1}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"1x5", 5, 2, {1, 5}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"5x1", 5, 2, {5, 1}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"4x2", 8, 2, {4, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"2x2_ranks_3102", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {3, 1, 0, 2}},
+    {"2x2_of_6", 6, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {4, 1, 0, 5}},
+    {"2x2x2_slice_01", 8, 3, {2, 2, 2}, NOT_BY_INFO, 1, 0, 3, {0}},
+    {"2x2x2_slice_02", 8, 3, {2, 2, 2}, NOT_BY_INFO, 2, 0, 5, {0}},
+    {"2x2x2_slice_12", 8, 3, {2, 2, 2}, NOT_BY_INFO, 2, 1, 6, {7, 3, 5, 1, 6, 2, 4, 0}},
+    {"2x1x3_slice_02", 6, 3, {2, 1, 3}, NOT_BY_INFO, 2, 0, 5, {0}},
+    {"3x2_slice_0", 6, 2, {3, 2}, NOT_BY_INFO, 0, -1, 1, {0}},
+    {"hsdp_dims_0_1", 6, 2, {2, 3}, HSDP_KIND, 0, 1, 0, {0}},
+    {"hsdp_dims_2_0_of_3", 8, 3, {2, 2, 2}, HSDP_KIND, 2, 0, 0, {0}},
+    {"hsdp_dims_0_2_of_3", 6, 3, {2, 1, 3}, HSDP_KIND, 0, 2, 0, {0}},
+    {"fsdp_dim_0_of_2", 6, 2, {3, 2}, FSDP_KIND, 0, -1, 0, {0}},
+    {"fsdp_dim_1_of_2", 4, 2, {4, 1}, FSDP_KIND, 1, -1, 0, {0}},
+    {"ddp", 4, 1, {4}, DDP_KIND, -1, 0, 0, {0}},
+    {"ddp_of_one", 1, 1, {1}, DDP_KIND, -1, 0, 0, {0}},
+    {"ddp_dim_0_of_2", 6, 2, {3, 2}, DDP_KIND, -1, 0, 0, {0}},
+    {"ddp_dim_1_of_2", 6, 2, {3, 2}, DDP_KIND, -1, 1, 0, {5, 4, 3, 2, 1, 0}},
+};
+
+/* Where one unit's gradients meet, and how. */
+typedef struct place {
+    int members, shards, replicas, shard_rank;
+    int32_t ranks[8];
+} place;
+
+/* By coordinates alone; 0: this rank is outside. */
+static int find_place(const form *f, int rank, place *p) {
+    int numel = 1, at = -1;
+    int32_t order[8];
+    for (int d = 0; d < f->ndim; d++) numel *= f->shape[d];
+    for (int i = 0; i < numel; i++) {
+        order[i] = f->ranks[0] ? f->ranks[i] : i;
+        if (order[i] == rank) at = i;
+    }
+    memset(p, 0, sizeof *p);
+    p->shards = p->replicas = 1;
+    if (at < 0) return 0;
+    for (int i = 0; i < numel; i++) {
+        int same = 1;
+        for (int d = f->ndim - 1, stride = 1; d >= 0; stride *= f->shape[d--])
+            if (d != f->shard && d != f->replicate)
+                same &= i / stride % f->shape[d] == at / stride % f->shape[d];
+        if (same) p->ranks[p->members++] = order[i];
+    }
+    for (int d = f->ndim - 1, stride = 1; d >= 0; stride *= f->shape[d--]) {
+        if (d == f->shard) p->shards = f->shape[d], p->shard_rank = at / stride % f->shape[d];
+        if (d == f->replicate) p->replicas = f->shape[d];
+    }
+    return 1;
+}
+
+/* The mesh of a form, or the info of it in `info` (mesh NULL then). */
+static const fsdp_mesh *form_mesh(fsdp_world *w, const form *f, fsdp_mesh_info *info) {
+    fsdp_mesh *mesh = make(w, f->ndim, f->shape, f->ranks[0] ? f->ranks : NULL, 1), *slice;
+    int32_t dims[3];
+    int count = 0;
+    for (int d = 0; d < f->ndim; d++)
+        if (f->slice >> d & 1) dims[count++] = d;
+    if (f->kind != NOT_BY_INFO) {
+        place p;
+        if (find_place(f, fsdp_rank(w), &p))
+            CALL(w, fsdp_mesh_info_init(mesh, f->kind, f->shard, f->replicate, info));
+        return NULL;
+    }
+    if (!f->slice) return mesh;
+    CALL(w, fsdp_mesh_slice(mesh, dims, count, &slice));
+    return slice;
+}
+
+/* What a microbatch does to a unit's gradients. SKIP: the unit takes no part in it. */
+enum { FULL, PARTIAL, NO_SYNC, SKIP };
+typedef struct script {
+    const char *name;
+    int micros, steps;
+    int mode[MICROS_MAX]; /* of all units; or, with random set, a different one for each */
+    int random, multiple; /* multiple: gradients are whole multiples of the number of ranks */
+} script;
+
+static const script scripts[] = {
+    {"each", 3, 3, {FULL, FULL, FULL}, 0, 1},
+    {"partial", 3, 3, {PARTIAL, PARTIAL, FULL}, 0, 1},
+    {"no_sync", 3, 3, {NO_SYNC, NO_SYNC, FULL}, 0, 1},
+    {"both", 3, 3, {NO_SYNC, PARTIAL, FULL}, 0, 1},
+    {"both_back", 3, 3, {PARTIAL, NO_SYNC, FULL}, 0, 1},
+    {"rounded", 2, 3, {FULL, FULL}, 0, 0},
+    {"rounded_partial", 4, 2, {PARTIAL, NO_SYNC, PARTIAL, FULL}, 0, 0},
+    {"random", 4, 3, {0}, 1, 0},
+};
+enum { NUM_SCRIPTS = sizeof scripts / sizeof scripts[0], EQUAL_SCRIPTS = 5 };
+
+typedef struct variant { /* of how it is run */
+    int lanes, plain, raf;
+    int64_t direct_min;
+} variant;
+static const variant variants[] = {{0, 0, FSDP_RESHARD_DEFAULT, 0},
+                                   {0, 1, FSDP_RESHARD_DEFAULT, 1},
+                                   {2, 0, FSDP_RESHARD_NEVER, 40},
+                                   {1, 1, FSDP_RESHARD_DEFAULT, 40}};
+enum { NUM_VARIANTS = sizeof variants / sizeof variants[0] };
+
+typedef struct training {
+    fsdp_world *w;
+    lab_built m;
+    lab_truth truth;
+    place place[UNITS];
+    const script *s;
+    const fsdp_mesh *mesh; /* the model's; NULL: all ranks */
+    int is_part;           /* it is a slice that lacks ranks of its mesh */
+    int rank, step, mode[UNITS];
+    int reduces[2]; /* reduce-scatters and all-reduces due */
+} training;
+
+static float first_weight(int p, int64_t e) {
+    return (float)(lab_hash(h_seed(), (uint64_t)p, (uint64_t)e, 0) % 1024) / 64 - 8;
+}
+
+/* A small whole number, or a multiple of how many ranks it meets. */
+static float gradient(const training *t, int rank, int micro, int p, int64_t e) {
+    const uint64_t where = (uint64_t)((t->step * MICROS_MAX + micro) * 64 + rank);
+    const int whole = (int)(lab_hash(where, (uint64_t)p, (uint64_t)e, 0) % 19) - 9;
+    return (float)(t->s->multiple ? whole * t->place[params[p].unit].members : whole);
+}
+
+static void choose_modes(training *t, int micro) {
+    for (int u = 0; u < UNITS; u++) {
+        const uint64_t where = (uint64_t)(t->step * MICROS_MAX + micro);
+        t->mode[u] = t->s->random ? (int)(lab_hash(where, (uint64_t)u, 77, 0) % 5)
+                                  : t->s->mode[micro];
+        if (t->mode[u] > SKIP) t->mode[u] = FULL;
+        const int last = t->step + 1 == t->s->steps && micro + 1 == t->s->micros;
+        if (t->s->random && last) t->mode[u] = u == 1 ? SKIP : FULL; /* finalize reduces unit 1 */
+        const int all_reduce = t->mode[u] == FULL || t->mode[u] == SKIP;
+        CALL(t->w,
+             fsdp_set_requires_gradient_sync(t->m.model, t->m.unit[u], t->mode[u] != NO_SYNC));
+        CALL(t->w, fsdp_set_requires_all_reduce(t->m.model, t->m.unit[u], all_reduce));
+    }
+}
+
+/* What this microbatch makes of the numbers. Sums of whole numbers are exact in any order; what is
+   rounded is their product with 1/members, and what is added to it. */
+static void expect(training *t, int micro) {
+    lab_truth *truth = &t->truth;
+    t->reduces[0] = t->reduces[1] = 0;
+    for (int u = 0; u < UNITS; u++) {
+        const place *at = &t->place[u];
+        const int first = lab_first_of(&net, u), kept = truth->has_kept[first];
+        const int ran = t->mode[u] != SKIP, old = kept || truth->has_partial[first];
+        const int partial = t->mode[u] == PARTIAL && at->replicas > 1;
+        const int reduces = t->mode[u] != NO_SYNC && (ran || old);
+        t->reduces[0] += reduces && (ran || kept) && at->shards > 1;
+        t->reduces[1] += reduces && !partial && at->replicas > 1;
+        for (int p = first; p < NUM_PARAMS && params[p].unit == u; p++) {
+            if (params[p].frozen) continue;
+            for (int64_t e = 0; e < lab_numel_of(&net, p); e++)
+                for (int i = 0; i < at->members && ran; i++)
+                    truth->kept[p][e] += (double)gradient(t, at->ranks[i], micro, p, e);
+            truth->has_kept[p] |= ran;
+            if (reduces) lab_reduce(truth, &net, p, at->members, partial);
+        }
+    }
+}
+
+static void microbatch(training *t, int micro) {
+    for (int u = 0; u < UNITS; u++) {
+        if (t->mode[u] == SKIP) continue;
+        CALL(t->w, fsdp_pre_forward(t->m.unit[u]));
+        lab_check_data(&t->m, &t->truth, u, FSDP_F32);
+        CALL(t->w, fsdp_post_forward(t->m.unit[u]));
+    }
+    for (int u = UNITS - 1; u >= 0; u--) {
+        if (t->mode[u] == SKIP) continue;
+        CALL(t->w, fsdp_pre_backward(t->m.unit[u]));
+        lab_check_data(&t->m, &t->truth, u, FSDP_F32);
+        for (int p = lab_first_of(&net, u); p < NUM_PARAMS && params[p].unit == u; p++) {
+            float *grad = params[p].frozen ? NULL : (float *)lab_grad(&t->m, p);
+            for (int64_t e = 0; e < lab_numel_of(&net, p) && grad; e++)
+                grad[e] += gradient(t, t->rank, micro, p, e);
+        }
+        CALL(t->w, fsdp_post_backward(t->m.unit[u]));
+    }
+    CALL(t->w, fsdp_finalize_backward(t->m.model));
+}
+
+/* Which rows of a parameter are mine. */
+static void check_shard(const training *t, int p, const fsdp_param_view *v) {
+    const int u = params[p].unit, dim = params[p].shard_dim;
+    fsdp_range range;
+    CALL(NULL, fsdp_shard_range(params[p].shape[dim], t->place[u].shards, t->place[u].shard_rank,
+                                &range));
+    CHECK_EQ_STR(v->name, params[p].name);
+    CHECK_EQ_INT(v->local_shape[dim], range.count);
+    if (range.count) CHECK_EQ_INT(v->start[dim], range.start);
+}
+
+static void check_shards(const training *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    int p = 0;
+    int64_t mine = 0, all = 0;
+    for (; fsdp_next_param(t->m.model, &v); p++) {
+        check_shard(t, p, &v);
+        if (t->place[params[p].unit].shards == 1) mine += v.numel, all += lab_numel_of(&net, p);
+    }
+    CHECK_EQ_INT(p, NUM_PARAMS);
+    CHECK_EQ_INT(mine, all); /* what is not sharded is whole */
+    lab_check_params(&t->m, &t->truth);
+    lab_check_grads(&t->m, &t->truth);
+}
+
+/* The norm counts what is replicated once. Each group of ranks that share a unit holds parameters
+   of its own. In a slice of a mesh nobody knows what the other ranks hold. */
+static void check_norm(const training *t) {
+    double sum = 0, got;
+    if (t->is_part) {
+        CHECK_STATUS(fsdp_clip_grad_norm(t->m.model, (double)INFINITY, &got), FSDP_ERR_UNSUPPORTED);
+        W_CHECK(strstr(fsdp_last_error(t->w), "mesh_info"), "\"%s\"", fsdp_last_error(t->w));
+        return;
+    }
+    for (int p = 0; p < NUM_PARAMS; p++) {
+        for (int64_t e = 0; e < lab_numel_of(&net, p) && t->truth.has[p]; e++) {
+            const double g = (double)t->truth.grad[p][e];
+            sum += g * g / t->place[params[p].unit].members;
+        }
+    }
+    CALL(t->w, fsdp_all_reduce(t->w, t->mesh, &sum, 1, FSDP_F64, FSDP_SUM));
+    CALL(t->w, fsdp_clip_grad_norm(t->m.model, (double)INFINITY, &got));
+    W_CHECK(fabs(got - sqrt(sum)) <= 1e-9 * got, "norm %.17g, expected %.17g", got, sqrt(sum));
+}
+
+static void count_reduces(const training *t, const fsdp_counters *before) {
+    fsdp_counters now = FSDP_ZERO;
+    CALL(t->w, fsdp_model_counters(t->m.model, &now));
+    const int scatters = (int)(now.calls[FSDP_OP_REDUCE_SCATTER] -
+                               before->calls[FSDP_OP_REDUCE_SCATTER]);
+    const int reduces = (int)(now.calls[FSDP_OP_ALL_REDUCE] - before->calls[FSDP_OP_ALL_REDUCE]);
+    W_CHECK(scatters == t->reduces[0], "%d reduce-scatters, expected %d", scatters, t->reduces[0]);
+    W_CHECK(reduces == t->reduces[1], "%d all-reduces, expected %d", reduces, t->reduces[1]);
+}
+
+static void start_rows(void *user, const fsdp_param_view *rows) {
+    (void)user;
+    for (int64_t k = 0; k < rows->numel; k++)
+        ((float *)rows->data)[k] = first_weight(rows->ordinal, fsdp_view_index(rows, k));
+}
+
+/* What the library says of a unit's ranks is what coordinates say. */
+static void check_info(const training *t, int u) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    CALL(t->w, fsdp_unit_mesh_info(t->m.unit[u], &info));
+    CHECK_EQ_INT(info.shard_mesh_size, t->place[u].shards);
+    CHECK_EQ_INT(info.shard_mesh_rank, t->place[u].shard_rank);
+    CHECK_EQ_INT(info.replicate_mesh_size, t->place[u].replicas);
+    CHECK(info.mesh != NULL && (info.shard_comm != NULL) == (info.shard_mesh_size > 1));
+    int32_t ranks[8];
+    const int dim = info.replicate_mesh_dim;
+    const int count = dim < 0 ? 0 : fsdp_mesh_ranks(info.mesh, dim, ranks);
+    if (dim >= 0) CHECK(ranks[info.replicate_mesh_rank] == t->rank);
+    for (int i = 0; i < count; i++)
+        CHECK(position(t->place[u].ranks, t->place[u].members, ranks[i]) >= 0);
+    CHECK_STATUS(fsdp_unit_mesh_info(t->m.unit[u], NULL), FSDP_ERR_INVALID_ARG);
+}
+
+static void train(training *t, const script *s) {
+    t->s = s;
+    CALL(t->w, fsdp_init_params(t->m.model, start_rows, NULL));
+    for (int p = 0; p < NUM_PARAMS; p++)
+        for (int64_t e = 0; e < lab_numel_of(&net, p); e++)
+            t->truth.weight[p][e] = first_weight(p, e);
+    for (t->step = 0; t->step < s->steps; t->step++) {
+        for (int micro = 0; micro < s->micros; micro++) {
+            fsdp_counters before;
+            choose_modes(t, micro);
+            expect(t, micro);
+            CALL(t->w, fsdp_model_counters(t->m.model, &before));
+            microbatch(t, micro);
+            count_reduces(t, &before);
+            check_shards(t);
+        }
+        for (int p = 0; p < NUM_PARAMS; p++)
+            for (int grads = 0; grads < 2 - params[p].frozen; grads++)
+                lab_check_full(&t->m, &t->truth, p, grads);
+        check_norm(t);
+        check_shards(t); /* measured, not scaled */
+        lab_update(&t->m, &t->truth, 0.015625f);
+    }
+}
+
+/* Adds unit u; its mesh is the model's, or one of its own. */
+static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_info *info) {
+    fsdp_param_desc d[LAB_PARAMS];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.mesh = mesh;
+    ud.mesh_info = info;
+    t->m.unit[u] = lab_unit(t->w, t->m.model, &ud, d, lab_descs(&t->m, u, d));
+    check_info(t, u);
+}
+
+/* One model, trained by one script; what it came to is compared by the caller. */
+static training *train_form(fsdp_world *w, const form *f, const variant *how, const fsdp_mesh *mesh,
+                            const fsdp_mesh_info *info, const script *s) {
+    training *t = (training *)lab_zeros(1, sizeof *t);
+    fsdp_model_desc md = FSDP_ZERO;
+    t->w = w;
+    t->rank = fsdp_rank(w);
+    snprintf(w_case, sizeof w_case, "%s rank %d, script %s, lanes %d plain %d direct %d", f->name,
+             t->rank, s->name, how->lanes, how->plain, (int)how->direct_min);
+    md.mesh = mesh;
+    md.mesh_info = mesh ? NULL : info;
+    t->mesh = mesh ? mesh : info->mesh;
+    for (int d = 0; d < f->ndim; d++)
+        t->is_part |= f->slice && !(f->slice >> d & 1) && f->shape[d] > 1;
+    md.direct_min = how->direct_min;
+    md.reshard_after_forward = how->raf;
+    md.debug = 1;
+    lab_begin(&t->m, &net, w);
+    t->m.model = lab_model(w, &md);
+    for (int u = 0; u < UNITS; u++) {
+        find_place(f, t->rank, &t->place[u]);
+        add_unit(t, u, NULL, NULL);
+    }
+    train(t, s);
+    fsdp_model_destroy(t->m.model);
+    return t;
+}
+
+/* With worker threads, which are slow where ranks outnumber cores, only some of the scripts. */
+static int left_out(int how, int what) {
+    const int some = variants[how].lanes || W_SLOW;
+    return some && strcmp(scripts[what].name, "both") && strcmp(scripts[what].name, "random");
+}
+
+/* All scripts; the first ones come to the same bits: accumulation of partial sums, or of gradients
+   that were not reduced at all, and a reduction of every microbatch. */
+static void train_rank(lab_rank *r) {
+    const form *of = (const form *)r->arg;
+    fsdp_comm_ops plain = w_plain();
+    for (int k = 0; k < NUM_VARIANTS; k++) {
+        fsdp_mesh_info info;
+        training *first = NULL;
+        place p;
+        r->w = lab_world(r, k, variants[k].lanes, variants[k].plain ? &plain : NULL);
+        const fsdp_mesh *mesh = form_mesh(r->w, of, &info);
+        for (int n = 0; n < NUM_SCRIPTS && find_place(of, r->rank, &p); n++) {
+            if (left_out(k, n)) continue;
+            training *t = train_form(r->w, of, &variants[k], mesh, &info, &scripts[n]);
+            if (first && n < EQUAL_SCRIPTS)
+                CHECK_EQ_MEM(t->truth.weight, first->truth.weight, sizeof t->truth.weight);
+            if (first) free(t);
+            else first = t;
+        }
+        free(first);
+        CALL(r->w, fsdp_barrier(r->w));
+        lab_end(r);
+    }
+}
+
+static void train_all(const form *f, int processes) {
+    lab_how how = FSDP_ZERO;
+    how.job = f->name, how.bare = 1, how.processes = processes;
+    lab_run(f->world, &how, train_rank, (void *)(uintptr_t)f);
+}
+TEST_P(hsdp, training, forms, row->ndim > 2 ? SLOW : 0) { train_all(row, 0); }
+
+static const form process_forms[] = {
+    {"2x2", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
+    {"2x3", 6, 2, {2, 3}, NOT_BY_INFO, 1, 0, 0, {5, 0, 3, 1, 4, 2}},
+    {"ddp", 3, 1, {3}, DDP_KIND, -1, 0, 0, {0}}};
+TEST_P(hsdp, processes, process_forms) { train_all(row, 1); }
+
+/* Units of one model with meshes of their own: HSDP, sharded over one dim, replicated; the model's
+   is all ranks. */
+static void own_rank(lab_rank *r) {
+    static const form whole = {"whole", 4, 1, {4}, NOT_BY_INFO, 0, -1, 0, {0}},
+                      square = {"square", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
+                      rows = {"rows", 4, 2, {2, 2}, FSDP_KIND, 1, -1, 0, {0}},
+                      ddp = {"ddp", 4, 1, {4}, DDP_KIND, -1, 0, 0, {3, 1, 2, 0}};
+    const form *of[3][UNITS] = {
+        {&whole, &square, &ddp}, {&square, &ddp, &rows}, {&rows, &whole, &square}};
+    for (int k = 0; k < NUM_VARIANTS; k++) {
+        fsdp_world *w = r->w = lab_world(r, k, variants[k].lanes, NULL);
+        for (int n = 0; n < 3 * NUM_SCRIPTS; n++) {
+            if (left_out(k, n % NUM_SCRIPTS)) continue;
+            training *t = (training *)lab_zeros(1, sizeof *t);
+            fsdp_model_desc md = FSDP_ZERO;
+            t->w = w;
+            t->rank = r->rank;
+            md.direct_min = variants[k].direct_min;
+            lab_begin(&t->m, &net, w);
+            t->m.model = lab_model(w, &md);
+            snprintf(w_case, sizeof w_case, "own %d rank %d script %s variant %d", n / NUM_SCRIPTS,
+                     r->rank, scripts[n % NUM_SCRIPTS].name, k);
+            for (int u = 0; u < UNITS; u++) {
+                const form *f = of[n / NUM_SCRIPTS][u];
+                fsdp_mesh_info info;
+                const fsdp_mesh *mesh = form_mesh(w, f, &info);
+                find_place(f, r->rank, &t->place[u]);
+                add_unit(t, u, f == &whole ? NULL : mesh, mesh ? NULL : &info);
+            }
+            train(t, &scripts[n % NUM_SCRIPTS]);
+            fsdp_model_destroy(t->m.model);
+            free(t);
+        }
+        lab_end(r);
+    }
+}
+
+TEST(hsdp, units_with_meshes_of_their_own) {
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    lab_run(4, &how, own_rank, NULL);
+}

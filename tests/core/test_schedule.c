@@ -1,0 +1,1353 @@
+/* test_schedule.c - which operations the hooks issue, in which order, on which stream, behind which
+   events; on the simulated device of sim.h. Schedules are scripts, see play().
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#include "library.c"
+#include "lab.h"
+#include "sim.h"
+
+/* ---- models and scripts ---------------------------------------------------------------------- */
+
+enum { MAX_UNITS = 12, TRACE = 4096 };
+enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
+
+typedef struct {
+    int world, async, unfused, comm_lanes; /* 0: 4, inline, fused, 2 */
+    int layers;                            /* 0: 3 */
+    int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
+    fsdp_dtype param, reduce;
+    int overwrite, debug, uniform; /* uniform: layers of one large matrix */
+    int64_t direct_min;
+    int replicas, offload; /* replicas: HSDP of world/replicas x replicas */
+} config;
+
+typedef struct {
+    sim s;
+    config c;
+    fsdp_model *model;
+    fsdp_unit *units[MAX_UNITS]; /* the root, then the layers */
+    int num_units;
+    int64_t forward_ns, backward_ns; /* of a layer's computation */
+    int show_reshard;
+    uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
+    uint8_t storage[MAX_UNITS]; /* as last seen */
+    char trace[TRACE];
+    int used;
+} rig;
+
+/* One more word of the trace: what happened to which unit, and in which training state. */
+static void say(rig *r, const char *what, const char *unit, const char *state) {
+    int room = TRACE - r->used;
+    r->used += snprintf(r->trace + r->used, (size_t)room, "%s%s%s%s", r->used ? " " : "", what,
+                        unit, state);
+    CHECK(r->used < TRACE);
+}
+
+/* A unit that has become sharded since the last look was resharded. */
+static void look(rig *r) {
+    for (int i = 0; i < r->num_units; i++) {
+        uint8_t now = (uint8_t)fsdp_unit_storage(r->units[i]);
+        if (r->show_reshard && r->storage[i] != FSDP_STORAGE_SHARDED && now == FSDP_STORAGE_SHARDED)
+            say(r, "R", fsdp_unit_name(r->units[i]), "");
+        r->storage[i] = now;
+    }
+}
+
+/* The events of upstream's tests: U all-gather with the training state it is issued for, P
+   reduction. */
+static void observe(void *user, const fsdp_op *op) {
+    static const char *const states[] = {":I", ":F", ":B", ":P"}; /* PRE_BACKWARD is upstream's B */
+    rig *r = (rig *)user;
+    look(r);
+    if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
+        say(r, "U", op->what, states[op->state]);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) say(r, "P", op->what, "");
+}
+
+/* A layer of every kind of parameter: direct, packed, uneven, along dim 1, empty, frozen. */
+static int mixed_params(fsdp_param_desc *p) {
+    p[0] = fsdp_mat("w", 8, 16);
+    p[1] = fsdp_vec("b", 5);
+    p[2] = fsdp_mat("side", 3, 6);
+    p[2].shard_dim = 1;
+    p[3] = fsdp_mat("none", 0, 7);
+    p[4] = fsdp_mat("still", 6, 3);
+    p[4].frozen = 1;
+    p[5] = fsdp_vec("one", 1);
+    return 6;
+}
+
+static void rig_open(rig *r, const config *c) {
+    static const char *const names[MAX_UNITS] = {"r", "0", "1", "2", "3", "4",
+                                                 "5", "6", "7", "8", "9", "10"};
+    memset(r, 0, sizeof *r);
+    r->c = *c;
+    sim_init(&r->s, c->world ? c->world : 4, 0);
+    r->s.rank = r->s.world_size - 1; /* the rank with empty and short shards */
+    r->s.async = c->async;
+    r->s.fused = !c->unfused;
+    r->s.checks = 1;
+    if (c->comm_lanes) r->s.comm_lanes = c->comm_lanes;
+    CHECK(sim_open(&r->s));
+    fsdp_model_desc md = FSDP_ZERO;
+    md.param_dtype = c->param;
+    md.reduce_dtype = c->reduce;
+    md.grads_overwrite = c->overwrite;
+    md.debug = c->debug;
+    md.direct_min = c->direct_min ? c->direct_min : 256;
+    md.cpu_offload = c->offload;
+    if (c->replicas > 1) md.mesh = lab_hsdp(r->s.world, c->replicas, r->s.world_size / c->replicas);
+    CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
+    int layers = c->layers ? c->layers : 3;
+    for (int i = 0; i <= layers; i++) {
+        fsdp_param_desc p[6];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.name = names[i];
+        ud.params = p;
+        ud.num_params = c->uniform ? 1 : mixed_params(p);
+        if (c->uniform) p[0] = fsdp_mat("w", 64, 64);
+        ud.reshard_after_forward = i == 0 ? (c->root ? c->root : NEVER) : c->inner;
+        CHECK_OK(fsdp_fully_shard(r->model, &ud, &r->units[r->num_units++]));
+    }
+    r->s.on_op = observe;
+    r->s.on_op_user = r;
+    CHECK_OK(sim_watch(&r->s, r->model));
+}
+
+static void rig_close(rig *r) {
+    int64_t left = sim_close(&r->s);
+    CHECK_MSG(r->s.races == 0, "%d races, first: %s", r->s.races, r->s.race);
+    CHECK_EQ_INT(left, 0);
+}
+
+static fsdp_unit *unit_named(rig *r, char name) {
+    return r->units[name == 'r' ? 0 : name - '0' + 1];
+}
+
+/* The caller's computation reads the parameters, and in backward writes the gradients. */
+static void use_unit(rig *r, fsdp_unit *u, int backward) {
+    fsdp_param_view v = FSDP_ZERO;
+    for (int i = 0; fsdp_param_view_get(u, i, &v) == FSDP_OK; i++) {
+        int64_t numel = lab_full_numel(&v);
+        int64_t size = (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32);
+        void *data = fsdp_data(u, i);
+        CHECK(data);
+        sim_read(&r->s, "layer", data, numel * size);
+        if (backward && v.requires_grad) {
+            sim_write(&r->s, "backward", fsdp_grad(u, i), numel * size);
+            memset(fsdp_grad(u, i), 0x3f, (size_t)(numel * size)); /* 0.75 in f32 and in bf16 */
+        }
+        if (i == fsdp_num_params(r->model) / r->num_units - 1) break;
+    }
+}
+
+/* An optimizer of the caller's own: reads all gradients, writes all shards. He waits for gathers
+   that he has started himself. */
+static void optimize(rig *r) {
+    fsdp_flat flat = FSDP_ZERO;
+    for (int i = 0; i < r->num_units; i++)
+        if (r->by_user[i]) CHECK_OK(fsdp_wait(r->units[i]));
+    memset(r->by_user, 0, sizeof r->by_user);
+    CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
+    int actor = r->c.offload ? SIM_HOST : sim_caller(&r->s); /* offloaded: in host memory */
+    sim_work(&r->s, actor, 0, 0);
+    sim_touch(&r->s, actor, "optimizer", flat.grads, flat.numel * 4, 0);
+    sim_touch(&r->s, actor, "optimizer", flat.shards, flat.numel * 4, 1);
+    CHECK_OK(fsdp_params_changed(r->model));
+}
+
+static uint64_t calls(rig *r, int kind) {
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(r->model, &c));
+    return c.calls[kind];
+}
+
+/* The host reads counts of users, if there is a parameter that this rank did not use. Else it does
+   not wait. */
+static void finalize(rig *r) {
+    fsdp_flat flat = FSDP_ZERO;
+    int64_t syncs = r->s.syncs;
+    CHECK_OK(fsdp_finalize_backward(r->model));
+    CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
+    if (r->s.syncs != syncs) sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
+}
+
+/* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
+   ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
+   g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
+   k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
+   o optimizer step        c clip         n clip, no norm     z zero_grad
+   h the host waits for the device
+   | a bar in the trace    spaces mean nothing */
+static void play(rig *r, const char *script) {
+    double norm;
+    for (const char *at = script; *at; at++) {
+        char call = *at;
+        if (call == ' ') continue;
+        if (call == '|') {
+            say(r, "|", "", "");
+            continue;
+        }
+        if (strchr(".ocnzh", call)) {
+            if (call == '.') finalize(r);
+            if (call == 'o') optimize(r);
+            if (call == 'c') {
+                CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
+                sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
+            }
+            if (call == 'n') CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, NULL));
+            if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
+            if (call == 'h') sim_host_waits(&r->s);
+            look(r);
+            continue;
+        }
+        char what = *++at;
+        CHECK_MSG(what, "script ends after %c", call);
+        int on = what == '+';
+        fsdp_unit *u = strchr("gylka", call) ? NULL : unit_named(r, what);
+        switch (call) {
+        case '(':
+            CHECK_OK(fsdp_pre_forward(u));
+            use_unit(r, u, 0);
+            break;
+        case ')':
+            use_unit(r, u, 0);
+            sim_compute(&r->s, r->forward_ns);
+            CHECK_OK(fsdp_post_forward(u));
+            break;
+        case '[':
+            CHECK_OK(fsdp_pre_backward(u));
+            use_unit(r, u, 1);
+            break;
+        case ']':
+            use_unit(r, u, 1);
+            sim_compute(&r->s, r->backward_ns);
+            CHECK_OK(fsdp_post_backward(u));
+            break;
+        case 'u':
+            CHECK_OK(fsdp_unshard(u));
+            r->by_user[u->desc.index] = 1;
+            break;
+        case 'w': CHECK_OK(fsdp_wait(u)); break;
+        case 's': CHECK_OK(fsdp_reshard(u)); break;
+        case 'g': CHECK_OK(fsdp_set_grad_enabled(r->model, on)); break;
+        case 'y': CHECK_OK(fsdp_set_requires_gradient_sync(r->model, NULL, on)); break;
+        case 'l': CHECK_OK(fsdp_set_is_last_backward(r->model, on)); break;
+        case 'k': CHECK_OK(fsdp_set_reshard_after_backward(r->model, NULL, on)); break;
+        case 'a': CHECK_OK(fsdp_set_requires_all_reduce(r->model, NULL, on)); break;
+        default: CHECK_MSG(0, "no such call: %c", call);
+        }
+        look(r);
+    }
+}
+
+/* ---- (a) event sequences --------------------------------------------------------------------- */
+
+#define FWD  "(r (0 )0 (1 )1 (2 )2 )r"
+#define BWD  "[r [2 ]2 [1 ]1 [0 ]0 ]r"
+#define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
+#define BWD4 "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r"
+#define UF   "Ur:F U0:F U1:F U2:F"
+#define UR   "Ur:F U0:F R0 U1:F R1 U2:F R2"
+
+typedef struct {
+    const char *name;
+    config c;
+    const char *script, *expected;
+    int show_reshard;
+} schedule;
+
+#define ASYNC  0, 1, 0, 0
+#define INLINE 0, 0, 0, 0
+#define CONF(mode, layers, root, inner)                                                            \
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0, 0 }
+
+/* clang-format off */
+static const schedule schedules[] = {
+    /* fsdp2-core.md 4.9, word for word */
+    {"default", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "|" BWD ".", UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
+     FWD "|" BWD ".", UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"never", CONF(ASYNC, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
+    {"inner_never", CONF(ASYNC, 3, ALWAYS, NEVER), FWD "|" BWD ".", UF " | Ur:B P2 P1 P0 Pr", 0},
+    {"tail_by_finalize", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [2 ]2 [1 ]1 [0 .",
+        UF " | U2:B U1:B P2 U0:B P1 Pr P0", 0},
+    {"two_forwards", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"two_forwards_root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+        UF " " UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"two_forwards_never", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+        UF " | P2 P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"reshards", CONF(ASYNC, 4, ALWAYS, ALWAYS), FWD4 "|" BWD4 ".",
+        "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 Rr | Ur:B U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
+    {"reshards_default", CONF(ASYNC, 4, NEVER, ALWAYS), FWD4 "|" BWD4 ".",
+        "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 | U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
+    {"reshards_never", CONF(ASYNC, 4, NEVER, NEVER), FWD4 "|" BWD4 ".",
+        "Ur:F U0:F U1:F U2:F U3:F | R3 P3 R2 P2 R1 P1 R0 P0 Rr Pr", 1},
+    /* forwards that have no backward */
+    {"no_grad_between", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| g- " FWD FWD " g+ |" BWD ".",
+        UF " | U0:F U1:F U2:F U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"no_grad_before", CONF(ASYNC, 3, NEVER, ALWAYS), "g-" FWD "g+ |" FWD "|" BWD ".",
+        UF " | U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"no_grad_one_layer", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 )0 g- (1 )1 g+ (2 )2 )r | [r [2]2 [0]0 ]r .",
+        UF " | U2:B U0:B P2 P0 Pr", 0},
+    {"evaluation_without_no_grad", CONF(ASYNC, 3, NEVER, ALWAYS), FWD FWD "|" BWD ".",
+        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0}, /* 0's prefetch hits the root, which is there */
+    /* other orders of backward: a wrong guess costs a gather, finalize drops it */
+    {"other_order", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
+        UR " | U2:B U0:B R0 P0 U1:B R2 P2 U0:B R1 P1 Rr Pr R0", 1},
+    {"one_layer_only", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [1]1 ]r .",
+        UR " | U2:B U1:B U0:B R1 P1 Rr Pr R0 R2", 1},
+    {"forward_twice_in_a_row", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 )0 (1 )1 (1 )1 (2 )2 )r | [r [2]2 [1]1 [1]1 [0]0 ]r .",
+        "Ur:F U0:F U1:F U1:F U2:F | U2:B U1:B P2 P1 U1:B U0:B P1 P0 Pr", 0},
+    {"opened_before_the_last_is_closed", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 (1 )0 (2 )1 )2 )r |" BWD ".",
+        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"opened_again_in_forward", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 (0 )0 (1 )1 (2 )2 )r |" BWD ".",
+        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    /* activation checkpointing: the same collectives as without */
+    {"recompute_own", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r .",
+        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"recompute_nested", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+        UF " | U2:B U0:F U1:F P2 P1 P0 Pr", 0},
+    {"recompute_nested_never", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+        UF " | P2 P1 P0 Pr", 0},
+    {"recompute_nested_and_own", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r (2 )2 [2 (2 )2 ]2 (1 )1 [1 ]1 (0 )0 [0 (0 )0 ]0 ]r .",
+        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    /* without streams nothing is issued ahead */
+    {"inline", CONF(INLINE, 3, NEVER, ALWAYS),
+     FWD "|" BWD ".", UF " | U2:B P2 U1:B P1 U0:B P0 Pr", 0},
+    {"inline_root_resharded", CONF(INLINE, 3, ALWAYS, ALWAYS),
+     FWD "|" BWD ".", UF " | Ur:B U2:B P2 U1:B P1 U0:B P0 Pr", 0},
+    {"inline_never", CONF(INLINE, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
+    {"inline_other_order", CONF(INLINE, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
+        UR " | U0:B R0 P0 U2:B R2 P2 U1:B R1 P1 Rr Pr", 1},
+    {"inline_recompute_nested", CONF(INLINE, 3, NEVER, ALWAYS),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+        UF " | U0:F U1:F U2:F P2 P1 P0 Pr", 0},
+    /* by the user */
+    {"unshard_ahead", CONF(ASYNC, 3, NEVER, ALWAYS), "(r u0 u1 (0 )0 u2 (1 )1 (2 )2 )r |" BWD ".",
+        "Ur:F U0:I U1:I R0 U2:I R1 R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
+    {"unshard_wait_reshard", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "u0 w0 u0 w0 s0 s0 w0 u1 s1 |" FWD "|" BWD ".",
+        "U0:I R0 U1:I R1 | Ur:F U0:F R0 U1:F R1 U2:F R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
+    {"reshard_by_user_after_forward", CONF(ASYNC, 3, NEVER, NEVER), FWD " s0 s1 s2 sr |" BWD ".",
+        UF " R0 R1 R2 Rr | Ur:B U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
+    /* accumulation */
+    {"no_sync", CONF(ASYNC, 3, NEVER, ALWAYS), "y- l-" FWD BWD ". | y+ l+" FWD BWD ".",
+        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"keep_after_backward", CONF(ASYNC, 3, NEVER, NEVER),
+     "y- k- l-" FWD BWD ". | y+ k+ l+" FWD BWD ".",
+        UF " | P2 P1 P0 Pr", 0},
+    {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
+        /* finalize reduces what 0 and 1 still hold of the first microbatch */
+        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | "
+        UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
+};
+/* clang-format on */
+
+TEST_P(schedule, events, schedules) {
+    rig r;
+    rig_open(&r, &row->c);
+    r.show_reshard = row->show_reshard;
+    play(&r, row->script);
+    CHECK_EQ_STR(r.trace, row->expected);
+    rig_close(&r);
+}
+
+/* The same calls again give the same events: nothing of a step is left over. */
+TEST_P(schedule, second_step, schedules) {
+    rig r;
+    rig_open(&r, &row->c);
+    r.show_reshard = row->show_reshard;
+    for (int step = 0; step < 3; step++) {
+        play(&r, row->script);
+        CHECK_EQ_STR(r.trace, row->expected);
+        r.used = 0;
+        r.trace[0] = 0;
+        r.show_reshard = 0;
+        play(&r, "coz sr s0 s1 s2");
+        CHECK_EQ_STR(r.trace, "");
+        r.show_reshard = row->show_reshard;
+    }
+    rig_close(&r);
+}
+
+/* Gathers and reductions of M microbatches of G units, fsdp2-core.md 7.1. */
+TEST(schedule, accumulation_counts) {
+    enum { G = 4, M = 3 };
+    static const struct {
+        const char *name;
+        int root, inner;
+        const char *first, *last; /* script before every microbatch but the last; before the last */
+        uint64_t gathers, reductions;
+    } modes[] = {
+        {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G * M},
+        {"sync every, no RAF", NEVER, NEVER, "", "", G * M, G * M},
+        {"sync every, default", NEVER, ALWAYS, "", "", (2 * G - 1) * M, G * M},
+        {"sync last, RAF", ALWAYS, ALWAYS, "y-", "y+", 2 * G * M, G},
+        {"sync last, no RAF", NEVER, NEVER, "y-", "y+", G * M, G},
+        {"sync last, keep, no RAF", NEVER, NEVER, "y- k- l-", "y+ k+ l+", G, G},
+        {"sync last, keep, RAF", ALWAYS, ALWAYS, "y- k- l-", "y+ k+ l+", 16, G},
+    };
+    for (int async = 0; async < 2; async++)
+        for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+            config c = CONF(INLINE, G - 1, modes[i].root, modes[i].inner);
+            rig r;
+            c.async = async;
+            rig_open(&r, &c);
+            for (int step = 1; step <= 2; step++) {
+                for (int m = 1; m <= M; m++) {
+                    play(&r, m < M ? modes[i].first : modes[i].last);
+                    play(&r, FWD BWD ".");
+                }
+                play(&r, "o z");
+                CHECK_MSG(calls(&r, FSDP_OP_ALL_GATHER) == modes[i].gathers * (uint64_t)step,
+                          "%s: %llu gathers", modes[i].name,
+                          (unsigned long long)calls(&r, FSDP_OP_ALL_GATHER));
+                CHECK_MSG(calls(&r, FSDP_OP_REDUCE_SCATTER) == modes[i].reductions * (uint64_t)step,
+                          "%s: %llu reductions", modes[i].name,
+                          (unsigned long long)calls(&r, FSDP_OP_REDUCE_SCATTER));
+            }
+            rig_close(&r);
+        }
+}
+
+/* One rank has nobody to talk to, and nothing to copy that it can alias. */
+TEST(schedule, world_of_one) {
+    for (int async = 0; async < 2; async++) {
+        config c = CONF(INLINE, 3, NEVER, ALWAYS);
+        rig r;
+        c.world = 1;
+        c.async = async;
+        rig_open(&r, &c);
+        play(&r, FWD BWD ". c o z" FWD BWD ".");
+        CHECK_EQ_STR(r.trace, "");
+        CHECK_EQ_INT(calls(&r, FSDP_OP_ALL_GATHER), 0);
+        CHECK_EQ_INT(calls(&r, FSDP_OP_REDUCE_SCATTER), 0);
+        CHECK_EQ_INT(calls(&r, FSDP_OP_ALL_REDUCE), 0);
+        for (int i = 0; i < r.s.num_ops && (async || !W_ASAN); i++) /* the only copy is clip's */
+            CHECK(r.s.ops[i].kind != FSDP_OP_COPY || r.s.ops[i].label == FSDP_LABEL_CLIP);
+        rig_close(&r);
+    }
+}
+
+/* ---- the op table of one unit ---------------------------------------------------------------- */
+
+static int is_event(const fsdp_event *a, const fsdp_event *b) {
+    return a->stream == b->stream && a->seq == b->seq;
+}
+
+/* kind label stream source>destination <what it waits for */
+static void op_text(const fsdp_op *op, char *out, size_t size) {
+    static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
+    static const char *const pools[FSDP_POOL_COUNT] = {"shard", "sgrad", "gather", "slice",
+                                                       "grad",  "rin",   "rout",   "scratch"};
+    int used;
+    if (op->kind == FSDP_OP_HOOK) {
+        snprintf(out, size, "--");
+        return;
+    }
+    used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
+                    fsdp_label_name(op->label), streams[op->stream],
+                    op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
+                    op->dst ? pools[op->dst->pool] : "");
+    if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
+    if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
+    if (op->clip) used += snprintf(out + used, size - (size_t)used, " *clip");
+    else if (op->scale < 1)
+        used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
+    for (int i = 0; i < op->num_waits; i++) {
+        const char *which = "?";
+        if (op->src && is_event(&op->wait[i], &op->src->ready)) which = "source";
+        else if (op->dst && is_event(&op->wait[i], &op->dst->ready)) which = "destination written";
+        else if (op->dst) which = "destination released"; /* which is no event any more */
+        used += snprintf(out + used, size - (size_t)used, " <%s:%s", which,
+                         streams[op->wait[i].stream]);
+    }
+}
+
+#define GATHER_CAST                                                                                \
+    "copy copy_in G shard>gather <source:C <destination released:C",                               \
+        "all_gather gather G gather>gather in place", "copy copy_out G gather>gather"
+#define GATHER_PLAIN                                                                               \
+    "all_gather gather G shard>gather <source:C <destination released:C",                          \
+        "copy copy_out G gather>gather"
+#define USE   "use gather C gather <source:G"
+#define GRADS "zero grads C >grad <destination released:R"
+#define FUSED                                                                                      \
+    "copy acc R grad>grad <source:C", "copy users R >grad",                                        \
+        "reduce_scatter reduce R grad>sgrad *0.25"
+#define FINAL "use final C sgrad <source:R"
+
+/* In the order of the script's calls, "|" between them. Two layers, uneven, direct and packed; the
+   second step, when every buffer has been used before. */
+static const struct {
+    const char *name;
+    fsdp_dtype param, reduce;
+    int unfused;
+    const char *script, *expected[64];
+} tables[] = {
+    {"fused",
+     FSDP_BF16,
+     FSDP_F32,
+     0,
+     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     {GATHER_CAST, USE, "|",   "|", GATHER_CAST, USE,   "|", GATHER_CAST, USE, GRADS,
+      GATHER_CAST, "|", FUSED, "|", USE,         GRADS, "|", FUSED,       "|", FINAL}},
+    {"unfused",
+     FSDP_BF16,
+     FSDP_F32,
+     1,
+     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|",
+      /* f32, no gradient yet: the reduce-scatter writes the shard gradient, red_out scales in
+         place */
+      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|",
+      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
+    {"unfused_onto_a_gradient",
+     FSDP_BF16,
+     FSDP_F32,
+     1,
+     "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      "zero final C >sgrad <destination written:R",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>rout",
+      "copy red_out R rout>sgrad += *0.25 <destination written:C",
+      "|",
+      FINAL}},
+    {"narrow_reduce",
+     FSDP_BF16,
+     FSDP_BF16,
+     0,
+     "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      GATHER_CAST,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>rout",
+      "copy red_out R rout>sgrad *0.25",
+      "|",
+      USE,
+      GRADS,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>rout",
+      "copy red_out R rout>sgrad *0.25",
+      "|",
+      FINAL}},
+    {"no_cast",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "(0 | )0 | [0 | ]0 | .",
+     {GATHER_PLAIN, USE, "|", "|", GATHER_PLAIN, USE, GRADS, "|", FUSED, "|",
+      "zero final C >sgrad <destination written:R", "use final C sgrad"}},
+    {"no_cast_unfused",
+     FSDP_F32,
+     FSDP_F32,
+     1,
+     "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
+     {GATHER_PLAIN,
+      USE,
+      "|",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      GRADS,
+      GATHER_PLAIN,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      USE,
+      GRADS,
+      "|",
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      "|",
+      FINAL}},
+    /* no sync: widened gradients wait in the reduce input, others in the slot where they were
+       written */
+    {"no_sync",
+     FSDP_BF16,
+     FSDP_F32,
+     0,
+     "y- (0 )0 (1 )1 [1]1 [0]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      GATHER_CAST,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "zero final C >sgrad <destination written:R",
+      "zero final C >sgrad",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "copy acc R grad>rin += <source:C",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "copy acc R grad>rin += <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
+      "|",
+      "use grads C >sgrad <destination written:R", /* unit 1, by finalize */
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
+      FINAL}},
+    {"no_sync_no_cast",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "y- (0 )0 [0 ]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
+     {GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      GRADS,
+      "zero final C >sgrad <destination written:R",
+      "zero final C >sgrad",
+      "use final C sgrad",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      "use final C sgrad",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad *0.25 <destination written:C",
+      "|",
+      FINAL}},
+    {"clip",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
+     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN, FUSED, USE,
+      GRADS, FUSED, FINAL, "|", "norm clip C sgrad>scratch <source:R",
+      "all_reduce clip R scratch>scratch in place <source:C", "use clip C scratch <source:R",
+      "copy clip C sgrad>sgrad *clip <source:R", "|"}},
+};
+
+/* The texts of all ops: an op's buffers have other events later. */
+enum { MAX_TEXTS = 256 };
+typedef struct {
+    int count;
+    char of[MAX_TEXTS][160];
+} text_log;
+
+static void log_text(void *user, const fsdp_op *op) {
+    text_log *log = (text_log *)user;
+    CHECK(log->count < MAX_TEXTS);
+    if (op->kind < FSDP_OP_HOOK) op_text(op, log->of[log->count++], sizeof log->of[0]);
+}
+
+TEST_P(schedule, ops, tables) {
+    config c = CONF(ASYNC, 2, ALWAYS, ALWAYS);
+    static text_log log;
+    rig r;
+    c.param = row->param;
+    c.reduce = row->reduce;
+    c.unfused = row->unfused;
+    rig_open(&r, &c);
+    for (int step = 0; step < 2; step++) play(&r, "(0 )0 (1 )1 [1 ]1 [0 ]0 . o z");
+    const char *at = row->script;
+    int seen = log.count = 0, next = 0;
+    r.s.on_op = log_text;
+    r.s.on_op_user = &log;
+    while (*at) {
+        char part[64];
+        size_t length = strcspn(at, "|");
+        snprintf(part, sizeof part, "%.*s", (int)length, at);
+        play(&r, part);
+        for (; seen < log.count; seen++) {
+            const char *expected = row->expected[next], *text = log.of[seen];
+            CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next,
+                      text, expected ? expected : "(none)");
+            next++;
+        }
+        at += length;
+        if (*at == '|') {
+            CHECK_MSG(row->expected[next] && row->expected[next][0] == '|',
+                      "no op after %d, expected \"%s\"", next,
+                      row->expected[next] ? row->expected[next] : "(none)");
+            next++;
+            at++;
+        }
+    }
+    CHECK_EQ_STR(row->expected[next], NULL);
+    rig_close(&r);
+}
+
+/* ---- (b) overlap on the simulated clock ------------------------------------------------------ */
+
+enum { LAYERS = 8, FORWARD_NS = 4000, BACKWARD_NS = 8000 };
+
+typedef struct {
+    int64_t compute_end, end; /* when the caller's stream, and everything, is done */
+    int64_t compute, busy;    /* time spent by the caller's stream, by the other streams */
+    int64_t gather, reduce;   /* time of one gather, of one reduction */
+} timing;
+
+/* Forward and backward of layers that are all alike; `sync` 1: the host waits after each. */
+static timing run_layers(const config *c, int sync, int64_t forward_ns, int64_t backward_ns) {
+    timing t;
+    rig r;
+    char call[40];
+    memset(&t, 0, sizeof t);
+    rig_open(&r, c);
+    CHECK_OK(fsdp_model_reserve(r.model));
+    r.forward_ns = forward_ns;
+    r.backward_ns = backward_ns;
+    for (int i = 0; i < LAYERS; i++) {
+        snprintf(call, sizeof call, "(%d", i);
+        play(&r, call);
+        snprintf(call, sizeof call, ")%d %s", i, sync ? "h" : "");
+        play(&r, call);
+    }
+    for (int i = LAYERS - 1; i >= 0; i--) {
+        snprintf(call, sizeof call, "[%d]%d %s", i, i, sync && i ? "h" : "");
+        play(&r, call);
+    }
+    int caller = sim_caller(&r.s);
+    t.compute_end = r.s.now[caller];
+    t.compute = r.s.busy[caller];
+    t.busy = r.s.busy[FSDP_STREAM_GATHER] + r.s.busy[FSDP_STREAM_REDUCE];
+    play(&r, ".");
+    t.end = sim_end(&r.s);
+    t.gather = r.s.busy[FSDP_STREAM_GATHER] / (2 * LAYERS); /* layers are alike */
+    t.reduce = r.s.busy[FSDP_STREAM_REDUCE] / LAYERS;
+    rig_close(&r);
+    return t;
+}
+
+TEST(overlap, prefetch_hides_all_communication) {
+    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
+    c.uniform = 1;
+    for (int lanes = 1; lanes <= 2; lanes++) {
+        c.comm_lanes = lanes;
+        c.async = 1;
+        timing t = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
+        CHECK(t.gather < FORWARD_NS && t.gather + t.reduce < BACKWARD_NS);
+        /* compute, the first gather, the last reduction; nothing else is seen of communication */
+        CHECK_EQ_INT(t.compute_end, t.gather + t.compute);
+        CHECK_EQ_INT(t.end, t.gather + t.compute + t.reduce);
+        /* without streams all of it is */
+        c.async = 0;
+        timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
+        CHECK_NEAR(in.end, t.compute + t.busy, 64); /* slots on streams have more padding */
+        CHECK(in.end > t.end + 2 * (LAYERS - 1) * t.gather);
+        h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with "
+                  "streams, %lld inline",
+                  lanes, LAYERS, (long long)t.compute, (long long)t.busy, (long long)t.end,
+                  (long long)in.end);
+    }
+}
+
+/* The overlap of forward comes from the host's running ahead alone; that of backward does not need
+   it. */
+TEST(overlap, forward_needs_run_ahead_only) {
+    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
+    c.uniform = 1;
+    timing t = run_layers(&c, 1, FORWARD_NS, BACKWARD_NS);
+    CHECK_EQ_INT(t.compute_end,
+                 t.compute + (LAYERS + 1) * t.gather); /* each forward, the first backward */
+    CHECK_EQ_INT(t.end, t.compute_end + t.reduce);
+}
+
+/* Communication longer than compute: the gathers come one after another without a gap. */
+TEST(overlap, bound_by_communication) {
+    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
+    c.uniform = 1;
+    timing t = run_layers(&c, 0, 100, 100);
+    CHECK(t.gather > 200);
+    CHECK(t.compute_end >= 2 * LAYERS * t.gather);
+    CHECK(t.compute_end <= 2 * LAYERS * t.gather + t.compute + LAYERS * t.reduce);
+}
+
+/* ---- (c) streams and events ------------------------------------------------------------------ */
+
+static config any_config(uint64_t *seed) {
+    static const int worlds[] = {1, 2, 4, 5};
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16};
+    static const int64_t direct[] = {1, 256, FSDP_DIRECT_NEVER};
+    config c;
+    memset(&c, 0, sizeof c);
+    c.world = worlds[h_rand64(seed) % 4];
+    c.async = 1;
+    c.unfused = (int)(h_rand64(seed) % 2);
+    c.comm_lanes = (int)(h_rand64(seed) % 3) + 1;
+    c.replicas = c.world % 2 == 0 && h_rand64(seed) % 2 ? c.world >> (h_rand64(seed) % 2) : 1;
+    c.offload = h_rand64(seed) % 5 == 0;
+    c.root = h_rand64(seed) % 2 ? ALWAYS : NEVER;
+    c.inner = h_rand64(seed) % 4 ? ALWAYS : NEVER;
+    c.param = dtypes[h_rand64(seed) % 2];
+    c.reduce = dtypes[h_rand64(seed) % 2];
+    c.overwrite = h_rand64(seed) % 4 == 0;
+    c.debug = h_rand64(seed) % 4 == 0;
+    c.direct_min = direct[h_rand64(seed) % 3];
+    return c;
+}
+
+/* Every schedule of this file in many settings: rig_close() fails when an access was not ordered.
+   */
+TEST(streams, every_access_is_ordered, SLOW | AT_NIGHT(ASAN)) {
+    enum { SETTINGS = 24 };
+    uint64_t seed = h_seed();
+    int64_t runs = 0, ops = 0, waits = 0;
+    for (size_t i = 0; i < sizeof schedules / sizeof *schedules; i++)
+        for (int k = 0; k < SETTINGS; k++, runs++) {
+            config c = any_config(&seed);
+            rig r;
+            c.layers = schedules[i].c.layers;
+            rig_open(&r, &c);
+            for (int step = 0; step < 4; step++) {
+                play(&r, schedules[i].script);
+                play(&r, step == 0 ? "c" : step == 1 ? "c o z" : "o z");
+                r.used = 0;
+            }
+            ops += r.s.num_ops;
+            waits += r.s.waits;
+            if (r.s.races)
+                fprintf(stderr,
+                        "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, "
+                        "debug %d, direct %lld\n",
+                        schedules[i].name, c.world, c.unfused ? "not " : "", c.comm_lanes,
+                        fsdp_dtype_name(c.param), fsdp_dtype_name(c.reduce), c.root, c.inner,
+                        c.overwrite, c.debug, (long long)c.direct_min);
+            rig_close(&r);
+        }
+    h_message("%lld runs, %lld ops, %lld waits", (long long)runs, (long long)ops, (long long)waits);
+}
+
+/* What each wait of a run is for. */
+enum { MAX_WAITS = 4096, MAX_KINDS = 64 };
+typedef struct {
+    rig *r;
+    fsdp_op op; /* the latest one */
+    int16_t kind[MAX_WAITS];
+    char kinds[MAX_KINDS][96];
+    int num_kinds, removed[MAX_KINDS], reported[MAX_KINDS];
+} wait_log;
+
+static void log_op(void *user, const fsdp_op *op) { ((wait_log *)user)->op = *op; }
+
+/* Of the waits that the op asks for, the one that is behind all others of that stream. */
+static void log_wait(void *user, int stream) {
+    wait_log *log = (wait_log *)user;
+    const fsdp_op *op = &log->op;
+    char text[256], kind[96];
+    int last = -1, k = 0;
+    for (int i = 0; i < op->num_waits; i++)
+        if (op->wait[i].stream == stream && (last < 0 || op->wait[i].seq > op->wait[last].seq))
+            last = i;
+    CHECK(last >= 0 && log->r->s.waits < MAX_WAITS);
+    op_text(op, text, sizeof text);
+    char *wait = strchr(text, '<');
+    for (int i = 0; i < last; i++) wait = strchr(wait + 1, '<');
+    char *next = strchr(wait + 1, '<');
+    if (next) next[-1] = 0;
+    snprintf(kind, sizeof kind, "%s %s %s", fsdp_op_name(op->kind), fsdp_label_name(op->label),
+             wait);
+    while (k < log->num_kinds && strcmp(log->kinds[k], kind)) k++;
+    CHECK(k < MAX_KINDS);
+    if (k == log->num_kinds) memcpy(log->kinds[log->num_kinds++], kind, sizeof kind);
+    log->kind[log->r->s.waits] = (int16_t)k;
+}
+
+/* Steps that need every kind of wait: other orders, a second gradient, a gather nobody used. */
+static const char *const hard_script = FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 ]r . o" FWD BWD
+                                               ". o z u1 s1 u2" FWD BWD "." FWD BWD ". c o z";
+
+/* Sums over the shard group that wait for the all-reduce, too. */
+static const char *const replicas_script = FWD BWD ". c o z a-" FWD BWD ". a+" FWD BWD
+                                                   ". o z" FWD BWD ". c o";
+
+/* An event table that ignores one wait: the checker has to see it, or the wait was implied by
+   others. Some wait of each kind below has to be seen. */
+TEST(streams, a_removed_wait_is_reported, AT_NIGHT(ASAN)) {
+    static const char *const needed[] = {
+        "copy copy_in <source:C",               /* the optimizer wrote the shards */
+        "copy copy_in <destination released:C", /* the slot's last layer has been computed */
+        "use gather <source:G",                 /* the layer reads what was gathered */
+        "zero grads <destination released:R",   /* the slot's gradients have been reduced */
+        "copy acc <source:C",                   /* backward wrote the gradients */
+        "use final <source:R",                  /* the optimizer reads what was reduced */
+        "all_reduce clip <source:C",
+        "use clip <source:R", /* the host reads the norm */
+        "all_gather gather <source:C",
+        "all_gather gather <destination released:C",
+        "all_reduce replicas <source:R",
+        "use final <source:A",
+    };
+    static wait_log log;
+    int64_t total = 0, reported = 0;
+    memset(&log, 0, sizeof log);
+    for (int k = 0; k < 6; k++) {
+        config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+        rig r;
+        c.param = k & 1 ? FSDP_BF16 : FSDP_F32;
+        c.unfused = k >> 1 & 1;
+        c.replicas = k < 4 ? 0 : 2;
+        int64_t num_waits = 0;
+        for (int64_t ignore = -1; ignore < num_waits; ignore++) {
+            rig_open(&r, &c);
+            r.s.ignore_wait = ignore;
+            log.r = &r;
+            if (ignore < 0) {
+                r.s.on_op = log_op;
+                r.s.on_wait = log_wait;
+                r.s.on_op_user = &log;
+            }
+            play(&r, k < 4 ? hard_script : replicas_script);
+            if (ignore < 0) {
+                CHECK_EQ_INT(r.s.races, 0);
+                num_waits = r.s.waits;
+            } else {
+                int kind = log.kind[ignore];
+                log.removed[kind]++;
+                log.reported[kind] += r.s.races > 0;
+                total++;
+                reported += r.s.races > 0;
+            }
+            CHECK_EQ_INT(sim_close(&r.s), 0);
+        }
+    }
+    for (int i = 0; i < log.num_kinds; i++)
+        h_message("%-50s removed %3d, reported %3d", log.kinds[i], log.removed[i], log.reported[i]);
+    h_message("%lld waits removed one by one, %lld reported", (long long)total,
+              (long long)reported);
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
+        int k = 0;
+        while (k < log.num_kinds && strcmp(log.kinds[k], needed[i])) k++;
+        CHECK_MSG(k < log.num_kinds, "no wait of kind \"%s\" was seen", needed[i]);
+        CHECK_MSG(log.reported[k] > 0, "no removal of \"%s\" was reported", needed[i]);
+    }
+}
+
+/* Events recorded, and waited for, in a step of three layers and a root. */
+TEST(streams, counts) {
+    static const int records[] = {22, 30, 37}, waits[] = {21, 21, 27};
+    for (int k = 0; k < 3; k++) {
+        config c = CONF(ASYNC, 3, ALWAYS, ALWAYS);
+        rig r;
+        c.param = k ? FSDP_BF16 : FSDP_F32;
+        c.unfused = 1;
+        c.replicas = k == 2 ? 2 : 0;
+        rig_open(&r, &c);
+        for (int step = 0; step < 4; step++) {
+            int64_t recorded = r.s.records, waited = r.s.waits;
+            play(&r, FWD BWD ". o z");
+            r.used = 0;
+            if (step < 2) continue;
+            CHECK_EQ_INT(r.s.records - recorded, records[k]);
+            CHECK_EQ_INT(r.s.waits - waited, waits[k]);
+        }
+        rig_close(&r);
+    }
+}
+
+/* Random calls, possible or not, by a caller who uses what he was given: parameters where they are
+   valid, a random part of the gradients. */
+static void random_call(rig *r, uint64_t *seed) {
+    int call = (int)(h_rand64(seed) % 25), on = h_rand64(seed) % 4 != 0;
+    fsdp_unit *u = r->units[h_rand64(seed) % (uint64_t)r->num_units];
+    fsdp_status status = FSDP_OK;
+    double norm;
+    int num_params = fsdp_num_params(r->model) / r->num_units;
+    if (call < 4) {
+        status = fsdp_pre_forward(u);
+    } else if (call < 8) {
+        status = fsdp_post_forward(u);
+    } else if (call < 13) {
+        status = fsdp_pre_backward(u);
+        for (int i = 0; !status && i < num_params; i++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(u, i, &v));
+            if (v.requires_grad && h_rand64(seed) % 4)
+                sim_write(&r->s, "backward", fsdp_grad(u, i),
+                          lab_full_numel(&v) *
+                              (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
+        }
+    } else if (call < 17) {
+        status = fsdp_post_backward(u);
+    } else {
+        switch (call) {
+        case 17:
+            status = fsdp_unshard(u);
+            r->by_user[u->desc.index] = 1;
+            break;
+        case 18: status = fsdp_reshard(u); break;
+        case 19: status = fsdp_wait(u); break;
+        case 20: status = fsdp_set_requires_gradient_sync(r->model, NULL, on); break;
+        case 21: status = fsdp_set_is_last_backward(r->model, on); break;
+        case 22: status = fsdp_set_reshard_after_backward(r->model, u, on); break;
+        case 23: status = fsdp_set_requires_all_reduce(r->model, NULL, on); break;
+        default:
+            status = fsdp_finalize_backward(r->model);
+            if (!status && h_rand64(seed) % 2) status = fsdp_clip_grad_norm(r->model, 1e-3, &norm);
+            if (!status && h_rand64(seed) % 2) optimize(r);
+            if (!status && h_rand64(seed) % 2) status = fsdp_zero_grad(r->model);
+            if (h_rand64(seed) % 64 == 0) status = fsdp_model_reset(r->model);
+        }
+    }
+    CHECK(status == FSDP_OK || status == FSDP_ERR_INVALID_STATE);
+    for (int k = 0; k < r->num_units; k++)
+        if (fsdp_unit_storage(r->units[k]) == FSDP_STORAGE_UNSHARDED) use_unit(r, r->units[k], 0);
+}
+
+/* Used twice in a step, each time with other parameters: the host's flags are read by copies. */
+TEST(streams, flags_of_use) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    rig_open(&r, &c);
+    for (int step = 0; step < 2; step++) {
+        play(&r, FWD FWD);
+        for (int turn = 0; turn < 2; turn++) {
+            CHECK_OK(fsdp_pre_backward(r.units[1]));
+            CHECK(fsdp_grad(r.units[1], turn));
+            CHECK_OK(fsdp_post_backward(r.units[1]));
+        }
+        play(&r, ". o");
+        for (int i = 0; i < 6; i++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(r.units[1], i, &v));
+            CHECK_EQ_INT(v.shard_grad != NULL, i < 2);
+        }
+    }
+    rig_close(&r);
+}
+
+/* The host's optimizer, of offloaded gradients, whose addresses it knows: they are clipped on
+   return, also where nobody asks for the norm. */
+TEST(streams, offloaded_clip) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    c.offload = 1;
+    rig_open(&r, &c);
+    for (int step = 0; step < 3; step++) {
+        fsdp_flat flat = FSDP_ZERO;
+        play(&r, FWD BWD ".");
+        CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+        play(&r, "n");
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.grads, flat.numel * 4, 0);
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.shards, flat.numel * 4, 1);
+        CHECK_OK(fsdp_params_changed(r.model));
+        play(&r, "z");
+    }
+    rig_close(&r);
+}
+
+/* A hook of a parameter runs if a rank has used it: the host reads the count when the reduction is
+   done, which it has to wait for. */
+static fsdp_status count_hook(void *user, const fsdp_param_view *view, void *stream) {
+    (void)view, (void)stream;
+    ++*(int *)user;
+    return FSDP_OK;
+}
+TEST(streams, hooks_wait_for_counts) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    int runs = 0;
+    rig_open(&r, &c);
+    CHECK_OK(fsdp_set_post_accumulate_hook(r.units[1], 0, count_hook, &runs));
+    play(&r, FWD);
+    for (int used = 0; used < 2; used++) {
+        int64_t syncs = r.s.syncs;
+        CHECK_OK(fsdp_pre_backward(r.units[1 + used]));
+        CHECK(fsdp_grad(r.units[1 + used], 1)); /* not the hook's parameter */
+        CHECK_OK(fsdp_post_backward(r.units[1 + used]));
+        CHECK_EQ_INT(r.s.syncs > syncs, used == 0); /* the second unit has no hook */
+    }
+    CHECK_EQ_INT(runs, 0);
+    play(&r, ".");
+    rig_close(&r);
+}
+
+/* More backwards follow: a gather that nobody has waited for goes on behind a post_backward. A hook
+   that writes the shard comes behind it. */
+static fsdp_status write_hook(void *user, const fsdp_param_view *view, void *stream) {
+    sim_called((sim *)user, stream, "hook", view->shard, view->numel * 4, 1);
+    return FSDP_OK;
+}
+TEST(streams, hook_behind_a_gather) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    rig_open(&r, &c);
+    CHECK_OK(fsdp_set_post_accumulate_hook(r.units[1], 0, write_hook, &r.s));
+    play(&r, FWD);
+    CHECK_OK(fsdp_set_is_last_backward(r.model, 0));
+    CHECK_OK(fsdp_set_unshard_in_backward(r.model, r.units[1], 0));
+    CHECK_OK(fsdp_pre_backward(r.units[1]));
+    sim_write(&r.s, "backward", fsdp_grad(r.units[1], 0), 8 * 16 * 4);
+    CHECK_OK(fsdp_unshard(r.units[1]));
+    CHECK_EQ_INT(fsdp_unit_storage(r.units[1]), FSDP_STORAGE_IN_FLIGHT);
+    CHECK_OK(fsdp_post_backward(r.units[1]));
+    CHECK(r.s.calls > 0);
+    CHECK_OK(fsdp_set_is_last_backward(r.model, 1));
+    play(&r, ".");
+    rig_close(&r);
+}
+
+/* The caller's stream is another one from now on: it comes behind what the one before has to do,
+   also behind what that one has waited for. */
+TEST(streams, stream_of_the_caller) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    for (int says_so = 0; says_so < 2; says_so++) {
+        fsdp_flat flat = FSDP_ZERO;
+        rig r;
+        sim_stream *other = &r.s.streams[FSDP_STREAM_EXTENSION];
+        rig_open(&r, &c);
+        other->owner = &r.s, other->actor = FSDP_STREAM_EXTENSION;
+        play(&r, FWD BWD ".");
+        CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+        if (says_so) CHECK_OK(fsdp_set_stream(r.s.world, other));
+        sim_work(&r.s, FSDP_STREAM_EXTENSION, 0, 0);
+        sim_touch(&r.s, FSDP_STREAM_EXTENSION, "optimizer", flat.grads, flat.numel * 4, 0);
+        sim_touch(&r.s, FSDP_STREAM_EXTENSION, "optimizer", flat.shards, flat.numel * 4, 1);
+        CHECK_OK(fsdp_params_changed(r.model));
+        if (says_so) CHECK_OK(fsdp_set_stream(r.s.world, NULL));
+        play(&r, "z" FWD BWD ".");
+        CHECK_EQ_INT(r.s.races == 0, says_so);
+        CHECK_EQ_INT(sim_close(&r.s), 0);
+    }
+}
+
+/* The host reads and writes what the device's streams still use: it waits for them. */
+TEST(streams, whole_parameters) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    static float whole[1 << 16];
+    fsdp_flat flat = FSDP_ZERO;
+    rig r;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ". o z");
+    CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+    fsdp_param_view v = lab_view(r.s.world, r.units[1], 0);
+    CHECK(lab_full_numel(&v) <= 1 << 16);
+    int64_t syncs = r.s.syncs;
+    CHECK_OK(fsdp_param_full(r.units[1], 0, whole));
+    CHECK(r.s.syncs > syncs);           /* its values are here */
+    CHECK_OK(fsdp_unshard(r.units[1])); /* reads the shards */
+    CHECK_OK(fsdp_param_load(r.units[1], 0, whole));
+    sim_touch(&r.s, SIM_HOST, "load", flat.shards, flat.numel * 4, 1);
+    CHECK_OK(fsdp_reshard(r.units[1]));
+    rig_close(&r);
+}
+
+/* A function that fills a part only: the rest is zero, also where the host cannot write shards. */
+static void fill_one(void *user, const fsdp_param_view *block) {
+    ((float *)block->data)[++*(int *)user] = 1; /* another one in each block */
+}
+TEST(streams, filled_in_part) {
+    for (int opaque = 0; opaque < 2; opaque++) {
+        sim s;
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_desc p = fsdp_mat("w", 32, 4);
+        int blocks = 0;
+        double sum = 0;
+        sim_init(&s, 2, 1);
+        s.opaque = opaque, s.moves = 1;
+        CHECK(sim_open(&s));
+        md.fill_bytes = 64; /* of 4 rows */
+        fsdp_model *m = lab_model(s.world, &md);
+        fsdp_unit *u = lab_unit(s.world, m, NULL, &p, 1);
+        CHECK_OK(fsdp_init_params(m, fill_one, &blocks));
+        fsdp_param_view v = lab_view(s.world, u, 0);
+        const float *shard = (const float *)sim_host(&s, v.shard);
+        for (int64_t k = 0; k < v.numel; k++) sum += (double)shard[k];
+        CHECK_EQ_INT(blocks, 4);
+        CHECK(sum == blocks);
+        CHECK_EQ_INT(sim_close(&s), 0);
+    }
+}
+
+/* One rank: backward adds to the shard gradients themselves, behind what an extension's stream has
+   written there. */
+TEST(streams, gradients_of_one_rank) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    fsdp_op op;
+    rig r;
+    c.world = 1;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ".");
+    fsdp_op_init(&op, r.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_EXTENSION);
+    op.what = "x", op.dst = r.model->flats[FSDP_F32].grad, op.bytes = op.dst->bytes;
+    CHECK_OK(fsdp_emit(r.model, &op));
+    play(&r, FWD BWD ". o");
+    rig_close(&r);
+}
+
+/* destroy, reset and shutdown wait for the device before they take its memory. */
+TEST(streams, destroy_waits) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    for (int how = 0; how < 3; how++) {
+        rig r;
+        rig_open(&r, &c);
+        play(&r, FWD "[r [2 ]2 [1 ]1 u0");
+        if (how == 0) fsdp_model_destroy(r.model);
+        if (how == 1) {
+            CHECK_OK(fsdp_model_reset(r.model));
+            memset(r.by_user, 0, sizeof r.by_user);
+            play(&r, "o" FWD BWD ".");
+        }
+        rig_close(&r);
+    }
+}
+
+/* Segments of a reduction. Where gradients are copied anyway neighbours are one, so long as each
+   rank's part of it begins at a multiple of 16 bytes; else they are reduced where they were written.
+   The last segment has the flags of use. */
+static const struct {
+    const char *name;
+    int matrices, vector, vectors; /* (64, 16) each, and vectors that are packed */
+    int direct, joined;            /* segments if backward's memory is read, and if it is copied */
+} segments[] = {
+    {"matrices", 3, 0, 0, 4, 2}, {"packed", 0, 5, 3, 2, 2},      {"one", 1, 0, 0, 2, 2},
+    {"aligned", 3, 64, 3, 5, 2}, {"not_aligned", 3, 5, 3, 5, 3}, {"aligned_alone", 3, 64, 1, 5, 2},
+    {"alone", 3, 5, 1, 5, 3},
+};
+typedef struct {
+    int reductions, segs;
+} scattered;
+
+static void on_scatter(void *user, const fsdp_op *op) {
+    scattered *seen = (scattered *)user;
+    const fsdp_seg *segs = (const fsdp_seg *)op->list;
+    int64_t next = 0, ends = 0;
+    if (op->kind != FSDP_OP_REDUCE_SCATTER) return;
+    seen->reductions++;
+    seen->segs = (int)op->list_count;
+    for (int i = 0; i < seen->segs; i++) {
+        CHECK_EQ_INT(segs[i].full, 4 * next); /* they lie side by side */
+        next += segs[i].count;
+        if (i > 0 && i + 1 < seen->segs) CHECK_EQ_INT(ends * 4 % 16, 0);
+        ends = segs[i].count;
+    }
+}
+
+TEST_P(schedule, segments, segments) {
+    for (int fused = 0; fused < 2; fused++) {
+        fsdp_param_desc d[8];
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_unit_desc ud = FSDP_ZERO;
+        scattered seen = {0, 0};
+        fsdp_model *model;
+        fsdp_unit *unit;
+        sim s;
+        int count = 0;
+        for (; count < row->matrices; count++) d[count] = fsdp_mat(NULL, 64, 16);
+        for (int i = 0; i < row->vectors; i++) d[count++] = fsdp_vec(NULL, row->vector);
+        sim_init(&s, 4, 0);
+        s.rank = 3, s.fused = fused, s.checks = 1;
+        CHECK(sim_open(&s));
+        md.param_dtype = FSDP_BF16, md.reduce_dtype = FSDP_F32, md.direct_min = 2048;
+        CHECK_OK(fsdp_model_create(s.world, &md, &model));
+        ud.name = "u", ud.params = d, ud.num_params = count;
+        CHECK_OK(fsdp_fully_shard(model, &ud, &unit));
+        s.on_op = on_scatter, s.on_op_user = &seen;
+        CHECK_OK(sim_watch(&s, model));
+        for (int step = 0; step < 2; step++) {
+            CHECK_OK(fsdp_pre_forward(unit));
+            CHECK_OK(fsdp_post_forward(unit));
+            CHECK_OK(fsdp_pre_backward(unit));
+            for (int i = 0; i < count; i++) CHECK(fsdp_grad(unit, i));
+            CHECK_OK(fsdp_post_backward(unit));
+            CHECK_OK(fsdp_finalize_backward(model));
+            CHECK_EQ_INT(seen.reductions, step + 1);
+            CHECK_EQ_INT(seen.segs, fused ? row->direct : row->joined);
+        }
+        CHECK_EQ_INT(sim_close(&s), 0);
+        CHECK_MSG(s.races == 0, "%d races, first: %s", s.races, s.race);
+    }
+}
+
+TEST(streams, random_calls) {
+    enum { RUNS = 60, CALLS = 800 };
+    uint64_t seed = h_seed();
+    for (int run = 0; run < RUNS; run++) {
+        config c = any_config(&seed);
+        rig r;
+        rig_open(&r, &c);
+        r.s.on_op = NULL;
+        for (int i = 0; i < CALLS && r.s.races == 0; i++) random_call(&r, &seed);
+        if (r.s.races)
+            fprintf(stderr,
+                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, debug %d, "
+                    "direct %lld\n",
+                    c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
+                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.overwrite, c.debug,
+                    (long long)c.direct_min);
+        rig_close(&r);
+    }
+    h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
+}

@@ -1,0 +1,828 @@
+/* test_table.c - which call is possible when, and what it does: every cell of the transition table,
+   and random calls against a small model of units that knows nothing of the library's own table.
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#include "library.c"
+#include "lab.h"
+#include "sim.h"
+
+/* ---- the table as the documents have it ------------------------------------------------------ */
+
+/* By training state IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD; in each: outside of backward with
+   and without a forward that is due, inside of backward likewise. '.' impossible, '=' state stays,
+   else the next state: I F P B. */
+/* clang-format off */
+static const struct {
+    const char *name, *cells;
+} documented[FSDP_CALL_COUNT] = {
+    /*                    IDLE    FORWARD PRE     POST
+                          f0f+b0b+                       */
+    {"pre_forward",       "FF.F" "FF.." "..==" "...F"},
+    {"post_forward",      "...." "IIII" "..==" "...."},
+    {"pre_backward",      ".P.P" "...." "..==" ".P.P"},
+    {"post_backward",     "...." "...." "..BB" "...."},
+    {"unshard",           "====" "====" "====" "===="},
+    {"wait",              "====" "====" "====" "===="},
+    {"reshard",           "====" "...." "...." "===="},
+    {"finalize_backward", "IIII" "...." "IIII" "IIII"},
+    {"data",              "====" "====" "====" "===="}, /* and only while UNSHARDED */
+    {"grad",              "...." "...." "..==" "...."},
+    {"params_changed",    "==.." "...." "...." "...."},
+    {"param_load",        "==.." "...." "...." "...."},
+    {"param_full",        "==.." "...." "...." "...."},
+    {"zero_grad",         "==.." "...." "...." "...."},
+    {"clip_grad_norm",    "==.." "...." "...." "...."},
+    {"set_requires_grad", "==.." "...." "...." "...."},
+    {"set_...",           "====" "...." "...." "===="},
+    {"model_reset",       "IIII" "IIII" "IIII" "IIII"},
+    {"extension",         "====" "====" "====" "===="},
+};
+/* clang-format on */
+static const char state_letters[] = "IFPB";
+static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
+static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
+                                            "SHARDED_POST_FORWARD"};
+/* How a text tells of these states: outside of backward with and without a forward that is due,
+   inside of backward likewise; NULL: no unit is there. */
+static const char *const told_as[4][4] = {
+    {"is idle, and no forward of it waits for a backward",
+     "has run forward, and its backward has not begun",
+     "has no forward that waits for a backward, and the model's backward has not ended",
+     "has run forward, and its turn in the model's backward has not come"},
+    {"is in forward, which has not ended", "is in forward, which has not ended",
+     "is in forward, which has not ended", "is in forward, which has not ended"},
+    {NULL, NULL, "is in backward, which has not ended", "is in backward, which has not ended"},
+    {NULL, NULL, "has run its backward, and the model's backward has not ended",
+     "has run a backward, and a forward of it waits for another one"}};
+
+/* ---- the model ------------------------------------------------------------------------------- */
+
+enum { MAX_UNITS = 4, MAX_PARAMS = 4, MAX_ORDER = 64 * MAX_UNITS };
+
+typedef struct {
+    int state, storage, stale, due, sync, keep_forward, keep_backward;
+    int newest;    /* of its entries in the record of forwards, -1: none */
+    unsigned told; /* calls that were refused in this step */
+    int held;      /* gradients of microbatches that were not reduced */
+    int used[MAX_PARAMS], has[MAX_PARAMS];
+} unit_model;
+
+typedef struct {
+    int world, async, num_units, num_params;
+    int backward, grad_enabled, is_last, failed; /* failed: a hook has, since finalize */
+    unit_model units[MAX_UNITS];
+    int order[MAX_ORDER], before[MAX_ORDER], num_order; /* forwards: the unit; its entry before */
+    int64_t gathers, reductions;
+} model;
+
+static void model_start(model *m, int world, int async, int num_units, int num_params) {
+    memset(m, 0, sizeof *m);
+    m->world = world;
+    m->async = async;
+    m->num_units = num_units;
+    m->num_params = num_params;
+    m->grad_enabled = m->is_last = 1;
+    for (int i = 0; i < num_units; i++) m->units[i].sync = 1, m->units[i].newest = -1;
+}
+
+static char model_cell(const model *m, int unit, int call) {
+    const unit_model *u = &m->units[unit];
+    return documented[call].cells[4 * u->state + 2 * m->backward + (u->due > 0)];
+}
+
+/* The calls of the model ask all units; returns the first for which it is impossible, or -1. */
+static int model_refuses(const model *m, int unit, int call) {
+    int all = call == FSDP_CALL_FINALIZE || call >= FSDP_CALL_PARAMS_CHANGED;
+    for (int i = all && unit < 0 ? 0 : unit; i < (all && unit < 0 ? m->num_units : unit + 1); i++)
+        if (model_cell(m, i, call) == '.') return i;
+    return -1;
+}
+
+/* The first unit whose gradients have to be reduced before a call that is possible else; or -1. */
+static int model_holds(const model *m, int call) {
+    int asks = call == FSDP_CALL_LOAD || call == FSDP_CALL_REQUIRES_GRAD;
+    for (int i = 0; i < m->num_units && asks; i++)
+        if (m->units[i].held) return i;
+    return -1;
+}
+
+static void model_unshard(model *m, unit_model *u) {
+    if (u->stale) u->storage = FSDP_STORAGE_SHARDED;
+    u->stale = 0;
+    if (u->storage != FSDP_STORAGE_SHARDED) return;
+    u->storage = FSDP_STORAGE_IN_FLIGHT;
+    m->gathers += m->world > 1;
+}
+static void model_wait(unit_model *u) {
+    if (u->storage == FSDP_STORAGE_IN_FLIGHT) u->storage = FSDP_STORAGE_UNSHARDED;
+}
+static void model_reshard(unit_model *u) { u->storage = u->stale = 0; }
+static void model_reduce(model *m, unit_model *u) {
+    u->held = !u->sync;
+    if (!u->sync) return;
+    m->reductions += m->world > 1;
+    for (int i = 0; i < m->num_params; i++) u->has[i] |= u->used[i], u->used[i] = 0;
+}
+static void model_forget(model *m) {
+    m->num_order = 0;
+    for (int i = 0; i < m->num_units; i++) m->units[i].due = 0, m->units[i].newest = -1;
+}
+static void model_stale(unit_model *u) { u->stale = u->storage != FSDP_STORAGE_SHARDED; }
+
+/* What a possible call does to one unit. */
+static void model_unit(model *m, int unit, int call) {
+    unit_model *u = &m->units[unit];
+    int opens = u->state == FSDP_STATE_FORWARD &&
+                !m->backward; /* post_forward: of a forward proper */
+    char next = model_cell(m, unit, call);
+    if (call == FSDP_CALL_UNSHARD || call == FSDP_CALL_PRE_FORWARD) model_unshard(m, u);
+    if (call == FSDP_CALL_WAIT || call == FSDP_CALL_PRE_FORWARD) model_wait(u);
+    if (call == FSDP_CALL_RESHARD) model_reshard(u);
+    if (call == FSDP_CALL_POST_FORWARD && opens) {
+        if (m->grad_enabled) {
+            if (m->num_order < 64 * m->num_units) { /* the record is bounded */
+                m->order[m->num_order] = unit;
+                m->before[m->num_order] = u->newest;
+                u->newest = m->num_order++;
+            }
+            u->due++;
+        }
+        if (!u->keep_forward) model_reshard(u);
+    }
+    if (call == FSDP_CALL_PRE_BACKWARD && next == 'P') {
+        model_unshard(m, u);
+        model_wait(u);
+        int at = u->newest;
+        if (at >= 0) u->newest = m->before[at];
+        if (at > 0 && m->async) model_unshard(m, &m->units[m->order[at - 1]]);
+        u->due -= m->is_last; /* else another backward may come */
+        m->backward = 1;
+    }
+    if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
+        /* what nobody has waited for by the last backward was gathered for nothing */
+        if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward) model_reshard(u);
+        /* finalize reduces what earlier microbatches have left, too */
+        if (call == FSDP_CALL_POST_BACKWARD || u->state == FSDP_STATE_PRE_BACKWARD || u->held)
+            model_reduce(m, u);
+    }
+    if (call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) model_stale(u);
+    if (call == FSDP_CALL_ZERO_GRAD || call == FSDP_CALL_RESET) memset(u->has, 0, sizeof u->has);
+    if (call == FSDP_CALL_RESET) {
+        model_reshard(u);
+        u->held = 0;
+        memset(u->used, 0, sizeof u->used);
+    }
+    if (next != '=') u->state = (int)(strchr(state_letters, next) - state_letters);
+}
+
+/* A call; unit -1: of the model. Returns the status it has to give. */
+static fsdp_status model_call(model *m, int unit, int call) {
+    int hook = call <= FSDP_CALL_RESHARD || call == FSDP_CALL_SET ||
+               call == FSDP_CALL_REQUIRES_GRAD || call == FSDP_CALL_ZERO_GRAD ||
+               call == FSDP_CALL_PARAMS_CHANGED; /* what may go unchecked */
+    int first_failure = m->failed;
+    int refuses = model_refuses(m, unit, call);
+    if (refuses >= 0) {
+        m->units[refuses].told |= 1u << call;
+        m->failed |= hook;
+        return FSDP_ERR_INVALID_STATE;
+    }
+    if (model_holds(m, call) >= 0) {
+        m->failed |= hook;
+        return FSDP_ERR_INVALID_STATE;
+    }
+    for (int i = 0; i < m->num_units; i++)
+        if (unit < 0 || unit == i) model_unit(m, i, call);
+    if (call != FSDP_CALL_FINALIZE && call != FSDP_CALL_RESET) return FSDP_OK;
+    m->backward = m->failed = 0;
+    for (int i = 0; i < m->num_units; i++) m->units[i].told = 0;
+    if (call == FSDP_CALL_RESET || m->is_last) model_forget(m);
+    return call == FSDP_CALL_FINALIZE && first_failure ? FSDP_ERR_INVALID_STATE : FSDP_OK;
+}
+
+/* ---- the library under test ------------------------------------------------------------------ */
+
+enum { WEIGHT, EMPTY, STILL, BIAS, NUM_PARAMS };
+
+typedef struct {
+    const char *name;
+    int world, async, threads;
+} setting;
+
+static const setting settings[] = {
+    {"W=1/inline", 1, 0, 0}, {"W=4/inline", 4, 0, 0},
+    {"W=1/async", 1, 1, 0},  {"W=4/async", 4, 1, 0},
+    {"W=1/lanes", 1, 0, 2},  {"W=4/lanes", 4, 0, 1}, /* lanes: data stay where they are */
+};
+
+typedef struct {
+    sim s;
+    fsdp_model *model;
+    fsdp_unit *units[MAX_UNITS];
+    int num_units;
+    int64_t gathers, reductions; /* all_gather and reduce_scatter of units */
+} bed;
+
+static void bed_count(void *user, const fsdp_op *op) {
+    bed *b = (bed *)user;
+    b->gathers += op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
+    b->reductions += op->kind == FSDP_OP_REDUCE_SCATTER;
+    b->s.num_ops = 0; /* they need not be kept */
+}
+
+static void bed_open(bed *b, const setting *set, int num_units) {
+    static const char *const names[MAX_UNITS] = {"A", "B", "C", "D"};
+    memset(b, 0, sizeof *b);
+    sim_init(&b->s, set->world, set->world / 2);
+    b->s.async = set->async;
+    b->s.threads = set->threads;
+    CHECK(sim_open(&b->s));
+    CHECK_OK(fsdp_model_create(b->s.world, NULL, &b->model));
+    for (b->num_units = 0; b->num_units < num_units; b->num_units++) {
+        fsdp_param_desc p[NUM_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        p[WEIGHT] = fsdp_mat("weight", 6, 4);
+        p[EMPTY] = fsdp_mat("empty", 0, 4);
+        p[STILL] = fsdp_vec("still", 5);
+        p[STILL].frozen = 1;
+        p[BIAS] = fsdp_vec("bias", 6);
+        ud.name = names[b->num_units];
+        ud.params = p;
+        ud.num_params = NUM_PARAMS;
+        CHECK_OK(fsdp_fully_shard(b->model, &ud, &b->units[b->num_units]));
+    }
+    b->s.on_op = bed_count;
+    b->s.on_op_user = b;
+    CHECK_OK(sim_watch(&b->s, b->model));
+    CHECK_OK(fsdp_model_commit(b->model));
+}
+
+static void bed_close(bed *b) { CHECK_EQ_INT(sim_close(&b->s), 0); }
+
+static void bed_compare(const bed *b, const model *m, const char *after) {
+    CHECK_MSG(b->model->backward == m->backward, "after %s: phase %d, model %d", after,
+              b->model->backward, m->backward);
+    for (int i = 0; i < b->num_units; i++) {
+        const fsdp_unit *u = b->units[i];
+        const unit_model *x = &m->units[i];
+        CHECK_MSG((int)fsdp_unit_state(u) == x->state, "after %s: %s is %s, model %s", after,
+                  u->desc.name, state_names[fsdp_unit_state(u)], state_names[x->state]);
+        CHECK_MSG((int)fsdp_unit_storage(u) == x->storage, "after %s: %s is %s, model %s", after,
+                  u->desc.name, storage_names[fsdp_unit_storage(u)], storage_names[x->storage]);
+        CHECK_MSG(u->state.forwards == x->due, "after %s: %s has %d forwards due, model %d", after,
+                  u->desc.name, u->state.forwards, x->due);
+    }
+    CHECK_MSG(b->gathers == m->gathers && b->reductions == m->reductions,
+              "after %s: %lld gathers, %lld reductions, model %lld, %lld", after,
+              (long long)b->gathers, (long long)b->reductions, (long long)m->gathers,
+              (long long)m->reductions);
+}
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
+static void fill_ones(void *user, const fsdp_param_view *block) {
+    float *data = (float *)block->data;
+    CHECK(block->numel > 0);
+    for (int64_t i = 0; i < block->numel; i++) data[i] = 1.0f;
+    ++*(int *)user;
+}
+
+static fsdp_status do_init(fsdp_model *m) {
+    int blocks = 0;
+    return fsdp_init_params(m, fill_ones, &blocks);
+}
+static fsdp_status do_clip(fsdp_model *m) {
+    double norm;
+    return fsdp_clip_grad_norm(m, 1.0, &norm);
+}
+static int blind(void *user, fsdp_model *m, fsdp_op *op) {
+    (void)user, (void)m, (void)op;
+    return 0;
+}
+static fsdp_status do_attach(fsdp_model *m) {
+    fsdp_extension extension = FSDP_ZERO;
+    extension.op = blind;
+    fsdp_status status = fsdp_attach(m, &extension);
+    return status ? status : fsdp_detach(m, &extension);
+}
+static fsdp_status do_load(fsdp_unit *u) {
+    float full[24] = {0};
+    return fsdp_param_load(u, WEIGHT, full);
+}
+static fsdp_status do_full(fsdp_unit *u) {
+    float full[24];
+    return fsdp_param_full(u, WEIGHT, full);
+}
+static fsdp_status do_full_grad(fsdp_unit *u) {
+    float full[24];
+    return fsdp_param_full_grad(u, WEIGHT, full);
+}
+static fsdp_status do_sync(fsdp_unit *u) { return fsdp_set_requires_gradient_sync(u->model, u, 1); }
+static fsdp_status do_all_sync(fsdp_model *m) {
+    return fsdp_set_requires_gradient_sync(m, NULL, 1);
+}
+static fsdp_status do_forward(fsdp_unit *u) {
+    return fsdp_set_reshard_after_forward(u->model, u, FSDP_RESHARD_ALWAYS);
+}
+static fsdp_status do_all_forward(fsdp_model *m) {
+    return fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_ALWAYS);
+}
+static fsdp_status do_backward(fsdp_unit *u) {
+    return fsdp_set_reshard_after_backward(u->model, u, 1);
+}
+static fsdp_status do_all_backward(fsdp_model *m) {
+    return fsdp_set_reshard_after_backward(m, NULL, 1);
+}
+static fsdp_status do_all_reduce(fsdp_unit *u) {
+    return fsdp_set_requires_all_reduce(u->model, u, 1);
+}
+static fsdp_status do_unshard_in_backward(fsdp_unit *u) {
+    return fsdp_set_unshard_in_backward(u->model, u, 1);
+}
+static fsdp_status do_factor(fsdp_unit *u) {
+    return fsdp_set_gradient_divide_factor(u->model, u, 0);
+}
+static fsdp_status do_unused(fsdp_unit *u) {
+    return fsdp_set_reduce_scatter_unused_params(u->model, u, 1);
+}
+static fsdp_status do_all_unused(fsdp_model *m) {
+    return fsdp_set_reduce_scatter_unused_params(m, NULL, 1);
+}
+static fsdp_status do_forward_list(fsdp_unit *u) {
+    return fsdp_set_modules_to_forward_prefetch(u, NULL, 0);
+}
+static fsdp_status do_backward_list(fsdp_unit *u) {
+    return fsdp_set_modules_to_backward_prefetch(u, NULL, 0);
+}
+static fsdp_status do_reduce_hook(fsdp_unit *u) { return fsdp_set_all_reduce_hook(u, NULL, NULL); }
+static fsdp_status do_grad_hook(fsdp_unit *u) {
+    return fsdp_set_post_accumulate_hook(u, WEIGHT, NULL, NULL);
+}
+static fsdp_status do_gather_comm(fsdp_unit *u) {
+    return fsdp_set_custom_all_gather(u, NULL, NULL);
+}
+static fsdp_status do_scatter_comm(fsdp_unit *u) {
+    return fsdp_set_custom_reduce_scatter(u, NULL, NULL);
+}
+static fsdp_status do_reduce_comm(fsdp_unit *u) {
+    return fsdp_set_custom_all_reduce(u, NULL, NULL);
+}
+static fsdp_status do_requires_grad(fsdp_unit *u) { return fsdp_set_requires_grad(u, STILL, 0); }
+
+/* Every public call that the table knows, in every form. */
+static const struct {
+    const char *name;
+    int call;
+    fsdp_status (*of_unit)(fsdp_unit *);
+    fsdp_status (*of_model)(fsdp_model *); /* all units are asked */
+    int one_unit;                          /* of_unit asks that unit alone */
+} forms[] = {
+    {"pre_forward", FSDP_CALL_PRE_FORWARD, fsdp_pre_forward, NULL, 1},
+    {"post_forward", FSDP_CALL_POST_FORWARD, fsdp_post_forward, NULL, 1},
+    {"pre_backward", FSDP_CALL_PRE_BACKWARD, fsdp_pre_backward, NULL, 1},
+    {"post_backward", FSDP_CALL_POST_BACKWARD, fsdp_post_backward, NULL, 1},
+    {"unshard", FSDP_CALL_UNSHARD, fsdp_unshard, NULL, 1},
+    {"wait", FSDP_CALL_WAIT, fsdp_wait, NULL, 1},
+    {"reshard", FSDP_CALL_RESHARD, fsdp_reshard, NULL, 1},
+    {"finalize", FSDP_CALL_FINALIZE, NULL, fsdp_finalize_backward, 0},
+    {"params_changed", FSDP_CALL_PARAMS_CHANGED, NULL, fsdp_params_changed, 0},
+    {"init_params", FSDP_CALL_LOAD, NULL, do_init, 0},
+    {"param_load", FSDP_CALL_LOAD, do_load, NULL, 0},
+    {"param_full", FSDP_CALL_FULL, do_full, NULL, 0},
+    {"param_full_grad", FSDP_CALL_FULL, do_full_grad, NULL, 0},
+    {"zero_grad", FSDP_CALL_ZERO_GRAD, NULL, fsdp_zero_grad, 0},
+    {"clip_grad_norm", FSDP_CALL_CLIP, NULL, do_clip, 0},
+    {"attach", FSDP_CALL_FULL, NULL, do_attach, 0},
+    {"set_requires_gradient_sync", FSDP_CALL_SET, do_sync, NULL, 1},
+    {"set_requires_gradient_sync of all", FSDP_CALL_SET, NULL, do_all_sync, 0},
+    {"set_reshard_after_forward", FSDP_CALL_SET, do_forward, NULL, 1},
+    {"set_reshard_after_forward of all", FSDP_CALL_SET, NULL, do_all_forward, 0},
+    {"set_reshard_after_backward", FSDP_CALL_SET, do_backward, NULL, 1},
+    {"set_reshard_after_backward of all", FSDP_CALL_SET, NULL, do_all_backward, 0},
+    {"set_requires_all_reduce", FSDP_CALL_SET, do_all_reduce, NULL, 1},
+    {"set_unshard_in_backward", FSDP_CALL_SET, do_unshard_in_backward, NULL, 1},
+    {"set_gradient_divide_factor", FSDP_CALL_SET, do_factor, NULL, 1},
+    {"set_reduce_scatter_unused_params", FSDP_CALL_SET, do_unused, NULL, 1},
+    {"set_reduce_scatter_unused_params of all", FSDP_CALL_SET, NULL, do_all_unused, 0},
+    {"set_modules_to_forward_prefetch", FSDP_CALL_SET, do_forward_list, NULL, 1},
+    {"set_modules_to_backward_prefetch", FSDP_CALL_SET, do_backward_list, NULL, 1},
+    {"set_all_reduce_hook", FSDP_CALL_SET, do_reduce_hook, NULL, 1},
+    {"set_post_accumulate_hook", FSDP_CALL_SET, do_grad_hook, NULL, 1},
+    {"set_custom_all_gather", FSDP_CALL_SET, do_gather_comm, NULL, 1},
+    {"set_custom_reduce_scatter", FSDP_CALL_SET, do_scatter_comm, NULL, 1},
+    {"set_custom_all_reduce", FSDP_CALL_SET, do_reduce_comm, NULL, 1},
+    {"set_requires_grad", FSDP_CALL_REQUIRES_GRAD, do_requires_grad, NULL, 0},
+    {"reset", FSDP_CALL_RESET, NULL, fsdp_model_reset, 0},
+};
+enum { NUM_FORMS = sizeof forms / sizeof *forms };
+
+/* One call on the library and on the model; `at` is the place of the unit. Compares everything. */
+static void call_both(bed *b, model *m, int form, int at) {
+    int call = forms[form].call, unit = forms[form].one_unit ? at : -1;
+    int refuses = model_refuses(m, unit, call), logged = b->s.num_logged;
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    model was = *m;
+    CHECK_OK(fsdp_model_counters(b->model, &before));
+    fsdp_status expected = model_call(m, unit, call);
+    if (!strcmp(forms[form].name, "attach")) m->failed |= expected != FSDP_OK; /* as of hooks */
+    fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at])
+                                          : forms[form].of_model(b->model);
+    CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name,
+              b->units[at]->desc.name, fsdp_status_name(got), fsdp_status_name(expected),
+              fsdp_last_error(b->s.world));
+    bed_compare(b, m, forms[form].name);
+    if (refuses < 0 && expected && model_holds(&was, call) >= 0) {
+        CHECK(strstr(fsdp_last_error(b->s.world), "[E203] "));
+        CHECK(strstr(fsdp_last_error(b->s.world), b->units[model_holds(&was, call)]->desc.name));
+    }
+    if (refuses < 0) return;
+    /* Nothing was changed, and the text says what is missing. */
+    char start[256], name[64];
+    const unit_model *u = &was.units[refuses];
+    CHECK_OK(fsdp_model_counters(b->model, &after));
+    CHECK_EQ_MEM(&before, &after, sizeof before);
+    int is_new = !(u->told >> call & 1); /* logged once in a step */
+    CHECK_EQ_INT(b->s.num_logged, logged + is_new);
+    if (is_new) CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
+    snprintf(name, sizeof name, "%s",
+             call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
+                                                                          : documented[call].name);
+    if (strstr(name, " of all")) *strstr(name, " of all") = 0;
+    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s%s: ", b->s.rank, name,
+             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)],
+             was.grad_enabled || u->due ? "" : " (gradients are off: fsdp_set_grad_enabled)");
+    CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
+              "\"%s\" does not begin with \"%s\"", fsdp_last_error(b->s.world), start);
+    const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
+    int c = FSDP_CALL_PRE_FORWARD;
+    CHECK(first != NULL);
+    first += strlen(": call fsdp_");
+    while (c < FSDP_CALL_EXTENSION &&
+           strncmp(first, documented[c].name, strlen(documented[c].name)))
+        c++;
+    CHECK_MSG(c < FSDP_CALL_EXTENSION && !strcmp(first + strlen(documented[c].name), " first"),
+              "%s", fsdp_last_error(b->s.world));
+    CHECK_MSG(model_cell(&was, refuses, c) != '.', "%s, which is not possible",
+              fsdp_last_error(b->s.world));
+}
+
+/* A refused call is logged once in a step. */
+static int told(unit_model *x, int call) {
+    int before = x->told >> call & 1;
+    x->told |= 1u << call;
+    return before;
+}
+/* Getters: what they are asked for, or undefined memory and a text, which finalize tells again. */
+static void check_getters(bed *b, model *m, int at, int mark) {
+    unit_model *x = &m->units[at];
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        int logged = b->s.num_logged, ok = x->storage == FSDP_STORAGE_UNSHARDED;
+        void *data = fsdp_data(b->units[at], i); /* the empty parameter's too */
+        CHECK(data && lab_undefined(b->model, data) == !ok);
+        CHECK_EQ_INT(b->s.num_logged - logged, !ok && !told(x, FSDP_CALL_DATA));
+        if (!ok) CHECK(strstr(fsdp_last_error(b->s.world), "data: unit '"));
+        m->failed |= !ok;
+        if (!mark) continue;
+        logged = b->s.num_logged;
+        ok = model_cell(m, at, FSDP_CALL_GRAD) != '.';
+        void *grad = fsdp_grad(b->units[at], i);
+        CHECK_EQ_INT(grad == NULL, i == STILL); /* frozen: NULL in any state */
+        if (i == STILL) continue;
+        CHECK_EQ_INT(lab_undefined(b->model, grad), !ok);
+        CHECK_EQ_INT(b->s.num_logged - logged, !ok && !told(x, FSDP_CALL_GRAD));
+        if (!ok) CHECK(strstr(fsdp_last_error(b->s.world), "grad: unit '"));
+        m->failed |= !ok;
+    }
+}
+
+/* ---- every cell ------------------------------------------------------------------------------ */
+
+/* The library's own table agrees with the documents, also in cells that no order of calls reaches.
+   */
+TEST(table, legality_of_every_cell) {
+    bed b;
+    int cells = 0;
+    bed_open(&b, &settings[0], 1);
+    fsdp_unit *u = b.units[0];
+    for (int call = 0; call < FSDP_CALL_COUNT; call++) {
+        CHECK_EQ_STR(fsdpi_call_name(call), documented[call].name);
+        for (int cell = 0; cell < 16; cell++, cells++) {
+            u->state.training = (uint8_t)(cell / 4);
+            b.model->backward = cell / 2 % 2;
+            u->state.forwards = cell % 2;
+            const fsdpi_row *row = fsdpi_lookup(u, call);
+            char next = documented[call].cells[cell];
+            CHECK_MSG((row != NULL) == (next != '.'), "%s in %s, backward %d, due %d",
+                      documented[call].name, state_names[u->state.training], b.model->backward,
+                      u->state.forwards);
+            if (row && next != '=') CHECK_EQ_INT(state_letters[row->next], next);
+            if (row && next == '=')
+                CHECK(row->next == FSDPI_KEEP || row->next == u->state.training);
+        }
+    }
+    u->state.training = 0;
+    b.model->backward = u->state.forwards = 0;
+    bed_close(&b);
+    h_message("%d cells", cells);
+}
+
+/* All states of two units that calls can reach, with a shortest way to each. */
+typedef struct {
+    model m;
+    int from, form, at; /* the step that leads here */
+} place;
+
+enum { MAX_PLACES = 20000, MAX_WAY = 64 };
+static place places[MAX_PLACES];
+static int num_places;
+
+static void place_key(const model *m, char *key) {
+    *key++ = (char)m->backward;
+    *key++ = (char)m->failed;
+    for (int i = 0; i < m->num_units; i++) {
+        const unit_model *u = &m->units[i];
+        *key++ = (char)u->state;
+        *key++ = (char)u->storage;
+        *key++ = (char)u->stale;
+        *key++ = (char)u->due;
+    }
+}
+
+static int place_known(const model *m) {
+    char a[16] = {0}, b[16] = {0};
+    place_key(m, a);
+    for (int i = 0; i < num_places; i++) {
+        place_key(&places[i].m, b);
+        if (!memcmp(a, b, sizeof a)) return 1;
+    }
+    return 0;
+}
+
+static void explore(const setting *set) {
+    num_places = 1;
+    model_start(&places[0].m, set->world, set->async || set->threads, 2, NUM_PARAMS);
+    places[0].from = -1;
+    for (int i = 0; i < num_places; i++)
+        for (int form = 0; form < NUM_FORMS; form++)
+            for (int at = 0; at < 2; at++) {
+                model m = places[i].m;
+                int unit = forms[form].one_unit ? at : -1;
+                if (forms[form].call > FSDP_CALL_PARAMS_CHANGED) continue; /* no new states */
+                if (!strcmp(forms[form].name, "attach")) continue;
+                if (model_refuses(&m, unit, forms[form].call) >= 0) continue;
+                (void)model_call(&m, unit, forms[form].call);
+                if (m.units[0].due > 2 || m.units[1].due > 1 || place_known(&m)) continue;
+                CHECK(num_places < MAX_PLACES);
+                places[num_places].m = m;
+                places[num_places].from = i;
+                places[num_places].form = form;
+                places[num_places++].at = at;
+            }
+}
+
+static void walk(bed *b, model *m, int to) {
+    int way[MAX_WAY], length = 0;
+    for (; places[to].from >= 0; to = places[to].from) {
+        CHECK(length < MAX_WAY);
+        way[length++] = to;
+    }
+    while (length > 0) {
+        const place *p = &places[way[--length]];
+        call_both(b, m, p->form, p->at);
+    }
+}
+
+TEST_P(table, reachable_cells, settings, row->world > 3 ? MANY_RANKS : 0) {
+    int cells = 0, cases = 0;
+    char seen[4][2][2][3][2];
+    memset(seen, 0, sizeof seen);
+    explore(row);
+    for (int i = 0; i < num_places; i++) {
+        const unit_model *u = &places[i].m.units[0];
+        char *mark = &seen[u->state][places[i].m.backward][u->due > 0][u->storage][u->stale];
+        if (*mark) continue;
+        *mark = 1;
+        cells++;
+        for (int form = 0; form < NUM_FORMS; form++, cases++) {
+            bed b;
+            model m;
+            bed_open(&b, row, 2);
+            model_start(&m, row->world, row->async || row->threads, 2, NUM_PARAMS);
+            walk(&b, &m, i);
+            check_getters(&b, &m, 0, 0);
+            call_both(&b, &m, form, 0);
+            check_getters(&b, &m, 0, 0);
+            check_getters(&b, &m, 1, 1);
+            check_getters(&b, &m, 0, 1);
+            bed_close(&b);
+        }
+    }
+    h_message("%d states of two units, %d cells of one, %d cases", num_places, cells, cases);
+}
+
+/* ---- failures are reported again ------------------------------------------------------------- */
+
+TEST_P(table, finalize_reports_the_first_failure_once, settings, row->world > 3 ? MANY_RANKS : 0) {
+    bed b;
+    bed_open(&b, row, 2);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_STATUS(fsdp_post_backward(b.units[1]), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_reshard(b.units[0]), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_zero_grad(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* its own: A is open */
+    CHECK(strstr(fsdp_last_error(b.s.world), "finalize_backward: unit 'A'"));
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_OK(fsdp_pre_backward(b.units[0]));
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "post_backward: unit 'B' is idle, and no forward of it waits"));
+    CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_IDLE); /* it has done its work */
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_STATUS(fsdp_post_forward(b.units[1]), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_model_reset(b.model)); /* forgets it */
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_STATUS(fsdp_clip_grad_norm(b.model, 0.0, NULL), FSDP_ERR_INVALID_ARG); /* no hook */
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0))); /* a getter has no status of its own */
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "data: unit 'A' is idle, and no forward of it waits "
+                                             "for a backward, and its parameters are not gathered: "
+                                             "call fsdp_pre_forward first"));
+    CHECK(lab_undefined(b.model, fsdp_grad(b.units[1], 0)));
+    CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0)));
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "grad: unit 'B' is idle, and no forward of it waits"));
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    bed_close(&b);
+}
+
+/* Who does what the texts of wrong calls say comes to the call that was meant, from wherever. */
+typedef fsdp_status (*hook_fn)(fsdp_unit *unit);
+static fsdp_status finalize_of(fsdp_unit *u) { return fsdp_finalize_backward(u->model); }
+static fsdp_status zero_of(fsdp_unit *u) { return fsdp_zero_grad(u->model); }
+static fsdp_status data_of(fsdp_unit *u) {
+    return lab_undefined(u->model, fsdp_data(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
+}
+static fsdp_status grad_of(fsdp_unit *u) {
+    return lab_undefined(u->model, fsdp_grad(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
+}
+static const struct {
+    const char *name;
+    hook_fn call;
+} hooks[] = {{"pre_forward", fsdp_pre_forward},
+             {"post_forward", fsdp_post_forward},
+             {"pre_backward", fsdp_pre_backward},
+             {"post_backward", fsdp_post_backward},
+             {"finalize_backward", finalize_of},
+             {"data", data_of},
+             {"grad", grad_of},
+             {"zero_grad", zero_of}};
+enum { HOOKS = 5, MEANT = 8, WALK = 5 };
+
+static int follow(bed *b, int meant) { /* how many calls it took; -1: a text leads nowhere */
+    for (int calls = 0; calls < 6; calls++) {
+        if (hooks[meant].call(b->units[0]) == FSDP_OK) return calls;
+        const char *text = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
+        int h = 0;
+        if (!text) continue; /* finalize, which told an earlier failure again, and has ended */
+        text += strlen(": call fsdp_");
+        while (h < HOOKS && strncmp(text, hooks[h].name, strlen(hooks[h].name))) h++;
+        if (h == HOOKS) return -1;
+        (void)hooks[h].call(b->units[0]);
+    }
+    return -1;
+}
+
+TEST_P(table, texts_say_what_is_missing, settings, row->world > 3 ? MANY_RANKS : 0) {
+    int walks = 1, longest = 0;
+    if (row->threads) return; /* the same table */
+    for (int i = 0; i < WALK; i++) walks *= HOOKS;
+    for (int walk = 0; walk < walks; walk += 3) {
+        for (int meant = 0; meant < MEANT; meant++) {
+            bed b;
+            bed_open(&b, row, 1);
+            for (int i = 0, at = walk; i < WALK; i++, at /= HOOKS)
+                (void)hooks[at % HOOKS].call(b.units[0]);
+            int took = follow(&b, meant);
+            CHECK_MSG(took >= 0, "walk %d, %s: %s", walk, hooks[meant].name,
+                      fsdp_last_error(b.s.world));
+            if (took > longest) longest = took;
+            bed_close(&b);
+        }
+    }
+    h_message("at most %d calls lead to the one that was meant", longest);
+}
+
+/* Copies that were gathered before shards changed are gathered again; the values show it. */
+TEST_P(table, stale_copies_are_gathered_again, settings, row->world > 3 ? MANY_RANKS : 0) {
+    bed b;
+    int blocks = 0;
+    bed_open(&b, row, 2);
+    float *first, *again;
+    CHECK_OK(fsdp_set_reshard_after_forward(b.model, b.units[0], FSDP_RESHARD_NEVER));
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    first = (float *)fsdp_data(b.units[0], WEIGHT);
+    CHECK(first && first[0] == 0.0f);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_EQ_INT(fsdp_unit_storage(b.units[0]), FSDP_STORAGE_UNSHARDED);
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_OK(fsdp_init_params(b.model, fill_ones, &blocks));
+    CHECK(blocks > 0);
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(fsdp_pre_forward(b.units[i]));
+        again = (float *)fsdp_data(b.units[i], WEIGHT);
+        CHECK(again && (row->threads || (again[0] == 1.0f && again[23] == 1.0f)));
+        CHECK_OK(fsdp_post_forward(b.units[i]));
+    }
+    CHECK_EQ_INT(b.gathers, row->world > 1 ? 4 : 0);
+    bed_close(&b);
+}
+
+/* ---- random calls ---------------------------------------------------------------------------- */
+
+static void set_randomly(bed *b, model *m, uint64_t *seed) {
+    int on = h_rand64(seed) % 3 != 0, at = (int)(h_rand64(seed) % (uint64_t)b->num_units);
+    int all = h_rand64(seed) % 2 == 0, what = (int)(h_rand64(seed) % 5);
+    if (what == 0) {
+        CHECK_OK(fsdp_set_grad_enabled(b->model, on)); /* in any state */
+        m->grad_enabled = on;
+    } else if (what == 1) {
+        CHECK_OK(fsdp_set_is_last_backward(b->model, on));
+        m->is_last = on;
+    } else {
+        fsdp_unit *u = all ? NULL : b->units[at];
+        fsdp_status expected = model_refuses(m, all ? -1 : at, FSDP_CALL_SET) < 0
+                                   ? FSDP_OK
+                                   : FSDP_ERR_INVALID_STATE;
+        if (what == 2) CHECK_STATUS(fsdp_set_requires_gradient_sync(b->model, u, on), expected);
+        if (what == 3)
+            CHECK_STATUS(fsdp_set_reshard_after_forward(
+                             b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER),
+                         expected);
+        if (what == 4) CHECK_STATUS(fsdp_set_reshard_after_backward(b->model, u, on), expected);
+        m->failed |= expected != FSDP_OK; /* finalize tells it again */
+        for (int i = 0; i < b->num_units && !expected; i++) {
+            if (!all && i != at) continue;
+            if (what == 2) m->units[i].sync = on;
+            if (what == 3) m->units[i].keep_forward = !on;
+            if (what == 4) m->units[i].keep_backward = !on;
+        }
+    }
+}
+
+/* After finalize: which parameters have a gradient. */
+static void check_grads(bed *b, const model *m) {
+    for (int i = 0; i < b->num_units; i++)
+        for (int k = 0; k < NUM_PARAMS; k++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(b->units[i], k, &v));
+            CHECK(v.shard && v.data);
+            CHECK_MSG((v.shard_grad != NULL) == m->units[i].has[k],
+                      "%s.%s has %s gradient, model %d", b->units[i]->desc.name, v.name,
+                      v.shard_grad ? "a" : "no", m->units[i].has[k]);
+        }
+}
+
+TEST_P(table, random_calls, settings, row->world > 3 ? MANY_RANKS : 0) {
+    enum { RUNS = 32, CALLS = 4000 };
+    uint64_t seed = h_seed() * 1000 + (uint64_t)row->world * 2 + (uint64_t)row->async;
+    int64_t possible = 0, impossible = 0;
+    for (int run = 0; run < RUNS; run++) {
+        bed b;
+        model m;
+        int num_units = 1 + run % MAX_UNITS;
+        bed_open(&b, row, num_units);
+        model_start(&m, row->world, row->async || row->threads, num_units, NUM_PARAMS);
+        for (int i = 0; i < CALLS; i++) {
+            int at = (int)(h_rand64(&seed) % (uint64_t)num_units);
+            int form = (int)(h_rand64(&seed) % 40);
+            if (form >= 32) {
+                form = 7; /* finalize: now and then a step has to end */
+                if (h_rand64(&seed) % 2) continue;
+            } else if (form >= 28) {
+                set_randomly(&b, &m, &seed);
+                continue;
+            } else if (form >= 16) {
+                form %= 4; /* hooks of a step, mostly */
+            }
+            if (!strcmp(forms[form].name, "finalize") && h_rand64(&seed) % 16 == 0)
+                form = NUM_FORMS - 1;
+            int failed = b.s.num_logged;
+            call_both(&b, &m, form, at);
+            if (b.s.num_logged > failed) impossible++;
+            else possible++;
+            if (!row->threads && forms[form].call == FSDP_CALL_FINALIZE &&
+                model_refuses(&m, -1, FSDP_CALL_ZERO_GRAD) < 0)
+                check_grads(&b, &m);
+            if (m.units[at].state == FSDP_STATE_PRE_BACKWARD)
+                for (int k = 0; k < NUM_PARAMS; k++)
+                    if (k != STILL && h_rand64(&seed) % 2) {
+                        CHECK(fsdp_grad(b.units[at], k));
+                        m.units[at].used[k] = 1;
+                    }
+        }
+        bed_close(&b);
+    }
+    h_message("%lld possible calls, %lld impossible ones", (long long)possible,
+              (long long)impossible);
+}

@@ -1,0 +1,228 @@
+/* test_examples.c - the examples as programs: what they print, alone and on several ranks.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(ASAN)
+#include "harness.h"
+
+#include <math.h> // fabs
+
+enum { OUTPUT_NBYTES = 1 << 15 };
+
+static char output[OUTPUT_NBYTES]; /* of the last program, both streams */
+
+/* The example's path; skips where it is not built. */
+static const char *example(const char *name) {
+    static char path[400];
+    const char *dir = getenv("FSDP_BUILD");
+    snprintf(path, sizeof path, "%s/examples/%s", dir && *dir ? dir : "build", name);
+    if (access(path, X_OK)) SKIP("the example is not here: make examples builds it");
+    return path;
+}
+
+/* Runs it to its end: on `ranks` ranks by tools/fsdprun, or with 0 by itself, where no launcher is
+   to be seen. Its exit status has to be 0. */
+static void run(const char *name, int ranks) {
+    static const char *const launcher[] = {"RANK",        "WORLD_SIZE",  "LOCAL_RANK",
+                                           "MASTER_ADDR", "MASTER_PORT", "FSDP_JOB_ID",
+                                           "FSDP_LANES"};
+    char command[1000];
+    for (size_t i = 0; i < sizeof launcher / sizeof *launcher; i++) unsetenv(launcher[i]);
+    if (ranks && access("tools/fsdprun", X_OK))
+        SKIP("no tools/fsdprun here: make tools/fsdprun builds it");
+    snprintf(command, sizeof command, "tools/fsdprun -n %d %s 2>&1", ranks, example(name));
+    FILE *p = popen(ranks ? command : strstr(command, example(name)), "r");
+    CHECK(p != NULL);
+    output[fread(output, 1, sizeof output - 1, p)] = 0;
+    const int status = pclose(p);
+    printf("%s\n%s", command, output);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 0);
+}
+
+/* The rest of the line that begins with `head`; there is one such line. */
+static const char *line(const char *head) {
+    const char *found = NULL;
+    for (const char *at = output; at && *at; at = strchr(at, '\n') ? strchr(at, '\n') + 1 : NULL) {
+        if (strncmp(at, head, strlen(head)) != 0) continue;
+        CHECK_MSG(!found, "two lines begin with \"%s\"", head);
+        found = at + strlen(head);
+    }
+    CHECK_MSG(found != NULL, "no line begins with \"%s\" in:\n%s", head, output);
+    return found;
+}
+
+static int lines(void) {
+    int n = 0;
+    for (const char *at = output; *at; at++) n += *at == '\n';
+    return n;
+}
+
+static double number_after(const char *head) {
+    char *end;
+    const char *text = line(head);
+    const double x = strtod(text, &end);
+    CHECK_MSG(end != text, "no number behind \"%s\"", head);
+    return x;
+}
+
+static const struct {
+    const char *name;
+    int ranks;
+} worlds[] = {{"alone", 0}, {"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}};
+
+TEST_P(examples, hello, worlds, row->ranks > 3 ? MANY_RANKS : 0) {
+    run("01_hello", row->ranks);
+    CHECK_EQ_INT(lines(), 7);
+    CHECK(number_after("ranks: ") == (row->ranks ? row->ranks : 1));
+    CHECK(number_after("step 200  loss ") < 0.5 * number_after("step   0  loss "));
+}
+
+TEST(examples, mlp, SLOW) {
+    double first[2], last[2];
+    run("02_mlp", 0);
+    CHECK_EQ_INT(lines(), 3);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ_INT(sscanf(line(i ? "1 rank:  loss " : "4 ranks: loss "), "%lf -> %lf", &first[i],
+                            &last[i]),
+                     2);
+    CHECK(last[0] < 0.1 * first[0] && fabs(last[0] - last[1]) < 1e-3 * first[0]);
+    line("the same, and learnt");
+}
+
+/* Bytes follow from the formula: a unit has 48*48 + 48 f32 parameters, of which plain FSDP gathers
+   three quarters from others and HSDP a half, twice a step. */
+TEST(examples, hsdp) {
+    static const char *const heads[2] = {"FSDP, 1 x 4  loss ", "HSDP, 2 x 2  loss "};
+    double first[2], last[2];
+    int shard[2], replica[2], held[2], gathered, summed;
+    const int layers = 3, full = 4 * (48 * 48 + 48);
+    run("03_hsdp", 0);
+    CHECK_EQ_INT(lines(), 5);
+    for (int i = 0; i < 2; i++) {
+        const char *text = line(heads[i]);
+        CHECK_EQ_INT(sscanf(text, "%lf -> %lf rank 3 is shard %d of replica %d, holds %d bytes,",
+                            &first[i], &last[i], &shard[i], &replica[i], &held[i]),
+                     5);
+        text = strchr(text, '\n');
+        CHECK_EQ_INT(
+            sscanf(text, " reads %d to gather and %d to reduce in each step", &gathered, &summed),
+            2);
+        CHECK_EQ_INT(gathered, 2 * layers * full * (i ? 2 : 3) / 4);
+        CHECK(summed > 0);
+        CHECK(held[i] >= layers * full / (i ? 2 : 4));
+        CHECK(held[i] < layers * full / (i ? 2 : 4) + 4096);
+    }
+    CHECK(shard[0] == 3 && replica[0] == 0 && shard[1] == 1 && replica[1] == 1);
+    CHECK(last[0] < 0.1 * first[0] && fabs(first[0] - first[1]) < 1e-4 * first[0] &&
+          fabs(last[0] - last[1]) < 1e-4 * first[0]);
+    line("the same, and learnt");
+}
+
+/* All its numbers are exact. */
+TEST(examples, accumulate) {
+    int gathers, reduces, held[3];
+    run("04_accumulate", 0);
+    CHECK_EQ_INT(lines(), 5);
+    line("3 layers, 4 microbatches      all-gathers reduce-scatters  bytes read  slots");
+    static const struct {
+        const char *head;
+        int gathers, reduces;
+    } rows[3] = {{"every microbatch is reduced ", 2 * 3 * 4, 3 * 4},
+                 {"only the last one is ", 2 * 3 * 4, 3},
+                 {"and parameters stay gathered ", 3, 3}};
+    for (int i = 0; i < 3; i++) {
+        int bytes;
+        const int part = 24 * 24 * 4 / 4 * 3; /* of a layer, what three others bring */
+        CHECK_EQ_INT(
+            sscanf(line(rows[i].head), "%d %d %d %d", &gathers, &reduces, &bytes, &held[i]), 4);
+        CHECK_EQ_INT(gathers, rows[i].gathers);
+        CHECK_EQ_INT(reduces, rows[i].reduces);
+        CHECK(bytes >= (gathers + reduces) * part && bytes < (gathers + reduces) * (part + 64));
+    }
+    CHECK(held[0] < held[1] && held[1] < held[2]); /* each way has its price */
+    line("gradients 0.0148926 0.0148926 -0.0893555 ...: the same bits in all three");
+}
+
+TEST_P(examples, lora, worlds, row->ranks > 3 ? MANY_RANKS : 0) {
+    const int ranks = row->ranks ? row->ranks : 1, layers = 2, base = 96 * 96;
+    const int down = (4 + ranks - 1) / ranks * 96, up = (96 + ranks - 1) / ranks * 4;
+    run("05_lora", row->ranks);
+    CHECK_EQ_INT(lines(), 8);
+    CHECK(number_after("step 149  loss ") < 0.5 * number_after("step   0  loss "));
+    int frozen, adapters, shards, full;
+    CHECK_EQ_INT(sscanf(line("base "), "%d parameters, adapters %d", &frozen, &adapters), 2);
+    CHECK(frozen == layers * base && adapters == layers * 2 * 4 * 96);
+    CHECK_EQ_INT(sscanf(line("gradients "), "%d bytes of shards, %d while", &shards, &full), 2);
+    /* no more than adapters of this rank need, with their alignment */
+    CHECK(shards >= layers * 4 * (down + up) && shards < layers * 4 * (down + up) + 1024);
+    CHECK(full >= 4 * ranks * (down + up));
+    CHECK(full < 2 * 4 * ranks * (down + up) + 1024 && full < 4 * base);
+    CHECK((int)number_after("shards ") >= layers * (2 * base / ranks + 4 * (down + up)));
+    line("the base is unchanged");
+}
+
+/* 24 layers of 16*16 + 16 parameters in f32: 1,088 bytes each, 8 of them fill a bucket of 8 KiB.
+   What a rank reads: 2 (R-1)/R of each message, which has two flags of 4 bytes for a layer. */
+TEST(examples, ddp) {
+    static const char *const heads[2] = {"a unit for each layer ", "buckets "};
+    const int layers = 24, message = 4 * (16 * 16 + 16 + 2) * 2 * 3 / 4;
+    double first[2], last[2];
+    int messages[2], bytes[2];
+    run("06_ddp", 0);
+    CHECK_EQ_INT(lines(), 4);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ_INT(sscanf(line(heads[i]), "%d %d loss %lf -> %lf", &messages[i], &bytes[i],
+                            &first[i], &last[i]),
+                     4);
+    CHECK_EQ_INT(messages[0], layers);
+    CHECK_EQ_INT(messages[1], layers / 8);
+    CHECK_EQ_INT(bytes[0], layers * message);
+    CHECK_EQ_INT(bytes[1], layers * message);
+    CHECK(last[0] < 0.5 * first[0] && fabs(last[0] - last[1]) <= 0 &&
+          fabs(first[0] - first[1]) <= 0);
+    line("the same losses, and learnt");
+}
+
+/* Losses with tensor parallelism are those without, on other ranks with the same batches. */
+TEST(examples, tp) {
+    double loss[2][2], apart;
+    run("08_tp", 0);
+    CHECK_EQ_INT(lines(), 4);
+    CHECK_EQ_INT(sscanf(line("dp 2, tp 1: loss "), "%lf -> %lf", &loss[0][0], &loss[0][1]), 2);
+    CHECK_EQ_INT(sscanf(line("dp 2, tp 2: loss "), "%lf -> %lf", &loss[1][0], &loss[1][1]), 2);
+    CHECK_EQ_INT(sscanf(line("with tp and without: at most "), "%lf", &apart), 1);
+    CHECK(apart <= 1e-5 && fabs(loss[0][0] - loss[1][0]) <= 1e-5 && loss[1][1] < loss[1][0] / 2);
+}
+
+/* A training that goes on from a checkpoint: its bits, with fewer ranks its losses. Three matrices
+   of 32*32 with two moments in f32, a step of 8 bytes each, and the place in the data. */
+TEST(examples, checkpoint) {
+    double first, last, apart;
+    int bytes;
+    run("09_checkpoint", 0);
+    CHECK_EQ_INT(lines(), 3);
+    CHECK_EQ_INT(sscanf(line("4 ranks: loss "), "%lf -> %lf, saved 4 times %d bytes", &first, &last,
+                        &bytes),
+                 3);
+    CHECK_EQ_INT(bytes, 3 * (3 * 32 * 32 * 4 + 8) + 8);
+    CHECK(last < first / 2);
+    line("again from step 20, 4 ranks: the same bits\n");
+    CHECK_EQ_INT(sscanf(line("again from step 20, 3 ranks: at most "), "%lf", &apart), 1);
+    CHECK(apart <= 1e-5);
+}
+
+/* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
+   two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
+   16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */
+TEST(examples, plan) {
+    int gathers, bytes;
+    run("07_plan", 0);
+    CHECK_EQ_INT(lines(), 4);
+    CHECK_EQ_INT(
+        sscanf(line("by calls: "), "%d gathers a step, slots of %d bytes", &gathers, &bytes), 2);
+    CHECK_EQ_INT(gathers, 2 * 12);
+    CHECK_EQ_INT(bytes, 2 * 16 * 16 * 4 + 64);
+    line("planned: 14, with the same memory\n");
+    line("planned: 3, with two slots more\n");
+    line("the same bits in all three, and learnt\n");
+}

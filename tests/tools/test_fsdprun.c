@@ -1,0 +1,1191 @@
+/* test_fsdprun.c - the launcher: what ranks get on one host and on several, the store that it
+   serves, how failures, signals and wrong usage end, and that nothing is left behind. The program
+   under test is $FSDPRUN, or tools/fsdprun.
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#define FSDP_STATIC
+#ifndef FSDP_BACKEND_GLOO
+#define FSDP_NO_BACKEND
+#endif
+#pragma GCC diagnostic ignored "-Wunused-function" /* of the library only the store is used */
+#include "fsdp.h"
+#include "backends/fsdp_store.h"
+#include <grp.h>          /* setgroups */
+#include <sys/resource.h> /* setrlimit */
+
+static char output[16384]; /* of the last command, both streams */
+
+static const char *launcher(void) {
+    const char *path = getenv("FSDPRUN");
+    if (!path || !*path) path = "tools/fsdprun";
+    if (access(path, X_OK)) SKIP("no tools/fsdprun here: make tools/fsdprun");
+    return path;
+}
+
+/* How the next ones are started: words in front (timeout 9), and what the child does before. */
+static const char *const *in_front;
+static void (*prepare)(void);
+
+/* One end of a pipe whose other end the launcher has, and hands on to all that it starts: as long
+   as one of them is there, it is open. */
+static struct {
+    pid_t pid;
+    int fd;
+} holders[8];
+static int num_holders;
+
+static pid_t fork_holding(void) {
+    int ends[2];
+    CHECK_EQ_INT(pipe(ends), 0);
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    pid_t pid = fork();
+    CHECK(pid >= 0 && num_holders < 8);
+    if (pid == 0) return 0;
+    holders[num_holders].pid = pid, holders[num_holders++].fd = ends[0];
+    close(ends[1]);
+    return pid;
+}
+
+/* Is nothing left of what was started as this process? Waits for it. */
+static int is_gone(pid_t pid, int ms) {
+    for (int k = 0; k < num_holders; k++) {
+        struct pollfd p = {holders[k].fd, POLLIN, 0};
+        if (holders[k].pid == pid) return poll(&p, 1, ms) == 1 && (p.revents & POLLHUP);
+    }
+    return 0;
+}
+
+/* Starts fsdprun with the arguments up to NULL, its output in a file. */
+static pid_t start_words(const char *word, va_list more) {
+    char path[400];
+    char *argv[32];
+    int n = 0;
+    snprintf(path, sizeof path, "%s/out", h_tmpdir());
+    for (const char *const *w = in_front; w && *w; w++) argv[n++] = (char *)(uintptr_t)*w;
+    argv[n++] = (char *)(uintptr_t)launcher();
+    for (; word && n < 31; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
+    argv[n] = NULL;
+    fflush(NULL);
+    pid_t pid = fork_holding();
+    if (pid) return pid;
+    int file = open(path, O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
+    dup2(file, STDOUT_FILENO);
+    dup2(file, STDERR_FILENO);
+    close(file);
+    if (prepare) prepare();
+    execvp(argv[0], argv);
+    _exit(99);
+}
+
+static pid_t start(const char *word, ...) {
+    va_list more;
+    va_start(more, word);
+    pid_t pid = start_words(word, more);
+    va_end(more);
+    return pid;
+}
+
+static void read_output(void) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/out", h_tmpdir());
+    FILE *f = fopen(path, "r");
+    size_t length = f ? fread(output, 1, sizeof output - 1, f) : 0;
+    output[length] = 0;
+    if (f) fclose(f);
+}
+
+/* Its exit status; the output is read too. */
+static int finish(pid_t pid) {
+    int status = 0;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    read_output();
+    CHECK_MSG(WIFEXITED(status), "fsdprun died of signal %d: %s", WTERMSIG(status), output);
+    CHECK_MSG(is_gone(pid, 0), "fsdprun has left processes behind: %s", output);
+    return WEXITSTATUS(status);
+}
+
+#define RUN(...) finish(start(__VA_ARGS__, (const char *)NULL))
+
+static void says(const char *part) {
+    CHECK_MSG(strstr(output, part), "\"%s\" does not say \"%s\"", output, part);
+}
+
+static int count(const char *part) {
+    int n = 0;
+    for (const char *p = output; (p = strstr(p, part)) != NULL; p++) n++;
+    return n;
+}
+
+static void read_until(const char *part, int times) {
+    while (read_output(), count(part) < times) usleep(1000);
+}
+
+/* The number behind a word of the output. */
+static pid_t number_behind(const char *word) {
+    const char *at = strstr(output, word);
+    CHECK_MSG(at != NULL, "\"%s\" does not say \"%s\"", output, word);
+    return (pid_t)atoi(at + strlen(word));
+}
+
+/* What scripts wait for. */
+static void go(void) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/go", h_tmpdir());
+    close(open(path, O_CREAT | O_WRONLY, 0600));
+}
+
+/* X: it is gone. */
+static char state_of(pid_t pid) {
+    char path[64], state = 'X';
+    snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
+    FILE *f = fopen(path, "r");
+    if (f && fscanf(f, "%*d (%*[^)]) %c", &state) != 1) state = 'X';
+    if (f) fclose(f);
+    return state;
+}
+
+TEST(fsdprun, environment) {
+    CHECK_EQ_INT(
+        RUN("-n", "3", "sh", "-c",
+            "echo $RANK:$WORLD_SIZE:$LOCAL_RANK:$LOCAL_WORLD_SIZE:$MASTER_ADDR: port$MASTER_PORT "
+            "id$FSDP_JOB_ID"),
+        0);
+    says("0:3:0:3:127.0.0.1:");
+    says("1:3:1:3:127.0.0.1:");
+    says("2:3:2:3:127.0.0.1:");
+    int port = atoi(strstr(output, "port") + 4);
+    CHECK(port > 1023);
+    char same[64];
+    snprintf(same, sizeof same, "port%d ", port);
+    CHECK_EQ_INT(count(same), 3);
+    snprintf(same, sizeof same, "%.*s\n", (int)strcspn(strstr(output, "idfsdprun"), "\n"),
+             strstr(output, "idfsdprun"));
+    CHECK_EQ_INT(count(same), 3);
+    CHECK_EQ_INT(RUN("-n", "1", "sh", "-c", "echo id$FSDP_JOB_ID"), 0);
+    CHECK(strcmp(output, same)); /* another job, another id */
+}
+
+/* All that tells a rank who it is, and nothing that tells it otherwise. */
+TEST(fsdprun, environment_of_one_host) {
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* of a torchrun around it */
+    setenv("TORCHELASTIC_RUN_ID", "none", 1);
+    setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0", 1); /* or of an mpirun */
+    setenv("MPI_LOCALRANKID", "0", 1);
+    setenv("SLURM_LOCALID", "5", 1);
+    setenv("FSDP_STORE", "tcp://another:1", 1);
+    CHECK_EQ_INT(RUN("-n2", "sh", "-c",
+                     "echo $RANK:$GROUP_RANK:$FSDP_STORE:$TORCHELASTIC_USE_AGENT_STORE:; "
+                     "echo around:$TORCHELASTIC_RUN_ID$OMPI_COMM_WORLD_LOCAL_RANK$MPI_LOCALRANKID"
+                     "$SLURM_LOCALID:"),
+                 0);
+    says("0:0:host:::");
+    says("1:0:host:::");
+    says("around:5:");
+    unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
+    says("order:1:");
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1); /* the user's own value stays */
+    CHECK_EQ_INT(RUN("-n1", "sh", "-c", "echo order:$NCCL_LAUNCH_ORDER_IMPLICIT:"), 0);
+    says("order:0:");
+}
+
+static const struct {
+    const char *name, *master, *address, *port, *store;
+} masters[] = {{"host", "node-a", "node-a", "29500", "tcp://node-a:29500"},
+               {"host_and_port", "node-a:777", "node-a", "777", "tcp://node-a:777"},
+               {"ipv4", "10.1.2.3:777", "10.1.2.3", "777", "tcp://10.1.2.3:777"},
+               {"ipv6", "fd00::7", "fd00::7", "29500", "tcp://[fd00::7]:29500"},
+               {"ipv6_in_brackets", "[fd00::7]", "fd00::7", "29500", "tcp://[fd00::7]:29500"},
+               {"ipv6_and_port", "[fd00::7]:65535", "fd00::7", "65535", "tcp://[fd00::7]:65535"}};
+TEST_P(fsdprun, environment_of_several_hosts, masters) {
+    char expected[400];
+    CHECK_EQ_INT(RUN("-n", "2", "--nnodes", "3", "--node-rank=1", "--master", row->master, "sh",
+                     "-c",
+                     "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK "
+                     "$MASTER_ADDR $MASTER_PORT $FSDP_STORE $FSDP_JOB_ID"),
+                 0);
+    for (int r = 0; r < 2; r++) {
+        snprintf(expected, sizeof expected, "%d/6 %d/2 1 %s %s %s fsdprun-%s:%s\n", 2 + r, r,
+                 row->address, row->port, row->store, row->address, row->port);
+        says(expected);
+    }
+}
+
+/* What keeps others out: random on one host, the user's if there is one, and on several hosts only
+   the user's. */
+static const struct {
+    const char *name, *given, *nodes;
+    int random;
+} tokens[] = {{"one_host", NULL, "1", 1},
+              {"one_host_and_empty", "", "1", 1},
+              {"one_host_and_given", "mine", "1", 0},
+              {"several_hosts", NULL, "2", 0},
+              {"several_hosts_and_given", "mine", "2", 0}};
+TEST_P(fsdprun, token, tokens) {
+    char text[2][80];
+    for (int i = 0; i < 2; i++) {
+        unsetenv("FSDP_TOKEN");
+        if (row->given) setenv("FSDP_TOKEN", row->given, 1);
+        CHECK_EQ_INT(RUN("-n1", "--nnodes", row->nodes, "--node-rank",
+                         *row->nodes == '1' ? "0" : "1", "--master", "127.0.0.1", "sh", "-c",
+                         "echo token:$FSDP_TOKEN."),
+                     0);
+        CHECK(strstr(output, "token:"));
+        snprintf(text[i], sizeof text[i], "%s", strstr(output, "token:") + 6);
+    }
+    if (!row->random) {
+        CHECK_EQ_STR(text[0], row->given ? "mine.\n" : ".\n");
+        return;
+    }
+    CHECK_EQ_INT(strspn(text[0], "0123456789abcdef"), 64);
+    CHECK_EQ_STR(text[0] + 64, ".\n");
+    CHECK(strcmp(text[0], text[1]) != 0);
+}
+TEST(fsdprun, ranks_have_one_token) {
+    unsetenv("FSDP_TOKEN");
+    CHECK_EQ_INT(RUN("-n3", "sh", "-c", "echo token:$FSDP_TOKEN"), 0);
+    CHECK_EQ_INT(count("token:"), 3);
+    char line[100];
+    snprintf(line, sizeof line, "%.71s", strstr(output, "token:")); /* with its end */
+    CHECK_EQ_INT(count(line), 3);
+}
+
+/* That the launcher serves, and where: node 0 knows the port, others know where it may be. */
+static const struct {
+    const char *name, *nodes, *node, *served;
+} serving[] = {{"one_host", NULL, NULL, "served:host: fsdprun-"},
+               {"node_1", "2", "1", "served:tcp://h:9-25 fsdprun-h:9.\n"}};
+TEST_P(fsdprun, says_that_it_serves, serving) {
+    const char *script = "echo served:$FSDP_STORE_SERVED.";
+    setenv("FSDP_STORE_SERVED", "of one around it", 1);
+    if (!row->nodes) CHECK_EQ_INT(RUN("-n1", "sh", "-c", script), 0);
+    else
+        CHECK_EQ_INT(RUN("-n1", "--nnodes", row->nodes, "--node-rank", row->node, "--master=h:9",
+                         "sh", "-c", script),
+                     0);
+    says(row->served);
+}
+
+/* mpirun's and torchrun's ways to say how many. */
+static const struct {
+    const char *name, *words[2];
+} numbers[] = {{"n", {"-n", "2"}},
+               {"n_joined", {"-n2", "--"}},
+               {"np", {"-np", "2"}},
+               {"np_and_equals", {"-np=2", "--"}},
+               {"nproc_per_node", {"--nproc-per-node", "2"}},
+               {"nproc_per_node_and_equals", {"--nproc-per-node=2", "--"}}};
+TEST_P(fsdprun, how_many, numbers) {
+    CHECK_EQ_INT(RUN(row->words[0], row->words[1], "sh", "-c", "echo of $WORLD_SIZE."), 0);
+    CHECK_EQ_STR(output, "of 2.\nof 2.\n");
+}
+
+TEST(fsdprun, a_name_for_the_job) {
+    CHECK_EQ_INT(RUN("--nproc-per-node=1", "--nnodes=2", "--node-rank", "1", "--master=h:9",
+                     "--job", "mine", "sh", "-c", "echo id $FSDP_JOB_ID"),
+                 0);
+    CHECK_EQ_STR(output, "id fsdprun-h:9-mine\n");
+}
+
+TEST(fsdprun, arguments_are_passed_unchanged) {
+    CHECK_EQ_INT(RUN("-n1", "--", "printf", "[%s]", "a b", "-n", "", "--help", "*"), 0);
+    CHECK_EQ_STR(output, "[a b][-n][][--help][*]");
+}
+
+TEST(fsdprun, one_rank_per_core_by_default) {
+    cpu_set_t set;
+    CHECK_EQ_INT(sched_getaffinity(0, sizeof set, &set), 0);
+    CHECK_EQ_INT(RUN("sh", "-c", "echo rank $RANK"), 0);
+    CHECK_EQ_INT(count("rank "), CPU_COUNT(&set));
+}
+
+TEST(fsdprun, rank_0_has_the_standard_input) {
+    int fd[2];
+    CHECK_EQ_INT(pipe(fd), 0);
+    CHECK_EQ_INT(write(fd[1], "hello\n", 6), 6);
+    close(fd[1]);
+    dup2(fd[0], STDIN_FILENO);
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "while read x; do echo $RANK-$x; done"), 0);
+    CHECK_EQ_STR(output, "0-hello\n");
+}
+
+TEST(fsdprun, a_failure_ends_the_others_and_is_named) {
+    int64_t begin = h_now_ms();
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 1 && exit 5; sleep 20"), 5);
+    CHECK(h_now_ms() - begin < 5000);
+    says("rank 1 (process ");
+    says("failed with exit status 5");
+    CHECK_EQ_INT(count("fsdprun:"), 1); /* those that were ended are not failures */
+}
+
+TEST(fsdprun, a_killed_rank_is_named) {
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 2 && kill -9 $$; exec sleep 20"),
+                 128 + SIGKILL);
+    says("rank 2 (process ");
+    says("was killed by signal 9 (Killed), not by fsdprun");
+}
+
+/* What the others fail of may be a rank that just went away. */
+TEST(fsdprun, who_ended_before_a_failure_is_named) {
+    /* "left N" waits until the launcher has seen the end of rank N */
+    static const char *const left =
+        "echo $$ >pid.$RANK; left() { while ! test -s pid.$1 || kill -0 $(cat pid.$1); do "
+        "sleep 0.01; done 2>/dev/null; };";
+    char script[600];
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
+             "case $RANK in 2) exit 0;; 1) left 2; exit 11;; esac; sleep 1000");
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", script), 11);
+    says("rank 1 (process ");
+    says("failed with exit status 11; rank 2 had ended before, with 0\n");
+    snprintf(script, sizeof script, "cd %s; %s %s", h_tmpdir(), left,
+             "case $RANK in 5) exit 0;; 7) left 5; exit 0;; 4) left 7; exit 7;; esac; sleep 1000");
+    CHECK_EQ_INT(
+        RUN("-n", "4", "--nnodes", "2", "--node-rank", "1", "--master", "h", "sh", "-c", script),
+        7);
+    says("rank 4 (process ");
+    says("exit status 7; 2 ranks had ended before, with 0, rank 5 as the first\n");
+}
+
+/* A launcher that did not look for a while sees all ends at once. */
+TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
+    char script[600];
+    snprintf(script, sizeof script,
+             "echo \"rank$RANK=$$, keeper=$PPID,\"; while ! test -e %s/go; do sleep 0.02; done;"
+             "test $RANK = 2 && kill -9 $$; exit 4",
+             h_tmpdir());
+    pid_t pid = start("-n", "4", "sh", "-c", script, (const char *)NULL);
+    read_until("keeper", 4);
+    const pid_t keeper = number_behind("keeper=");
+    CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
+    while (state_of(keeper) != 'T') usleep(1000);
+    go();
+    for (int r = 0; r < 4; r++) {
+        char word[16];
+        snprintf(word, sizeof word, "rank%d=", r);
+        while (state_of(number_behind(word)) != 'Z') usleep(1000);
+    }
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    says("rank 2 (process ");
+    says("was killed by signal 9");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+TEST(fsdprun, who_ignores_term_is_killed, SLOW) {
+    int64_t begin = h_now_ms();
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
+                     "test $RANK = 1 && exit 3; trap '' TERM; while :; do sleep 0.05; done"),
+                 3);
+    CHECK(h_now_ms() - begin >= 1000 && h_now_ms() - begin < 6000);
+}
+
+static int64_t read_number(const char *name) {
+    char path[400];
+    long long value = 0;
+    snprintf(path, sizeof path, "%s/%s", h_tmpdir(), name);
+    FILE *f = fopen(path, "r");
+    CHECK(f && fscanf(f, "%lld", &value) == 1);
+    fclose(f);
+    return value;
+}
+
+/* A tenth of a second passes between a failure and the end of the others. */
+TEST(fsdprun, others_may_speak_before_they_are_ended) {
+    char script[1200];
+    snprintf(script, sizeof script,
+             "cd %s; test $RANK = 1 && { while ! test -e ready; do sleep 0.01; done;"
+             "date +%%s%%N >failed; exit 3; };"
+             "trap 'date +%%s%%N >ended; exit' TERM; >ready; while :; do sleep 0.01; done",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", script), 3);
+    CHECK(read_number("ended") - read_number("failed") > 90000000);
+}
+
+typedef struct {
+    const char *name;
+    int sig;
+} signal_row;
+static const signal_row forwarded[] = {{"INT", SIGINT},   {"TERM", SIGTERM}, {"HUP", SIGHUP},
+                                       {"QUIT", SIGQUIT}, {"USR1", SIGUSR1}, {"USR2", SIGUSR2}};
+TEST_P(fsdprun, signals_are_passed_on, forwarded) {
+    char script[200];
+    snprintf(script, sizeof script,
+             "trap 'echo got it; exit 0' %s; echo ready; while :; do sleep 0.02; done", row->name);
+    signal(row->sig, SIG_DFL); /* a shell cannot trap what a background job was told to ignore */
+    pid_t pid = start("-n", "2", "sh", "-c", script, (const char *)NULL);
+    while (read_output(), count("ready") < 2) usleep(1000);
+    kill(pid, row->sig);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("got it"), 2);
+}
+
+TEST(fsdprun, status_after_a_signal_that_kills) {
+    pid_t pid = start("-n", "2", "sh", "-c", "echo ready; exec sleep 20", (const char *)NULL);
+    while (read_output(), count("ready") < 2) usleep(1000);
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 128 + SIGTERM);
+    CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
+}
+
+/* As under nohup: what the launcher was told to ignore it does not pass on, and it stays one. */
+TEST(fsdprun, ignored_signals_stay_ignored) {
+    signal(SIGHUP, SIG_IGN);
+    pid_t pid = start("-n", "2", "sh", "-c", "echo ready; sleep 0.3; kill -HUP $$; exit 3",
+                      (const char *)NULL);
+    while (read_output(), count("ready") < 2) usleep(1000);
+    kill(pid, SIGHUP);
+    CHECK_EQ_INT(finish(pid), 3);
+    says("failed with exit status 3"); /* nobody has asked for this end */
+}
+
+/* ---- nothing is left behind ------------------------------------------------------------------ */
+
+/* What a rank is, until "go" exists. All of them say "ready" when they are all there. */
+static const struct {
+    const char *name, *script;
+    int term; /* the status after TERM */
+} shapes[] = {
+    {"plain", "echo ready keeper=$PPID,; exec sleep 1000", 143},
+    {"wrapper", "echo keeper=$PPID,; sh -c 'echo ready; exec sleep 1000'; true", 143},
+    {"ignores_term", "trap '' TERM; echo ready keeper=$PPID,; while :; do sleep 0.05; done", 137},
+    {"child_ignores_term",
+     "echo keeper=$PPID,; sh -c 'trap \"\" TERM; echo ready; while :; do sleep 0.05; done'; true",
+     143},
+    {"own_session", "setsid sh -c 'echo ready; exec sleep 1000' & echo keeper=$PPID,; sleep 1000",
+     143},
+    {"orphan", "(setsid sh -c 'echo ready; exec sleep 1000' &) ; echo keeper=$PPID,; sleep 1000",
+     143},
+    {"stopped", "echo ready keeper=$PPID,; kill -STOP $$; true", 143},
+};
+
+/* Two ranks of that shape; the third one waits for "go" and fails. */
+static pid_t start_shape(int shape, const char *grace) {
+    char script[1000];
+    snprintf(
+        script, sizeof script,
+        "if test $RANK = 2; then echo ready; while ! test -e %s/go; do sleep 0.02; done; exit 7;"
+        "fi; %s",
+        h_tmpdir(), shapes[shape].script);
+    pid_t pid = start("-n", "3", "--grace", grace, "sh", "-c", script, (const char *)NULL);
+    read_until("ready", 3);
+    read_until("keeper=", 2);
+    return pid;
+}
+
+TEST_P(fsdprun, nothing_is_left_of_a_failure, shapes, strstr(row->script, "trap") ? SLOW : 0) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    go();
+    CHECK_EQ_INT(finish(pid), 7); /* looks that all are gone */
+    says("rank 2 (process ");
+    says("failed with exit status 7");
+    CHECK_EQ_INT(count("has not ended within 1 s of TERM"),
+                 strstr(row->name, "ignores_term") != NULL);
+}
+
+TEST_P(fsdprun, nothing_is_left_of_term, shapes, SLOW) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), row->term == 137 ? 143 : row->term); /* rank 2 obeys */
+    CHECK_EQ_INT(count("has not ended within 1 s of TERM"),
+                 strstr(row->name, "ignores_term") != NULL);
+}
+
+TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes, strstr(row->script, "trap") ? SLOW : 0) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    kill(pid, SIGKILL);
+    CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    CHECK(is_gone(pid, 20000));
+}
+
+TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes, strstr(row->script, "trap") ? SLOW : 0) {
+    pid_t pid = start_shape((int)(row - shapes), "1");
+    kill(number_behind("keeper="), SIGKILL);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    says("which looks after the ranks, was killed by signal 9");
+}
+
+/* What ranks leave behind when all is well ends too, and is no failure. */
+TEST(fsdprun, nothing_is_left_of_a_good_end) {
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "setsid sh -c 'exec sleep 1000' & (sleep 1000 &)"), 0);
+    CHECK_EQ_STR(output, "");
+    CHECK_EQ_INT(RUN("-n", "1", "--grace", "1", "sh", "-c",
+                     "(trap '' TERM; while :; do sleep 0.05; done) & exit 0"),
+                 0);
+    says("has not ended within 1 s of TERM");
+}
+
+TEST(fsdprun, all_ignore_term, SLOW) {
+    pid_t pid = start("-n", "2", "--grace=1", "sh", "-c",
+                      "trap '' TERM; echo ready; while :; do sleep 0.05; done", (const char *)NULL);
+    read_until("ready", 2);
+    const int64_t begin = h_now_ms();
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    CHECK(h_now_ms() - begin >= 1000);
+    says("has not ended within 1 s of TERM, and is killed");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+/* Who asks for the end by TERM gives ranks the time to save. */
+TEST(fsdprun, term_gives_more_time_than_a_failure, SLOW) {
+    pid_t pid = start("-n", "2", "sh", "-c",
+                      "trap 'sleep 2.5; echo saved; exit 0' TERM; echo ready;"
+                      "while :; do sleep 0.02; done",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("saved"), 2);
+}
+
+/* Wrappers that go on with another command do not come to it. */
+TEST(fsdprun, a_wrapper_ends_before_what_it_waits_for) {
+    pid_t pid = start("-n", "2", "sh", "-c", "sh -c 'echo ready; exec sleep 1000'; echo next",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGTERM);
+    CHECK_EQ_INT(finish(pid), 128 + SIGTERM);
+    CHECK_EQ_INT(count("next"), 0);
+}
+
+/* Only ranks get USR1: it would end a wrapper's child that does not expect it. */
+TEST(fsdprun, user_signals_are_for_ranks) {
+    pid_t pid = start("-n", "2", "sh", "-c",
+                      "trap 'echo got it' USR1; sh -c 'echo ready; exec sleep 0.5' & "
+                      "wait $!; wait $!; echo status $?",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(pid, SIGUSR1);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("got it"), 2);
+    CHECK_EQ_INT(count("status 0"), 2);
+}
+
+/* Who ends all that are called fsdprun has not ended the one that cleans up. */
+TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
+    pid_t pid = start("-n", "1", "sh", "-c",
+                      "cat /proc/$PPID/comm; tr '\\0' ' ' </proc/$PPID/cmdline; echo .; "
+                      "while tr '\\0' ' ' </proc/$PPID/cmdline | grep -q sleep; do :; done;"
+                      "cat /proc/$PPID/comm; tr '\\0' ' ' </proc/$PPID/cmdline; echo done",
+                      (const char *)NULL);
+    char expected[100];
+    CHECK_EQ_INT(finish(pid), 0);
+    snprintf(expected, sizeof expected, "rank-keeper\nrank-keeper of %ld ", (long)pid);
+    says(expected);
+}
+
+/* What its shell had started before is not the job's. */
+TEST(fsdprun, a_stranger_is_left_alone) {
+    static const char *const words[] = {"sh", "-c",
+                                        "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
+                                        "echo stranger=$!,; exec \"$@\"",
+                                        "sh", NULL};
+    in_front = words;
+    pid_t pid = start("-n", "1", "sh", "-c", "echo keeper=$PPID,; sleep 1000", (const char *)NULL);
+    read_until("keeper=", 1);
+    kill(number_behind("keeper="), SIGKILL);
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 128 + SIGKILL);
+    CHECK_EQ_INT(kill(number_behind("stranger="), SIGKILL), 0);
+}
+
+static const struct {
+    const char *name, *arguments[8], *text;
+    int status;
+} wrong[] = {
+    {"no_ranks", {"-n", "0", "true"}, "-n '0': expected a number from 1 to 4096", 2},
+    {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
+    {"no_number_as_mpirun", {"-np", "two", "true"}, "-n 'two'", 2},
+    {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
+    {"nothing_behind", {"-n"}, "-n ''", 2},
+    {"no_program", {"-n", "2"}, "no program was given", 2},
+    {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
+    {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
+    {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
+    {"not_there",
+     {"-n", "2", "/nonexistent/program"},
+     "cannot start '/nonexistent/program': No",
+     127},
+    {"no_file", {"-n", "2", "/dev/null"}, "cannot start '/dev/null': Permission denied", 127},
+    {"no_nodes", {"--nnodes", "0", "true"}, "--nnodes '0': expected a number from 1 to 4096", 2},
+    {"ranks_of_each", {"--nnodes", "2", "true"}, "--nnodes 2 needs -n RANKS (of each node)", 2},
+    {"which_node", {"-n2", "--nnodes=2", "true"}, "--nnodes 2 needs --node-rank K", 2},
+    {"which_master", {"-n2", "--nnodes=2", "--node-rank=0", "true"}, "2 needs --master HOST", 2},
+    {"node_too_large",
+     {"-n2", "--nnodes=2", "--node-rank=2", "true"},
+     "'2': expected a number from 0 to 1",
+     2},
+    {"node_of_one", {"-n2", "--node-rank=1", "true"}, "--node-rank needs --nnodes N", 2},
+    {"master_of_one", {"-n2", "--master=h", "true"}, "--master needs --nnodes N", 2},
+    {"port_0",
+     {"--master", "h:0", "true"},
+     "--master: port '0': expected a number from 1 to 65535",
+     2},
+    {"port_too_large", {"--master", "h:65536", "true"}, "port '65536'", 2},
+    {"no_port", {"--master", "h:", "true"}, "port ''", 2},
+    {"no_host", {"--master", ":1", "true"}, "--master ':1': expected HOST or HOST:PORT", 2},
+    {"empty_master", {"--master", "", "true"}, "--master ''", 2},
+    {"open_bracket", {"--master", "[::1", "true"}, "--master '[::1'", 2},
+    {"unknown_host", {"-n1", "--nnodes=1", "--master", "no..host", "true"}, "host 'no..host': ", 1},
+};
+TEST_P(fsdprun, wrong_usage, wrong) {
+    const char *const *a = row->arguments;
+    CHECK_EQ_INT(RUN(a[0], a[1], a[2], a[3], a[4], a[5]), row->status);
+    says(row->text);
+    CHECK_EQ_INT(strncmp(output, "fsdprun: ", 9), 0);
+}
+
+TEST(fsdprun, names_that_are_too_long) {
+    char name[200];
+    memset(name, 'x', sizeof name);
+    name[sizeof name - 1] = 0;
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", "h", "--job", name, "true"), 2);
+    says("--master and --job are together longer than 127 bytes");
+}
+
+/* ---- odd surroundings ------------------------------------------------------------------------ */
+
+static int closed; /* a bit for each of the descriptors 0 to 2 */
+static void close_some(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (closed >> fd & 1) close(fd);
+}
+
+/* Whatever lacks a descriptor, the reason is told. */
+static rlim_t most_files;
+static void limit_files(void) {
+    struct rlimit limit = {most_files, most_files};
+    (void)setrlimit(RLIMIT_NOFILE, &limit);
+}
+TEST(fsdprun, too_few_descriptors) {
+    prepare = limit_files, most_files = 6; /* the first numbers fail earlier */
+    do {
+        CHECK(RUN("-n", "2", "true") != 0);
+        most_files++;
+    } while (!strstr(output, "[E540]"));
+    says("the system cannot start 'true': Too many open files");
+}
+
+static const struct {
+    const char *name;
+    int closed;
+} descriptors[] = {{"in", 1},     {"out", 2},     {"err", 4}, {"in_out", 3},
+                   {"in_err", 5}, {"out_err", 6}, {"all", 7}};
+TEST_P(fsdprun, closed_descriptors, descriptors) {
+    char script[600], path[400], text[256];
+    closed = row->closed, prepare = close_some;
+    snprintf(script, sizeof script,
+             "for p in $$ $PPID; do for f in 0 1 2; do readlink /proc/$p/fd/$f; done; done "
+             ">%s/fds.$RANK",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", script), 0);
+    for (int r = 0; r < 2; r++) {
+        snprintf(path, sizeof path, "%s/fds.%d", h_tmpdir(), r);
+        FILE *f = fopen(path, "r");
+        CHECK(f != NULL);
+        for (int k = 0; k < 6; k++) {
+            CHECK(fgets(text, sizeof text, f) != NULL);
+            const int null = row->closed >> k % 3 & 1 || (r > 0 && k == 0);
+            if (k != 1) /* the script's own */
+                CHECK_MSG(!null || !strcmp(text, "/dev/null\n"), "rank %d, %d: %s", r, k, text);
+        }
+        fclose(f);
+    }
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "exit 3"), 3);
+    CHECK_EQ_INT(RUN("-n", "2", "/nonexistent/program"), 127);
+}
+
+static void ignore_children(void) { signal(SIGCHLD, SIG_IGN); }
+
+/* As many as are allowed but a few. */
+static void open_many(void) {
+    struct rlimit limit = {4096, 4096};
+    CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    for (int fd = 0; fd >= 0 && fd < 4080;) fd = dup(STDERR_FILENO);
+}
+
+static void block_term(void) {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &set, NULL);
+}
+
+static const struct {
+    const char *name, *words[6];
+    void (*prepare)(void);
+} surroundings[] = {{"setsid", {"setsid", "-w"}, NULL},
+                    {"nohup", {"nohup"}, NULL},
+                    {"timeout", {"timeout", "60"}, NULL},
+                    {"timeout_in_front", {"timeout", "--foreground", "60"}, NULL},
+                    {"many_descriptors", {NULL}, open_many},
+                    {"blocked_signals", {NULL}, block_term},
+                    {"children_ignored", {NULL}, ignore_children}};
+TEST_P(fsdprun, surroundings, surroundings) {
+    in_front = row->words, prepare = row->prepare;
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "sh -c 'exit 0' || exit 1; sleep 0.1; exit 0"), 0);
+    CHECK_EQ_STR(output, "");
+    CHECK_EQ_INT(
+        RUN("-n", "3", "sh", "-c", "test $RANK = 1 && exit 5; sh -c 'exec sleep 1000'; true"), 5);
+    says("rank 1 (process ");
+    says("failed with exit status 5");
+}
+
+static const struct {
+    const char *name, *words[8];
+    int status;
+} timeouts[] = {{"term", {"timeout", "0.5"}, 124},
+                {"kill", {"timeout", "-s", "KILL", "0.5"}, -SIGKILL},
+                {"in_front", {"timeout", "--foreground", "0.5"}, 124},
+                {"kill_in_front", {"timeout", "--foreground", "-s", "KILL", "0.5"}, 137}};
+TEST_P(fsdprun, a_timeout_leaves_nothing, timeouts) {
+    int status;
+    in_front = row->words;
+    pid_t pid = start("-n", "2", "sh", "-c", "sh -c 'exec sleep 1000'; true", (const char *)NULL);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), row->status);
+    CHECK(is_gone(pid, 20000));
+}
+
+/* A user that nobody is, who may have a few processes; only root can become one, and has no such
+   limit. */
+enum { NOBODY = 61234, FEW_PROCESSES = 9 };
+static void limit_processes(void) {
+    struct rlimit limit = {FEW_PROCESSES, FEW_PROCESSES};
+    CHECK(!setgroups(0, NULL) && !setgid(NOBODY) && !setuid(NOBODY));
+    CHECK_EQ_INT(setrlimit(RLIMIT_NPROC, &limit), 0);
+    if (access(launcher(), X_OK)) _exit(98);
+}
+TEST(fsdprun, a_fork_that_fails_in_the_middle) {
+    if (geteuid()) SKIP("not root");
+    prepare = limit_processes;
+    const int status = RUN("-n", "30", "sh", "-c", "exec sleep 1000");
+    if (status == 98) SKIP("other users cannot execute the launcher");
+    CHECK_EQ_INT(status, 1);
+    says("cannot fork rank ");
+    says("Resource temporarily unavailable");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+static void allow_no_process(void) {
+    struct rlimit limit = {1, 1};
+    CHECK(!setgroups(0, NULL) && !setgid(NOBODY + 1) && !setuid(NOBODY + 1));
+    CHECK_EQ_INT(setrlimit(RLIMIT_NPROC, &limit), 0);
+    if (access(launcher(), X_OK)) _exit(98);
+}
+TEST(fsdprun, no_fork_at_all) {
+    if (geteuid()) SKIP("not root");
+    prepare = allow_no_process;
+    const int status = RUN("-n", "3", "sh", "-c", "exec sleep 1000");
+    if (status == 98) SKIP("other users cannot execute the launcher");
+    CHECK_EQ_INT(status, 1);
+    says("cannot fork the keeper of the ranks");
+}
+
+static char group[200]; /* of memory, made for a test; "": none */
+static int write_group(const char *name, const char *text) {
+    char path[300];
+    snprintf(path, sizeof path, "%s/%s", group, name);
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    const int ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (fd >= 0) close(fd);
+    return ok;
+}
+/* Version 1 or 2 of cgroups. Returns 1: there is one of 32 MiB. */
+static int make_group(void) {
+    static const char *const roots[] = {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"};
+    static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
+    for (int v = 0; v < 2; v++) {
+        snprintf(group, sizeof group, "%s/fsdprun-test-%ld", roots[v], (long)getpid());
+        if (mkdir(group, 0700)) continue;
+        if (write_group(limits[v], "33554432")) {
+            if (!write_group("memory.memsw.limit_in_bytes", "33554432"))
+                write_group("memory.swap.max", "0");
+            return 1;
+        }
+        rmdir(group);
+    }
+    return 0;
+}
+TEST(fsdprun, a_rank_without_memory_is_told) {
+    char script[600];
+    if (!make_group()) SKIP("no group of memory can be made here");
+    snprintf(script, sizeof script,
+             "test $RANK = 1 || exec sleep 1000; echo $$ >%s/cgroup.procs; exec tail /dev/zero",
+             group);
+    const int status = RUN("-n", "2", "sh", "-c", script);
+    rmdir(group);
+    CHECK_EQ_INT(status, 128 + SIGKILL);
+    says("rank 1 (process ");
+    says("was killed by signal 9 (Killed), not by fsdprun: the system has killed ");
+    says("for lack of memory since the start\n");
+}
+
+TEST(fsdprun, a_reader_that_went_away_is_no_reason_to_end) {
+    int fd[2];
+    CHECK_EQ_INT(pipe(fd), 0);
+    close(fd[0]);
+    int saved = dup(STDERR_FILENO);
+    char script[600];
+    snprintf(script, sizeof script, "exec 2>%s/out; test $RANK = 1 && exit 6; exec sleep 1000",
+             h_tmpdir());
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        dup2(fd[1], STDERR_FILENO);
+        execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
+        _exit(99);
+    }
+    int status;
+    close(saved);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_MSG(WIFEXITED(status), "signal %d", WTERMSIG(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 6);
+}
+
+/* ---- a terminal ------------------------------------------------------------------------------ */
+
+/* A session on a terminal of its own, whose leader does what a shell does with one job. It does what
+   it is told (a letter), and tells how the job changes (a status). */
+static int keyboard, orders[2], changes[2];
+static pid_t shell;
+
+static void be_launcher(int tty, const char *script) {
+    signal(SIGTTOU, SIG_DFL);
+    for (int fd = 0; fd < 3; fd++) dup2(tty, fd);
+    execl(launcher(), "fsdprun", "-n", "2", "sh", "-c", script, (char *)NULL);
+    _exit(99);
+}
+
+static void be_shell(const char *slave, const char *script, int is_launcher) {
+    char order;
+    int status;
+    signal(SIGHUP, SIG_DFL), signal(SIGINT, SIG_DFL), signal(SIGQUIT, SIG_DFL); /* after nohup, & */
+    signal(SIGTTOU, SIG_IGN);
+    setsid();
+    close(keyboard);
+    int tty = open(slave, O_RDWR); /* becomes that of the session */
+    if (is_launcher) be_launcher(tty, script);
+    pid_t job = fork();
+    if (job == 0) {
+        setpgid(0, 0);
+        tcsetpgrp(tty, getpid());
+        be_launcher(tty, script);
+    }
+    setpgid(job, job);
+    for (;;) {
+        if (waitpid(job, &status, WUNTRACED) != job) _exit(1);
+        if (write(changes[1], &status, sizeof status) != sizeof status) _exit(1);
+        if (!WIFSTOPPED(status)) break;
+        if (read(orders[0], &order, 1) != 1) _exit(1);
+        tcsetpgrp(tty, order == 'f' ? job : getpid()); /* fg or bg */
+        kill(-job, SIGCONT);
+    }
+    if (read(orders[0], &order, 1) != 1) _exit(1);
+    _exit(0);
+}
+
+static void start_session(const char *script, int is_launcher) {
+    CHECK(!pipe2(orders, O_CLOEXEC) && !pipe2(changes, O_CLOEXEC));
+    keyboard = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    CHECK(keyboard >= 0 && !grantpt(keyboard) && !unlockpt(keyboard));
+    fcntl(keyboard, F_SETFL, O_NONBLOCK);
+    const char *slave = ptsname(keyboard);
+    shell = fork_holding();
+    if (shell == 0) be_shell(slave, script, is_launcher);
+    close(changes[1]), close(orders[0]);
+}
+
+static void start_shell(const char *script) { start_session(script, 0); }
+
+static void type_keys(const char *keys) {
+    CHECK_EQ_INT(write(keyboard, keys, strlen(keys)), strlen(keys));
+}
+
+/* Reads on until the terminal has shown the text so often. */
+static void shows(const char *part, int times) {
+    static size_t length;
+    while (count(part) < times) {
+        ssize_t n = read(keyboard, output + length, sizeof output - 1 - length);
+        if (n > 0) output[length += (size_t)n] = 0;
+        else usleep(1000);
+    }
+}
+
+static int next_change(void) {
+    int status = 0;
+    struct pollfd p = {changes[0], POLLIN, 0};
+    CHECK_EQ_INT(poll(&p, 1, 20000), 1);
+    CHECK_EQ_INT(read(changes[0], &status, sizeof status), sizeof status);
+    return status;
+}
+
+/* The other rank does not fork: a shell that is in vfork() does not stop, its child does. */
+static const char reads[] = "test $RANK = 1 && { echo other=$$,; exec sleep 1000; };"
+                            "echo reader=$$,; while read x; do echo got-$x; done";
+
+TEST(fsdprun, a_terminal_rules_it, SLOW) {
+    start_shell(reads);
+    shows("reader=", 1), shows("other=", 1);
+    const pid_t other = number_behind("other=");
+    type_keys("one\n");
+    shows("got-one", 1);
+    type_keys("\x1a"); /* Ctrl-Z stops all */
+    CHECK(WIFSTOPPED(next_change()));
+    while (state_of(other) != 'T') usleep(1000);
+    while (state_of(number_behind("reader=")) != 'T') usleep(1000);
+    CHECK_EQ_INT(write(orders[1], "f", 1), 1);
+    type_keys("two\n");
+    shows("got-two", 1);
+    type_keys("\x1a");
+    CHECK(WIFSTOPPED(next_change()));
+    CHECK_EQ_INT(write(orders[1], "b", 1), 1); /* bg: who reads is stopped */
+    int status = next_change();
+    CHECK(WIFSTOPPED(status) && WSTOPSIG(status) == SIGTTIN);
+    CHECK_EQ_INT(write(orders[1], "f", 1), 1);
+    type_keys("three\n");
+    shows("got-three", 1);
+    type_keys("\x03"); /* Ctrl-C ends all */
+    status = next_change();
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + SIGINT);
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
+    CHECK(is_gone(shell, 20000));
+    CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
+}
+
+TEST(fsdprun, a_terminal_that_is_closed_ends_it, SLOW) {
+    start_shell(reads);
+    shows("reader=", 1), shows("other=", 1);
+    close(keyboard);
+    CHECK(is_gone(shell, 20000));
+}
+
+/* As a terminal emulator starts a command: the kernel tells nobody else of the end. */
+TEST(fsdprun, a_closed_terminal_ends_the_leader_of_its_session, SLOW) {
+    int status;
+    start_session(reads, 1);
+    shows("reader=", 1), shows("other=", 1);
+    close(keyboard);
+    CHECK(is_gone(shell, 20000));
+    CHECK_EQ_INT(waitpid(shell, &status, 0), shell);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + SIGHUP);
+}
+
+static const struct {
+    const char *name, *keys;
+    int sig;
+} keys[] = {{"INT", "\x03", SIGINT}, {"QUIT", "\x1c", SIGQUIT}};
+TEST_P(fsdprun, keys_reach_other_sessions, keys) {
+    start_shell("ulimit -c 0; exec setsid sh -c 'echo far=$$,; while :; do sleep 0.02; done'");
+    shows("far=", 2);
+    type_keys(row->keys);
+    int status = next_change();
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 128 + row->sig);
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
+    CHECK(is_gone(shell, 20000));
+}
+
+/* The terminal has signalled those in the group. */
+TEST(fsdprun, a_key_is_one_signal) {
+    start_shell("n=0; trap 'n=$((n+1)); echo got=$n,' INT; trap 'echo end=$n,; exit 0' QUIT;"
+                "echo ready,; while :; do sleep 0.02; done");
+    shows("ready,", 2);
+    type_keys("\x03");
+    shows("got=", 2);
+    type_keys("\x1c");
+    shows("end=", 2);
+    CHECK_EQ_INT(count("end=1,"), 2);
+    CHECK(WIFEXITED(next_change()));
+    CHECK_EQ_INT(write(orders[1], "x", 1), 1);
+    CHECK(is_gone(shell, 20000));
+}
+
+TEST(fsdprun, help) {
+    CHECK_EQ_INT(RUN("--help"), 0);
+    says("usage: fsdprun [-n RANKS]");
+    says("--nnodes N ");
+    says("--grace SECONDS ");
+    says("128 + N when signal N killed it");
+}
+
+/* ---- the store that node 0 serves ------------------------------------------------------------- */
+
+enum { JOB_SIZE = 2 };
+typedef struct {
+    char job[64], address[64]; /* what the launcher tells its ranks */
+    pid_t launcher;
+    fsdpi_store *stores[JOB_SIZE];
+} served;
+
+static fsdpi_store *join(int rank, int size, const served *s) {
+    char error[800];
+    fsdpi_store_desc d;
+    fsdpi_store *store;
+    memset(&d, 0, sizeof d);
+    d.boot.rank = rank;
+    d.boot.size = size;
+    d.boot.timeout_ns = 20000000000;
+    d.boot.job = s->job;
+    d.boot.store = s->address;
+    d.boot.allocator.alloc = fsdpi_libc_alloc, d.boot.allocator.free = fsdpi_libc_free;
+    d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    CHECK_MSG(!fsdpi_store_open(&d, &store, error, sizeof error), "%s", error);
+    return store;
+}
+
+/* Node 0 of two, whose rank waits for the file "go"; this process joins as both ranks of the job. */
+static void start_node_0(served *s, int port) {
+    char master[64], script[600], out[400];
+    snprintf(s->job, sizeof s->job, "fsdprun-127.0.0.1:%d", port);
+    snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", port);
+    snprintf(master, sizeof master, "127.0.0.1:%d", port);
+    snprintf(script, sizeof script,
+             "echo at $FSDP_STORE served $FSDP_STORE_SERVED.; echo ready;"
+             "while ! test -e %s/go; do sleep 0.02; done",
+             h_tmpdir());
+    snprintf(out, sizeof out, "%s/out", h_tmpdir());
+    unlink(out); /* of a launcher before it */
+    s->launcher = start("-n", "1", "--nnodes", "2", "--node-rank", "0", "--master", master, "sh",
+                        "-c", script, (const char *)NULL);
+    while (read_output(), !count("ready")) usleep(1000);
+}
+
+static void end_node_0(const served *s) {
+    go();
+    CHECK_EQ_INT(finish(s->launcher), 0);
+}
+
+static void join_rank(int rank, int size, void *arg) {
+    served *s = (served *)arg;
+    char value[8] = "";
+    size_t bytes = 0;
+    s->stores[rank] = join(rank, size, s);
+    CHECK_EQ_INT(s->stores[rank]->server_rank, -1); /* the launcher, not rank 0 */
+    if (rank == 0) CHECK_OK(fsdpi_store_set(s->stores[0], "key", "value", 6));
+    CHECK_OK(fsdpi_store_get(s->stores[rank], "key", value, sizeof value, &bytes, 5000000000));
+    CHECK_EQ_STR(value, "value");
+}
+
+static void close_all(served *s) {
+    for (int r = 0; r < JOB_SIZE; r++) fsdpi_store_close(s->stores[r]);
+}
+
+/* When the ranks of node 0 have ended well, those of other nodes go on without a store. */
+TEST(fsdprun, node_0_serves_until_its_ranks_end) {
+    served s;
+    fsdpi_verdict verdict;
+    start_node_0(&s, h_free_port());
+    h_ranks_thread(JOB_SIZE, join_rank, &s);
+    end_node_0(&s);
+    for (int r = 0; r < JOB_SIZE; r++) CHECK(!fsdpi_store_verdict(s.stores[r], &verdict));
+    close_all(&s);
+}
+
+/* It is stopped when ranks look for its store: none of them serves one in its place. */
+static void join_stopped(int rank, int size, void *arg) {
+    served *s = (served *)arg;
+    if (rank < JOB_SIZE) {
+        h_mark(0);
+        join_rank(rank, JOB_SIZE, arg);
+        return;
+    }
+    (void)size;
+    h_await_marks(0, JOB_SIZE);
+    usleep(1300000); /* longer than a rank waits for a stranger */
+    CHECK_EQ_INT(kill(s->launcher, SIGCONT), 0);
+}
+TEST(fsdprun, a_stopped_launcher_is_waited_for, SLOW) {
+    served s;
+    char text[200];
+    const int port = h_free_port();
+    start_node_0(&s, port);
+    snprintf(text, sizeof text, "served %s %s.\n", s.address, s.job);
+    says(text);
+    snprintf(text, sizeof text, "%s-%d %s", s.address, port + 16, s.job); /* as on node 1 */
+    setenv("FSDP_STORE_SERVED", text, 1);
+    CHECK_EQ_INT(kill(s.launcher, SIGSTOP), 0);
+    h_ranks_thread(JOB_SIZE + 1, join_stopped, &s);
+    end_node_0(&s);
+    close_all(&s);
+}
+
+/* Two jobs that differ in nothing but their secret, at one HOST and PORT: each has its own store. */
+TEST(fsdprun, two_jobs_on_one_port) {
+    served s[2];
+    const int port = h_free_port();
+    char key[16], expected[100];
+    for (int i = 0; i < 2; i++) {
+        setenv("FSDP_TOKEN", i ? "second" : "first", 1);
+        start_node_0(&s[i], port);
+    }
+    snprintf(expected, sizeof expected, "port %d is taken: ranks meet at 127.0.0.1:", port);
+    says(expected);
+    for (int i = 0; i < 2; i++) {
+        setenv("FSDP_TOKEN", i ? "second" : "first", 1);
+        h_ranks_thread(JOB_SIZE, join_rank, &s[i]);
+        snprintf(key, sizeof key, "of job %d", i);
+        CHECK_OK(fsdpi_store_set(s[i].stores[1], key, key, strlen(key) + 1));
+    }
+    for (int i = 0; i < 2; i++) {
+        char value[16];
+        size_t bytes;
+        snprintf(key, sizeof key, "of job %d", i);
+        CHECK_OK(fsdpi_store_get(s[i].stores[0], key, value, sizeof value, &bytes, 5000000000));
+        snprintf(key, sizeof key, "of job %d", !i);
+        CHECK_STATUS(fsdpi_store_get(s[i].stores[0], key, value, sizeof value, &bytes, 0),
+                     FSDP_ERR_TIMEOUT);
+    }
+    for (int i = 0; i < 2; i++) end_node_0(&s[i]);
+    for (int i = 0; i < 2; i++) close_all(&s[i]);
+}
+
+TEST(fsdprun, the_launchers_death_is_told) {
+    served s;
+    fsdpi_verdict verdict;
+    start_node_0(&s, h_free_port());
+    h_ranks_thread(JOB_SIZE, join_rank, &s);
+    kill(s.launcher, SIGKILL);
+    int64_t begin = h_now_ms();
+    for (int r = 0; r < JOB_SIZE; r++) {
+        while (!fsdpi_store_verdict(s.stores[r], &verdict)) {
+            CHECK(h_now_ms() - begin < 1000);
+            usleep(1000);
+        }
+        CHECK_STATUS(verdict.status, FSDP_ERR_PEER_LOST);
+        CHECK_MSG(strstr(verdict.reason, "the launcher"), "%s", verdict.reason);
+    }
+    close_all(&s);
+    waitpid(s.launcher, NULL, 0);
+}
+
+TEST(fsdprun, a_port_that_is_taken) {
+    served s;
+    char expected[200];
+    struct sockaddr_in a;
+    socklen_t size = sizeof a;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(fd >= 0 && !bind(fd, (struct sockaddr *)&a, size) && !listen(fd, 9));
+    CHECK(!getsockname(fd, (struct sockaddr *)&a, &size));
+    const int port = ntohs(a.sin_port);
+    start_node_0(&s, port);
+    snprintf(expected, sizeof expected, "port %d is taken: ranks meet at 127.0.0.1:", port);
+    says(expected);
+    const int found = atoi(strstr(output, expected) + strlen(expected));
+    CHECK(found > port && found <= port + 16);
+    snprintf(expected, sizeof expected, "at tcp://127.0.0.1:%d served tcp://127.0.0.1:%d %s.\n",
+             found, found, s.job); /* its own ranks need not look for it */
+    says(expected);
+    h_ranks_thread(JOB_SIZE, join_rank, &s); /* others find it as they know where it may be */
+    end_node_0(&s);
+    close_all(&s);
+}

@@ -1,0 +1,924 @@
+/* test_gpt.c - the trainer as a program: examples/gpt/train_gpt, or the one named by GPT_BIN.
+   The same numbers on any number of ranks, clear refusals, and a quick end when a rank dies.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(ASAN) | SLOW
+#include "harness.h"
+
+#include <math.h>      // fabs
+#include <sys/prctl.h> // prctl
+
+enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, ROWS_MAX = 64 };
+
+static char out_text[OUTPUT_NBYTES], err_text[OUTPUT_NBYTES]; // of the last run
+
+static const char *binary(void) {
+    const char *path = getenv("GPT_BIN");
+    if (!path || !path[0]) path = "examples/gpt/train_gpt";
+    if (access(path, X_OK) != 0) SKIP("no examples/gpt/train_gpt: make examples builds it");
+    unsetenv("RANK"); // the program must see no launcher but those that a test plays
+    unsetenv("WORLD_SIZE");
+    return path;
+}
+
+static void read_file(const char *path, char *text) {
+    FILE *file = fopen(path, "rb");
+    CHECK_MSG(file != NULL, "%s", path);
+    text[fread(text, 1, OUTPUT_NBYTES - 1, file)] = 0;
+    fclose(file);
+}
+
+static const char *in_tmpdir(char *path, const char *name) {
+    snprintf(path, 512, "%s/%s", h_tmpdir(), name);
+    return path;
+}
+
+/* Words in a random order, so that there is something to learn. */
+static const char *write_text(char *path, size_t nbytes) {
+    static const char *const words[] = {"shard ", "gather ", "reduce ", "scatter ", "the ", "a\n"};
+    uint64_t state = 5;
+    FILE *file = fopen(in_tmpdir(path, "text"), "wb");
+    CHECK(file != NULL);
+    for (size_t done = 0; done < nbytes;) {
+        const char *word = words[h_rand64(&state) % (sizeof words / sizeof *words)];
+        size_t length = strlen(word);
+        if (length > nbytes - done) length = nbytes - done;
+        CHECK_EQ_INT(fwrite(word, 1, length, file), length);
+        done += length;
+    }
+    fclose(file);
+    return path;
+}
+
+/* Starts a shell command that becomes the program; its output goes to the files out and err, with
+   `tag` behind their names. */
+static pid_t start_tagged(const char *prefix, const char *args, const char *tag) {
+    char command[4096];
+    snprintf(command, sizeof command, "exec %s %s %s >%s/out%s 2>%s/err%s </dev/null", prefix,
+             binary(), args, h_tmpdir(), tag, h_tmpdir(), tag);
+    printf("%s\n", command);
+    fflush(NULL);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+        _exit(127);
+    }
+    return pid;
+}
+
+static pid_t start(const char *prefix, const char *args) { return start_tagged(prefix, args, ""); }
+
+/* Exit status of a started program; its output is in out_text and err_text. */
+static int finish_tagged(pid_t pid, const char *tag) {
+    char path[512], name[64];
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    snprintf(name, sizeof name, "out%s", tag);
+    read_file(in_tmpdir(path, name), out_text);
+    snprintf(name, sizeof name, "err%s", tag);
+    read_file(in_tmpdir(path, name), err_text);
+    printf("%s%s", out_text, err_text);
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static int finish(pid_t pid) { return finish_tagged(pid, ""); }
+
+static int run(const char *args) { return finish(start("", args)); }
+
+/* ---- the same numbers ------------------------------------------------------------------------ */
+
+typedef struct {
+    int count;
+    double loss[ROWS_MAX], norm[ROWS_MAX], seconds[ROWS_MAX];
+} curve;
+
+static void read_csv(const char *path, curve *c) {
+    char line[256];
+    FILE *file = fopen(path, "r");
+    CHECK(file != NULL);
+    CHECK(fgets(line, sizeof line, file) != NULL);
+    CHECK_EQ_STR(line, "step,loss,grad_norm,seconds\n");
+    for (c->count = 0; fgets(line, sizeof line, file); c->count++) {
+        const int i = c->count;
+        int step, end = 0;
+        CHECK(i < ROWS_MAX);
+        CHECK_EQ_INT(sscanf(line, "%d,%lf,%lf,%lf\n%n", &step, &c->loss[i], &c->norm[i],
+                            &c->seconds[i], &end),
+                     4);
+        CHECK_EQ_INT(end, strlen(line));
+        CHECK_EQ_INT(step, i + 1);
+        const char *point = strchr(line, '.');
+        CHECK_EQ_INT(strspn(point + 1, "0123456789"), 6); // decimals of the loss
+    }
+    fclose(file);
+}
+
+/* 50 steps of a small model whose rows are not divided evenly by 3 or 4 ranks. */
+#define SMALL                                                                                      \
+    "--data %s --csv %s --steps 50 --batch 12 --context 31 --layers 2 --heads 2 --channels 38 "    \
+    "--sample 20 --lr 0.01 %s"
+
+static void train(const char *prefix, const char *options, curve *c) {
+    char text[512], csv[512], args[2048];
+    write_text(text, TEXT_NBYTES);
+    in_tmpdir(csv, "loss.csv");
+    remove(csv);
+    snprintf(args, sizeof args, SMALL, text, csv, options);
+    CHECK_EQ_INT(finish(start(prefix, args)), 0);
+    CHECK_EQ_STR(err_text, "");
+    read_csv(csv, c);
+    CHECK_EQ_INT(c->count, 50);
+}
+
+static void check_same(const curve *a, const curve *b) {
+    double loss = 0.0, norm = 0.0;
+    for (int i = 0; i < a->count; i++) {
+        const double dl = fabs(a->loss[i] - b->loss[i]);
+        const double dn = fabs(a->norm[i] - b->norm[i]) / a->norm[i];
+        if (dl > loss) loss = dl;
+        if (dn > norm) norm = dn;
+    }
+    h_message("largest difference: loss %.2g, gradient norm %.2g relative", loss, norm);
+    CHECK(loss <= 1e-4);
+    CHECK(norm <= 1e-3);
+}
+
+static const struct {
+    const char *name, *options;
+} worlds[] = {{"launched_alone", ""},
+              {"ranks=2", "--ranks 2"},
+              {"ranks=3", "--ranks 3"},
+              {"ranks=4", "--ranks 4"},
+              {"threads=1", "--ranks 1 --threads"},
+              {"threads=3", "--ranks 3 --threads"},
+              {"threads=4,no_reshard", "--ranks 4 --threads --reshard 0"},
+              {"ranks=3,no_reshard", "--ranks 3 --reshard 0"},
+              {"ranks=2,tp=2", "--ranks 2 --tp 2"}, // 2 heads: a third and fourth rank have none
+              {"ranks=3,tp=3", "--ranks 3 --tp 3"},
+              {"ranks=4,tp=2", "--ranks 4 --tp 2"},
+              {"ranks=4,tp=4", "--ranks 4 --tp 4"},
+              {"threads=4,tp=2,no_reshard", "--ranks 4 --tp 2 --threads --reshard 0"}};
+
+TEST_P(gpt, parity, worlds) {
+    curve one, many;
+    train("", "--ranks 1", &one);
+    train("", row->options, &many);
+    check_same(&one, &many);
+}
+
+TEST(gpt, parity_under_launcher) {
+    curve one, many;
+    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    train("", "", &one);
+    train("tools/fsdprun -n 3", "", &many);
+    check_same(&one, &many);
+}
+
+/* Two processes that nothing but the environment makes ranks of one job. */
+static void start_pair(const char *args0, const char *args1, pid_t *pids) {
+    const int port = h_free_port();
+    CHECK(port > 0);
+    for (int r = 0; r < 2; r++) {
+        char prefix[256];
+        snprintf(prefix, sizeof prefix,
+                 "env RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d", r,
+                 r, port);
+        pids[r] = start_tagged(prefix, r ? args1 : args0, r ? "1" : "0");
+    }
+}
+
+TEST(gpt, parity_by_environment) {
+    char text[512], csv[512], args[2048];
+    curve one, two;
+    pid_t pids[2];
+    train("", "--ranks 1", &one);
+    snprintf(args, sizeof args, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, "loss.csv"),
+             "");
+    remove(csv);
+    start_pair(args, args, pids);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ_INT(finish_tagged(pids[r], r ? "1" : "0"), 0);
+        CHECK_EQ_STR(err_text, "");
+        if (r == 1) CHECK_EQ_STR(out_text, ""); // rank 0 speaks
+    }
+    read_csv(csv, &two);
+    check_same(&one, &two);
+}
+
+static int64_t number(const char **at) {
+    int64_t value = 0;
+    while (**at == ' ') ++*at;
+    CHECK(**at >= '0' && **at <= '9');
+    for (; (**at >= '0' && **at <= '9') || **at == ','; ++*at) {
+        if (**at != ',') value = value * 10 + (**at - '0');
+    }
+    return value;
+}
+
+static const char *after(const char *label) {
+    const char *at = strstr(out_text, label);
+    CHECK_MSG(at != NULL, "no line '%s'", label);
+    return at + strlen(label);
+}
+
+/* Norms have all digits: every bit of every gradient of every step is in them. */
+static void check_bits(const curve *a, const curve *b) {
+    for (int i = 0; i < a->count; i++) { // <= and >=: equal, for compilers that warn of ==
+        CHECK(a->loss[i] <= b->loss[i] && a->loss[i] >= b->loss[i]);
+        CHECK_MSG(a->norm[i] <= b->norm[i] && a->norm[i] >= b->norm[i], "step %d: %.17g, %.17g",
+                  i + 1, a->norm[i], b->norm[i]);
+    }
+}
+
+/* Blocks that tensor parallelism cuts evenly have plans; uneven ones say why not. */
+TEST(gpt, plan_of_tensor_parallelism) {
+    curve calls, planned;
+    int gathers[2];
+    train("", "--ranks 4 --tp 2", &calls);
+    train("", "--ranks 4 --tp 2 --plan", &planned);
+    check_bits(&calls, &planned);
+    CHECK_EQ_INT(sscanf(after("\nplan: gathers "), "%d -> %d", &gathers[0], &gathers[1]), 2);
+    CHECK_EQ_INT(gathers[0], 6); /* two blocks twice, the vocabulary, and what is whole */
+    CHECK(gathers[1] < gathers[0]);
+    after("\nplan: 48 of 50 steps were replayed\n");
+    char text[512], csv[512], args[2048];
+    snprintf(args, sizeof args, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, "loss.csv"),
+             "--ranks 3 --tp 3 --plan");
+    CHECK_EQ_INT(run(args), 0);
+    after("\nplan: there is none: ranks have parameters of other sizes");
+}
+
+static const struct {
+    const char *name, *options;
+    int ranks, reshard;
+} plans[] = {{"ranks=1", "--ranks 1", 1, 1},
+             {"ranks=2", "--ranks 2", 2, 1},
+             {"threads=3", "--ranks 3 --threads", 3, 1},
+             {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4, 0}};
+
+TEST_P(gpt, plan_same_bits, plans) {
+    static char text[OUTPUT_NBYTES];
+    curve calls, planned;
+    char options[700], path[512], end[64];
+    int gathers[2], reductions[2];
+    int64_t bytes[2];
+    train("", row->options, &calls);
+    const char *at = after("  all_gather ");
+    bytes[0] = number(&at);
+    snprintf(options, sizeof options, "%s --plan-out %s", row->options, in_tmpdir(path, "plan"));
+    train("", options, &planned);
+    at = after("  all_gather ");
+    bytes[1] = number(&at);
+    check_bits(&calls, &planned);
+    at = after("\nplan: gathers ");
+    CHECK_EQ_INT(sscanf(at, "%d -> %d, reductions %d -> %d, slots", &gathers[0], &gathers[1],
+                        &reductions[0], &reductions[1]),
+                 4);
+    // Two blocks, and what is open around them. The model is so small that all of it stays; what
+    // stays by calls, too, is gathered as it was. Reductions are joined in any case.
+    CHECK_EQ_INT(gathers[0], row->ranks == 1 ? 0 : row->reshard ? 5 : 3);
+    CHECK_EQ_INT(reductions[0], row->ranks == 1 ? 0 : 3);
+    CHECK(gathers[1] <= gathers[0] && bytes[1] <= bytes[0]);
+    CHECK((gathers[1] < gathers[0]) == (row->ranks > 1 && row->reshard));
+    CHECK((bytes[1] < bytes[0]) == (row->ranks > 1 && row->reshard));
+    CHECK_EQ_INT(reductions[1], row->ranks > 1);
+    after("\nplan: 48 of 50 steps were replayed\n");
+    read_file(path, text);
+    CHECK(strncmp(text, "fsdp plan 1\n", 12) == 0);
+    snprintf(end, sizeof end, "count gathers %d %d", gathers[0], gathers[1]);
+    CHECK(strstr(text, end) && strstr(text, "\nend "));
+}
+
+/* What only shows when the ranks have met: one line in all, and both exit with 2. */
+static const struct {
+    const char *name, *options[2], *words;
+} meetings[] = {
+    {"batch_of_world", {"--batch 7", "--batch 7"}, "--batch 7"},
+    {"other_seed", {"--seed 1", "--seed 2"}, "different options"},
+    {"other_length", {"--steps 10", "--steps 11"}, "different options"},
+};
+
+TEST_P(gpt, refuses_after_meeting, meetings) {
+    char text[512], args[2][1024];
+    pid_t pids[2];
+    write_text(text, TEXT_NBYTES);
+    for (int r = 0; r < 2; r++) {
+        snprintf(args[r], sizeof args[r], "--data %s %s", text, row->options[r]);
+    }
+    start_pair(args[0], args[1], pids);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ_INT(finish_tagged(pids[r], r ? "1" : "0"), 2);
+        CHECK_EQ_STR(out_text, "");
+        CHECK((strstr(err_text, row->words) != NULL) == (r == 0));
+    }
+}
+
+/* How high a column of the drawing is, in eighths of a row; its rows are behind ┤ or │. */
+static int drawn_height(int column, int rows) {
+    const char *at = after("loss, nats per byte; a column is the mean of 1 steps\n");
+    int height = 0;
+    for (int row = 0; row < rows; row++, at = strchr(at, '\n') + 1) {
+        const char *cell = strstr(at, "\xe2\x94"); /* a line, then blanks, and blocks of 3 bytes */
+        CHECK(cell != NULL && cell < strchr(at, '\n'));
+        cell += 3;
+        for (int c = 0; c < column; c++) cell += *cell == ' ' ? 1 : 3;
+        if (*cell == ' ') continue;
+        CHECK_EQ_MEM(cell, "\xe2\x96", 2);
+        CHECK(height == 0 || (unsigned char)cell[2] == 0x88); /* below another one: a full block */
+        height += (unsigned char)cell[2] - 0x80;
+    }
+    return height;
+}
+
+static void extremes(const curve *c, double *lo, double *hi) {
+    *lo = *hi = c->loss[0];
+    for (int i = 1; i < c->count; i++) {
+        if (c->loss[i] < *lo) *lo = c->loss[i];
+        if (c->loss[i] > *hi) *hi = c->loss[i];
+    }
+}
+
+/* A column is a step here: between an eighth of a row for the lowest and ten rows for the highest. */
+static void check_drawing(const curve *c) {
+    double lo, hi;
+    char label[16];
+    extremes(c, &lo, &hi);
+    for (int i = 0; i < c->count; i++)
+        CHECK_NEAR(drawn_height(i, 10), 1 + 79 * (c->loss[i] - lo) / (hi - lo), 0.51);
+    snprintf(label, sizeof label, "\n%6.2f \xe2\x94\xa4", hi);
+    after(label);
+    snprintf(label, sizeof label, "\n%6.2f \xe2\x94\xa4", lo);
+    after(label);
+}
+
+/* Of ten losses at each side; at both ends of as many as the shorter side has. */
+static double centred_mean(const curve *c, int i) {
+    int side = i < c->count - 1 - i ? i : c->count - 1 - i;
+    double sum = 0.0;
+    if (side > 10) side = 10;
+    for (int k = i - side; k <= i + side; k++) sum += c->loss[k];
+    return sum / (2 * side + 1);
+}
+
+/* Two lines of as many points, from left to right, on one scale: the losses, and means around them. */
+static void check_svg(const curve *c, const char *path) {
+    static char svg[OUTPUT_NBYTES];
+    double x, y, lo, hi;
+    read_file(path, svg);
+    CHECK(!strncmp(svg, "<svg xmlns='http://www.w3.org/2000/svg'", 39));
+    CHECK_EQ_STR(svg + strlen(svg) - 7, "</svg>\n");
+    const char *at = strstr(svg, "<polyline");
+    CHECK(at && strstr(at + 1, "<polyline") && !strstr(strstr(at + 1, "<polyline") + 1, "<poly"));
+    extremes(c, &lo, &hi);
+    for (int line = 0, end = 0; line < 2; line++) {
+        at = strstr(at, "points='") + 8;
+        for (int i = 0; i < c->count; i++, at += end) {
+            const double loss = line ? centred_mean(c, i) : c->loss[i];
+            CHECK_EQ_INT(sscanf(at, "%lf,%lf\n%n", &x, &y, &end), 2);
+            CHECK_NEAR(x, 60 + 820.0 * i / (c->count - 1), 0.06);
+            CHECK_NEAR(y, 490 - 440 * (loss - lo) / (hi - lo), 0.02);
+        }
+        CHECK_EQ_INT(*at, '\'');
+    }
+    CHECK(strstr(svg, ">1</text>") && strstr(svg, ">50</text>")); // the first step, and the last
+    CHECK(strstr(svg, "prefers-color-scheme: dark") && strstr(svg, "viewBox='0 0 900 540'"));
+}
+
+TEST(gpt, csv_and_learning) {
+    curve c;
+    char svg[512];
+    remove(in_tmpdir(svg, "loss.svg"));
+    train("", "--ranks 2 --seed 7", &c);
+    CHECK_NEAR(c.loss[0], log(256.0), 0.3);
+    CHECK(c.loss[49] < 3.2);
+    CHECK(c.seconds[0] > 0.0);
+    for (int i = 1; i < c.count; i++) CHECK(c.seconds[i] >= c.seconds[i - 1]);
+    CHECK(strstr(out_text, svg) != NULL);
+    check_drawing(&c);
+    check_svg(&c, svg);
+}
+
+/* A picture that cannot be written is no failure of the training. */
+TEST(gpt, no_place_for_the_picture) {
+    char text[512], csv[512], args[2048];
+    CHECK_EQ_INT(mkdir(in_tmpdir(csv, "loss.svg"), 0700), 0);
+    snprintf(args, sizeof args, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, "loss.csv"),
+             "--ranks 1 --steps 1");
+    CHECK_EQ_INT(run(args), 0);
+    after("no picture of the losses: ");
+    after("loss.svg: Is a directory\n");
+    after("loss, nats per byte; a column is the mean of 1 steps\n");
+}
+
+/* Without descriptors 0 to 2 it trains as with them: none of the library's files lies there, and what
+   is printed goes nowhere. */
+TEST(gpt, closed_descriptors) {
+    curve with, without;
+    train("", "--ranks 2", &with);
+    train("sh -c 'exec \"$0\" \"$@\" <&- >&- 2>&-'", "--ranks 2", &without);
+    CHECK_EQ_STR(out_text, "");
+    for (int i = 0; i < with.count; i++) {
+        CHECK(with.loss[i] == without.loss[i]);
+        CHECK(with.norm[i] == without.norm[i]);
+    }
+}
+
+/* Runs differ by seed and repeat by seed; the text generated at the end too. */
+TEST(gpt, seed) {
+    curve a, b, c;
+    char first[OUTPUT_NBYTES];
+    const char *sample;
+    train("", "--ranks 2 --seed 3", &a);
+    sample = strstr(out_text, "\nsample: ");
+    CHECK(sample != NULL);
+    memcpy(first, sample, (size_t)(strstr(sample, "\nmemory") - sample));
+    first[strstr(sample, "\nmemory") - sample] = 0;
+    train("", "--ranks 4 --seed 3", &b);
+    CHECK(strstr(out_text, first) != NULL);
+    check_same(&a, &b);
+    train("", "--ranks 2 --seed 4", &c);
+    CHECK(fabs(a.loss[0] - c.loss[0]) > 1e-4);
+}
+
+/* The two tables: memory as predicted, bytes as the formula says, a share of the whole model. */
+static const struct {
+    const char *name, *options;
+    int ranks;
+} tables[] = {{"ranks=1", "--ranks 1", 1},
+              {"ranks=3", "--ranks 3", 3},
+              {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4}};
+
+static void check_tables(int ranks, int reshard) {
+    static const char *const rows[] = {"  shards ", "  shard gradients ", "  total "};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char *at = after(rows[i]);
+        const int64_t predicted = number(&at), measured = number(&at), whole = number(&at);
+        // With reshard 0 the prediction takes blocks for units that stay open around others.
+        if (!reshard) CHECK(predicted >= measured);
+        else CHECK_EQ_INT(predicted, measured);
+        if (i < 2) CHECK(measured >= whole / ranks && measured <= whole / ranks * 11 / 10);
+    }
+    const char *at = after("  all_gather ");
+    int64_t measured = number(&at);
+    CHECK_EQ_INT(measured, number(&at));
+    CHECK((measured == 0) == (ranks == 1));
+    at = after("  reduce_scatter ");
+    measured = number(&at);
+    CHECK_EQ_INT(measured, number(&at));
+    CHECK((measured == 0) == (ranks == 1));
+}
+
+TEST_P(gpt, tables, tables) {
+    curve c;
+    train("", row->options, &c);
+    check_tables(row->ranks, !strstr(row->options, "--reshard 0"));
+}
+
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name, *args, *words; // words: in the message
+} refusals[] = {
+    {"batch_of_ranks", "--ranks 4 --batch 6", "--batch 6"},
+    {"ranks_of_tp", "--ranks 3 --tp 2", "--ranks 3 is not a multiple of --tp 2"},
+    {"batch_of_dp", "--ranks 4 --tp 2 --batch 7", "--batch 7"},
+    {"heads_of_channels", "--heads 3 --channels 64", "--heads 3"},
+    {"missing_file", "--data /nowhere/file", "/nowhere/file"},
+    {"missing_file_with_ranks", "--ranks 2 --data /nowhere/file", "/nowhere/file"},
+    {"directory", "--data /", "--data /"},
+    {"empty_file", "--data /dev/null", "empty"},
+    {"short_file", "--data SHORT --context 32", "at least 33"},
+    {"no_number", "--steps ten", "--steps ten"},
+    {"half_a_number", "--layers 2x", "--layers 2x"},
+    {"empty_number", "--heads ''", "--heads"},
+    {"zero_steps", "--steps 0", "--steps 0"},
+    {"zero_ranks", "--ranks 0", "--ranks 0"},
+    {"negative_batch", "--batch -4", "--batch -4"},
+    {"huge_number", "--context 99999999999999999999", "--context"},
+    {"too_many_tokens", "--batch 1048576 --context 65536", "tokens"},
+    {"negative_seed", "--seed -1", "--seed -1"},
+    {"lr_zero", "--lr 0", "--lr 0"},
+    {"lr_nan", "--lr nan", "--lr nan"},
+    {"reshard_two", "--reshard 2", "--reshard 2"},
+    {"sample_negative", "--sample -1", "--sample -1"},
+    {"threads_alone", "--threads", "--ranks"},
+    {"unknown_option", "--shards 4", "--shards"},
+    {"unknown_letter", "-x", "-x"},
+    {"value_missing", "--steps", "--steps"},
+    {"value_unwanted", "--threads=4", "--threads=4"},
+    {"no_option", "--ranks 2 text.txt", "text.txt"},
+    {"csv_unwritable", "--csv /nowhere/x.csv", "/nowhere/x.csv"},
+    {"resume_of_nothing", "--resume", "--resume needs --save"},
+    {"save_every_nowhere", "--save-every 5", "--save-every needs --save"},
+    {"async_nowhere", "--async", "--async needs --save"},
+    {"save_nowhere", "--save ''", "--save"},
+    {"keep_negative", "--save run --keep -1", "--keep -1"},
+    {"plan_unwritable", "--plan-out /nowhere/x", "/nowhere/x"},
+};
+
+TEST_P(gpt, refuses, refusals) {
+    char text[512], args[2048];
+    const char *place = strstr(row->args, "SHORT");
+    write_text(text, 32);
+    if (place) {
+        snprintf(args, sizeof args, "%.*s%s%s", (int)(place - row->args), row->args, text,
+                 place + 5);
+    } else {
+        snprintf(args, sizeof args, "%s", row->args);
+    }
+    CHECK_EQ_INT(run(args), 2);
+    CHECK_EQ_STR(out_text, "");
+    CHECK(strncmp(err_text, "train_gpt: ", 11) == 0);
+    CHECK_EQ_INT(strchr(err_text, '\n') - err_text, (int)strlen(err_text) - 1); // one line
+    CHECK_MSG(strstr(err_text, row->words) != NULL, "expected '%s' in: %s", row->words, err_text);
+}
+
+TEST(gpt, refuses_ranks_in_a_launchers_job) {
+    binary();
+    setenv("WORLD_SIZE", "4", 1);
+    setenv("RANK", "0", 1);
+    const pid_t pid = fork(); // binary() would clear them again
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        const char *path = getenv("GPT_BIN");
+        if (!path || !path[0]) path = "examples/gpt/train_gpt";
+        execl(path, path, "--ranks", "2", (char *)NULL);
+        _exit(127);
+    }
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 2);
+}
+
+TEST(gpt, help) {
+    CHECK_EQ_INT(run("--help"), 0);
+    CHECK_EQ_STR(err_text, "");
+    static const char *const options[] = {
+        "--data",  "--ranks",    "--threads", "--steps",      "--batch", "--context", "--layers",
+        "--heads", "--channels", "--lr",      "--seed",       "--csv",   "--sample",  "--reshard",
+        "--plan ", "--plan-out", "--save ",   "--save-every", "--keep",  "--async",   "--resume"};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        CHECK_MSG(strstr(out_text, options[i]) != NULL, "%s is not explained", options[i]);
+    }
+}
+
+/* ---- death of a rank ------------------------------------------------------------------------- */
+
+/* Process ids of the children, in the order of their start. */
+static int children(pid_t parent, pid_t *pids, int max) {
+    char path[64], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)parent, (int)parent);
+    FILE *file = fopen(path, "r");
+    if (!file) SKIP("no /proc/PID/task/PID/children");
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    int count = 0;
+    for (char *at = text, *end; count < max; at = end, count++) {
+        pids[count] = (pid_t)strtol(at, &end, 10);
+        if (end == at) break;
+    }
+    return count;
+}
+
+static const struct {
+    const char *name;
+    int victim;
+} victims[] = {{"rank=0", 0}, {"rank=2", 2}};
+
+TEST_P(gpt, killed_rank, victims) {
+    char text[512], args[1024], path[512], name[32];
+    pid_t ranks[8];
+    write_text(text, TEXT_NBYTES);
+    snprintf(args, sizeof args,
+             "--data %s --ranks 3 --steps 1000000 --batch 3 --context 16 --layers 2 --heads 2 "
+             "--channels 16",
+             text);
+    const pid_t pid = start("", args);
+    do { // until it trains
+        usleep(20000);
+        read_file(in_tmpdir(path, "out"), out_text);
+    } while (!strstr(out_text, "step"));
+    CHECK_EQ_INT(children(pid, ranks, 8), 3);
+    const int64_t killed_at = h_calm_ms();
+    CHECK_EQ_INT(kill(ranks[row->victim], SIGKILL), 0);
+    const int status = finish(pid);
+    const int64_t took = h_calm_ms() - killed_at;
+    h_message("ended %d ms after the kill", (int)took);
+    CHECK_EQ_INT(status, 1);
+    CHECK(took < 2000);
+    snprintf(name, sizeof name, "rank %d", row->victim);
+    CHECK_MSG(strstr(err_text, name) != NULL, "expected '%s' in: %s", name, err_text);
+    for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // nobody is left
+}
+
+/* ---- checkpoints ----------------------------------------------------------------------------- */
+
+/* A training of 50 steps that saves behind each 20 of them and at its end into the directory `dir`
+   of the test; `options` may say otherwise. Its csv is `dir`.csv, which a resumed run goes on with. */
+static void saved_args(char *args, size_t size, const char *dir, const char *options) {
+    char text[512], csv[512], run_dir[512], name[64], more[1024];
+    snprintf(name, sizeof name, "%s.csv", dir);
+    snprintf(more, sizeof more, "--save %s --save-every 20 %s", in_tmpdir(run_dir, dir), options);
+    snprintf(args, size, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, name), more);
+}
+
+static void saved(const char *dir, const char *options, curve *c) {
+    char args[3072], csv[512], name[64];
+    saved_args(args, sizeof args, dir, options);
+    CHECK_EQ_INT(run(args), 0);
+    CHECK_EQ_STR(err_text, "");
+    snprintf(name, sizeof name, "%s.csv", dir);
+    read_csv(in_tmpdir(csv, name), c);
+}
+
+static void shell(const char *in_tmpdir_do) {
+    char command[1024];
+    snprintf(command, sizeof command, "cd %s && %s", h_tmpdir(), in_tmpdir_do);
+    CHECK_EQ_INT(system(command), 0);
+}
+
+/* Manifests have the checksums of all bytes: parameters, states, and how far the training is. */
+static void check_same_checkpoint(const char *a, const char *b) {
+    static char text[2][OUTPUT_NBYTES];
+    char path[512];
+    read_file(in_tmpdir(path, a), text[0]);
+    read_file(in_tmpdir(path, b), text[1]);
+    CHECK(strstr(text[0], "\"step\":50,") != NULL);
+    CHECK_EQ_STR(text[0], text[1]);
+}
+
+typedef struct same_row {
+    const char *name, *options, *async;
+    int ranks; // with tables of memory and traffic; else 0
+} same_row;
+static const same_row same[] = {
+    {"ranks=3", "--ranks 3", "", 3},
+    {"ranks=3,tp=3", "--ranks 3 --tp 3", "", 0}, // 2 heads: one has none
+    {"ranks=4,tp=2,async", "--ranks 4 --tp 2", "--async", 0},
+    {"ranks=2,plan", "--ranks 2 --plan", "", 0}};
+static const same_row more_same[] = {{"ranks=1", "--ranks 1", "", 1},
+                                     {"threads=4", "--ranks 4 --threads", "", 4},
+                                     {"ranks=4,tp=2", "--ranks 4 --tp 2", "", 0},
+                                     {"ranks=2,async", "--ranks 2", "--async", 2}};
+
+/* 30 steps and a new process with 20 more are 50: every bit of every gradient, and of all that is
+   saved at the end. The warm-up does not depend on --steps. */
+static void resumes(const same_row *row) {
+    curve whole, part, plain;
+    char options[256];
+    train("", row->options, &plain);
+    snprintf(options, sizeof options, "%s %s", row->options, row->async);
+    saved("whole", options, &whole);
+    CHECK_EQ_INT(whole.count, 50);
+    if (row->ranks) check_tables(row->ranks, 1);
+    check_same(&plain, &whole); // q, k and v have other shapes, which another sum of a norm shows
+    after("/whole/step-00000020: ");
+    after("/whole/step-00000040: ");
+    after("/whole/step-00000050: ");
+    shell("test ! -e whole/step-00000020"); // two stay
+    snprintf(options, sizeof options, "%s %s --steps 30", row->options, row->async);
+    saved("part", options, &part);
+    CHECK_EQ_INT(part.count, 30);
+    snprintf(options, sizeof options, "%s %s --resume", row->options, row->async);
+    saved("part", options, &part);
+    after("/part/step-00000030: ");
+    CHECK(strstr(out_text, "resume ") != NULL && strstr(out_text, "checksums are right") != NULL);
+    CHECK_EQ_INT(part.count, 50);
+    if (row->ranks) check_tables(row->ranks, 1);
+    check_bits(&whole, &part);
+    check_same_checkpoint("whole/step-00000050/manifest.json", "part/step-00000050/manifest.json");
+}
+TEST_P(resume, same_ranks, same) { resumes(row); }
+TEST_P(long_gpt, same_ranks, more_same, NIGHT) { resumes(row); }
+
+/* All (dp, tp) of 1 to 4 ranks */
+static const char *const meshes[] = {"--ranks 1",        "--ranks 2",        "--ranks 2 --tp 2",
+                                     "--ranks 3",        "--ranks 3 --tp 3", "--ranks 4",
+                                     "--ranks 4 --tp 2", "--ranks 4 --tp 4"};
+enum { MESHES = sizeof meshes / sizeof *meshes };
+
+/* What is in the directory "from", behind 30 steps, goes on as `to`. */
+static void check_resumes(const curve *whole, const char *to) {
+    curve both;
+    char options[256];
+    shell("rm -rf to to.csv && cp -r from to && cp from.csv to.csv");
+    snprintf(options, sizeof options, "%s --resume", to);
+    saved("to", options, &both);
+    after("/to/step-00000030: ");
+    CHECK_EQ_INT(both.count, 50);
+    check_same(whole, &both);
+}
+
+static void save_30(const char *mesh, curve *c) {
+    char options[256];
+    shell("rm -rf from from.csv");
+    snprintf(options, sizeof options, "%s --steps 30", mesh);
+    saved("from", options, c);
+    CHECK_EQ_INT(c->count, 30);
+}
+
+static const struct {
+    const char *name, *from, *to;
+} pairs[] = {{"3_to_2", "--ranks 3", "--ranks 2"},
+             {"1_to_4", "--ranks 1", "--ranks 4 --threads"},
+             {"2_to_4,tp=2", "--ranks 2", "--ranks 4 --tp 2"},
+             {"4,tp=2_to_3", "--ranks 4 --tp 2 --async", "--ranks 3"},
+             {"4,tp=4_to_3,tp=3", "--ranks 4 --tp 4", "--ranks 3 --tp 3"}};
+
+TEST_P(resume, other_ranks, pairs) {
+    curve whole, part;
+    train("", "--ranks 1", &whole);
+    save_30(row->from, &part);
+    check_resumes(&whole, row->to);
+}
+
+TEST(long_gpt, resume_pairs, SECONDS(1800) | NIGHT) {
+    curve whole, part;
+    train("", "--ranks 1", &whole);
+    for (int from = 0; from < MESHES; from++) {
+        save_30(meshes[from], &part);
+        for (int to = 0; to < MESHES; to++) check_resumes(&whole, meshes[to]);
+    }
+}
+
+/* A checkpoint that the job does not fit, and none at all. */
+TEST(resume, of_others) {
+    curve c;
+    char args[3072];
+    saved("run", "--ranks 2 --steps 10 --resume", &c);
+    after("resume nothing: there is no complete checkpoint in ");
+    CHECK_EQ_INT(c.count, 10);
+    static const struct {
+        const char *options, *words;
+    } others[] = {{"--ranks 2 --steps 20 --resume --seed 2", "another --seed"},
+                  {"--ranks 3 --steps 20 --resume --lr 0.02", "another --lr"},
+                  {"--ranks 2 --steps 20 --resume --batch 6", "another --batch"},
+                  {"--ranks 2 --steps 9 --resume", "another --steps: it has done more steps"},
+                  {"--ranks 2 --steps 20 --resume --layers 3", "lacks 12 of"},
+                  {"--ranks 2 --steps 20 --resume --channels 40", "[256, 38]"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        saved_args(args, sizeof args, "run", others[i].options);
+        CHECK_EQ_INT(run(args), 1);
+        CHECK_MSG(strstr(err_text, others[i].words) != NULL, "no '%s'", others[i].words);
+        CHECK(strstr(out_text, "step ") == NULL);
+    }
+    saved("run", "--ranks 2 --steps 10 --resume", &c); // nothing is left to do, and all is there
+    CHECK_EQ_INT(c.count, 10);
+}
+
+/* A save that fails ends no training; but if nothing is there at its end, the program tells. A
+   directory that cannot be made is told of before the training. */
+TEST(resume, unwritable) {
+    char text[512], args[3072];
+    for (int missing = 0; missing < 2; missing++) {
+        snprintf(args, sizeof args,
+                 "--data %s --steps 50 --batch 4 --context 16 --layers 1 --heads 2 "
+                 "--channels 16 --ranks 2 --save %s --save-every 20",
+                 write_text(text, TEXT_NBYTES), missing ? "/nowhere/run" : "/proc/run");
+        CHECK(run(args) != 0);
+        if (missing) break;
+        after("\nsave   behind step 20: failed, training goes on\n");
+        after("\nsave   behind step 40: failed, training goes on\n");
+        after("\nstep  50/50 ");
+        CHECK(strstr(err_text, "/proc/run") != NULL);
+    }
+    CHECK(strstr(out_text, "\nstep ") == NULL);
+    CHECK(strstr(err_text, "/nowhere/run cannot be made, since there is no directory /nowhere"));
+}
+
+/* ---- kill -9 --------------------------------------------------------------------------------- */
+
+/* The newest directory with the name of a checkpoint, or -1; names that begin with a dot. */
+static int newest_step(const char *dir, int *leftovers) {
+    char path[512];
+    int newest = -1;
+    *leftovers = 0;
+    DIR *d = opendir(in_tmpdir(path, dir));
+    if (!d) return -1;
+    for (struct dirent *e; (e = readdir(d)) != NULL;) {
+        int step, end = 0;
+        if (strncmp(e->d_name, ".tmp", 4) == 0) ++*leftovers;
+        if (sscanf(e->d_name, "step-%8d%n", &step, &end) == 1 && !e->d_name[end] && step > newest)
+            newest = step;
+    }
+    closedir(d);
+    return newest;
+}
+
+/* The step of the last line `head` STEP in what a run has printed, or -1. */
+static int last_step(const char *head) {
+    int step = -1;
+    for (const char *at = out_text; (at = strstr(at, head)) != NULL; at += strlen(head)) {
+        const char *name = strstr(at, "/step-"), *end = strchr(at + 1, '\n');
+        if (name && (!end || name < end)) CHECK_EQ_INT(sscanf(name, "/step-%8d:", &step), 1);
+    }
+    return step;
+}
+
+/* Kills the parent and its ranks; returns when none is left, as this process inherits the ranks.
+   0: the job had come to its end before. */
+static int kill_job(pid_t pid) {
+    pid_t ranks[8];
+    int status, other;
+    CHECK_EQ_INT(kill(pid, SIGSTOP), 0); // it starts no more
+    CHECK_EQ_INT(waitpid(pid, &status, WUNTRACED), pid);
+    if (WIFSTOPPED(status)) {
+        const int count = children(pid, ranks, 8);
+        for (int r = 0; r < count; r++) (void)kill(ranks[r], SIGKILL);
+        CHECK_EQ_INT(kill(pid, SIGKILL), 0);
+    } else {
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    while (waitpid(-1, &other, 0) > 0 || errno == EINTR) continue;
+    return WIFSTOPPED(status);
+}
+
+typedef struct {
+    int kills, found_old, found_new, leftovers; // the newest one was told as saved, or is newer
+    int jobs;
+    curve whole;
+    int64_t took_ms; // of the training that nobody kills
+    uint64_t random;
+} campaign;
+
+/* Saves behind every second step, every other job asynchronously. Starts it. */
+static pid_t start_job(campaign *c) {
+    char args[3072], options[128];
+    shell("echo >out"); // what a job printed that is killed before it begins
+    snprintf(options, sizeof options, "--ranks 3 --save-every 2 --sample 0 --resume%s",
+             c->jobs++ % 2 ? " --async" : "");
+    saved_args(args, sizeof args, "run", options);
+    return start("", args);
+}
+
+/* What a killed job has left: a newest checkpoint that is not older than the one that was told last
+   (`told`). If it has resumed, then from the newest that was there. */
+static void look_at_remains(campaign *c, int before, int *told) {
+    char path[512];
+    int left;
+    read_file(in_tmpdir(path, "out"), out_text);
+    const int resumed = last_step("\nresume "), saves = last_step("\nsave ");
+    const int newest = newest_step("run", &left);
+    if (resumed >= 0) CHECK_EQ_INT(resumed, before);
+    if (saves > *told) *told = saves;
+    CHECK_MSG(newest >= *told, "step %d was told, and %d is the newest", *told, newest);
+    *(newest > *told ? &c->found_new : &c->found_old) += 1;
+    c->leftovers += left > 0;
+    c->kills++;
+}
+
+/* One training to its end, killed again and again. Then all is as if nobody had killed it. */
+static void killed_training(campaign *c, int kills) {
+    char path[512];
+    int told = -1, left, before;
+    curve part;
+    shell("rm -rf run run.csv");
+    for (;;) {
+        before = newest_step("run", &left);
+        const pid_t pid = start_job(c);
+        if (c->kills >= kills) {
+            CHECK_EQ_INT(finish(pid), 0);
+            break;
+        }
+        usleep((useconds_t)(h_rand64(&c->random) % (uint64_t)(c->took_ms * 1000)));
+        if (!kill_job(pid)) break;
+        look_at_remains(c, before, &told);
+    }
+    read_file(in_tmpdir(path, "out"), out_text);
+    if (last_step("\nsave ") == 50) {
+        CHECK_EQ_INT(newest_step("run", &left), 50);
+        CHECK_EQ_INT(left, 0); // a save removes what killed ones have left
+    }
+    read_csv(in_tmpdir(path, "run.csv"), &part);
+    CHECK_EQ_INT(part.count, 50);
+    check_bits(&c->whole, &part);
+    check_same_checkpoint("whole/step-00000050/manifest.json", "run/step-00000050/manifest.json");
+}
+
+static void run_campaign(campaign *c, int kills) {
+    memset(c, 0, sizeof *c);
+    c->random = h_seed();
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) SKIP("no PR_SET_CHILD_SUBREAPER");
+    const int64_t begin = h_now_ms();
+    saved("whole", "--ranks 3 --save-every 2 --sample 0", &c->whole);
+    c->took_ms = h_now_ms() - begin;
+    while (c->kills < kills) killed_training(c, kills);
+    h_message("%d kills: found old %d, found new %d, wrong 0; %d left files behind, which the next "
+              "save removed",
+              c->kills, c->found_old, c->found_new, c->leftovers);
+    CHECK_EQ_INT(c->kills, kills);
+}
+
+TEST(resume, killed, SECONDS(120)) {
+    campaign c;
+    run_campaign(&c, 5);
+}
+
+TEST(long_gpt, kill_campaign, SECONDS(3600) | NIGHT) {
+    campaign c;
+    run_campaign(&c, 300);
+    CHECK(c.leftovers > 0 && c.found_new > 0); // kills have come in the middle of saves
+}

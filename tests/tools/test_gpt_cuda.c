@@ -1,0 +1,319 @@
+/* test_gpt_cuda.c - the trainer for GPUs as a program: it learns what the one for CPUs learns
+
+   Runs $FSDP_BUILD/examples/train_gpt_cuda, or the one in $FSDP_BUILD/stub/examples, which is built
+   with the stand-ins of tests/stubs and needs no GPU; and examples/gpt/train_gpt, or GPT_BIN.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(SHM) | STUB
+#include "harness.h"
+
+#include <math.h> // fabs
+
+enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, STEPS = 10 };
+
+static char output[OUTPUT_NBYTES]; // of the last run, both streams
+
+static const char *cuda_program(void) {
+    static char path[400];
+    static const char *const places[] = {"", "/stub"};
+    const char *dir = getenv("FSDP_BUILD");
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        snprintf(path, sizeof path, "%s%s/examples/train_gpt_cuda", dir && *dir ? dir : "build",
+                 places[i]);
+        if (access(path, X_OK) == 0) return path;
+    }
+    SKIP("no train_gpt_cuda below the build directory");
+    return NULL;
+}
+
+static const char *cpu_program(void) {
+    const char *path = getenv("GPT_BIN");
+    if (!path || !path[0]) path = "examples/gpt/train_gpt";
+    if (access(path, X_OK) != 0) SKIP("no examples/gpt/train_gpt: make examples builds it");
+    return path;
+}
+
+/* Words in a random order, so that there is something to learn. */
+static void write_text(void) {
+    static const char *const words[] = {"shard ", "gather ", "reduce ", "scatter ", "the ", "a\n"};
+    uint64_t state = 5;
+    char path[512];
+    snprintf(path, sizeof path, "%s/text", h_tmpdir());
+    FILE *file = fopen(path, "wb");
+    CHECK(file != NULL);
+    for (size_t nbytes = 0; nbytes < TEXT_NBYTES;) {
+        const char *word = words[h_rand64(&state) % (sizeof words / sizeof *words)];
+        CHECK(fputs(word, file) >= 0);
+        nbytes += strlen(word);
+    }
+    CHECK_EQ_INT(fclose(file), 0);
+}
+
+/* Exit status of a program that sees no launcher; its output is in `output`. */
+static int run(const char *environment, const char *program, const char *args) {
+    char command[2048];
+    unsetenv("RANK");
+    unsetenv("WORLD_SIZE");
+    snprintf(command, sizeof command, "env %s %s %s </dev/null 2>&1", environment, program, args);
+    FILE *p = popen(command, "r");
+    CHECK(p != NULL);
+    output[fread(output, 1, sizeof output - 1, p)] = 0;
+    const int status = pclose(p);
+    printf("%s\n%s", command, output);
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+typedef struct {
+    int count, step[STEPS];
+    double loss[STEPS], norm[STEPS];
+} curve;
+
+/* Trains a small model whose rows are not divided evenly by 2 or 3 ranks. The exit status. */
+static int run_training(const char *environment, const char *program, int steps,
+                        const char *options) {
+    char args[1500];
+    snprintf(args, sizeof args,
+             "--data %s/text --csv %s/loss.csv --steps %d --batch 6 --context 31 --layers 2 "
+             "--heads 2 --channels 38 --sample 20 --lr 0.05 %s",
+             h_tmpdir(), h_tmpdir(), steps, options);
+    write_text();
+    return run(environment, program, args);
+}
+
+static void train(const char *environment, const char *program, const char *options, curve *c) {
+    char path[512], line[256];
+    snprintf(path, sizeof path, "%s/loss.csv", h_tmpdir());
+    remove(path);
+    CHECK_EQ_INT(run_training(environment, program, STEPS, options), 0);
+    FILE *file = fopen(path, "r");
+    CHECK(file != NULL);
+    CHECK(fgets(line, sizeof line, file) != NULL);
+    CHECK_EQ_STR(line, "step,loss,grad_norm,seconds\n");
+    for (c->count = 0; fgets(line, sizeof line, file); c->count++) {
+        const int i = c->count;
+        CHECK(i < STEPS);
+        CHECK_EQ_INT(sscanf(line, "%d,%lf,%lf,", &c->step[i], &c->loss[i], &c->norm[i]), 3);
+    }
+    fclose(file);
+}
+
+/* The steps of `some` are as in `all`, which has every step. */
+static void check_same(const curve *all, const curve *some, double loss_limit, double norm_limit) {
+    double loss = 0.0, norm = 0.0;
+    CHECK_EQ_INT(all->count, STEPS);
+    for (int i = 0; i < some->count; i++) {
+        const int at = some->step[i] - 1;
+        CHECK(at >= 0 && at < STEPS);
+        const double dl = fabs(all->loss[at] - some->loss[i]);
+        const double dn = fabs(all->norm[at] - some->norm[i]) / all->norm[at];
+        CHECK(dl >= 0.0 && dn >= 0.0); // numbers
+        if (dl > loss) loss = dl;
+        if (dn > norm) norm = dn;
+    }
+    h_message("largest difference: loss %.2g, gradient norm %.2g relative", loss, norm);
+    CHECK(loss <= loss_limit);
+    CHECK(norm <= norm_limit);
+}
+
+// Device memory that the host cannot read, streams beside each other: as on a GPU.
+#define OVER_NCCL "FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=0 FSDP_STUB_SYNC=0 "
+
+static const struct {
+    const char *name, *environment, *options;
+} runs[] = {
+    {"ranks=1", OVER_NCCL, "--ranks 1"},
+    {"ranks=2", OVER_NCCL, "--ranks 2"},
+    {"ranks=3", OVER_NCCL, "--ranks 3"},
+    {"ranks=3,no_reshard", OVER_NCCL, "--ranks 3 --reshard 0"},
+    {"ranks=2,sync", "FSDP_BACKEND=nccl FSDP_STUB_SYNC=1", "--ranks 2"},
+    {"ranks=2,protected", OVER_NCCL "FSDP_STUB_PROTECT=1", "--ranks 2"}, // from the host's own accesses
+    {"alone", OVER_NCCL, ""},
+    {"plain", "", "--plain"},
+};
+
+TEST_P(gpt_cuda, parity, runs) {
+    curve cpu, gpu;
+    const char *program = cuda_program();
+    train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1", &cpu);
+    CHECK(cpu.loss[STEPS - 1] < cpu.loss[0] - 0.05); // it learns, or equal losses say little
+    train(row->environment, program, row->options, &gpu);
+    CHECK_EQ_INT(gpu.count, STEPS);
+    // The stand-in for cuBLAS adds up as the CPU does, rounding apart; the real one does not.
+    if (strstr(program, "/stub/")) check_same(&cpu, &gpu, 5e-6, 1e-5);
+    else check_same(&cpu, &gpu, 1e-4, 1e-3);
+}
+
+/* Attention does its part: losses are those of the CPU, and others with another number of heads,
+   whose parameters are the same at the start. Parity sees each wrong part of its backward: without
+   the gradients of the keys, the smallest one, losses here differ by 4e-4, norms by 5e-3. */
+TEST(gpt_cuda, attention) {
+    static const char *const heads[] = {"--heads 1", "--heads 2", "--heads 19"};
+    enum { COUNT = sizeof heads / sizeof *heads };
+    curve cpu, gpu[COUNT];
+    const char *program = cuda_program();
+    const int is_stub = strstr(program, "/stub/") != NULL;
+    for (int i = 0; i < COUNT; i++) {
+        char options[100];
+        snprintf(options, sizeof options, "--ranks 2 %s", heads[i]);
+        train("FSDP_BACKEND=shm", cpu_program(), options, &cpu);
+        train(OVER_NCCL, program, options, &gpu[i]);
+        CHECK_EQ_INT(gpu[i].count, STEPS);
+        check_same(&cpu, &gpu[i], is_stub ? 5e-6 : 1e-4, is_stub ? 1e-5 : 1e-3);
+        for (int k = 0; k < i; k++) {
+            const double apart = fabs(gpu[i].loss[STEPS - 1] - gpu[k].loss[STEPS - 1]);
+            h_message("%s, %s: losses are %.2g apart", heads[k], heads[i], apart);
+            CHECK(apart > 1e-4);
+        }
+    }
+}
+
+/* Parameters of 8 bits: near the CPU's losses, and the same with the library and without. */
+static const struct {
+    const char *name, *options;
+} halves[] = {{"ranks=1", "--ranks 1"}, {"ranks=2", "--ranks 2"}};
+
+TEST_P(gpt_cuda, bf16, halves) {
+    char options[100];
+    curve cpu, plain, gpu;
+    const char *program = cuda_program();
+    train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1", &cpu);
+    train("", program, "--plain --bf16", &plain);
+    CHECK_EQ_INT(plain.count, STEPS);
+    check_same(&cpu, &plain, 2e-2, 5e-2);
+    CHECK(fabs(plain.loss[STEPS - 1] - cpu.loss[STEPS - 1]) > 2e-6); // it was bf16
+    snprintf(options, sizeof options, "--bf16 %s", row->options);
+    train(OVER_NCCL, program, options, &gpu);
+    CHECK_EQ_INT(gpu.count, STEPS);
+    check_same(&plain, &gpu, 5e-3, 3e-2);
+}
+
+/* The loss that nobody looks at changes nothing. */
+TEST(gpt_cuda, log_every) {
+    curve all, some;
+    const char *program = cuda_program();
+    train(OVER_NCCL, program, "--ranks 2", &all);
+    train(OVER_NCCL, program, "--ranks 2 --log-every 4", &some);
+    CHECK_EQ_INT(some.count, 6); // 1 2 3 4 8 10
+    CHECK_EQ_INT(some.step[4], 8);
+    check_same(&all, &some, 0.0, 0.0);
+}
+
+/* Two runs of the same ranks give the same bits: every sum has an order. */
+TEST(gpt_cuda, repeats) {
+    curve a, b;
+    const char *program = cuda_program();
+    train(OVER_NCCL, program, "--ranks 2", &a);
+    train(OVER_NCCL, program, "--ranks 2", &b);
+    check_same(&a, &b, 0.0, 0.0);
+}
+
+/* Only the stand-in for the runtime has this checker: the first access that no event orders ends
+   the program. It sees products, copies and collectives. */
+TEST(gpt_cuda, no_races) {
+    curve c;
+    const char *program = cuda_program();
+    if (!strstr(program, "/stub/")) SKIP("not built with tests/stubs");
+    train(OVER_NCCL "FSDP_STUB_CHECKS=1", program, "--ranks 2", &c);
+    CHECK_EQ_INT(c.count, STEPS);
+}
+
+/* Forward and backward as a graph: the same bits as call by call. */
+static const struct {
+    const char *name, *environment, *options;
+} graphs[] = {
+    {"ranks=1", OVER_NCCL, "--ranks 1"},
+    {"alone", OVER_NCCL, ""},
+    {"no_reshard", OVER_NCCL, "--reshard 0"},
+    {"log_every", OVER_NCCL, "--log-every 4"},
+    {"checked", OVER_NCCL "FSDP_STUB_CHECKS=1", ""}, // stops at what no event orders
+    {"protected", OVER_NCCL "FSDP_STUB_PROTECT=1", ""},
+};
+
+TEST_P(gpt_cuda, graph, graphs) {
+    char options[100];
+    curve calls, graph;
+    const char *program = cuda_program();
+    train(OVER_NCCL, program, "--ranks 1", &calls);
+    CHECK(calls.norm[STEPS - 1] > 1.0); // clipping is part of it
+    snprintf(options, sizeof options, "--graph %s", row->options);
+    train(row->environment, program, options, &graph);
+    CHECK(graph.step[graph.count - 1] == STEPS);
+    check_same(&calls, &graph, 0.0, 0.0);
+}
+
+/* Whether a training goes through although the nth call of a function fails. */
+static int survives(const char *function, int nth, int steps, const char *options) {
+    char environment[200];
+    const char *program = cuda_program();
+    if (!strstr(program, "/stub/")) SKIP("not built with tests/stubs, which fail as they are told");
+    snprintf(environment, sizeof environment, OVER_NCCL "FSDP_STUB_FAIL=%s:%d:2", function, nth);
+    return run_training(environment, program, steps, options) == 0;
+}
+
+/* How often a training of three steps calls a function. */
+static int calls_of(const char *function, const char *options) {
+    int fails = 0, works = 128; // the last call that there is; one that there is not
+    while (works - fails > 1) {
+        const int middle = (fails + works) / 2;
+        if (survives(function, middle, 3, options)) works = middle;
+        else fails = middle;
+    }
+    h_message("%s: %d calls", function, fails);
+    return fails;
+}
+
+/* One capture, and a launch for each step from the third on. */
+TEST(gpt_cuda, graph_launches) {
+    CHECK(!survives("cudaGraphInstantiate", 1, STEPS, "--graph"));
+    CHECK(survives("cudaGraphInstantiate", 2, STEPS, "--graph"));
+    CHECK(!survives("cudaGraphLaunch", STEPS - 2, STEPS, "--graph"));
+    CHECK(survives("cudaGraphLaunch", STEPS - 1, STEPS, "--graph"));
+}
+
+/* With a graph, more steps allocate nothing more. */
+TEST(gpt_cuda, graph_allocates_nothing) {
+    static const char *const functions[] = {"cudaMalloc", "cudaMallocHost"};
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        const int calls = calls_of(functions[i], "--graph");
+        CHECK(i > 0 || calls > 0);
+        CHECK(survives(functions[i], calls + 1, STEPS, "--graph"));
+    }
+}
+
+/* The backward stores gradients: on one rank no step fills anything with zeros. */
+static const struct {
+    const char *name, *options;
+} fills[] = {{"alone", ""}, {"plain", "--plain"}, {"graph", "--graph"}};
+
+TEST_P(gpt_cuda, fills_nothing, fills) {
+    const int calls = calls_of("cudaMemsetAsync", row->options);
+    CHECK(calls > 0); // before the first step
+    CHECK(survives("cudaMemsetAsync", calls + 1, STEPS, row->options));
+}
+
+static const struct {
+    const char *name, *args, *words;
+} refusals[] = {
+    {"plain_ranks", "--plain --ranks 2", "--plain"},
+    {"graph_ranks", "--graph --ranks 2", "--graph is for one rank"},
+    {"graph_bf16", "--graph --bf16", "--graph is without --bf16"},
+    {"graph_plain", "--graph --plain", "--plain"},
+    {"log_every_zero", "--log-every 0", "--log-every 0"},
+    {"unknown", "--fast", "--fast"},
+};
+
+TEST_P(gpt_cuda, refuses, refusals) {
+    CHECK_EQ_INT(run("", cuda_program(), row->args), 2);
+    CHECK(strncmp(output, "train_gpt_cuda: ", 16) == 0);
+    CHECK_MSG(strstr(output, row->words) != NULL, "expected '%s' in: %s", row->words, output);
+}
+
+TEST(gpt_cuda, help) {
+    static const char *const options[] = {"--data", "--ranks", "--log-every",
+                                          "--bf16", "--plain", "--graph"};
+    CHECK_EQ_INT(run("", cuda_program(), "--help"), 0);
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        CHECK_MSG(strstr(output, options[i]) != NULL, "%s is not explained", options[i]);
+    }
+}

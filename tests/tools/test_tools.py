@@ -1,0 +1,691 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
+header that does what the many did, each check of check_text.py, errors and floors finds what it is
+there for, and run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from harness import check, run, sh
+
+TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
+SPDX = "SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */\n"
+LICENCE = "Free for all.\n"
+
+
+def part(title, code="", more=""):
+    return f"/* {title}\n\n   A part of fsdp.h, which includes it.{more}\n\n   {SPDX}{code}"
+
+
+GOOD = {
+    "LICENSE": LICENCE,
+    "fsdp.h": "/* fsdp.h - a library\n\n   SPDX-License-Identifier: MIT (full text at the end of "
+              "this file)\n\nCONTENTS\n    What it is made of:\n    core/a.h   the first one\n"
+              "    core/b.h   the other one\n\nWORDS\n    none\n*/\n#ifndef FSDP_H\n#define FSDP_H\n"
+              "int fsdp_all(void);\n#endif\n#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DONE)\n"
+              "#define FSDP_DONE\n#include \"core/a.h\" // a\n"
+              "#ifndef FSDP_BACKEND_NET\n#define FSDP_BACKEND_SHM 1\n#endif\n"
+              "#ifdef FSDP_BACKEND_SHM\n#include \"backends/fsdp_shm.h\"\n#endif\n"
+              "#ifdef FSDP_BACKEND_NET\n#include \"backends/fsdp_net.h\"\n#endif\n"
+              "#include \"core/b.h\"\n"
+              "int fsdp_all(void) { return fsdpi_a() + fsdpi_b() + fsdpi_move(); }\n#endif\n"
+              f"\n/*\n{LICENCE}*/\n",
+    "core/a.h": part("core/a.h - the first\n   of two", "static int fsdpi_a(void) { return 1; }\n"),
+    "core/b.h": part("core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n",
+                     " See backends/README.md."),
+    "backends/fsdp_base.h": f"/* fsdp_base.h - what backends share: much\n\n   {SPDX}"
+                            "#ifndef FSDP_BASE\n#define FSDP_BASE\n"
+                            "static int fsdpi_base(void) { return 300; }\n#endif\n",
+    "backends/fsdp_shm.h": f"/* fsdp_shm.h - the default\n\n   How it works.\n\n   {SPDX}"
+                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
+                           "static int fsdpi_move(void) { return fsdpi_base(); }\n",
+    "backends/fsdp_net.h": f"/* fsdp_net.h - the other\n\n   {SPDX}"
+                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
+                           "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
+    "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
+                   "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
+    "tests/core/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n"
+                        "TEST(all, works) {}\nTEST_P(all, of_a_table, rows) {}\n",
+    "tests/core/test_fully_shard_a.c": "/* SPDX-License-Identifier: MIT */\n"
+                                  "TEST(fully_shard_a, done) {}\n"
+                                  "TEST(long_fully_shard_a, large, NIGHT | SECONDS(9)) {}\n",
+    "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
+    "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
+                     "| a table | `all.of_*`, `fully_shard_a.done` |\n",
+    "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
+                      "| `done` | done | `torch.chunk` |\n| `renamed` | done | `all.works` |\n"
+                      "| `absent` | not applicable | nothing |\n"
+                      "| `large` | own | `long_fully_shard_a.large` |\n",
+}
+
+
+@contextlib.contextmanager
+def tree(**changes):
+    """The good tree with other files, in a directory of its own: names have _ for / and for dots."""
+    files = dict(GOOD)
+    for name in GOOD:
+        key = name.replace("/", "_").replace(".", "_")
+        files[name] = changes.pop(key, files[name])
+    check(not changes, f"no such files: {list(changes)}")
+    with tempfile.TemporaryDirectory() as root:
+        for name, text in files.items():
+            os.makedirs(os.path.join(root, os.path.dirname(name)), exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        yield root
+
+
+def finds(name, wanted, **changes):
+    """The check passes the good tree, and complains about a changed one in these words."""
+    for changed in [{}, changes]:
+        with tree(**changed) as root:
+            r = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), name],
+                               cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               universal_newlines=True)
+        check((r.returncode == 0) == (not changed), f"{name} {list(changed)}: {r.stdout}")
+        check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
+
+
+def amalgamate(root, name="fsdp.h"):
+    sh(f"{sys.executable} {TOOLS}/amalgamate.py single {root}", cwd=root)
+    with open(os.path.join(root, "single", name), encoding="utf-8") as f:
+        return f.read()
+
+
+def result(folder, flags=""):
+    """What fsdp_all() returns with this folder's fsdp.h, included before and with its code."""
+    program = os.path.join(folder, "program.c")
+    with open(program, "w", encoding="utf-8") as f:
+        f.write('#include "fsdp.h"\n#define FSDP_IMPLEMENTATION\n#include "fsdp.h"\n'
+                "#include <stdio.h>\nint main(void) { return printf(\"%d\", fsdp_all()) < 0; }\n")
+    sh(f"cc {flags} -o program program.c", cwd=folder)
+    return int(sh("./program", cwd=folder))
+
+
+def test_amalgamate_works():
+    with tree() as root:
+        check(result(root) == 321 and result(root, "-DFSDP_BACKEND_NET") == 4321, "the tree itself")
+        amalgamate(root)
+        single = os.path.join(root, "single")
+        check(sorted(os.listdir(single)) == ["fsdp.h", "fsdp_more.h"], "one file for each header")
+        check(result(single) == 321, "the one header")
+        os.mkdir(os.path.join(single, "backends"))
+        sh("cp backends/fsdp_net.h backends/fsdp_base.h single/backends", cwd=root)
+        check(result(single, "-DFSDP_BACKEND_NET") == 4321, "another backend beside it")
+
+
+def test_amalgamate_text():
+    with tree() as root:
+        text = amalgamate(root)
+        parts = ["core/a.h", "backends/fsdp_shm.h", "backends/fsdp_base.h", "core/b.h"]
+        places = [text.index(f"/* ==== {name} ====") for name in parts]
+        check(places == sorted(places), "parts in the order of their includes")
+        listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
+                  if line.startswith(("    core/", "    backends/"))]
+        check(listed == parts, f"table of contents: {listed}")
+        check("the first one\n" in text and "what backends share\n" in text, "their titles")
+        for once in ("SPDX-", LICENCE, "static int fsdpi_base", "What it is", "How it works."):
+            expected = 0 if once == "What it is" else 1
+            check(text.count(once) == expected, f"{once!r}: {text.count(once)} times")
+        check("A part of" not in text and "See backends/README.md." in text, "the first comments")
+        check(text.endswith(f"/*\n{LICENCE}*/\n"), "the licence at its end")
+        check(amalgamate(root) == text, "the same text again")
+
+
+def test_amalgamate_extension():
+    """Extensions are files beside the one header: without parts as they are, else with them."""
+    with tree() as root:
+        check(amalgamate(root, "fsdp_more.h") == GOOD["fsdp_more.h"], "an extension without parts")
+    more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n'
+    with tree(fsdp_more_h=more) as root:
+        text = amalgamate(root, "fsdp_more.h")
+        check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, core/"), text)
+        check("\n#include \"fsdp.h\"\n" in text and "#include \"core" not in text, "its includes")
+        check(text.count("static int fsdpi_b(") == 1 and "static int fsdpi_a(" not in text, text)
+
+
+def test_amalgamate_changes():
+    """A part that is new, and one that is gone."""
+    include = GOOD["fsdp.h"].replace("#include \"core/b.h\"\n", "#include \"core/c.h\"\n")
+    with tree(fsdp_h=include) as root:
+        command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), "single", root]
+        r = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        check(r.returncode == 1 and b"cannot find core/c.h" in r.stderr, str(r))
+        os.rename(os.path.join(root, "core/b.h"), os.path.join(root, "core/c.h"))
+        text = amalgamate(root)
+        check("== core/c.h ==" in text and "    core/c.h               the second\n" in text, text)
+
+
+def test_licence():
+    finds("licence", "fsdp.h: its last comment", LICENSE="Free for some.\n")
+    finds("licence", "fsdp.h: its last comment", fsdp_h=GOOD["fsdp.h"] + "int x;\n")
+    finds("licence", "tests/core/test_all.c: no line SPDX", tests_core_test_all_c="/* test_all.c */\n")
+    finds("licence", "core/a.h: the full text of the licence is not at the end of this file",
+          core_a_h=GOOD["core/a.h"].replace("end of fsdp.h", "end of this file"))
+
+
+def test_layers():
+    code = GOOD["core/a.h"]
+    finds("layers", "core/a.h: names a backend: fsdpi_shm_open",
+          core_a_h=code + "int x = fsdpi_shm_open();\n")
+    finds("layers", "core/a.h: names a backend: fsdp_net_comm_ops",
+          core_a_h=code + "/* why */ int x = fsdp_net_comm_ops();\n")
+    finds("layers", "core/a.h: names a backend: FSDP_BACKEND_SHM",
+          core_a_h=code + "#ifdef FSDP_BACKEND_SHM\n#endif\n")
+    finds("layers", "core/a.h: includes ../backends/fsdp_base.h",
+          core_a_h=code + '#include "../backends/fsdp_base.h"\n')
+    finds("layers", "core/a.h: includes b.h", core_a_h=code + '#include "b.h"\n')
+    finds("layers", "backends/fsdp_net.h: includes ../core/a.h",
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + '#include "../core/a.h"\n')
+
+
+def test_extensions():
+    finds("extensions", "fsdp_more.h: fsdpi_a is not its own, core/a.h has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_a();\n")
+    finds("extensions", "fsdp_more.h: fsdpi_base is not its own, backends/fsdp_base.h has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + 'char c = "//"[0]; int x = fsdpi_base();\n')
+    finds("extensions", "fsdp_more.h: FSDPI_N is not its own, core/b.h has it",
+          core_b_h=GOOD["core/b.h"] + "#define FSDPI_N 3\n",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x[FSDPI_N];\n")
+
+
+def test_functions():
+    def function(lines):
+        return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
+    finds("functions", "a function of 51 lines, at most 50",
+          core_a_h=GOOD["core/a.h"] + function(50) + function(51),
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(70))
+    finds("functions", "a function of 71 lines, at most 70",
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(71))
+
+
+def test_tests():
+    table, parity = GOOD["docs/tests.md"], GOOD["docs/parity.md"]
+    finds("tests", "docs/tests.md:3: no such test: test_invented",
+          docs_tests_md=table.replace("`test_all`", "`test_all`, `test_invented`"))
+    finds("tests", "docs/tests.md:4: no such test: all.invented",
+          docs_tests_md=table.replace("all.of_*", "all.invented"))
+    finds("tests", "docs/tests.md:3: a row that names no test",
+          docs_tests_md=table.replace("`test_all`", "test_all"))
+    finds("tests", "docs/tests.md: no table of tests", docs_tests_md="No table.\n")
+    finds("tests", "README.md:5: no such test: all.invented",
+          README_md=GOOD["README.md"] + "\n`make test FILTER=all.invented`\n")
+    finds("tests", "docs/parity.md:5: no such test: fully_shard_a.invented",
+          docs_parity_md=parity.replace("`done` |", "`done`, `invented` |"))
+    finds("tests", "docs/parity.md:6: no such test: all.invented",
+          docs_parity_md=parity.replace("all.works", "all.invented"))
+    finds("tests", "docs/parity.md:7: no such test: fully_shard_a.absent",
+          docs_parity_md=parity.replace("not applicable", "done"))
+    finds("tests", "docs/parity.md:5: great is no state",
+          docs_parity_md=parity.replace("| done | `torch", "| great | `torch"))
+    finds("tests", "docs/parity.md: no row for fully_shard_a.new of test_fully_shard_a",
+          tests_core_test_fully_shard_a_c=GOOD["tests/core/test_fully_shard_a.c"]
+          + "TEST(fully_shard_a, new) {}\n")
+
+
+PROGRAMS = {"test_all": ["works", "of_a_table/one", "of_a_table/two"],
+            "test_fully_shard_a": ["done"]}
+
+
+def run_tests(root, options="", **results):
+    """run_tests.sh over programs in which every test passes, but for these results."""
+    for program, tests in PROGRAMS.items():
+        lines = []
+        for test in tests:
+            name = program[5:] + "." + test
+            result = results.get(test.split("/")[0], "      OK")
+            if result:
+                lines.append(f"echo '[ RUN      ] {name}'; echo '[ {result} ] {name} (1 ms)'")
+        path = os.path.join(root, program)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write("#!/bin/sh\n" + "\n".join(lines) + "\n")
+        os.chmod(path, 0o755)
+    if not os.path.exists(os.path.join(root, "tools")):
+        os.symlink(TOOLS, os.path.join(root, "tools"))
+    r = subprocess.run(f"tools/run_tests.sh {options} ./test_all ./test_fully_shard_a", cwd=root,
+                       shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                       stdin=subprocess.DEVNULL, universal_newlines=True,
+                       env=dict(os.environ, WARN="-Wall", FSDP_BUILD="build"))
+    return r.returncode, r.stdout
+
+
+def test_tests_that_ran():
+    """What a document names has to have passed in this run."""
+    with tree() as root:
+        ran = "--ran=tests.ran"
+        status, out = run_tests(root, ran)
+        check(status == 0 and "5 passed, 0 failed, 0 skipped" in out, out)
+        with open(os.path.join(root, "tests.ran"), encoding="utf-8") as f:
+            check(f.read() == "".join(f"{p}\t{p[5:]}.{t}\tOK\n" for p, tests in PROGRAMS.items()
+                                      for t in sorted(tests)), "the file of what ran")
+        for result, words in (("", "did not run"), (" SKIPPED", "was skipped")):
+            status, out = run_tests(root, ran, done=result)
+            check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
+            check(f"docs/parity.md:5: fully_shard_a.done {words}" in out, out)
+        status, out = run_tests(root, ran, of_a_table=" SKIPPED")
+        check(status and "docs/tests.md:4: all.of_a_table was skipped" in out, out)
+        check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
+        status, out = run_tests(root, done=" SKIPPED")
+        check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
+
+
+VARIANTS = """# a comment | with | these | signs | of | the table
+$NET = A=1 B=2
+# name  | make       | target | tags | night          | environment
+net     | GLOO=yes   | test   | gloo | night.gloo     | $NET
+        |            | -      |      | nccl:-gloo     |
+shm     | examples   | test   | shm  | night.shm      |
+fast    | 'C=-O -g'  | check  | bits | bits:night.bits | C=3
+asan    |            | check  | asan | night.asan     |
+"""
+SOURCES = {
+    "core/test_plain.c": "/* of GLOO and\n   NIGHT */\nTEST(a, b) { say(\"NCCL\"); } // BITS\n",
+    "core/test_file.c": "#define TAGS GLOO | AT_NIGHT(ASAN)\nTEST(a, c) {}\n",
+    "core/test_one.c": "#define TAGS NO(ASAN)\nTEST(a, d,\n     AT_NIGHT(GLOO)) {}\n",
+    "net/test_only.c": "#define TAGS NO(SHM) | GLOO\nTEST(a, e, NO(GLOO) | NCCL) {}\n",
+    "net/test_rows.c": "#define TAGS AT_NIGHT(ASAN)\nTEST_P(a, f, rows, row->x ? MANY_RANKS : BITS | ASAN) {}\n",
+    "net/test_twice.c": "#include \"test_only.c\"\n",
+    "net/conformance.c": "TEST(a, g, NIGHT) {}\n",
+    "net/probe.c": "TEST(a, h, GLOO) {}\n",
+}
+
+
+@contextlib.contextmanager
+def variants():
+    """A tree of this table and these sources, and a function that runs a command there."""
+    with tempfile.TemporaryDirectory() as root:
+        os.symlink(TOOLS, os.path.join(root, "tools"))
+        for name, text in [("variants", VARIANTS)] + list(SOURCES.items()):
+            path = os.path.join(root, "tests", name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+        env = dict(os.environ, BUILD="b")
+        yield root, lambda command: sh(command, cwd=root, env=env)
+
+
+def test_variants():
+    """What is built and run comes from the table and from what the tests say, not from comments."""
+    with variants() as (_, run_there):
+        def says(words, expected):
+            out = run_there(f"tools/variants.sh {words}")
+            check(out.split() == expected.split(), f"{words}: {out}")
+        says("list test", "net shm")
+        says("list check", "fast asan")
+        says("list nightly", "net shm fast asan")
+        says("programs gloo", "test_file test_only test_twice")
+        says("programs night.gloo", "test_one")
+        says("programs gloo:nccl", "test_file test_only test_twice")
+        says("programs nccl:-gloo", "test_only test_twice")
+        says("programs shm", "test_file test_one test_plain test_rows conformance")
+        says("programs night.shm", "conformance")
+        says("programs asan", "test_plain test_rows conformance")
+        says("programs night.asan", "test_file test_rows")
+        says("programs bits", "test_rows")
+        says("programs night.bits", "test_rows")
+        says("programs tsan", "")
+        says("make test net", "BUILD=b/net GLOO=yes b/net/tests/test_file b/net/tests/test_only "
+             "b/net/tests/test_twice")
+        says("make check fast", "BUILD=b/fast 'C=-O -g' b/fast/tests/test_rows")
+        says("make nightly net | wc -l", "0")  # one command
+        says("make test shm", "BUILD=b examples " + " ".join(
+            f"b/tests/{n}" for n in "test_file test_one test_plain test_rows conformance".split()))
+        says("runs check fast", "bits FSDP_BUILD=b/fast C=3 b/fast/tests/test_rows")
+        says("runs nightly net", "night.gloo FSDP_BUILD=b/net A=1 B=2 b/net/tests/test_one "
+             "nccl:-gloo FSDP_BUILD=b/net b/net/tests/test_only "
+             "nccl:-gloo FSDP_BUILD=b/net b/net/tests/test_twice")
+
+
+def test_run_tests_of_a_variant():
+    """Programs that have tests with the tags run with them, in the environment of the table."""
+    script = """#!/bin/sh
+case "$*" in
+*--list*--tags=gloo:-slow*) [ "${0##*/}" != test_file ] || echo a.c ;;
+*--list*) [ "${0##*/}" = test_twice ] || echo a.c ;;
+*) echo "[ RUN      ] a.c"; echo "[       OK ] a.c ($A $B $FSDP_BUILD ${0##*/} $*)" ;;
+esac
+"""
+    with variants() as (root, run_there):
+        os.makedirs(os.path.join(root, "b/net/tests"))
+        for name in "test_file", "test_only", "test_one", "test_twice":
+            path = os.path.join(root, "b/net/tests", name)
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(script)
+            os.chmod(path, 0o755)
+
+        def ran(options, *lines):
+            out = run_there(f"tools/run_tests.sh {options} variant:net")
+            found = sorted(re.findall(r"OK \] a\.c \((.*)\)", out))
+            check(found == sorted(lines), f"{options}: {out}")
+        ran("", "1 2 b/net test_file --tags=gloo", "1 2 b/net test_only --tags=gloo")
+        ran("--tags=-slow", "1 2 b/net test_file --tags=gloo:-slow")
+        ran("--filter=c", "1 2 b/net test_file --tags=gloo --filter=c",
+            "1 2 b/net test_only --tags=gloo --filter=c")
+        ran("--target=nightly", "1 2 b/net test_one --tags=night.gloo",
+            "  b/net test_only --tags=nccl:-gloo")
+
+
+def test_variants_miss_nothing():
+    """A program with a test that has a tag is among those that are built for the tag."""
+    root = os.path.dirname(TOOLS)
+    build = os.path.join(root, os.environ.get("FSDP_BUILD", "build"), "tests")
+    if not os.path.exists(os.path.join(build, "conformance")):
+        raise Skip(f"no tests in {build}")
+    tags = [night + tag for tag in "shm asan tsan bits gloo nccl".split() for night in ("", "night.")]
+    for tag in tags:
+        programs = sh(f"{TOOLS}/variants.sh programs {tag}").split()
+        for name in sorted(os.listdir(build)):
+            path = os.path.join(build, name)
+            if name.startswith("test_") and "." not in name and name not in programs:
+                check(not sh(f"{path} --list --tags={tag}"), f"{tag}: {name} is missing")
+
+
+def test_with_torchrun():
+    """The command runs with the torchrun that is there, that of the environment, or without one."""
+    with tempfile.TemporaryDirectory() as root:
+        for name in ("bash", "cat", "ln", "mkdir", "rm", "sh", "tail", "timeout", "tr"):
+            os.symlink(shutil.which(name), os.path.join(root, name))
+
+        def script(name, text):
+            os.makedirs(os.path.dirname(os.path.join(root, name)) or root, exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write("#!/bin/sh\n" + text + "\n")
+            os.chmod(os.path.join(root, name), 0o755)
+
+        def says(words, where):
+            out = subprocess.run([os.path.join(TOOLS, "with_torchrun.sh"), "venv", "sh", "-c",
+                                  "command -v torchrun; exit 3"], cwd=root, env={"PATH": root},
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 universal_newlines=True)
+            check(words in out.stderr and out.stdout.strip() == where, str(out))
+            check(out.returncode == 3, "the status is that of the command")
+        says("none here, and no python3", "")
+        script("python3", "echo no module venv; exit 1")
+        says("none here, and pip could not install it: no module venv", "")
+        script("python3", f"mkdir -p venv/bin; cat >venv/bin/pip <<'E'\n#!{root}/sh\necho no network; "
+                          "exit 2\nE\n/bin/chmod +x venv/bin/pip")
+        says("none here, and pip could not install it: no network", "")
+        check(not os.path.exists(os.path.join(root, "venv")), "half an environment is removed")
+        for program in ("torchrun", "python"):
+            script(f"venv/bin/{program}", "echo 2.15")
+        says("venv: torch 2.15", os.path.join(root, "venv/only/torchrun"))
+        script("torchrun", "exit 0")
+        says(f"torchrun: {root}/torchrun", os.path.join(root, "torchrun"))
+
+
+FAILS = """static int fsdpi_fails(int x) {
+    if (x) return fsdp_fail(w, FSDP_ERR_IO, "[E101] x is %d: "
+                            "give 0", x); // "[E103] a comment"
+    fsdpi_say(error, "[E102] rank %d: no y", (int)boot->rank);
+    return fsdpi_world_fail(w, FSDP_OK, "%s", error);
+}
+"""
+LIST = """# Error texts
+
+Words.
+
+## E1: Arguments
+
+| id | status | text | cause | remedy |
+|---|---|---|---|---|
+| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |
+| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |
+
+More words.
+"""
+
+
+def errors(code, listed, *args):
+    """What the tool says of this code and this list, and the list afterwards."""
+    with tree(core_a_h=GOOD["core/a.h"] + code) as root:
+        path = os.path.join(root, "docs", "errors.md")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(listed)
+        r = subprocess.run([sys.executable, os.path.join(TOOLS, "errors"), *args], cwd=root,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(path, encoding="utf-8") as f:
+            return r.returncode, r.stdout, f.read()
+
+
+def test_errors():
+    check(errors(FAILS, LIST) == (0, "note: 2 error texts\n", LIST), str(errors(FAILS, LIST)))
+    four = LIST.replace("Give y. |\n", "Give y. |\n| E1000 | OK | `z` | Z. | Give z. |\n")
+    info = 'int i = fsdpi_boot_log(b, FSDP_LOG_INFO, "no warning");\n'
+    check(errors(FAILS + info + 'int j = fsdp_fail(w, FSDP_OK, "[E1000] z");\n', four)[0] == 0, four)
+    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith("| E"))
+    z = "| E103 | OK | `z` | Z. | Give z. |\n"
+    fails = lambda text: FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+    for code, listed, wanted in [
+            (fails('"no z"'), LIST, 'without an id: "no z"'),
+            (fails('x ? "[E103] z" : "y"'), LIST + z, ': "y"'),
+            (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (fails('"[E101] z"'), LIST, "core/a.h:14: E101 is taken"),
+            (fails('"[E103] z"'), LIST, "core/a.h:14: E103 has no row in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "core/a.h:14: E1000 has no row in docs/errors.md"),
+            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
+            (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
+            (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
+            (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
+            (FAILS, LIST.replace("X is not 0.", ""), "core/a.h:9: E101 has no cause"),
+            (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
+            (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
+            (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
+            (FAILS.replace("give 0", "give 1"), LIST, "is not what the sources say"),
+            (FAILS.replace("FSDP_ERR_IO", "FSDP_OK"), LIST, "is not what the sources say"),
+            (FAILS, LIST.replace(row_101 + row_102, row_102 + row_101), "is not what the sources")]:
+        status, text, after = errors(code, listed)
+        check(status == 1 and wanted in text and after == listed, f"{wanted}: {status}: {text}")
+
+
+def test_errors_makes():
+    """-o: rows of new ids, without cause and remedy; what is written by hand stays."""
+    write = ["-o", "docs/errors.md"]
+    rows = lambda text: [line for line in text.split("\n") if line.startswith("| E")]
+    more = FAILS + ('int i = fsdp_fail(w, 1, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E103] %s", z); }\n'
+                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E104] v | w");\n')
+    status, text, after = errors(more, LIST, *write)
+    check(status == 1 and "E103 has no cause, remedy in" in text, text)
+    check(rows(after)[2:] == ["| E103 | OK | `<z>` |  |  |", "| E104 | OK | `v \\| w` |  |  |",
+                              "| E1000 |  | `z` |  |  |"], after)
+    check(after.replace("\n".join(rows(after)[2:]) + "\n", "") == LIST, after)
+    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <what it was>` *")
+    for listed in (LIST.replace("ERR_IO | `x is", "ERR | `z"), by_hand):
+        status, text, after = errors(FAILS, listed, *write)
+        check(status == 0 and after == (by_hand if listed is by_hand else LIST), text + after)
+    status, text, after = errors(FAILS.replace("[E102] rank", "[E101] rank"), LIST, *write)
+    check(status == 1 and "E102 is in no source: its row has gone" in text, text)
+    check(len(rows(after)) == 1, after)
+    broken = LIST.replace("X is not 0. |", "X is not 0.")
+    status, text, after = errors(FAILS, broken, *write)
+    check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
+
+
+HOUSE = {  # in the order of the floors
+    "core/a.h": '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
+    "core/b.h": '#include "../fsdp.h" // and core/*.h\n# include "a.h"\n/* the end */\n',
+    "core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
+    "fsdp.h": '/* Use it so:\n    #include "fsdp.h"\n*/\n#include "core/b.h"\n#include "core/c.h"\n',
+    "plan/x.h": '#include "../fsdp_plan.h"\n', "fsdp_more.h": '#include "fsdp.h"\n',
+    "plan/y.h": '#include "../fsdp_plan.h"\n#include "x.h"\n',
+    "fsdp_plan.h": '#include "fsdp.h"\n#include "plan/y.h"\n', "backends/README.md": "no room\n"}
+
+
+def floors(picture=None, **changes):
+    """What the gate says of this house and its picture, or of the one that it draws; the picture."""
+    with tempfile.TemporaryDirectory() as root:
+        for name, text in {**HOUSE, **changes, "docs/floors.svg": picture or ""}.items():
+            os.makedirs(os.path.dirname(os.path.join(root, name)), exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        for args in [["-o", "docs/floors.svg"]] * (picture is None) + [[]]:
+            r = subprocess.run([sys.executable, os.path.join(TOOLS, "floors"), *args], cwd=root,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(os.path.join(root, "docs/floors.svg"), encoding="utf-8") as f:
+            return r.returncode, r.stdout, f.read()
+
+
+def test_floors():
+    status, text, drawn = floors()
+    check(status == 0 and text == "note: 8 files on 7 floors\n", text)
+    rooms = re.findall(r'text-anchor="end">(\d)<|^<text x="\d+" y="\d+">([\w.]+)(?: <tspan.*>(\d+)<)?',
+                       drawn, re.M)
+    expected = ("6 fsdp_plan.h:2 5 y.h:1 4 x.h:1 fsdp_more.h 3 fsdp.h:4 2 c.h:1 1 b.h:2 0 a.h:2").split()
+    check([floor or name + ":" * bool(users) + users for floor, name, users in rooms] == expected, drawn)
+    for changed in ({"core/b.h": "\n"}, {"core/d.h": "\n"}):
+        status, text, after = floors(drawn, **changed)
+        check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
+    for changed, wanted in [({"core/a.h": '#include "c.h"\n'}, ("core/a.h", "core/c.h")),
+                            ({"core/a.h": '#include "../fsdp_more.h"\n'}, ("core/a.h", "fsdp_more.h")),
+                            ({"plan/x.h": '#include "y.h"\n'}, ("plan/x.h", "plan/y.h"))]:
+        status, text, _ = floors(**changed)
+        check(status == 1 and "floors: a circle: " in text, text)
+        check(all(f"{name} -> " in text for name in wanted), text)
+
+
+def test_floors_have_room():
+    """No room lies on another one or on another folder's column, and names fit."""
+    names = {f"{folder}/{'long' * (k % 3)}_{k}.h": "\n" for k in range(24)
+             for folder in ("core", "backends", "plan", "dtensor", "checkpoint")}
+    names.update({f"fsdp_{folder}.h": HOUSE["fsdp_more.h"] for folder in ("dtensor", "checkpoint")})
+    status, text, drawn = floors(**names)
+    check(status == 0, text)
+    boxes = [(float(x), int(y), float(x) + float(w), int(y) + int(h), style, name)
+             for style, x, y, w, h, name in re.findall(
+                 r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="(\d+)" rx="2"/>\n'
+                 r"<text [^>]*>(.*)</text>", drawn)]
+    check(len(boxes) == len(names) + 8, f"{len(boxes)} rooms")
+    status, text, _ = floors(**{"dtensor/a_name_of_many_letters.h": "\n"})
+    check(status == 1 and "many_letters.h is wider than its column" in text, text)
+    columns = {style: (min(b[0] for b in boxes if b[4] == style), max(b[2] for b in boxes if b[4] == style))
+               for style in {b[4] for b in boxes}}
+    check(columns["core"][1] < columns["backends"][0], f"{columns}")
+    check(columns["dtensor"][1] < columns["plan"][0] <= columns["plan"][1] < columns["checkpoint"][0],
+          f"{columns}")
+    for i, a in enumerate(boxes):
+        check(0 < a[0] and a[2] < 900 and a[0] + 6.5 * len(re.sub("<.*?>", "", a[5])) < a[2], f"{a}")
+        for b in boxes[:i]:
+            check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
+
+MUTATED = """/* core/small.h - SPDX-License-Identifier: MIT */
+enum { FSDPI_RED, FSDPI_GREEN, FSDPI_COUNT };
+static int fsdpi_least(int a, int b) { return a < b ? a : b; } // equivalent compare: equal values
+// A comment with a < b, and "a string" { ( of which nothing is a mutant.
+static int fsdpi_sum(const int *list, int n) {
+    int values[4] = {0}, sum = 0;
+    (void)values;
+    for (int i = 0; i < n; i++) {
+        if (list[i] > 0 && n != 7) sum += list[i];
+    }
+    return sum - (n == 1);
+}
+static int fsdpi_color(int x) {
+    switch (x) {
+    case FSDPI_RED: return FSDPI_GREEN;
+    default: break;
+    }
+    return 7;
+}
+static void fsdpi_clear(int *list, int n) {
+    while (n > 0) list[--n] = 0;
+}
+"""
+MUTATED_MAKEFILE = """MAKE_shm := COLOR=red
+RUN_shm := WORDS=two build/tests/test_small:small.* build/tests/test_broken
+build/tests/%: tests/%.c core/small.h
+\t@mkdir -p $(@D)
+\t@cc $(CPPFLAGS) $(CFLAGS) $(WARN) -I. -o $@ $<
+"""
+MUTATED_TEST = """/* SPDX-License-Identifier: MIT */
+#include <stdio.h>
+#include <string.h>
+#include "core/small.h"
+int main(int argc, char **argv) {
+    int list[] = {1, -2, 3}, last = argc > 1 && !strstr(argv[argc - 1], "first"), good;
+    if (argc > 1 && !strcmp(argv[1], "--list")) return printf("small.first\\nsmall.second\\n") < 0;
+    good = last ? fsdpi_sum(list, 3) == 4 : fsdpi_least(list[0], list[1]) == -2;
+    if (last) fsdpi_clear(list, 3), good &= !list[0] && !list[2];
+    return !good;
+}
+"""
+
+
+def mutate(root, *args, entries="", status=0):
+    """What tools/mutate says of a small library in this directory, whose tests see some of it."""
+    files = {"core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE, "tests/test_small.c": MUTATED_TEST,
+             "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries}
+    tree = os.path.join(root, "tree")
+    for name, text in files.items():
+        os.makedirs(os.path.join(tree, os.path.dirname(name)), exist_ok=True)
+        with open(os.path.join(tree, name), "w", encoding="utf-8") as f:
+            f.write(text)
+    sh("git init -q && git add .", cwd=tree)
+    r = subprocess.run([os.path.join(TOOLS, "mutate"), "--tree", tree, "--scratch", os.path.join(root, "copy"),
+                        *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    check(r.returncode == status, f"mutate {args}: status {r.returncode}: {r.stdout}")
+    return r.stdout
+
+
+def test_mutants_of_a_source():
+    """Each operator makes its mutants, and none of what is no expression or is marked."""
+    with tempfile.TemporaryDirectory() as root:
+        names = [line.split("  ")[0][len("core/small.h:fsdpi_"):] for line in mutate(root, "--list").split("\n")]
+        for wanted in ["sum:compare:1", "sum:condition:2", "sum:statement:1", "sum:assign:1", "sum:swap:1",
+                       "sum:+1:1", "sum:-1:1", "color:enum:1", "color:statement:1", "clear:statement:1"]:
+            check(wanted in names, f"no {wanted}: {names}")
+        # the test of the loop is no if; `case` is a constant; the last return and the marked line stay
+        check(sum(n.startswith("sum:condition") for n in names) == 2, names)
+        check(sum(n.startswith("color:enum") for n in names) == 1, names)
+        check(not any(n.startswith(("least:compare", "least:statement")) for n in names), names)
+        check(sum(n.startswith("sum:statement") for n in names) == 1, names)
+        drawn = mutate(root, "--list", "--sample", "5")
+        check(drawn.count("\n") == 5 and drawn == mutate(root, "--list", "--sample", "5"), drawn)
+        check(drawn != mutate(root, "--list", "--sample", "5", "--seed", "2"), drawn)
+
+
+LISTED = """# a comment
+small.swapped fsdpi_least
+- a < b ? a : b
++ a < b ? b : a
+
+small.void fsdpi_clear
+- list[--n] = 0;
++ list[--n] = 1;
+
+small.nowhere fsdpi_least
+- a > b
++ a
+
+small.no_c fsdpi_sum
+- return sum
++ return zum
+"""
+
+
+def test_mutants_run():
+    """What tests see is caught; what they do not see lives; what they do not reach is told."""
+    with tempfile.TemporaryDirectory() as root:
+        out = mutate(root, entries=LISTED, status=1)
+        for line in ["caught    small.swapped  by test_small (small.first)",
+                     "caught    small.void  by test_small (small.second)",
+                     "broken    small.nowhere: its text is in fsdpi_least 0 times", "broken    small.no_c  core/small.h:11",
+                     "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
+                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: without the condition n != 7",
+                     "UNREACHED core/small.h:fsdpi_color:enum:1", "left out: test_broken (small.first): it fails without"]:
+            check(line in out, f"{line}: {out}")
+        only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
+        check("1 mutants in" in only and "1 caught, 0 lived" in only and "built" not in only, only)
+        mutate(root, "--only", "small.void", entries=LISTED[:LISTED.index("small.nowhere")])
+        mutate(root, "--function", "fsdpi_sum", "--least", "0.5")
+        mutate(root, "--function", "fsdpi_color", "--least", "0.5", status=1)
+
+
+
+if __name__ == "__main__":
+    run("tools", globals())
