@@ -596,11 +596,14 @@ static void fsdpi_clear(int *list, int n) {
     while (n > 0) list[--n] = 0;
 }
 """
-MUTATED_MAKEFILE = """MAKE_shm := COLOR=red
-RUN_shm := WORDS=two build/tests/test_small:small.* build/tests/test_broken
-build/tests/%: tests/%.c core/small.h
+MUTATED_MAKEFILE = """probes:
+build/%: tests/%.c core/small.h
 \t@mkdir -p $(@D)
 \t@cc $(CPPFLAGS) $(CFLAGS) $(WARN) -I. -o $@ $<
+"""
+MUTATED_VARIANTS = """#!/bin/sh
+[ $1 = runs ] || { echo COLOR=red probes build/test_small && exit; }
+printf 'shm\\tWORDS=two build/%s\\n' test_small test_broken
 """
 MUTATED_TEST = """/* SPDX-License-Identifier: MIT */
 #include <stdio.h>
@@ -618,13 +621,15 @@ int main(int argc, char **argv) {
 
 def mutate(root, *args, entries="", status=0):
     """What tools/mutate says of a small library in this directory, whose tests see some of it."""
-    files = {"core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE, "tests/test_small.c": MUTATED_TEST,
+    files = {"core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE,
+             "tools/variants.sh": MUTATED_VARIANTS, "tests/test_small.c": MUTATED_TEST,
              "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries}
     tree = os.path.join(root, "tree")
     for name, text in files.items():
         os.makedirs(os.path.join(tree, os.path.dirname(name)), exist_ok=True)
         with open(os.path.join(tree, name), "w", encoding="utf-8") as f:
             f.write(text)
+    os.chmod(os.path.join(tree, "tools/variants.sh"), 0o755)
     sh("git init -q && git add .", cwd=tree)
     r = subprocess.run([os.path.join(TOOLS, "mutate"), "--tree", tree, "--scratch", os.path.join(root, "copy"),
                         *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
