@@ -309,9 +309,9 @@ gate_mutations() {
     local log=$work/mutations.log
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
-    tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 --scratch \
-        "$work/mutate" --file core dtensor plan checkpoint safetensors fsdp --programs $mutated_by >"$log" ||
-        die "$(cat "$log")"
+    tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
+        --scratch "$work/mutate" --file core dtensor plan checkpoint safetensors fsdp \
+        --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }
 mutated_by='test_agree test_checkpoint test_compress test_dtensor test_dtensor_tp test_edges

@@ -14,39 +14,47 @@ import tempfile
 from harness import check, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
+BY_FSDP = "   A part of fsdp.h, which includes it.\n\n"
 SPDX = "SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */\n"
 LICENCE = "Free for all.\n"
 
 
-def part(title, code="", more=""):
-    return f"/* {title}\n\n   A part of fsdp.h, which includes it.{more}\n\n   {SPDX}{code}"
+def part(title, code="", more="", uses=""):
+    guard = re.search(r"\w+(?=\.h)", title).group().upper()
+    return (f"/* {title}\n\n   A part of fsdp.h, which includes it.{more}\n\n   {SPDX}"
+            '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n'
+            f"#ifndef FSDPI_{guard}_H\n#define FSDPI_{guard}_H\n{uses}\n{code}#endif\n")
 
 
+BACKENDS = ("#ifndef FSDP_BACKEND_NET\n#define FSDP_BACKEND_SHM 1\n#endif\n"
+            "#ifdef FSDP_BACKEND_SHM\n#include \"../backends/fsdp_shm.h\"\n#endif\n"
+            "#ifdef FSDP_BACKEND_NET\n#include \"../backends/fsdp_net.h\"\n#endif\n")
 GOOD = {
     "LICENSE": LICENCE,
     "fsdp.h": "/* fsdp.h - a library\n\n   SPDX-License-Identifier: MIT (full text at the end of "
               "this file)\n\nCONTENTS\n    What it is made of:\n    core/a.h   the first one\n"
-              "    core/b.h   the other one\n\nWORDS\n    none\n*/\n#ifndef FSDP_H\n#define FSDP_H\n"
+              "    core/backends.h   the table\n    core/b.h   the other one\n\nWORDS\n    none\n*/\n"
+              "#ifndef FSDP_H\n#define FSDP_H\n"
               "int fsdp_all(void);\n#endif\n#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DONE)\n"
-              "#define FSDP_DONE\n#include \"core/a.h\" // a\n"
-              "#ifndef FSDP_BACKEND_NET\n#define FSDP_BACKEND_SHM 1\n#endif\n"
-              "#ifdef FSDP_BACKEND_SHM\n#include \"backends/fsdp_shm.h\"\n#endif\n"
-              "#ifdef FSDP_BACKEND_NET\n#include \"backends/fsdp_net.h\"\n#endif\n"
-              "#include \"core/b.h\"\n"
-              "int fsdp_all(void) { return fsdpi_a() + fsdpi_b() + fsdpi_move(); }\n#endif\n"
-              f"\n/*\n{LICENCE}*/\n",
+              f"#define FSDP_DONE\n#include \"core/b.h\"\n#endif\n\n/*\n{LICENCE}*/\n",
     "core/a.h": part("core/a.h - the first\n   of two", "static int fsdpi_a(void) { return 1; }\n"),
-    "core/b.h": part("core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n",
-                     " See backends/README.md."),
-    "backends/fsdp_base.h": f"/* fsdp_base.h - what backends share: much\n\n   {SPDX}"
-                            "#ifndef FSDP_BASE\n#define FSDP_BASE\n"
-                            "static int fsdpi_base(void) { return 300; }\n#endif\n",
-    "backends/fsdp_shm.h": f"/* fsdp_shm.h - the default\n\n   How it works.\n\n   {SPDX}"
-                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
-                           "static int fsdpi_move(void) { return fsdpi_base(); }\n",
-    "backends/fsdp_net.h": f"/* fsdp_net.h - the other\n\n   {SPDX}"
-                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
-                           "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
+    "core/backends.h": part("core/backends.h - the table", BACKENDS, uses='#include "a.h"\n'),
+    "core/b.h": part("core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n"
+                     "FSDP_API int fsdp_all(void) { return fsdpi_a() + fsdpi_b() + fsdpi_move(); }\n",
+                     " See backends/README.md.",
+                     '#include "a.h" // a\n#include "backends.h"\n#ifndef FSDP_API\n'
+                     "#define FSDP_API\n#endif\n"),
+    "backends/fsdp_base.h": part("fsdp_base.h - what backends share: much",
+                                 "static int fsdpi_base(void) { return 299 + fsdpi_a(); }\n",
+                                 uses='#include "../core/a.h"\n').replace(BY_FSDP, ""),
+    "backends/fsdp_shm.h": part("fsdp_shm.h - the default\n\n   How it works.",
+                                "static int fsdpi_move(void) { return fsdpi_base(); }\n",
+                                uses='#include "fsdp_base.h"\n').replace(BY_FSDP, ""),
+    "backends/fsdp_net.h": part("fsdp_net.h - the other",
+                                "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
+                                uses='#include "fsdp_base.h"\n').replace(BY_FSDP, ""),
+    "backends/fsdp_net.cu": f"/* fsdp_net.cu - compiled alone\n\n   {SPDX}#include \"../core/a.h\"\n"
+                            "int main(void) { return fsdpi_a() - 1; }\n",
     "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
                    "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
     "tests/core/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n"
@@ -112,17 +120,17 @@ def test_amalgamate_works():
         check(result(root) == 321 and result(root, "-DFSDP_BACKEND_NET") == 4321, "the tree itself")
         amalgamate(root)
         single = os.path.join(root, "single")
-        check(sorted(os.listdir(single)) == ["fsdp.h", "fsdp_more.h"], "one file for each header")
+        check(sorted(os.listdir(single)) == ["backends", "fsdp.h", "fsdp_more.h"], "the headers")
         check(result(single) == 321, "the one header")
-        os.mkdir(os.path.join(single, "backends"))
-        sh("cp backends/fsdp_net.h backends/fsdp_base.h single/backends", cwd=root)
         check(result(single, "-DFSDP_BACKEND_NET") == 4321, "another backend beside it")
+        sh("cc -x c -o net backends/fsdp_net.cu && ./net", cwd=single)
 
 
 def test_amalgamate_text():
     with tree() as root:
         text = amalgamate(root)
-        parts = ["core/a.h", "backends/fsdp_shm.h", "backends/fsdp_base.h", "core/b.h"]
+        parts = ["core/b.h", "core/a.h", "core/backends.h", "backends/fsdp_shm.h",
+                 "backends/fsdp_base.h"]
         places = [text.index(f"/* ==== {name} ====") for name in parts]
         check(places == sorted(places), "parts in the order of their includes")
         listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
@@ -146,7 +154,7 @@ def test_amalgamate_extension():
         text = amalgamate(root, "fsdp_more.h")
         check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, core/"), text)
         check("\n#include \"fsdp.h\"\n" in text and "#include \"core" not in text, "its includes")
-        check(text.count("static int fsdpi_b(") == 1 and "static int fsdpi_a(" not in text, text)
+        check(text.count("static int fsdpi_b(") == 1, text)
 
 
 def test_amalgamate_changes():
@@ -170,18 +178,32 @@ def test_licence():
 
 
 def test_layers():
-    code = GOOD["core/a.h"]
+    def also(name, code):
+        return GOOD[name].replace("#endif\n", f"#endif\n{code}\n", 1)
     finds("layers", "core/a.h: names a backend: fsdpi_shm_open",
-          core_a_h=code + "int x = fsdpi_shm_open();\n")
+          core_a_h=also("core/a.h", "int x = fsdpi_shm_open();"))
     finds("layers", "core/a.h: names a backend: fsdp_net_comm_ops",
-          core_a_h=code + "/* why */ int x = fsdp_net_comm_ops();\n")
+          core_a_h=also("core/a.h", "/* why */ int x = fsdp_net_comm_ops();"))
     finds("layers", "core/a.h: names a backend: FSDP_BACKEND_SHM",
-          core_a_h=code + "#ifdef FSDP_BACKEND_SHM\n#endif\n")
-    finds("layers", "core/a.h: includes ../backends/fsdp_base.h",
-          core_a_h=code + '#include "../backends/fsdp_base.h"\n')
-    finds("layers", "core/a.h: includes b.h", core_a_h=code + '#include "b.h"\n')
-    finds("layers", "backends/fsdp_net.h: includes ../core/a.h",
-          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + '#include "../core/a.h"\n')
+          core_a_h=also("core/a.h", "#ifdef FSDP_BACKEND_SHM\n#endif"))
+    finds("layers", "core/a.h: includes backends/fsdp_base.h, which is above it",
+          core_a_h=also("core/a.h", '#include "../backends/fsdp_base.h"'))
+    finds("layers", "core/a.h -> core/b.h -> core/a.h: a circle of includes",
+          core_a_h=also("core/a.h", '#include "b.h"'))
+    finds("layers", "core/a.h: calls fsdp_all of core/b.h, which stands on it",
+          core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
+    finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
+          core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
+          fsdp_more_h=GOOD["fsdp_more.h"] + '#include "core/a.h"\n')
+
+
+def test_toc():
+    finds("toc", "the contents and the files of core/ differ in core/a.h",
+          fsdp_h=GOOD["fsdp.h"].replace("    core/a.h   the first one\n", ""))
+    finds("toc", "the contents list core/b.h above core/backends.h, which it includes",
+          fsdp_h=GOOD["fsdp.h"].replace("    core/b.h   the other one\n", "").replace(
+              "    core/a.h ", "    core/b.h   the other one\n    core/a.h "))
 
 
 def test_extensions():
@@ -466,14 +488,14 @@ def test_errors():
             (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
-            (fails('"[E101] z"'), LIST, "core/a.h:14: E101 is taken"),
-            (fails('"[E103] z"'), LIST, "core/a.h:14: E103 has no row in docs/errors.md"),
-            (fails('"[E1000] z"'), LIST, "core/a.h:14: E1000 has no row in docs/errors.md"),
+            (fails('"[E101] z"'), LIST, "core/a.h:21: E101 is taken"),
+            (fails('"[E103] z"'), LIST, "core/a.h:21: E103 has no row in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "core/a.h:21: E1000 has no row in docs/errors.md"),
             (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
             (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
             (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
             (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
-            (FAILS, LIST.replace("X is not 0.", ""), "core/a.h:9: E101 has no cause"),
+            (FAILS, LIST.replace("X is not 0.", ""), "core/a.h:16: E101 has no cause"),
             (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
             (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
             (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
