@@ -39,7 +39,7 @@ class Amalgamation:
         self.parts = [whole]  # in the order of their texts; paths from the root
         self.titles = {}
         texts = map(self.read, ["fsdp.h"] + sorted(glob.glob("core/*.h", root_dir=root)))
-        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", "\n".join(texts), re.M).group(1)
+        self.default = re.search(r"^#define (FSDP_BACKEND_\w+) 1", "\n".join(texts), re.M).group(1)
         body = self.expand(whole, self.read(whole))
         note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
         self.text = note + (self.contents(body) if whole == "fsdp.h" else body)
