@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import check, run, sh
+from harness import Skip, check, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
 BY_FSDP = "   A part of fsdp.h, which includes it.\n\n"
@@ -194,6 +194,12 @@ def test_layers():
           core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
     finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
           core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "core/b.h: uses fsdpi_a, and does not include core/a.h itself",
+          core_b_h=GOOD["core/b.h"].replace('#include "a.h" // a\n', ""))
+    finds("layers", "core/b.h: uses FSDPI_N_OF_A, and does not include core/a.h itself",
+          core_a_h=also("core/a.h", "#define FSDPI_X(name) FSDPI_N_##name"),
+          core_backends_h=also("core/backends.h", "int x = FSDPI_N_OF_A;"),
+          core_b_h=also("core/b.h", "int y = FSDPI_N_OF_A;").replace('#include "a.h" // a\n', ""))
     finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
           fsdp_more_h=GOOD["fsdp_more.h"] + '#include "core/a.h"\n')
 
@@ -201,6 +207,8 @@ def test_layers():
 def test_toc():
     finds("toc", "the contents and the files of core/ differ in core/a.h",
           fsdp_h=GOOD["fsdp.h"].replace("    core/a.h   the first one\n", ""))
+    finds("toc", "the contents and the files of core/ differ in core/gone.h",
+          fsdp_h=GOOD["fsdp.h"].replace("    core/a.h ", "    core/gone.h  no file\n    core/a.h "))
     finds("toc", "the contents list core/b.h above core/backends.h, which it includes",
           fsdp_h=GOOD["fsdp.h"].replace("    core/b.h   the other one\n", "").replace(
               "    core/a.h ", "    core/b.h   the other one\n    core/a.h "))
