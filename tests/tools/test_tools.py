@@ -400,19 +400,44 @@ esac
             "  b/net test_only --tags=nccl:-gloo")
 
 
-def test_variants_miss_nothing():
-    """A program with a test that has a tag is among those that are built for the tag."""
+def built():
+    """{name: path} of the test programs over shared memory."""
     root = os.path.dirname(TOOLS)
     build = os.path.join(root, os.environ.get("FSDP_BUILD", "build"), "tests")
     if not os.path.exists(os.path.join(build, "conformance")):
         raise Skip(f"no tests in {build}")
+    return {name: os.path.join(build, name) for name in sorted(os.listdir(build))
+            if name.startswith("test_") and "." not in name}
+
+
+def test_variants_miss_nothing():
+    """A program with a test that has a tag is among those that are built for the tag."""
+    programs = built()
     tags = [night + tag for tag in "shm asan tsan bits gloo nccl".split() for night in ("", "night.")]
     for tag in tags:
-        programs = sh(f"{TOOLS}/variants.sh programs {tag}").split()
-        for name in sorted(os.listdir(build)):
-            path = os.path.join(build, name)
-            if name.startswith("test_") and "." not in name and name not in programs:
+        known = sh(f"{TOOLS}/variants.sh programs {tag}").split()
+        for name, path in programs.items():
+            if name not in known:
                 check(not sh(f"{path} --list --tags={tag}"), f"{tag}: {name} is missing")
+
+
+def test_variants_run_every_test():
+    """Each test is one of some variant, and no test has a tag that the table does not have."""
+    programs, root = built(), os.path.dirname(TOOLS)
+    with open(os.path.join(root, "tests/variants"), encoding="utf-8") as f:
+        lines = [line.split("|") for line in f if line.count("|") == 5 and line[0] not in "#$"]
+    ran = {tag for cells in lines
+           for tag in re.findall(r"(?<![-\w])[a-z][\w.]+", f"{cells[3]}:{cells[4]}")}
+    with open(os.path.join(root, "tests/harness.h"), encoding="utf-8") as f:
+        tags = re.findall(r'^    X\(\w+, "(\w+)"\)', f.read(), re.M)
+    check(len(tags) > 10 and "shm" in ran, f"{tags} {ran}")
+    nowhere = {night + tag for tag in tags for night in ("", "night.")} - ran - {"slow", "many_ranks"}
+    for name, path in programs.items():
+        told = sh(f"{path} --list --tags={':'.join(sorted(nowhere))}")
+        check(not told, f"{name}: no variant runs these tests by one of their tags: {told}")
+        some = sh(f"{path} --list --tags={':'.join(sorted(ran))}").splitlines()
+        missing = set(sh(f"{path} --list").splitlines()) - set(some)
+        check(not missing, f"{name}: no variant runs {missing}")
 
 
 def test_with_torchrun():
@@ -496,6 +521,8 @@ def test_errors():
             (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
+             "core/a.h:22: fsdpi_new: has its text an id?"),
             (fails('"[E101] z"'), LIST, "core/a.h:21: E101 is taken"),
             (fails('"[E103] z"'), LIST, "core/a.h:21: E103 has no row in docs/errors.md"),
             (fails('"[E1000] z"'), LIST, "core/a.h:21: E1000 has no row in docs/errors.md"),
