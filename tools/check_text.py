@@ -155,10 +155,20 @@ def check_functions():
     print(f"note: the longest function has {longest[0]} lines ({longest[1]})")
 
 
+def scripts():
+    """Programs of tools/ that are texts: their names have no dot."""
+    for path in glob.glob("tools/*"):
+        if "." not in path and os.path.isfile(path):
+            with open(path, "rb") as f:
+                if f.read(2) == b"#!":
+                    yield path
+
+
 def check_columns():
     sources = HEADERS + PARTS + PLAN + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
+    sources += list(scripts()) + glob.glob("tests/tools/*.py")
     for path in sorted(sources):
         for i, line in enumerate(lines_of(path)):
             limit = MAX_COLUMNS + 20 * path.startswith("tests/")

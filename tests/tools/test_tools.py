@@ -736,10 +736,13 @@ def test_mutants_run():
         out = mutate(root, entries=LISTED, status=1)
         for line in ["caught    small.swapped  by test_small (small.first)",
                      "caught    small.void  by test_small (small.second)",
-                     "broken    small.nowhere: its text is in fsdpi_least 0 times", "broken    small.no_c  core/small.h:11",
+                     "broken    small.nowhere: its text is in fsdpi_least 0 times",
+                     "broken    small.no_c  core/small.h:11",
                      "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
-                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: without the condition n != 7",
-                     "UNREACHED core/small.h:fsdpi_color:enum:1", "left out: test_broken (small.first): it fails without"]:
+                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: "
+                     "without the condition n != 7",
+                     "UNREACHED core/small.h:fsdpi_color:enum:1",
+                     "left out: test_broken (small.first): it fails without"]:
             check(line in out, f"{line}: {out}")
         only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
         check("1 mutants in" in only and "1 caught, 0 lived" in only and "built" not in only, only)
