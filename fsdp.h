@@ -1605,9 +1605,9 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 // clang-format on
 
 /* ============================================================================================ */
-/* Implementation: the parts that no other part includes. It is outside the guard, so that a header
-   that included fsdp.h before does not hide it. It needs nothing that strict C99 hides:
-   fsdpi_syscall reaches those. */
+/* Implementation: the pure functions, then the parts that no other part includes. It is outside the
+   guard, so that a header that included fsdp.h before does not hide it. It needs nothing that strict
+   C99 hides: fsdpi_syscall reaches those. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED

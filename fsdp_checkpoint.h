@@ -46,7 +46,7 @@
      Its states are optim.state.PARAMETER.STATE, for example optim.state.h.0.w.exp_avg.
      What an extension keeps besides is fsdp.EXTENSION.STATE; blobs are fsdp.blob.NAME. */
 #include "fsdp.h"
-#include "fsdp_safetensors.h" // outside of the guard: its implementation comes before this one's
+#include "fsdp_safetensors.h" // outside of the guard: its implementation comes with this one's
 
 #ifndef FSDP_CHECKPOINT_H
 #define FSDP_CHECKPOINT_H

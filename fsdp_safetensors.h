@@ -187,8 +187,5 @@ FSDP_API int fsdp_box_next(fsdp_box_overlap *overlap);
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SAFETENSORS_IMPLEMENTED)
 #define FSDP_SAFETENSORS_IMPLEMENTED
-#include "safetensors/box.h"
-#include "safetensors/crc.h"
-#include "safetensors/read.h"
 #include "safetensors/write.h"
 #endif // FSDP_IMPLEMENTATION

@@ -16,6 +16,7 @@
 #include <asm/socket.h> // SO_PEERCRED, which sys/socket.h hides in strict C99
 #include <string.h>
 #include <sys/socket.h> // getsockopt
+#include <unistd.h>     // getuid
 
 extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
                            struct fsdpi_timespec *left) __asm__("nanosleep");

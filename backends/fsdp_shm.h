@@ -62,7 +62,9 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
+#include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_shm_world.h"
+#include "../core/reduce.h"
 
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {

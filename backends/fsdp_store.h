@@ -77,7 +77,7 @@
 #include "../core/macros.h"
 #include "../core/os.h"
 
-#include <asm/socket.h>  // SO_REUSEADDR, SO_PEERCRED, which strict C99 hides
+#include <asm/socket.h>  // SO_REUSEADDR, which strict C99 hides
 #include <errno.h>       // errno
 #include <fcntl.h>       // open, fcntl
 #include <ifaddrs.h>     // getifaddrs

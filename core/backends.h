@@ -7,7 +7,7 @@
 #ifndef FSDPI_CORE_BACKENDS_H
 #define FSDPI_CORE_BACKENDS_H
 
-// Backends use these. Where all parts are one file, they stand before the backends.
+// What backends use: other backends than the default one find it in the one header of make single.
 #include "alloc.h"
 #include "error.h"
 #include "host.h"

@@ -299,7 +299,7 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: copies, waits, groups, and what extensions ask of a model.
+// Owns: copies, waits, and bytes on which ranks have to agree.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
     if (!model || (nbytes > 0 && (!dst || !src)))
@@ -328,7 +328,5 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
         model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
     return fsdpi_failed(model->world);
 }
-
-FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
 #endif // FSDPI_CORE_EXTEND_H

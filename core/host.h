@@ -84,7 +84,7 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
     return FSDP_OK;
 }
 
-// Precise arithmetic, as in dtype.h; norms are seldom, so that small code is worth more.
+// Precise arithmetic, as in float.h; norms are seldom, so that small code is worth more.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)

@@ -23,7 +23,7 @@
 #define FSDPI_MERGED static inline
 #endif
 
-// The conversions are also those of CUDA kernels.
+// The conversions of float.h are also those of CUDA kernels.
 #ifdef __CUDACC__
 #pragma nv_diag_suppress 1675 // pragmas of gcc are for the host's compiler
 #define FSDPI_HD __host__ __device__

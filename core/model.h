@@ -1,4 +1,4 @@
-/* core/model.h - a model begins and ends
+/* core/model.h - a model begins and ends; its world, its mesh, how many units it has
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -124,5 +124,14 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 }
 
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
+FSDP_API int fsdp_model_run(const fsdp_model *m) { return m ? m->world->mode : 0; }
+FSDP_API int fsdp_num_units(const fsdp_model *m) { return m ? m->num_units : 0; }
+FSDP_API int fsdp_num_params(const fsdp_model *m) { return m ? m->num_params : 0; }
+
+FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_mesh_info", "model or out");
+    *out = model->info;
+    return FSDP_OK;
+}
 
 #endif // FSDPI_CORE_MODEL_H

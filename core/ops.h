@@ -1,4 +1,4 @@
-/* core/ops.h - op records: those that hooks emit, made once at commit; fsdpi_emit, the only door
+/* core/ops.h - op records, prepared once at commit; fsdpi_emit, the only door to the tables
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

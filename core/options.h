@@ -11,6 +11,7 @@
 #include "commit.h"
 #include "error.h"
 #include "float.h"
+#include "macros.h"
 #include "objects.h"
 #include "os.h"
 #include "route.h"

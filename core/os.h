@@ -21,10 +21,9 @@
 
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open
-#include <sys/mman.h>    // mmap, munmap
+#include <sys/mman.h>    // mmap
 #include <sys/syscall.h> // SYS_futex and others
-#include <sys/wait.h>    // waitpid
-#include <unistd.h>      // fork, getpid, _exit
+#include <unistd.h>      // close
 
 enum { FSDPI_ANON = 0x20, FSDPI_CLOEXEC = 02000000 }; // MAP_ANONYMOUS, O_CLOEXEC
 

@@ -1,4 +1,4 @@
-/* core/params.h - parameters as the caller sees them: views, init, load, full tensors
+/* core/params.h - parameters as the caller sees them: views, init, load, full, broadcast
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

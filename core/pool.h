@@ -1,4 +1,4 @@
-/* core/pool.h - buffers and slots
+/* core/pool.h - buffers and slots, and units that take and give them back
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

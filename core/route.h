@@ -1,11 +1,9 @@
 /* core/route.h - how a unit gathers and how it reduces: decided once, by one pure function
 
-   A part of fsdp.h, which includes it.
+   It knows no unit and no memory: facts in, a route out. fsdpi_unit_route fills in the facts;
+   everybody else follows the route and asks no fact again.
 
-   It knows no unit and no memory: facts in, a route out. The layout and the setters fill in the
-   facts; everybody else follows the route and asks no fact again.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../fsdp.h"
 #endif

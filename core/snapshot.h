@@ -24,12 +24,12 @@
 // Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
 // that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
-enum { FSDPI_SAVE, FSDPI_LOAD };
+enum { FSDPI_SAVE, FSDPI_RESTORE };
 
 typedef struct fsdpi_walk {
     char *buf;
     size_t cap, used; // what does not fit is only counted
-    int way;          // FSDPI_SAVE, FSDPI_LOAD
+    int way;          // FSDPI_SAVE, FSDPI_RESTORE
 } fsdpi_walk;
 
 static void fsdpi_walk_bytes(fsdpi_walk *w, void *field, size_t size) {
@@ -109,7 +109,7 @@ static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
 }
 
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
-    fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
+    fsdpi_walk w = {buf, size, 0, FSDPI_RESTORE};
     fsdpi_drain(m->world); // flags of use may still be read
     fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);

@@ -10,6 +10,7 @@
 #include "alloc.h"
 #include "error.h"
 #include "layout.h"
+#include "macros.h"
 #include "mesh.h"
 #include "objects.h"
 #include "os.h"
@@ -436,19 +437,12 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     return FSDP_OK;
 }
 
-FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
-FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
 
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
-    return FSDP_OK;
-}
-FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_mesh_info", "model or out");
-    *out = model->info;
     return FSDP_OK;
 }
 

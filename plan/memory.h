@@ -1,4 +1,4 @@
-/* plan/memory.h - lists of a plan, and how it fails
+/* plan/memory.h - memory, lists and hashes of a plan
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

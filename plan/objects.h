@@ -1,4 +1,4 @@
-/* plan/objects.h - what a plan is made of, and its memory
+/* plan/objects.h - what a plan is made of
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

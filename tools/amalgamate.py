@@ -22,7 +22,7 @@ LONG = 20  # lines behind a part, from which on a heading tells that the file ar
 CONTENTS = """CONTENTS
     This file is the manual, the declarations and the implementation, in parts of one subject each.
     A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
-    program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
+    program calls is declared above the first one. Each part stands below those that it uses.
 """
 END_OF_CONTENTS = """\
     Further backends are in the folder backends/ beside this file.
@@ -36,11 +36,11 @@ INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
 class Amalgamation:
     def __init__(self, root, whole="fsdp.h"):
         self.root = root
-        self.parts = [whole]  # in the order of their texts; paths from the root
+        self.parts = [whole]  # in the order of their includes; paths from the root
         self.titles = {}
         texts = map(self.read, ["fsdp.h"] + sorted(glob.glob("core/*.h", root_dir=root)))
         self.default = re.search(r"^#define (FSDP_BACKEND_\w+) 1", "\n".join(texts), re.M).group(1)
-        body = self.expand(whole, self.read(whole))
+        body = self.expand(whole, self.read(whole), [])
         note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
         self.text = note + (self.contents(body) if whole == "fsdp.h" else body)
 
@@ -52,8 +52,9 @@ class Amalgamation:
         folders = [os.path.dirname(part) + "/" for part in self.parts[1:]]
         return ", ".join(self.parts[:1] + list(dict.fromkeys(folders)))
 
-    def expand(self, part, text):
-        """The text with its includes replaced."""
+    def expand(self, part, text, before):
+        """The text with its includes replaced. What only a part's own guard is around comes before
+        the part: to `before`."""
         out, conditions, mark = [], [], 0
         for line in text.splitlines(keepends=True):
             if re.match(r"#\s*if", line):
@@ -71,11 +72,15 @@ class Amalgamation:
             if found == "fsdp.h" != self.parts[0]:  # what an extension is beside
                 out.append(line)
                 continue
-            if found not in self.parts:
-                self.parts.append(found)
-                self.close(out, mark, part)
-                out.append(self.with_heading(found))
-                mark = len(out)
+            if found in self.parts:
+                continue
+            self.parts.append(found)
+            if len(conditions) == 1 and conditions[0].startswith("#ifndef FSDPI_"):
+                before.append(self.with_heading(found))
+                continue
+            self.close(out, mark, part)
+            out.append(self.with_heading(found))
+            mark = len(out)
         self.close(out, mark, part)
         return "".join(out)
 
@@ -100,15 +105,17 @@ class Amalgamation:
         sys.exit(f"{part}: cannot find {name}, which it includes")
 
     def with_heading(self, part):
-        """A part's text; of its first comment what one file has to say once is left out."""
+        """A part's text, below those that it uses; of its first comment what one file has to say
+        once is left out."""
         comment, code = self.read(part).split("*/", 1)
         paragraphs = re.split(r"\n\s*\n", comment.strip()[2:].strip())
         title, *rest = [self.without_place(p) for p in paragraphs if "SPDX-" not in p]
         title = title.split(" - ", 1)[-1]
         self.titles[part] = " ".join(title.split()).split(":")[0]
         comment = "\n\n   ".join([title] + [p for p in rest if p])
-        code = self.expand(part, TO_FRONT.sub("", code).lstrip("\n"))
-        return f"{self.heading(part)}\n   {comment} */\n\n{code}\n"
+        before = []
+        code = self.expand(part, TO_FRONT.sub("", code).lstrip("\n"), before)
+        return f"{''.join(before)}{self.heading(part)}\n   {comment} */\n\n{code}\n"
 
     def without_place(self, paragraph):
         if not INCLUDED.search(paragraph):
@@ -121,7 +128,7 @@ class Amalgamation:
         listed = re.search(r"^CONTENTS\n.*?\n(?=\n)", body, re.M | re.S)
         known = dict(re.findall(r"^    (\S+/\S+\.h) +(.*)$", listed.group(), re.M))
         table = ""
-        for part in self.parts[1:]:
+        for part in sorted(self.parts[1:], key=lambda part: body.index(self.heading(part))):
             title = known.get(part) or self.titles[part]
             lines = textwrap.wrap(f"{part:<22} {title}", 95, subsequent_indent=" " * 23)
             table += "".join(f"    {line}\n" for line in lines)

@@ -9,9 +9,10 @@
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
-  layers     each part begins with the include of its header, and includes only parts below it;
-             there are no circles, neither of includes nor of calls of public functions; no file
-             of core/ but core/backends.h names a backend
+  layers     each part begins with the include of its header, and includes only parts below it,
+             among them each part whose private names it uses; there are no circles, neither of
+             includes nor of calls of public functions; no file of core/ but core/backends.h names
+             a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
@@ -40,6 +41,7 @@ FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 MAX_FUNCTION = 70
 MAX_CORE_FUNCTION = 50
 MAX_COLUMNS = 100
+PRIVATE = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
 FIELDS = ["Collective", "Blocks", "Allocates"]
 FRAGMENT = """
 void layer_forward(float *y, const float *x, const float *w, const float *b);
@@ -85,7 +87,7 @@ def check_toc():
     for path in sorted(set(PARTS) ^ set(listed)):
         yield f"fsdp.h: the contents and the files of core/ differ in {path}"
     for i, path in enumerate(listed):
-        for below in sorted(set(includes(path)) & set(listed[i + 1:])):
+        for below in sorted(set(includes(path) if path in PARTS else []) & set(listed[i + 1:])):
             yield f"fsdp.h: the contents list {path} above {below}, which it includes"
 
 
@@ -153,10 +155,20 @@ def check_functions():
     print(f"note: the longest function has {longest[0]} lines ({longest[1]})")
 
 
+def scripts():
+    """Programs of tools/ that are texts: their names have no dot."""
+    for path in glob.glob("tools/*"):
+        if "." not in path and os.path.isfile(path):
+            with open(path, "rb") as f:
+                if f.read(2) == b"#!":
+                    yield path
+
+
 def check_columns():
     sources = HEADERS + PARTS + PLAN + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
+    sources += list(scripts()) + glob.glob("tests/tools/*.py")
     for path in sorted(sources):
         for i, line in enumerate(lines_of(path)):
             limit = MAX_COLUMNS + 20 * path.startswith("tests/")
@@ -318,32 +330,47 @@ def check_calls_go_down(uses):
             circle = " -> ".join(seen[seen.index(path):] + (path,))
             raise ValueError(f"{circle}: a circle of includes")
         if path not in reach:
-            found = [{used} | beneath(used, seen + (path,)) for used in uses.get(path, ())]
+            found = [{used} | beneath(used, seen + (path,)) for used in sorted(uses.get(path, ()))]
             reach[path] = set().union(*found)
         return reach[path]
 
-    defined = re.compile(r"^FSDP_API [^;{]*?\b(fsdp_\w+)\([^;{]*\{", re.M)
-    home = {name: path for path in uses for name in defined.findall(code_of(path))}
     for path in sorted(uses):
         try:
             beneath(path)
         except ValueError as circle:
             yield str(circle)
             return
+    yield from check_includes_itself(uses, reach)
+    defined = re.compile(r"^FSDP_API [^;{]*?\b(fsdp_\w+)\([^;{]*\{", re.M)
+    home = {name: path for path in uses for name in defined.findall(code_of(path))}
     for path in sorted(uses):
         for name in sorted(set(re.findall(r"\b(fsdp_\w+)\(", code_of(path)))):
             if path in beneath(home.get(name, "")):
                 yield f"{path}: calls {name} of {home[name]}, which stands on it"
 
 
+def check_includes_itself(uses, reach):
+    """A part that uses a private name includes its home itself: of the parts that have the name,
+    the one that all the others stand on."""
+    users, pasted = {}, []
+    for path in sorted(uses):
+        for name in PRIVATE.findall(code_of(path)):
+            users.setdefault(name, set()).add(path)
+        pasted += [(path, begin) for begin in re.findall(r"\b(FSDPI_\w+_)##", code_of(path))]
+    for name, paths in sorted(users.items()):
+        paths |= {path for path, begin in pasted if name.startswith(begin)}
+        for home in [p for p in paths if all(p in reach[q] for q in paths - {p})]:
+            for path in sorted(p for p in paths - {home} if home not in uses[p]):
+                yield f"{path}: uses {name}, and does not include {home} itself"
+
+
 def check_extensions():
-    private = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
     owner = {}
     for path in PARTS + BACKENDS + ["fsdp.h"]:
-        for name in private.findall(code_of(path)):
+        for name in PRIVATE.findall(code_of(path)):
             owner.setdefault(name, path)
     for path in HEADERS[1:] + PLAN:
-        for name in sorted(set(private.findall(code_of(path))) & set(owner)):
+        for name in sorted(set(PRIVATE.findall(code_of(path))) & set(owner)):
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
 
 

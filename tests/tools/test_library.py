@@ -13,7 +13,8 @@ from harness import Skip, check, run
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 LIBRARY = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "libfsdp.so")
-HEADERS = [n for n in ("fsdp.h", "fsdp_optim.h", "fsdp_replicate.h", "fsdp_plan.h", "fsdp_dtensor.h", "fsdp_safetensors.h") if os.path.exists(os.path.join(ROOT, n))]
+HEADERS = [n for n in ("fsdp.h", "fsdp_optim.h", "fsdp_replicate.h", "fsdp_plan.h", "fsdp_dtensor.h",
+                       "fsdp_safetensors.h") if os.path.exists(os.path.join(ROOT, n))]
 SIMPLE = {"int": C.c_int, "float": C.c_float, "double": C.c_double, "size_t": C.c_size_t,
           "int8_t": C.c_int8, "uint8_t": C.c_uint8, "int32_t": C.c_int32, "uint32_t": C.c_uint32,
           "int64_t": C.c_int64, "uint64_t": C.c_uint64}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import check, run, sh
+from harness import Skip, check, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
 BY_FSDP = "   A part of fsdp.h, which includes it.\n\n"
@@ -129,10 +129,10 @@ def test_amalgamate_works():
 def test_amalgamate_text():
     with tree() as root:
         text = amalgamate(root)
-        parts = ["core/b.h", "core/a.h", "core/backends.h", "backends/fsdp_shm.h",
-                 "backends/fsdp_base.h"]
+        parts = ["core/a.h", "core/backends.h", "backends/fsdp_base.h", "backends/fsdp_shm.h",
+                 "core/b.h"]  # those that a condition is around come inside of the part
         places = [text.index(f"/* ==== {name} ====") for name in parts]
-        check(places == sorted(places), "parts in the order of their includes")
+        check(places == sorted(places), "each part below those that it uses")
         listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
                   if line.startswith(("    core/", "    backends/"))]
         check(listed == parts, f"table of contents: {listed}")
@@ -194,6 +194,12 @@ def test_layers():
           core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
     finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
           core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "core/b.h: uses fsdpi_a, and does not include core/a.h itself",
+          core_b_h=GOOD["core/b.h"].replace('#include "a.h" // a\n', ""))
+    finds("layers", "core/b.h: uses FSDPI_N_OF_A, and does not include core/a.h itself",
+          core_a_h=also("core/a.h", "#define FSDPI_X(name) FSDPI_N_##name"),
+          core_backends_h=also("core/backends.h", "int x = FSDPI_N_OF_A;"),
+          core_b_h=also("core/b.h", "int y = FSDPI_N_OF_A;").replace('#include "a.h" // a\n', ""))
     finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
           fsdp_more_h=GOOD["fsdp_more.h"] + '#include "core/a.h"\n')
 
@@ -201,6 +207,8 @@ def test_layers():
 def test_toc():
     finds("toc", "the contents and the files of core/ differ in core/a.h",
           fsdp_h=GOOD["fsdp.h"].replace("    core/a.h   the first one\n", ""))
+    finds("toc", "the contents and the files of core/ differ in core/gone.h",
+          fsdp_h=GOOD["fsdp.h"].replace("    core/a.h ", "    core/gone.h  no file\n    core/a.h "))
     finds("toc", "the contents list core/b.h above core/backends.h, which it includes",
           fsdp_h=GOOD["fsdp.h"].replace("    core/b.h   the other one\n", "").replace(
               "    core/a.h ", "    core/b.h   the other one\n    core/a.h "))
@@ -392,19 +400,44 @@ esac
             "  b/net test_only --tags=nccl:-gloo")
 
 
-def test_variants_miss_nothing():
-    """A program with a test that has a tag is among those that are built for the tag."""
+def built():
+    """{name: path} of the test programs over shared memory."""
     root = os.path.dirname(TOOLS)
     build = os.path.join(root, os.environ.get("FSDP_BUILD", "build"), "tests")
     if not os.path.exists(os.path.join(build, "conformance")):
         raise Skip(f"no tests in {build}")
+    return {name: os.path.join(build, name) for name in sorted(os.listdir(build))
+            if name.startswith("test_") and "." not in name}
+
+
+def test_variants_miss_nothing():
+    """A program with a test that has a tag is among those that are built for the tag."""
+    programs = built()
     tags = [night + tag for tag in "shm asan tsan bits gloo nccl".split() for night in ("", "night.")]
     for tag in tags:
-        programs = sh(f"{TOOLS}/variants.sh programs {tag}").split()
-        for name in sorted(os.listdir(build)):
-            path = os.path.join(build, name)
-            if name.startswith("test_") and "." not in name and name not in programs:
+        known = sh(f"{TOOLS}/variants.sh programs {tag}").split()
+        for name, path in programs.items():
+            if name not in known:
                 check(not sh(f"{path} --list --tags={tag}"), f"{tag}: {name} is missing")
+
+
+def test_variants_run_every_test():
+    """Each test is one of some variant, and no test has a tag that the table does not have."""
+    programs, root = built(), os.path.dirname(TOOLS)
+    with open(os.path.join(root, "tests/variants"), encoding="utf-8") as f:
+        lines = [line.split("|") for line in f if line.count("|") == 5 and line[0] not in "#$"]
+    ran = {tag for cells in lines
+           for tag in re.findall(r"(?<![-\w])[a-z][\w.]+", f"{cells[3]}:{cells[4]}")}
+    with open(os.path.join(root, "tests/harness.h"), encoding="utf-8") as f:
+        tags = re.findall(r'^    X\(\w+, "(\w+)"\)', f.read(), re.M)
+    check(len(tags) > 10 and "shm" in ran, f"{tags} {ran}")
+    nowhere = {night + tag for tag in tags for night in ("", "night.")} - ran - {"slow", "many_ranks"}
+    for name, path in programs.items():
+        told = sh(f"{path} --list --tags={':'.join(sorted(nowhere))}")
+        check(not told, f"{name}: no variant runs these tests by one of their tags: {told}")
+        some = sh(f"{path} --list --tags={':'.join(sorted(ran))}").splitlines()
+        missing = set(sh(f"{path} --list").splitlines()) - set(some)
+        check(not missing, f"{name}: no variant runs {missing}")
 
 
 def test_with_torchrun():
@@ -488,6 +521,8 @@ def test_errors():
             (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
+             "core/a.h:22: fsdpi_new: has its text an id?"),
             (fails('"[E101] z"'), LIST, "core/a.h:21: E101 is taken"),
             (fails('"[E103] z"'), LIST, "core/a.h:21: E103 has no row in docs/errors.md"),
             (fails('"[E1000] z"'), LIST, "core/a.h:21: E1000 has no row in docs/errors.md"),
@@ -701,10 +736,13 @@ def test_mutants_run():
         out = mutate(root, entries=LISTED, status=1)
         for line in ["caught    small.swapped  by test_small (small.first)",
                      "caught    small.void  by test_small (small.second)",
-                     "broken    small.nowhere: its text is in fsdpi_least 0 times", "broken    small.no_c  core/small.h:11",
+                     "broken    small.nowhere: its text is in fsdpi_least 0 times",
+                     "broken    small.no_c  core/small.h:11",
                      "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
-                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: without the condition n != 7",
-                     "UNREACHED core/small.h:fsdpi_color:enum:1", "left out: test_broken (small.first): it fails without"]:
+                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: "
+                     "without the condition n != 7",
+                     "UNREACHED core/small.h:fsdpi_color:enum:1",
+                     "left out: test_broken (small.first): it fails without"]:
             check(line in out, f"{line}: {out}")
         only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
         check("1 mutants in" in only and "1 caught, 0 lived" in only and "built" not in only, only)

@@ -1102,7 +1102,7 @@ static void keep_seed(const char *name, const uint8_t *input, size_t size, void 
     s->size[s->num++] = size;
 }
 
-/* What tests/checkpoint/fuzz_safetensors.c does, without libFuzzer: the golden headers, then headers
+/* What tests/safetensors/fuzz_safetensors.c does, without libFuzzer: the golden headers, then headers
    that bytes were changed in, cut out of, copied into from others. */
 TEST(safetensors, mutations) {
     static const char *const words[] = {

@@ -1,14 +1,14 @@
 /* fuzz_safetensors.c - a libFuzzer target: headers, pairs of boxes, and printed lists
 
        clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
-           -fno-sanitize-recover=all tests/checkpoint/fuzz_safetensors.c tests/library.c \
+           -fno-sanitize-recover=all tests/safetensors/fuzz_safetensors.c tests/library.c \
            -o build/fuzz_safetensors -pthread -lm
        mkdir build/seeds && FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0 # golden cases
        build/fuzz_safetensors -max_len=4096 -max_total_time=600 build/seeds
 
    An input is what it is (1 byte) and its rest. 0: a header, for as much data as it tells itself;
    what is accepted is printed again if that is possible. 4: two boxes. 5: a list that is printed and
-   read. (1 to 3 are for the files of a checkpoint.) tests/checkpoint/test_safetensors.c includes this file, and
+   read. (1 to 3 are for the files of a checkpoint.) tests/safetensors/test_safetensors.c includes this file, and
    runs the golden cases and mutations of them from a seed.
 
    SPDX-License-Identifier: MIT */
