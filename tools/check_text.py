@@ -9,9 +9,9 @@
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
-  layers     each part begins with the include of its header, and includes only parts below it;
-             there are no circles, neither of includes nor of calls of public functions; no file
-             of core/ but core/backends.h names a backend
+  layers     each part begins with the include of its header, includes only parts below it, and is
+             included; there are no circles, neither of includes nor of calls of public functions;
+             no file of core/ but core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
@@ -292,6 +292,9 @@ def check_layers():
         for used in sorted(uses[path]):
             if os.path.dirname(used) not in allowed:
                 yield f"{path}: includes {used}, which is above it"
+    included = {used for path in HEADERS + parts + BACKENDS for used in includes(path)}
+    for path in sorted(set(parts) - included):
+        yield f"{path}: nothing includes it"
     for path in HEADERS[1:] + glob.glob("examples/**/*.[ch]*", recursive=True):
         for used in includes(path):
             if used.startswith("core/"):
@@ -318,7 +321,7 @@ def check_calls_go_down(uses):
             circle = " -> ".join(seen[seen.index(path):] + (path,))
             raise ValueError(f"{circle}: a circle of includes")
         if path not in reach:
-            found = [{used} | beneath(used, seen + (path,)) for used in uses.get(path, ())]
+            found = [{used} | beneath(used, seen + (path,)) for used in sorted(uses.get(path, ()))]
             reach[path] = set().union(*found)
         return reach[path]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import check, run, sh
+from harness import Skip, check, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
 BY_FSDP = "   A part of fsdp.h, which includes it.\n\n"
@@ -194,6 +194,8 @@ def test_layers():
           core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
     finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
           core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "core/b.h: nothing includes it",
+          fsdp_h=GOOD["fsdp.h"].replace('#include "core/b.h"', ""))
     finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
           fsdp_more_h=GOOD["fsdp_more.h"] + '#include "core/a.h"\n')
 
