@@ -10,8 +10,9 @@
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
   layers     each part begins with the include of its header, includes only parts below it, and is
-             included; there are no circles, neither of includes nor of calls of public functions;
-             no file of core/ but core/backends.h names a backend
+             included; only headers and backends ask for FSDP_IMPLEMENTATION; there are no circles,
+             neither of includes nor of calls of public functions; no file of core/ but
+             core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
@@ -288,6 +289,8 @@ def check_layers():
         ask = front[:-2].upper() + "_H"
         if f'*/\n#ifndef {ask}\n#include "../{front}"' not in read(path):
             yield f"{path}: does not begin with #ifndef {ask}, #include \"../{front}\", #endif"
+        if folder != "backends" and "FSDP_IMPLEMENTATION" in code_of(path):
+            yield f"{path}: asks for FSDP_IMPLEMENTATION: {front} does so"
         allowed = below.get(folder, [folder]) + ["backends"] * (path == "core/backends.h")
         for used in sorted(uses[path]):
             if os.path.dirname(used) not in allowed:

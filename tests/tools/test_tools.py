@@ -194,6 +194,8 @@ def test_layers():
           core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
     finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
           core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "core/a.h: asks for FSDP_IMPLEMENTATION: fsdp.h does so",
+          core_a_h=also("core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
     finds("layers", "core/b.h: nothing includes it",
           fsdp_h=GOOD["fsdp.h"].replace('#include "core/b.h"', ""))
     finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
