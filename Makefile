@@ -230,6 +230,8 @@ CHECKED   = $(filter $(if $(GATES),$(GATES),%),$(call VARIANTS,check))
 GATES_SH  = $(filter-out $(shell tools/variants.sh list check),$(GATES))
 CHECK_SH  = $(if $(GATES),$(if $(GATES_SH),$(LIST_SH)),$(LIST_SH))
 LIST_SH   = $(patsubst %,gate:%,$(shell tools/check.sh --list ci $(GATES_SH)))
+# Few gates run programs of the tree. If you name only others, none is built.
+CHECK_RUNS = $(if $(CHECKED)$(filter gate:gpt gate:text.code,$(CHECK_SH)),examples $(FSDPRUN))
 BUILD_ALL = $(if $(strip $2),-@$(SUBMAKE) -k TARGET=$1 $(addprefix build-,$2))
 RUN       = tools/run_tests.sh --target=$1 $2 $(addprefix variant:,$3)
 TARGET   ?= any# of those in the table
@@ -250,7 +252,7 @@ golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	$(call BUILD_ALL,test,shm)
 	@$(call RUN,test,--filter=golden,shm)
 check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, ...
-	-@$(SUBMAKE) -k examples $(FSDPRUN)
+	$(if $(CHECK_RUNS),-@$(SUBMAKE) -k $(CHECK_RUNS))
 	$(call BUILD_ALL,check,$(CHECKED))
 	@$(call RUN,check,$(CHECK_SH),$(CHECKED))
 check-san: ## only the sanitizers
