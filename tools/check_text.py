@@ -76,8 +76,9 @@ def code_of(path):
 
 def includes(path):
     """The files of the project that a file includes, by their paths from the root."""
-    names = re.findall(r'^#include "([^"]+)"', read(path), re.M)
-    return [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
+    names = re.findall(r'^#\s*include "([^"]+)"', read(path), re.M)
+    near = [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
+    return [here if os.path.exists(here) else name for here, name in zip(near, names)]
 
 
 def check_toc():
@@ -300,8 +301,8 @@ def check_layers():
         yield f"{path}: nothing includes it"
     for path in HEADERS[1:] + glob.glob("examples/**/*.[ch]*", recursive=True):
         for used in includes(path):
-            if used.startswith("core/"):
-                yield f"{path}: includes {used}: include fsdp.h"
+            if used in PARTS + PLAN and front_of(used) != path:
+                yield f"{path}: includes {used}: include {front_of(used)}"
     yield from check_backends_named()
     yield from check_calls_go_down(uses)
 
