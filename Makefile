@@ -20,8 +20,7 @@ WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
 export WARN CWARN CC CXX
 
-# SAN=asan or SAN=tsan, into a build directory of its own. The gates spend their time in the
-# compiler: asan takes half as long without optimization.
+# SAN=asan or tsan, into a build directory of its own. Built at -O0, asan takes half as long in all.
 SAN_asan := -fsanitize=address,undefined,float-cast-overflow -O0
 SAN_tsan := -fsanitize=thread -O1
 SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
@@ -228,8 +227,9 @@ VARIANTS  = $(call HERE,$(shell tools/variants.sh list $1))
 NO_GLOO   = $(if $(HAVE_GLOO),,skip:gloo:no-libgloo-dev)
 CHECKED   = $(filter $(if $(GATES),$(GATES),%),$(call VARIANTS,check))
 GATES_SH  = $(filter-out $(shell tools/variants.sh list check),$(GATES))
-CHECK_SH  = $(if $(GATES),$(if $(GATES_SH),$(LIST_SH)),$(LIST_SH))
-LIST_SH   = $(patsubst %,gate:%,$(shell tools/check.sh --list ci $(GATES_SH)))
+CHECK_SH  = $(if $(GATES_SH)$(if $(GATES),,all),$(shell tools/check.sh --list ci $(GATES_SH)))
+# What gates run, if those that you name run anything.
+CHECK_RUNS = $(if $(CHECKED)$(filter gpt text.code,$(CHECK_SH)),examples $(FSDPRUN))
 BUILD_ALL = $(if $(strip $2),-@$(SUBMAKE) -k TARGET=$1 $(addprefix build-,$2))
 RUN       = tools/run_tests.sh --target=$1 $2 $(addprefix variant:,$3)
 TARGET   ?= any# of those in the table
@@ -250,9 +250,9 @@ golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	$(call BUILD_ALL,test,shm)
 	@$(call RUN,test,--filter=golden,shm)
 check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, ...
-	-@$(SUBMAKE) -k examples $(FSDPRUN)
+	$(if $(CHECK_RUNS),-@$(SUBMAKE) -k $(CHECK_RUNS))
 	$(call BUILD_ALL,check,$(CHECKED))
-	@$(call RUN,check,$(CHECK_SH),$(CHECKED))
+	@$(call RUN,check,$(CHECK_SH:%=gate:%),$(CHECKED))
 check-san: ## only the sanitizers
 	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(call VARIANTS,check))'
 nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see docs/tests.md

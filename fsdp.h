@@ -1606,8 +1606,8 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 
 /* ============================================================================================ */
 /* Implementation: the pure functions, then the parts that no other part includes. It is outside the
-   guard, so that a header that included fsdp.h before does not hide it. It needs nothing that strict
-   C99 hides: fsdpi_syscall reaches those. */
+   guard, so that a header that included fsdp.h before does not hide it. It needs nothing that
+   strict C99 hides: fsdpi_syscall reaches those. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED

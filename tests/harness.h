@@ -2,7 +2,7 @@
    threads, and the output is GoogleTest's. C99 and C++11, POSIX. Include it first, in one file:
 
        #include "harness.h"
-       TEST(shard, uneven) { CHECK_EQ_INT(fsdp_ceil_div(10, 4), 3); }
+       TEST(dtype, size) { CHECK_EQ_INT(fsdp_dtype_size(FSDP_F16), 2); }
 
        static const struct { const char *name; int world; } sizes[] = {{"W=1", 1}, {"W=3", 3}};
        static void body(int rank, int world, void *arg) { ... CHECK(...) ... }

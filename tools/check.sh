@@ -3,7 +3,8 @@
 # check.sh - the gates of `make check`: what is asked of the sources, not of a run of the tests.
 #
 #   tools/check.sh --list ci|nightly [NAME...]   gates whose names begin so, with ci those of both;
-#                                                none: all of ci, or of nightly
+#                                                none: all of ci, or of nightly; a name of no gate
+#                                                stays in the list, and fails
 #   tools/check.sh --one NAME                    one gate, in GoogleTest's lines
 #
 # `nightly` are those that `ci` leaves out. A gate is a function gate_KIND; its name is KIND and the
@@ -523,7 +524,8 @@ case ${1-} in
     { if [ "$2" = ci ]; then list; fi
       if [ "$2" = nightly ] || [ $# -gt 2 ]; then list_nightly; fi; } |
         awk -v wanted="${*:3}" 'BEGIN { n = split(wanted, w, " ") }
-            { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = 1 } hit' ;;
+            { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = known[i] = 1 } hit
+            END { for (i in w) if (!known[i]) print w[i] } # a name of no gate fails as one' ;;
 --one) one "$2" ;;
 --body)
     : "${WARN:?run this by: make check GATES=...}"

@@ -9,10 +9,10 @@
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
-  layers     each part begins with the include of its header, and includes only parts below it,
-             among them each part whose private names it uses; there are no circles, neither of
-             includes nor of calls of public functions; no file of core/ but core/backends.h names
-             a backend
+  layers     each part begins with the include of its header, includes only parts below it, among
+             them each part whose private names it uses, and is included; only headers and backends
+             ask for FSDP_IMPLEMENTATION; there are no circles, neither of includes nor of calls of
+             public functions; no file of core/ but core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
@@ -77,8 +77,9 @@ def code_of(path):
 
 def includes(path):
     """The files of the project that a file includes, by their paths from the root."""
-    names = re.findall(r'^#include "([^"]+)"', read(path), re.M)
-    return [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
+    names = re.findall(r'^#\s*include "([^"]+)"', read(path), re.M)
+    near = [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
+    return [here if os.path.exists(here) else name for here, name in zip(near, names)]
 
 
 def check_toc():
@@ -300,14 +301,19 @@ def check_layers():
         ask = front[:-2].upper() + "_H"
         if f'*/\n#ifndef {ask}\n#include "../{front}"' not in read(path):
             yield f"{path}: does not begin with #ifndef {ask}, #include \"../{front}\", #endif"
+        if folder != "backends" and "FSDP_IMPLEMENTATION" in code_of(path):
+            yield f"{path}: asks for FSDP_IMPLEMENTATION: {front} does so"
         allowed = below.get(folder, [folder]) + ["backends"] * (path == "core/backends.h")
         for used in sorted(uses[path]):
             if os.path.dirname(used) not in allowed:
                 yield f"{path}: includes {used}, which is above it"
+    included = {used for path in HEADERS + parts + BACKENDS for used in includes(path)}
+    for path in sorted(set(parts) - included):
+        yield f"{path}: nothing includes it"
     for path in HEADERS[1:] + glob.glob("examples/**/*.[ch]*", recursive=True):
         for used in includes(path):
-            if used.startswith("core/"):
-                yield f"{path}: includes {used}: include fsdp.h"
+            if used in PARTS + PLAN and front_of(used) != path:
+                yield f"{path}: includes {used}: include {front_of(used)}"
     yield from check_backends_named()
     yield from check_calls_go_down(uses)
 

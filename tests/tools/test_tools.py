@@ -57,6 +57,7 @@ GOOD = {
                             "int main(void) { return fsdpi_a() - 1; }\n",
     "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
                    "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
+    "examples/use.c": '/* SPDX-License-Identifier: MIT */\n#include "fsdp.h"\n',
     "tests/core/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n"
                         "TEST(all, works) {}\nTEST_P(all, of_a_table, rows) {}\n",
     "tests/core/test_fully_shard_a.c": "/* SPDX-License-Identifier: MIT */\n"
@@ -200,8 +201,13 @@ def test_layers():
           core_a_h=also("core/a.h", "#define FSDPI_X(name) FSDPI_N_##name"),
           core_backends_h=also("core/backends.h", "int x = FSDPI_N_OF_A;"),
           core_b_h=also("core/b.h", "int y = FSDPI_N_OF_A;").replace('#include "a.h" // a\n', ""))
-    finds("layers", "fsdp_more.h: includes core/a.h: include fsdp.h",
-          fsdp_more_h=GOOD["fsdp_more.h"] + '#include "core/a.h"\n')
+    finds("layers", "core/a.h: asks for FSDP_IMPLEMENTATION: fsdp.h does so",
+          core_a_h=also("core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
+    finds("layers", "core/b.h: nothing includes it",
+          fsdp_h=GOOD["fsdp.h"].replace('#include "core/b.h"', ""))
+    for name in ("fsdp_more.h", "examples/use.c"):
+        finds("layers", f"{name}: includes core/a.h: include fsdp.h",
+              **{re.sub(r"\W", "_", name): GOOD[name] + '#include "core/a.h"\n'})
 
 
 def test_toc():
