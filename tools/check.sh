@@ -315,11 +315,9 @@ gate_mutations() {
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }
-mutated_by='test_agree test_checkpoint test_compress test_dtensor test_dtensor_tp test_edges
-    test_features test_fully_shard_comm test_fully_shard_errors test_fully_shard_init
-    test_golden_events test_golden_layout test_launch test_loss test_mesh test_norm test_plan_text
-    test_plan_times test_propagate test_redistribute test_rounding test_safetensors test_scaler
-    test_shard test_spec test_uneven test_warnings'
+mutated_by='test_agree test_checkpoint test_dtensor test_edges test_features test_fully_shard_init
+    test_golden_events test_launch test_mesh test_plan_text test_propagate test_safetensors
+    test_scaler'
 
 gate_report() { # the pictures of docs/performance.md and docs/measurements.md
     need python3
@@ -468,10 +466,14 @@ existing() { # FILE...: those that are there
     for f; do [ ! -e "$f" ] || echo "$f"; done
 }
 
+single_examples() { # DIGITS of their names
+    existing examples/0["$1"]_*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
+}
+
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests
     echo errors && echo floors && echo report && echo mutations && echo single
-    existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
+    single_examples 019
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
@@ -488,6 +490,7 @@ list() {
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
 }
 list_nightly() { # the rest of every language, compiler and version
+    single_examples 2345678
     printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} \
         clang++.c++{11,14,17}
     printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
