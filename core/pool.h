@@ -210,7 +210,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     fsdpi_turn(m, buf, (buf->place + 1) % FSDPI_PLACES);
-    fsdpi_open(m, buf);
+    fsdpi_open(m, buf); // equivalent statement: AddressSanitizer alone sees it
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
 }
@@ -227,7 +227,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
     fsdp_status status = FSDP_ASSERT(m->world, buf->held);
-    fsdpi_open(m, buf);
+    fsdpi_open(m, buf); // equivalent statement: AddressSanitizer alone sees it
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
