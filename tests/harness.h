@@ -76,7 +76,7 @@ typedef uint64_t h_tags;
 #define H_TAG_LIST(X)                                                                              \
     X(SLOW, "slow") /* make quick leaves it out */                                                 \
     X(MANY_RANKS, "many_ranks") /* more than three, which meet in all the ways in which more do:   \
-                       SLOW, and with sanitizers and -Ofast at night only */                       \
+                       SLOW, and with ASAN, TSAN, BITS, STUB_TSAN at night only */                 \
     X(SHM, "shm")   /* over shared memory: each test that does not say NO(SHM) */                  \
     X(ASAN, "asan") /* the same with the address sanitizer: each that does not say NO(ASAN) */     \
     X(TSAN, "tsan") /* the same with the thread sanitizer: what threads of ours do */              \
