@@ -12,19 +12,6 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Alone, the sizes and names of dtypes are compiled in here, as private functions.
-#ifndef FSDPI_CORE_DTYPE_H
-#undef FSDP_API
-#undef FSDP_STATIC
-#define FSDP_STATIC
-#define FSDP_MATH_ONLY
-#include "../fsdp.h"
-#include "../core/dtype.h"
-#undef FSDP_STATIC
-#undef FSDP_MATH_ONLY
-#undef FSDP_API
-#define FSDP_API extern
-#endif
 #include "../fsdp.h"
 #include "../core/float.h"
 #include "fsdp_cuda_kernels.h"
@@ -47,6 +34,20 @@
 #define FSDPI_SYNC()                        __syncthreads()
 #define fsdp_stub_touch(ptr, nbytes, write) ((void)(ptr), (void)(nbytes), (void)(write))
 #endif
+
+// As fsdp_dtype_size and fsdp_dtype_is_float, which a program with FSDP_STATIC keeps to itself.
+static size_t fsdpi_cuda_size_of(fsdp_dtype dtype) {
+#define FSDP_X(name, value, bytes, is_float) bytes,
+    static const size_t sizes[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
+#undef FSDP_X
+    return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? sizes[dtype] : 0;
+}
+static int fsdpi_cuda_is_float(fsdp_dtype dtype) {
+#define FSDP_X(name, value, bytes, is_float) is_float,
+    static const uint8_t floats[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
+#undef FSDP_X
+    return dtype > 0 && dtype < FSDP_DTYPE_COUNT && floats[dtype];
+}
 
 // Functions are static besides: to the linker, nvcc gives a namespace without a name one.
 namespace fsdpi_cuda {
@@ -523,7 +524,7 @@ template <class In> static int copy_from(const CopyJob &job) {
 
 static int copy_any(const CopyJob &job) {
     if (job.dtype == job.out_dtype && job.terms.scale == 1 && !job.terms.accumulate) {
-        switch (fsdp_dtype_size(job.dtype)) {
+        switch (fsdpi_cuda_size_of(job.dtype)) {
         case 1: return copy_list<Move<uint8_t>>(job);
         case 2: return copy_list<Move<uint16_t>>(job);
         case 4: return copy_list<Move<uint32_t>>(job);
@@ -999,7 +1000,7 @@ static UpdateParams update_params(const fsdp_update &update) {
     UpdateParams p;
     size_t state = update.dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     const void *arrays[] = {update.grad, update.param, update.first, update.second};
-    const size_t sizes[] = {fsdp_dtype_size(update.grad_dtype), fsdp_dtype_size(update.dtype),
+    const size_t sizes[] = {fsdpi_cuda_size_of(update.grad_dtype), fsdpi_cuda_size_of(update.dtype),
                             state, state};
     const fsdp_block row = {0, 0, update.count, 1, 0, 0};
     p.update = update;
@@ -1114,8 +1115,8 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
 
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update) {
     fsdp_update u = *update;
-    if (!fsdp_dtype_is_float(u.grad_dtype)) return cudaErrorInvalidValue;
-    if (u.kind != FSDP_UPDATE_UNSCALE && !fsdp_dtype_is_float(u.dtype))
+    if (!fsdpi_cuda_is_float(u.grad_dtype)) return cudaErrorInvalidValue;
+    if (u.kind != FSDP_UPDATE_UNSCALE && !fsdpi_cuda_is_float(u.dtype))
         return cudaErrorInvalidValue;
     if (u.count <= 0) return 0;
     switch (u.kind) {
