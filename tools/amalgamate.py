@@ -33,12 +33,19 @@ TO_FRONT = re.compile(r'#ifndef \w+\n#include "\.\./fsdp\w*\.h"[^\n]*\n#endif\n'
 INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
 
 
+def files_of(root, *patterns):
+    """The files below the root that fit a pattern, by their paths from there."""
+    found = [path for pattern in patterns
+             for path in glob.glob(os.path.join(glob.escape(root), pattern))]
+    return sorted(os.path.relpath(path, root) for path in found)
+
+
 class Amalgamation:
     def __init__(self, root, whole="fsdp.h"):
         self.root = root
         self.parts = [whole]  # in the order of their includes; paths from the root
         self.titles = {}
-        texts = map(self.read, ["fsdp.h"] + sorted(glob.glob("core/*.h", root_dir=root)))
+        texts = map(self.read, files_of(root, "fsdp.h", "core/*.h"))
         self.default = re.search(r"^#define (FSDP_BACKEND_\w+) 1", "\n".join(texts), re.M).group(1)
         body = self.expand(whole, self.read(whole), [])
         note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
@@ -163,10 +170,9 @@ def main():
                         metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
     options = parser.parse_args()
     root, files = options.root, {}
-    for name in sorted(glob.glob("fsdp*.h", root_dir=root)):
+    for name in files_of(root, "fsdp*.h"):
         files[name] = Amalgamation(root, name).text
-    for path in sorted(glob.glob("backends/*.h", root_dir=root) +
-                       glob.glob("backends/*.c[cu]", root_dir=root)):
+    for path in files_of(root, "backends/*.h", "backends/*.c[cu]"):
         files[path] = of_backend(root, path, [])
     os.makedirs(os.path.join(options.folder, "backends"), exist_ok=True)
     for path, text in files.items():

@@ -77,7 +77,7 @@ def code_of(path):
 
 def includes(path):
     """The files of the project that a file includes, by their paths from the root."""
-    names = re.findall(r'^#\s*include "([^"]+)"', read(path), re.M)
+    names = re.findall(r'^[ \t]*#\s*include "([^"]+)"', code_of(path), re.M)
     near = [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
     return [here if os.path.exists(here) else name for here, name in zip(near, names)]
 
