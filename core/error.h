@@ -17,6 +17,13 @@
 #include <string.h>
 #include <unistd.h>
 
+// Return the status of a call from this function, unless it is FSDP_OK.
+#define FSDPI_TRY(call)                                                                            \
+    do {                                                                                           \
+        fsdp_status fsdpi_tried = (call);                                                          \
+        if (fsdpi_tried) return fsdpi_tried;                                                       \
+    } while (0)
+
 // Invariant: the first failure of a world stays; later calls return it. The only writable static is
 // a thread's text for failures without a world.
 
