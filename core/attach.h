@@ -23,12 +23,12 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_lasting(model, "attach");
+    fsdp_status status = fsdpi_refuse_in_rehearsal(model, "attach");
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
-    if (status) return fsdpi_remember(model, status);
+    if (status) return fsdpi_keep_status(model, status);
     e.size = 0;
     if (!e.name) e.name = "extension";
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
@@ -65,7 +65,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
-    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
+    if (!status && model->rehearsing) status = fsdpi_refuse_in_rehearsal(model, "detach");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";

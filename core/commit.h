@@ -318,7 +318,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
 
 /* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
    another and moves what the blocks hold. The slots go too, since their sizes change. */
-static fsdp_status fsdpi_unsettle(fsdp_model *m) {
+static fsdp_status fsdpi_request_commit(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_do_reshard(m->units[i]);

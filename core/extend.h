@@ -241,7 +241,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_lasting(model, "pools_trim");
+    fsdp_status status = fsdpi_refuse_in_rehearsal(model, "pools_trim");
     if (status) return status;
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {

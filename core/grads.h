@@ -409,7 +409,7 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     }
     fsdpi_usage_clear(u, FSDPI_USE_USED | FSDPI_USE_PENDING);
     u->usage.counted = 0;
-    u->told = 0;
+    u->reported_calls = 0;
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
     (void)fsdpi_do_zero_grad(u);
     return status;

@@ -332,8 +332,8 @@ struct fsdp_unit {
     fsdpi_desc desc;
     fsdpi_options options;
     fsdpi_layout layout;
-    fsdpi_route route[2]; // [1]: where the shard gradient holds a reduced gradient
-    uint32_t told;        // calls, as bits, that came in a wrong state in this step
+    fsdpi_route route[2];    // [1]: where the shard gradient holds a reduced gradient
+    uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
     fsdpi_usage usage;
     fsdpi_state state;
 };
@@ -392,7 +392,7 @@ struct fsdp_model {
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
     int num_order, cap_order;
-    uint32_t told;           // calls, as bits, that have told of gradients that are not reduced
+    uint32_t reported_calls; // calls, as bits, that have told of gradients that are not reduced
     fsdp_status hook_status; // first failed hook since finalize
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: sum or maximum of the last clip

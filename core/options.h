@@ -226,9 +226,9 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_lasting(m, what);
+    fsdp_status status = fsdpi_refuse_in_rehearsal(m, what);
     return status ? status
-                  : fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
+                  : fsdpi_keep_status(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
 }
 
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
@@ -243,7 +243,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
-    if (m->committed) status = fsdpi_unsettle(m);
+    if (m->committed) status = fsdpi_request_commit(m);
     if (status) return status;
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);
@@ -268,7 +268,7 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
                                  "[E213] %s: the gather extension of '%s' in unit '%s' knows one "
                                  "dtype: give the dtype in fsdp_param_desc",
                                  what, model->units[i]->params[k].name, model->units[i]->desc.name);
-    if (!status && model->committed) status = fsdpi_unsettle(model);
+    if (!status && model->committed) status = fsdpi_request_commit(model);
     for (int i = 0; i < model->num_units && !status; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)

@@ -166,7 +166,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
         u = model->units[u->desc.index + 1];
         index = 0;
     }
-    return fsdpi_remember(u->model, fsdp_param_view_get(u, index, view)) == FSDP_OK;
+    return fsdpi_keep_status(u->model, fsdp_param_view_get(u, index, view)) == FSDP_OK;
 }
 
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
@@ -324,7 +324,7 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
     if (!status) fsdpi_shards_written(model);
-    return model ? fsdpi_remember(model, status) : status;
+    return model ? fsdpi_keep_status(model, status) : status;
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {

@@ -58,7 +58,7 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    fsdpi_walk_bytes(w, &u->reported_calls, sizeof u->reported_calls);
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);

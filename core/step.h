@@ -194,8 +194,8 @@ static const char *fsdpi_place_of(const fsdpi_point *at) {
 // logged: in a loop over layers and microbatches the others say no more.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const fsdpi_point at = fsdpi_point_of(u);
-    int first = -1, is_new = !(u->told >> call & 1);
-    u->told |= 1u << call;
+    int first = -1, is_new = !(u->reported_calls >> call & 1);
+    u->reported_calls |= 1u << call;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
         first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
@@ -242,8 +242,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call
                          "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
                          "backward with sync, or drop them by fsdp_model_reset",
                          what, u->desc.name);
-    if (!m->rehearsing && !(m->told >> call & 1)) {
-        m->told |= 1u << call;
+    if (!m->rehearsing && !(m->reported_calls >> call & 1)) {
+        m->reported_calls |= 1u << call;
         fsdp_warn(m->world,
                   "[E218] %s: unit '%s' holds gradients that are not reduced. It keeps them, and "
                   "the next reduction adds them to its own: turn sync on "
@@ -273,7 +273,7 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
 }
 
 // A change that lasts, which a rehearsal could not undo.
-static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_rehearsal(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !m->rehearsing) return status;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
@@ -315,7 +315,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status s
 }
 
 // The end of a call: the caller's work comes next.
-static inline fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
     if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
         status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
     return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
@@ -329,12 +329,12 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
-        return fsdpi_remember(m, status);
+        return fsdpi_keep_status(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
-    return fsdpi_remember(m, status);
+    return fsdpi_keep_status(m, status);
 }
 
 FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
@@ -415,7 +415,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
     if (!status) status = fsdpi_grads_ready(m);
     if (status) return status;
-    for (int i = 0; i < m->num_units; i++) m->units[i]->told = 0;
+    for (int i = 0; i < m->num_units; i++) m->units[i]->reported_calls = 0;
     m->backward = 0;
     m->step++;
     fsdpi_pools_rewind(m);
@@ -446,7 +446,7 @@ FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status) {
     fsdp_world *w = model ? model->world : NULL;
     int64_t bytes = 1;
     if (!w) return NULL;
-    if (!fsdpi_failed(w)) (void)fsdpi_remember(model, status);
+    if (!fsdpi_failed(w)) (void)fsdpi_keep_status(model, status);
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         if (u->layout.slot_bytes > bytes) bytes = u->layout.slot_bytes;
@@ -529,13 +529,13 @@ FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
 FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_DATA);
     if (!status) return fsdpi_part_of(unit, &unit->params[index])->param_dtype;
-    if (unit) (void)fsdpi_remember(unit->model, status);
+    if (unit) (void)fsdpi_keep_status(unit->model, status);
     return FSDP_DTYPE_KEEP;
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
-    return model ? fsdpi_remember(model, status) : status;
+    return model ? fsdpi_keep_status(model, status) : status;
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
