@@ -1447,6 +1447,7 @@ typedef struct fsdp_op {
     uint64_t what_hash, step, given; // hash of the unit's desc, number of finalizes, hash of what
                               // fsdp_agree was given: ranks must agree
     uint8_t agree[FSDP_AGREE_COUNT]; // hashes of the parts of what_hash, for texts
+    const char *unused;       // reductions: name of the first parameter without a gradient, or NULL
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none
     const void *list;         // prebuilt: fsdp_block[] (COPY, NORM), fsdp_seg[] (collectives), or

@@ -54,6 +54,7 @@ typedef struct fsdpi_record {
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
     char what[48], comm[16];         // cut if they are longer
+    char unused[32];                 // the first parameter without a gradient, likewise; "": none
 } fsdpi_record;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))

@@ -81,6 +81,7 @@ struct fsdp_coll {
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
     uint8_t agree[FSDP_AGREE_COUNT]; // hashes of its parts, for texts; 0: unknown
     const char *what;     // unit or call, for texts
+    const char *unused;   // the first parameter that has no gradient here, for texts; NULL: none
     void *stream;         // native stream, or NULL: block until complete
 };
 

@@ -27,7 +27,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        int silent = u->state.grads.shard != FSDPI_GRADS_REDUCED ||
+        int silent = u->state.shard_grad != FSDPI_SHARD_GRAD_REDUCED ||
                      (norm && m->mixed && u->desc.info.replicate_mesh_rank > 0);
         for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];

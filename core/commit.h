@@ -23,8 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
-// users behind the gradients.
+// Where each unit lies in the flat blocks: trainables of all units, then frozen ones.
 static void fsdpi_place_units(fsdp_model *m) {
     for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
         m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
@@ -42,69 +41,35 @@ static void fsdpi_place_units(fsdp_model *m) {
             }
         }
     }
-    for (int i = 0; i < m->num_units; i++) {
-        fsdp_unit *u = m->units[i];
-        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[u->layout.users_part]);
-        u->layout.users_base = flat->grad_numel;
-        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->layout.num_train;
-    }
 }
 
 // All works of a unit: first those of segments, then those of blocks, part after part, each with
 // room for what its list may need. With `at` they are placed there. Returns the bytes of all.
 enum { FSDPI_SEG_WORKS = 6, FSDPI_PART_WORKS = 7 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
-    size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts + 1,
+    size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts,
            bytes = 0;
     fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {
         &u->layout.all_gather,        &u->layout.slice_gather, &u->layout.reduce_scatter[0],
-        &u->layout.reduce_scatter[1], &u->layout.to_rout[0],   &u->layout.to_rout[1]};
+        &u->layout.reduce_scatter[1], &u->layout.to_out[0],    &u->layout.to_out[1]};
     for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
     for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
         if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
-    fsdpi_work *whole[3] = {&u->layout.slice_copy, &u->layout.partial, &u->layout.users};
-    for (int i = 0; i < 3; i++, bytes += (params + 1) * sizeof(fsdp_block))
+    fsdpi_work *whole[2] = {&u->layout.slice_copy, &u->layout.whole_out};
+    for (int i = 0; i < 2; i++, bytes += (params + 1) * sizeof(fsdp_block))
         if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
-        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 2, 2};
+        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 1, 1};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
-                                               &part->divide,  &part->sum,      &part->red_out,
+                                               &part->divide,  &part->sum,      &part->last,
                                                &part->rescale};
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    if (at) u->layout.ops[0] = (fsdpi_template *)(void *)(at + bytes);
+    if (at) u->layout.templates[0] = (fsdpi_template *)(void *)(at + bytes);
     return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
-}
-
-// Host memory that copies of the device read in their stream's order.
-static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->layout.num_train * 8; }
-
-static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    fsdp_world *w = m->world;
-    size_t bytes = fsdpi_flags_bytes(u);
-    void *flags = NULL;
-    if (bytes == 0) return FSDP_OK;
-    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
-    if (status)
-        return fsdp_fail(w, status, "[E303] commit: no %llu bytes of pinned memory for '%s': %s",
-                         (unsigned long long)bytes, u->desc.name, fsdpi_device_text(w, status));
-    u->usage.flags = (char *)flags;
-    u->usage.wide = u->usage.flags + bytes / 2;
-    m->host_bytes += (int64_t)bytes;
-    return FSDP_OK;
-}
-
-static void fsdpi_flags_free(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    size_t bytes = fsdpi_flags_bytes(u);
-    if (!u->usage.flags) return;
-    m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
-    m->host_bytes -= (int64_t)bytes;
-    u->usage.flags = u->usage.wide = NULL;
 }
 
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
@@ -114,10 +79,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
         return fsdpi_no_memory(m->world, "commit: lists of unit", u->desc.name,
                                fsdpi_place_lists(u, NULL));
     u->layout.lists = at;
-    u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
-    fsdp_status status = fsdpi_flags_new(u);
-    if (status) return status;
     (void)fsdpi_unit_layout(u, tmp);
     fsdp_seg *gather = u->layout.all_gather.segs;
     for (int k = 0; k < u->layout.num_parts; k++) {
@@ -138,7 +100,6 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdpi_reduce_lists(u);
     for (int k = 0; k < u->layout.num_parts; k++) fsdpi_sum_list(u, &u->layout.parts[k]);
     fsdpi_slice_lists(u);
-    fsdpi_usage_clear(u, FSDPI_USE_FLAGGED);
     fsdpi_count(&u->layout.all_gather);
     return FSDP_OK;
 }
@@ -148,28 +109,17 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
-        part->copy_in = part->divide = part->sum = part->red_out = part->rescale = none;
+        part->copy_in = part->divide = part->sum = part->last = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;
     }
     u->layout.all_gather = u->layout.slice_gather = none;
-    for (int k = 0; k < 2; k++) u->layout.reduce_scatter[k] = u->layout.to_rout[k] = none;
-    u->layout.slice_copy = u->layout.partial = u->layout.users = none;
-    u->layout.lists = u->usage.flags = u->usage.wide = NULL;
-    memset(u->layout.ops, 0, sizeof u->layout.ops);
+    for (int k = 0; k < 2; k++) u->layout.reduce_scatter[k] = u->layout.to_out[k] = none;
+    u->layout.slice_copy = u->layout.whole_out = none;
+    u->layout.whole_grad = u->layout.padded_in = none;
+    u->layout.lists = NULL;
+    memset(u->layout.templates, 0, sizeof u->layout.templates);
     u->layout.pad_rin = 0;
-}
-
-// The counts of users lie behind the shard gradients; a copy of them where the host cannot look.
-static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
-    fsdpi_flat_block *flat = &m->flats[dtype];
-    fsdp_dtype grad = fsdpi_grad_dtype(m, dtype);
-    size_t bytes = (size_t)fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
-    if (fsdpi_is_readable(m->world, flat->grad))
-        flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
-    else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
-    if (flat->users) return FSDP_OK;
-    return fsdpi_no_memory(m->world, "commit: counts of users", "", bytes + 1);
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -183,19 +133,12 @@ static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
             status = fsdpi_buf_new(m, FSDP_POOL_SGRAD,
                                    (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
                                    &flat->grad);
-        if (!status && flat->grad) status = fsdpi_users_new(m, d);
     }
     return status;
 }
 
-static void fsdpi_users_free(fsdp_model *m, fsdpi_flat_block *flat, const fsdp_buf *grad) {
-    if (grad && !fsdpi_is_readable(m->world, grad)) fsdpi_model_free(m, flat->users);
-    flat->users = NULL;
-}
-
 static void fsdpi_blocks_free(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
         fsdpi_buf_free(m, m->flats[d].shard);
         fsdpi_buf_free(m, m->flats[d].grad);
         m->flats[d].shard = m->flats[d].grad = NULL;
@@ -238,7 +181,6 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
 static void fsdpi_uncommit(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
         fsdpi_model_free(m, m->units[i]->layout.lists);
-        fsdpi_flags_free(m->units[i]);
         fsdpi_unit_unbuild(m->units[i]);
     }
     fsdpi_model_free(m, m->norm_blocks);
@@ -270,8 +212,8 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->state.grads.shard == FSDPI_GRADS_NONE)
-            u->state.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+        if (u->state.shard_grad == FSDPI_SHARD_GRAD_NONE)
+            u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
         for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
@@ -333,7 +275,6 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
         m->flats[d].old_shard = m->flats[d].shard;
         m->flats[d].old_grad = m->flats[d].grad;
         m->flats[d].shard = m->flats[d].grad = NULL;

@@ -144,8 +144,9 @@ static inline void fsdpi_renew(const fsdp_model *m, fsdp_op *op) {
     op->step = m->step;
     op->given = m->given;
     if (!fsdpi_bits(op->factor)) return; // most have none
-    op->factor = op->unit->route[0].factor;
+    op->factor = fsdpi_facts_factor(&op->unit->facts);
     if (op->share != 0) op->scale = op->share / op->factor;
+    if (op->comm) fsdpi_usage_agree(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
 }
 
 // Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.

@@ -214,19 +214,6 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
    Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
 FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
 
-/* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
-   before your extension itself emits the records of that reduction
-   Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
-   Collective  no      Blocks on devices with streams if flags changed: until they are copied
-   Allocates   no */
-FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
-
-/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
-   used, and not only on options and states: grads_overwrite, and
-   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
-   Collective  no      Blocks no      Allocates no */
-FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
-
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
    Collective  yes: every rank of the mesh, same order      Blocks for operations under way

@@ -11,12 +11,31 @@
 #include "ops.h"
 #include "pool.h"
 #include "route.h"
+#include "template.h"
+
+/* Owns: the slots GATHER and SLICE, and a unit's storage state. A gather takes these steps; each
+   row of the table (step.h) asks for some of them.
+   Source: torch: FSDPParamGroup.unshard, wait_for_unshard, reshard. */
+static fsdp_status fsdpi_emit_gather(fsdp_unit *u, int kind) {
+    static const fsdpi_step steps[] = {
+        {FSDPI_STEP_COPY_IN, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
+        {FSDPI_STEP_GATHER, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
+        {FSDPI_STEP_COPY_OUT, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
+        {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDPI_TAKES | FSDPI_GIVES, 1},
+        {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER, FSDPI_GIVES, 1},
+        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
+    fsdpi_step step = steps[kind];
+    if (kind == FSDPI_STEP_GATHER && u->layout.gather == FSDPI_GATHER_STAGED)
+        step.from = FSDP_POOL_GATHER; // this rank's part of the slot
+    if (kind == FSDPI_STEP_WAIT && u->layout.gather == FSDPI_GATHER_ALIAS)
+        step.from = FSDP_POOL_SHARD;
+    return fsdpi_emit_step(u, &step, 0);
+}
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_WAIT);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_WAIT));
     if (s->ahead) u->model->ahead_bytes -= (int64_t)s->slot[FSDP_POOL_GATHER]->bytes;
     s->ahead = 0;
     s->storage = FSDP_STORAGE_UNSHARDED;
@@ -41,54 +60,29 @@ static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// A user's function about a parameter (or the unit: NULL), in the order of a stream.
-static fsdp_status fsdpi_emit_call(fsdp_unit *u, const fsdpi_param *p, int label, int stream,
-                                   fsdp_buf *src, fsdp_buf *dst,
-                                   fsdp_status (*call)(const fsdp_op *op, void *stream)) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_CALL, label, stream);
-    op.root = p ? (int32_t)(p - u->params) : -1;
-    op.src = src;
-    op.dst = dst;
-    op.src_ptr = src->ptr;
-    op.dst_ptr = dst->ptr;
-    op.call = call;
-    return fsdpi_emit(u->model, &op);
-}
-
-// From shards, by way of this rank's own part of the slot where they are not gathered as they are.
-static fsdp_status fsdpi_gather_shards(fsdp_unit *u) {
-    int staged = u->route[0].gather == FSDPI_GATHER_STAGED;
-    fsdp_status status = staged ? fsdpi_emit_kind(u, FSDPI_OPS_COPY_IN) : FSDP_OK;
-    if (!status) status = fsdpi_emit_kind(u, FSDPI_OPS_GATHER);
-    return status ? status : fsdpi_emit_kind(u, FSDPI_OPS_COPY_OUT);
-}
-
-// From what was kept after forward, over fewer ranks; everything is in its last place already.
-static fsdp_status fsdpi_gather_slices(fsdp_unit *u) {
-    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE_GATHER);
-    fsdp_status released = fsdpi_release(u, &u->state.slot[FSDP_POOL_SLICE], FSDP_STREAM_GATHER);
-    return status ? status : released;
-}
-
 static int fsdpi_is_gathered(const fsdp_unit *u) { // or under way
     return u->state.storage == FSDP_STORAGE_IN_FLIGHT || u->state.storage == FSDP_STORAGE_UNSHARDED;
 }
 
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
-    fsdp_status status = FSDP_OK;
+    const int gather = u->layout.gather;
     if (s->stale) {
         s->stale = 0;
-        status = fsdpi_do_reshard(u);
+        FSDPI_TRY(fsdpi_do_reshard(u));
     }
-    if (status || fsdpi_is_gathered(u)) return status;
-    if (u->route[0].gather != FSDPI_GATHER_ALIAS) {
-        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]);
-        if (!status)
-            status = s->slot[FSDP_POOL_SLICE] ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
+    if (fsdpi_is_gathered(u)) return FSDP_OK;
+    if (gather != FSDPI_GATHER_ALIAS)
+        FSDPI_TRY(fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]));
+    if (s->slot[FSDP_POOL_SLICE]) { // over fewer ranks, each piece to its last place
+        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_SLICE_GATHER));
+    } else if (gather != FSDPI_GATHER_ALIAS) {
+        if (gather == FSDPI_GATHER_STAGED) FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_COPY_IN));
+        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_GATHER));
+        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_COPY_OUT));
     }
-    if (!status) s->storage = FSDP_STORAGE_IN_FLIGHT;
-    return status;
+    s->storage = FSDP_STORAGE_IN_FLIGHT;
+    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
@@ -97,15 +91,11 @@ static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
 
 // Keep 1/n of what was gathered, or nothing, or all of it.
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
-    fsdp_buf **slot = u->state.slot;
     if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
-    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &slot[FSDP_POOL_SLICE]);
-    if (status) return status;
-    status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE);
-    if (!status) status = fsdpi_release(u, &slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
-    if (!status) u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
-    return status;
+    FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_SLICE));
+    u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
+    return FSDP_OK;
 }
 
 // What is still in flight was a prefetch that nobody used: after the last backward nobody will.
@@ -114,7 +104,7 @@ static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int flies = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
     if (flies ? u->model->is_last_backward : u->options.reshard_after_backward)
         return fsdpi_do_reshard(u);
-    return flies && u->model->grad_hooks ? fsdpi_emit_kind(u, FSDPI_OPS_WAIT) : FSDP_OK;
+    return flies && u->model->grad_hooks ? fsdpi_emit_gather(u, FSDPI_STEP_WAIT) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.

@@ -20,22 +20,28 @@
    GRAD, in PRE_BACKWARD   open: gradients. Between microbatches all of it is closed
    SLICE, RIN, ROUT        open while they are held: the library and peers use them
    after every buffer      closed: FSDPI_REDZONE bytes
-   A slot has FSDPI_PLACES places in memory and takes them by turns, so that a pointer to what it
+   A slot has FSDPI_SPOTS spots in memory and takes them by turns, so that a pointer to what it
    held before finds a closed one. Invariant: nothing is closed that a record under way, a peer
    (which may be a thread) or an extension may touch. So shards and their gradients are open, and
    memory of extensions. */
 
-enum { FSDPI_REDZONE = 4096 * FSDPI_ASAN, FSDPI_PLACES = 1 + 3 * FSDPI_ASAN };
+// Calls a function of this file where AddressSanitizer sees memory.
+#define FSDPI_GUARD(call)           \
+    do {                            \
+        if (FSDPI_ASAN) (void)call; \
+    } while (0)
+
+enum { FSDPI_REDZONE = 4096 * FSDPI_ASAN, FSDPI_SPOTS = 1 + 3 * FSDPI_ASAN };
 
 static inline size_t fsdpi_stride(const fsdp_buf *buf) { return buf->bytes + FSDPI_REDZONE; }
-static inline char *fsdpi_place(const fsdp_buf *buf, int place) {
-    return buf->ptr - (buf->place - place) * (ptrdiff_t)fsdpi_stride(buf);
+static inline char *fsdpi_spot(const fsdp_buf *buf, int spot) {
+    return buf->ptr - (buf->spot - spot) * (ptrdiff_t)fsdpi_stride(buf);
 }
 
 // What a buffer takes in memory.
 static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
     int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT;
-    return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_PLACES : 1) * fsdpi_stride(buf) : buf->bytes;
+    return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 
 // All of it, at first and in the end. Returns where it begins.
@@ -45,8 +51,8 @@ static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
 }
 static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (!buf->ptr || !fsdpi_can_close(w)) return buf->ptr;
-    fsdpi_unpoison(fsdpi_place(buf, 0), fsdpi_room(w, buf));
-    return fsdpi_place(buf, 0);
+    fsdpi_unpoison(fsdpi_spot(buf, 0), fsdpi_room(w, buf));
+    return fsdpi_spot(buf, 0);
 }
 
 static inline int fsdpi_guards(const fsdp_model *m, const fsdp_buf *buf) {
@@ -59,18 +65,18 @@ static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// Not beside an extension that sees calls or records: what it repeats names the places of then.
-static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int place) {
+// Not beside an extension that sees calls or records: what it repeats names the spots of then.
+static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int spot) {
     if (!fsdpi_guards(m, buf) || m->watch) return;
-    buf->ptr = fsdpi_place(buf, place);
-    buf->place = (uint8_t)place;
+    buf->ptr = fsdpi_spot(buf, spot);
+    buf->spot = (uint8_t)spot;
 }
 
-// An extension says that a unit holds it: its records name any place.
+// An extension says that a unit holds it: its records name any spot.
 static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->held = 1;
     if (!fsdpi_guards(m, buf)) return;
-    for (int k = 0; k < FSDPI_PLACES; k++) fsdpi_unpoison(fsdpi_place(buf, k), buf->bytes);
+    for (int k = 0; k < FSDPI_SPOTS; k++) fsdpi_unpoison(fsdpi_spot(buf, k), buf->bytes);
     buf->guard = FSDPI_IS_OPEN;
 }
 
@@ -97,8 +103,7 @@ static inline void fsdpi_open_unit(fsdp_unit *u) {
 static inline void fsdpi_close_unit(const fsdp_unit *u) {
     if (!FSDPI_ASAN) return;
     if (u->state.storage == FSDP_STORAGE_UNSHARDED) fsdpi_close(u, FSDP_POOL_GATHER, 1);
-    if (u->state.grads.newest == FSDPI_GRADS_WRITTEN)
-        fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
+    fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
 }
 
 // Is its last consumer done? A lane's records run later than they are issued.

@@ -19,7 +19,6 @@ static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
 
 static int fsdpi_shards(const fsdp_unit *u) { return u->desc.info.shard_mesh_size; }       // W
 static int fsdpi_replicas(const fsdp_unit *u) { return u->desc.info.replicate_mesh_size; } // R
-static int fsdpi_ranks(const fsdp_unit *u) { return fsdpi_shards(u) * fsdpi_replicas(u); }
 
 static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
     return &u->layout.parts[p->part];
@@ -120,16 +119,15 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
 }
 
-/* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
-   writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
+/* The slot of gradients, part after part: [reduce input: trainables | where the caller writes packed
+   ones]. With several parts the reduce input is a slot of its own. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
-    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->layout.reduce_numel;
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = fsdpi_shards(u) * part->train.shard_numel;
     fsdpi_work *scatter = &u->layout.reduce_scatter[0];
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
     part->grad = u->layout.grad_bytes / size;
-    if (u->layout.train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
     lay.final_base = fsdpi_align_up(part->grad + reduce,
@@ -150,7 +148,7 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
    lists it fills them. */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
-    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->layout.num_train : 0;
+    int world = fsdpi_shards(u);
     int64_t total = 0;
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
     u->layout.all_gather.num = u->layout.reduce_scatter[0].num = 0;
@@ -171,8 +169,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
         }
         u->layout.train_numel += part->train.shard_numel;
     }
-    u->layout.users_offset = world * u->layout.train_numel;
-    u->layout.reduce_numel = u->layout.users_offset + world * users;
+    u->layout.reduce_numel = world * u->layout.train_numel;
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_slot_layout(u, &u->layout.parts[k], tmp);
         fsdpi_grad_layout(u, &u->layout.parts[k], tmp);
@@ -234,15 +231,8 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
             u->layout.pad_rin |= p->lay.shard_dim > 0 &&
                                  p->lay.shape[p->lay.shard_dim] % world != 0;
     }
-    fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->last, fsdpi_run(part->reduce, part->train.base, numel));
     fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
-    if (fsdpi_ranks(u) > 1 &&
-        part == &u->layout.parts[u->layout.users_part]) { // the counts of users behind them
-        fsdpi_add_block(&part->red_out, fsdpi_run(u->layout.train_numel, u->layout.users_base,
-                                                  u->layout.num_train));
-        fsdpi_add_block(&part->rescale,
-                        fsdpi_run(u->layout.users_base, u->layout.users_base, u->layout.num_train));
-    }
 }
 
 /* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
@@ -251,7 +241,7 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
    this rank did before, both have the same segments, as those of all ranks have to be equal. */
 static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
     int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
-    int joins = !u->route[0].grads_ahead; // what was written is always copied
+    int joins = !u->layout.grads_ahead; // what was written is always copied
     to->num = 0;
     for (int i = 0; i < from->num; i++) {
         fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
@@ -261,33 +251,24 @@ static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work
     }
 }
 
-// Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
+// Segments of the reduction, to the flat block and to the reduce output.
 static void fsdpi_reduce_lists(fsdp_unit *u) {
-    fsdpi_work *scatter = u->layout.reduce_scatter, *to_rout = u->layout.to_rout;
+    fsdpi_layout *l = &u->layout;
     int world = fsdpi_shards(u);
-    fsdpi_join_segs(u, &scatter[1], &scatter[0]);
+    fsdpi_join_segs(u, &l->reduce_scatter[1], &l->reduce_scatter[0]);
     for (int k = 0; k < 2; k++) {
-        to_rout[k].num = scatter[k].num;
-        for (int i = 0; i < scatter[k].num; i++) {
-            fsdp_seg s = scatter[k].segs[i];
+        l->to_out[k].num = l->reduce_scatter[k].num;
+        for (int i = 0; i < l->to_out[k].num; i++) {
+            fsdp_seg s = l->reduce_scatter[k].segs[i];
             s.shard = s.full / world; // segment by segment, the full side is `world` times as long
-            to_rout[k].segs[i] = s;
+            l->to_out[k].segs[i] = s;
         }
-        if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
-            fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
-            scatter[k].segs[scatter[k].num++] = counts;
-            counts.shard = u->layout.train_numel;
-            to_rout[k].segs[to_rout[k].num++] = counts;
-        }
-        fsdpi_count(&scatter[k]);
-        fsdpi_count(&to_rout[k]);
+        fsdpi_count(&l->reduce_scatter[k]);
+        fsdpi_count(&l->to_out[k]);
     }
-    if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
-        fsdp_block rows = {0, u->layout.users_offset, u->layout.num_train, world,
-                           0, u->layout.num_train};
-        fsdpi_add_block(&u->layout.users, rows);
-    }
-    fsdpi_add_block(&u->layout.partial, fsdpi_run(0, 0, u->layout.reduce_numel / world));
+    fsdpi_add_block(&l->whole_out, fsdpi_run(0, 0, l->train_numel));
+    l->whole_grad.count = (uint64_t)l->grad_bytes;
+    if (l->pad_rin) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
 }
 
 // From where the caller writes a gradient to the segments of RIN.
@@ -298,7 +279,7 @@ static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         fsdp_layout_param full = p->lay;
-        const fsdp_seg *s = u->layout.to_rout[1].segs;
+        const fsdp_seg *s = u->layout.to_out[1].segs;
         int64_t at = part->reduce + full.shard_offset - part->train.base;
         if (!p->requires_grad || fsdpi_part_of(u, p) != part || full.shard_numel == 0) continue;
         while (at >= s->shard + s->count) s++;

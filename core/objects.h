@@ -116,7 +116,7 @@ struct fsdp_buf {
     uint8_t held, pool, as; // pool: which counts its bytes; as: for which a unit takes it
     uint8_t pinned;         // host memory of the device, which peers cannot read
     uint8_t part;           // it lies inside of another buffer, which owns the memory
-    uint8_t guard, place;   // FSDPI_UNGUARDED, ...; which of its places it is at
+    uint8_t guard, spot;    // FSDPI_UNGUARDED, ...; which of its spots in memory it is at
     int32_t number;         // in the order of making
 };
 
@@ -128,12 +128,9 @@ typedef struct fsdpi_class { // slots of one pool and size
     int count, cap;
 } fsdpi_class;
 
-enum {                     // what is known of a parameter's use, a set
-    FSDPI_USE_WRITTEN = 1, // this rank wrote its gradient to the slot that the unit holds
-    FSDPI_USE_USED = 2,    // this rank wrote a gradient that is not reduced yet
-    FSDPI_USE_FLAGGED = 4, // USED as it stands in the unit's flags
-    FSDPI_USE_PENDING = 8, // it was USED, and that is in the sums of a reduction that goes on
-    FSDPI_USE_REDUCED = 16 // a rank used it, and its gradient is in the shard gradient
+enum {                    // marks of a parameter, a set in fsdp_unit.use
+    FSDPI_USE_USED = 1,   // this rank has a gradient of it that is not reduced yet
+    FSDPI_USE_REDUCED = 2 // it has a gradient: the shard gradient holds it
 };
 
 typedef struct fsdpi_param {
@@ -142,7 +139,6 @@ typedef struct fsdpi_param {
     fsdp_dtype dtype;
     int32_t ordinal, requires_grad, keep_dtype;
     int32_t part;             // index in the unit's parts
-    int32_t train_index;      // place among the unit's trainables; -1: frozen
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
@@ -181,7 +177,7 @@ typedef struct fsdpi_part {
     int64_t slot, grad; // where it begins in GATHER and GRAD
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
-    fsdpi_work copy_in, copy_out, chunk_cat, divide, sum, red_out, rescale; // blocks
+    fsdpi_work copy_in, copy_out, chunk_cat, divide, sum, last, rescale; // blocks
 } fsdpi_part;
 
 // What fully_shard was told.
@@ -202,7 +198,7 @@ typedef struct fsdpi_desc {
     X(int, reshard_after_forward, FSDP_RESHARD_ALWAYS) /* or _NEVER, or n: the desc says */        \
     X(uint8_t, reshard_after_backward, 1)                                                          \
     X(uint8_t, unshard_in_backward, 1)                                                             \
-    X(uint8_t, reduce_unused, 1)                                                                   \
+    X(uint8_t, reduce_unused, 0)                                                                   \
     FSDPI_ROUTE_OPTIONS(X)
 
 // What setters change.
@@ -226,33 +222,15 @@ static fsdpi_options fsdpi_options_new(void) {
     return o;
 }
 
-// Records that hooks emit, made at commit: each kind stands once, or once for each part.
-enum {
-    FSDPI_OPS_COPY_IN, // and the calls before a gather
-    FSDPI_OPS_GATHER,
-    FSDPI_OPS_COPY_OUT, // and the calls behind it
-    FSDPI_OPS_SLICE,
-    FSDPI_OPS_SLICE_GATHER,
-    FSDPI_OPS_WAIT, // the caller's stream, for what is gathered
-    FSDPI_OPS_ZERO, // GRAD; from here on gradients
-    FSDPI_OPS_SUM,  // GRAD -> RIN
-    FSDPI_OPS_FOLD, // in GRAD
-    FSDPI_OPS_FOLD_DIVIDED,
-    FSDPI_OPS_USERS,
-    FSDPI_OPS_SCATTER, // -> shard gradients
-    FSDPI_OPS_RESCALE,
-    FSDPI_OPS_PARTIAL, // -> ROUT
-    FSDPI_OPS_ADD,     // a fresh ROUT -> the one that waits
-    FSDPI_OPS_REPLICAS,
-    FSDPI_OPS_HOOK,
-    FSDPI_OPS_OUT, // -> shard gradients
-    FSDPI_OPS_COUNT
-};
-
+/* A record in which everything stands that its kind of step and its part of the unit decide. The
+   rest is written when it is emitted: see template.h. */
 typedef struct fsdpi_template {
-    fsdp_op op;       // all but what a hook fills in
-    int64_t begin;    // of what is read, in bytes of its buffer
-    uint8_t src, dst; // pools of the unit's slots; SHARD, SGRAD: the buffer is in op already
+    fsdp_op op;
+    const fsdpi_part *part;   // NULL: of the whole unit
+    const fsdpi_work *work;   // blocks or segments; NULL: none
+    fsdp_buf **src, **dst;    // the unit's slots that it reads and writes; NULL: no slots
+    int64_t begin;            // of what is read, in bytes of its buffer
+    uint8_t from, to, agrees; // places it was last aimed at; agrees: ranks compare what was used
 } fsdpi_template;
 
 // Where everything lies. Measured by arrange, with lists and records from commit on.
@@ -264,65 +242,41 @@ typedef struct fsdpi_layout {
     fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
     int64_t train_numel;                         // shards of the trainables of all parts
-    int64_t reduce_numel;         // W * (train_numel + users): RIN, and the first part of GRAD
-    int64_t users_offset;         // in GRAD and RIN: row k of `num_train` flags for rank k
-    int64_t users_base;           // of the counts, in the block of shard gradients
-    int users_part;               // the part in whose block that is: the first with trainables
+    int64_t reduce_numel;         // W * train_numel: RIN, and the first part of GRAD
+    int first_train;              // the first part with trainables
+    uint8_t gather;               // FSDPI_GATHER_*
+    uint8_t grads_ahead; // a reduction reads gradients while the next unit's are written
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather;      // segments
-    fsdpi_work reduce_scatter[2], to_rout[2]; // segments of GRAD, and of RIN
-    fsdpi_work slice_copy, partial, users;    // blocks; partial: the whole reduce output
-    fsdpi_template *ops[FSDPI_OPS_COUNT + 1]; // where each kind begins, and the last one ends
+    fsdpi_work all_gather, slice_gather;          // segments
+    fsdpi_work reduce_scatter[2], to_out[2];      // segments of GRAD, and of RIN
+    fsdpi_work slice_copy, whole_out;             // blocks
+    fsdpi_work whole_grad, padded_in;             // bytes: counts alone
+    fsdpi_template *templates[FSDPI_STEP_COUNT + 1]; // where each kind begins, the last one ends
 } fsdpi_layout;
 
-// Who used which parameter.
-typedef struct fsdpi_usage {
-    uint64_t *use;      // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
-    char *flags, *wide; // num_train flags in param_dtype and in reduce_dtype: what ops copy
-    double value;       // of those that are not zero
-    uint8_t in_flight;  // a copy of them may not be done yet
-    uint8_t counted;    // counts of users came with this step's reduction
-} fsdpi_usage;
-
 enum { // what the shard gradient holds
-    FSDPI_GRADS_NONE,
-    FSDPI_GRADS_ZERO,
-    FSDPI_GRADS_REDUCED // a reduced gradient, to which the next one is added
+    FSDPI_SHARD_GRAD_NONE,
+    FSDPI_SHARD_GRAD_ZERO,
+    FSDPI_SHARD_GRAD_REDUCED // a reduced gradient, to which the next one is added
 };
-
-enum { // where the newest of this rank's gradients are that have not been reduced
-    FSDPI_GRADS_NOWHERE,
-    FSDPI_GRADS_IN_SHARD, // written into the shard gradient itself
-    FSDPI_GRADS_WRITTEN,  // where the caller writes: the slot GRAD
-    FSDPI_GRADS_SUMMED    // in the reduce dtype: the slot RIN
-};
-
-// Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
-typedef struct fsdpi_grads {
-    uint8_t shard, newest;  // FSDPI_GRADS_*
-    uint8_t waits;          // sums were in ROUT when this reduction began
-    // By what those in RIN, and the sums in ROUT, have been divided beside the divide factor.
-    double divided, summed;
-} fsdpi_grads;
 
 // What a step changes.
 typedef struct fsdpi_state {
     uint8_t training, storage, stale;
     uint8_t ahead;      // gathered by a prefetch that nobody waited for yet
+    uint8_t shard_grad; // FSDPI_SHARD_GRAD_*
     int32_t forwards;   // grad-enabled ones that have not run backward: n of the table
     int32_t last_order; // newest entry in the record of forwards, or -1
-    fsdpi_grads grads;
-    fsdp_buf *slot[FSDP_POOL_ROUT + 1]; // that the unit holds, by pool
+    fsdp_buf *slot[FSDPI_PLACES]; // that the unit holds, by place
 } fsdpi_state;
 
 static fsdpi_state fsdpi_state_new(void) {
     fsdpi_state s = FSDP_ZERO;
     s.last_order = -1;
-    s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
-    s.grads.divided = s.grads.summed = 1;
+    s.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
     return s;
 }
 
@@ -332,19 +286,19 @@ struct fsdp_unit {
     fsdpi_desc desc;
     fsdpi_options options;
     fsdpi_layout layout;
-    fsdpi_route route[2];    // [1]: where the shard gradient holds a reduced gradient
+    fsdpi_facts facts;
+    fsdpi_route route;       // the last one that was asked for: see fsdpi_route_now
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
-    fsdpi_usage usage;
+    uint64_t *use; // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     fsdpi_state state;
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
     int64_t train_numel;          // with alignment
     int64_t numel;                // train_numel + frozen
-    int64_t grad_numel;           // train_numel + user counts
+    int64_t grad_numel;           // train_numel, at least 1 if a parameter is trainable
     fsdp_buf *shard, *grad;
     fsdp_buf *old_shard, *old_grad; // of the layout before, until what they hold has moved
-    char *users;                    // the user counts, where the host can read them
 } fsdpi_flat_block;
 
 typedef struct fsdpi_forward { // one entry of the record of forwards
@@ -392,7 +346,7 @@ struct fsdp_model {
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
     int num_order, cap_order;
-    uint32_t reported_calls; // calls, as bits, that have told of gradients that are not reduced
+    uint32_t reported_calls; // calls, as bits, that have warned of gradients that are not reduced
     fsdp_status hook_status; // first failed hook since finalize
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: sum or maximum of the last clip

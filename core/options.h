@@ -56,18 +56,19 @@ FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) {
     return m->settings ? m->settings : fsdpi_settings(m);
 }
 
-// In place of each divide factor: how it splits a reduction, and the first unit that has it, too.
+// In place of each divide factor: whether the shard gradient is written directly, and the first unit
+// that has the same factor.
 FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
     uint64_t kind = fsdp_model_settings(m);
     for (int i = 0; m && i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        const fsdpi_route *r = u->route;
+        const double factor = fsdpi_facts_factor(&u->facts);
         fsdpi_options o = u->options;
         int like = 0;
         if (o.divide_factor == 0) continue;
-        while (m->units[like]->route[0].factor != r->factor) like++;
-        uint64_t split = fsdpi_hash(fsdpi_bits(r->before), fsdpi_bits(r->sums));
-        split = fsdpi_hash(split, (uint64_t)like << 1 | r->write_shard);
+        while (fsdpi_facts_factor(&m->units[like]->facts) != factor) like++;
+        int direct = fsdpi_facts_write_shard(&u->facts, 0);
+        uint64_t split = (uint64_t)like << 1 | (uint64_t)direct;
         o.divide_factor = 0;
         kind += fsdpi_hash(fsdpi_unit_settings(u, &o), split) - fsdpi_unit_settings(u, &u->options);
     }
@@ -77,7 +78,7 @@ FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
 // After an option of a unit, or of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {
     u->model->settings = 0;
-    fsdpi_unit_route(u);
+    fsdpi_unit_facts(u);
 }
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.

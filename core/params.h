@@ -314,7 +314,7 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
                          p->name, unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
-    if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
+    if (unit->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED)
         return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
                           (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));

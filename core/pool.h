@@ -129,11 +129,11 @@ static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_b
 
 // Between steps all free slots count as released at one time: the next step takes the same ones.
 static void fsdpi_pools_rewind(fsdp_model *m) {
-    fsdpi_close_free(m);
+    FSDPI_GUARD(fsdpi_close_free(m));
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) {
             m->classes[i].slots[k]->released = 0;
-            if (!m->classes[i].slots[k]->held) fsdpi_turn(m, m->classes[i].slots[k], 0);
+            if (!m->classes[i].slots[k]->held) FSDPI_GUARD(fsdpi_turn(m, m->classes[i].slots[k], 0));
         }
     m->release_seq = 0;
 }
@@ -160,8 +160,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     int64_t bytes[FSDP_POOL_COUNT] = {0};
     int64_t none = u->layout.num_train ? 0 : -1,
             reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
-    const fsdpi_route *route = &u->route[0];
-    int alias = route->gather == FSDPI_GATHER_ALIAS;
+    int alias = u->layout.gather == FSDPI_GATHER_ALIAS;
     bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
     bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
     bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
@@ -174,7 +173,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->layout.classes[pool] = at;
         m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
-                                (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
+                                (pool == FSDP_POOL_GRAD && u->layout.grads_ahead) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
@@ -209,8 +208,8 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
     if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
-    fsdpi_turn(m, buf, (buf->place + 1) % FSDPI_PLACES);
-    fsdpi_open(m, buf); // equivalent statement: AddressSanitizer alone sees it
+    FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
 }
@@ -227,7 +226,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
     fsdp_status status = FSDP_ASSERT(m->world, buf->held);
-    fsdpi_open(m, buf); // equivalent statement: AddressSanitizer alone sees it
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
@@ -236,7 +235,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     buf->released = ++m->release_seq;
     *slot = NULL;
     if (m->watch && !status) status = fsdpi_released(u, buf, stream);
-    fsdpi_close_free(m);
+    FSDPI_GUARD(fsdpi_close_free(m));
     return status;
 }
 

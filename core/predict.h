@@ -35,10 +35,10 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
                 int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
-                if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
+                if (pass < 2) status = fsdpi_run_row(u, fsdpi_lookup(u, call[0]));
                 for (int k = 0; back && k < u->desc.num_params; k++)
-                    *fsdpi_use(u, k) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
-                if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
+                    *fsdpi_use(u, k) |= FSDPI_USE_USED;
+                if (pass > 0 && !status) status = fsdpi_run_row(u, fsdpi_lookup(u, call[1]));
             }
         }
     }
@@ -62,11 +62,10 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
             copy->layout.parts[k].extended = copy->params +
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
-    memset(&copy->usage, 0, sizeof copy->usage);
-    copy->usage.use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
+    copy->use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
     copy->state = fsdpi_state_new();
     copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
-    fsdpi_unit_route(copy);
+    fsdpi_unit_facts(copy);
     return copy;
 }
 
@@ -103,10 +102,6 @@ typedef struct fsdpi_rehearsal {
 
 static void fsdpi_dry_free(fsdp_model *dry) {
     if (!dry) return;
-    for (int i = 0; i < dry->num_units; i++) {
-        fsdpi_model_free(dry, dry->units[i]->usage.flags);
-        dry->units[i]->usage.flags = NULL;
-    }
     fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
     for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
@@ -136,19 +131,6 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->model.watch = FSDPI_OPS;
 }
 
-// Flags of use are written by the host: they are the only memory that a step touches.
-static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
-    for (int i = 0; i < dry->num_units; i++) dry->units[i]->usage.flags = NULL;
-    for (int i = 0; i < dry->num_units; i++) {
-        fsdp_unit *u = dry->units[i];
-        size_t bytes = fsdpi_flags_bytes(u);
-        u->usage.flags = bytes ? (char *)fsdpi_model_alloc(dry, bytes) : NULL;
-        if (bytes && !u->usage.flags) return FSDP_ERR_OUT_OF_MEMORY;
-        u->usage.wide = bytes ? u->usage.flags + bytes / 2 : NULL;
-    }
-    return FSDP_OK;
-}
-
 // A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
@@ -172,7 +154,6 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         else status = FSDP_ERR_OUT_OF_MEMORY;
     }
     if (!status) status = fsdpi_commit(dry);
-    if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
     return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
 }

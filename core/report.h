@@ -8,6 +8,7 @@
 #define FSDPI_CORE_REPORT_H
 
 #include "error.h"
+#include "grads.h"
 #include "layout.h"
 #include "objects.h"
 #include "os.h"
@@ -94,29 +95,29 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
-// "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
-static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
-    static const char *const texts[FSDPI_STEP_COUNT] = {FSDPI_STEP_LIST(FSDPI_TEXT_OF)};
-    fsdpi_say(t, "%s", title);
-    if (!*step) fsdpi_say(t, " not now");
-    for (const char *comma = " "; *step; step++, comma = ", ")
-        if (*step != FSDPI_STEP_DONE) fsdpi_say(t, "%s%s", comma, texts[*step]);
-}
-
+// "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient", as after a backward.
 static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     static const char *const gathers[] = {"nothing: the full parameters are the shards",
                                           "the shards as they are",
                                           "this rank's part of the slot, which is filled before"};
-    const fsdpi_route *r = &u->route[u->state.grads.shard == FSDPI_GRADS_REDUCED];
-    fsdpi_say(t, "    gathered: %s\n", gathers[r->gather]);
+    static const char *const texts[FSDPI_STEP_COUNT] = {
+#define FSDP_X(name, op, label, stream, group, work, call, text) text,
+        FSDPI_STEP_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    int held = fsdpi_held(u);
+    fsdpi_say(t, "    gathered: %s\n", gathers[u->layout.gather]);
     if (u->layout.num_train == 0) return;
-    if (r->write_shard) {
+    if (fsdpi_facts_write_shard(&u->facts, held)) {
         fsdpi_say(t, "    gradients: written into the shard gradient\n");
         return;
     }
-    fsdpi_describe_steps(t, "    gradients:", r->collect);
-    fsdpi_describe_steps(t, "\n    reduction:", r->reduce);
-    fsdpi_say(t, "\n");
+    fsdpi_route r = fsdpi_route_of(&u->facts, held | FSDPI_HELD_GRAD);
+    fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
+    for (int i = 0; i < r.num; i++)
+        if (r.steps[i].kind != FSDPI_STEP_ZERO_IN || u->layout.pad_rin)
+            fsdpi_say(t, "%s%s", i ? ", " : " ", texts[r.steps[i].kind]);
+    fsdpi_say(t, "%s\n", r.done ? "" : "; the reduction waits");
 }
 
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {

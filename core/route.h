@@ -1,7 +1,7 @@
-/* core/route.h - how a unit gathers and how it reduces: decided once, by one pure function
+/* core/route.h - what is done with a unit's memory: the list of steps, and the function that chooses
 
-   It knows no unit and no memory: facts in, a route out. fsdpi_unit_route fills in the facts;
-   everybody else follows the route and asks no fact again.
+   The functions here are pure: they know no unit and no memory. Facts go in, steps come out. After
+   fsdpi_route_of nothing about a reduction is decided again; template.h makes records of its steps.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -23,7 +23,7 @@
 // What a route is decided by.
 typedef struct fsdpi_facts {
     int32_t shards, replicas; // W, R: ranks that shard, ranks that replicate
-    // Of the unit's layout. The dtypes are those of the part whose gradients the flags travel with.
+    // Of the unit's layout. The dtypes are those of its first part with trainables.
     uint8_t one_part;    // all parameters are stored in one dtype and gathered in one dtype
     uint8_t one_train;   // all trainable ones are
     uint8_t extended;    // a parameter is gathered by functions of the user
@@ -32,10 +32,9 @@ typedef struct fsdpi_facts {
     fsdp_dtype grad;     // of the shard gradient
     fsdp_dtype reduce;   // of the reduction
     // Of the model and its world.
-    uint8_t offload;   // shards and their gradients lie in pinned host memory
-    uint8_t overwrite; // backward stores gradients instead of adding them
-    uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
-    uint8_t debug;     // what is given back becomes NaN, or is poisoned
+    uint8_t offload; // shards and their gradients lie in pinned host memory
+    uint8_t fuses;   // the backend's reduce_scatter casts, scales and adds
+    uint8_t debug;   // what is given back becomes NaN, or is poisoned
     // Options.
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
 #define FSDP_X(type, name, initial) type name;
@@ -49,51 +48,109 @@ enum {                   // where a gather reads
     FSDPI_GATHER_STAGED  // peers read this rank's part of the slot, which is filled before
 };
 
-// What happens to gradients behind post_backward, in the words of fsdp_model_describe.
+/* The kinds of steps. A step is one record, or one record for each part of the unit: name, op,
+   label, stream (COUNT: that of the last copy), group, blocks or segments, function, and the words
+   of fsdp_model_describe. */
 #define FSDPI_STEP_LIST(X)                                                                         \
-    X(END, "")                                                                                     \
-    X(ZERO_UNUSED, "zero what was not stored")                                                     \
-    X(WROTE, "written")                                                                            \
-    X(KEEP, "keep in the slot")                                                                    \
-    X(SUM, "add up in the reduce input")                                                           \
-    X(FOLD, "chunk_cat in the slot")                                                               \
-    X(USERS, "flags of use")                                                                       \
-    X(SCATTER_FUSED, "reduce_scatter that casts, divides and adds to the shard gradient")          \
-    X(SCATTER, "reduce_scatter into the shard gradient")                                           \
-    X(RESCALE, "divide the shard gradient")                                                        \
-    X(PARTIAL_FUSED, "reduce_scatter that adds to the sums of the shard group")                    \
-    X(PARTIAL, "reduce_scatter to the sums of the shard group")                                    \
-    X(REPLICAS, "all_reduce over the replicas")                                                    \
-    X(HOOK, "all_reduce_hook")                                                                     \
-    X(OUT, "divide, cast and add to the shard gradient")                                           \
-    X(DONE, "done")
+    X(COPY_IN, COPY, COPY_IN, GATHER, NO_GROUP, PART(copy_in), fsdpi_call_pre_gather, "cast")      \
+    X(GATHER, ALL_GATHER, GATHER, GATHER, SHARDS, UNIT(all_gather), NULL, "all_gather")            \
+    X(COPY_OUT, COPY, COPY_OUT, GATHER, NO_GROUP, PART(copy_out), fsdpi_call_post_gather,          \
+      "copy out")                                                                                  \
+    X(SLICE, COPY, SLICE, COMPUTE, NO_GROUP, UNIT(slice_copy), NULL, "keep a slice")               \
+    X(SLICE_GATHER, ALL_GATHER, GATHER, GATHER, SLICES, UNIT(slice_gather), NULL,                  \
+      "all_gather of slices")                                                                      \
+    X(WAIT, USE, GATHER, COMPUTE, NO_GROUP, NO_WORK, NULL, "wait")                                 \
+    X(ZERO_GRAD, ZERO, GRADS, COMPUTE, NO_GROUP, UNIT(whole_grad), NULL, "zero")                   \
+    X(ZERO_IN, ZERO, ACC, REDUCE, NO_GROUP, UNIT(padded_in), NULL, "zero the padding")             \
+    X(SUM, COPY, ACC, REDUCE, NO_GROUP, PART(sum), NULL, "add up in the reduce input")             \
+    X(FOLD, COPY, ACC, REDUCE, NO_GROUP, PART(chunk_cat), NULL, "chunk_cat in the slot")           \
+    X(DIVIDE, COPY, ACC, REDUCE, NO_GROUP, PART(divide), NULL, "chunk_cat and divide in the slot") \
+    X(SCATTER, REDUCE_SCATTER, REDUCE, REDUCE, SUMS, UNIT(reduce_scatter), NULL,                   \
+      "reduce_scatter to the shard gradient")                                                      \
+    X(RESCALE, COPY, RED_OUT, REDUCE, NO_GROUP, PART(rescale), NULL, "divide the shard gradient")  \
+    X(TO_OUT, REDUCE_SCATTER, REDUCE, REDUCE, SUMS, UNIT(to_out), NULL,                            \
+      "reduce_scatter to the sums of the shard group")                                             \
+    X(ADD, COPY, PARTIAL, REDUCE, NO_GROUP, UNIT(whole_out), NULL, "add to the sums that wait")    \
+    X(REPLICAS, ALL_REDUCE, REPLICAS, ALLREDUCE, REPLICAS, UNIT(whole_out), NULL,                  \
+      "all_reduce over the replicas")                                                              \
+    X(HOOK, CALL, ALL_REDUCE_HOOK, COUNT, NO_GROUP, NO_WORK, fsdpi_call_all_reduce_hook,           \
+      "all_reduce_hook")                                                                           \
+    X(LAST, COPY, RED_OUT, COUNT, NO_GROUP, PART(last), NULL,                                      \
+      "divide, cast and add to the shard gradient")
 
-enum {
-#define FSDP_X(name, text) FSDPI_STEP_##name,
+enum { // those from ZERO_GRAD on are of gradients
+#define FSDP_X(name, op, label, stream, group, work, call, text) FSDPI_STEP_##name,
     FSDPI_STEP_LIST(FSDP_X)
 #undef FSDP_X
         FSDPI_STEP_COUNT
 };
 
-enum { FSDPI_COLLECT_STEPS = 4, FSDPI_REDUCE_STEPS = 8 }; // with their END
+enum { // the places of a unit: FSDP_POOL_SHARD .. FSDP_POOL_ROUT, and
+    FSDPI_FRESH = FSDP_POOL_ROUT + 1, // a second REDUCE_OUT within a call: sums to be added
+    FSDPI_PLACES,
+    FSDPI_NOWHERE = FSDPI_PLACES
+};
 
+enum {                // how a step works
+    FSDPI_ADDS = 1,   // it adds to what is in `to`
+    FSDPI_TAKES = 2,  // it acquires the slot `to`
+    FSDPI_GIVES = 4,  // it releases the slot `from`
+    FSDPI_DIVIDES = 8 // it divides by the gradient divide factor
+};
+
+typedef struct fsdpi_step {
+    uint8_t kind, from, to, how; // FSDPI_STEP_*; places; a set of FSDPI_ADDS, ...
+    double scale;                // what it reads is multiplied by this
+} fsdpi_step;
+
+/* Where gradients of a unit are: of microbatches that are not reduced yet, in a slot; reduced ones,
+   in the shard gradient. All other state of a reduction follows from this set.
+
+             pre_backward            post_backward
+                  |        +-------- no sync: kept as written ---------------------+
+                  v        v                                                       |
+     {} -------> GRAD --------- SUM, if it is cast or divided ---> REDUCE_IN ------+ no sync: kept
+      |           |                                                  |
+      | one rank  | SCATTER or LAST                                  | SCATTER or LAST
+      v           v                                                  |
+   SHARD_GRAD <---+--------------------------------------------------+
+       ^                                                             | TO_OUT, ADD: also from GRAD
+       +------- REPLICAS, LAST ------- REDUCE_OUT <------------------+
+                                       no all_reduce: kept
+
+   Outside of a backward GRAD and REDUCE_IN are never held both. REDUCE_OUT is held only if W > 1
+   and R > 1. fsdpi_unit_check (grads.h) asserts what else holds. */
+enum {
+    FSDPI_HELD_GRAD = 1,
+    FSDPI_HELD_IN = 2,
+    FSDPI_HELD_OUT = 4,
+    FSDPI_HELD_SHARD = 8, // the shard gradient has a reduced gradient
+    FSDPI_HELD_SLOTS = FSDPI_HELD_GRAD | FSDPI_HELD_IN | FSDPI_HELD_OUT
+};
+
+enum { FSDPI_ROUTE_STEPS = 7 }; // the longest: sums wait, a backend that does not fuse, a hook
+
+// What is done with the gradients at the end of a backward.
 typedef struct fsdpi_route {
-    uint8_t gather;      // FSDPI_GATHER_*
-    uint8_t write_shard; // the caller writes the shard gradient itself, which needs no reduction
-    uint8_t from_input;  // one shard: what is reduced further is the reduce input itself
-    uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
-    uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
-    uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    // A reduction divides by `factor` in all: what goes in by `before`, and sums of the shard
-    // group, as the backend stores them, by `sums`, both powers of two; in step `divides` by the
-    // rest (OUT: in the last one, which may be SCATTER_FUSED or RESCALE).
-    double before, sums, factor;
-    uint8_t divides; // FSDPI_STEP_*
+    uint8_t num, held; // held: before the first step
+    uint8_t done;      // after the last step the shard gradient has everything
+    fsdpi_step steps[FSDPI_ROUTE_STEPS];
 } fsdpi_route;
 
 // One part that is stored as it is gathered, in memory that peers can read.
 static int fsdpi_facts_plain(const fsdpi_facts *f) {
     return f->one_part && f->stored == f->gathered && !f->extended && !f->offload;
+}
+
+static int fsdpi_facts_gather(const fsdpi_facts *f) {
+    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer finds NaN or poison
+    return !fsdpi_facts_plain(f) || copies ? FSDPI_GATHER_STAGED
+           : f->shards > 1                 ? FSDPI_GATHER_SHARDS
+                                           : FSDPI_GATHER_ALIAS;
+}
+
+static double fsdpi_facts_factor(const fsdpi_facts *f) {
+    return f->divide_factor != 0 ? f->divide_factor : (double)(f->shards * f->replicas);
 }
 
 /* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
@@ -106,79 +163,107 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums
-   that go on to the replicas by a power of two, which loses nothing. For another backend a power of
-   two divides what goes in. Source: torch: _get_gradient_divide_factors. */
-static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
-    int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
-    int stores = narrow && f->fuses && !f->custom, goes_on = stores && f->replicas > 1;
-    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1, sums = 1;
-    while (narrow && !stores && fmod(factor, before) == 0 && factor / before > before) before *= 2;
-    while (goes_on && sums < f->shards && 2 * sums <= factor) sums *= 2;
-    r->factor = factor;
-    r->before = before;
-    r->sums = sums;
-    r->divides = (uint8_t)(goes_on  ? FSDPI_STEP_REPLICAS
-                           : stores ? FSDPI_STEP_PARTIAL
-                                    : FSDPI_STEP_OUT);
+// Can gradients be written where they end? One rank, nothing that waits, to convert or to show.
+static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
+    return f->shards * f->replicas == 1 && !(held & FSDPI_HELD_SLOTS) && fsdpi_facts_plain(f) &&
+           f->reduce == f->stored && f->grad == f->stored && f->sync &&
+           fsdpi_facts_factor(f) == 1 && !f->hook;
 }
 
-// Can gradients be written where they end? One rank, nothing to convert, divide or show.
-static int fsdpi_facts_write_shard(const fsdpi_facts *f, int adds) {
-    return f->shards * f->replicas == 1 && fsdpi_facts_plain(f) && f->reduce == f->stored &&
-           f->grad == f->stored && f->sync && (f->divide_factor == 0 || f->divide_factor == 1) &&
-           !f->hook && !(f->overwrite && adds);
+/* How a reduction divides: what goes in by `before`, sums of the shard group by `sums`, both powers
+   of two, and in the step `divides` by the rest of the factor. The first two follow from ranks and
+   dtypes alone, so that the factor may change while sums wait.
+   An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores; for
+   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+typedef struct fsdpi_scales {
+    double before, sums;
+    int divides; // FSDPI_STEP_*; LAST: in the last step, whichever it is
+} fsdpi_scales;
+
+static fsdpi_scales fsdpi_facts_scales(const fsdpi_facts *f) {
+    fsdpi_scales s = {1, 1, FSDPI_STEP_LAST};
+    int ranks = f->shards * f->replicas;
+    if (f->reduce != FSDP_F16 || ranks == 1) return s;
+    if (!f->fuses || f->custom) {
+        while (fmod(ranks, s.before) == 0 && ranks / s.before > s.before) s.before *= 2;
+        return s;
+    }
+    while (f->replicas > 1 && s.sums < f->shards) s.sums *= 2;
+    s.divides = f->replicas > 1 ? FSDPI_STEP_REPLICAS : FSDPI_STEP_TO_OUT;
+    return s;
 }
 
-// The sums of the shard group, over W > 1 ranks. Returns whether they are the shard gradient.
-static int fsdpi_route_scatter(const fsdpi_facts *f, int adds, uint8_t **step) {
-    // A fused backend sums in f32 or f64; a narrower reduce dtype has to be rounded to, as upstream
-    // does, so that nothing can be fused with it.
-    int wide = f->reduce == FSDP_F32 || f->reduce == FSDP_F64;
-    int is_last = f->replicas == 1 && f->one_train && !f->hook && !f->offload;
-    if (is_last && f->fuses && wide) {
-        *(*step)++ = FSDPI_STEP_SCATTER_FUSED;
-        return 1;
+static void fsdpi_route_add(fsdpi_route *r, int kind, int from, int to, int how, double scale) {
+    fsdpi_step step = {(uint8_t)kind, (uint8_t)from, (uint8_t)to, (uint8_t)how, scale};
+    r->steps[r->num++] = step;
+}
+
+// What this rank has written is brought together. Returns where it is then.
+static int fsdpi_route_collect(const fsdpi_facts *f, double before, int due, fsdpi_route *r) {
+    int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
+    if (!(r->held & FSDPI_HELD_GRAD)) return adds ? FSDP_POOL_RIN : FSDPI_NOWHERE;
+    if (!adds && !fsdpi_facts_convert(f, f->hook) && (due || f->gathered == f->reduce))
+        return FSDP_POOL_GRAD;
+    if (!adds)
+        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_RIN, FSDPI_TAKES, 1);
+    fsdpi_route_add(r, FSDPI_STEP_SUM, FSDP_POOL_GRAD, FSDP_POOL_RIN, adds | FSDPI_GIVES,
+                    1 / before);
+    return FSDP_POOL_RIN;
+}
+
+/* The sums of the shard group, over W > 1 ranks. Returns where they are then. A fused backend sums
+   in f32 or f64. A narrower reduce dtype has to be rounded to, as PyTorch does, so that nothing can
+   be fused with it. */
+static int fsdpi_route_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int from,
+                               fsdpi_route *r) {
+    const int fused = f->fuses && (f->reduce == FSDP_F32 || f->reduce == FSDP_F64);
+    const int is_last = f->replicas == 1 && f->one_train && !f->hook && !f->offload;
+    const int adds = r->held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0, waits = r->held & FSDPI_HELD_OUT;
+    if (is_last && fused) {
+        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SGRAD,
+                        adds | FSDPI_GIVES | FSDPI_DIVIDES, s->before);
+        return FSDP_POOL_SGRAD;
     }
     if (is_last && !f->fuses && f->reduce == f->grad && !adds) {
-        *(*step)++ = FSDPI_STEP_SCATTER;
-        *(*step)++ = FSDPI_STEP_RESCALE;
-        return 1;
+        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SGRAD, FSDPI_GIVES, 1);
+        fsdpi_route_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SGRAD, FSDP_POOL_SGRAD,
+                        FSDPI_DIVIDES, s->before);
+        return FSDP_POOL_SGRAD;
     }
-    *(*step)++ = f->fuses && wide ? FSDPI_STEP_PARTIAL_FUSED : FSDPI_STEP_PARTIAL;
-    return 0;
+    int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
+    int to = waits && !fused ? FSDPI_FRESH : FSDP_POOL_ROUT; // FRESH: the backend cannot add
+    int how = waits && fused ? FSDPI_ADDS : FSDPI_TAKES;
+    fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_GIVES | divides, 1 / s->sums);
+    if (to == FSDPI_FRESH)
+        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_ROUT, FSDPI_ADDS | FSDPI_GIVES, 1);
+    return FSDP_POOL_ROUT;
 }
 
-// The route for these facts. adds: to a reduced gradient that the shard gradient holds already.
-static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
+// The steps for these facts, where `held` is what the unit holds.
+static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int held) {
+    const fsdpi_scales s = fsdpi_facts_scales(f);
+    const int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
     fsdpi_route r;
-    uint8_t *step = r.collect;
-    int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
-    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer finds NaN or poison
-    int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
-    int sum = fsdpi_facts_convert(f, f->hook) ||
-              (!due && (f->overwrite || f->gathered != f->reduce));
     memset(&r, 0, sizeof r);
-    r.gather = (uint8_t)(!plain || copies ? FSDPI_GATHER_STAGED
-                         : f->shards > 1  ? FSDPI_GATHER_SHARDS
-                                          : FSDPI_GATHER_ALIAS);
-    r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
-    r.from_input = f->shards == 1;
-    r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);
-    fsdpi_facts_divide(f, &r);
-    if (f->overwrite) *step++ = FSDPI_STEP_ZERO_UNUSED;
-    *step++ = FSDPI_STEP_WROTE;
-    *step = (uint8_t)(sum ? FSDPI_STEP_SUM : FSDPI_STEP_KEEP);
+    r.held = (uint8_t)held;
+    int at = fsdpi_route_collect(f, s.before, due, &r);
     if (!due) return r;
-    step = r.reduce;
-    *step++ = FSDPI_STEP_FOLD;
-    if (ranks > 1) *step++ = FSDPI_STEP_USERS;
-    if (f->shards > 1) reduced = fsdpi_route_scatter(f, adds, &step);
+    if (at == FSDP_POOL_GRAD)
+        fsdpi_route_add(&r, s.before == 1 ? FSDPI_STEP_FOLD : FSDPI_STEP_DIVIDE, at, at, 0,
+                        1 / s.before);
+    if (f->shards > 1 && at != FSDPI_NOWHERE) at = fsdpi_route_scatter(f, &s, at, &r);
     if (f->replicas > 1 && !f->all_reduce) return r; // the sums wait for a later all-reduce
-    if (f->replicas > 1) *step++ = FSDPI_STEP_REPLICAS;
-    if (f->hook) *step++ = FSDPI_STEP_HOOK;
-    if (!reduced) *step++ = FSDPI_STEP_OUT;
-    *step = FSDPI_STEP_DONE;
+    r.done = 1;
+    if (at == FSDPI_NOWHERE && held & FSDPI_HELD_OUT) at = FSDP_POOL_ROUT;
+    if (at == FSDPI_NOWHERE || at == FSDP_POOL_SGRAD) return r; // NOWHERE: written there
+    if (f->replicas > 1)
+        fsdpi_route_add(&r, FSDPI_STEP_REPLICAS, at, at,
+                        s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);
+    if (f->hook) fsdpi_route_add(&r, FSDPI_STEP_HOOK, at, at, 0, 1);
+    fsdpi_route_add(&r, FSDPI_STEP_LAST, at, FSDP_POOL_SGRAD,
+                    FSDPI_GIVES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
+                        (s.divides == FSDPI_STEP_LAST ? FSDPI_DIVIDES : 0),
+                    s.before);
     return r;
 }
 

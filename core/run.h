@@ -70,6 +70,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.dst = op->dst_ptr;
     c.seq = op->seq;
     c.what = op->what;
+    c.unused = op->unused;
     c.stream = stream;
     // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
     // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.

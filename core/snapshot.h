@@ -52,12 +52,9 @@ static void fsdpi_walk_buf(fsdpi_walk *w, fsdp_buf *buf) {
 static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->state, sizeof u->state);
     fsdpi_walk_bytes(w, &u->options, sizeof u->options);
-    fsdpi_walk_bytes(w, u->route, sizeof u->route);
-    fsdpi_walk_bytes(w, u->usage.use, (size_t)fsdpi_use_words(u) * sizeof *u->usage.use);
-    fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
-    fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
-    fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
-    fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
+    fsdpi_walk_bytes(w, &u->facts, sizeof u->facts);
+    fsdpi_walk_bytes(w, &u->route, sizeof u->route);
+    fsdpi_walk_bytes(w, u->use, (size_t)fsdpi_use_words(u) * sizeof *u->use);
     fsdpi_walk_bytes(w, &u->reported_calls, sizeof u->reported_calls);
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
@@ -160,7 +157,6 @@ typedef struct fsdpi_unit_head {
 typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
-    uint64_t counted; // of usage; 64 bits, so that no byte is padding
     uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
@@ -172,7 +168,6 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.unit = unit;
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
-    now.counted = unit->usage.counted;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
         const fsdp_buf *slot = unit->state.slot[pool];
         now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
@@ -193,7 +188,6 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
     fsdpi_state *s = &unit->state;
     const char *saved = (const char *)buf;
     fsdpi_unit_head head = {NULL, 0};
-    uint64_t counted;
     if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
     if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
@@ -202,14 +196,15 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
     memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
-    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
-    if (counted) fsdpi_usage_sent(unit);
+    // Marks of use are not saved: they follow where the gradients are.
+    if (s->training == FSDP_STATE_PRE_BACKWARD) fsdpi_usage_begin(unit);
+    else if (!(fsdpi_held(unit) & FSDPI_HELD_SLOTS)) fsdpi_usage_reduced(unit);
     return FSDP_OK;
 }
 

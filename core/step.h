@@ -214,23 +214,24 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
 }
 
 // Run one row for a unit.
-static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
+static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
     uint8_t next = fsdpi_next_state(u, row);
     u->model->call_state = next;
-    fsdpi_open_unit(u);
-    for (int i = 0; row->actions[i]; i++) {
-        fsdp_status status = row->actions[i](u);
-        if (status) return status;
-    }
+    FSDPI_GUARD(fsdpi_open_unit(u));
+    for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
     u->state.training = next;
-    fsdpi_close_unit(u);
-    fsdpi_close_free(u->model);
+    FSDPI_GUARD(fsdpi_close_unit(u));
+    FSDPI_GUARD(fsdpi_close_free(u->model));
+#ifdef FSDPI_DEBUG
+    return fsdpi_unit_check(u);
+#else
     return FSDP_OK;
+#endif
 }
 
 // Outside of backward: gradients of microbatches that wait for a reduction.
 static int fsdpi_holds_grads(const fsdp_unit *u) {
-    return u->state.grads.newest != FSDPI_GRADS_NOWHERE || u->state.slot[FSDP_POOL_ROUT];
+    return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0;
 }
 
 // The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
@@ -266,7 +267,7 @@ static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) 
 // Their rows, once it is.
 static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     for (int i = 0; i < m->num_units; i++) {
-        fsdp_status status = fsdpi_step(m->units[i], fsdpi_lookup(m->units[i], call));
+        fsdp_status status = fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call));
         if (status) return status;
     }
     return FSDP_OK;
@@ -333,7 +334,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
-    if (!status) status = fsdpi_step(u, row);
+    if (!status) status = fsdpi_run_row(u, row);
     return fsdpi_keep_status(m, status);
 }
 
@@ -365,42 +366,29 @@ static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
 /* -------------------------------------------------------------------------------------------- */
 // The end of a step, and what is asked in it.
 
-// The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
+// The caller's stream waits for all shard gradients. Where a unit has none, they are zeros.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < m->num_units && !status; i++) {
+    for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->layout.num_train == 0 || u->state.grads.shard != FSDPI_GRADS_NONE) continue;
-        for (int k = 0; k < u->layout.num_parts && !status; k++) {
+        if (u->layout.num_train == 0 || u->state.shard_grad != FSDPI_SHARD_GRAD_NONE) continue;
+        for (int k = 0; k < u->layout.num_parts; k++) {
             const fsdpi_part *part = &u->layout.parts[k];
             if (part->num_train)
-                status = fsdpi_emit_fill(
-                    m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u, part)->grad,
-                    fsdpi_grad_dtype(m, part->dtype), part->train.base, part->train.shard_numel, 0);
+                FSDPI_TRY(fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE,
+                                          fsdpi_flat_of(u, part)->grad,
+                                          fsdpi_grad_dtype(m, part->dtype), part->train.base,
+                                          part->train.shard_numel, 0));
         }
-        u->state.grads.shard = FSDPI_GRADS_ZERO;
+        u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO;
     }
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
-        if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
-        if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
-            status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        if (!m->flats[d].grad) continue;
+        FSDPI_TRY(fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad));
+        if (m->grad_hooks) // they may have written shards
+            FSDPI_TRY(fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard));
     }
-    if (status) return status;
-    int asks = 0;
-    for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->usage.counted && fsdpi_ranks(m->units[i]) > 1)
-            asks |= fsdpi_usage_known(m->units[i]);
-    int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
-    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    if (!status && asks) status = fsdpi_usage_read(m);
-    for (int i = 0; i < m->num_units && !status; i++) {
-        fsdp_unit *u = m->units[i];
-        if (!u->usage.counted) continue;
-        if (asks) fsdpi_usage_learn(u);
-        if (waits && !u->state.slot[FSDP_POOL_ROUT]) u->usage.in_flight = 0; // their copy is done
-        u->usage.counted = 0;
-    }
-    return status;
+    int waits = m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
+    return waits ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
 }
 
 static void fsdpi_forget_forwards(fsdp_model *m) {
@@ -484,7 +472,7 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_DATA);
     if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
-    if (unit->route[0].gather == FSDPI_GATHER_ALIAS)
+    if (unit->layout.gather == FSDPI_GATHER_ALIAS)
         return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return unit->state.slot[FSDP_POOL_GATHER]->ptr +
@@ -496,8 +484,8 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_GRAD);
     if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
-    *fsdpi_use(unit, index) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
-    if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
+    *fsdpi_use(unit, index) |= FSDPI_USE_USED;
+    if (!unit->state.slot[FSDP_POOL_GRAD]) // one rank
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return unit->state.slot[FSDP_POOL_GRAD]->ptr +

@@ -212,10 +212,11 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
     }
 }
 
-// The facts as they are now, and the routes that follow: again when an option has changed.
-static void fsdpi_unit_route(fsdp_unit *u) {
-    const fsdpi_layout *l = &u->layout;
-    const fsdpi_part *part = &l->parts[l->users_part];
+/* The facts as they are now: again after an option has changed. The layout's part of them follows
+   from things that no option changes. */
+static void fsdpi_unit_facts(fsdp_unit *u) {
+    fsdpi_layout *l = &u->layout;
+    const fsdpi_part *part = &l->parts[l->first_train];
     const fsdp_model_desc *md = &u->model->desc;
     fsdpi_facts f = FSDP_ZERO;
     f.shards = fsdpi_shards(u);
@@ -228,7 +229,6 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.grad = fsdpi_grad_dtype(u->model, part->dtype);
     f.reduce = l->reduce_dtype;
     f.offload = md->cpu_offload != 0;
-    f.overwrite = md->grads_overwrite != 0;
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.hook = u->options.all_reduce_hook != NULL;
@@ -236,14 +236,17 @@ static void fsdpi_unit_route(fsdp_unit *u) {
 #define FSDP_X(type, name, initial) f.name = u->options.name;
     FSDPI_ROUTE_OPTIONS(FSDP_X)
 #undef FSDP_X
-    for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
+    u->facts = f;
+    u->route = fsdpi_route_of(&f, 0);
+    l->gather = (uint8_t)fsdpi_facts_gather(&f);
+    l->grads_ahead = (uint8_t)!fsdpi_facts_convert(&f, 0);
 }
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
    Again after fsdp_set_requires_grad. */
 static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.users_part = 0;
+    u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.first_train = 0;
     u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
@@ -260,9 +263,9 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
         part = &u->layout.parts[k];
         if (k == u->layout.num_parts) u->layout.parts[u->layout.num_parts++] = new_part;
         p->part = k;
-        p->train_index = p->requires_grad ? u->layout.num_train++ : -1;
         if (!p->requires_grad) continue;
-        if (part->num_train++ == 0 && u->layout.train_parts++ == 0) u->layout.users_part = k;
+        u->layout.num_train++;
+        if (part->num_train++ == 0 && u->layout.train_parts++ == 0) u->layout.first_train = k;
         u->layout.reduce_dtype = fsdpi_promote(u->layout.reduce_dtype,
                                                fsdpi_grad_dtype(m, p->dtype));
     }
@@ -279,7 +282,7 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     if (status)
         return fsdp_fail(m->world, status, "[E147] unit '%s' has more than 2^56 elements: split it",
                          u->desc.name);
-    fsdpi_unit_route(u);
+    fsdpi_unit_facts(u);
     return fsdpi_unit_classes(u);
 }
 
@@ -380,7 +383,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
     u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
-    u->usage.use = (uint64_t *)(void *)(u->params + count);
+    u->use = (uint64_t *)(void *)(u->params + count);
     status = fsdpi_unit_params(u, d);
     if (!status) status = fsdpi_unit_composes(u);
     if (!status) status = fsdpi_unit_groups(u, d);

@@ -174,21 +174,21 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
-// One call from the tape: states first, since what is sent along depends on them.
+// One call from the tape: records first, since what ranks compare depends on the parameters that are
+// used, which are no more after the states of a reduction.
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     const fsdpi_plan_tape *t = &p->kind->tape;
     size_t size = p->unit_bytes;
     fsdp_status status = FSDP_OK;
     p->next = step + 1;
     p->at++;
+    for (int i = 0; i < step->num_runs && !status; i++) {
+        const fsdpi_plan_run *run = &step->runs[i];
+        status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
+    }
     for (int i = 0; i < step->num_states && !status; i++)
         status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
                                    size);
-    for (int i = 0; i < step->num_runs && !status; i++) {
-        const fsdpi_plan_run *run = &step->runs[i];
-        if (run->flags) status = fsdp_unit_flag_use(run->flags);
-        if (!status) status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
-    }
     return status;
 }
 
