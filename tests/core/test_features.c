@@ -101,7 +101,9 @@ static fsdp_unit *add_unit(job *j, int u, fsdp_unit_desc *ud) {
         if ((u + i) % 2 == 0) d[i].extension = j->c->extension;
     ud->name = unit_names[u];
     ud->reshard_after_forward = j->c->reshard[u];
-    return lab_unit(j->w, j->m.model, ud, d, count);
+    fsdp_unit *unit = lab_unit(j->w, j->m.model, ud, d, count);
+    CALL(j->w, fsdp_set_reduce_scatter_unused_params(j->m.model, unit, j->c->reduce_unused));
+    return unit;
 }
 
 static void make_reference(job *j) {
@@ -126,7 +128,6 @@ static void make_model(job *j) {
         fsdp_unit_desc ud = FSDP_ZERO;
         j->m.unit[u] = add_unit(j, u, &ud);
     }
-    CALL(j->w, fsdp_set_reduce_scatter_unused_params(j->m.model, NULL, j->c->reduce_unused));
     CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
 }
 
@@ -842,6 +843,7 @@ static void hook_fails(job *j) {
     CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[1], double_sums, &h));
     forward(j);
     (void)fsdp_pre_backward(j->m.unit[1]);
+    (void)fsdp_grad(j->m.unit[1], 0);
     (void)fsdp_post_backward(j->m.unit[1]);
     status = fsdp_finalize_backward(j->m.model);
     CHECK(h.calls <= 1 && status != FSDP_OK); /* another rank's may have failed before */
@@ -1327,25 +1329,19 @@ static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm
     return status;
 }
 
-/* The call was given the gradients of the trainables in the order of their shards, then one number
-   for each that tells how often it was used. */
+/* The call was given the gradients of the trainables in the order of their shards. */
 static void check_sums(job *j, int u, const summed *s) {
     fsdp_param_view v[PARAMS];
     const float *first = NULL;
-    int trained = 0;
     for (int i = 0; i < PARAMS; i++) {
         CALL(j->w, fsdp_param_view_get(j->m.unit[u], i, &v[i]));
         if (v[i].requires_grad && (!first || (const float *)v[i].shard < first))
             first = (const float *)v[i].shard;
-        trained += v[i].requires_grad;
     }
-    for (int i = 0, n = 0; i < PARAMS; i++) {
+    for (int i = 0; i < PARAMS; i++) {
         if (!v[i].requires_grad) continue;
         const int64_t at = (const float *)v[i].shard - first;
-        const float times = s->sums[s->count - trained + n++];
-        W_CHECK((times > 0) == (v[i].shard_grad != NULL), "parameter %d: used %g times", i,
-                (double)times);
-        CHECK(at >= 0 && at + v[i].numel <= s->count - trained);
+        CHECK(at >= 0 && at + v[i].numel <= s->count);
         for (int64_t k = 0; k < v[i].numel && v[i].shard_grad; k++) {
             volatile float mean = s->sums[at + k] * (1.0f / (float)j->n);
             CHECK(mean == ((const float *)v[i].shard_grad)[k]);
@@ -1393,6 +1389,7 @@ static void failing_sums(job *j) {
     fsdp_status status = fsdp_barrier(j->w); /* no rank is still in forward when it fails */
     if (!status) {                           /* who leaves the barrier late hears it there */
         (void)fsdp_pre_backward(j->m.unit[1]);
+        (void)fsdp_grad(j->m.unit[1], 0);
         (void)fsdp_post_backward(j->m.unit[1]);
         status = fsdp_finalize_backward(j->m.model);
     }
@@ -1512,12 +1509,11 @@ static void offload_body(job *j) {
         int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SGRAD];
         want += W_ASAN * 4096 * (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
                                  memory.pool_slots[FSDP_POOL_SGRAD]);
-        int64_t flags = given.bytes[FSDP_MEMORY_PINNED] - want * j->n; /* of use: few */
-        W_CHECK(flags > 0 && flags <= 64 * ALL * j->n, "%lld bytes pinned, expected %lld and flags",
+        W_CHECK(given.bytes[FSDP_MEMORY_PINNED] == want * j->n, "%lld bytes pinned, expected %lld",
                 (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
         while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
     } else {
-        CHECK(given.bytes[FSDP_MEMORY_PINNED] <= 64 * ALL * j->n); /* flags of use */
+        CHECK_EQ_INT(given.bytes[FSDP_MEMORY_PINNED], 0);
     }
     for (int p = 0; p < ALL; p++) {
         float full[MOST];
@@ -2078,6 +2074,7 @@ TEST(clip, norms) {
     memset(seen, 0, sizeof seen);
     for (int s = 0; s < SETTINGS; s++) {
         config *c = setup(s, clip_body);
+        c->reduce_unused = 1;
         launch(c);
         uint64_t *before = &seen[c->world][c->mesh];
         for (int r = 0; r < c->world; r++) { /* the same bits on each rank and in each layout */
