@@ -841,7 +841,7 @@ typedef struct fsdp_param_desc {
     uint32_t size, start_canary;
     const char *name;             // NULL: "p0", "p1", ... Copied
     void *user;                   // yours: views have it
-    fsdp_dtype dtype;             // of the stored shard; KEEP: f32
+    fsdp_dtype dtype;             // of the shard: one for all trainables of a unit. KEEP: f32
     int32_t ndim;                 // 1..FSDP_MAX_DIMS
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
@@ -1247,8 +1247,9 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
                and frees gathered parameters; for a moment both layouts exist. Earlier views and
                flats are stale. Before the first hook this costs nothing. If you freeze a
                parameter, it loses its gradient
-   Result      FSDP_OK; INVALID_ARG (integer parameter), INVALID_STATE (a unit is not idle, or holds
-               gradients that are not reduced), OUT_OF_MEMORY, collective errors
+   Result      FSDP_OK; INVALID_ARG (integer parameter; trainables of its unit are stored in another
+               dtype), INVALID_STATE (a unit is not idle, or holds gradients that are not reduced),
+               OUT_OF_MEMORY, collective errors
    Collective  no, but every rank has to do the same      Blocks for operations under way
    Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);

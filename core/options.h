@@ -244,7 +244,8 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
-    if (m->committed) status = fsdpi_request_commit(m);
+    if (requires_grad) status = fsdpi_trainable_check(unit, p);
+    if (!status && m->committed) status = fsdpi_request_commit(m);
     if (status) return status;
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);

@@ -36,12 +36,12 @@ static plan_net net_f16(void) {
     n.model.param_dtype = FSDP_F16;
     return n;
 }
-static plan_net net_mixed(void) { /* three dtypes in a unit */
+static plan_net net_mixed(void) { /* three dtypes in a unit, of which two are trained */
     plan_net n = plan_chain(4, 10, 6);
     n.num_params = 4;
     n.rows[2][0] = 7, n.rows[2][1] = 3, n.rows[3][0] = 9;
-    n.dtypes[1] = FSDP_F64, n.keep[1] = 1;
-    n.dtypes[2] = FSDP_BF16, n.keep[2] = 1;
+    n.keep[1] = 1;
+    n.dtypes[2] = FSDP_F64, n.keep[2] = 1, n.frozen = 3;
     n.model.param_dtype = FSDP_BF16;
     n.model.reduce_dtype = FSDP_F32;
     return n;
