@@ -123,13 +123,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
         fsdpi_is_nan(d.norm_type))
         return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
                          d.max_norm, d.norm_type);
-    const int numel = fsdpi_mesh_numel(model->info.mesh), all = model->info.mesh->root_numel;
-    if (numel < all)
+    const int numel = fsdpi_mesh_numel(model->info.mesh);
+    const int root_numel = model->info.mesh->root_numel;
+    if (numel < root_numel)
         return fsdp_fail(
             w, FSDP_ERR_UNSUPPORTED,
             "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
             "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
-            numel, all);
+            numel, root_numel);
     if (model->outside)
         return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
                          "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
