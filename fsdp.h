@@ -30,7 +30,7 @@ CONTENTS
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
     core/launch.h       rank, size and job from a launcher's environment
-    core/watch.h        which extension is asked, shown and told, and in what order
+    core/watch.h        which functions of extensions are called, and in what order
     core/host.h         the host as a device
     core/timeline.h     measures when records ran on a device
     core/run.h          how records run: at once, in worker threads, on a device's streams
