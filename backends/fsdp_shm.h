@@ -49,7 +49,7 @@ extern "C" {
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 
