@@ -431,7 +431,7 @@ static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
     if (!status && x->sharded) status = fsdpi_ck_write_manifest(x);
     else if (!status && x->num_files > 1) status = fsdpi_ck_write_index(x);
     if (!status) status = fsdpi_ck_publish(x);
-    if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // else it is renamed
+    if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // after a rename it is gone
     return status;
 }
 
