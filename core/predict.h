@@ -37,7 +37,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_run_row(u, fsdpi_lookup(u, call[0]));
                 for (int k = 0; back && k < u->desc.num_params; k++)
-                    *fsdpi_use(u, k) |= FSDPI_USE_USED;
+                    if (u->params[k].requires_grad) *fsdpi_use(u, k) |= FSDPI_USE_USED;
                 if (pass > 0 && !status) status = fsdpi_run_row(u, fsdpi_lookup(u, call[1]));
             }
         }
@@ -63,6 +63,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
     copy->use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
+    memset(copy->use, 0, 8 * (size_t)fsdpi_use_words(u));
     copy->state = fsdpi_state_new();
     copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
     fsdpi_unit_facts(copy);

