@@ -72,9 +72,9 @@ enum { B_ALWAYS = 0, B_NEVER, B_SOME, B_ALL }; // SOME, ALL: 1/n is kept, n < W,
 enum { B_FROZEN_NONE = 0, B_FROZEN_FIRST, B_FROZEN_ALL };
 enum {
     B_USED = 0, // everything by every rank
-    B_USED_AT_RANDOM,
+    B_USED_AT_RANDOM, // with fsdp_set_reduce_scatter_unused_params 1
     B_USED_NOT_FIRST, // parameter 0 by nobody
-    B_USED_ALIKE      // at random, the same on all ranks, and upstream's rule
+    B_USED_ALIKE      // at random, the same on all ranks
 };
 enum {
     B_ONE = 0,   // one microbatch
@@ -396,7 +396,8 @@ static void b_make_truth(const b_case *c, b_truth *t) {
     for (int i = 0; i < c->count; i++) {
         const b_param *p = &c->param[i];
         for (int m = 0; m < c->micros; m++)
-            if (p->used[m]) t->has[c->step_of[m]][i] = 1;
+            if (p->used[m] || (c->axis[B_USAGE] == B_USED_AT_RANDOM && !p->frozen))
+                t->has[c->step_of[m]][i] = 1;
         if (c->steps == 2 && c->axis[B_SECOND] == 2) t->has[1][i] |= t->has[0][i];
         for (int64_t e = 0; e < p->numel; e++) {
             double sum[B_STEPS] = {0, 0};

@@ -62,38 +62,31 @@ TEST(edges, uneven_models_of_processes) {
 
 static int two_replicas = 2;
 
-/* ---- the count of users ---------------------------------------------------------------------- */
+/* ---- which parameters have a gradient -------------------------------------------------------- */
 
-/* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same, also
-   on the rank that did not use the parameter and knows of it by the count. */
+/* 1 / 2^26 is nothing in f16: the gradient is there all the same. */
 static void large_factor(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
-    fsdp_param_view v;
     rig x;
     p[0].dtype = p[1].dtype = FSDP_F16;
     md.reduce_dtype = FSDP_F32;
     rig_open(&x, r->w, &md, p, 2);
-    for (int step = 0; step < 3; step++) { /* the flags are written anew when the factor changes */
+    for (int step = 0; step < 3; step++) {
         double factor = step == 1 ? 67108864.0 : 2;
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
-        uint16_t *grad = r->rank ? NULL : (uint16_t *)fsdp_grad(x.u, 0);
         float value = step == 1 ? 32768 : 1;
-        for (int i = 0; grad && i < 8; i++)
-            CHECK_OK(fsdp_convert(&grad[i], FSDP_F16, &value, FSDP_F32, 1));
+        for (int i = 0; i < 8; i++)
+            lab_put(fsdp_grad(x.u, 0), FSDP_F16, i, r->rank ? 0 : (double)value);
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
-        CALL(x.w, fsdp_param_view_get(x.u, 1, &v));
-        CHECK(v.shard_grad == NULL);
-        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(lab_view(x.w, x.u, 1).shard_grad == NULL);
+        fsdp_param_view v = lab_view(x.w, x.u, 0);
         CHECK(v.shard_grad != NULL);
-        for (int64_t k = 0; k < v.numel; k++) {
-            float got;
-            CHECK_OK(fsdp_convert(&got, FSDP_F32, (const uint16_t *)v.shard_grad + k, FSDP_F16, 1));
-            CHECK((double)got == (double)value / factor);
-        }
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK(lab_same(lab_get(v.shard_grad, FSDP_F16, k), (double)value / factor));
         CALL(x.w, fsdp_zero_grad(x.m));
     }
 }
@@ -101,25 +94,32 @@ TEST(edges, index_of_no_view) { CHECK_EQ_INT(fsdp_view_index(NULL, 3), -1); }
 
 TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
 
-/* More parameters than counts that are read at a time; each rank used others. */
+/* Marks are read eight at a time. Every set of used parameters of some numbers, on all ranks; with
+   reduce_unused each rank uses others, and all have a gradient. */
 static void many_parameters(lab_rank *r) {
-    enum { MANY = 200 };
-    fsdp_param_desc p[MANY];
-    rig x;
-    for (int i = 0; i < MANY; i++) p[i] = fsdp_vec(NULL, 2), p[i].frozen = i % 7 == 0;
-    rig_open(&x, r->w, NULL, p, MANY);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
-    for (int i = 0; i < MANY; i++)
-        if (i % 5 == r->rank && !p[i].frozen) CHECK(fsdp_grad(x.u, i) != NULL);
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
-    for (int i = 0; i < MANY; i++) {
-        fsdp_param_view v = lab_view(x.w, x.u, i);
-        CHECK_MSG((v.shard_grad != NULL) == (i % 5 < r->size && !p[i].frozen), "parameter %d", i);
-    }
+    enum { MANY = 20 };
+    for (int unused = 0; unused < 2; unused++)
+        for (int stride = 1; stride < 12; stride++) {
+            fsdp_param_desc p[MANY];
+            rig x;
+            for (int i = 0; i < MANY; i++) p[i] = fsdp_vec(NULL, 2), p[i].frozen = i % 7 == 0;
+            rig_open(&x, r->w, NULL, p, MANY);
+            CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, unused));
+            forward(&x);
+            CALL(x.w, fsdp_pre_backward(x.u));
+            for (int i = 0; i < MANY; i++)
+                if ((i + unused * r->rank) % stride == 0 && !p[i].frozen)
+                    CHECK(fsdp_grad(x.u, i) != NULL);
+            CALL(x.w, fsdp_post_backward(x.u));
+            CALL(x.w, fsdp_finalize_backward(x.m));
+            for (int i = 0; i < MANY; i++)
+                CHECK_MSG((lab_view(x.w, x.u, i).shard_grad != NULL) ==
+                              (!p[i].frozen && (unused || i % stride == 0)),
+                          "parameter %d, stride %d", i, stride);
+            fsdp_model_destroy(x.m);
+        }
 }
-TEST(edges, counts_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
+TEST(edges, marks_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
 
 /* A unit of two float dtypes is reduced in the one that holds both. */
 static void two_dtypes(lab_rank *r) {
@@ -156,7 +156,6 @@ static void used_differently(lab_rank *r) {
     rig x;
     md.mesh = mesh;
     rig_open(&x, r->w, &md, p, 2);
-    CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, 0));
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
     CHECK(fsdp_grad(x.u, 0) != NULL);
@@ -425,6 +424,7 @@ static void factors_differ(lab_rank *r) {
     CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, r->rank ? 3 : 2));
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
+    CHECK(fsdp_grad(x.u, 0) != NULL);
     (void)fsdp_post_backward(x.u);
     CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
 }

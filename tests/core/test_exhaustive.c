@@ -116,8 +116,8 @@ static void build(rank_state *x) {
     DO(x, fsdp_fully_shard(x->model, &ud, &x->unit));
     if (axis[B_FACTOR])
         DO(x, fsdp_set_gradient_divide_factor(x->model, NULL, b_factors[axis[B_FACTOR]]));
-    if (axis[B_USAGE] == B_USED_ALIKE)
-        DO(x, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
+    if (axis[B_USAGE] == B_USED_AT_RANDOM)
+        DO(x, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 1));
     if (axis[B_STAY] == 1) DO(x, fsdp_set_reshard_after_backward(x->model, NULL, 0));
 }
 
@@ -294,11 +294,11 @@ static void update(const rank_state *x, int step) {
 }
 
 /* Predictions are of a step of one microbatch that reduces its gradients. Others may need more for
-   reductions; and less, by upstream's rule, if nothing was used. */
+   reductions; and less if nothing was used. */
 static void check_memory(const rank_state *x, const fsdp_memory *predicted, int exact) {
     fsdp_memory now;
     int64_t sum = 0;
-    int one = x->c->axis[B_MICRO] == B_ONE, alike = x->c->axis[B_USAGE] == B_USED_ALIKE;
+    int one = x->c->axis[B_MICRO] == B_ONE, some = x->c->axis[B_USAGE] >= B_USED_NOT_FIRST;
     memset(&now, 0, sizeof now);
     DO(x, fsdp_model_memory(x->model, &now));
     for (int k = 0; k < FSDP_POOL_COUNT; k++) {
@@ -307,7 +307,7 @@ static void check_memory(const rank_state *x, const fsdp_memory *predicted, int 
         int64_t more = now.pool_bytes[k] - predicted->pool_bytes[k];
         int more_slots = now.pool_slots[k] - predicted->pool_slots[k];
         sum += now.pool_bytes[k];
-        if (reduces && alike && more < 0 && more_slots < 0) continue;
+        if (reduces && some && more < 0 && more_slots < 0) continue;
         EXPECT(x, reduces && !(exact && one) ? more >= 0 && more_slots >= 0 : !more && !more_slots,
                "%s: %lld bytes in %d slots, predicted %lld in %d", fsdp_pool_name(k),
                (long long)now.pool_bytes[k], now.pool_slots[k], (long long)predicted->pool_bytes[k],

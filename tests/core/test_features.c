@@ -33,6 +33,7 @@ enum { MESH_1D, MESH_HSDP };
 
 typedef struct config { /* of a run; the same on all ranks */
     int world, lanes, mesh, variant, first, stride;
+    int reduce_unused; /* fsdp_set_reduce_scatter_unused_params */
     fsdp_model_desc md;
     int reshard[UNITS];
     fsdp_gather_extension *extension; /* of params with (u + i) even */
@@ -71,13 +72,15 @@ static int gathers(const job *j, int from, const fsdp_unit *unit) {
 
 static float initial(int p, int64_t k) { return (float)((p * 31 + k * 7) % 63 - 31) / 16; }
 
-static int used(int p, int rank, int step) {
+/* What a rank uses: with reduce_unused others than other ranks; without all ranks use the same. */
+static int used(const job *j, int p, int rank, int step) {
     if (p == 2 * PARAMS + 1) return step % 2; /* by nobody in every other step */
-    return (p + rank + step) % 4 != 0 || rank < 0;
+    return (p + (j->c->reduce_unused ? rank : 0) + step) % 4 != 0 || rank < 0;
 }
+/* Has it a gradient after a backward? With reduce_unused zeros, where nobody used it. */
 static int anybody(const job *j, int p) {
-    int any = 0;
-    for (int r = 0; r < j->n; r++) any |= used(p, r, j->step);
+    int any = j->c->reduce_unused;
+    for (int r = 0; r < j->n; r++) any |= used(j, p, r, j->step);
     return any;
 }
 static float gradient(int p, int64_t k, int rank, int step) {
@@ -98,7 +101,9 @@ static fsdp_unit *add_unit(job *j, int u, fsdp_unit_desc *ud) {
         if ((u + i) % 2 == 0) d[i].extension = j->c->extension;
     ud->name = unit_names[u];
     ud->reshard_after_forward = j->c->reshard[u];
-    return lab_unit(j->w, j->m.model, ud, d, count);
+    fsdp_unit *unit = lab_unit(j->w, j->m.model, ud, d, count);
+    CALL(j->w, fsdp_set_reduce_scatter_unused_params(j->m.model, unit, j->c->reduce_unused));
+    return unit;
 }
 
 static void make_reference(job *j) {
@@ -150,10 +155,10 @@ static void write_grads(job *j, int u) {
             continue;
         }
         for (int r = 0; r < j->n; r++)
-            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(p, r, j->step); k++)
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(j, p, r, j->step); k++)
                 j->t.kept[p][k] += (double)gradient(p, k, r, j->step);
         if (anybody(j, p)) j->t.has_kept[p] = 1;
-        if (!used(p, j->rank, j->step)) continue;
+        if (!used(j, p, j->rank, j->step)) continue;
         void *g = fsdp_grad(j->m.unit[u], i);
         CHECK(g != NULL);
         for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++)
@@ -261,6 +266,7 @@ static config *setup(int s, void (*body)(job *j)) {
     config *c = (config *)lab_shared(sizeof *c);
     c->world = settings[s].world, c->lanes = settings[s].lanes, c->mesh = settings[s].mesh;
     c->md.direct_min = settings[s].direct_min;
+    c->reduce_unused = s % 3 != 1;
     c->md.debug = 1;
     c->body = body;
     return c;
@@ -837,6 +843,7 @@ static void hook_fails(job *j) {
     CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[1], double_sums, &h));
     forward(j);
     (void)fsdp_pre_backward(j->m.unit[1]);
+    (void)fsdp_grad(j->m.unit[1], 0);
     (void)fsdp_post_backward(j->m.unit[1]);
     status = fsdp_finalize_backward(j->m.model);
     CHECK(h.calls <= 1 && status != FSDP_OK); /* another rank's may have failed before */
@@ -1322,25 +1329,19 @@ static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm
     return status;
 }
 
-/* The call was given the gradients of the trainables in the order of their shards, then one number
-   for each that tells how often it was used. */
+/* The call was given the gradients of the trainables in the order of their shards. */
 static void check_sums(job *j, int u, const summed *s) {
     fsdp_param_view v[PARAMS];
     const float *first = NULL;
-    int trained = 0;
     for (int i = 0; i < PARAMS; i++) {
         CALL(j->w, fsdp_param_view_get(j->m.unit[u], i, &v[i]));
         if (v[i].requires_grad && (!first || (const float *)v[i].shard < first))
             first = (const float *)v[i].shard;
-        trained += v[i].requires_grad;
     }
-    for (int i = 0, n = 0; i < PARAMS; i++) {
+    for (int i = 0; i < PARAMS; i++) {
         if (!v[i].requires_grad) continue;
         const int64_t at = (const float *)v[i].shard - first;
-        const float times = s->sums[s->count - trained + n++];
-        W_CHECK((times > 0) == (v[i].shard_grad != NULL), "parameter %d: used %g times", i,
-                (double)times);
-        CHECK(at >= 0 && at + v[i].numel <= s->count - trained);
+        CHECK(at >= 0 && at + v[i].numel <= s->count);
         for (int64_t k = 0; k < v[i].numel && v[i].shard_grad; k++) {
             volatile float mean = s->sums[at + k] * (1.0f / (float)j->n);
             CHECK(mean == ((const float *)v[i].shard_grad)[k]);
@@ -1388,6 +1389,7 @@ static void failing_sums(job *j) {
     fsdp_status status = fsdp_barrier(j->w); /* no rank is still in forward when it fails */
     if (!status) {                           /* who leaves the barrier late hears it there */
         (void)fsdp_pre_backward(j->m.unit[1]);
+        (void)fsdp_grad(j->m.unit[1], 0);
         (void)fsdp_post_backward(j->m.unit[1]);
         status = fsdp_finalize_backward(j->m.model);
     }
@@ -1507,12 +1509,11 @@ static void offload_body(job *j) {
         int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SGRAD];
         want += W_ASAN * 4096 * (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
                                  memory.pool_slots[FSDP_POOL_SGRAD]);
-        int64_t flags = given.bytes[FSDP_MEMORY_PINNED] - want * j->n; /* of use: few */
-        W_CHECK(flags > 0 && flags <= 64 * ALL * j->n, "%lld bytes pinned, expected %lld and flags",
+        W_CHECK(given.bytes[FSDP_MEMORY_PINNED] == want * j->n, "%lld bytes pinned, expected %lld",
                 (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
         while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
     } else {
-        CHECK(given.bytes[FSDP_MEMORY_PINNED] <= 64 * ALL * j->n); /* flags of use */
+        CHECK_EQ_INT(given.bytes[FSDP_MEMORY_PINNED], 0);
     }
     for (int p = 0; p < ALL; p++) {
         float full[MOST];
@@ -2073,6 +2074,7 @@ TEST(clip, norms) {
     memset(seen, 0, sizeof seen);
     for (int s = 0; s < SETTINGS; s++) {
         config *c = setup(s, clip_body);
+        c->reduce_unused = 1;
         launch(c);
         uint64_t *before = &seen[c->world][c->mesh];
         for (int r = 0; r < c->world; r++) { /* the same bits on each rank and in each layout */
