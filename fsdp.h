@@ -1207,10 +1207,13 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    fsdp_set_unshard_in_backward    0: pre_backward does not gather; backward needs no parameters
    fsdp_set_gradient_divide_factor from the next post_backward on gradients are sums divided by
                                    this factor; 0: by the number of ranks
-   fsdp_set_reduce_scatter_unused_params 1 (default here): the library reduces every trainable
-                                   parameter, used or not. 0 (PyTorch's rule): it does not reduce
-                                   a unit without a used parameter; all ranks must have used the
-                                   same parameters (checked: FSDP_ERR_MISMATCH)
+   fsdp_set_reduce_scatter_unused_params what happens to a parameter that this rank does not use:
+                                   it does not call fsdp_grad of it in backward. 0 (default): the
+                                   parameter has no gradient, and a unit whose parameters are all
+                                   unused is not reduced; all ranks must use the same parameters
+                                   (checked: FSDP_ERR_MISMATCH). 1: a backward of a unit gives all
+                                   of its trainable parameters a gradient, zeros where this rank
+                                   writes none; all ranks must call the unit's hooks
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
@@ -1408,7 +1411,8 @@ typedef struct fsdp_event {
     X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
     X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
-    X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
+    X(FACTOR, "gradient divide factor")                                                           \
+    X(USED, "parameters that have a gradient (fsdp_set_reduce_scatter_unused_params)")            \
     X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
     X(GIVEN, "lr or another setting of the optimizer or clip, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,

@@ -430,6 +430,7 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_record first = fsdpi_record_of(c, 0);
+    int kinds = 0; // they differ
     fsdpi_say(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_record record = fsdpi_record_of(c, k);
@@ -445,9 +446,12 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
         fsdpi_say(t, ": ");
         fsdpi_say_call(t, &record);
         fsdpi_say_differences(t, &first, &record);
+        kinds |= record.kind != first.kind;
     }
-    fsdpi_say(t, ". All ranks have to make the same calls in the same order: does one of them "
-                 "alone evaluate, save or stop?");
+    fsdpi_say(t,
+              ". All ranks have to make the same calls in the same order: does one of them alone "
+              "evaluate, save or stop%s?",
+              kinds ? ", or not use a unit (fsdp_set_reduce_scatter_unused_params)" : "");
 }
 
 // The calls of two ranks. In a pair, one has to send and the other to receive.

@@ -77,7 +77,7 @@ typedef struct fs_conf {
     int raf, offload, prefetch, lanes, plain, ac, ahead;
     int ac_blocks;     /* of ac: units without a block are not recomputed */
     int sgd;           /* also where all parameters are f32, which Adam trains else */
-    int unused_rule;   /* upstream's for parameters without a gradient */
+    int reduce_unused; /* fsdp_set_reduce_scatter_unused_params */
     int keep_grads;    /* zero_grad in every second iteration only */
     int zero_in_place; /* as PyTorch's tests: in every second iteration zeros are written instead */
     int thaw;          /* from this iteration on nothing is frozen; 0: never */
@@ -1117,7 +1117,7 @@ FS_FN void fs_rank_begin(fs_run *x, const lab_rank *r, const fs_job *j) {
     fs_make_model(x);
     fs_make_units(x);
     CALL(x->world, fsdp_init_params(x->model, fs_fill, x));
-    if (c->unused_rule) CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
+    if (c->reduce_unused) CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 1));
     if (c->divide > 0) CALL(x->world, fsdp_set_gradient_divide_factor(x->model, NULL, c->divide));
     fs_make_optim(x);
     if (c->build) c->build(x);

@@ -950,7 +950,7 @@ static void test_force_sum(int hsdp, int fused) {
         if (op->kind == FSDP_OP_HOOK || op->kind == FSDP_OP_USE) continue;
         if (op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_REPLICAS) {
             CHECK_EQ_INT(op->redop, FSDP_SUM);
-            CHECK_EQ_INT(op->count, 16 * 8 / W + 1);
+            CHECK_EQ_INT(op->count, 16 * 8 / W);
             CHECK_EQ_INT(op->group_size, op->label == FSDP_LABEL_REDUCE ? W : 2);
             reductions += op->label == FSDP_LABEL_REDUCE;
             replicas += op->label == FSDP_LABEL_REPLICAS;

@@ -34,17 +34,12 @@ enum {
     /* Upstream divides a second time where one rank is the whole shard group, and does not log
        it. Once is right. */
     RULE_DIVIDE_ONCE,
-    /* Who used a parameter rides along: one element per trainable parameter and rank. */
-    RULE_USERS,
     /* A rank that has no one to shard with pads each shard, so that all parameters begin at multiples
        of 64 bytes (streams: 256); the sums over the replicas have the padding. */
     RULE_ALIGNED,
-    /* The reduce layout is static: the parameters of a unit that nobody used are reduced as
-       zeros beside those that somebody used. */
+    /* The reduce layout is static: the parameters of a unit that are not used are reduced as zeros
+       beside those that are. */
     RULE_STATIC,
-    /* A parameter that nobody used has no gradient, whereas reduce_scatter_unused_params gives
-       it zeros upstream. */
-    RULE_NOBODY,
     /* What earlier microbatches left over the replicas to be summed goes straight to the all-
        reduce, or waits on; upstream scatters zeros first, in a backward that did not reach the
        unit. */
@@ -93,10 +88,8 @@ static const char *const rule_names[NUM_RULES] = {
     [RULE_NO_SETTER] = "no such setter",
     [RULE_SUM] = "sum with factors",
     [RULE_DIVIDE_ONCE] = "divide once at W=1",
-    [RULE_USERS] = "count of users",
     [RULE_ALIGNED] = "one shard: padding to 64 bytes",
     [RULE_STATIC] = "static reduce layout",
-    [RULE_NOBODY] = "nobody used it: no gradient",
     [RULE_LEFTOVERS] = "no scatter of zeros before left-over sums",
     [RULE_UNREACHED] = "unreached unit: no zeros",
     [RULE_ONE_SHARD_SUMS] = "one shard: no partial sums",
@@ -353,7 +346,6 @@ static int saw_copy(replay *r, int i, const fsdp_op *op) {
         return op->scale == 1;
     case FSDP_LABEL_COPY_OUT:
     case FSDP_LABEL_SLICE: return op->scale == 1;
-    case FSDP_LABEL_USERS: u->open = 1; return 1;
     case FSDP_LABEL_ACC: /* adding: to what earlier microbatches have brought here */
         scaled(r, u, 0, op, op->accumulate ? f->num - 1 : r->W > 1 ? f->scattered : 0);
         return 1;
@@ -608,6 +600,8 @@ static void do_hook(replay *r, unit *u) {
         DO(r, fsdp_pre_backward(u->unit));
         for (int side = 0; side < 2; side++) implicit_target(r, u, side);
         r->again = u->reached == BEGUN;
+        for (int k = 0; k < u->num; k++)
+            u->params[k].our_pending |= u->reduce_unused && u->params[k].trains && !r->again;
         u->reached = BEGUN;
     } else if (!strcmp(r->call, "reshard")) DO(r, fsdp_reshard(u->unit));
     else if (!strcmp(r->call, "wait_handle")) DO(r, fsdp_wait(u->unit));
@@ -798,16 +792,14 @@ static int64_t stored_numel(const replay *r, const unit *u, const param *p) {
 
 /* The same for ours: what is reduced, and by which ops. */
 static void our_reduction(replay *r, unit *u) {
-    int trains = 0, pending = 0, final = r->R == 1 || u->all_reduce;
+    int pending = 0, final = r->R == 1 || u->all_reduce;
     u->reduced = u->todo = 0;
     u->sums_before = u->sums;
     for (int k = 0; k < u->num; k++) {
-        trains += u->params[k].trains;
         pending += u->params[k].our_pending;
         if (u->params[k].trains) u->reduced += stored_numel(r, u, &u->params[k]);
     }
-    if (r->R * r->W > 1) u->reduced += trains;
-    u->held |= pending > 0 || (trains > 0 && u->reached && u->reduce_unused);
+    u->held = pending > 0;
     if (!u->sync || (!final && r->W == 1)) return;
     if (!u->held && !u->sums) return;
     if (r->W > 1 && (u->held || u->reached)) u->todo |= SCATTER | (final ? 0 : PARTIAL);
@@ -861,13 +853,13 @@ static double factor_of(const emit *e) {
 }
 
 /* A reduce-scatter, an all-reduce or a partial sum: as many elements as follow from the calls; ours
-   has those of the parameters that nobody used, and the users. */
+   has those of the parameters that are not used, too. */
 static int64_t reduced_numel(replay *r, unit *u, int64_t numel) {
     int64_t all = 0;
     for (int k = 0; k < u->num; k++) all += u->params[k].trains ? u->params[k].shard_numel : 0;
     NEED(r, numel == u->collected, "%lld elements, but the calls say %lld", (long long)numel,
          (long long)u->collected);
-    if (all != u->reduced) rule(r->W > 1 ? RULE_USERS : RULE_ALIGNED);
+    if (all != u->reduced) rule(RULE_ALIGNED);
     if (all != u->collected) rule(RULE_STATIC);
     return u->reduced;
 }
@@ -1160,7 +1152,6 @@ static void check_grads(replay *r) {
     for (int k = 0; k < u->num; k++) {
         fsdp_param_view v;
         DO(r, fsdp_param_view_get(u->unit, k, &v));
-        if (u->params[k].sharded && !u->params[k].our_sharded) rule(RULE_NOBODY);
         NEED(r, (v.shard_grad != NULL) == u->params[k].our_sharded,
              "unit %d has %s shard gradient of parameter %d", i, v.shard_grad ? "a" : "no", k);
     }
