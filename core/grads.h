@@ -415,20 +415,4 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     return status;
 }
 
-FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
-    fsdp_status status = fsdpi_failed(unit->model->world);
-    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
-    fsdpi_open_unit(unit);
-    return fsdpi_do_leftovers(unit);
-}
-
-FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
-    fsdp_status status = fsdpi_failed(unit->model->world);
-    if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
-        fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
-    return status;
-}
-
 #endif // FSDPI_CORE_GRADS_H

@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_JOIN_H
 #define FSDPI_PLAN_JOIN_H
 
+#include "../core/ops.h"
 #include "memory.h"
 #include "objects.h"
 #include "tape.h"
@@ -20,12 +21,6 @@
 typedef struct fsdpi_plan_range {
     int32_t begin, end; // records of the rehearsal
 } fsdpi_plan_range;
-
-// Bytes of an all_reduce that a rank has to receive, as the core counts them.
-static uint64_t fsdpi_plan_reduce_bytes(const fsdp_op *op) {
-    uint64_t size = (uint64_t)op->group_size, whole = op->count * fsdp_dtype_size(op->dtype);
-    return (2 * (size - 1) * whole + size - 1) / size;
-}
 
 static fsdp_status fsdpi_plan_keep(fsdp_plan *p, fsdpi_plan_tape *t, size_t bytes, void **out) {
     fsdp_status status = fsdpi_plan_grow(p->model, (void **)&t->made, t->num_made, &t->cap_made,
@@ -60,14 +55,13 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     int64_t src_size = (int64_t)fsdp_dtype_size(op->dtype),
             dst_size = (int64_t)fsdp_dtype_size(gathers ? op->dtype : op->out_dtype);
     void *list;
-    op->count = op->bytes = op->list_count = 0;
+    op->count = op->list_count = 0;
     for (int i = 0; i < num; i++) {
         if ((const char *)parts[i]->src_ptr < (const char *)op->src_ptr)
             op->src_ptr = parts[i]->src_ptr;
         if ((const char *)parts[i]->dst_ptr < (const char *)op->dst_ptr)
             op->dst_ptr = parts[i]->dst_ptr;
         op->count += parts[i]->count;
-        op->bytes += parts[i]->bytes;
         op->list_count += parts[i]->list_count;
     }
     fsdp_status status = fsdpi_plan_keep(p, t, op->list_count * sizeof(fsdp_seg), &list);
@@ -94,7 +88,6 @@ static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *wh
     int64_t span = 0;
     for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
     op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
-    op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
 static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fsdp_op *of,
@@ -117,7 +110,7 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                          &t->cap_groups, sizeof group);
     if (!status) t->groups[t->num_groups++] = group;
     for (int i = 0; i < num && !status; i++) {
-        fsdpi_plan_member member = {fsdpi_plan_index(p, raw->ops[which[i]].unit),
+        fsdpi_plan_member member = {fsdpi_plan_index(raw->ops[which[i]].unit),
                                     raw->pairs[which[i]].src, raw->pairs[which[i]].dst};
         status = fsdpi_plan_grow(p->model, (void **)&t->members, t->num_members, &t->cap_members,
                                  sizeof member);
@@ -134,11 +127,12 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < num; i++) parts[i] = &raw->ops[which[i]];
     fsdp_op op = *parts[0];
-    int several = p->mode_of_world != FSDPI_PLAN_INLINE, both = parts[0]->src == parts[0]->dst;
+    int several = p->mode_of_world != FSDP_RUN_INLINE, both = parts[0]->src == parts[0]->dst;
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
     else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
+    op.bytes = fsdpi_op_bytes(&op);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -231,7 +225,7 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
             if (!status) t->runs[t->num_runs++] = run;
         }
         run.begin = i;
-        run.flags = op ? p->units[fsdpi_plan_index(p, op->unit)] : NULL;
+        run.flags = op ? p->units[fsdpi_plan_index(op->unit)] : NULL;
     }
     return status;
 }
@@ -282,9 +276,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
         if (!status) status = fsdpi_plan_copy(s->plan, raw, t, raw->own[i], raw->own_end[i]);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
         for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
-            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit,
-                                          raw->saved +
-                                              (size_t)raw->states[k].at * s->plan->unit_bytes);
+            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit, &raw->states[k].saved);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     if (status) return status;

@@ -7,12 +7,16 @@
 #ifndef FSDPI_PLAN_LIFE_H
 #define FSDPI_PLAN_LIFE_H
 
+#include "../core/step.h"
 #include "listing.h"
 #include "make.h"
 #include "memory.h"
 #include "objects.h"
 #include "place.h"
+#include "replay.h"
+#include "settings.h"
 #include "simulate.h"
+#include "snapshot.h"
 #include "tape.h"
 
 #include <stdio.h>
@@ -29,11 +33,11 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                            int call) {
     if (!expected)
         snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
-                 fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
     else
         snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
-                 fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
-                 p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
+                 p->kind->num_calls, fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
 // COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
@@ -54,7 +58,7 @@ static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
    the same time, the slots of one come behind those of the other. */
 static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
-    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDP_RUN_INLINE) {
         status = fsdpi_plan_pass_by(p, p->last);
         if (!status) status = fsdpi_plan_pass_by(p, p->kind);
     }
@@ -93,8 +97,8 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = p->lost = p->broken = 0;
     p->next = NULL;
-    p->settings = fsdp_model_settings(p->model);
-    p->options = fsdp_model_kind(p->model);
+    p->settings = fsdpi_plan_settings(p->model);
+    p->options = fsdpi_plan_options(p->model);
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
@@ -102,7 +106,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->options == p->options &&
-            memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
+            memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * sizeof *p->begin) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
     if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_make_room(p);
@@ -115,8 +119,8 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
 
 // Are the options those of the step's begin, but for divide factors, which records renew?
 static int fsdpi_plan_same_options(fsdp_plan *p) {
-    uint64_t now = fsdp_model_settings(p->model);
-    if (now != p->settings && fsdp_model_kind(p->model) != p->options) return 0;
+    uint64_t now = fsdpi_plan_settings(p->model);
+    if (now != p->settings && fsdpi_plan_options(p->model) != p->options) return 0;
     p->settings = now;
     return 1;
 }
@@ -137,7 +141,8 @@ static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     for (int i = 0; i < c->num_acts && !status; i++)
-        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+        if (fsdpi_plan_owes(p, &c->acts[i]))
+            status = fsdpi_plan_reduce_waiting(p->units[c->acts[i].unit]);
     return status;
 }
 
@@ -167,7 +172,7 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
         return FSDP_OK;
     snprintf(p->why, sizeof p->why,
              "%s inside of a step, before call %d: make it between finalize and the next forward",
-             fsdpi_plan_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
+             fsdpi_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
     if (p->mode == FSDP_PLAN_REPLAYING) return fsdpi_plan_leave(p);
     p->mode = FSDP_PLAN_BY_CALLS;
     p->differ++;
@@ -177,23 +182,21 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
 // One call from the tape: states first, since what is sent along depends on them.
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     const fsdpi_plan_tape *t = &p->kind->tape;
-    size_t size = p->unit_bytes;
     fsdp_status status = FSDP_OK;
     p->next = step + 1;
     p->at++;
-    for (int i = 0; i < step->num_states && !status; i++)
-        status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
-                                   size);
+    for (int i = 0; i < step->num_states; i++)
+        fsdpi_plan_restore_unit(step->states[i].unit, &step->states[i].saved);
     for (int i = 0; i < step->num_runs && !status; i++) {
         const fsdpi_plan_run *run = &step->runs[i];
-        if (run->flags) status = fsdp_unit_flag_use(run->flags);
-        if (!status) status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
+        if (run->flags) status = fsdpi_plan_flag_use(run->flags);
+        if (!status) status = fsdpi_plan_emit(p->model, t->ops + run->begin, run->end - run->begin);
     }
     return status;
 }
 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
-    fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
+    fsdpi_plan_call one = {unit, call, fsdpi_plan_index(unit)};
     if (!fsdpi_plan_same_options(p)) {
         p->mode = FSDP_PLAN_BY_CALLS;
         p->differ++;
@@ -209,7 +212,7 @@ static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
 // A kind for the recorded step, at its end. finalized: what the core has said of it.
 static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_kind *k = NULL;
-    size_t begin = (size_t)p->num_units * p->unit_bytes,
+    size_t begin = (size_t)p->num_units * sizeof *k->begin,
            calls = (size_t)p->num_calls * sizeof *k->calls;
     fsdp_status status = finalized ? finalized : p->lost ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
     if (!status)
@@ -226,7 +229,6 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         k->options = p->options;
         k->num_calls = p->num_calls;
     }
-    if (!status) status = fsdpi_plan_find_older(p, k);
     int made = !finalized;
     status = fsdpi_plan_make(p, status ? NULL : k, &made);
     if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
@@ -295,11 +297,11 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         return 0;
     }
     if (p->mode == FSDP_PLAN_PAUSED)
-        p->open = !ends && (p->open || fsdp_is_grad_enabled(model)); // as below
+        p->open = !ends && (p->open || model->grad_enabled); // as below
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
-    if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open && fsdp_is_uneven(model)) {                // nor has it one program
+    if (!p->open && !model->grad_enabled) return 0; // an evaluation is no step
+    if (!p->open && model->uneven) {                // nor has it one program
         p->mode = FSDP_PLAN_BY_CALLS;
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
@@ -335,7 +337,7 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     fsdp_plan *p = (fsdp_plan *)user;
     const fsdpi_plan_step *expected = p->next; // of a replay under way
     if (expected && unit && expected->unit == unit && expected->call == call &&
-        fsdp_model_settings(model) == p->settings) {
+        fsdpi_plan_settings(model) == p->settings) {
         *status = fsdpi_plan_replay(p, expected);
         return 1;
     }
@@ -372,8 +374,6 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->kinds);
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
-    fsdpi_plan_free(m, p->units);
-    fsdpi_plan_free(m, p->params);
     fsdpi_plan_free(m, p->compute_ns);
     fsdpi_plan_free(m, p);
 }
@@ -407,7 +407,7 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     if (!d->most_kinds) d->most_kinds = 8;
     if (!d->bucket_bytes) d->bucket_bytes = 1 << 20;
     if (!d->first_bucket_bytes) d->first_bucket_bytes = d->bucket_bytes;
-    if (!d->ahead) d->ahead = p->mode_of_world != FSDPI_PLAN_INLINE;
+    if (!d->ahead) d->ahead = p->mode_of_world != FSDP_RUN_INLINE;
     if (d->ahead < 0) d->ahead = 0;
     p->warm = d->warm_up;
 }
@@ -471,24 +471,6 @@ static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *des
     return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
-static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
-    fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdpi_plan_alloc(
-        p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->units, (void **)&p->units);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->params,
-                                  (void **)&p->params);
-    while (!status && fsdp_next_param(p->model, &v)) {
-        if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
-            p->units[p->num_units++] = v.unit;
-        p->params[p->num_units - 1]++;
-    }
-    if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
-    return status ? status
-                  : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
-                                     (void **)&p->begin);
-}
-
 // What this rank does alone: the plan, attached to the model.
 static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
                                   fsdp_plan **plan) {
@@ -503,6 +485,8 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->desc = *d;
     p->desc.cost = NULL;
     p->mesh = mesh;
+    p->units = model->units; // a committed model gets no further ones
+    p->num_units = model->num_units;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
     p->extension.name = "plan";
@@ -514,7 +498,9 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
     status = fsdpi_plan_copy_cost(p, d->cost);
-    if (!status) status = fsdpi_plan_find_units(p);
+    if (!status)
+        status = fsdpi_plan_alloc(model, (size_t)p->num_units * sizeof *p->begin,
+                                  (void **)&p->begin);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);
     if (status) {
@@ -577,7 +563,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
-    if (!status && by_calls && plan->kinds[index]->options != fsdp_model_kind(p->model))
+    if (!status && by_calls && plan->kinds[index]->options != fsdpi_plan_options(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                            "[E944] plan_simulate: options are not those of plan %d, so that its "
                            "calls would do something else: set them as they were when it was made",
@@ -651,7 +637,7 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
     for (int i = 0; i < t->num_uses; i++)
         if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
             t->uses[i].to >= backward)
-            out->crossing += p->params[t->uses[i].unit];
+            out->crossing += p->units[t->uses[i].unit]->desc.num_params;
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {

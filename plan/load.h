@@ -7,6 +7,8 @@
 #ifndef FSDPI_PLAN_LOAD_H
 #define FSDPI_PLAN_LOAD_H
 
+#include "../core/error.h"
+#include "../core/step.h"
 #include "join.h"
 #include "listing.h"
 #include "make.h"
@@ -16,6 +18,7 @@
 #include "passes.h"
 #include "place.h"
 #include "prove.h"
+#include "settings.h"
 #include "tape.h"
 #include "text.h"
 
@@ -34,18 +37,16 @@ static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long 
 
 // Is the text of this model, in a world like this one?
 static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
-    fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_unit *stranger;
-    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
-    if (status) return status;
+    const fsdp_unit *stranger;
+    const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &stranger);
     if (l->num_units != p->num_units)
         return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
     if (l->num_params != fsdp_num_params(p->model))
         return fsdpi_plan_other(p, "params", l->num_params, fsdp_num_params(p->model));
-    if (l->shards != info.shard_mesh_size)
-        return fsdpi_plan_other(p, "shards", l->shards, info.shard_mesh_size);
-    if (l->replicas != info.replicate_mesh_size)
-        return fsdpi_plan_other(p, "replicas", l->replicas, info.replicate_mesh_size);
+    if (l->shards != mesh->shard_mesh_size)
+        return fsdpi_plan_other(p, "shards", l->shards, mesh->shard_mesh_size);
+    if (l->replicas != mesh->replicate_mesh_size)
+        return fsdpi_plan_other(p, "replicas", l->replicas, mesh->replicate_mesh_size);
     if (l->mode != p->mode_of_world)
         return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
                          "[E990] plan_load: the text is of a world that runs %s, this one runs %s",
@@ -69,8 +70,9 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
     if (!status) status = fsdp_params_changed(p->model);
     if (!status) status = fsdp_zero_grad(p->model);
     if (!status) fsdpi_plan_states_now(p, s->last);
-    s->lasts = fsdpi_plan_give_back(s) != NULL;
-    if (!status && !s->lasts) memcpy(s->kind->begin, s->last, (size_t)p->num_units * p->unit_bytes);
+    s->lasts = fsdpi_plan_give_back(s);
+    if (!status && !s->lasts)
+        memcpy(s->kind->begin, s->last, (size_t)p->num_units * sizeof *s->last);
     return status;
 }
 
@@ -79,21 +81,21 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_show show;
     fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL);
     fsdpi_plan_states_now(p, k->begin);
-    fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
-    for (int i = 0; i < k->num_older && !status; i++)
-        if (fsdpi_plan_is_part(p, k->older[i]))
-            status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
-                               "[E940] plan_load: a unit holds a slot of a plan since a step that "
-                               "left it: run a whole step, or call fsdp_model_reset, first");
-    if (status) return status;
-    status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
-    if (!show.lasts) k->num_older = 0;
+    FSDPI_TRY(fsdpi_check_units(p->model, FSDP_CALL_FULL, "plan_load"));
+    for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
+        const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
+        if (slot && fsdpi_plan_is_part(p, slot))
+            return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                             "[E940] plan_load: a unit holds a slot of a plan since a step that "
+                             "left it: run a whole step, or call fsdp_model_reset, first");
+    }
+    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
     if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
         const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                            "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
                            "has it: put the calls in the order of your program. %.300s",
-                           show.call, fsdpi_plan_call_name(at->call),
+                           show.call, fsdpi_call_name(at->call),
                            at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
     }
     fsdpi_plan_show_end(&show);
@@ -260,12 +262,13 @@ static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *
     fsdp_status status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)out);
     if (status) return status;
     k = *out;
-    status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes, (void **)&k->begin);
+    status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *k->begin,
+                              (void **)&k->begin);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)given->num_calls * sizeof *k->calls,
                                   (void **)&k->calls);
     k->plan = p;
-    k->options = fsdp_model_kind(p->model);
+    k->options = fsdpi_plan_options(p->model);
     k->num_calls = given->num_calls;
     for (int c = 0; c < given->num_calls && !status; c++) {
         k->calls[c] = given->calls[c];

@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_MAKE_H
 #define FSDPI_PLAN_MAKE_H
 
+#include "../core/step.h"
 #include "join.h"
 #include "listing.h"
 #include "memory.h"
@@ -58,12 +59,11 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_strays; i++) {
-        int held = fsdp_buf_held(p->strays[i]);
-        if (held && !all) {
+        if (p->strays[i]->held && !all) {
             p->strays[kept++] = p->strays[i];
             continue;
         }
-        if (held) fsdpi_plan_release(p, p->strays[i]);
+        p->strays[i]->held = 0;
         fsdp_buf_destroy(p->model, p->strays[i]);
     }
     p->num_strays = kept;
@@ -75,7 +75,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) 
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
         if (slot->older) k->bufs[i] = NULL; // not the plan's
-        else if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        else if (!k->bufs[i]->held) fsdp_buf_destroy(p->model, k->bufs[i]);
         else p->strays[p->num_strays++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
@@ -91,47 +91,16 @@ static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_free(p->model, k->begin);
     fsdpi_plan_free(p->model, k->calls);
     fsdpi_plan_free(p->model, k->bufs);
-    fsdpi_plan_free(p->model, k->older);
     fsdpi_plan_free(p->model, k);
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // Slots that units hold when a step begins.
 
-typedef struct fsdpi_plan_find {
-    fsdp_plan *plan;
-    fsdpi_plan_kind *kind;
-    fsdp_status status;
-} fsdpi_plan_find;
-
-static int fsdpi_plan_see_older(void *user, fsdp_model *model, fsdp_op *op) {
-    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
-    fsdpi_plan_kind *k = f->kind;
-    if (op->kind != FSDP_OP_RELEASE || !op->src || f->status) return 1;
-    f->status = fsdpi_plan_grow(model, (void **)&k->older, k->num_older, &k->cap_older,
-                                sizeof *k->older);
-    if (!f->status) k->older[k->num_older++] = op->src;
-    return 1;
-}
-
-static fsdp_status fsdpi_plan_drop_all_slots(void *user) {
-    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
-    fsdp_plan *p = f->plan;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < p->num_units && !status; i++)
-        status = fsdp_unit_restore(p->units[i], f->kind->begin + (size_t)i * p->unit_bytes,
-                                   p->unit_bytes);
-    if (!status) status = fsdp_model_reset(p->model);
-    return status ? status : f->status;
-}
-
-// k->older: a rehearsed reset gives back all that units held.
-static fsdp_status fsdpi_plan_find_older(fsdp_plan *p, fsdpi_plan_kind *k) {
-    fsdpi_plan_find f = {p, k, FSDP_OK};
-    fsdp_extension e = FSDP_ZERO;
-    e.user = &f;
-    e.op = fsdpi_plan_see_older;
-    return fsdp_rehearse(p->model, &e, fsdpi_plan_drop_all_slots, &f);
+// The i-th of the slots that units may hold when a step of this kind begins; NULL: it is not held.
+static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_kind *k, int i) {
+    return k->begin[i / FSDPI_PLAN_HELD_COUNT]
+        .state.slot[FSDP_POOL_GATHER + i % FSDPI_PLAN_HELD_COUNT];
 }
 
 static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
@@ -141,18 +110,19 @@ static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
 }
 
 static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
-    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
-    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+    const fsdp_buf *arena = p->arena;
+    return arena && buf->ptr >= arena->ptr && buf->ptr < arena->ptr + arena->bytes;
 }
 
 /* Will slots that units hold when such a step begins be gone? fsdp_pools_trim frees those of pools
    that no unit holds now. A part of the arena is gone with the next replay, which writes there. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
-    for (int i = 0; i < k->num_older; i++) {
-        int owned = fsdp_buf_held(k->older[i]);
-        if (fsdpi_plan_is_part(p, k->older[i])) return 1;
-        for (int n = 0; n < p->num_kinds; n++)
-            owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+    for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
+        const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
+        int owned = slot && slot->held;
+        if (!slot) continue;
+        if (fsdpi_plan_is_part(p, slot)) return 1;
+        for (int n = 0; n < p->num_kinds; n++) owned |= fsdpi_plan_kind_has(p->kinds[n], slot);
         if (!owned) return 1;
     }
     return 0;
@@ -173,10 +143,9 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
 
 // Bytes of slots that the model has now: what steps by calls have taken.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
-    fsdp_memory mem;
     int64_t bytes = 0;
-    if (fsdp_model_memory(p->model, &mem)) return 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += mem.pool_bytes[pool];
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+        bytes += p->model->pool_bytes[pool];
     return bytes;
 }
 
@@ -208,7 +177,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
     snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
-             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+             call, fsdpi_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
@@ -321,11 +290,12 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     p->num_kinds--;
     for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
     for (int i = p->num_kinds - 1; i >= 0; i--)
-        for (int n = 0; i < p->num_kinds && n < p->kinds[i]->num_older; n++)
-            if (fsdpi_plan_kind_has(k, p->kinds[i]->older[n])) {
-                fsdpi_plan_drop(p, i);
-                n = -1; // another one is in its place, or none
-            }
+        for (int n = 0; i < p->num_kinds && n < p->num_units * FSDPI_PLAN_HELD_COUNT; n++) {
+            const fsdp_buf *slot = fsdpi_plan_begins_with(p->kinds[i], n);
+            if (!slot || !fsdpi_plan_kind_has(k, slot)) continue;
+            fsdpi_plan_drop(p, i);
+            n = -1; // another kind is in its place, or none
+        }
     fsdpi_plan_kind_free(p, k);
 }
 
@@ -438,23 +408,20 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
-    fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_unit *stranger;
-    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
-    if (status) return status;
+    const fsdp_unit *stranger;
+    (void)fsdpi_plan_mesh_info(p, &stranger);
     if (stranger)
         snprintf(text, sizeof text,
                  "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
                  fsdp_unit_name(stranger));
     for (int i = 0; i < p->num_units && !text[0]; i++)
-        if (fsdp_unit_follows_use(p->units[i]))
+        if (p->model->desc.grads_overwrite || !p->units[i]->options.reduce_unused)
             snprintf(text, sizeof text,
                      "what unit '%.120s' reduces depends on the parameters that were used "
                      "(grads_overwrite, or fsdp_set_reduce_scatter_unused_params 0)",
                      fsdp_unit_name(p->units[i]));
     for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
-        if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
-            by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+        if (p->mode_of_world == FSDP_RUN_STREAMS && by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
             snprintf(text, sizeof text,
                      "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
                      "device",
@@ -478,7 +445,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
+        int u = op->unit && fills ? fsdpi_plan_index(op->unit) : -1;
         if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls

@@ -53,15 +53,6 @@ static uint64_t fsdpi_plan_mix_bytes(uint64_t h, const char *bytes, size_t size)
     return fsdpi_plan_mix(h, size);
 }
 
-static const char *fsdpi_plan_call_name(int call) {
-    static const char *const names[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return call >= 0 && call < FSDP_CALL_COUNT ? names[call] : "?";
-}
-
 static int fsdpi_plan_is_collective(int kind) {
     return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER ||
            kind == FSDP_OP_ALL_REDUCE;

@@ -7,6 +7,8 @@
 #ifndef FSDPI_PLAN_OBJECTS_H
 #define FSDPI_PLAN_OBJECTS_H
 
+#include "../core/objects.h"
+
 enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 
 // A step has three forms. The program: the calls that the trainer made. The decisions: what is done
@@ -117,7 +119,6 @@ typedef struct fsdpi_plan_unit {
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
-    FSDPI_PLAN_STATE = 512,          // room for the state of a unit
     FSDPI_PLAN_JOINED = 64,          // units that are joined, at most
     FSDPI_PLAN_PATIENCE = 3,         // steps in a row that leave a plan, or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // that slots may have, if the desc does not say
@@ -125,7 +126,7 @@ enum {
 
 typedef struct fsdpi_plan_listing {
     uint64_t model, kind; // hashes: of the model, of options and of the state at the begin
-    int32_t num_units, num_params, shards, replicas, mode; // mode: FSDPI_PLAN_INLINE, ...
+    int32_t num_units, num_params, shards, replicas, mode; // mode: FSDP_RUN_*
     int32_t fused; // the backend's reduce_scatter casts, scales and adds
     int32_t num_calls, forward_calls;
     int64_t bytes, bound, by_calls;
@@ -145,8 +146,6 @@ typedef struct fsdpi_plan_listing {
     uint64_t hash; // of its text with ops
 } fsdpi_plan_listing;
 
-enum { FSDPI_PLAN_INLINE, FSDPI_PLAN_LANES, FSDPI_PLAN_STREAMS, FSDPI_PLAN_MODES };
-
 // One use of a slot: from the record that acquires it to the one that releases it.
 typedef struct fsdpi_plan_use {
     int32_t unit, pool;
@@ -157,11 +156,16 @@ typedef struct fsdpi_plan_use {
     int32_t glued;    // it lies behind another one
 } fsdpi_plan_use;
 
-// The state of a unit behind a call.
+// What a unit is after a call: its states, the state of its gradients, and its slots.
+typedef struct fsdpi_plan_saved {
+    fsdpi_state state;
+    uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // their numbers: another buffer may later have the address of a freed one
+} fsdpi_plan_saved;
+
 typedef struct fsdpi_plan_state {
-    fsdp_unit *of;
-    int32_t unit;
-    int32_t at; // in tape.saved, in states
+    fsdp_unit *unit;
+    fsdpi_plan_saved saved;
 } fsdpi_plan_state;
 
 // What a replayed call does: states, then runs of records.
@@ -193,8 +197,6 @@ typedef struct fsdpi_plan_tape {
     int32_t num_ops, cap_ops, cap_pairs;
     fsdpi_plan_state *states;
     int32_t num_states, cap_states;
-    char *saved; // [num_states] the bytes
-    int32_t cap_saved;
     fsdpi_plan_run *runs;
     int32_t num_runs, cap_runs;
     fsdpi_plan_use *uses;
@@ -221,8 +223,8 @@ typedef struct fsdpi_plan_tape {
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
     fsdp_plan *plan;
-    uint64_t options, used_at; // fsdp_model_kind; number of the step that used it last
-    char *begin;                // [num_units] states
+    uint64_t options, used_at; // fsdpi_plan_options; number of the step that used it last
+    fsdpi_plan_saved *begin;   // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
     int32_t left;    // how often in a row a step has left it
@@ -230,9 +232,7 @@ typedef struct fsdpi_plan_kind {
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
-    fsdp_buf **bufs;  // by slot of the listing
-    fsdp_buf **older; // slots that units hold when such a step begins
-    int32_t num_older, cap_older;
+    fsdp_buf **bufs; // by slot of the listing
 } fsdpi_plan_kind;
 
 struct fsdp_plan {
@@ -243,12 +243,10 @@ struct fsdp_plan {
     fsdp_plan_cost cost; // desc.cost points to it, if there is one
     int64_t *compute_ns; // of cost
     const fsdp_mesh *mesh;
-    fsdp_unit **units;
-    int32_t *params; // [num_units] how many each has
+    fsdp_unit **units; // the model's
     int32_t num_units;
-    size_t unit_bytes;           // of a unit's state
     int32_t mode;                // fsdp_plan_mode
-    int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
+    int32_t mode_of_world;       // FSDP_RUN_*
     int32_t warm;                // steps that are still to come before one is recorded
     int32_t open;                // a step has begun
     int32_t lost;                // there was no memory to record a call of it
@@ -256,7 +254,7 @@ struct fsdp_plan {
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;              // recordings in a row that were of no use
-    uint64_t settings, options;  // fsdp_model_settings now, fsdp_model_kind at the step's begin
+    uint64_t settings, options;  // now; of divide factors less, at the begin of the step
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind; // that is replayed
     fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way
@@ -264,8 +262,8 @@ struct fsdp_plan {
     int32_t num_kinds, cap_kinds;
     fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
-    char *begin;       // [num_units] states at the begin of the step
-    fsdp_buf **strays; // slots of plans that are gone, which units still held then
+    fsdpi_plan_saved *begin; // [num_units] states at the begin of the step
+    fsdp_buf **strays;       // slots of plans that are gone, which units still held then
     int32_t num_strays, cap_strays;
     fsdp_buf *arena;
     int32_t pool; // of the arena

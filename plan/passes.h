@@ -85,11 +85,10 @@ static uint64_t fsdpi_plan_sort_of(const fsdp_op *op, const fsdpi_plan_pair *pai
 }
 
 // How units gather: all gathers of a unit alike, and without functions of the user.
-static void fsdpi_plan_find_gathers(const fsdp_plan *p, fsdpi_plan_facts *f,
-                                    const fsdpi_plan_tape *t) {
+static void fsdpi_plan_find_gathers(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_ops; i++) {
         const fsdp_op *op = &t->ops[i];
-        int u = op->unit ? fsdpi_plan_index(p, op->unit) : -1;
+        int u = fsdpi_plan_index(op->unit);
         if (u < 0) continue;
         if (op->kind == FSDP_OP_CALL && op->label == FSDP_LABEL_GRAD_HOOK) f->managed[u] = 0;
         if (op->label == FSDP_LABEL_PRE_GATHER || op->label == FSDP_LABEL_POST_GATHER ||
@@ -155,7 +154,7 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
             f->order[u] = -1;
         }
     }
-    fsdpi_plan_find_gathers(p, f, t);
+    fsdpi_plan_find_gathers(f, t);
     fsdpi_plan_find_reduces(f, t);
     // A slot that outlasts the step has memory of its own, at another distance on each rank.
     for (int i = 0; i < f->num_spans; i++)
@@ -483,7 +482,7 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     int64_t largest = 0;
     fsdp_status status = fsdpi_plan_choice_new(p, c, f->num_calls);
     if (status) return status;
-    if (p->mode_of_world != FSDPI_PLAN_INLINE) passes &= ~(1u << FSDP_PASS_ARENA);
+    if (p->mode_of_world != FSDP_RUN_INLINE) passes &= ~(1u << FSDP_PASS_ARENA);
     memcpy(c->managed, f->managed, (size_t)p->num_units);
     fsdpi_plan_pass_bucket_gathers(p, f, buckets);
     status = fsdpi_plan_item_spans(p, f);

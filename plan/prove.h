@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_PROVE_H
 #define FSDPI_PLAN_PROVE_H
 
+#include "../core/step.h"
 #include "listing.h"
 #include "memory.h"
 #include "objects.h"
@@ -78,11 +79,11 @@ typedef struct fsdpi_plan_prover {
 } fsdpi_plan_prover;
 
 static int fsdpi_plan_actor(const fsdpi_plan_prover *v, int stream) {
-    return v->l->mode == FSDPI_PLAN_INLINE ? FSDP_STREAM_COMPUTE : stream;
+    return v->l->mode == FSDP_RUN_INLINE ? FSDP_STREAM_COMPUTE : stream;
 }
 
 static void fsdpi_plan_say_call(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int call) {
-    fsdpi_plan_put(o, "call %d %s", call, fsdpi_plan_call_name(l->calls[call].call));
+    fsdpi_plan_put(o, "call %d %s", call, fsdpi_call_name(l->calls[call].call));
     if (l->calls[call].index >= 0) fsdpi_plan_put_unit(o, l, l->calls[call].index);
 }
 

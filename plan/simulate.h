@@ -53,8 +53,8 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
 
 // The clock of a stream: inline, and for COMPUTE with lanes, the host's.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
-    int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
-                  (k->l->mode == FSDPI_PLAN_LANES && stream == FSDP_STREAM_COMPUTE);
+    int is_host = k->l->mode == FSDP_RUN_INLINE ||
+                  (k->l->mode == FSDP_RUN_LANES && stream == FSDP_STREAM_COMPUTE);
     return is_host ? &k->host : &k->stream[stream];
 }
 
@@ -95,7 +95,7 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
     // The caller waits: for what another stream does, and inline for the collective itself.
     if (line->kind == FSDP_OP_USE && line->stream == FSDP_STREAM_COMPUTE)
         k->waited += begin - free_at;
-    if (k->l->mode == FSDPI_PLAN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
+    if (k->l->mode == FSDP_RUN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
     *clock = begin + takes;
     if (dst >= 0) k->ready[dst] = begin + takes;
 }
