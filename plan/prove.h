@@ -18,10 +18,11 @@
 #include <string.h>
 
 // Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
-// walked in the order of issue; the waits are those that the core derives from the buffers. Each
-// stream carries a vector clock, each piece of memory the clocks of its last accesses. COMPUTE is
-// the caller, too: it reads gathered parameters until they are released, and writes gradients until
-// WROTE.
+// walked in the order of issue. Each stream carries a vector clock, each piece of memory the clocks
+// of its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
+// released, and writes gradients until WROTE. The rules of waits and of bytes are written here once
+// more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/ops.h: so the proof
+// checks the core's rules, too.
 
 // An access: by whom, at which of its ticks, and for the text at which line.
 typedef struct fsdpi_plan_touch {
@@ -246,7 +247,8 @@ static fsdpi_plan_region *fsdpi_plan_events_of(fsdpi_plan_prover *v, int unit, i
     return event >= 0 ? &v->slots[event] : NULL;
 }
 
-// The three rules of fsdp_emit.
+// A read waits for the last write. A write waits for the last write, or for the release of the slot
+// if it has been released since.
 static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan_region *src,
                               const fsdpi_plan_region *dst) {
     if (src) fsdpi_plan_join_clock(v, stream, &src->ready);
