@@ -15,8 +15,9 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the way from what a rehearsal showed to the records of a tape. What units do beside their
-// collectives stays as it is: copies first, then one collective over all their lists, and so on.
+// Owns: the step from the records of a rehearsal to the records of a tape. What units do beside
+// their collectives stays as it is: first the copies of all units, then one collective over all
+// their lists, and so on.
 
 typedef struct fsdpi_plan_range {
     int32_t begin, end; // records of the rehearsal
@@ -48,7 +49,7 @@ static fsdp_status fsdpi_plan_join_names(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-// All lists as one, whose offsets are from the lowest addresses.
+// Joins the lists of all parts into one. Its offsets begin at the lowest address of any part.
 static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_op *op,
                                          const fsdp_op *const *parts, int num) {
     int gathers = op->kind == FSDP_OP_ALL_GATHER;
@@ -102,7 +103,7 @@ static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fs
     return fsdpi_plan_add_op(p, t, &op, pair);
 }
 
-// Who is in a joined record.
+// Notes the members of a joined record.
 static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                         const fsdpi_plan_tape *raw, const int32_t *which, int num) {
     fsdpi_plan_group group = {t->num_ops - 1, t->num_members, num};
@@ -119,8 +120,8 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
     return status;
 }
 
-/* One collective for those of several units. Where streams run at the same time, it has to wait for
-   the buffers of all, and all are written only behind it. */
+/* Makes one collective of those of several units. If streams run at the same time, it waits for the
+   buffers of all units, and later work on any of them waits for it. */
 static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                    const int32_t *which, int num) {
     const fsdp_op *parts[FSDPI_PLAN_JOINED];
@@ -144,7 +145,8 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// Stage by stage: what each range does up to its next collective, then these as one.
+// In stages: first each range does its work up to its next collective, then one collective follows
+// for all ranges.
 static fsdp_status fsdpi_plan_merge(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                     fsdpi_plan_range *ranges, int num) {
     fsdp_status status = FSDP_OK;
@@ -177,7 +179,8 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// What an act does. A reduction that waited begins with what the caller need not wait for here.
+// The records of an act. A reduction that waited begins with a USE, for which the caller need not
+// wait here: it is left out.
 static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
     fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
     while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
@@ -191,7 +194,8 @@ static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b
            (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
 }
 
-// Acts of a call from *at on, before its own work or behind it: those of a group are joined.
+// Adds the acts of a call from *at on: those before its own work, or those after it (late). Acts of
+// one group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
                                            int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
@@ -230,7 +234,7 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
     return status;
 }
 
-// From where to where each use is held.
+// Finds for each use of a slot the records between which it is held.
 static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_uses; i++) t->uses[i].from = t->uses[i].to = t->num_ops;
     for (int i = 0; i < t->num_ops; i++) {
@@ -252,8 +256,8 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
     }
 }
 
-/* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
-   rehearsal's uses. */
+/* Makes a tape of what a rehearsal has shown, in the order in which it will be done. The tape has
+   the uses of the rehearsal. */
 static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;

@@ -22,8 +22,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdp_plan. A step begins with the first call behind a finalize. If its kind is known, its
-// calls are answered from the tape for as long as they are the program's.
+// Owns: fsdp_plan. A step begins with the first call after a finalize. If the plan knows its kind,
+// it answers calls from the tape as long as they are those of the program.
 
 static const char *fsdpi_plan_unit_name(const fsdp_unit *unit) {
     return unit ? fsdp_unit_name(unit) : "";
@@ -40,7 +40,8 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+// Orders the places of a kind: COMPUTE waits for earlier users of their memory, and later users
+// wait for COMPUTE.
 static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < k->listing.num_slots && !status; i++) {
@@ -54,8 +55,8 @@ static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
     return status;
 }
 
-/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
-   the same time, the slots of one come behind those of the other. */
+/* Kinds share the memory of the arena, but each has slots, and so events, of its own. If streams
+   run at the same time, the slots of this kind have to wait for those of the kind before. */
 static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (p->last && p->last != p->kind && p->mode_of_world != FSDP_RUN_INLINE) {
@@ -66,7 +67,8 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
-// A kind whose arena has been replaced meanwhile; without it the step goes by calls, on all ranks.
+// Binds a kind whose arena has been replaced since. If that fails on a rank, the step goes by calls
+// on all ranks.
 static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdpi_plan_kind *k = p->kind;
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
@@ -79,8 +81,8 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
-// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free. One
-// that was never replayed was of no use.
+// Makes room for a kind. If units hold slots of the kind that is dropped, these stay until they are
+// free. A kind that was never replayed was of no use.
 static void fsdpi_plan_make_room(fsdp_plan *p) {
     while (p->num_kinds >= p->desc.most_kinds) {
         int oldest = 0;
@@ -131,8 +133,8 @@ static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
            act->call < p->at && act->at >= p->at;
 }
 
-/* The plan is not followed any further: reductions that wait are made, with the options that they
-   had by calls. */
+/* Leaves the plan. Reductions that wait for a later call are made now, with the options that they
+   would have had by calls. */
 static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -153,7 +155,7 @@ static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     return fsdpi_plan_part(p);
 }
 
-// Options are about to change. If nothing waits, the next call looks whether they have.
+// Options are about to change. If no reduction waits, the next call finds out whether they have.
 static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     int owes = 0;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -165,8 +167,8 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     return fsdpi_plan_leave(p);
 }
 
-/* The program writes shards or their gradients inside of a step. No program of a plan has such a
-   call: what was gathered before, or added to, may be another thing behind it. */
+/* The program writes shards or their gradients inside of a step. A plan has no such call: what was
+   gathered or added to before it may have other values after it. */
 static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     if (!p->open || (p->mode != FSDP_PLAN_REPLAYING && p->mode != FSDP_PLAN_RECORDING))
         return FSDP_OK;
@@ -179,7 +181,7 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
-// One call from the tape: states first, since what is sent along depends on them.
+// Answers one call from the tape: states first, since what reductions send depends on them.
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     const fsdpi_plan_tape *t = &p->kind->tape;
     fsdp_status status = FSDP_OK;
@@ -203,13 +205,13 @@ static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
         snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
     }
-    // Without memory this rank goes on to the end of the step, where the others wait for it.
+    // Without memory this rank goes on to the end of the step, where the other ranks wait for it.
     p->lost |= fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
                                sizeof one) != FSDP_OK;
     if (!p->lost) p->calls[p->num_calls++] = one;
 }
 
-// A kind for the recorded step, at its end. finalized: what the core has said of it.
+// Makes a kind of the recorded step, at its end. finalized: what finalize returned.
 static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_kind *k = NULL;
     size_t begin = (size_t)p->num_units * sizeof *k->begin,
@@ -277,14 +279,14 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         fsdpi_plan_drop_all(p);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
-    *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
+    *status = fsdp_finalize_backward(p->model); // asks later extensions, and the core
     if (fsdp_world_status(p->world)) return 1;
-    fsdp_status made = fsdpi_plan_recorded(p, *status); // the other ranks wait, whatever it says
+    fsdp_status made = fsdpi_plan_recorded(p, *status); // also after a failure: the others wait
     if (!*status) *status = made;
     return 1;
 }
 
-// A call that is not simply the next one of a replay.
+// Looks at any call but the expected one of a replay.
 static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
     fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
@@ -306,7 +308,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
     }
-    // Finalize is asked about before the core commits: a new layout comes before we look.
+    // Extensions are asked about finalize before the core commits: so commit first.
     *status = fsdp_model_commit(model);
     if (!*status && !p->open) *status = fsdpi_plan_begin(p);
     if (*status) return 1;
@@ -344,7 +346,7 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return fsdpi_plan_look(p, unit, call, status);
 }
 
-// What is done with the rest of a step that is under way, or with the next one.
+// What the rest of a step that is under way does, or else the next step.
 static int fsdpi_plan_mode_now(const fsdp_plan *p) {
     return p->open        ? FSDP_PLAN_BY_CALLS
            : p->num_kinds ? FSDP_PLAN_REPLAYING
@@ -352,7 +354,7 @@ static int fsdpi_plan_mode_now(const fsdp_plan *p) {
                           : FSDP_PLAN_RECORDING;
 }
 
-// A new layout may come inside of a step, between two visits: the rest of it goes by calls.
+// A new layout may come inside of a step, between two visits. The rest of the step goes by calls.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
@@ -423,8 +425,8 @@ static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
                                 (const char *)&c, sizeof c);
 }
 
-/* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
-   on to the collective, since the others wait there. */
+/* Do all ranks create the plan, and with the same desc? status: this rank's. If it has failed, it
+   goes on to the collective, since the others wait there. */
 static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
                                          const fsdp_plan_desc *d, fsdp_status status) {
     static const char *const names[] = {"without",    "with",         "warm_up",
@@ -459,7 +461,7 @@ static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
     return status;
 }
 
-// The desc as it is given, and its costs; d->cost is then NULL or `cost`.
+// Reads the desc and its costs. Then d->cost is NULL or `cost`.
 static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
                                         fsdp_plan_desc *d, fsdp_plan_cost *cost) {
     fsdp_world *w = fsdp_model_world(m);
@@ -471,7 +473,7 @@ static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *des
     return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
-// What this rank does alone: the plan, attached to the model.
+// Does what this rank does alone: it makes the plan, and attaches it to the model.
 static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
                                   fsdp_plan **plan) {
     fsdp_plan *p = NULL;
@@ -535,7 +537,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     return status;
 }
 
-// The program by calls, with the slots that pools would give: a listing of its own.
+// Lists the program by calls, with the slots that pools would give.
 static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
     fsdpi_plan_tape tape;
     fsdpi_plan_kind plain = *k;
@@ -620,7 +622,7 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     return status;
 }
 
-// Parameters of units whose slots are held when backward begins; units gathered at a time.
+// Counts parameters whose slots are held when backward begins, and units gathered at a time.
 static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
                                   fsdp_plan_report *out) {
     const fsdpi_plan_tape *t = &k->tape;

@@ -59,8 +59,8 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     return FSDP_OK;
 }
 
-/* The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
-   If units then hold slots, which no text tells, they are those that units hold now. */
+/* Finds the states in which steps begin: one step by calls leads there, after which gradients are
+   dropped. If units hold slots then, a text cannot tell which: so the states are those of now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_plan *p = s->plan;
@@ -158,7 +158,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
-            return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+            return fsdpi_plan_act_refused(p, act, "it comes before what is done after the call");
         const uint64_t *sort = act->what == FSDPI_PLAN_GATHER ? f->gathers : f->reduces;
         if (i > 0 && fsdpi_plan_is_joined(act - 1, act) &&
             (!sort[u] || sort[u] != sort[act[-1].unit]))
@@ -186,11 +186,10 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             freed |= c->acts[i].what == FSDPI_PLAN_FREE && c->acts[i].unit == span->owner &&
                      c->acts[i].call >= span->end;
         if (last && !freed)
-            return fsdp_fail(
-                p->world, FSDP_ERR_INVALID_ARG,
-                "[E962] plan_load: a decision is missing: '%.200s' is not freed behind "
-                "its last use in call %d",
-                fsdp_unit_name(p->units[span->owner]), span->end);
+            return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                             "[E962] plan_load: a decision is missing: '%.200s' is not freed after "
+                             "its last use in call %d",
+                             fsdp_unit_name(p->units[span->owner]), span->end);
     }
     return FSDP_OK;
 }

@@ -22,8 +22,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdpi_plan_kind. All of this happens in fsdp_finalize_backward of the recorded step, while
-// every unit is idle; the ranks take part in each agreement whatever has happened to them before.
+// Owns: fsdpi_plan_kind. A plan is made in fsdp_finalize_backward of the recorded step, while every
+// unit is idle. If a rank has failed, it still takes part in each agreement, as the others wait.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
@@ -31,19 +31,20 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     return ((usual & ~p->desc.without) | p->desc.with) & all;
 }
 
-// Why steps go by calls from now on.
+// From now on steps go by calls; `text` says why.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
     snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
-// The same, where nothing has told the log yet.
+// The same, and the log is told.
 static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
     fsdpi_plan_refuse(p, text);
     (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
 }
 
-// Room for all slots that kinds and `more` have, so that none is lost later.
+// Makes room for all slots of the kinds, and `more`, so that a slot can become a stray without
+// memory.
 static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
     int room = p->num_strays + more;
     fsdp_status status = FSDP_OK;
@@ -54,8 +55,8 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
     return status;
 }
 
-/* Slots of plans that are gone: units have given them back by now, or are made to. `all`: the model
-   ends, or the units' slots go with it. */
+/* Destroys the slots of dropped plans that no unit holds any more. `all`: the model ends, and with
+   it those that a unit holds. */
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_strays; i++) {
@@ -69,7 +70,8 @@ static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     p->num_strays = kept;
 }
 
-// lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
+// Frees the slots of a kind. lasting: also those that outlast a step. If a unit still holds a slot,
+// it becomes a stray.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
@@ -114,8 +116,9 @@ static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
     return arena && buf->ptr >= arena->ptr && buf->ptr < arena->ptr + arena->bytes;
 }
 
-/* Will slots that units hold when such a step begins be gone? fsdp_pools_trim frees those of pools
-   that no unit holds now. A part of the arena is gone with the next replay, which writes there. */
+/* Will a slot that a unit holds when a step of this kind begins be gone? If it is a pool's, and no
+   unit holds it now, fsdp_pools_trim frees it. If it is a part of the arena, the next replay writes
+   there. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
         const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
@@ -149,7 +152,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     return bytes;
 }
 
-// The kind's program as it will be done: k->tape. bufs NULL: without memory.
+// Makes the tape of a kind's program. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         fsdpi_plan_tape *out) {
@@ -183,7 +186,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
-// Decisions, a tape without memory, places.
+// Makes the decisions, a tape without memory, and places.
 static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                   uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
@@ -196,8 +199,9 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
-/* What fits: all of these passes, with fewer units kept from try to try; else without those that
-   take memory; else the calls as they are. */
+/* Finds what fits into `most` bytes. It tries all of these passes, each time with fewer units kept.
+   If that does not fit, it leaves out the passes that take memory; at last it takes the calls as
+   they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                   uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
@@ -216,8 +220,8 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
 }
 
-/* The passes that are taken: all of them, or with costs those that do not make the step slower, one
-   after the other. If two plans take the same time, the one with fewer collectives is taken. */
+/* Chooses the passes. Without costs all are taken. With costs they are tried one after the other,
+   and a pass is taken if the step is no slower with it. At equal times fewer collectives win. */
 static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                     int64_t most) {
     const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
@@ -240,7 +244,7 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan
     return status ? status : fsdpi_plan_fit(p, k, f, taken, most);
 }
 
-// Buffers for the places of a kind, and its tape with them.
+// Makes buffers for the places of a kind, and its tape with their addresses.
 static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape;
@@ -283,7 +287,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     return status;
 }
 
-// A kind is dropped, and with it those that begin with slots of its own.
+// Drops a kind, and the kinds whose steps begin with a slot of it.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind *k = p->kinds[index];
     if (p->kind == k) p->kind = NULL;
@@ -317,8 +321,8 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
     p->arena = NULL;
 }
 
-// Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
-// options are now, so that a kind of other options is bound when it comes again.
+// Makes memory for all kinds: the arena is as large as the largest kind needs. A rehearsal follows
+// the options of now, so that a kind of other options is bound when its next step begins.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
@@ -382,8 +386,8 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
                      rank, call, theirs.text, first);
 }
 
-/* Whether all ranks got so far. status: this rank's. values[0] is written; behind it the least of
-   each number over all ranks. */
+/* Have all ranks come this far? status: this rank's. values[0] is for that; each other value
+   becomes the least of all ranks. */
 static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsdp_status status,
                                        int64_t *values, int count) {
     values[0] = !status;
@@ -395,7 +399,7 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
                               "steps go by calls");
 }
 
-// Likewise, and if `hash` is not 0, with the same hash.
+// The same; and if `hash` is not 0, it has to be the same on all ranks.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
@@ -437,9 +441,10 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    // Units without elements gather nothing. What a unit brings along is not followed: its first
-    // use reads what another step gathered, and `reads` cannot tell it from later ones. Likewise
-    // where only some visits find a unit gathered (unshard_in_backward 0).
+    // A unit without elements gathers nothing. If a unit is gathered when the step begins, what it
+    // reads is not followed: its first use reads what another step gathered, and `reads` cannot
+    // tell it from later ones. The same holds if only some visits find a unit gathered
+    // (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
@@ -458,7 +463,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
     return status;
 }
 
-// What this rank can do alone: a plan without memory, and its proof.
+// Makes what this rank can make alone: a plan without memory, and its proof.
 static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64_t most) {
     fsdpi_plan_tape by_calls;
     fsdpi_plan_facts f;
@@ -486,7 +491,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part
+/* Makes the plan of a kind, or says why there is none. k NULL: this rank has none, and takes part
    in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
    failure only if the step has failed: ranks that differ, a collective. */

@@ -26,7 +26,7 @@ static void fsdpi_plan_free(fsdp_model *m, void *ptr) {
     else free(ptr);
 }
 
-// Room for one more element of `size` bytes behind `num`.
+// Makes room for one more element of `size` bytes after `num` of them.
 static fsdp_status fsdpi_plan_grow(fsdp_model *m, void **list, int32_t num, int32_t *cap,
                                    size_t size) {
     void *larger;

@@ -22,7 +22,7 @@ typedef struct fsdpi_plan_call {
     int32_t index;   // of the unit; -1
 } fsdpi_plan_call;
 
-// Why a decision was taken; behind the words stands the call that they speak of.
+// Why a decision was taken. In a text, the call that it speaks of follows the words.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
     X(DEMAND, "needed")                                                                            \
     X(JOINED, "joined")                                                                            \
@@ -42,8 +42,8 @@ enum {
 // Decisions, in the words of a text.
 #define FSDPI_PLAN_ACT_LIST(X)                                                                     \
     X(GATHER, "gather")   /* issued in this call */                                                \
-    X(KEEP, "keep")       /* not freed behind this call, though by calls it is */                  \
-    X(FREE, "free")       /* freed behind this call */                                             \
+    X(KEEP, "keep")       /* not freed after this call, though by calls it is */                   \
+    X(FREE, "free")       /* freed after this call */                                              \
     X(COLLECT, "collect") /* gradients of this post_backward wait */                               \
     X(REDUCE, "reduce")   /* gradients that waited are reduced with those of this post_backward */
 
@@ -60,21 +60,21 @@ typedef struct fsdpi_plan_act {
     int32_t group; // acts of one call and group are joined; -1: alone
     int32_t at;    // the call that `why` speaks of
     uint8_t what;  // FSDPI_PLAN_GATHER, ...
-    uint8_t late;  // GATHER: behind the call's own work; else before it
+    uint8_t late;  // GATHER: after the call's own work; else before it
     uint8_t why;   // FSDPI_PLAN_WHY_*
     uint8_t reserved;
 } fsdpi_plan_act;
 
 // The decisions of a plan.
 typedef struct fsdpi_plan_choice {
-    fsdpi_plan_act *acts; // by call: before its own work, then behind it
+    fsdpi_plan_act *acts; // by call: before its own work, then after it
     int32_t num_acts, cap_acts;
     uint8_t *managed; // [units] whose parameters are gathered and freed by acts alone
-    uint8_t *waits;   // [units] whose reduction is moved behind a later call
+    uint8_t *waits;   // [units] whose reduction waits for a later call
     int8_t *sync;     // [calls] of a pre_backward: gradient sync from there on; -1: as it is
 } fsdpi_plan_choice;
 
-// Buffers that are no slots, where a listing says from where and to where.
+// Where a line of a listing reads from or writes to, if it is no slot.
 enum {
     FSDPI_PLAN_NONE = -1,
     FSDPI_PLAN_SHARDS = -2, // the block of shards; the unit's part of it
@@ -127,7 +127,6 @@ enum {
 typedef struct fsdpi_plan_listing {
     uint64_t model, kind; // hashes: of the model, of options and of the state at the begin
     int32_t num_units, num_params, shards, replicas, mode; // mode: FSDP_RUN_*
-    int32_t fused; // the backend's reduce_scatter casts, scales and adds
     int32_t num_calls, forward_calls;
     int64_t bytes, bound, by_calls;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
@@ -152,8 +151,8 @@ typedef struct fsdpi_plan_use {
     int64_t bytes;
     int32_t from, to; // records; to: num_ops if it is held at the end
     int32_t slot;     // where it lies, in the listing
-    int32_t glue;     // the use that has to lie right behind it; -1
-    int32_t glued;    // it lies behind another one
+    int32_t glue;     // the use whose memory has to follow at once; -1
+    int32_t glued;    // its memory follows that of another use
 } fsdpi_plan_use;
 
 // What a unit is after a call: its states, the state of its gradients, and its slots.
@@ -213,7 +212,7 @@ typedef struct fsdpi_plan_tape {
     // has none: the core does it.
     int32_t *ops_at, *runs_at, *states_at;
     fsdpi_plan_step *steps; // [num_calls] the same, for replays
-    // [num_calls]: where the call's own records begin and end; what its unit holds behind it
+    // [num_calls]: where the call's own records begin and end; what its unit holds after it
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
@@ -249,21 +248,21 @@ struct fsdp_plan {
     int32_t mode_of_world;       // FSDP_RUN_*
     int32_t warm;                // steps that are still to come before one is recorded
     int32_t open;                // a step has begun
-    int32_t lost;                // there was no memory to record a call of it
+    int32_t lost;                // there was no memory to record one of its calls
     int32_t broken;              // strict: the step has left its plan, and no call has failed yet
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
-    int32_t differ;              // recordings in a row that were of no use
-    uint64_t settings, options;  // now; of divide factors less, at the begin of the step
+    int32_t differ;              // recordings in a row of which no plan came that was used
+    uint64_t settings, options;  // fsdpi_plan_settings now, fsdpi_plan_options at its begin
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind; // that is replayed
-    fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way
+    fsdpi_plan_kind *last; // that used the arena last; NULL: none of its records is under way
     fsdpi_plan_kind **kinds;
     int32_t num_kinds, cap_kinds;
     fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
     fsdpi_plan_saved *begin; // [num_units] states at the begin of the step
-    fsdp_buf **strays;       // slots of plans that are gone, which units still held then
+    fsdp_buf **strays;       // slots of dropped plans that a unit still held then
     int32_t num_strays, cap_strays;
     fsdp_buf *arena;
     int32_t pool; // of the arena

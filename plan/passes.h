@@ -187,7 +187,7 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or behind one of the other, and never inside of one?
+// Is every span of one unit right before or after a span of the other, and never inside of it?
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
     int pairs = 0, ended = -1; // the last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
@@ -325,8 +325,8 @@ static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
     return ahead < f->num_units ? ahead : f->num_units - 1;
 }
 
-// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it, or
-// the first one.
+// Issues gathers in order: each after the own work of the call that needs the gather `ahead` before
+// it, or the first gather.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_choice *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
@@ -382,7 +382,7 @@ static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
 }
 
 /* The pass `bucket` for reductions: of units that follow one another, each of which has one
-   post_backward and no call behind it. They wait for the last one. */
+   post_backward and no later call. Their reductions wait for that of the last unit. */
 static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_plan_facts *f,
                                                      fsdpi_plan_choice *c) {
     int32_t *bucket = f->order, num = 0, first_bucket = 1;

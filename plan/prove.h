@@ -103,7 +103,7 @@ static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how) {
     if (!v->out->refuted) v->out->refuted = how;
 }
 
-// The two lines of a counterexample go where the verdict is; only the first one counts.
+// Where the two lines of a counterexample go. Only the first refutation counts.
 static fsdpi_plan_out fsdpi_plan_counter(const fsdpi_plan_prover *v) {
     fsdpi_plan_out o = {v->out->text, sizeof v->out->text, 0, 0};
     if (v->out->refuted) o.buf = NULL, o.cap = 0;
@@ -130,7 +130,7 @@ static void fsdpi_plan_say_touch(fsdpi_plan_out *o, const fsdpi_plan_prover *v,
     }
 }
 
-// Two accesses, one of them a write, that nothing orders.
+// Refutes: no event orders two accesses, of which one is a write.
 static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place,
                             int writes, const fsdpi_plan_touch *then, int wrote) {
     fsdpi_plan_out o = fsdpi_plan_counter(v);
@@ -463,7 +463,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     if (dst_events) fsdpi_plan_set_mark(v, actor, &dst_events->ready);
 }
 
-// A call begins: behind it the caller may no longer read, before it it has read.
+// A call begins, or ends. What the caller read before a post_* call it may not read after it.
 static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
@@ -510,7 +510,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
 }
 
 /* A slot that outlasts steps: a step of another kind comes between, which fills what units bring
-   along to this one, and reduces and gives back what units hold behind it. */
+   along to this one, and reduces and gives back what they hold after it. */
 static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->avail);

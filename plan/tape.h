@@ -16,9 +16,9 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What a plan does
-// otherwise, it does there by public calls: so every state of a replay is one that a program could
-// have brought about, and a plan can be left at any call.
+// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What the plan
+// decides, the rehearsal does there by public calls. So a program could reach every state of a
+// replay itself, and can leave the plan at any call.
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
@@ -107,7 +107,7 @@ typedef struct fsdpi_plan_show {
     int quiet;              // records are not looked at
     int call;               // that is made
     int own;                // the call whose own work is under way; -1
-    int lasts;              // units hold slots behind finalize
+    int lasts;              // units hold slots after finalize
     int64_t next;           // where the next buffer without memory lies
     fsdpi_plan_saved *last; // [units] their states after the call before
     uint8_t *seen;          // [units] the same in outline; 0: there was a record or an act
@@ -149,8 +149,8 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
-// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that
-// were called, had a record or an act, or whose outline is another one.
+// The training and storage state of a unit in one number, not 0. After a call only those units are
+// saved and compared that were called, had a record or an act, or have another outline.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     const int state = (int)fsdp_unit_state(unit), storage = (int)fsdp_unit_storage(unit);
     return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
@@ -177,7 +177,7 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
     return calls[call](unit);
 }
 
-// The state of a unit, if it is another one than behind the call before.
+// Notes the state of a unit if it is another one than after the call before.
 static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     fsdp_plan *p = s->plan;
     fsdpi_plan_saved *last = &s->last[unit], now;
@@ -188,7 +188,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, p->units[unit], &now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
+// Checks at the end that no state has changed which fsdpi_plan_play has not noted.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
     fsdpi_plan_saved now;
@@ -206,7 +206,7 @@ static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
     return act->what != FSDPI_PLAN_GATHER || act->late;
 }
 
-// The acts of a call, before its own work or behind it.
+// Does the acts of a call: those before its own work, or those after it (late).
 static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
     fsdp_status status = FSDP_OK;
@@ -226,7 +226,7 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
     return status;
 }
 
-// Managed units: their hooks neither gather ahead nor free.
+// Sets options so that hooks of managed units neither gather ahead nor free.
 static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
     fsdp_plan *p = s->plan;
     fsdp_status status = FSDP_OK;
@@ -317,8 +317,8 @@ static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tap
     s->own = -1;
 }
 
-/* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
-   of uses, in order; NULL: buffers without memory, which last as long as the tape. */
+/* Runs the program through the core's rows, with the decisions of a choice or by calls. bufs: the
+   slots of uses, in order. NULL: buffers without memory, which are destroyed at the end. */
 static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
