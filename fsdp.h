@@ -54,7 +54,6 @@ CONTENTS
     core/params.h       parameters as the caller sees them: init, load, full, broadcast
     core/predict.h      a prediction of memory: a step of a copy that runs nothing
     core/options.h      setters
-    core/snapshot.h     saves what a step changes, and restores it
     core/attach.h       extensions are attached and detached
     core/extend.h       what extensions call: records, buffers, memory, copies
     core/spawn.h        ranks that a program starts itself
@@ -1436,7 +1435,7 @@ typedef struct fsdp_op {
     uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double factor, share;     // reductions: the unit's gradient divide factor, 0: none. If share is
-                              // not 0, scale is share / factor: fsdp_emit_again renews both
+                              // not 0, scale is share / factor: a replay renews both
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
                               // is the largest norm; factor: scale/(norm + 1e-6) if < 1, or NaN
@@ -1621,7 +1620,6 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 #include "core/extend.h"
 #include "core/options.h"
 #include "core/predict.h"
-#include "core/snapshot.h"
 #include "core/spawn.h"
 #endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION

@@ -114,13 +114,6 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
    Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
-/* fsdp_emit_again - emit records as they were shown to an extension, or have been emitted: they are
-   not checked, and step, what fsdp_agree was given and the gradient divide factor are those of now
-   ops         [count], the caller's; must stay as they are until they have run (see `list`)
-   Result      FSDP_OK; INVALID_ARG (NULL); as fsdp_emit
-   Collective, Blocks  as fsdp_emit */
-FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count);
-
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
    possible now, and show a HOOK marker. If units hold gradients that are not reduced, it does as
    the public call does: PARAMS_CHANGED (a step of an optimizer), CLIP and ZERO_GRAD log it, once
@@ -148,7 +141,6 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
    fsdp_buf_part - a part of another buffer: own events, no own memory, not counted
-   whole       NULL: addresses from `offset` on without memory, for rehearsals: no record may run
    buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
@@ -164,49 +156,10 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
 /* fsdp_buf_ptr    - its address
-   fsdp_buf_pool   - the pool that counts its bytes; if a unit has taken it from an extension, the
-                     pool in whose place it stands; -1 for NULL
    fsdp_buf_nbytes - its size in bytes, at least the requested one
-   fsdp_buf_held   - 1 if a unit holds it */
+   Collective  no      Blocks no      Allocates no */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
-FSDP_API int fsdp_buf_pool(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
-FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
-
-/* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
-   and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
-               it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
-               without memory
-   run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
-               states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
-   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
-               OUT_OF_MEMORY, errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
-   Allocates   temporary tables */
-FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
-                                   fsdp_status (*run)(void *user), void *user);
-
-/* fsdp_unit_snapshot - save one unit: its states, the state of its gradients, its slots. Equal
-   states with the same slots have equal bytes
-   buf         room for cap bytes, or NULL; untouched if cap is too small
-   Result      bytes of the whole; 0 for NULL */
-FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
-
-/* fsdp_unit_restore - put a unit into an earlier state, whose slots it then holds. In the same call
-   your extension has to emit the records that lead there. A state of backward begins the model's
-   backward, as the call would; a state in which gradients have just been reduced marks the
-   parameters whose gradients were written as reduced
-   Result      FSDP_OK; INVALID_ARG (another unit's, or the layout has changed since)
-   Collective  no, but every rank has to do the same */
-FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
-
-/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
-   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
-   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
-   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
-FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
@@ -248,16 +201,11 @@ FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 // How records run: at once, in worker threads, or on a device's streams.
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 
-/* fsdp_model_world    - the world of a model; NULL for NULL
-   fsdp_model_run      - how the model's records run: FSDP_RUN_*
-   fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
-                         is one): if it is the same as before, they are
-   fsdp_model_kind     - the same, but of gradient divide factors only how they split a reduction
-                         (f16), and which units have equal ones: fsdp_emit_again does the rest */
+/* fsdp_model_world - the world of a model; NULL for NULL
+   fsdp_model_run   - how the model's records run: FSDP_RUN_*
+   Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run(const fsdp_model *model);
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
-FSDP_API uint64_t fsdp_model_kind(const fsdp_model *model);
 
 /* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in
                the same reductions, as where a rank has no batch. Such steps are not planned. 0: the

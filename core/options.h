@@ -21,61 +21,6 @@
 #include "usage.h"
 #include "watch.h"
 
-// A number of the options `o` of a unit and those of its parameters. Of hooks it counts only
-// whether they are set.
-static uint64_t fsdpi_unit_settings(const fsdp_unit *u, const fsdpi_options *o) {
-    uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
-#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_bits((double)o->name));
-    FSDPI_OPTIONS(FSDP_X)
-#undef FSDP_X
-    for (int back = 0; back < 2; back++) {
-        fsdpi_mix(&h, (uint64_t)o->num_prefetch[back]);
-        for (int i = 0; i < o->num_prefetch[back]; i++)
-            fsdpi_mix(&h, (uint64_t)o->prefetch[back][i]);
-    }
-    fsdpi_mix(&h, o->all_reduce_hook != NULL);
-    for (int i = 0; i < 3; i++) fsdpi_mix(&h, o->custom[i] != NULL);
-    for (int i = 0; i < u->desc.num_params; i++) {
-        const fsdpi_param *p = &u->params[i];
-        int flags = p->requires_grad << 1 | (p->grad_hook != NULL);
-        fsdpi_mix(&h, (uint64_t)p->dtype << 2 | (uint64_t)flags);
-    }
-    return h;
-}
-
-// The sum of these numbers over the units. The model keeps it until an option changes.
-static FSDPI_NOINLINE uint64_t fsdpi_settings(const fsdp_model *m) {
-    int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
-    uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
-    for (int i = 0; i < m->num_units; i++)
-        sum += fsdpi_unit_settings(m->units[i], &m->units[i]->options);
-    return ((fsdp_model *)(uintptr_t)m)->settings = sum;
-}
-
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) {
-    if (!m) return 0;
-    return m->settings ? m->settings : fsdpi_settings(m);
-}
-
-// As fsdp_model_settings, but in place of each divide factor: whether gradients are written into the
-// shard gradient, and the first unit with the same factor.
-FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
-    uint64_t kind = fsdp_model_settings(m);
-    for (int i = 0; m && i < m->num_units; i++) {
-        const fsdp_unit *u = m->units[i];
-        const double factor = fsdpi_facts_factor(&u->facts);
-        fsdpi_options o = u->options;
-        int like = 0;
-        if (o.divide_factor == 0) continue;
-        while (fsdpi_facts_factor(&m->units[like]->facts) != factor) like++;
-        int direct = fsdpi_facts_write_shard(&u->facts, 0);
-        uint64_t split = (uint64_t)like << 1 | (uint64_t)direct;
-        o.divide_factor = 0;
-        kind += fsdpi_hash(fsdpi_unit_settings(u, &o), split) - fsdpi_unit_settings(u, &u->options);
-    }
-    return kind;
-}
-
 // Called after an option of a unit, or of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {
     u->model->settings = 0;
