@@ -744,7 +744,6 @@ typedef struct {
     fsdp_model model;
     fsdp_unit units[NUM_UNITS];
     fsdpi_param params[NUM_UNITS][6];
-    char flags[NUM_UNITS][64];
     fsdpi_forward order[64];
     fsdp_buf bufs[64];
     int num_bufs;
@@ -764,8 +763,6 @@ static void photograph(const bed *b, photo *p) {
         const fsdp_unit *u = b->units[i];
         memcpy(&p->units[i], u, sizeof *u);
         memcpy(p->params[i], u->params, (size_t)u->desc.num_params * sizeof u->params[0]);
-        CHECK(fsdpi_flags_bytes(u) <= sizeof p->flags[i]);
-        if (u->usage.flags) memcpy(p->flags[i], u->usage.flags, fsdpi_flags_bytes(u));
     }
     CHECK(m->num_order <= 64);
     if (m->num_order) memcpy(p->order, m->order, (size_t)m->num_order * sizeof *m->order);
@@ -783,7 +780,6 @@ static void check_photos(const photo *a, const photo *b) {
     for (int i = 0; i < NUM_UNITS; i++) {
         CHECK_EQ_MEM(&a->units[i], &b->units[i], sizeof a->units[i]);
         CHECK_EQ_MEM(a->params[i], b->params[i], sizeof a->params[i]);
-        CHECK_EQ_MEM(a->flags[i], b->flags[i], sizeof a->flags[i]);
     }
     CHECK_EQ_MEM(a->order, b->order, sizeof a->order);
     CHECK_EQ_INT(a->num_bufs, b->num_bufs);
@@ -798,7 +794,6 @@ static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp
     int n = t->num_calls;
     if (!unit || t->record) return 0;
     CHECK(n < STATES && t->of[n] == unit);
-    if (call == FSDP_CALL_POST_BACKWARD) CHECK_OK(fsdp_unit_flag_use(unit));
     CHECK_OK(fsdp_emit_again(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
     *status = fsdp_unit_restore(unit, t->states[n], fsdp_unit_snapshot(unit, NULL, 0));
     t->num_calls++;
@@ -924,32 +919,18 @@ TEST(extension, describe_tells_routes) {
     bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
-    CHECK(strstr(text, "    gradients: written, keep in the slot\n    reduction: chunk_cat in the "
-                       "slot, flags of use, reduce_scatter that casts, divides and adds to the "
-                       "shard gradient\n"));
+    CHECK(strstr(text,
+                 "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient\n"));
     CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
-    CHECK(strstr(text,
-                 "    gradients: written, add up in the reduce input\n    reduction: not now\n"));
+    CHECK(strstr(
+        text,
+        "    gradients: zero the padding, add up in the reduce input; the reduction waits\n"));
     bed_close(&b);
     bed_open(&b, &settings[0]); /* one rank */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(W_ASAN || strstr(text, "    gathered: nothing: the full parameters are the shards\n"
                                  "    gradients: written into the shard gradient\n"));
-    bed_close(&b);
-}
-
-/* Flags of use are as gradients are, also before the first reduction. */
-TEST(extension, flags_of_use) {
-    bed b;
-    bed_open(&b, &settings[4]); /* 3 ranks, f32 */
-    CHECK_OK(fsdp_model_commit(b.model));
-    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
-    const float *flags = (const float *)(const void *)b.units[0]->usage.flags;
-    CHECK(flags[0] == 0.0f && flags[1] == 0.0f);
-    *fsdpi_use(b.units[0], 1) |= FSDPI_USE_USED;
-    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
-    CHECK(flags[0] == 0.0f && flags[1] == 3.0f); /* times what gradients will be divided by */
     bed_close(&b);
 }
 
@@ -1219,9 +1200,9 @@ TEST(extension, many_parts) {
     CHECK_OK(fsdp_fully_shard(b.model, &ud, &unit));
     CHECK_OK(fsdp_model_commit(b.model));
     CHECK_EQ_INT(unit->layout.num_parts, MANY);
-    const ptrdiff_t num = unit->layout.ops[FSDPI_OPS_COUNT] - unit->layout.ops[0];
+    const ptrdiff_t num = unit->layout.templates[FSDPI_STEP_COUNT] - unit->layout.templates[0];
     CHECK(num <= fsdpi_templates_max(unit));
-    CHECK(num > FSDPI_OPS_COUNT + 6 * MANY - 20);
+    CHECK(num > FSDPI_STEP_COUNT + 6 * MANY - 20);
     bed_close(&b);
 }
 
@@ -2290,8 +2271,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
         CHECK_EQ_INT(y.step, x.step + 1);
         CHECK(y.given != x.given && y.given == b.model->given);
         CHECK_EQ_INT(x.num_waits, y.num_waits);
-        for (int n = 0; n < x.num_waits; n++)
-            CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
+        for (int n = 0; n < x.num_waits; n++) CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
         x.seq = y.seq, x.step = y.step, x.given = y.given;
         memcpy(x.wait, y.wait, sizeof x.wait); /* a lane's numbers go on */
         CHECK_EQ_MEM(&x, &y, sizeof x);
@@ -2462,15 +2442,10 @@ static void trainee_step(const trainee *p, int step) {
 static void trainees_equal(const trainee *p, const trainee *q, int step) {
     for (int i = 0; i < COURSE_UNITS; i++) {
         const fsdp_unit *u = p->units[i], *v = q->units[i];
-        W_CHECK(u->state.grads.shard == v->state.grads.shard &&
-                    u->state.grads.newest == v->state.grads.newest &&
+        W_CHECK(u->state.shard_grad == v->state.shard_grad && fsdpi_held(u) == fsdpi_held(v) &&
                     u->state.training == v->state.training &&
-                    u->state.storage == v->state.storage &&
-                    u->state.forwards == v->state.forwards &&
-                    u->usage.counted == v->usage.counted && u->usage.value == v->usage.value,
+                    u->state.storage == v->state.storage && u->state.forwards == v->state.forwards,
                 "step %d: state of unit %d", step, i);
-        W_CHECK(!u->usage.flags || !memcmp(u->usage.flags, v->usage.flags, fsdpi_flags_bytes(u)),
-                "step %d: flags of unit %d", step, i);
         for (int n = 0; n < COURSE_PARAMS; n++) {
             fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
             CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
