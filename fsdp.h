@@ -30,7 +30,7 @@ CONTENTS
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
     core/launch.h       rank, size and job from a launcher's environment
-    core/watch.h        which extension is asked, shown and told, and in what order
+    core/watch.h        which functions of extensions are called, and in what order
     core/host.h         the host as a device
     core/timeline.h     measures when records ran on a device
     core/run.h          how records run: at once, in worker threads, on a device's streams
@@ -54,7 +54,6 @@ CONTENTS
     core/params.h       parameters as the caller sees them: init, load, full, broadcast
     core/predict.h      a prediction of memory: a step of a copy that runs nothing
     core/options.h      setters
-    core/snapshot.h     saves what a step changes, and restores it
     core/attach.h       extensions are attached and detached
     core/extend.h       what extensions call: records, buffers, memory, copies
     core/spawn.h        ranks that a program starts itself
@@ -239,7 +238,10 @@ THE COMMENTS OF FUNCTIONS
                 fsdp_model_commit. If the world is aborted, every call returns its status.
     Collective  yes: the call communicates, or later collectives depend on it. "No, but every rank
                 has to do the same": it does not communicate. If a rank leaves it out, later
-                collectives may disagree.
+                collectives may disagree. Without this line: no.
+    Blocks      how long the call may wait. Without this line it does not.
+    Allocates   whether the call takes memory, and when. Without this line it does not.
+    Thread      any: every thread may call it. Without this line: the thread that uses the world.
     Source      the function of PyTorch that this one follows. Without this line PyTorch has none.
 */
 // The columns of the declarations are set by hand.
@@ -341,15 +343,15 @@ typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
 /* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
 
 /* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 
 /* fsdp_dtype_is_float - 1 for f64, f32, f16 and bf16, else 0
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 
 /* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
@@ -358,31 +360,31 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
                different types)
    Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
                and the sign of zero are kept; subnormals are exact
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count);
 
 /* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
    dst         room for count elements of dtype; you own it. Untouched if no cast is needed
    Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _to_dtype_if_needed */
 FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
                                          fsdp_dtype src_dtype, int64_t count);
 
 /* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
    Result      the pointer to use
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _cast_fp_tensor */
 FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
                                         fsdp_dtype src_dtype, int64_t count);
 
 /* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_status_name(fsdp_status status);
 
 /* fsdp_status_text - one sentence for people, from FSDP_STATUS_LIST
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_status_text(fsdp_status status);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -401,14 +403,14 @@ typedef struct fsdp_range {
    world, rank shard group size >= 1, 0 <= rank < world
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
    Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
 FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
 
 /* fsdp_chunk_with_empty - rows and starts of all chunks
    rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _chunk_with_empty */
 FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
                                            int64_t *starts);
@@ -416,7 +418,7 @@ FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int
 /* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
    shape, out  int64_t[ndim]; may be the same array
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _get_dim0_padded_size */
 FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
 
@@ -424,7 +426,7 @@ FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int w
    shape, out  int64_t[ndim]; may be the same array
    dim         -ndim <= dim < ndim
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
 FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
                                            int rank, int64_t *out);
@@ -479,7 +481,7 @@ typedef struct fsdp_layout {
                (rank-major inside each segment), then the packed tensors copied out one by one.
                A block list from left to right is copy-out, from right to left chunk_cat
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks);
@@ -578,7 +580,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
    Collective  no. A peer that still waits for this rank gets FSDP_ERR_PEER_LOST
    Blocks      until worker threads have finished their current operation and the device its work,
                at most timeout_ms. If the device does not finish, the library leaves its memory to
-               the end of the process      Allocates no
+               the end of the process
    Source      torch: torch.distributed.destroy_process_group */
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
 
@@ -588,13 +590,13 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
                or the world ends. NULL: the device's default (CUDA: cudaStreamLegacy, which orders
                kernels that you launch without a stream)
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED (the device has no streams), BACKEND
-   Collective  no      Blocks no: the new stream waits for the old one      Allocates no
+   Blocks      no: the new stream waits for the old one
    Source      torch: torch.cuda.stream, the current stream at each hook */
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native);
 
 /* fsdp_abort - abort this world on all ranks: every wait ends with FSDP_ERR_ABORTED
    why         part of the error text on all ranks; NULL: "no reason given"
-   Collective  no      Blocks no      Allocates no      Thread any, also while another one uses it
+   Thread      any, also while another one uses it
    Source      torch: ProcessGroup.abort */
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why);
 
@@ -624,7 +626,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsd
 
 /* fsdp_rank, fsdp_world_size, fsdp_local_rank - this rank, the number of ranks, the rank on this
    host; -1 for NULL      Source torch: torch.distributed.get_rank, get_world_size
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API int fsdp_rank(const fsdp_world *world);
 FSDP_API int fsdp_world_size(const fsdp_world *world);
 FSDP_API int fsdp_local_rank(const fsdp_world *world);
@@ -632,8 +634,7 @@ FSDP_API int fsdp_local_rank(const fsdp_world *world);
 /* fsdp_last_error - text of the last failure of this world
    world       NULL: this thread's last failure without a world (fsdp_init, fsdp_spawn)
    Result      never NULL; "" if nothing failed. The text is valid until the next call on that world
-               that fails. After an abort it stays the text of the failure that aborted the world
-   Collective  no      Blocks no      Allocates no */
+               that fails. After an abort it stays the text of the failure that aborted the world */
 FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
 /* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters). Every rank gets the
@@ -645,7 +646,7 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world);
    op          FSDP_SUM, FSDP_MAX or FSDP_MIN
    Result      FSDP_OK; INVALID_ARG; collective errors
    Collective  yes: every rank of the mesh, same order      Blocks yes, at most timeout_ms
-   Allocates   no      Source torch: torch.distributed.all_reduce */
+   Source      torch: torch.distributed.all_reduce */
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op);
 
@@ -684,7 +685,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_create(fsdp_world *world, const f
 
 /* fsdp_mesh_1d - all ranks in one dim; it does not communicate
    name        of the dim, copied; NULL: unnamed
-   Result, Allocates  as fsdp_mesh_create      Collective no      Blocks no
+   Result, Allocates  as fsdp_mesh_create
    Source      torch: init_device_mesh with one dim */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name,
                                                   fsdp_mesh **mesh);
@@ -692,7 +693,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_1d(fsdp_world *world, const char 
 /* fsdp_mesh_ndim - number of dims
    fsdp_mesh_size - number of ranks along a dim; dim -1: in the whole mesh
    fsdp_mesh_rank - this rank's position along a dim; -1: it is outside the mesh, or no such dim
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: DeviceMesh.ndim, .size, .get_local_rank */
 FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh);
 FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim);
@@ -704,7 +705,7 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
    fsdp_mesh_equal - 1 if two meshes have the same ranks, shape and names of dims, or are both NULL
    out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
    Result      ranks: their number; -1 if this rank is outside the mesh or there is no such dim
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: DeviceMesh.get_all_groups, .mesh, __eq__ */
 FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
@@ -714,7 +715,7 @@ FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b);
    dims        num_dims indices, increasing (fsdp_mesh_dim finds the index of a name)
    out         the world owns it
    Result      FSDP_OK; INVALID_ARG (a dim out of range or not increasing), OUT_OF_MEMORY
-   Collective  no      Blocks no      Allocates yes      Source torch: DeviceMesh.__getitem__ */
+   Allocates   yes      Source torch: DeviceMesh.__getitem__ */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
                                                      int num_dims, fsdp_mesh **out);
 
@@ -751,7 +752,6 @@ typedef struct fsdp_mesh_info {
    Result      FSDP_OK; INVALID_ARG: both dims are -1 or equal, the kind needs a dim that is -1 or
                has no use for one that is given, a dim is out of range, or this rank is outside the
                mesh
-   Collective  no      Blocks no      Allocates no
    Source      torch: DataParallelMeshInfo, FSDPMeshInfo, DDPMeshInfo, HSDPMeshInfo */
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
                                          int replicate_dim, fsdp_mesh_info *out);
@@ -805,14 +805,13 @@ typedef struct fsdp_model_desc {
    model       the world owns it; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
    Collective  yes: every rank of the mesh, same order. Ranks of other meshes may make other models
-   Blocks      no      Allocates yes      Source torch: fully_shard of the root module */
+   Allocates   yes      Source torch: fully_shard of the root module */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
                                                        const fsdp_model_desc *desc,
                                                        fsdp_model **model);
 
 /* fsdp_model_destroy - free a model with its units and buffers; NULL is allowed
-   Collective  yes: every rank of the mesh, same order      Blocks for operations under way
-   Allocates   no */
+   Collective  yes: every rank of the mesh, same order      Blocks for operations under way */
 FSDP_API void fsdp_model_destroy(fsdp_model *model);
 
 typedef struct fsdp_param_view fsdp_param_view;
@@ -841,7 +840,7 @@ typedef struct fsdp_param_desc {
     uint32_t size, start_canary;
     const char *name;             // NULL: "p0", "p1", ... Copied
     void *user;                   // yours: views have it
-    fsdp_dtype dtype;             // of the stored shard; KEEP: f32
+    fsdp_dtype dtype;             // of the shard: one for all trainables of a unit. KEEP: f32
     int32_t ndim;                 // 1..FSDP_MAX_DIMS
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
@@ -902,7 +901,6 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const f
    out         valid until fsdp_shutdown; if neither the unit's nor the model's desc gave a mesh,
                until the model ends
    Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no
    Source      torch: FSDPParamGroup.mesh_info */
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
 FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out);
@@ -911,13 +909,13 @@ FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_inf
    does nothing. If you do not call it, the first hook, init_params, load, flat or view does
    Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (the text has the sizes), collective
                errors. If it fails on one of several ranks, the world is aborted: no rank waits
-   Collective  yes: every rank of the mesh      Blocks no      Allocates yes
+   Collective  yes: every rank of the mesh      Allocates yes
    Source      torch: FSDPState._lazy_init */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_commit(fsdp_model *model);
 
 /* fsdp_model_reserve - allocate the buffers of forward and backward now, not at their first use
    Result      FSDP_OK; OUT_OF_MEMORY, collective errors
-   Collective  yes: every rank of the mesh      Blocks no      Allocates yes */
+   Collective  yes: every rank of the mesh      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_reserve(fsdp_model *model);
 
 // A parameter, or a block of rows of one, on this rank.
@@ -941,7 +939,7 @@ struct fsdp_param_view {
 };
 
 /* fsdp_view_index - row-major index of element k of the view's block in the full tensor; NULL: -1
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
 typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
@@ -962,7 +960,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_in
 /* fsdp_param_view_get - view of parameter `index` of a unit; data and shard are equal
    fsdp_param_at       - view of parameter `ordinal` of the model
    Result      FSDP_OK; INVALID_ARG, errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Collective  as fsdp_model_commit at the first use, then no
    Allocates as commit
    Source      torch: the sharded nn.Parameter(DTensor), _from_local_no_grad */
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out);
@@ -970,13 +968,12 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
 
 /* fsdp_next_param - step through all parameters. Start with a zeroed view
    Result      1: the view is the next parameter's; 0: there is none, or commit failed
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Collective  as fsdp_model_commit at the first use, then no
    Allocates as commit      Source torch: Module.parameters */
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view);
 
 /* fsdp_num_params, fsdp_num_units - of the model; 0 for NULL
-   fsdp_unit_name - "" for NULL; valid until the model ends
-   Collective  no      Blocks no      Allocates no */
+   fsdp_unit_name - "" for NULL; valid until the model ends */
 FSDP_API int fsdp_num_params(const fsdp_model *model);
 FSDP_API int fsdp_num_units(const fsdp_model *model);
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit);
@@ -993,7 +990,7 @@ typedef struct fsdp_flat {
    Result      FSDP_OK (numel 0: no trainable parameter has that dtype); INVALID_ARG, errors of
                commit
    Gradients   after fsdp_finalize_backward the gradient of a parameter that has none is zero
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Collective  as fsdp_model_commit at the first use, then no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
@@ -1028,7 +1025,7 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
                devices with streams you may then write shards in the order of your stream, or on the
                host if fsdp_update_place gives FSDP_MEMORY_HOST
    Collective  no, but every rank has to do the same
-   Blocks      writable: for operations under way that read shards; changed: no      Allocates no */
+   Blocks      writable: for operations under way that read shards; changed: no */
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
@@ -1064,7 +1061,7 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 
 /* fsdp_post_forward - you have finished reading; frees the parameters (reshard_after_forward)
    Result      FSDP_OK; INVALID_STATE
-   Collective  yes      Blocks no      Allocates only to grow the record of forwards
+   Collective  yes      Allocates only to grow the record of forwards
    Source      torch: FSDPState._post_forward, FSDPParamGroup.post_forward */
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
@@ -1108,7 +1105,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
                NULL: unit is NULL, or there is no memory for such contents. Never NULL for a
                parameter of size zero. Addresses are multiples of 64 bytes, on GPUs of 256. If steps
                have the same order of calls, they repeat from the second step on
-   Collective  no      Blocks no      Allocates at the first failure
+   Allocates   at the first failure
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
@@ -1118,7 +1115,7 @@ FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
 /* fsdp_data_dtype - the dtype of fsdp_data and fsdp_grad: the parameter's own, or param_dtype
    Result      KEEP (0): unit is NULL or has no such parameter, which is logged;
                fsdp_finalize_backward reports the failure
-   Collective  no      Blocks no      Allocates no      Source torch: unsharded_param.dtype */
+   Source      torch: unsharded_param.dtype */
 FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index);
 
 /* fsdp_unshard - start to gather a unit before its use
@@ -1135,7 +1132,7 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit);
 /* fsdp_zero_grad - drop all sharded gradients: the next reduction stores instead of adding. It
    keeps gradients of microbatches that are not reduced yet, as PyTorch does, and logs that (below)
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same
    Source      torch: Optimizer.zero_grad */
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 
@@ -1191,7 +1188,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *n
    gradients, reduced ones included, and microbatches that are not reduced
    Result      FSDP_OK; if the world is aborted, its status
    Collective  no, but every rank has to do the same      Blocks for operations under way
-   Allocates   no      Source torch: reset_iter_state */
+   Source      torch: reset_iter_state */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
@@ -1217,7 +1214,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
                                    of its trainable parameters a gradient, zeros where this rank
                                    writes none; all ranks must call the unit's hooks
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
 FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
@@ -1238,7 +1235,7 @@ FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fs
    backward they replace the implicit prefetch. A gather that would exceed prefetch_bytes is skipped
    targets     [count] units of the same model, copied. count 0: back to the default
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE, OUT_OF_MEMORY
-   Collective  no, but every rank has to do the same      Blocks no      Allocates yes
+   Collective  no, but every rank has to do the same      Allocates yes
    Source      torch: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch */
 FSDP_API fsdp_status fsdp_set_modules_to_forward_prefetch(fsdp_unit *unit,
                                                           fsdp_unit *const *targets, int count);
@@ -1250,8 +1247,9 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
                and frees gathered parameters; for a moment both layouts exist. Earlier views and
                flats are stale. Before the first hook this costs nothing. If you freeze a
                parameter, it loses its gradient
-   Result      FSDP_OK; INVALID_ARG (integer parameter), INVALID_STATE (a unit is not idle, or holds
-               gradients that are not reduced), OUT_OF_MEMORY, collective errors
+   Result      FSDP_OK; INVALID_ARG (integer parameter; trainables of its unit are stored in another
+               dtype), INVALID_STATE (a unit is not idle, or holds gradients that are not reduced),
+               OUT_OF_MEMORY, collective errors
    Collective  no, but every rank has to do the same      Blocks for operations under way
    Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);
@@ -1285,7 +1283,6 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks for operations under way
-   Allocates   no
    Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
                set_custom_all_gather, set_custom_reduce_scatter; for all_reduce the comm hooks of
                DistributedDataParallel (register_comm_hook) */
@@ -1309,7 +1306,6 @@ FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_com
    dst         room for count elements of that dtype; you own it. Untouched if no cast is needed
    dtype       in: dtype of src; out: dtype of the result. unit and dtype must not be NULL
    Result      the pointer to use: dst or src
-   Collective  no      Blocks no      Allocates no
    Source      torch: MixedPrecisionPolicy.cast_forward_inputs, output_dtype */
 FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
                                              fsdp_dtype *dtype, int64_t count);
@@ -1328,7 +1324,7 @@ typedef enum fsdp_storage_state {
 } fsdp_storage_state;
 
 /* fsdp_unit_state, fsdp_unit_storage - the unit's place in a step; what it holds
-   Collective  no      Blocks no      Allocates no      Source torch: TrainingState, ShardedState */
+   Source      torch: TrainingState, ShardedState */
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit);
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 
@@ -1439,7 +1435,7 @@ typedef struct fsdp_op {
     uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double factor, share;     // reductions: the unit's gradient divide factor, 0: none. If share is
-                              // not 0, scale is share / factor: fsdp_emit_again renews both
+                              // not 0, scale is share / factor: a replay renews both
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
                               // is the largest norm; factor: scale/(norm + 1e-6) if < 1, or NaN
@@ -1464,7 +1460,7 @@ typedef struct fsdp_op {
 
 /* fsdp_op_name, fsdp_label_name - for example "reduce_scatter", "copy_in"; "?" out of range. For a
    label of an extension "extension": fsdp_op_label gives its name
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_op_name(int kind);
 FSDP_API const char *fsdp_label_name(int label);
 
@@ -1538,27 +1534,25 @@ typedef struct fsdp_memory {
    extensions. On one rank with grads_overwrite, a step that begins without fsdp_zero_grad needs
    one more slot of gradients than it says
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
-   Collective  no      Blocks no      Allocates predict: temporary tables */
+   Allocates   predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);
 
 /* fsdp_unit_memory - memory of one unit. SHARD, SGRAD: its part of shards and gradients. Other
    pools: bytes of one slot that it takes, and in pool_slots how many it holds now.
    unsharded_bytes: its full parameters and gradients
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG */
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
 
 /* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes, and
    the route of each unit: how it gathers, and what happens to gradients after post_backward
    buf         room for cap bytes, always terminated if cap > 0; NULL with cap 0
-   Result      length of the whole text without its end, as snprintf; 0 for NULL
-   Collective  no      Blocks no      Allocates no */
+   Result      length of the whole text without its end, as snprintf; 0 for NULL */
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap);
 
 /* fsdp_pool_name - for example "gathered parameters"; "?" out of range. For a pool of an extension
    "extension": fsdp_model_pool_name gives its name
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_pool_name(int pool);
 
 typedef struct fsdp_counters {
@@ -1568,8 +1562,7 @@ typedef struct fsdp_counters {
 } fsdp_counters;
 
 /* fsdp_model_counters - numbers since the model's creation
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG */
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1627,7 +1620,6 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 #include "core/extend.h"
 #include "core/options.h"
 #include "core/predict.h"
-#include "core/snapshot.h"
 #include "core/spawn.h"
 #endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION

@@ -131,7 +131,7 @@ typedef struct fsdp_checkpoint_desc {
                name, no name, a name that is not UTF-8, that is "__metadata__" or begins with
                "optim.state." or "fsdp.", a place outside of the whole), UNSUPPORTED (a host that is
                not little endian), OUT_OF_MEMORY, errors of commit. It fails on all ranks or on none
-   Collective  yes: every rank of the world, each with its own model      Blocks no
+   Collective  yes: every rank of the world, each with its own model
    Allocates   tables      Source torch: torch.distributed.checkpoint, get_state_dict */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_create(fsdp_model *model,
                                                             const fsdp_checkpoint_desc *desc,
@@ -139,8 +139,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_create(fsdp_model *model,
 
 /* fsdp_checkpoint_destroy - end it; NULL is allowed. A save that nobody has waited for is given up:
    its directory with a name that begins with a dot stays
-   Collective  no      Blocks for the worker's file call under way, at most stall_ms
-   Allocates   no */
+   Blocks      for the worker's file call under way, at most stall_ms */
 FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck);
 
 /* fsdp_checkpoint_save       - write DIR/step-NNNNNNNN and return when it is complete
@@ -247,8 +246,7 @@ typedef struct fsdp_checkpoint_report { // of the last save or load of an object
 /* fsdp_checkpoint_last_report - of the last save or load that succeeded
    fsdp_checkpoint_nbytes      - host memory for copies that a save_async takes on this rank, tables
                left out
-   Result      report: FSDP_OK; INVALID_ARG. nbytes: -1 for NULL
-   Collective  no      Blocks no      Allocates no */
+   Result      report: FSDP_OK; INVALID_ARG. nbytes: -1 for NULL */
 FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
                                                  fsdp_checkpoint_report *out);
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck);
@@ -283,7 +281,7 @@ typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
    fsdp_checkpoint_close - NULL is allowed
    reader      out: you own it: end it with fsdp_checkpoint_close. NULL after a failure
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED, INVALID_ARG, OUT_OF_MEMORY
-   Collective  no      Blocks while files are read      Allocates headers, tables, 5 MiB */
+   Blocks      while files are read      Allocates headers, tables, 5 MiB */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_open(const char *path,
                                                           const fsdp_file_ops *files,
                                                           void *files_user,
@@ -293,8 +291,7 @@ FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *reader);
 
 /* fsdp_checkpoint_contents_of - what there is
    fsdp_checkpoint_tensor_at   - a tensor: 0 .. num_tensors - 1, by the bytes of their names
-   Result      FSDP_OK; INVALID_ARG (NULL, no such tensor)
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG (NULL, no such tensor) */
 FSDP_API fsdp_status fsdp_checkpoint_contents_of(const fsdp_checkpoint_reader *reader,
                                                  fsdp_checkpoint_contents *out);
 FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *reader, int64_t index,
@@ -308,7 +305,7 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *rea
    Result      FSDP_OK; CORRUPT, IO; UNSUPPORTED (elements of less than a byte, or more dims than
                the library has);
                INVALID_ARG; OUT_OF_MEMORY. After a failure the content of `to` is undefined
-   Collective  no      Blocks while files are read      Allocates tables */
+   Blocks      while files are read      Allocates tables */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *reader,
                                                           int64_t index, const int64_t *start,
                                                           const int64_t *shape, fsdp_dtype dtype,
@@ -347,7 +344,7 @@ typedef struct fsdp_checkpoint_export_desc {
                dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write),
                OUT_OF_MEMORY. After a failure out is not there, and nothing beside it if files can
                be removed. Only if the last sync of its parent fails (IO) it is there
-   Collective  no      Blocks while files are read and written      Allocates headers, tables, 9 MiB
+   Blocks      while files are read and written      Allocates headers, tables, 9 MiB
    Source      torch: consolidate_safetensors_files */
 FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_ops *files,
                                             void *files_user, char *text, size_t cap);

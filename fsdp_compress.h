@@ -55,13 +55,13 @@ typedef struct fsdp_compress fsdp_compress;
    Result      FSDP_OK; INVALID_ARG (model NULL), INVALID_STATE (a unit is not idle), UNSUPPORTED
                (the backend has no all_to_all), OUT_OF_MEMORY
    Collective  no, but every rank has to do the same: else the next reduction is a MISMATCH
-   Blocks      no      Allocates yes; in the first step too
+   Allocates   yes; in the first step too
    Source      torch: FSDPModule.set_custom_reduce_scatter */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_compress_create(fsdp_model *model,
                                                           fsdp_compress **compress);
 
 /* fsdp_compress_destroy - reduce again as the backend does; NULL is allowed. Between steps
-   Collective  yes: every rank of the mesh      Blocks for operations under way      Allocates no */
+   Collective  yes: every rank of the mesh      Blocks for operations under way */
 FSDP_API void fsdp_compress_destroy(fsdp_compress *compress);
 
 #ifdef __cplusplus

@@ -89,7 +89,7 @@ typedef struct fsdp_local {
                of range, a kind, an op or a dtype that is none, orders that are no permutation,
                PARTIAL of two ops (SUM and AVG may stand together), SHARD of a scalar, a mesh of
                more than 2^31 - 1 ranks, a tensor of more than 2^62 bytes
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: DTensorSpec, DTensor.from_local with shape, normalize_to_torch_size */
 FSDP_API fsdp_status fsdp_spec_init(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
                                     const fsdp_placement *place, fsdp_dtype dtype, int ndim,
@@ -100,14 +100,14 @@ FSDP_API fsdp_status fsdp_spec_init(fsdp_spec *out, int mesh_ndim, const int32_t
    Layout      rows are cut in the order of the placements, each time as fsdp_shard_range
    Result      FSDP_OK; INVALID_ARG (a coordinate out of range, a spec that fsdp_spec_init did not
                fill)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: compute_local_shape_and_global_offset */
 FSDP_API fsdp_status fsdp_spec_local(const fsdp_spec *spec, const int32_t *coord, fsdp_local *out);
 
 /* fsdp_spec_infer - as fsdp_spec_init, from the shape of a part. All parts have this shape
    local_shape [ndim]
    Result      as fsdp_spec_init
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: compute_global_tensor_info, DTensor.from_local without shape */
 FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
                                      const fsdp_placement *place, fsdp_dtype dtype, int ndim,
@@ -122,7 +122,7 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
                from_strided: UNSUPPORTED, if no order has these factors. Then spec is unchanged
    Note        PyTorch's strided parts are these parts only if every cut is even. What FSDP over
                tensor parallelism stores are these parts, always
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: DTensorSpec._convert_shard_order_to_StridedShard and its inverse */
 FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor);
 FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *factor);
@@ -178,7 +178,7 @@ typedef struct fsdp_route {
    Result      FSDP_OK; INVALID_ARG: another mesh, shape or dtype; a negative cost; a target that is
                PARTIAL where the source is neither the same nor, for SUM, SHARD or REPLICATE.
                OUT_OF_MEMORY: more scratch is needed, the text says how much
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _gen_transform_infos, DTensorRedistributePlanner.find_min_cost_path */
 FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
                                      const fsdp_links *links, void *scratch, int64_t scratch_bytes,
@@ -205,7 +205,7 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
    dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
    grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
    Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, NULL that is not empty)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
                three: the logit of the target travels with the sum */
 FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype, int64_t rows,
@@ -278,7 +278,7 @@ typedef struct fsdp_propagation {
    Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
                fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
                than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
-   Collective  no      Blocks no      Allocates 128 KiB of the stack      Thread any
+   Allocates   128 KiB of the stack      Thread any
    Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each */
 FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
                                     const fsdp_tensor_op_args *args, const fsdp_links *links,
@@ -320,7 +320,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_create(fsdp_model *model,
 
 /* fsdp_dmesh_destroy - end it with its redistributions and memory; NULL is allowed. Units of
    fsdp_tp_fully_shard stay
-   Collective  as fsdp_model_destroy      Blocks for operations under way      Allocates no */
+   Collective  as fsdp_model_destroy      Blocks for operations under way */
 FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm);
 
 /* fsdp_dmesh_alloc - device memory that peers read in place: what is redistributed from or to its
@@ -328,7 +328,7 @@ FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm);
    ptr         zero-filled, at least nbytes; lives until fsdp_dmesh_destroy. The model's memory
                counts it in the pool "activations"
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, collective errors
-   Collective  as fsdp_model_commit; ranks may give different sizes      Blocks no
+   Collective  as fsdp_model_commit; ranks may give different sizes
    Allocates   yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr);
 
@@ -356,7 +356,7 @@ typedef struct fsdp_redistribution_desc {
                scale if addends of MAX or MIN stay, staging_bytes that are too few; OUT_OF_MEMORY;
                collective errors
    Collective  yes: every rank of dm's mesh, same descs, same order; the first run compares them
-   Blocks      no      Allocates yes      Source torch: DTensor.redistribute */
+   Allocates   yes      Source torch: DTensor.redistribute */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
     fsdp_dmesh *dm, const fsdp_redistribution_desc *desc, fsdp_redistribution **out);
 
@@ -377,13 +377,12 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(
 /* fsdp_redistribution_resize - set another size of one dim of the tensor
    size        0 .. the size in the desc. The route stays, even if another were cheaper now
    Result      FSDP_OK; INVALID_ARG; INVALID_STATE (it is begun)
-   Collective  no, but every rank has to do the same      Allocates no
+   Collective  no, but every rank has to do the same
    Blocks      on devices with streams for operations under way: they read its lists */
 FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim, int64_t size);
 
 /* fsdp_redistribution_get - the route, this rank's parts, counters
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG */
 typedef struct fsdp_redistribution_info {
     fsdp_route route;                    // its costs: of the sizes in the desc
     fsdp_local from, to;                 // of this rank, of the sizes now
@@ -406,7 +405,7 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (begun and not waited for); collective errors,
                which abort the world
    Collective  yes: every rank of dm's mesh, same order      Blocks inline and with lanes: until
-               done; else no      Allocates no      Source torch: DTensor.redistribute */
+               done; else no      Source torch: DTensor.redistribute */
 FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src);
 
 /* fsdp_redistribute_begin - the same beside your stream, if dm has overlap; else as
@@ -428,7 +427,7 @@ FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r);
    Result      FSDP_OK; CORRUPT: the text names two ranks that differ; the world goes on.
                INVALID_ARG; collective errors
    Collective  yes: every rank of dm's mesh      Blocks yes, at most timeout_ms for each step
-   Allocates   no      Source torch: DTensor.from_local(run_check=True) */
+   Source      torch: DTensor.from_local(run_check=True) */
 FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, const void *data,
                                         const char *what);
 
@@ -471,8 +470,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm,
    start are the whole's, and so is the result of fsdp_view_index
    out         a view of a unit that fsdp_tp_fully_shard did not make is copied as it is. May be
                local
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG */
 FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *local,
                                   fsdp_param_view *out);
 

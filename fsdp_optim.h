@@ -122,7 +122,7 @@ typedef struct fsdp_sgd_hyper {
    dtype, grad_dtype  of p; of g. grad_dtype KEEP: as dtype
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: torch.optim.adam._single_tensor_adam, decoupled_weight_decay */
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper);
@@ -137,7 +137,7 @@ FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype 
    dtype, grad_dtype  of p; of g. grad_dtype KEEP: as dtype
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: torch.optim.sgd._single_tensor_sgd */
 FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
                               const fsdp_sgd_hyper *hyper);
@@ -203,7 +203,7 @@ typedef struct fsdp_sgd_desc {
 
 /* fsdp_adamw_defaults, fsdp_sgd_defaults - a desc with the defaults
    Result      PyTorch's defaults of AdamW and SGD; no groups
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: torch.optim.AdamW, torch.optim.SGD */
 FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void);
 FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
@@ -216,7 +216,7 @@ FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
                wrong; or desc does not come from fsdp_adamw_defaults), UNSUPPORTED (the shards are
                in the memory of a device that cannot update them: set cpu_offload), OUT_OF_MEMORY,
                errors of commit
-   Collective  as fsdp_model_commit      Blocks no      Allocates yes
+   Collective  as fsdp_model_commit      Allocates yes
    Source      torch: torch.optim.AdamW */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
@@ -239,7 +239,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
-   Collective  no      Blocks until the device has finished its updates      Allocates no */
+   Blocks      until the device has finished its updates */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
 /* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
@@ -275,8 +275,7 @@ typedef struct fsdp_optim_state {
 FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
 FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
 
-/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host and device memory of the optimizer; 0 for NULL
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - host and device memory of the optimizer in bytes; 0: NULL */
 FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
 FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
 
@@ -312,7 +311,7 @@ typedef struct fsdp_grad_scaler_state {
                NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (as
                fsdp_adamw_create), OUT_OF_MEMORY, errors of commit
-   Collective  as fsdp_model_commit      Blocks no      Allocates yes
+   Collective  as fsdp_model_commit      Allocates yes
    Source      torch: torch.amp.GradScaler */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_create(fsdp_model *model,
                                                              const fsdp_grad_scaler_desc *desc,
@@ -320,7 +319,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_create(fsdp_model *model,
 
 /* fsdp_grad_scaler_scale - the factor for the loss, or for its gradient; f32 can represent it
    Result      the scale, the same on every rank; 1 for NULL
-   Collective  no      Blocks no      Allocates no      Source torch: GradScaler.scale */
+   Source      torch: GradScaler.scale */
 FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler);
 
 /* fsdp_grad_scaler_unscale - multiply every shard gradient of every unit by 1/scale, and find out
@@ -332,14 +331,14 @@ FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler);
                collective errors
    Collective  yes: every rank of the world; one all-reduce of 12 numbers. Ranks also compare their
                scalers in it. If these differ, all ranks get MISMATCH with what differs
-   Blocks      yes, at most timeout_ms      Allocates no
+   Blocks      yes, at most timeout_ms
    Source      torch: GradScaler.unscale_, found_inf_reduce_handler */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler);
 
 /* fsdp_grad_scaler_found_inf - whether unscale found an infinite or NaN gradient in this step
    Result      1: yes, leave the optimizer's step out; 0: no; -1: before unscale, after update,
                after a failed unscale, and for NULL. The same on every rank
-   Collective  no      Blocks no      Allocates no      Source torch: GradScaler.step, found_inf */
+   Source      torch: GradScaler.step, found_inf */
 FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler);
 
 /* fsdp_grad_scaler_update - end the step: compute the scale of the next one
@@ -348,7 +347,7 @@ FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler);
                2^-126 .. 2^126, it stays
    Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE (no unscale in this step); if the world is
                aborted, its status
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same
    Source      torch: GradScaler.update */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler);
 
@@ -356,15 +355,14 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *s
    fsdp_grad_scaler_set_state - restore such a state, and forget a step that has begun. After
                fsdp_model_reset call it with the result of get_state
    Result      FSDP_OK; INVALID_ARG (NULL, or a field: named in the text)
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same
    Source      torch: GradScaler.state_dict, load_state_dict */
 FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
                                                 fsdp_grad_scaler_state *out);
 FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
                                                 const fsdp_grad_scaler_state *state);
 
-/* fsdp_grad_scaler_destroy - free a scaler before its model ends; NULL is allowed
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_grad_scaler_destroy - free a scaler before its model ends; NULL is allowed */
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
 #endif // FSDP_MATH_ONLY

@@ -1,5 +1,4 @@
-/* fsdp_plan.h - step plans: a training step that is recorded, optimised, proven and replayed; an
-   extension of fsdp.h
+/* fsdp_plan.h - step plans: a training step that is recorded, optimised, proven and replayed
 
    What torch.compile does for FSDP, without a compiler. The trainer stays as it is and says one
    line more:

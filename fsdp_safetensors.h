@@ -91,7 +91,7 @@ typedef struct fsdp_safetensors_info {
    why         [why_cap] what is wrong, if the result is CORRUPT; else ""
    Result      FSDP_OK; CORRUPT (the file is shorter than 8 bytes, or than 8 and the header; more
                than 100,000,000 bytes); INVALID_ARG (NULL, a negative size)
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API fsdp_status fsdp_safetensors_header_bytes(const void *first, int64_t file_bytes,
                                                    int64_t *header_bytes, char *why,
                                                    size_t why_cap);
@@ -107,7 +107,7 @@ FSDP_API fsdp_status fsdp_safetensors_header_bytes(const void *first, int64_t fi
    why         [why_cap] what is wrong and where, if the result is CORRUPT; else ""
    Result      FSDP_OK; CORRUPT; INVALID_ARG (NULL, a negative size); UNSUPPORTED (a big-endian
                host)
-   Collective  no      Blocks no      Allocates no (stack: less than 2 KiB)      Thread any
+   Allocates   no (stack: less than 2 KiB)      Thread any
    Source      safetensors: SafeTensors::read_metadata, Metadata::validate; torch:
                HuggingFaceStorageReader.read_metadata */
 FSDP_API fsdp_status fsdp_safetensors_parse(const char *header, int64_t header_bytes,
@@ -128,14 +128,14 @@ FSDP_API fsdp_status fsdp_safetensors_parse(const char *header, int64_t header_b
                the end; a shape, start or whole that is not possible; keys that do not ascend, or
                DCP_SHARDING_INFO among them; more than 100,000,000 bytes; NULL. Entries may have
                been moved then
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      safetensors: prepare; torch: HuggingFaceStorageWriter */
 FSDP_API int64_t fsdp_safetensors_print(fsdp_safetensors_entry *entries, int64_t num, int sharded,
                                         const char *const *keys, const char *const *values,
                                         int num_pairs, char *buf, int64_t cap);
 
 /* fsdp_safetensors_dtype_name - "F32", "F8_E4M3", ... of entry.file_dtype; "?" if it is none
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API const char *fsdp_safetensors_dtype_name(int32_t file_dtype);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -146,7 +146,7 @@ FSDP_API const char *fsdp_safetensors_dtype_name(int32_t file_dtype);
    crc         0, or the CRC of the bytes before these
    nbytes      0 or less: none
    Result      that of "123456789" is 0xe3069283
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 FSDP_API uint32_t fsdp_crc32c(uint32_t crc, const void *data, int64_t nbytes);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -169,7 +169,7 @@ typedef struct fsdp_box_overlap {
    Result      next: 1; 0: that was the last run, and the overlap is at its first one again
    Note        if (o.rows) do copy o.elements from src + o.src to dst + o.dst;
                while (fsdp_box_next(&o));
-   Collective  no      Blocks no      Allocates no      Thread any
+   Thread      any
    Source      torch: _shards_get_overlap_region_wrt_saved_tensor */
 FSDP_API void fsdp_box_begin(int ndim, const int64_t *src_start, const int64_t *src_shape,
                              const int64_t *dst_start, const int64_t *dst_shape,

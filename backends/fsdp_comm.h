@@ -7,7 +7,7 @@
        split      described -> checked -> MOVE: show and hear -> compared -> CONNECT
        run        described -> checked -> MOVE: show and hear -> compared -> moved -> settled
        alloc      MEMORY -> the list of allocations, in which run finds what peers read
-       failure    told to VERDICT, where it stands for all ranks -> reported by each of them
+       failure    given to VERDICT, which keeps it for all ranks -> each rank reports it
 
    A backend's comm and world begin with fsdpi_comm and fsdpi_comm_world; its fsdp_comm_ops are
    fsdpi_comm_split and so on, and an open of one line that names its table.
@@ -20,7 +20,7 @@
 #define FSDPI_BACKENDS_COMM_H
 
 #include "fsdp_memory.h" // the list of allocations
-#include "fsdp_record.h" // what a rank is about to do, and the words for it
+#include "fsdp_record.h" // what a rank is about to do, as a record and in words
 #include "../core/alloc.h"
 #include "../core/error.h"
 #include "../core/macros.h"
@@ -32,7 +32,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define FSDPI_MAX_RANKS 4096 // of a comm that compares; who reduces by itself: FSDPI_MAX_SRCS
+#define FSDPI_MAX_RANKS 4096 // of a comm; if the backend reduces by itself: FSDPI_MAX_SRCS
 
 typedef struct fsdpi_comm fsdpi_comm;
 typedef struct fsdpi_comm_world fsdpi_comm_world;
@@ -41,46 +41,49 @@ typedef struct fsdpi_comm_world fsdpi_comm_world;
 typedef struct fsdpi_span {
     const void *shared;
     int64_t low, high; // the elements of it that they read
-    fsdpi_chunk chunk; // the allocation that these lie in; base NULL: nobody reads any
+    fsdpi_chunk chunk; // the allocation that has them; base NULL: peers read none
 } fsdpi_span;
 
-/* What a backend is. A function returns FSDP_OK, or what fsdpi_comm_error (this call on this rank)
-   or fsdpi_comm_fail (the world) returned; functions that may be NULL say so. */
+/* What a backend is. A function returns FSDP_OK, or what fsdpi_comm_error returned (this call fails
+   on this rank) or fsdpi_comm_fail (the world fails). If a function may be NULL, its comment says
+   so. */
 typedef struct fsdpi_transport {
     size_t comm_bytes, world_bytes; // of the backend's own structs
     int most_ranks;
     fsdp_caps caps; // open may change those of its world
 
     /* Connect: how ranks find each other. All ranks of the world call open. All members of the
-       parent call connect, when they have agreed about the new groups; child is NULL where this
-       rank is in none. Before they meet, prepare (may be NULL) makes what the child's first member
-       has to show. leave ends a comm; close ends a world when all its comms are gone and its
-       allocations given back: 1: its block may be freed, 0: a thread still looks at it. */
+       parent call connect, once they have agreed about the new groups; child is NULL if this rank
+       is in no group. Before they meet, prepare (may be NULL) makes what the child's first member
+       has to show. leave ends a comm. close ends a world after all its comms have ended and its
+       allocations are free. It returns 1 if the world's block may be freed, and 0 if a thread still
+       reads it. */
     fsdp_status (*open)(fsdpi_comm *c);
     fsdp_status (*prepare)(fsdpi_comm *parent, fsdpi_comm *child);
     fsdp_status (*connect)(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *group);
     void (*leave)(fsdpi_comm *c);
     int (*close)(fsdpi_comm_world *w);
 
-    /* Move: how bytes travel. show tells c->now to those whom the call concerns, and may start what
-       can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
-       NULL for a split. Then move: every argument is checked, every rank calls the same. settle
-       (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
-       show and hear NULL: there is nobody to compare with, nor to be late (say_last NULL). */
+    /* Move: how bytes travel. show sends c->now to the ranks that the call concerns, and may start
+       work that can run meanwhile. hear waits until their records lie at c->shown. op and span are
+       NULL for a split. When move is called, every argument is checked, and every rank makes the
+       same call. settle (may be NULL) comes last, also after a failure: nothing of this call is
+       under way afterwards. If show and hear are NULL, there are no other ranks to compare with,
+       and say_last is NULL, too. */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
-    /* Verdict: where it is kept, and how all ranks learn of it. tell makes it stand, unless one
-       does already, and ends all waits; verdict reads it: 0: there is none; say_last says what a
-       rank of the world did last. From any thread. */
+    /* Verdict: why the world has ended, the same for all ranks. If there is none yet, tell sets it
+       and ends all waits. verdict reads it; 0: there is none. say_last says what a rank of the
+       world did last. Any thread may call them. */
     void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
     int (*verdict)(fsdpi_comm_world *w, fsdpi_verdict *out);
     void (*say_last)(fsdpi_text *t, fsdpi_comm *c, int rank);
 
-    /* Memory that peers may read, zero-filled. take fills chunk, of which size is set; after a
-       failure *why says why. advise adds what helps against a lack of memory. */
+    /* Memory that peers may read, zero-filled. take is given chunk.size and fills the rest; after a
+       failure *why has the reason. advise adds to a text what helps against a lack of memory. */
     fsdp_status (*take)(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why);
     void (*give)(fsdpi_comm_world *w, const fsdpi_chunk *chunk);
     void (*advise)(fsdpi_text *t);
@@ -91,10 +94,10 @@ struct fsdpi_comm_world {
     fsdp_boot boot;
     const fsdpi_transport *transport;
     fsdp_caps caps;
-    const uint32_t *failed; // not 0: a verdict stands, or is being told; NULL: not connected yet
-    fsdpi_trace *trace;     // what this rank does, for whoever asks; NULL: the backend knows itself
-    int64_t open_ns;        // when the world began to open: of one deadline for all of it
-    int is_trusting;        // ranks do not compare what they call
+    const uint32_t *failed; // not 0: a verdict is there, or comes; NULL: not connected
+    fsdpi_trace *trace;     // what this rank does, for other ranks; NULL: the backend knows it
+    int64_t open_ns;        // when the world began to open: one deadline is for all of it
+    int is_trusting;        // 1: ranks do not compare their calls
     fsdpi_chunks chunks;
 };
 
@@ -106,23 +109,24 @@ struct fsdpi_comm {
     uint32_t splits; // so far
     uint64_t id;     // equal on all members, unique in the world
     int index, size; // this rank's place among the members
-    int32_t *ranks;  // [size] world ranks of the members, behind the backend's struct
+    int32_t *ranks;  // [size] world ranks of the members; in the same block
     fsdpi_record now;
-    const char *shown; // where the members' records lie, but for this rank's own
+    const char *shown; // where the records of the other members lie
     size_t step;       // from one to the next
     char error[1280];  // text of the last failure
 };
 
 /* -------------------------------------------------------------------------------------------- */
 // >>comm_fail
-// Owns: the two ways to fail. fsdpi_comm_error: this call on this rank, and nobody is told;
-// fsdpi_comm_fail: the world, because of what this rank is in. The first failure of a world stands.
+// Owns: the two ways to fail. fsdpi_comm_error: this call fails on this rank; the
+// others do not learn of it. fsdpi_comm_fail: the world fails in this rank's call. The first
+// failure of a world stays.
 
 static int fsdpi_comm_failed(const fsdpi_comm *c) {
     return c->world->failed && FSDPI_LOAD(c->world->failed);
 }
 
-// The text goes where error_text finds it.
+// Keeps the text for error_text.
 static FSDP_PRINTF(3, 4) fsdp_status
     fsdpi_comm_error(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
     char reason[FSDPI_REASON];
@@ -143,7 +147,7 @@ static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
     fsdpi_say_op(&t, &c->now);
 }
 
-// The status and text of a failed world for this rank: who I am, what I was in, what happened.
+// The status and text of a failed world for this rank: its number, its call, and what happened.
 static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_verdict v;
     char subject[sizeof v.subject];
@@ -160,7 +164,7 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
                             (int)v.rank, v.subject, v.reason);
 }
 
-// A reason that does not begin with ranks is about this one: then its number comes first.
+// If the reason does not begin with a rank, it is about this one, and its number is put first.
 static FSDP_PRINTF(3, 4) fsdp_status
     fsdpi_comm_fail(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
     char text[FSDPI_REASON], reason[FSDPI_REASON], subject[192];
@@ -169,7 +173,7 @@ static FSDP_PRINTF(3, 4) fsdp_status
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // behind the id
+    const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // after the id
     if (strncmp(said, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", text);
     fsdpi_comm_subject(c, subject, sizeof subject);
@@ -184,7 +188,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_comm_no_memory(fsdpi_comm *c, const char *
                            (unsigned long long)bytes, what);
 }
 
-// From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
+// Any thread may call it. It does not read c->now: a lane may be in a collective of the same comm.
 static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     char reason[FSDPI_REASON];
@@ -234,10 +238,10 @@ static FSDPI_UNUSED void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint
 
 /* -------------------------------------------------------------------------------------------- */
 // >>comm_check
-// Owns: what a call says of itself, and whether its arguments make sense.
+// Owns: the record of a call, and the checks of its arguments.
 
-/* The one place where a collective becomes a record: c->now, but for its key. core/backend.h says
-   why they are two. */
+/* The one place where a collective becomes a record: it fills c->now, except its key.
+   core/backend.h says why there are two structs. */
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_record *r = &c->now;
     fsdpi_copy_name(r->what, sizeof r->what, what);
@@ -262,7 +266,7 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        // Peers read there; where a rank reads or writes alone, it may lie elsewhere on each.
+        // Peers read there. A buffer that only its rank uses may have another offset on each rank.
         if (r->kind == FSDP_OP_ALL_GATHER && !r->in_place)
             r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
@@ -274,7 +278,7 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         memcpy(&bytes, r->what + i, sizeof bytes);
         h = fsdpi_hash(h, bytes);
     }
-    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
+    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // a recv matches a send
     bytes = 0;
     memcpy(&bytes, &r->kind, 6); // from kind to state
     r->kind = kind;
@@ -328,7 +332,7 @@ static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_l
     return fsdpi_check_reduction(c, op);
 }
 
-// Whether the arguments make sense; and what peers read, but for its allocation.
+// Checks the arguments, and fills the span that peers read, except its allocation.
 static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
     int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
@@ -362,7 +366,7 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     return FSDP_OK;
 }
 
-// Finds the allocation in which what peers read lies: all of it has to be this rank's.
+// Finds the allocation that has the span that peers read: all of it has to be this rank's.
 static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
     fsdpi_chunks *chunks = &c->world->chunks;
     uint64_t size = fsdp_dtype_size(op->dtype);
@@ -400,7 +404,7 @@ static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>comm_meet
-// Owns: the comparison. Before any rank uses what peers sent, all have the same record.
+// Owns: the comparison. No rank uses data of peers before all have shown the same record.
 
 static uint64_t fsdpi_key_of(const fsdpi_comm *c, int k) {
     if (k == c->index) return c->now.key;
@@ -450,7 +454,7 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
               kinds ? ", or not use a unit (fsdp_set_reduce_scatter_unused_params)" : "");
 }
 
-// Two of them. Of a pair that sends and receives the operations have to differ.
+// The calls of two ranks. In a pair, one has to send and the other to receive.
 static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record *mine, int k,
                           const fsdpi_record *theirs) {
     fsdpi_record like = *theirs;
@@ -463,7 +467,7 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record
     fsdpi_say_differences(t, mine, &like);
 }
 
-// Of a pair one sends and the other receives; else all ranks call the same.
+// In a pair, one has to send and the other to receive; else all ranks have to make the same call.
 static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
@@ -477,7 +481,7 @@ static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
         if (!same) fsdpi_say_disagreement(&t, c);
     }
     if (same) return FSDP_OK;
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
+    // No subject: every rank's text says what this rank did itself.
     c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
     return fsdpi_comm_report(c);
 }
@@ -489,7 +493,7 @@ static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsd
     return status ? status : fsdpi_comm_compare(c, op);
 }
 
-// A rank is in an operation from begin to end.
+// From fsdpi_comm_begin to fsdpi_comm_end the rank is in an operation.
 static void fsdpi_comm_begin(fsdpi_comm *c) {
     c->now.since_ns = fsdpi_boot_now(c->boot);
     if (c->world->trace) fsdpi_trace_begin(c->world->trace, &c->now);
@@ -522,7 +526,7 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
 // >>comm_connect
 // Owns: how a world and its groups begin and end.
 
-// size: it is no member. Near `from` it is found at once.
+// The index of a world rank; size: it is no member. The search begins at `from`.
 static int fsdpi_index_from(const fsdpi_comm *c, int rank, int from) {
     if (rank >= 0 && rank < c->size && c->ranks[rank] == rank) return rank;
     for (int k = from; k < c->size; k++)
@@ -544,7 +548,7 @@ static fsdpi_comm *fsdpi_comm_block(const fsdp_allocator *a, const fsdpi_transpo
     return c;
 }
 
-// Checks a new group's members, and fills the child from them; the parent's record gets their hash.
+// Checks a new group's members, copies them to the child, and their hash to the parent's record.
 static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, int size,
                                        fsdpi_comm *child) {
     uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
@@ -570,15 +574,15 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
     return FSDP_OK;
 }
 
-// A failed open or split: nothing is left of the comm.
+// Also ends a comm after a failed open or split.
 static void fsdpi_comm_close(fsdp_comm *comm);
 
-// The child's block, filled as far as this rank can alone; NULL where it is in no group.
+// The child's block, as far as this rank can fill it alone; NULL: the rank is in no group.
 static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm **out) {
     const fsdpi_transport *transport = parent->world->transport;
     fsdpi_describe(parent, NULL, g->name);
     parent->now.kind = FSDPI_SPLIT;
-    parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
+    parent->now.key = FSDPI_SPLIT; // groups differ in names and members: the key has neither
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     const int size = g->size >= 1 && g->size <= parent->size ? g->size : 0;
@@ -599,7 +603,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     return transport->prepare ? transport->prepare(parent, child) : FSDP_OK;
 }
 
-// All ranks of the parent split it; the members of a group have to agree about who is in it.
+// All ranks of the parent have to split it, and a group's members have to agree on the members.
 static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
     for (int i = 0; child && parent->world->transport->show && i < child->size; i++) {
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
@@ -647,14 +651,13 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
     if (transport->close(w)) fsdpi_free(&allocator, w);
 }
 
-// What is left of the one deadline, while the world opens.
+// The time that is left until the deadline of open.
 static FSDPI_UNUSED int64_t fsdpi_comm_left_to_open(const fsdpi_comm_world *w) {
     int64_t left = w->open_ns + w->boot.timeout_ns - fsdpi_boot_now(&w->boot);
     return left > 1 ? left : 1;
 }
 
-/* The comm of a world of so many ranks, who are still to be named, and the world. NULL: no
-   memory. */
+/* A world and its comm, of so many ranks, which get their numbers later. NULL: no memory. */
 static fsdpi_comm *fsdpi_comm_make(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    int size) {
     fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
@@ -674,7 +677,7 @@ static fsdpi_comm *fsdpi_comm_make(const fsdpi_transport *transport, const fsdp_
     return c;
 }
 
-// A failure's text goes where error_text(NULL) finds it.
+// It keeps the text of a failure for error_text(NULL).
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
     const int size = boot->size >= 1 && boot->size <= transport->most_ranks ? boot->size : 0;
@@ -713,7 +716,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
 
 /* -------------------------------------------------------------------------------------------- */
 // >>comm_memory
-// Owns: allocations. A failure leaves c->now alone: a lane may be in a collective of the same comm.
+// Owns: allocations. A failure does not change c->now: a lane may be in a collective of the comm.
 
 static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     const char *whose;

@@ -39,7 +39,7 @@ extern "C" {
    Memory      FSDP_CUDA_MANAGED=1 in the environment: managed memory, which the host can read and
                write between calls, as if it were the stream COMPUTE: what a call gives to that
                stream is waited for (for tests: slower, and nothing overlaps)
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 

@@ -18,7 +18,7 @@
        broadcast, send, recv, barrier   nothing
 
    Arguments are checked as in every backend. Since no rank is late and none disagrees, a call
-   completes at once, and deadlines are never looked at.
+   completes at once, and there are no deadlines.
 
    Source: torch: torch/csrc/distributed/c10d/FakeProcessGroup.hpp,
    torch/testing/_internal/distributed/fake_pg.py (FakeStore).
@@ -43,8 +43,8 @@ typedef struct fsdp_fake {
     uint32_t size, start_canary;
     int32_t sum_all; // 1: sums are as if every rank held this rank's data: size times as much
     int32_t refuse;  // 1: every collective fails with UNSUPPORTED, which ends the world
-    // What has run, on all comms of the world together, by FSDP_OP_*. Bytes are what a rank has to
-    // receive: n ranks, b bytes of a part: (n-1)*b of all_gather, reduce_scatter and all_to_all;
+    // Calls and bytes on all comms of the world together, by FSDP_OP_*. Bytes are what a rank has
+    // to receive: n ranks, b bytes of a part: (n-1)*b of all_gather, reduce_scatter and all_to_all;
     // 2*(n-1)/n of the bytes of an all_reduce; those of a broadcast and a recv; none of a send. You
     // may set them to 0.
     uint64_t calls[FSDP_OP_COUNT], wire_bytes[FSDP_OP_COUNT];
@@ -56,7 +56,7 @@ typedef struct fsdp_fake {
    open        INVALID_ARG if boot->user is neither NULL nor a fsdp_fake; no device that gets the
                same pointer may take it for something else. After a failure error_text(NULL) has
                the text, for the calling thread
-   split       waits for nobody; a rank with color < 0 gets NULL
+   split       does not wait; a rank with color < 0 gets NULL
    run         of different comms may be called from different threads at the same time. Knows
                all_to_all, send and recv too. What peers would read has to lie in memory of alloc.
                Reductions on floats cast, scale and accumulate
@@ -64,7 +64,7 @@ typedef struct fsdp_fake {
    abort       from any thread      poll never blocks
    Memory      4 bytes for each rank of a comm, and a bit for each one of its parent
    Limits      2^20 ranks. A world of 1 rank opens no backend
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
 
@@ -104,14 +104,14 @@ static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Connect and verdict: there is nobody to find, and nobody to tell.
+// Connect and verdict: there are no other ranks.
 
 static fsdp_status fsdpi_fake_open_world(fsdpi_comm *c) {
     fsdpi_fake_world *w = fsdpi_fake_world_of(c);
     fsdp_fake *fake = (fsdp_fake *)c->boot->user;
     w->base.failed = &w->failed;
     w->fake = fake ? fake : &w->none;
-    // Counts lie where this header says, so that no other size is understood.
+    // The library writes the counts where this header has them: no other size will do.
     if (w->fake->size != 0 && w->fake->size != sizeof *fake)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
                                 "[E543] fsdp_world_desc.user has size %u, expected a fsdp_fake "
@@ -153,7 +153,7 @@ static void fsdpi_fake_tell(fsdpi_comm *c, fsdp_status status, const char *subje
 
 static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
     fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
-    fsdpi_lock(&w->lock); // whoever is telling has ended
+    fsdpi_lock(&w->lock); // a thread that sets the verdict has ended
     *out = w->why;
     fsdpi_unlock(&w->lock);
     return FSDPI_LOAD(&w->failed) != 0;
@@ -175,7 +175,7 @@ static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
     }
 }
 
-// dst (+)= scale * src, of so many ranks with the same src.
+// dst (+)= scale * sum of so many ranks that have the same src.
 static void fsdpi_fake_sum(void *dst, fsdp_dtype out, const char *src, fsdp_dtype dtype,
                            size_t count, int ranks, double scale, int accumulate) {
     if (count == 0) return;
@@ -223,7 +223,7 @@ static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsd
     if (op->kind == FSDP_OP_ALL_TO_ALL && count && op->dst != op->src)
         memmove(op->dst, op->src, count * (size_t)c->size * size);
     const uint64_t bytes = fsdpi_coll_bytes(op->kind, (uint64_t)c->size, (uint64_t)(count * size));
-    __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // lanes come side by side
+    __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // lanes count, too
     __atomic_add_fetch(&fake->wire_bytes[op->kind], bytes, __ATOMIC_RELAXED);
     return FSDP_OK;
 }

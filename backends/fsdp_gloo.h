@@ -65,7 +65,7 @@ extern "C" {
                know the job's token; after that data is neither checked nor encrypted: a trusted
                network. The process ignores SIGPIPE from open on, unless it has a handler,
                or all ranks are on one host
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 

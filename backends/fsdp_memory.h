@@ -16,10 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-// An allocation. A backend that maps the parts of all ranks has them side by side from base on.
+// An allocation. If a backend maps the parts of all ranks, they lie one after another from base on.
 typedef struct fsdpi_chunk {
     char *base;
-    size_t size, part; // asked for; distance from one rank's part to the next one's
+    size_t size, part; // bytes that the caller wanted; from one rank's part to the next one's
     uint64_t at;       // of the backend: where it is, or where it came from
     uint64_t number;   // of the backend: among this rank's allocations
 } fsdpi_chunk;
@@ -65,7 +65,7 @@ static int fsdpi_chunk_insert(fsdpi_chunks *chunks, const fsdp_allocator *a, fsd
     return done;
 }
 
-// Takes out the chunk whose part of this rank begins at ptr.
+// Takes out the chunk in which this rank's part begins at ptr.
 static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsdpi_chunk *out) {
     fsdpi_lock(&chunks->lock);
     int i = fsdpi_chunk_before(chunks, (uintptr_t)ptr);
@@ -96,7 +96,7 @@ static int64_t fsdpi_read_number(const char *path, const char *key) {
     return value;
 }
 
-// Lowers *least to what a control group and those above it still allow; page cache can be dropped.
+// Lowers *least to what a control group and its parents still allow. Page cache counts as free.
 static void fsdpi_group_limit(const char *root, const char *path, const char *limit_name,
                               const char *usage_name, int64_t *least) {
     char dir[400], name[480];
@@ -117,7 +117,7 @@ static void fsdpi_group_limit(const char *root, const char *path, const char *li
     }
 }
 
-// Bytes that can be had before the kernel starts to kill, and whose limit that is.
+// Bytes that processes can still take before the kernel kills some, and the name of that limit.
 static int64_t fsdpi_memory_left(const char **whose) {
     char line[400];
     int64_t machine = fsdpi_read_number("/proc/meminfo", "MemAvailable:"), least;

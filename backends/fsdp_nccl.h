@@ -72,7 +72,7 @@ extern "C" {
    Order       all ranks enqueue the collectives of all comms in the same order
    Limits      4,096 ranks, Linux. A trusted network, as NCCL's own. No fork after open.
                Sums of f16 and bf16 are rounded at every hop, in an order that NCCL chooses
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 

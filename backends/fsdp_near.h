@@ -1,13 +1,13 @@
 /* fsdp_near.h - shared memory between the ranks of one host, within a world of several hosts
 
-   A backend whose ranks meet at a store opens, among the ranks of this host, a world of shared
-   memory: the ranks that are near. That world has the numbers of the whole one, but only the near
-   ranks are in it; what peers read lies in its memory. A failure is told to the store, and every
-   wait in it ends with the verdict that stands there. If the store has ended, or does not answer,
-   what a near rank has told first stands for the near ranks.
+   A backend whose ranks meet at a store opens a world of shared memory for the ranks of one host:
+   the near ranks. That world has the rank numbers of the whole one, but only the near ranks are in
+   it, and memory that peers read is its memory. A failure goes to the store, and every wait ends
+   with the verdict that the store has. If the store has ended, or does not answer, the first
+   failure that a near rank gives counts for the near ranks.
 
-   Who is near is decided once, from facts that all ranks show at the store: two ranks are near if
-   they show the same host, as the same user, and both can share.
+   Rank 0 decides once which ranks are near, from facts that all ranks show at the store: two ranks
+   are near if they show the same host and the same user, and both can share memory.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -39,29 +39,29 @@ typedef struct fsdpi_near_world {
     char job[64];
 } fsdpi_near_world;
 
-// What the ranks of a world know of their hosts.
+// Which ranks of a world share a host.
 typedef struct fsdpi_near_hosts {
-    uint8_t ticket[FSDPI_NEAR_TICKET]; // names the worlds of shared memory; nobody can guess it
+    uint8_t ticket[FSDPI_NEAR_TICKET]; // a secret name of the worlds of shared memory
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
-    int32_t lanes;                     // of a world that asks for no number
+    int32_t lanes;                     // if the caller gives no number
 } fsdpi_near_hosts;
 
-// What a rank shows.
+// What a rank shows at the store.
 typedef struct fsdpi_near_shown {
     char host[96], user[48]; // "": not known
-    int32_t most;            // ranks of it that share memory; 0: this one cannot
-    int32_t cores;           // that this rank may use
+    int32_t most;            // ranks of the world that may share memory; 0: this rank cannot
+    int32_t cores;           // cores that this rank may use
 } fsdpi_near_shown;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>near_fail
-// Owns: failures, which have one place.
+// Owns: failures. All of them go to the store.
 
 static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
     return ((const fsdpi_near_world *)(const void *)w)->outer;
 }
 
-// A member that has ended, in any way; -1: none.
+// A member that has ended; -1: none.
 static int fsdpi_near_gone(const fsdpi_comm *base) {
     const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
     for (int k = 0; k < base->size; k++) {
@@ -73,15 +73,15 @@ static int fsdpi_near_gone(const fsdpi_comm *base) {
     return -1;
 }
 
-/* Tells the store; and the near ranks, for whom the first of them stands if the store has ended or
-   does not answer: else each would name the one that it saw go. */
+/* Gives a failure to the store, and to the near ranks. If the store has ended or does not answer,
+   the near ranks agree on the first failure: else each would name the peer that it has seen end. */
 static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
     fsdpi_store *store = fsdpi_near_outer(c->world)->store;
     const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
     fsdpi_verdict first;
     fsdpi_shm_tell(c, status, subject, reason);
-    (void)fsdpi_shm_verdict(c->world, &first); // one stands now
+    (void)fsdpi_shm_verdict(c->world, &first); // there is one now
     int is_first = first.rank == c->boot->rank;
     while (!is_first && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until)
         fsdpi_sleep_ns(1000000);
@@ -93,7 +93,7 @@ static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
 }
 
-// Whoever sleeps in the comm looks whether the world has failed. From any thread.
+// Wakes threads that sleep in the comm: they see that the world has failed. Any thread may call it.
 static void fsdpi_near_wake(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     int shared = fsdpi_shm_world_of(c)->fd >= 0;
@@ -113,17 +113,17 @@ static const fsdpi_transport fsdpi_near_transport = {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>near_hosts
-// Owns: who is near. Invariant: all ranks have the same answer, which rank 0 has made.
+// Owns: which ranks are near. Invariant: all ranks have the answer that rank 0 has made.
 
-// Whether this process could have a common file with others.
+// Can this process map a common file with others?
 static int fsdpi_near_can_share(void) {
     int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
     if (fd >= 0) (void)close(fd);
     return fd >= 0 && !fsdpi_shm_files_are_limited();
 }
 
-/* The host: the kernel, and the network whose abstract sockets a rank sees. The user, as only ranks
-   of one user share. */
+/* The host: its kernel, and the network namespace, in which ranks see each other's abstract
+   sockets. The user: only ranks of one user share memory. */
 static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_shown *shown) {
     char id[64] = "";
     struct stat net, user;
@@ -146,7 +146,7 @@ static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_show
     fsdpi_say(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
 }
 
-// The ranks j <= k, by what they show.
+// May ranks j <= k share memory, by what they show?
 static int fsdpi_near_share(const fsdpi_near_shown *all, int j, int k) {
     int most = all[k].most;
     return j == k ||
@@ -158,7 +158,7 @@ static void fsdpi_near_key(char *key, size_t cap, int rank) {
     (void)snprintf(key, cap, "near/%d", rank);
 }
 
-// The deadline has passed while this rank waited for what another one shows.
+// The deadline has passed before another rank has shown its facts.
 static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
     uint8_t missing[FSDPI_MAX_SRCS];
     memset(missing, 0, sizeof missing);
@@ -166,8 +166,8 @@ static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
     return fsdpi_store_world_late(c, missing, "connected");
 }
 
-/* What goes over a wire takes time in which the caller can compute: one lane, and two if a core is
-   free for it. Within a host there is nothing to wait for. */
+/* While bytes go over a wire, the caller can compute: there is one lane, and a second one if a core
+   is free for it. Within a host there are no lanes, since no call waits for a wire. */
 static int fsdpi_near_lanes(const fsdpi_near_shown *all, int size) {
     int are_several = 0, have_cores = 1;
     for (int k = 0; k < size; k++) {
@@ -179,7 +179,7 @@ static int fsdpi_near_lanes(const fsdpi_near_shown *all, int size) {
     return are_several ? 1 + have_cores : 0;
 }
 
-// Rank 0: hears all, and says who is near whom.
+// Rank 0 reads the facts of all ranks, and writes which ranks are near each other.
 static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     const size_t room = (size_t)c->size * sizeof(fsdpi_near_shown);
@@ -204,7 +204,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     return fsdpi_store_set(store, "near", hosts, sizeof *hosts);
 }
 
-// All ranks of the world learn who is near whom.
+// All ranks of the world learn which ranks are near each other.
 static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char text[FSDPI_REASON], key[32];
@@ -232,7 +232,7 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         fsdpi_store_who(store), fsdp_status_name(status));
 }
 
-// All ranks have learned it.
+// Removes the keys: all ranks have read them.
 static void fsdpi_near_forget(fsdpi_comm *c) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char key[32];
@@ -249,19 +249,19 @@ static int fsdpi_near_is(const fsdpi_near_hosts *hosts, int a, int b) {
     return hosts->first[a] == hosts->first[b];
 }
 
-// Whether a member has come to the barrier at which this rank waits, or is about to.
+// Has a member come to the barrier at which this rank waits, or will it come at once?
 static int fsdpi_near_has_come(fsdpi_comm *base, int k) {
     const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     return (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) >= 0;
 }
 
-// What failed in `near` has failed in c.
+// A failure in `near` becomes a failure of c.
 static fsdp_status fsdpi_near_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
     if (status) fsdpi_copy_name(c->error, sizeof c->error, near->error);
     return status;
 }
 
-// The near members of a comm, in its order. Returns how many these are, and this rank's place.
+// The near members of a comm, in its order; their number, and this rank's place among them.
 static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c, int32_t *ranks,
                               int *index) {
     int count = 0;
@@ -273,7 +273,7 @@ static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c
     return count;
 }
 
-// Opens the world of the ranks that are near this one; *out is NULL where there is none.
+// Opens the world of the ranks that are near this one. *out is NULL if there are none.
 static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts, fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
     int index = 0, count = fsdpi_near_members(hosts, c, ranks, &index);
@@ -297,15 +297,15 @@ static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
     fsdp_status status = fsdpi_near_result(c, near, fsdpi_shm_open_world(near));
     if (!status) *out = near;
     if (!status) return FSDP_OK;
-    // What this rank alone has met with is told to all.
+    // Only this rank has the failure: all ranks get it.
     const char *why = strstr(near->error, "[E");
     if (!fsdpi_comm_failed(c)) status = fsdpi_comm_fail(c, status, "%s", why ? why : near->error);
     fsdpi_comm_close((fsdp_comm *)(void *)near);
     return status;
 }
 
-/* The near members of a group, where there are several: all members of the parent that are near
-   each other call this. child NULL: this rank is in none. */
+/* Makes the comm of a group's near members, if there are several. All members of the parent that
+   are near each other call this. child NULL: this rank is in no group. */
 static fsdp_status fsdpi_near_split(fsdpi_comm *parent, fsdpi_comm *near,
                                     const fsdpi_near_hosts *hosts, const fsdpi_comm *child,
                                     const fsdp_group *group, fsdpi_comm **out) {

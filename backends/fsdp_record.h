@@ -1,7 +1,7 @@
-/* fsdp_record.h - the record of what a rank is about to do, and the words in which it is told
+/* fsdp_record.h - the record of what a rank is about to do, and its words in error texts
 
    Ranks compare records before they move data, and every error text is made of them. Included by
-   the comm base, the store and the devices. It moves no data and waits for nobody.
+   the comm base, the store and the devices. It moves no data and does not wait.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -28,28 +28,28 @@ static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
     (void)fsdpi_nanosleep(&t, NULL);
 }
 
-// Whether the other end of a unix socket is a process of this user.
+// Does the other end of a unix socket belong to a process of this user?
 static FSDPI_UNUSED int fsdpi_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
+    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred: strict C99 hides it, too
     socklen_t size = sizeof pid_uid_gid;
     return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
            (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
 }
 
-// Operations that are not fsdp_coll.
+// Operations without an fsdp_coll.
 enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 
-/* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
-   is there to say what differs. Sent and shared as it is: no pointers, no padding. */
+/* What a rank is about to do. Ranks compare `key`, a hash of all that has to be equal. The other
+   fields serve to say what differs. It is sent as it is: it has no pointers and no padding. */
 typedef struct fsdpi_record {
     uint64_t key;
-    // Backends that read peers' memory: where the buffer is, in bytes behind the begin of its
-    // allocation; that allocation's place, bytes and number. Differs between ranks as it likes.
+    // For backends that read peers' memory: the buffer's offset in its allocation in bytes, and
+    // that allocation's place, bytes and number. Ranks may differ in these.
     uint64_t offset, at, part, number;
     uint64_t fingerprint, count, segs, seq;
-    uint64_t block, members; // split: where the new group's block is, who is in it
+    uint64_t block, members; // split: the place of the new group's block; its members
     int64_t since_ns;        // when the rank came
-    int32_t root;            // send, recv: the world rank of the other one, or -1
+    int32_t root;            // send, recv: the world rank of the other side; else -1
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
@@ -60,28 +60,28 @@ typedef struct fsdpi_record {
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
 #define FSDPI_REASON       800
 
-// What a rank does, for whoever asks why it is not elsewhere.
+// What a rank does: other ranks ask why it has not come.
 typedef struct fsdpi_trace {
     uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
-    uint32_t busy, writing;            // in how many operations it is; last is being written
+    uint32_t busy, writing;            // operations it is in; 1: `last` is being written
 } fsdpi_trace;
 
-// Why a world has ended. The first one stands, on all ranks.
+// Why a world has ended. The first verdict counts, on all ranks.
 typedef struct fsdpi_verdict {
-    int32_t status, rank; // rank: that told it; -1: the store, or this rank by itself
+    int32_t status, rank; // rank: the one that failed; -1: the store, or this rank alone, says it
     int32_t lost;         // the rank that was lost, or -1
     char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
 } fsdpi_verdict;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>record_text
-// Owns: the words.
+// Owns: records in words.
 
 static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
     return boot->clock.now_ns(boot->clock.user);
 }
 
-// Memory of a device that does not end its work is left to the end of the process.
+// If a device does not end its work, its memory stays until the process ends.
 static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
     return boot->stuck && FSDPI_LOAD(boot->stuck);
 }
@@ -109,7 +109,7 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
                   (unsigned long long)r->seq);
 }
 
-// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
+// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: the rank has ended.
 static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
                                         int64_t since_ns) {
     double since = (double)since_ns * 1e-9;
@@ -117,14 +117,14 @@ static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const
     else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
 }
 
-// A verdict for who was in no operation of the world yet.
+// A verdict, for a rank that was in no operation of the world yet.
 static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
     if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
     else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
-// Fields in which two calls differ; of different operations nothing else is worth a word.
+// The fields in which two calls differ. If the operations differ, it names nothing else.
 static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
     const struct {
         int differs;
@@ -157,8 +157,8 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
     else if (a->fingerprint != b->fingerprint) fsdpi_say(t, " (differs in its settings)");
 }
 
-/* Word by word, since the author of an error text may read while the owner writes; the text may
-   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
+/* Writes word by word: another rank may read for an error text meanwhile, and its text may mix two
+   operations then. Ranks that compare records read after a barrier, and see whole ones. */
 static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
     for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++) {
         uint64_t word;
@@ -179,7 +179,7 @@ static fsdpi_record fsdpi_record_get(const uint64_t *from) {
 
 static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
     __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
-    // Two threads of one rank may be here; the trace need not have both.
+    // Two threads of one rank may be here at once: the trace then has one of the operations.
     if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
     fsdpi_record_put(trace->last, record);
     FSDPI_STORE(&trace->writing, 0u);
@@ -189,7 +189,7 @@ static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
     __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
 }
 
-// Whether the rank is busy; its last operation as text, and when that began.
+// Is the rank busy? Also its last operation as text, and when it began.
 static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
                                          int64_t *since_ns) {
     fsdpi_record last = fsdpi_record_get(trace->last);

@@ -1,23 +1,24 @@
 /* fsdp_shm.h - the default backend of fsdp.h: ranks of one Linux host, as processes or as threads
 
-   Nothing to install, nothing to configure, nothing left behind. Included by fsdp.h itself unless
-   another backend is selected; including it by hand does no harm.
+   There is nothing to install or to configure, and it leaves nothing behind. fsdp.h includes it,
+   unless another backend is selected; a program may include it, too.
 
    How it works
-   - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
-     to the others over an abstract unix socket named from the job's id and the user; threads the
-     heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
-     move data, wait for all. Each rank reads its peers' memory directly, once.
-   - send and recv concern two ranks alone: each shows its record to the other one and waits for it,
-     without a barrier; several pairs of a comm may do so at the same time.
-   - Each process has an arena of its own in the file. It maps its new allocation and the same place
-     in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
-     to map; an allocation of a peer that lies elsewhere is mapped at its first use.
-   - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
-   - Waits have a deadline, and every 50 ms look for peers that died: each process holds a lock on
-     its byte of the file, which the kernel drops when the process ends in any way. Unlike a process
-     id it cannot be mistaken for a later process. fsdpi_shm_live says what keeps it.
+   - All ranks see one block of common memory. Threads have it on the heap. Processes have an
+     anonymous file (memfd), which rank 0 hands to the others over an abstract unix socket that is
+     named from the job's id and the user. Both vanish with the last rank, however it ends; the size
+     of /dev/shm does not matter.
+   - In a collective each rank shows what it is about to do and where its buffer is, waits for all,
+     compares, moves data, and waits for all. It reads its peers' memory directly, once.
+   - send and recv are between two ranks: each shows its record to the other one and waits for it,
+     without a barrier. Several pairs of a comm may do so at the same time.
+   - Each process has an arena of its own in the file. It maps a new allocation together with the
+     same place in the arenas of all peers. If ranks allocate alike, no other map is needed. Else a
+     peer's allocation is mapped at its first use.
+   - Sums run in rank order (fsdpi_reduce): they have the same bits on every rank and in every run.
+   - Waits have a deadline, and look every 50 ms for peers that have died: each process holds a lock
+     on its byte of the file, which the kernel drops when the process ends. A later process cannot
+     be mistaken for it, as with a process id. fsdpi_shm_live says what keeps the lock.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -41,15 +42,15 @@ extern "C" {
    run         of different comms may be called from different threads of a rank at the same time.
                Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
                all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
-               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before anybody is
-               told of the call: the comm goes on, peers that came wait
+               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before this rank
+               shows its record: the comm goes on, and peers that have come wait
    alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
                What a peer has allocated differently is mapped at its first use; if the process has
                no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
-   Collective  no      Blocks no      Allocates no      Thread any */
+   Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 

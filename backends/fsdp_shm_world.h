@@ -18,7 +18,7 @@
 #include "../core/reduce.h"
 
 #include <errno.h>
-#include <fcntl.h> // fcntl, struct flock: who is alive
+#include <fcntl.h> // fcntl, struct flock: is a process alive?
 #include <poll.h>  // poll
 #include <stdio.h>
 #include <string.h>
@@ -31,16 +31,16 @@
 
 extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
-#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
-#define FSDPI_SHM_SPIN_NS   50000    // longest try before sleeping: about what waking a core costs
-#define FSDPI_SHM_SPINS     512      // turns of a try, also where the clock stands still
+#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep until a look for aborts and dead peers
+#define FSDPI_SHM_SPIN_NS   50000    // longest spin before a sleep: about what waking a core costs
+#define FSDPI_SHM_SPINS     512      // most turns of a spin, even if the clock stands still
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_PIECE     65536    // of others at a time: peers read them next, from the caches
-#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // from here on copies go around the caches
+#define FSDPI_SHM_PIECE     65536    // bytes at a time: peers read them next, from the caches
+#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // copies of so many bytes go around the caches
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
-#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
+#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; before: groups
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
-#define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // of one allocation on all ranks together
+#define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // most bytes of one allocation, over all ranks
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
@@ -54,18 +54,18 @@ typedef struct fsdpi_shm_place {
     uint32_t arrived; // number of the last barrier this rank has come to
     uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
     // send and recv
-    uint64_t call;         // the last one: its number, and in the low half the other member
-    uint32_t done;         // number of the last one in which this rank needs nothing any more
-    uint32_t bell, asleep; // another member has news for this rank; which sleeps
-    uint32_t closed;       // it has left the group
+    uint64_t call;         // the last call: its number, and in the low half the other member
+    uint32_t done;         // number of the last call that this rank has finished
+    uint32_t bell, asleep; // rung by another member; 1: this rank sleeps on it
+    uint32_t closed;       // 1: it has left the group
     uint32_t pad1[10];
 } fsdpi_shm_place;
 
-/* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
-   for ever, modulo 2^32; the one that makes it size * number opens barrier `number`. */
+/* Common block of a comm: a central barrier, then a place for each rank. `count` counts all
+   arrivals so far, modulo 2^32. The arrival that makes it size * number opens barrier `number`. */
 typedef struct fsdpi_shm_group {
     uint32_t count, pad0[15];
-    uint32_t generation, pad1[15];     // number of the last barrier that all have reached; slept on
+    uint32_t generation, pad1[15];     // number of the last barrier that is open; ranks sleep on it
     uint32_t sleepers, refs, pad2[14]; // refs: processes
 } fsdpi_shm_group;
 
@@ -75,15 +75,15 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: a block of the heap that peers use, too; they do from FSDPI_ALIGN bytes behind it on.
+// Threads: a block of the heap that peers use, too, from FSDPI_ALIGN bytes after its begin on.
 typedef struct fsdpi_shm_block {
     struct fsdpi_shm_block *next;
-    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
-    int users;                // that have to give it back
+    fsdp_allocator allocator; // has made it, and frees it when the last user gives it back
+    int users;                // ranks that have to give it back
 } fsdpi_shm_block;
 typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
 
-// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+// Processes: a map of a peer's allocation that lies at another place than this rank's own.
 typedef struct fsdpi_shm_remote {
     char *base;
     uint64_t at;
@@ -95,17 +95,17 @@ typedef struct fsdpi_shm_control {
     uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
-    uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
+    uint32_t failed; // 1: a rank is writing the verdict, 2: it is written
     fsdpi_verdict verdict;
     // threads
     fsdpi_shm_block *blocks;
     fsdp_allocator allocator;
-    struct fsdpi_shm_control *next; // of fsdp_threads.common: hosts within one process
-    int32_t first;                  // the world rank that the block's ranks begin with
+    struct fsdpi_shm_control *next; // in fsdp_threads.common: hosts within one process
+    int32_t first;                  // the first world rank of the block
 } fsdpi_shm_control;
 
-/* Of a world that is a part of another one (fsdp_near.h) only some ranks are here: boot has the
-   numbers of the whole, the world's comm has those that are. */
+/* If the world is a part of another one (fsdp_near.h), it has only some ranks of it: boot has rank
+   and size of the whole, and the world's comm has the ranks that are here. */
 typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;
     fsdpi_shm_control *control;
@@ -114,12 +114,12 @@ typedef struct fsdpi_shm_world {
     int members;            // ranks that are here
     int crowded;            // there are fewer cores than ranks
     uint64_t inode, device; // of the common file: the program may have closed fd
-    void *life;             // a mapping that keeps this rank's lock; NULL: the process does
+    void *life;             // a mapping that keeps this rank's lock; NULL: the process keeps it
     int joined;
     size_t page;
     uint64_t next_at;
-    uint32_t lock;             // of the rest
-    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    uint32_t lock;             // guards the fields below
+    uint64_t num_numbers;      // numbers of allocations for which remotes has room
     fsdpi_shm_remote *remotes; // [num_numbers][ranks]
 } fsdpi_shm_world;
 
@@ -129,13 +129,13 @@ typedef struct fsdpi_shm_comm {
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int64_t spin_ns;        // how long to try before sleeping
-    const int64_t *since;   // when the deadline of waits began; NULL: with each wait
-    uint32_t calls;         // of send and recv so far
-    uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
+    int64_t spin_ns;        // how long to spin before a sleep
+    const int64_t *since;   // when the deadline of waits began; NULL: each wait has its own
+    uint32_t calls;         // number of sends and recvs so far
+    uint32_t theirs;        // number of the other member's call for this rank; 0: not yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
     uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
-    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call for this rank
 } fsdpi_shm_comm;
 
 static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
@@ -148,10 +148,10 @@ static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on
-// every wait ends and every call returns its status.
+// Owns: the verdict, in common memory. The first rank that fails writes it. From then on every wait
+// ends, and every call returns its status.
 
-// What a rank of the world did last: it says why the rank is not here.
+// What a rank of the world did last: it shows why the rank has not come.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
     fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
@@ -179,7 +179,7 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
         fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
         FSDPI_STORE(&w->control->failed, 2u);
     }
-    // Ranks that sleep elsewhere see it at the end of their slice.
+    // Ranks that sleep in other groups see it after at most FSDPI_SHM_SLICE_NS.
     fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
     if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
@@ -200,19 +200,18 @@ static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
-// Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
-// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
+// Owns: barriers, and what ends a wait: all have come, the world has failed, a peer has ended, or
+// the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
 
-// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
-// in that call until this rank has finished, too.
+// The number of the other member's send or recv for this rank; 0: it has not come yet. The other
+// member stays in that call until this rank has finished, too.
 static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
     uint64_t call = FSDPI_LOAD(&other->call);
     uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
     return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
 }
 
-// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
-// a pair.
+// Is the wait over? This rank waits for its last barrier, or for the other member of a pair.
 static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
     if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
     if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
@@ -229,9 +228,9 @@ static struct flock fsdpi_shm_byte(int rank) {
     return lock;
 }
 
-/* Takes this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps,
-   and children do not inherit that: so nobody's descriptors matter, and no child that lives longer.
-   Without /proc it is the process's, and ends when that closes any descriptor of the file. */
+/* Locks this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps.
+   So it does not end if the program closes descriptors, and children that live longer do not keep
+   it. Without /proc the process has the lock, and loses it if it closes any descriptor of it. */
 static int fsdpi_shm_live(fsdpi_shm_world *w) {
     struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     char path[40];
@@ -247,14 +246,13 @@ static int fsdpi_shm_live(fsdpi_shm_world *w) {
     return kept || !fcntl(w->fd, F_SETLK, &lock);
 }
 
-// Whether the process of a rank has ended without closing: nobody holds its byte any more.
+// Has the process of a rank ended without close? Then its byte is not locked any more.
 static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     struct flock lock = fsdpi_shm_byte(rank);
     return fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// Whether w->fd is still the common file: a program that closes descriptors which it did not open
-// may have another file there.
+// Is w->fd still the common file? If the program has closed it, the number may be another file's.
 static int fsdpi_shm_has_file(const fsdpi_shm_world *w) {
     struct stat now;
     return w->fd >= 0 && !fstat(w->fd, &now) && (uint64_t)now.st_dev == w->device &&
@@ -278,10 +276,10 @@ static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
                            fsdpi_shm_world_of(c)->fd);
 }
 
-// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
-// kernel.
+// OK as long as the ranks that this rank waits for live, or have not joined yet. `thorough`: it
+// also asks the kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
-    // A verdict is told here, and the word that stands for all does not say so yet.
+    // There is a verdict in common memory, and the world of c does not have it yet.
     if (FSDPI_LOAD(&fsdpi_shm_world_of(c)->control->failed)) {
         c->base.world->transport->tell(&c->base, FSDP_ERR_ABORTED, "", "");
         return fsdpi_comm_report(&c->base);
@@ -295,7 +293,7 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
-        // It may have gone after it opened the barrier, just now; and a rank that closes says so
+        // It may have opened the barrier just now, and then ended. A rank that closes says so
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         uint32_t has_closed = FSDPI_LOAD(&c->places[k].closed);
@@ -319,7 +317,7 @@ static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
     return busy;
 }
 
-// The deadline has passed: names who is missing. OK if it is nobody, just then.
+// The deadline has passed: the text names missing ranks. OK if all have come just now.
 static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
@@ -329,7 +327,7 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
-    // Who waits for another rank elsewhere is not to blame, and will tell who is.
+    // If all missing ranks wait in other calls, they are not to blame, and will say which rank is.
     for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
         if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdpi_sleep_ns(1000000);
@@ -354,9 +352,9 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
         fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
-/* Tries as long as that helps: less after each failure, but in full now and then. Where ranks share
-   cores, each turn hands the core to the next one that can run; a core that falls asleep instead,
-   and has to be woken, costs five times as much. */
+/* Spins before a sleep: a shorter time after each spin that was in vain, and the full time now and
+   then. If ranks share cores, each turn yields the core to another thread. To let the core sleep
+   and wake it costs five times as much. */
 static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     const fsdp_boot *boot = &w->base.boot;
@@ -373,7 +371,7 @@ static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     return 0;
 }
 
-// verb: what the missing ranks have not done, for the text.
+// verb: what missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -405,18 +403,18 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
-// by memory before anyone can touch it; no part of the file is used twice, so that new memory is
-// zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
-// is freed after a failure stays readable, since a peer may not have noticed yet.
+// Owns: memory that peers may read, and its place in this process. Invariants: a part has real
+// memory before a rank can touch it. No part of the file is used twice: so new memory is zero, a
+// late reader sees no new data, and a place in the file names one allocation for ever. Memory that
+// is freed after a failure stays readable, since a peer may not have seen the failure yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     if (!fsdpi_shm_has_file(w)) return;
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
 }
 
-/* Backs a range of the file with memory, in steps, each checked against what is left for all ranks:
-   they allocate at the same time, and the kernel would rather kill than refuse. */
+/* Gives a range of the file real memory, in steps. Before each step it checks how much is left: all
+   ranks allocate at the same time, and the kernel would kill processes instead of refusing. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
     int is_small = bytes < FSDPI_SHM_STEP / 256;
@@ -445,8 +443,8 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
-   checked after the others have taken theirs. */
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that the check of what
+   is left counts the blocks of the others. */
 static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
     fsdpi_shm_block *block = NULL;
@@ -477,13 +475,13 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
-// Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
-// allocate differently, because they are in different groups, do not meet.
+// The place of a rank's part in the file. Each rank has an arena of its own: ranks of other groups
+// may allocate differently.
 static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
     return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
-// The parts of all ranks that are here, side by side in this process.
+// Maps the parts of all ranks that are here, one after another, into this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
@@ -511,7 +509,7 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
 }
 
 /* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
-   that what they map does not grow with what was freed long ago. */
+   freed allocations do not make their mappings grow. */
 static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     uint64_t number = 0;
     for (int i = 0; i < chunks->count; i++)
@@ -519,7 +517,7 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     return number;
 }
 
-// beside: this rank's allocations so far.
+// Takes an allocation. beside: those that this rank has.
 static fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base, const fsdpi_chunks *beside,
                                          fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
@@ -552,7 +550,7 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, const
     return fsdpi_shm_take_beside(w, &w->chunks, chunk, why);
 }
 
-// Room for allocations of peers up to `number`.
+// Makes room for allocations of peers up to `number`.
 static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
     size_t ranks = (size_t)w->base.boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
     if (number < w->num_numbers) return 1;
@@ -571,8 +569,8 @@ static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
     remote->base = NULL;
 }
 
-/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
-   before is freed: who uses it has finished, or the world would have failed and not come here. */
+/* The place of a peer's allocation in this process. It is mapped at the first use. If another one
+   had its number before, that one is free and no rank uses it: else the world would have failed. */
 static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
                                   uint64_t number) {
     char *base = NULL;
@@ -591,14 +589,15 @@ static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, siz
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_run
-// Owns: collectives. Between the two barriers of an operation every rank may read what its peers
-// showed; it writes only its own memory, and there only what no peer reads in the same phase.
+// Owns: collectives. Between the two barriers of an operation every rank may read the buffers that
+// its peers have shown. It writes only its own memory, and only parts that no peer reads in the
+// phase.
 
 static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
     return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
-// Tells a member what this rank has written for it before.
+// Wakes a member: this rank has written something for it.
 static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
     // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
     __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
@@ -606,18 +605,18 @@ static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
         fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
-/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
-   until the other one needs its memory and its record no more. No barrier counts this. */
+/* send and recv: the two ranks wait for each other, both compare, and the receiver reads. Then each
+   waits until the other one has finished with its memory and its record. No barrier counts this. */
 static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
-    if (++c->calls == 0) c->calls = 1; // 0 is none
+    if (++c->calls == 0) c->calls = 1; // 0 means: no call
     c->other = &c->places[k];
     c->theirs = 0;
     FSDPI_STORE(&c->places[c->base.index].call, (uint64_t)c->calls << 32 | (uint32_t)k);
     fsdpi_shm_ring(c, c->other);
 }
 
-// Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
-// have read it.
+// Shows c->base.now and the place of this rank's buffer to the members. A record does not change
+// before all have read it.
 static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     fsdpi_record *now = &base->now;
@@ -642,7 +641,7 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
     return status;
 }
 
-// The allocation of member k that its buffer is in, where it lies elsewhere than this rank's own.
+// Maps the allocation that has member k's buffer, if its place differs from this rank's own.
 static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
     uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
              number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
@@ -657,7 +656,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
                            (unsigned long long)part, rank);
 }
 
-// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+// Finds the buffer that member k has shown. mine: the allocation of this rank's buffer.
 static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
                                   const char **out) {
     uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
@@ -674,8 +673,8 @@ static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, in
     return status;
 }
 
-/* What is so large does not stay in a cache: it goes around the caches, of four pages by turns, as
-   memory is faster so. It may be empty. */
+/* Copies. A large copy would not stay in a cache: it goes around the caches, chunks of four pages
+   by turns, because memory is faster so. bytes may be 0. */
 static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
     size_t at = 0;
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
@@ -699,7 +698,7 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
                                  const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
-        int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
+        int k = (c->base.index + i) % c->base.size; // each rank begins with another one
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
@@ -734,8 +733,9 @@ static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
     }
 }
 
-/* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
-   reduces part k in its own place, where nobody else reads; then all collect the parts. */
+/* Small: every rank reduces all of it on the stack, and stores it after all have read. Large:
+   member k reduces part k in its own buffer, where no other rank reads part k; then all collect the
+   parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
@@ -809,7 +809,8 @@ static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const f
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_open
 // Owns: how ranks find each other, groups, and the end. Invariants: the common block lives until
-// the last rank has closed; a rank that left a world of threads never meets its old block again.
+// the last rank has closed. If a rank has left a world of threads, it never finds the old block
+// again.
 
 typedef struct fsdpi_shm_hello {
     char magic[8];
@@ -895,7 +896,7 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
-// A file that grows beyond this limit gets the process killed.
+// If a file grows beyond this limit, the process is killed.
 static int fsdpi_shm_files_are_limited(void) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
@@ -903,7 +904,7 @@ static int fsdpi_shm_files_are_limited(void) {
 }
 #define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
 
-// Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
+// Maps the common block of the file, and locks this rank's byte: so peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     char *block = fsdpi_shm_map(w, 0,
@@ -933,7 +934,7 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-// Nothing that is done with a socket waits, but for this.
+// The only call that waits for a socket.
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     struct pollfd p;
     p.fd = fd;
@@ -942,7 +943,7 @@ static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     return poll(&p, 1, (int)(timeout_ns / 1000000) + 1) > 0;
 }
 
-// One message with, if not -1, a descriptor beside it.
+// Sends one message, with a descriptor unless `gift` is -1.
 static int fsdpi_shm_send(int fd, const void *data, size_t size, int gift) {
     struct iovec io = {(void *)(uintptr_t)data, size};
     struct msghdr m;
@@ -991,9 +992,9 @@ static int fsdpi_shm_socket(void) {
     return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-/* The first rank: answers another one, which has so many nanoseconds to say who it is. Who is
-   started with another size or version can never come, so all are told; a rank that comes twice
-   belongs to another job and is sent away. */
+/* The first rank answers another one, which has so many nanoseconds to give its number. If that
+   rank has another size or version, it can never join, so the world fails. If a number comes twice,
+   the second rank belongs to another job and is sent away. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
                                    uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
@@ -1038,7 +1039,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
                : FSDP_OK;
 }
 
-// The first rank: makes the file.
+// The first rank makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
@@ -1062,8 +1063,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     return FSDP_OK;
 }
 
-// The first rank, which waits at the first barrier already: gives the file to the others as they
-// come.
+// The first rank gives the file to the others as they come. It waits at the first barrier
+// meanwhile.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
@@ -1097,8 +1098,8 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     return status;
 }
 
-// The others: ask the first rank until it answers. A connection that breaks may be to an earlier
-// world.
+// The other ranks ask the first one until it answers. If a connection breaks, it may have been to
+// an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
@@ -1113,7 +1114,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_BACKEND,
                 "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
-        // EAGAIN: many ranks have come, and the first does not look at them, just now.
+        // EAGAIN: many ranks have come, and the first rank is busy.
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -1142,7 +1143,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         nap = nap < 20000000 ? nap * 2 : nap;
     }
     fsdp_status status = fsdpi_shm_enter(c);
-    // Behind it the others are told; before, they would wait until the deadline.
+    // From here on a failure reaches the others. Before, they would wait until the deadline.
     if (!status && fsdpi_shm_files_are_limited())
         return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     return status;
@@ -1168,7 +1169,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     c->spin_ns = FSDPI_SHM_SPIN_NS;
     int is_host = !base->boot->threads && base->index == 0;
     w->members = base->size;
-    c->since = &base->world->open_ns; // one deadline for all that follows
+    c->since = &base->world->open_ns; // one deadline for all waits of open
     fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
                          : is_host           ? fsdpi_shm_found(c)
                                              : fsdpi_shm_join(c);
@@ -1181,7 +1182,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     return fsdpi_comm_end(base, status);
 }
 
-// The group's first member makes its block, and shows the others where.
+// The group's first member makes the block, and shows its place to the others.
 static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     size_t bytes = fsdpi_shm_group_bytes(size);
@@ -1202,7 +1203,7 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
-    if (!fsdpi_comm_failed(&c->base)) { // else peers have a better reason than this
+    if (!fsdpi_comm_failed(&c->base)) { // else peers know the reason of the failure
         FSDPI_STORE(&c->places[c->base.index].closed, 1u);
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
@@ -1260,7 +1261,7 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     fsdpi_lock(&threads->lock);
     fsdpi_shm_control *all = (fsdpi_shm_control *)threads->common, **link = &all;
     while (*link && *link != control) link = &(*link)->next;
-    if (*link) *link = control->next; // who opens again meets at a new block
+    if (*link) *link = control->next; // a later open makes a new block
     threads->common = all;
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
@@ -1280,7 +1281,7 @@ static void fsdpi_shm_leave(fsdpi_comm *base) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
     if (!base->is_world || !w->joined) return;
-    // Before memory goes: a peer that waits must not take us for dead.
+    // Before memory is freed: a peer that waits must not take this rank for dead.
     FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
     fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }

@@ -16,12 +16,12 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the reader of tools and bindings. File calls happen in the calling thread, memory is the
-// C library's, and failures go to the caller's text instead of a log.
+// Owns: the reader for tools and bindings. The calling thread makes the file calls, memory comes
+// from the C library, and failures go to the caller's text instead of a log.
 
-// A tensor of all files: its boxes stand together.
+// A tensor, and its boxes, which are neighbours in the list.
 typedef struct fsdpi_ck_whole_tensor {
-    int64_t first, count;         // boxes
+    int64_t first, count;         // its boxes
     int64_t shape[FSDP_MAX_DIMS]; // of the whole
 } fsdpi_ck_whole_tensor;
 
@@ -44,7 +44,7 @@ static const fsdp_safetensors_entry *fsdpi_ck_entry_of(const fsdp_checkpoint_rea
     return r->opened.boxes[fsdpi_ck_whole_at(r, index)->first].entry;
 }
 
-// From here on failures of the reader go to this text. Without a reader there is only memory's.
+// Failures of the reader go to this text from now on. If there is no reader, memory was short.
 static void fsdpi_ck_speak(fsdp_checkpoint_reader *r, const char *call, char *text, size_t cap) {
     r->io.call = call;
     r->io.text = text, r->io.cap = text ? cap : 0;
@@ -65,7 +65,7 @@ static int fsdpi_ck_good_path(const char *path) {
     return path && *path && strlen(path) < FSDP_CHECKPOINT_PATH - 300;
 }
 
-// The tensors of all boxes, which are sorted by name.
+// Lists the tensors of all boxes, which are sorted by name.
 static fsdp_status fsdpi_ck_list_tensors(fsdp_checkpoint_reader *r) {
     const fsdpi_ck_opened *o = &r->opened;
     fsdp_status status = fsdpi_ck_reserve(
@@ -163,7 +163,7 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, 
     return FSDP_OK;
 }
 
-// The library has as many dims, and elements of the size.
+// Can the library read it? It has to have as many dims, and elements of the size.
 static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);
     if (e->ndim <= FSDP_MAX_DIMS && fsdpi_ck_carrier(e) != FSDP_DTYPE_KEEP) return FSDP_OK;
@@ -172,12 +172,12 @@ static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
                          "leave it out (fsdpck: --skip NAME; a program: rename of the desc)",
                          r->io.call, e->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
 }
-// May elements of dtype `from` be had as `to`?
+// Can elements of dtype `from` be read as `to`?
 static int fsdpi_ck_converts(fsdp_dtype from, fsdp_dtype to) {
     return from == to || (fsdp_dtype_is_float(from) && fsdp_dtype_is_float(to));
 }
 
-// A box of a tensor is wanted in memory; the caller has checked it.
+// Wants a box of a tensor in memory. The caller has checked the arguments.
 static fsdp_status fsdpi_ck_want_box(fsdp_checkpoint_reader *r, int64_t index, const int64_t *start,
                                      const int64_t *shape, fsdp_dtype dtype, char *to) {
     const fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, index);

@@ -24,16 +24,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: which tensor goes to which file, and the way to one rename. Files are written one after
-// another, from their first byte to the last, in pieces. Each piece is some boxes that are read
+// Owns: which tensor goes to which file, and the writing until one rename. Files are written one
+// after another, from the first byte to the last, in pieces. A piece is some boxes that are read
 // into one buffer.
 
-// A tensor as it is called there.
+// A tensor of the new directory.
 typedef struct fsdpi_ck_out {
     const char *name;
-    int64_t tensor;   // in the reader
-    int64_t nbytes;   // there
-    fsdp_dtype dtype; // that elements are moved as
+    int64_t tensor;   // index in the reader
+    int64_t nbytes;   // in the new file
+    fsdp_dtype dtype; // elements are moved as this
     int32_t file;
 } fsdpi_ck_out;
 
@@ -60,12 +60,12 @@ static int fsdpi_ck_by_out(const void *a, const void *b) {
 /* -------------------------------------------------------------------------------------------- */
 // The plan.
 
-// Names that are not parameters'.
+// Is it the name of a state, and not of a parameter?
 static int fsdpi_ck_is_state(const char *name) {
     return strncmp(name, "optim.", 6) == 0 || strncmp(name, "fsdp.", 5) == 0;
 }
 
-// One tensor of the source: its name there; NULL: it is left out.
+// Adds one tensor of the source, under its new name, unless it is left out.
 static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
     char *renamed = (char *)x->names.ptr + x->num_outs * FSDP_CHECKPOINT_NAME;
@@ -91,8 +91,8 @@ static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     return FSDP_OK;
 }
 
-// Which file, by the rule of huggingface_hub: in the order of names; a tensor above the limit has a
-// file of its own, and the one that is being filled goes on behind it.
+// Chooses the file of each tensor by the rule of huggingface_hub, in the order of names. A tensor
+// above the limit gets a file of its own; the file that was being filled is then filled further.
 static void fsdpi_ck_split(fsdpi_ck_export *x) {
     const int64_t most = x->desc.max_file_bytes ? x->desc.max_file_bytes : INT64_C(5000000000);
     int64_t filled = 0, first = 0; // of the file that is being filled
@@ -146,7 +146,7 @@ static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
                             0);
 }
 
-// The rows of a tensor that file `file` has; as a save of so many ranks cuts what all of them hold.
+// The rows of a tensor in file `file`, as if so many ranks that hold all of it had saved it.
 static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int file,
                                   int64_t *first) {
     const fsdpi_ck_out *o = fsdpi_ck_out_at(x, index);
@@ -207,7 +207,7 @@ static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, in
     (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
     return fsdpi_ck_told_alone(&x->in->io);
 }
-// Also after a failure, whose status this returns then.
+// Closes the file. If `status` is a failure, returns that.
 static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
     fsdpi_ck_forget(&x->in->disk);
     if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
@@ -221,8 +221,8 @@ static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int
     return fsdpi_ck_finish_file(x, fsdpi_ck_write_bytes(x, x->text.ptr, nbytes, 0));
 }
 
-/* The largest box of at most `most` elements that begins with element `at` of a tensor and lies
-   together in it. Returns its elements. */
+/* The largest contiguous box of at most `most` elements that begins with element `at` of a tensor.
+   Returns its number of elements. */
 static int64_t fsdpi_ck_next_box(int ndim, const int64_t *shape, int64_t at, int64_t most,
                                  int64_t *start, int64_t *size) {
     int64_t inner = fsdpi_ck_volume(ndim, shape), rest = at, n = 1;
@@ -248,7 +248,7 @@ static const fsdpi_ck_out *fsdpi_ck_out_of(const fsdpi_ck_export *x, const char 
                                          fsdpi_ck_by_out);
 }
 
-// The next piece of a file's data, from element *at of entry *next on. Returns its bytes in *used.
+// Reads the next piece of a file's data, from element *at of entry *next on. *used: its bytes.
 static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t *next, int64_t *at,
                                        int64_t *used) {
     fsdp_status status = FSDP_OK;
@@ -380,7 +380,7 @@ static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
 /* -------------------------------------------------------------------------------------------- */
 // Directories.
 
-// OUT without slashes at its end, its parent, and a name beside it.
+// OUT without slashes at its end, its parent, and the name of a temporary directory beside it.
 static fsdp_status fsdpi_ck_export_paths(fsdpi_ck_export *x, const char *out) {
     char leaf[FSDPI_CK_LEAF];
     snprintf(x->out, sizeof x->out, "%s", out);
@@ -431,7 +431,7 @@ static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
     if (!status && x->sharded) status = fsdpi_ck_write_manifest(x);
     else if (!status && x->num_files > 1) status = fsdpi_ck_write_index(x);
     if (!status) status = fsdpi_ck_publish(x);
-    if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // nothing is there behind a rename
+    if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // after a rename it is gone
     return status;
 }
 

@@ -16,8 +16,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// Owns: the default fsdp_file_ops. Strict C99 hides three functions of unistd.h; private names for
-// the C library's symbols reach them.
+// Owns: the default fsdp_file_ops. Strict C99 hides three functions of unistd.h: they are declared
+// here under private names of the same symbols.
 
 extern ssize_t fsdpi_ck_pread(int fd, void *buf, size_t count, int64_t at) __asm__("pread64");
 extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
@@ -38,7 +38,7 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
-// open(2); the descriptor is none of 0 to 2, where a program prints though they are closed.
+// open(2). The descriptor is not 0, 1 or 2: a program may print there although it has closed them.
 static int fsdpi_ck_open_fd(const char *path, int flags) {
     int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
     if (fd < 0 || fd > 2) return fd;
@@ -97,7 +97,7 @@ static int fsdpi_ck_os_sync_dir(void *user, const char *path) {
     (void)close(fd);
     return error;
 }
-// rename(2) replaces an empty directory, so look first: one job at a time makes a step.
+// rename(2) would replace an empty directory, so this looks first. Only one job makes a step.
 static int fsdpi_ck_os_rename(void *user, const char *from, const char *to) {
     struct stat st;
     (void)user;
@@ -141,14 +141,14 @@ static const fsdp_file_ops fsdpi_ck_os_files = {
     fsdpi_ck_os_list,
 };
 
-// Where the file calls of an object go, and what the first of them that failed was.
+// The file functions of an object, and the first call that failed.
 typedef struct fsdpi_ck_disk {
     const fsdp_file_ops *ops;
     void *user;
-    uint32_t moves;    // file calls that have ended: a worker that stands still is seen by it
-    const char *doing; // the file call under way, and its path: for the text of one that stalls
+    uint32_t moves;    // file calls that have ended: if it stays, the worker stalls
+    const char *doing; // the file call under way, and its path, for the text of a stall
     const char *path;
-    uint32_t left;      // 1: the caller has given the worker up, and ends what it works with
+    uint32_t left;      // 1: the caller has given the worker up
     fsdp_status status; // of the first failure
     int error;          // its errno value; 0: none
     char text[FSDP_CHECKPOINT_PATH + 256];
@@ -176,7 +176,7 @@ static fsdp_status fsdpi_ck_fault(fsdpi_ck_disk *d, fsdp_status status, const ch
     return d->status = status;
 }
 
-// A file call has come back. If the caller has left meanwhile, there is no further one.
+// A file call has ended. If the caller has given the worker up, it makes no other one.
 static int fsdpi_ck_moved(fsdpi_ck_disk *d) {
     __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
     if (!__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) return 1;
@@ -190,7 +190,7 @@ static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const cha
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
-// A file call has returned `error`: IO with what, where and why.
+// A file call has returned `error`: the text says which call, on which path, and why.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
     if (!fsdpi_ck_moved(d)) return d->status;
     if (!error) return FSDP_OK;
@@ -213,7 +213,7 @@ static fsdp_status fsdpi_ck_sync(fsdpi_ck_disk *d, void *file, const char *path)
     while (error == EINTR) error = d->ops->sync(d->user, file);
     return fsdpi_ck_end(d, error, path);
 }
-// Also after a failure: a file is always closed.
+// Closes a file, also after a failure.
 static fsdp_status fsdpi_ck_close(fsdpi_ck_disk *d, void *file, const char *path) {
     (void)fsdpi_ck_begin(d, "close", path);
     if (!file) return d->status;
@@ -231,7 +231,7 @@ static fsdp_status fsdpi_ck_rename(fsdpi_ck_disk *d, const char *from, const cha
     return fsdpi_ck_end(d, d->ops->rename(d->user, from, to), to);
 }
 
-// All of nbytes, in pieces: a call that was interrupted or cut short is continued.
+// Writes nbytes in pieces. If a call was interrupted or wrote less, it goes on.
 static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path, const void *data,
                                   int64_t nbytes, int64_t at) {
     const char *from = (const char *)data;

@@ -17,15 +17,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: the names in the directory of a run, and what is removed. Runs in rank 0's worker. An old
-// checkpoint is renamed first, so that nobody finds half of one.
+// Owns: the names in the directory of a run, and which of them are removed. It runs in rank 0's
+// worker. An old checkpoint is renamed before it is removed, so that no reader finds half of one.
 
 enum {
-    FSDPI_CK_MOST_STEPS = 4096, // looked at in one pass; a later save sees the rest
-    FSDPI_CK_MOST_DEPTH = 16    // of directories in a checkpoint, which are somebody else's
+    FSDPI_CK_MOST_STEPS = 4096, // in one pass; a later save sees the rest
+    FSDPI_CK_MOST_DEPTH = 16    // of directories that another program put into a checkpoint
 };
 
-// step-NNNNNNNN: its number, of those that a manifest can have; -1: another name.
+// The number of step-NNNNNNNN, if a manifest can have it; -1: another name.
 static int64_t fsdpi_ck_step_of(const char *name) {
     char again[FSDPI_CK_LEAF];
     int64_t step = 0;
@@ -42,7 +42,7 @@ static int fsdpi_ck_by_step(const void *a, const void *b) { // newest first
     int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return x > y ? -1 : x < y;
 }
-// Of more steps than there is room for, the newest stay.
+// If there are more steps than room, the newest ones are noted.
 static int fsdpi_ck_note_step(void *arg, const char *name) {
     fsdpi_ck_listing *l = (fsdpi_ck_listing *)arg;
     int64_t step = fsdpi_ck_step_of(name);
@@ -57,7 +57,7 @@ static int fsdpi_ck_note_step(void *arg, const char *name) {
     if (step > l->steps[oldest]) l->steps[oldest] = step;
     return 0;
 }
-/* The steps in dir, newest first. */
+/* Lists the steps in dir, newest first. */
 static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_ck_listing *l) {
     l->num = 0;
     if (fsdpi_ck_begin(d, "list", dir)) return d->status;
@@ -69,7 +69,7 @@ static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_
 typedef struct fsdpi_ck_removal {
     fsdpi_ck_disk *d;
     const char *dir;
-    int depth; // of what is in it
+    int depth; // of its entries
     char path[FSDP_CHECKPOINT_PATH];
 } fsdpi_ck_removal;
 
@@ -80,7 +80,7 @@ static int fsdpi_ck_remove_name(void *arg, const char *name) {
         (void)fsdpi_ck_remove_tree(r->d, r->path, r->depth);
     return __atomic_load_n(&r->d->left, __ATOMIC_ACQUIRE) != 0;
 }
-// A link goes and what it points at stays: only what is a directory itself is listed.
+// It removes a link and not what it points at: it lists only real directories.
 static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     fsdpi_ck_removal r;
     int error = d->ops->remove(d->user, path, 0);
@@ -93,10 +93,10 @@ static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     if (!fsdpi_ck_moved(d)) return EIO;
     return error ? error : d->ops->remove(d->user, path, 1);
 }
-/* Remove a directory and all that is in it as far as that goes. Returns an errno value. */
+/* Removes a directory and all that is in it, as far as it can. Returns an errno value. */
 static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
     int error = 0;
-    for (int tries = 0; tries < 3; tries++) { // names may be passed over while others go
+    for (int tries = 0; tries < 3; tries++) { // a listing may miss names while others are removed
         error = fsdpi_ck_remove_tree(d, dir, 0);
         if (!error || error == ENOENT) return 0;
         if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) break;
@@ -111,7 +111,7 @@ typedef struct fsdpi_ck_leftovers {
     int error;
 } fsdpi_ck_leftovers;
 
-// What a killed job or a failed removal has left. The caller owns the directory (desc.keep).
+// Removes what a killed job or a failed removal has left. With desc.keep the directory is ours.
 static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
     fsdpi_ck_leftovers *l = (fsdpi_ck_leftovers *)arg;
     if (strncmp(name, ".tmp-step-", 10) != 0 && strncmp(name, ".tmp-delete-", 12) != 0) return 0;
@@ -120,7 +120,7 @@ static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
     return 0;
 }
 
-/* Remove what desc.keep does not keep, behind the commit of `step`. Returns an errno value: then
+/* After the commit of `step`, removes what desc.keep does not keep. Returns an errno value if
    something old is left. */
 static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, const char *dir,
                          int64_t step, int64_t *steps) {
@@ -132,7 +132,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
     if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
     for (int32_t i = 0; i < l.num; i++) {
-        if (i < desc->keep - 1) continue; // with `step` the newest ones
+        if (i < desc->keep - 1) continue; // the newest ones, with `step`
         if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
         fsdpi_ck_step_name(name, l.steps[i]);
         int fits = fsdpi_ck_join(from, dir, name);

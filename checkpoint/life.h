@@ -77,7 +77,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
-    if (ck->stuck) { // a thread still looks at it, and ends when its file call comes back
+    if (ck->stuck) { // a thread still uses it, and ends after its file call
         FSDPI_CK_PUT(&ck->worker.stop, 1);
         (void)pthread_detach(ck->worker.thread);
         return;
@@ -86,7 +86,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(m, rooms[i]);
     fsdp_free(m, FSDP_MEMORY_HOST, ck, (int64_t)sizeof *ck);
 }
-// The model ends, or fsdp_checkpoint_destroy: a save under way is given up.
+// The model or the checkpoint object ends: a save under way is given up.
 static void fsdpi_ck_end_of_model(void *user) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)user;
     fsdpi_ck_watch watch = {0, 0};
@@ -174,7 +174,7 @@ static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
     return status;
 }
 
-// Up to the point where the worker writes and everything is copied.
+// Begins a save: afterwards the worker writes, and all is copied.
 static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, const char *dir,
                                        int64_t step, int is_async) {
     fsdpi_ck_save *s = &ck->save;
@@ -203,7 +203,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     status = fsdpi_ck_follow(ck, call, status);
     if (status) return status;
     int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
-    // If there is room for everything, nobody writes while this rank copies.
+    // If the stage has room for everything, the worker writes only after the copies.
     fsdp_status mine = copies_first ? fsdpi_ck_copy(ck) : FSDP_OK;
     if (!mine) mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
     if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
@@ -261,7 +261,7 @@ static void fsdpi_ck_find_steps(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_disk *d = &ck->disk;
     if (!fsdpi_ck_list_steps(d, ck->io.path, &ck->found) || d->error != ENOENT) return;
-    fsdpi_ck_forget(d); // no run yet: a save makes its directory, but not the one that it is in
+    fsdpi_ck_forget(d); // no run yet: a save makes its directory, but not the parent of it
     fsdpi_ck_parent(ck->save.scratch, ck->io.path);
     if (fsdpi_ck_begin(d, "list", ck->save.scratch)) return;
     int error = d->ops->list(d->user, ck->save.scratch, fsdpi_ck_stop_at_once, NULL);
@@ -269,7 +269,7 @@ static void fsdpi_ck_find_steps(void *arg) {
         fsdpi_ck_no_parent(d, ck->io.path);
 }
 
-// Is this one complete? Its manifest is right, and its files are there with their sizes.
+// Is a checkpoint complete? Its manifest has to be right, and its files there with their sizes.
 static fsdp_status fsdpi_ck_look_at(fsdp_checkpoint *ck, const char *path, int *complete) {
     fsdpi_ck_opened o;
     fsdpi_ck_manifest m;
@@ -292,7 +292,7 @@ static fsdp_status fsdpi_ck_look_at(fsdp_checkpoint *ck, const char *path, int *
         }
     }
     fsdpi_ck_opened_end(&ck->io, &o);
-    // A broken checkpoint is passed over; a file system that fails, and no memory, are failures.
+    // It skips a broken checkpoint. If the file system fails, or memory is short, the call fails.
     return status == FSDP_ERR_CORRUPT || status == FSDP_ERR_UNSUPPORTED ? FSDP_OK : status;
 }
 
@@ -356,7 +356,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
     fsdpi_ck_load *l = (fsdpi_ck_load *)room.ptr;
     if (!mine) memset(l, 0, sizeof *l);
-    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // else a thread still looks at it
+    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // else a thread still uses it
     if (!mine)
         mine = fsdp_desc_read(ck->world, &l->desc, desc, sizeof l->desc,
                               "fsdp_checkpoint_load_desc");
@@ -373,7 +373,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
     if (!mine && !status) mine = fsdpi_ck_same_args(ck, call, &args, &first);
     if (!status) status = fsdpi_ck_agree(ck->world, call, mine);
-    int began = !status; // only then may a worker that hangs look into the room
+    int began = !status; // else no worker can use the room
     if (began) {
         l->ck = ck;
         l->io = &ck->io;

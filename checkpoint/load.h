@@ -19,8 +19,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the plan of a load. Everything that can be wrong about names, shapes and dtypes is found
-// before anything is changed; the ranks agree on it.
+// Owns: the plan of a load. All errors in names, shapes and dtypes are found before a value
+// changes, and all ranks agree about them.
 
 typedef struct fsdpi_ck_load {
     fsdp_checkpoint *ck;
@@ -28,16 +28,16 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_io *io;
     fsdpi_ck_opened opened;
     fsdpi_ck_reader reader;
-    fsdpi_ck_room numbers; // f64 or i64 as they were read, for the numbers of extensions
-    fsdpi_ck_room flags;   // of each tensor of the table: FSDPI_CK_*
+    fsdpi_ck_room numbers; // numbers of extensions as the files have them: f64 or i64
+    fsdpi_ck_room flags;   // FSDPI_CK_* for each tensor of the table
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
     int num_wanted, num_missing, num_extra;
-    int num_blobs, num_states; // of those that are missing
-    int num_dropped;           // states of a parameter of this model, which no extension takes
+    int num_blobs, num_states; // that are missing
+    int num_dropped;           // states of a parameter of this model that no extension takes
 } fsdpi_ck_load;
 
-// What becomes of a tensor: it keeps its value, is read, is read as an integer, or becomes zero.
+// A tensor keeps its value, is read, is read as an integer, or becomes zero.
 enum { FSDPI_CK_LEFT = 0, FSDPI_CK_READ, FSDPI_CK_INTEGER, FSDPI_CK_ZERO };
 
 // At most three names in a text.
@@ -68,7 +68,7 @@ static fsdp_status fsdpi_ck_differs(fsdpi_ck_load *l, const char *name, fsdp_dty
                      "[E436] %s: '%s' is %s there, and %s here%s", l->io->call, name, a, b, hint);
 }
 
-// May elements of dtype `there` become elements of x?
+// Can elements of dtype `there` be read into x?
 static int fsdpi_ck_takes(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x, fsdp_dtype there) {
     if (there == x->file_dtype) return 1;
     if (x->file_dtype != x->dtype) return there == FSDP_F32 || there == FSDP_I64; // a number
@@ -76,7 +76,7 @@ static int fsdpi_ck_takes(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x, fsdp
            fsdp_dtype_is_float(x->file_dtype);
 }
 
-/* One source of a tensor: rows of dim 0 (after transposing) that begin at `row` of the whole. */
+/* Wants one source of a tensor: rows of dim 0 (after transposing), from `row` of the whole on. */
 static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                                         const fsdp_checkpoint_source *s, int64_t first_box,
                                         int64_t count, int64_t *row, char *to) {
@@ -132,7 +132,7 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return fsdpi_ck_add_want(&l->reader, &w, first_box, count);
 }
 
-// Which sources a tensor has: those of the trainer, or its own name.
+// The sources of a tensor: those that the trainer gives, or its own name.
 static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                             fsdp_checkpoint_source *out) {
     memset(out, 0, FSDP_CHECKPOINT_SOURCES * sizeof *out);
@@ -141,8 +141,8 @@ static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
     return l->desc.source(l->desc.user, &x->view, out);
 }
 
-// The names of the files that begin so, one after another: *at is the box to look at next, at first
-// -1. NULL: there is no further one.
+// The next name in the files that begins with the prefix; NULL: there is no other one. *at: the box
+// from which to search; -1 at first.
 static const char *fsdpi_ck_next_name(const fsdpi_ck_opened *o, const char *prefix, int64_t *at) {
     if (*at < 0) (void)fsdpi_ck_boxes_of(o, prefix, at);
     if (*at >= o->num_boxes) return NULL;
@@ -151,8 +151,8 @@ static const char *fsdpi_ck_next_name(const fsdpi_ck_opened *o, const char *pref
     while (++*at < o->num_boxes && strcmp(o->boxes[*at].entry->name, name) == 0) continue;
     return name;
 }
-// The parameter of this model that a name "optim.state.PARAMETER.STATE" is of: names of both may
-// have dots. NULL: another model's.
+// The parameter in a name "optim.state.PARAMETER.STATE"; both may have dots. NULL: this model has
+// no such parameter.
 static fsdpi_ck_tensor *fsdpi_ck_owner(const fsdpi_ck_table *t, const char *name) {
     char param[FSDP_CHECKPOINT_NAME + 128], *dot;
     snprintf(param, sizeof param, "%s", name + strlen(FSDPI_CK_STATES));
@@ -174,7 +174,7 @@ static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return 0;
 }
 
-// The checkpoint lacks a tensor: what becomes of it?
+// What to do with a tensor that the checkpoint lacks.
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
@@ -188,8 +188,9 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
     return FSDPI_CK_LEFT;
 }
 
-// Rows that a source has: those that it tells, or all of its tensor's after `first`. -1: the files
-// lack it, and it tells none. 0: what it tells is refused when it is wanted.
+// The rows of a source: its own number, or else all rows of its tensor after `first`. -1: it has no
+// number, and the files lack the tensor. 0: its number is wrong, which fails later, when it is
+// wanted.
 static int64_t fsdpi_ck_rows_of(const fsdpi_ck_load *l, const fsdp_checkpoint_source *s) {
     int64_t first, there[FSDP_MAX_DIMS] = {0};
     int64_t count = fsdpi_ck_boxes_of(&l->opened, s->name, &first);
@@ -208,7 +209,8 @@ static fsdp_status fsdpi_ck_wrong_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *
                      x->name, (long long)rows, (long long)x->whole[0]);
 }
 
-// Each source has its rows, whatever is missing: one that tells none has what the others leave.
+// Gives each source its rows, even if tensors are missing: one source without a number has the rows
+// that the others leave.
 static fsdp_status fsdpi_ck_settle_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                                         fsdp_checkpoint_source *s, int num) {
     fsdp_checkpoint_source *untold = NULL;
@@ -217,7 +219,7 @@ static fsdp_status fsdpi_ck_settle_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor 
         if (s[i].rows < 0 || s[i].rows > x->whole[0]) return fsdpi_ck_wrong_rows(l, x, s[i].rows);
         int64_t rows = fsdpi_ck_rows_of(l, &s[i]);
         if (rows >= 0) {
-            told += fsdpi_ck_less(rows, x->whole[0] + 1); // a number of a stranger
+            told += fsdpi_ck_less(rows, x->whole[0] + 1); // the trainer's number may be wrong
         } else if (untold && l->desc.partial) {
             return fsdp_fail(l->ck->world, FSDP_ERR_INVALID_ARG,
                              "[E451] %s: %s lacks '%s' and '%s', sources of '%s' that do not tell "
@@ -239,7 +241,7 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     fsdp_checkpoint_source s[FSDP_CHECKPOINT_SOURCES];
     int64_t row = 0, first = 0;
     *flag = FSDPI_CK_LEFT;
-    // Without elements neither a parameter nor its states are in files.
+    // A parameter without elements, and its states, are in no file.
     const fsdpi_ck_tensor *p = x->ordinal < 0 ? x : fsdpi_ck_param_of(&l->ck->table, x);
     if (fsdpi_ck_volume(p->ndim, p->whole) == 0) return FSDP_OK;
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
@@ -281,7 +283,7 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     return x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
 }
 
-// Names that nobody on this rank has asked for.
+// Counts names that this rank has not asked for.
 static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
     const fsdpi_ck_table *t = &l->ck->table;
     const char *name;
@@ -292,7 +294,7 @@ static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
     }
 }
 
-// States that are wanted: not by params_only, and a source tells of parameters alone.
+// Does the load want states? Not with params_only, nor with desc.source, which is for parameters.
 static int fsdpi_ck_wants_states(const fsdpi_ck_load *l) {
     return !l->desc.params_only && !l->desc.source;
 }
@@ -300,8 +302,8 @@ static void fsdpi_ck_drop_state(fsdpi_ck_load *l, const char *name) {
     fsdpi_ck_name_some(l->dropped, sizeof l->dropped, ++l->num_dropped, name);
 }
 
-// The files have states of a parameter that has none here, since it is frozen: its optimizer holds
-// them for the thaw. With skip_frozen nobody asks for them.
+// If the files have states of a frozen parameter, which has none here, its optimizer keeps them
+// until the thaw. With skip_frozen they are not read.
 static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     fsdp_status status = FSDP_OK;
@@ -317,7 +319,7 @@ static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
     return status || !held ? status : fsdpi_ck_tabulate(ck, l->io->call, 0);
 }
 
-// States of parameters of this model that nothing here takes.
+// Counts states of parameters of this model that no extension takes.
 static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     const fsdpi_ck_table *t = &ck->table;
@@ -338,7 +340,7 @@ static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
     return status;
 }
 
-// The lowest rank that drops states says so.
+// The lowest rank that drops states warns of it.
 static fsdp_status fsdpi_ck_tell_dropped(const fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     int32_t first = l->num_dropped ? ck->rank : ck->size;
@@ -373,9 +375,10 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Phases. In each of them a rank does its own part and then follows the others.
+// Phases. In each of them a rank does its own part, and then makes rounds until all have done
+// theirs.
 
-// Rank 0 fetches the headers, all get them.
+// Rank 0 reads the headers, and all ranks get them.
 static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     fsdp_checkpoint *ck = l->ck;
     fsdp_status mine = ck->rank == 0 ? fsdpi_ck_fetch(l->io, path, &l->opened.bulk) : FSDP_OK;
@@ -403,14 +406,14 @@ static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
     return status ? status : fsdpi_ck_plan(l);
 }
 
-// The ranks share the work of such a job.
+// Runs a job that the ranks share.
 static fsdp_status fsdpi_ck_verify_as(fsdpi_ck_load *l, fsdpi_ck_job job) {
     l->verify.r = &l->reader;
     l->verify.mine = l->ck->rank, l->verify.of = l->ck->size;
     return fsdpi_ck_follow(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
 }
 
-// Zeros for states that the checkpoint lacks; numbers to where they belong.
+// Sets states that the checkpoint lacks to zero, and copies numbers to their places.
 static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < l->ck->table.num && !status; i++) {
@@ -438,14 +441,14 @@ static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
     return status;
 }
 
-// Read into the model. From here on a failure leaves it undefined.
+// Reads into the model. After a failure its values are undefined.
 static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     fsdp_status status = fsdp_params_writable(l->ck->model);
     if (!status) status = fsdpi_ck_read_all(&l->reader);
     return status ? status : fsdpi_ck_settle(l);
 }
 
-// What the ranks have to pass alike. l is NULL without memory: then another rank's failure counts.
+// The arguments that have to be equal on all ranks. l NULL: this rank had no memory, and fails.
 static void fsdpi_ck_load_args(const fsdpi_ck_load *l, const char *path, fsdpi_ck_args *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->path, sizeof out->path, "%s", path ? path : "");

@@ -17,9 +17,9 @@
 #include <string.h>
 
 // Owns: manifest.json (docs/checkpoints.md). It is the last file that is written: files, sizes and
-// checksums. What lies where is in the headers of the data files.
+// checksums. The headers of the data files say where each tensor lies.
 
-// One data file of a checkpoint, as the manifest tells it.
+// One data file of a checkpoint, as in the manifest.
 typedef struct fsdpi_ck_file {
     const char *name;
     int64_t bytes, header; // of the file; N of its header
@@ -54,7 +54,7 @@ static int64_t fsdpi_ck_print_begin(fsdp_safetensors_entry *entries, int64_t num
     return n < 0 ? n : 8 + n;
 }
 
-// What the text of a manifest takes at most.
+// The most bytes of a manifest's text.
 static int64_t fsdpi_ck_manifest_room(int64_t num_files, int64_t num_crcs) {
     return 256 + num_files * 256 + num_crcs * 8;
 }
@@ -102,9 +102,10 @@ static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, i
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Reading: what stands in the file is of strangers. It is read twice: to measure, with room.
+// Reading. The bytes of the file are not trusted. It is read twice: first to measure, then with
+// room.
 
-// A name that ends so: no path, no dot at its begin, and only plain characters.
+// Is it a plain name with this end: no path, no dot at its begin, and only plain characters?
 static int fsdpi_ck_is_plain(const char *name, const char *end) {
     size_t n = strlen(name), k = strlen(end);
     if (n <= k || n > 255 || *name == '.' || strcmp(name + n - k, end) != 0) return 0;
@@ -128,7 +129,7 @@ static int64_t fsdpi_ck_index_stem(const char *name) {
 typedef struct fsdpi_ck_manifest {
     int64_t step, world;
     int64_t num_files, num_crcs, text_bytes;
-    fsdpi_ck_file *files; // rooms, or all NULL: measure
+    fsdpi_ck_file *files; // files, crcs, text: room for them, or NULL to measure
     uint32_t *crcs;
     char *text;
     fsdpi_st_reader r;
@@ -249,8 +250,8 @@ static int fsdpi_ck_by_leaf(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_file *)a)->name, ((const fsdpi_ck_file *)b)->name);
 }
 
-/* Read a manifest: with files, crcs and text NULL it measures. Result: OK; CORRUPT or UNSUPPORTED,
-   and why. */
+/* Reads a manifest; with files, crcs and text NULL it measures. Returns OK, or CORRUPT or
+   UNSUPPORTED, and why. */
 static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *text, int64_t nbytes,
                                            char *why, size_t cap) {
     static const char tail[] = ",\n\"crc32c\":\"";
@@ -291,12 +292,12 @@ static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *tex
 // One line of an index of Hugging Face: which file a tensor is in.
 typedef struct fsdpi_ck_where {
     const char *name, *leaf;
-    int there; // 1: in files that the index does not say; 2: where it says
+    int there; // 1: the tensor is in other files only; 2: it is in this file
 } fsdpi_ck_where;
 
 typedef struct fsdpi_ck_index {
     int64_t num, text_bytes;
-    fsdpi_ck_where *list; // rooms, or both NULL: measure
+    fsdpi_ck_where *list; // list, text: room for them, or NULL to measure
     char *text;
 } fsdpi_ck_index;
 

@@ -14,8 +14,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: rounds. In a phase each rank makes file calls of its own. It meets the others in small
-// collectives until none is busy: so no collective waits for a disk longer than a nap.
+// Owns: rounds. In a phase each rank makes its own file calls. Meanwhile all ranks make a small
+// collective after each nap, until no rank is busy: so no collective waits long for a disk.
 
 #define FSDPI_CK_NAP INT64_C(100000000) // nanoseconds between two rounds of a rank that waits
 
@@ -29,18 +29,18 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
     return status;
 }
 
-// Do two texts tell the same failure, each of its own rank? Both begin with "rank N: [E".
+// Do two texts have the same failure, each with its own rank? Both begin with "rank N: [E".
 static int fsdpi_ck_is_same_text(const char *a, const char *b) {
     const char *x = strchr(a, '['), *y = strchr(b, '[');
     return x && y && strcmp(x, y) == 0;
 }
 
-/* If `mine` is a failure on any rank, all return the failure of the lowest one. Its text is that
-   of the rank's last error. What this rank has logged itself is not logged again. */
+/* If `mine` is a failure on any rank, all ranks return the failure of the lowest such rank, with
+   the text of its last error. A rank that has logged the same text does not log it again. */
 static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
-        char text[1024]; // as a world's last error
+        char text[1024]; // as long as a world's last error
     } told;
     const int32_t rank = fsdp_rank(world), size = fsdp_world_size(world);
     int32_t first = mine ? rank : size;
@@ -56,9 +56,9 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     return fsdp_fail(world, (fsdp_status)told.status, "[E421] %s failed on %s", call, told.text);
 }
 
-// What the caller of a save or a load has passed. All ranks compare theirs with rank 0's.
+// The arguments of a save or a load. All ranks compare theirs with those of rank 0.
 typedef struct fsdpi_ck_args {
-    uint64_t nonce; // of a save
+    uint64_t nonce; // of a save: fsdpi_ck_nonce
     int64_t step;
     int32_t params_only, has_source, verify, reserved;
     char path[FSDP_CHECKPOINT_PATH];
@@ -90,8 +90,8 @@ static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
                   : fsdpi_ck_same_number(ck, call, "desc.verify", mine->verify, first->verify);
 }
 
-/* The worker's failure becomes this call's. A worker whose file call does not move for stall_ms is
-   left behind with all its memory. */
+/* The worker's failure becomes that of this call. If a file call has not moved for stall_ms, the
+   worker is given up, and its memory stays. */
 static fsdp_status fsdpi_ck_told(fsdp_checkpoint *ck, const char *call) {
     if (ck->stuck)
         return fsdp_fail(ck->world, FSDP_ERR_IO,
@@ -103,7 +103,7 @@ static fsdp_status fsdpi_ck_told(fsdp_checkpoint *ck, const char *call) {
                : FSDP_OK;
 }
 
-// Has the worker stood still for too long?
+// Has no file call of the worker ended for too long?
 static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
     uint32_t moves = FSDPI_CK_GET(&ck->disk.moves);
     int64_t now = fsdpi_ck_now();
@@ -116,7 +116,7 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
     FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
-/* Begin a job of the worker. */
+/* Begins a job of the worker. */
 static fsdp_status fsdpi_ck_hand(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
                                  void *arg) {
     int error = fsdpi_ck_start(&ck->worker);
@@ -125,12 +125,12 @@ static fsdp_status fsdpi_ck_hand(fsdp_checkpoint *ck, const char *call, fsdpi_ck
                          "[E424] %s: cannot start a worker thread: %s (%d)", call, strerror(error),
                          error);
     fsdpi_ck_forget(&ck->disk);
-    ck->disk.doing = "the start", ck->disk.path = "the worker thread"; // for a stall before a call
+    ck->disk.doing = "the start", ck->disk.path = "the worker thread"; // if it stalls at once
     fsdpi_ck_give(&ck->worker, job, arg);
     return FSDP_OK;
 }
 
-/* Wait for the worker, and meet the others meanwhile: they wait for their own, or follow. */
+/* Waits for the worker, with rounds meanwhile: the others wait for their workers, or follow. */
 static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     fsdpi_ck_watch watch = {0, 0};
     int any_busy, any_failed;
@@ -146,7 +146,7 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     return status;
 }
 
-/* One job of the worker from begin to end: a step of a phase. */
+/* Runs one job of the worker: a step of a phase. */
 static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
                                 void *arg) {
     fsdp_status status = fsdpi_ck_hand(ck, call, job, arg);
@@ -154,14 +154,14 @@ static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_
     return status ? status : fsdpi_ck_told(ck, call);
 }
 
-/* This rank's part of a phase has ended with `mine`: meet the others until theirs have, too. */
+/* This rank's part of a phase has ended with `mine`: rounds until those of all ranks have ended. */
 static fsdp_status fsdpi_ck_gather_in(fsdp_checkpoint *ck, fsdp_status mine, int *any_failed) {
     int any_busy = 1;
     fsdp_status status = FSDP_OK;
     while (!status && any_busy) status = fsdpi_ck_round(ck, 0, mine != 0, &any_busy, any_failed);
     return status;
 }
-/* The same; all return OK, or the failure of the lowest rank that failed. */
+/* The same. All ranks return OK, or the failure of the lowest rank that failed. */
 static fsdp_status fsdpi_ck_follow(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed = 0;
     fsdp_status status = fsdpi_ck_gather_in(ck, mine, &any_failed);

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Memory comes from the model's allocator; where there is no model, from calloc. A room only grows.
+// Memory from the model's allocator, or from calloc if there is no model. A room only grows.
 typedef struct fsdpi_ck_room {
     void *ptr;
     int64_t cap;
@@ -31,7 +31,7 @@ static void fsdpi_ck_free(fsdp_model *m, fsdpi_ck_room *room) {
     else free(room->ptr);
     room->ptr = NULL, room->cap = 0;
 }
-// Room for `bytes`, of which the first `used` stay.
+// Makes room for `bytes`. The first `used` bytes stay.
 static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_room *room, int64_t bytes,
                                     int64_t used) {
     fsdpi_ck_room larger = {NULL, bytes};
@@ -48,16 +48,16 @@ static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_room *room, int64_t 
 // One tensor of this rank: its box in the whole tensor, and where the box lies in memory.
 typedef struct fsdpi_ck_tensor {
     const char *name; // in files
-    int64_t name_at;  // of it in the table's text
+    int64_t name_at;  // its place in the table's text
     fsdp_dtype dtype; // in memory
     fsdp_dtype
-        file_dtype; // in files: a number of an extension, an I64, is an F64 as PyTorch's step
+        file_dtype; // in files: an I64 of an extension is an F64 there, as PyTorch's step
     int32_t ndim;
-    int32_t memory;              // FSDP_MEMORY_*, of data
-    int32_t ordinal;             // of its parameter; -1: of none
+    int32_t memory;              // FSDP_MEMORY_* of its data
+    int32_t ordinal;             // of its parameter; -1: it has none
     int32_t place;               // 0: a parameter; 1, 2, ...: the states of that parameter
     int32_t blob;                // index of a blob; -1: it is none
-    int32_t holder, num_holders; // of the ranks that hold this very box, which one this is
+    int32_t holder, num_holders; // ranks that hold the same box; the index of this one
     int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS], whole[FSDP_MAX_DIMS];
     int64_t numel; // of the box
     void *data;
@@ -66,7 +66,7 @@ typedef struct fsdpi_ck_tensor {
 
 // All tensors of a rank: what a save writes and a load fills.
 typedef struct fsdpi_ck_table {
-    fsdpi_ck_room tensors, text, order, base; // order: by name; base: of each parameter its tensor
+    fsdpi_ck_room tensors, text, order, base; // order: by name; base: each parameter's tensor
     int32_t num;
     int64_t text_used;
 } fsdpi_ck_table;
@@ -84,7 +84,7 @@ typedef struct fsdpi_ck_listing {
     int64_t below; // only steps < below
 } fsdpi_ck_listing;
 
-// File calls of a find or a load, as jobs of the worker.
+// The file calls of a find or a load, as jobs of the worker.
 typedef struct fsdpi_ck_open_job { // open a file, or find out that there is none
     fsdpi_ck_disk *disk;
     const char *path;
@@ -105,48 +105,48 @@ typedef struct fsdpi_ck_list_job { // names of data files and of indices, one af
     const char *path;
     char *to;
     int64_t cap, used, num, has_manifest;
-    int64_t newest;  // of the names that look like a checkpoint in a directory of them; -1: none
+    int64_t newest;  // step of the newest checkpoint in the directory; -1: it has none
     char inside[64]; // that name
     char pickle[64]; // a name that files of torch.save have; "": none
 } fsdpi_ck_list_job;
 
-// Who makes the file calls: an object's worker, meeting other ranks; or one process alone. The jobs
-// are here, so that a worker that hangs does not write into a stack that has gone.
+// How file calls are made: by an object's worker, with rounds of all ranks, or by one process
+// alone. It has the jobs: if the worker hangs, it must not write into a stack that is no more.
 typedef struct fsdpi_ck_io {
     fsdp_checkpoint *ck; // NULL: alone
-    fsdp_model *model;   // whose memory; NULL: calloc
+    fsdp_model *model;   // its allocator gives memory; NULL: calloc
     fsdp_world *world;   // for texts; NULL: none
-    char *text;          // alone: where texts of failures go; NULL: nowhere
+    char *text;          // alone: for texts of failures; NULL: they are lost
     size_t cap;
     fsdpi_ck_disk *disk;
     const char *call;
     fsdpi_ck_open_job open;
     fsdpi_ck_read_job read;
     fsdpi_ck_list_job list;
-    char path[FSDP_CHECKPOINT_PATH]; // of these jobs
+    char path[FSDP_CHECKPOINT_PATH]; // for these jobs
 } fsdpi_ck_io;
 
-enum { FSDPI_CK_IDLE = 0, FSDPI_CK_WRITING, FSDPI_CK_COMMITTING }; // what a save is about to do
+enum { FSDPI_CK_IDLE = 0, FSDPI_CK_WRITING, FSDPI_CK_COMMITTING }; // the next phase of a save
 
 typedef struct fsdpi_ck_save {
     int stage_of; // FSDPI_CK_*
     int64_t step, begin_ns;
     fsdpi_ck_room entries, names, header, spans, numbers;
     int32_t num_entries, num_spans;
-    int64_t header_bytes, data_bytes; // of this rank's file: 8 + N, and behind it
+    int64_t header_bytes, data_bytes; // of this rank's file: 8 + N, and the rest
     uint32_t header_crc;
-    uint64_t layout;     // hash of all that has been checked: 0: nothing yet
+    uint64_t layout;     // hash of the layout that has been checked; 0: none yet
     fsdpi_ck_room sizes; // [3 ranks]: of each rank header bytes, data bytes, header CRC
-    fsdpi_ck_room crcs;  // of all blocks of all files; this rank fills in its own
+    fsdpi_ck_room crcs;  // of all blocks of all files; a rank fills in its own
     int64_t num_crcs, first_crc;
     fsdpi_ck_room manifest;     // rank 0's
     fsdpi_ck_room stage;        // a ring of copies; none: the worker writes from the tensors
-    int64_t stage_bytes;        // of it that this save uses
-    int64_t produced, consumed; // bytes into it and out of it
+    int64_t stage_bytes;        // bytes of the stage that this save uses
+    int64_t produced, consumed; // bytes into the stage and out of it
     uint32_t given_up;          // 1: the producer has failed
     char dir[FSDP_CHECKPOINT_PATH], tmp[FSDP_CHECKPOINT_PATH], final[FSDP_CHECKPOINT_PATH];
     char file[FSDP_CHECKPOINT_PATH], scratch[FSDP_CHECKPOINT_PATH];
-    fsdpi_ck_watch watch; // of polls
+    fsdpi_ck_watch watch; // for polls
     int warned;           // the checkpoint is complete, but its directory was not synced, or
                           // an old one was not removed
 } fsdpi_ck_save;
@@ -160,10 +160,10 @@ struct fsdp_checkpoint {
     fsdpi_ck_room blobs; // copies of desc.blobs, and their names
     fsdpi_ck_disk disk;
     fsdpi_ck_worker worker;
-    int stuck; // the worker did not come back: its memory stays
+    int stuck; // 1: the worker hangs, and its memory stays
     fsdpi_ck_table table;
     fsdpi_ck_save save;
-    fsdpi_ck_io io;      // of find and load
+    fsdpi_ck_io io;      // for find and load
     fsdpi_ck_room steps; // for keep and find
     fsdpi_ck_listing found;
     fsdp_checkpoint_report report;

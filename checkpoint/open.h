@@ -21,8 +21,8 @@
 #include <string.h>
 
 // Owns: the way from a path to a sorted list of boxes. One process reads headers into one block of
-// bytes; all ranks get that block and understand it alike. A checkpoint of ours, of PyTorch, and a
-// model of Hugging Face differ in nothing but who tells the names of the files.
+// bytes. All ranks get that block, and make the same list from it. Checkpoints of this library, of
+// PyTorch and models of Hugging Face differ only in where the names of the files come from.
 
 /* -------------------------------------------------------------------------------------------- */
 // File calls as jobs.
@@ -46,8 +46,8 @@ static void fsdpi_ck_close_file(void *arg) {
     if (j->quiet) fsdpi_ck_forget(j->disk);
 }
 
-// Names that tell what a directory is that is no checkpoint: one that has some in it, of ours or of
-// other trainers; one with files of torch.save.
+// Notes names in a directory that is no checkpoint, for the error text: checkpoints in it, of this
+// library or of other trainers, or files of torch.save.
 static void fsdpi_ck_note_inside(fsdpi_ck_list_job *j, const char *name) {
     static const char *const begins[] = {"step-", "step_", "checkpoint-"};
     static const char *const ends[] = {".bin", ".pt", ".pth"};
@@ -85,7 +85,7 @@ static void fsdpi_ck_list_leaves(void *arg) {
                        j->path);
 }
 
-// A failure: of the world; alone it goes to the caller's text and not to a log.
+// A failure: of the world, or, without a world, in the caller's text and in no log.
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char *format, ...) {
     char text[FSDP_CHECKPOINT_PATH + 512];
@@ -97,7 +97,7 @@ static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char
     if (io->cap) snprintf(io->text, io->cap, "%s", text);
     return status;
 }
-// The disk's failure becomes that of a call without a worker.
+// A failure of the disk becomes that of a call without a worker.
 static fsdp_status fsdpi_ck_told_alone(fsdpi_ck_io *io) {
     return io->disk->status
                ? fsdpi_ck_fail(io, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
@@ -114,12 +114,12 @@ static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const ch
     return fsdpi_ck_fail(io, status, "[E435] %s: %s: %s", io->call, name, why);
 }
 
-// Memory that a worker that hangs may still use is left to the end of the process.
+// If the worker hangs, it may still use this memory: the memory stays until the process ends.
 static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_room *room) {
     if (!io->ck || !io->ck->stuck) fsdpi_ck_free(io->model, room);
 }
 
-// The jobs on the file `path`. open: its error may be that there is no such file.
+// Opens `path` for the jobs that follow. If there is no such file, open.error says so.
 static fsdp_status fsdpi_ck_open_path(fsdpi_ck_io *io, const char *path) {
     memset(&io->open, 0, sizeof io->open);
     if (path != io->path) snprintf(io->path, sizeof io->path, "%s", path);
@@ -132,7 +132,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
     io->read.to = to, io->read.at = 0, io->read.nbytes = nbytes;
     return fsdpi_ck_do(io, fsdpi_ck_read_bytes, &io->read);
 }
-// Also after a failure, whose status this returns then.
+// Closes the file. If `status` is a failure, returns that.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
     io->open.quiet = status != 0; // the text of the first failure stays
@@ -151,7 +151,7 @@ typedef struct fsdpi_ck_bulk {
     int64_t used;
 } fsdpi_ck_bulk;
 
-// A new piece; NULL data: its bytes come later. Returns where they go, or a failure.
+// A new piece. data NULL: its bytes come later. *where: their place.
 static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const void *data, int64_t nbytes,
                                 char **where) {
     int64_t padded = nbytes < 0 ? 0 : (nbytes + 7) / 8 * 8;
@@ -165,7 +165,7 @@ static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const void *d
     b->used += 8 + padded;
     return FSDP_OK;
 }
-// The next piece; its number of bytes.
+// The next piece. Returns its number of bytes.
 static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **where) {
     int64_t nbytes = 0;
     if (*at + 8 > b->used) return -1;
@@ -175,8 +175,8 @@ static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **w
     return nbytes;
 }
 
-// A whole file as a piece. there: out: 0: there is no such file (a piece that is none). What has
-// its name and is no file is a failure: nobody takes a checkpoint for one without a manifest.
+// A whole file as a piece. *there: 0: there is no such file, and the piece says so. If the name is
+// that of something else than a file, it fails: a checkpoint must not seem to lack a manifest.
 static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const char *dir,
                                        const char *leaf, int *there) {
     char path[FSDP_CHECKPOINT_PATH], *to = NULL;
@@ -227,7 +227,7 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_bulk *b, cons
 typedef struct fsdpi_ck_leaves {
     fsdpi_ck_room text, list;
     int64_t num;
-    const char *index[2]; // of a directory: names of its indices, the first two
+    const char *index[2]; // the first two names of indices in a directory
     int num_indices;
 } fsdpi_ck_leaves;
 static int fsdpi_ck_by_text(const void *a, const void *b) {
@@ -238,7 +238,7 @@ static int fsdpi_ck_has_leaf(const fsdpi_ck_leaves *l, const char *leaf) {
            bsearch((const void *)&leaf, l->list.ptr, (size_t)l->num, sizeof leaf, fsdpi_ck_by_text);
 }
 
-// An index that one knows to be meant stands first.
+// model.safetensors.index.json comes first: if it is there, it is the index that counts.
 static void fsdpi_ck_note_index(fsdpi_ck_leaves *l, const char *name) {
     int first = strcmp(name, "model.safetensors.index.json") == 0;
     if (first) l->index[1] = l->index[0];
@@ -250,7 +250,7 @@ static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsd
     fsdp_status status = FSDP_OK;
     snprintf(io->path, sizeof io->path, "%s", path);
     j->disk = io->disk, j->path = io->path;
-    do { // the first pass measures; a directory may grow meanwhile
+    do { // the first pass measures; the directory may grow until the second one
         j->to = (char *)l->text.ptr, j->cap = l->text.cap;
         status = fsdpi_ck_do(io, fsdpi_ck_list_leaves, j);
         if (!status && j->used > j->cap) status = fsdpi_ck_reserve(io->model, &l->text, j->used, 0);
@@ -266,7 +266,7 @@ static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsd
     return FSDP_OK;
 }
 
-// Reads the manifest or the index that is the piece at `text`; both passes.
+// Reads the manifest or the index in the piece `text`: one pass measures, a second one reads.
 static fsdp_status fsdpi_ck_get_manifest(fsdpi_ck_io *io, const char *text, int64_t nbytes,
                                          fsdpi_ck_manifest *m, fsdpi_ck_room *room) {
     char why[256] = "";
@@ -319,13 +319,13 @@ static fsdp_status fsdpi_ck_told_leaves(fsdpi_ck_io *io, const char *text, int64
     return FSDP_OK;
 }
 
-// The part of a path behind its last slash.
+// The part of a path after its last slash.
 static const char *fsdpi_ck_last_part(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 
-// A name that tells how many files belong together: model-00002-of-00003.safetensors.
+// A name that says how many files belong together: model-00002-of-00003.safetensors.
 typedef struct fsdpi_ck_shard {
     const char *name, *rest;    // rest: what follows the second number
     int64_t before, number, of; // before: bytes before the first number
@@ -371,7 +371,7 @@ static int fsdpi_ck_by_shard(const void *a, const void *b) {
     return order ? order : x->number < y->number ? -1 : x->number > y->number;
 }
 
-// Names that tell how many files there are: all of them are there.
+// If names say how many files belong together, all of these have to be there.
 static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
                                          const fsdpi_ck_leaves *l) {
     fsdpi_ck_room room = {NULL, 0};
@@ -405,8 +405,9 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
     return status;
 }
 
-// There is an index: it decides, but not against a file of its own name beside it, which other
-// programs would take. told: the files that it names. single: out: this file alone is meant.
+// There is an index, and it decides which files are read. If a file with the name of the index lies
+// beside it, which other programs would read, it fails. told: the files that the index names.
+// single: out: only this file is meant.
 static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const fsdpi_ck_leaves *l,
                                         const fsdpi_ck_leaves *told, char single[256]) {
     const char *index = l->index[0], *lacks = NULL;
@@ -419,7 +420,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
         else if (!lacks) lacks = leaf;
     }
     const int beside = fsdpi_ck_has_leaf(l, single) && !fsdpi_ck_has_leaf(told, single);
-    if (beside && !there) return FSDP_OK; // what the index was for has gone
+    if (beside && !there) return FSDP_OK; // the files of the index have gone
     if (beside)
         snprintf(why, sizeof why,
                  "it has %.250s and %.250s, which names other files: one of the two is of another "
@@ -436,7 +437,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
     return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why) : FSDP_OK;
 }
 
-// No data file and no manifest: what is it, then?
+// There is no data file and no manifest: the text says what there is.
 static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
     char why[400];
     int pickled = 0;
@@ -466,7 +467,8 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
                                      "checkpoint?");
 }
 
-// A directory of others: the index and its name as pieces, and the data files in `told`.
+// A directory of another program: index and name of the index as pieces, and the data files in
+// `told`.
 static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
                                          fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
     char single[256] = "";
@@ -526,9 +528,9 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
     return status;
 }
 
-/* Rank 0, or a process alone: all headers of what is at path. */
+/* On rank 0, or without a world: reads all headers of what is at path. */
 static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
-    fsdpi_ck_leaves l[2]; // of the directory, and those that are read
+    fsdpi_ck_leaves l[2]; // names in the directory, and those that are read
     memset(l, 0, sizeof l);
     b->used = 0;
     fsdp_status status = fsdpi_ck_open_path(io, path);
@@ -556,21 +558,21 @@ typedef struct fsdpi_ck_part { // a data file
     int64_t bytes, header; // of the file; 8 + N
     int64_t first, num;    // its entries
     const char *text;      // of the header, from the first byte of the file on
-    const uint32_t *crcs;  // NULL: nothing tells them
+    const uint32_t *crcs;  // NULL: there are none
 } fsdpi_ck_part;
 
 typedef struct fsdpi_ck_opened {
     fsdpi_ck_bulk bulk;
     fsdpi_ck_room told, work; // of manifest or index; entries, boxes, parts, names
-    int64_t step;             // -1: no manifest tells it
-    int64_t world;            // ranks that saved it; 0: not told
+    int64_t step;             // -1: there is no manifest
+    int64_t world;            // ranks that saved it; 0: unknown
     int64_t num_parts, num_boxes, total_bytes;
     fsdpi_ck_part *parts;
     fsdp_safetensors_entry *entries;
     fsdpi_ck_box *boxes; // sorted by name and start
     const char *dir;     // the path
     int64_t is_file;     // 1: the path is the only part itself
-    int untold;          // 1: boxes whose files do not tell the whole shape, as those of PyTorch
+    int untold;          // 1: files do not have the whole shape of a box's tensor, as PyTorch's
 } fsdpi_ck_opened;
 
 static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
@@ -579,7 +581,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     fsdpi_ck_drop(io, &o->work);
 }
 
-// One data file of the block: its pieces, parsed; measure if there is no room yet.
+// Parses the pieces of one data file. Without room, it measures.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
     const char *name = "", *size = NULL, *header = NULL;
@@ -614,7 +616,7 @@ static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int6
     return FSDP_OK;
 }
 
-// A manifest: the files have the sizes, headers and ranks that it tells.
+// If there is a manifest, the files have to have its sizes, headers and ranks.
 static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *text,
                                            int64_t nbytes) {
     fsdpi_ck_manifest m;
@@ -641,8 +643,8 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
 static int fsdpi_ck_by_where(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_where *)a)->name, ((const fsdpi_ck_where *)b)->name);
 }
-// An index decides which file a tensor is taken from. Every tensor of the files is named, and every
-// name is in the file that the index says; boxes of other files are dropped.
+// If there is an index, it says in which file each tensor is. It has to name every tensor of the
+// files, and the file has to have the tensor. Boxes of the tensor in other files are dropped.
 static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *name,
                                         const char *text, int64_t nbytes) {
     fsdpi_ck_index x;
@@ -675,7 +677,7 @@ static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, con
     return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, name, why) : FSDP_OK;
 }
 
-/* All ranks: files, entries and boxes, checked. */
+/* On all ranks: makes and checks files, entries and boxes. */
 static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     const char *manifest = NULL, *index = NULL, *index_name = NULL, *form = NULL;
     int64_t at = 0, chars = 0;
@@ -721,7 +723,7 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     return status ? fsdpi_ck_broken(io, status, o->dir, tiling.why) : FSDP_OK;
 }
 
-/* The boxes of a tensor: the first of them, and how many. 0: there is no such tensor. */
+/* Returns the number of a tensor's boxes, and the first one. 0: there is no such tensor. */
 static int64_t fsdpi_ck_boxes_of(const fsdpi_ck_opened *o, const char *name, int64_t *first) {
     int64_t low = 0, high = o->num_boxes;
     while (low < high) {

@@ -17,18 +17,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: reading. What is wanted is a list of items, each of them what a box of a file and a box in
-// memory share. The list is sorted by place in the files, so that every byte is read once, and
-// every block of checksums is looked at once.
+// Owns: reading, from a list of items. An item is the intersection of a box in a file and a box in
+// memory. The list is sorted by place in the files: every byte is read once, and every block's
+// checksum is compared once.
 
 enum {
-    FSDPI_CK_READS = 256,       // of one job of the worker
-    FSDPI_CK_RUNS = 4096,       // copies behind it
-    FSDPI_CK_SLICE = 512 << 10, // read, then checked while a core's own cache has it
+    FSDPI_CK_READS = 256,       // in one job of the worker
+    FSDPI_CK_RUNS = 4096,       // copies after the job
+    FSDPI_CK_SLICE = 512 << 10, // bytes that are read, and checked while the cache has them
     FSDPI_CK_SHORT = 4096       // a run of less bytes is read together with its neighbours
 };
 
-// A box in memory that is filled from one tensor of the files.
+// A box in memory that is read from one tensor of the files.
 typedef struct fsdpi_ck_want {
     char *to; // its first element
     fsdp_dtype dtype;
@@ -47,7 +47,7 @@ typedef struct fsdpi_ck_read_op { // one read of the worker
     char *to;
 } fsdpi_ck_read_op;
 
-typedef struct fsdpi_ck_run_op { // and what is copied behind it
+typedef struct fsdpi_ck_run_op { // a copy after the reads
     const char *from;
     char *to;
     int64_t elements, step; // step: elements of `to` from one to the next
@@ -64,19 +64,19 @@ typedef struct fsdpi_ck_reader {
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
     fsdpi_ck_run_op runs[FSDPI_CK_RUNS];
     int32_t num_reads, num_runs, reads_done;
-    int64_t used; // of scratch
-    int check;    // 1: checksums
-    int last;     // 1: there is no job behind this one
-    int32_t part; // that is open; -1: none
+    int64_t used; // bytes of scratch
+    int check;    // 1: compare checksums
+    int last;     // 1: this is the last job
+    int32_t part; // the file that is open; -1: none
     void *file;
-    int64_t next; // of the block whose checksum is under way; -1: none
+    int64_t next; // the next byte of the block whose checksum is under way; -1: none
     uint32_t crc;
     char path[FSDP_CHECKPOINT_PATH];
     int64_t read_bytes, calls;
 } fsdpi_ck_reader;
 
 /* -------------------------------------------------------------------------------------------- */
-// The worker's side: reads, and the checksum of every block that they touch.
+// The worker's side: it reads, and compares the checksum of every block from which it reads.
 
 static void fsdpi_ck_get(fsdpi_ck_reader *r, char *to, int64_t nbytes, int64_t at) {
     (void)fsdpi_ck_read(r->io->disk, r->file, r->path, to, nbytes,
@@ -90,7 +90,7 @@ static int64_t fsdpi_ck_block_end(const fsdpi_ck_reader *r, int64_t at) {
     return end < p->bytes - p->header ? end : p->bytes - p->header;
 }
 
-// The next bytes of the block under way; its end compares.
+// Adds the next bytes to the block's checksum, and compares it at the block's end.
 static void fsdpi_ck_check_bytes(fsdpi_ck_reader *r, const char *from, int64_t nbytes) {
     while (nbytes > 0 && !r->io->disk->status) {
         int64_t end = fsdpi_ck_block_end(r, r->next), n = end - r->next;
@@ -109,13 +109,13 @@ static void fsdpi_ck_check_bytes(fsdpi_ck_reader *r, const char *from, int64_t n
                                  (long long)end, (unsigned)r->crc, (unsigned)expected);
     }
 }
-// Bytes that nobody wants, for the checksum of their block: up to `to`.
+// Reads bytes up to `to` only for the checksum of their block.
 static void fsdpi_ck_fill_up(fsdpi_ck_reader *r, int64_t to) {
     if (to <= r->next || r->io->disk->status) return;
     fsdpi_ck_get(r, (char *)r->block.ptr, to - r->next, r->next);
     if (!r->io->disk->status) fsdpi_ck_check_bytes(r, (char *)r->block.ptr, to - r->next);
 }
-// The block under way to its end.
+// Reads the rest of the block, for its checksum.
 static void fsdpi_ck_end_block(fsdpi_ck_reader *r) {
     if (r->next >= 0 && r->next % FSDPI_CK_BLOCK)
         fsdpi_ck_fill_up(r, fsdpi_ck_block_end(r, r->next - 1));
@@ -172,9 +172,9 @@ static void fsdpi_ck_read_ops(void *arg) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The caller's side: runs become reads and copies.
+// The caller's side: it makes reads and copies from runs.
 
-// Elements from scratch to where they belong: cast, turned, or to a device.
+// Copies elements from scratch to their places: cast, transposed, or to a device.
 static fsdp_status fsdpi_ck_copy_run(fsdpi_ck_reader *r, const fsdpi_ck_run_op *op) {
     int64_t size = (int64_t)fsdp_dtype_size(op->to_dtype);
     int64_t from_size = (int64_t)fsdp_dtype_size(op->from_dtype);
@@ -206,7 +206,7 @@ static fsdp_status fsdpi_ck_flush_reads(fsdpi_ck_reader *r, int last) {
     return status;
 }
 
-// Straight into memory, joined with the read before if that ends where this one begins.
+// Reads straight into memory. If the previous read ends at this byte, the two become one.
 static fsdp_status fsdpi_ck_read_straight(fsdpi_ck_reader *r, int32_t part, int64_t at,
                                           int64_t nbytes, char *to) {
     fsdpi_ck_read_op *op = r->num_reads ? &r->reads[r->num_reads - 1] : NULL;
@@ -220,7 +220,8 @@ static fsdp_status fsdpi_ck_read_straight(fsdpi_ck_reader *r, int32_t part, int6
     return status;
 }
 
-// Through scratch. Short runs near each other are one read, if at least a quarter of it is wanted.
+// Reads by way of scratch. Short runs near each other become one read, if a quarter of it is
+// wanted.
 static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t at,
                                      fsdpi_ck_run_op run, int64_t *wanted) {
     int64_t nbytes = run.elements * (int64_t)fsdp_dtype_size(run.from_dtype);
@@ -250,8 +251,8 @@ static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t a
     return FSDP_OK;
 }
 
-/* The dtype that elements of a tensor are moved as. Those of a dtype that the library does not have
-   are carried by an integer of their size; 0: there is none. */
+/* The dtype as which elements of a tensor are moved. If the library does not have their dtype, it
+   is an integer of the same size; 0: there is none. */
 static fsdp_dtype fsdpi_ck_carrier(const fsdp_safetensors_entry *e) {
     static const fsdp_dtype carriers[] = {FSDP_U8, FSDP_I16, FSDP_I32, FSDP_I64};
     if (e->dtype != FSDP_SAFETENSORS_OTHER) return e->dtype;
@@ -266,7 +267,7 @@ static void fsdpi_ck_overlap_of(const fsdpi_ck_reader *r, const fsdpi_ck_want *w
     fsdp_box_begin(w->ndim, e->start, e->shape, w->start, w->shape, out);
 }
 
-// All runs of an item.
+// Makes reads of all runs of an item.
 static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *item,
                                       int64_t *wanted) {
     const fsdpi_ck_want *w = (const fsdpi_ck_want *)r->wants.ptr + item->want;
@@ -305,7 +306,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
 /* -------------------------------------------------------------------------------------------- */
 // What is wanted.
 
-/* A box that is filled from the boxes first .. first + count - 1 of a tensor. */
+/* Wants a box, from the boxes first .. first + count - 1 of a tensor. */
 static fsdp_status fsdpi_ck_add_want(fsdpi_ck_reader *r, const fsdpi_ck_want *w, int64_t first,
                                      int64_t count) {
     const int64_t size = (int64_t)sizeof *w, item = (int64_t)sizeof(fsdpi_ck_item);
@@ -352,7 +353,7 @@ static void fsdpi_ck_reader_end(fsdpi_ck_reader *r) {
     for (int i = 0; i < 5; i++) fsdpi_ck_drop(r->io, rooms[i]);
 }
 
-/* Read all that is wanted, and forget it. */
+/* Reads all that is wanted, and empties the list. */
 static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     fsdpi_ck_item *items = (fsdpi_ck_item *)r->items.ptr;
     fsdp_status status = FSDP_OK;
@@ -369,7 +370,7 @@ static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     return status;
 }
 
-/* Checksums of blocks mine, mine + of, ... of all files: a job. */
+/* A job: compares checksums of blocks mine, mine + of, ... of all files. */
 typedef struct fsdpi_ck_verify_job {
     fsdpi_ck_reader *r;
     int64_t mine, of, num_blocks;
@@ -395,7 +396,7 @@ static void fsdpi_ck_verify_blocks(void *arg) {
     fsdpi_ck_leave_part(r);
 }
 
-// Do two files hold this box and the one before it, which is the same one?
+// Do two files hold this box, so that the box before it is the same one?
 static int fsdpi_ck_is_twin(const fsdpi_ck_opened *o, int64_t box) {
     const fsdp_safetensors_entry *a = o->boxes[box - 1].entry, *b = o->boxes[box].entry;
     return strcmp(a->name, b->name) == 0 && a->ndim <= FSDP_MAX_DIMS && fsdpi_ck_same_box(a, b) &&
@@ -413,8 +414,8 @@ static void fsdpi_ck_get_piece(fsdpi_ck_reader *r, int64_t box, int64_t at, int6
     if (!r->io->disk->status)
         fsdpi_ck_get(r, (char *)to, nbytes, r->o->boxes[box].entry->begin + at);
 }
-/* A box that is in two files of others has the same bytes in both, else nobody knows which one is
-   meant. Pairs mine, mine + of, ... of all: a job. */
+/* A job: if two files of another program hold the same box, the bytes have to be equal, since it is
+   unknown which ones count. It compares pairs mine, mine + of, ... */
 static void fsdpi_ck_compare_twins(void *arg) {
     fsdpi_ck_verify_job *v = (fsdpi_ck_verify_job *)arg;
     fsdpi_ck_reader *r = v->r;

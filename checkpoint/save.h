@@ -27,8 +27,8 @@
 #endif
 
 // Owns: the protocol. All ranks write and sync their files in a directory whose name begins with a
-// dot; then rank 0 writes the manifest, syncs, and renames the directory: the commit. Whatever ends
-// a job before the rename leaves the checkpoints that were there.
+// dot. Then rank 0 writes the manifest, syncs, and renames the directory: the commit. If the job
+// ends before the rename, the checkpoints that were there stay.
 
 /* -------------------------------------------------------------------------------------------- */
 // What this rank writes: a header, and spans in the order of the header.
@@ -60,7 +60,7 @@ static void fsdpi_ck_list_entries(fsdp_checkpoint *ck) {
     }
 }
 
-// Where the bytes of each entry are. A number that files have as F64 is converted here.
+// Where the bytes of each entry lie. Numbers that files have as F64 are converted here.
 static void fsdpi_ck_list_spans(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     double *numbers = (double *)s->numbers.ptr;
@@ -125,7 +125,8 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// A layout that has not been saved yet: sizes of all ranks, and do their boxes tile the tensors?
+// For a layout that has not been saved yet: the sizes of all ranks; do their boxes tile the
+// tensors?
 
 /* All headers come to rank 0, one after another. */
 static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call,
@@ -151,7 +152,7 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     return status;
 }
 
-// Rank 0: parse the headers of all ranks and look whether their boxes tile every tensor.
+// Rank 0 parses the headers of all ranks, and checks that their boxes tile every tensor.
 static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call, const char *text,
                                           const int64_t *at, fsdpi_ck_room *work) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;
@@ -192,7 +193,8 @@ static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call,
     return FSDP_OK;
 }
 
-// Sizes of all ranks' files, room for all checksums, on rank 0 for the manifest.
+// Shares the sizes of all ranks' files; makes room for all checksums, and on rank 0 for the
+// manifest.
 static fsdp_status fsdpi_ck_share_sizes(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_save *s = &ck->save;
     int64_t num = 3 * (int64_t)ck->size;
@@ -268,7 +270,7 @@ static void fsdpi_ck_is_there(fsdpi_ck_disk *d, const char *path) {
     (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                          "%s is there already: choose another step or directory", path);
 }
-/* Rank 0: the directory of the run, and the temporary one. A step that is there is refused. */
+/* Rank 0 makes the directory of the run and the temporary one. If the step is there, it fails. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
@@ -292,8 +294,8 @@ static void fsdpi_ck_make_dirs(void *arg) {
     (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, s->tmp), s->tmp);
 }
 
-/* The next bytes to write: from a tensor, or from the ring as soon as they are there. Returns their
-   number; 0: the copier has given up. */
+/* The next bytes to write: from a tensor, or from the ring once the caller has copied them. Returns
+   their number; 0: the caller has given up. */
 static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span, int64_t *in_span,
                                    const char **from) {
     fsdpi_ck_save *s = &ck->save;
@@ -315,7 +317,7 @@ static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span,
         if (there > 0) return there;
         if (FSDPI_CK_GET(&s->given_up)) return 0;
         fsdpi_ck_listen(&ck->worker.to_worker, seen, 1000000000);
-        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // it waits for us, not for a disk
+        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // this is no stall
     }
 }
 
@@ -331,7 +333,7 @@ static void fsdpi_ck_flush(fsdp_checkpoint *ck, fsdpi_ck_joiner *j, void *file) 
     j->used = 0;
 }
 
-// Checksums of each block, as its bytes come by.
+// Adds bytes to the checksum of their block.
 static void fsdpi_ck_sum(uint32_t *crcs, int64_t at, const char *from, int64_t nbytes) {
     while (nbytes > 0) {
         int64_t n = FSDPI_CK_BLOCK - at % FSDPI_CK_BLOCK;
@@ -369,8 +371,8 @@ static void fsdpi_ck_write_data(fsdp_checkpoint *ck, void *file) {
     fsdpi_ck_flush(ck, &j, file);
 }
 
-/* Every rank: its file, on the disk. On a network file system the directory that rank 0 has made
-   may be seen later. */
+/* Every rank writes and syncs its file. On a network file system it may see later that rank 0 has
+   made the directory. */
 static void fsdpi_ck_write_file(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
@@ -390,8 +392,8 @@ static void fsdpi_ck_write_file(void *arg) {
     (void)fsdpi_ck_close(d, file, s->file);
 }
 
-/* Rank 0: the manifest, and the rename that makes a checkpoint of it. What fails behind the rename
-   is only a warning. */
+/* Rank 0 writes the manifest, and renames the directory. A failure after the rename is only a
+   warning. */
 static void fsdpi_ck_commit(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
@@ -423,7 +425,7 @@ static void fsdpi_ck_commit(void *arg) {
     }
 }
 
-/* Rank 0: nothing is left of a save that failed. */
+/* Rank 0 removes the files of a save that failed. */
 static void fsdpi_ck_clean(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     (void)fsdpi_ck_begin(&ck->disk, "removal", ck->save.tmp);
@@ -433,8 +435,8 @@ static void fsdpi_ck_clean(void *arg) {
 /* -------------------------------------------------------------------------------------------- */
 // The calls.
 
-/* A rank has failed, this one with `mine` or not at all: when no worker writes any more, rank 0
-   removes what is there. Returns the failure of the lowest rank that failed. */
+/* A rank has failed; `mine` is this rank's status. After all workers have stopped, rank 0 removes
+   the files. Returns the failure of the lowest rank that failed. */
 static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed;
     ck->save.stage_of = FSDPI_CK_IDLE;
@@ -486,7 +488,7 @@ static fsdp_status fsdpi_ck_set_paths(fsdp_checkpoint *ck, const char *call, con
     return FSDP_OK;
 }
 
-// A number that no other job has: of this process and this moment.
+// A number that no other job has, from this process and the time.
 static uint64_t fsdpi_ck_nonce(void) {
     struct fsdpi_ck_timespec wall;
     (void)fsdpi_ck_clock(0 /* CLOCK_REALTIME */, &wall);
@@ -495,7 +497,7 @@ static uint64_t fsdpi_ck_nonce(void) {
     return fsdpi_ck_mix(0xCBF29CE484222325u, part, (int64_t)sizeof part);
 }
 
-// Bytes of copies that a save takes: none if the worker can write from the tensors meanwhile.
+// Bytes of copies that a save takes. 0: the caller waits, so the worker can write from the tensors.
 static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
     int64_t all = ck->save.data_bytes, most = ck->desc.stage_bytes;
     int device = 0;
@@ -506,7 +508,7 @@ static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
     return most > 0 && most < all ? most : all;
 }
 
-// What a rank finds out alone, before the first file call.
+// The checks that a rank makes alone, before the first file call.
 static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
                                        const fsdpi_ck_args *args, const fsdpi_ck_args *first,
                                        int is_async, uint64_t *layout) {
@@ -542,8 +544,8 @@ static void fsdpi_ck_stream_line(char *to, const char *from) {
     _mm_stream_si128(y + 3, d);
 }
 #endif
-// Nobody reads the copy soon: it goes past the caches, which keep what the training has in them.
-// Two pages side by side are faster than one behind the other.
+// The copy is not read soon: it goes around the caches, which keep the data of the training.
+// Copying two pages side by side is faster than one after the other.
 static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
 #ifdef __SSE2__
     enum { PAGE = 4096 };
@@ -553,12 +555,12 @@ static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
             fsdpi_ck_stream_line(to + i, from + i);
             fsdpi_ck_stream_line(to + PAGE + i, from + PAGE + i);
         }
-    _mm_sfence(); // before the worker is told of it
+    _mm_sfence(); // before the worker may read it
 #endif
     memcpy(to, from, (size_t)nbytes);
 }
 
-// Copies spans into the ring as far as there is room. 1: all is copied.
+// Copies spans into the ring, as far as there is room. Returns 1 if all are copied.
 static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
                               fsdp_status *status) {
     fsdpi_ck_save *s = &ck->save;
@@ -582,7 +584,7 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
     return *span == s->num_spans;
 }
 
-// Wait until the worker has made room in the ring, or has ended.
+// Waits until the worker has made room in the ring, or has ended.
 static void fsdpi_ck_wait_room(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
@@ -594,8 +596,8 @@ static void fsdpi_ck_wait_room(fsdp_checkpoint *ck) {
     fsdpi_ck_look(ck, &s->watch);
 }
 
-/* Copy everything while the worker writes. With less room than that, wait for the worker, and meet
-   the others meanwhile. */
+/* Copies all spans while the worker writes. If the ring is too small, it waits for the worker, with
+   rounds meanwhile. */
 static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     int span = 0, any_busy, any_failed;
@@ -610,7 +612,7 @@ static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     return status;
 }
 
-// The checksums of all ranks come together: each rank has filled in its own.
+// All ranks get all checksums: each rank has filled in its own.
 static fsdp_status fsdpi_ck_share_crcs(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     return s->num_crcs
@@ -631,8 +633,8 @@ static void fsdpi_ck_report_save(fsdp_checkpoint *ck) {
     ck->report.per_rank_blobs = ck->report.verified = 1;
 }
 
-/* The next phase of a save, behind a round in which nobody was busy: every rank has written, then
-   rank 0 has committed. */
+/* The next phase of a save, after a round in which no rank was busy. First all ranks have written;
+   the next time rank 0 has committed. */
 static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, int any_failed) {
     fsdpi_ck_save *s = &ck->save;
     if (any_failed)
@@ -641,7 +643,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
         fsdp_status status = fsdpi_ck_share_crcs(ck);
         if (!status && ck->rank == 0) status = fsdpi_ck_hand(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
-        memset(&s->watch, 0, sizeof s->watch); // the commit has its own time
+        memset(&s->watch, 0, sizeof s->watch); // stall_ms counts anew for the commit
         return status;
     }
     if (s->warned)
@@ -652,7 +654,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
     return FSDP_OK;
 }
 
-/* One round of a save, behind a nap if the worker is busy. */
+/* One round of a save, after a nap if the worker is busy. */
 static fsdp_status fsdpi_ck_advance(fsdp_checkpoint *ck, const char *call, int64_t nap) {
     int64_t end = fsdpi_ck_now() + nap, now;
     int any_busy, any_failed;

@@ -14,15 +14,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: what belongs to a checkpoint of this model. The table is made anew at each save and load:
-// views and states move when parameters are frozen, thawed or cast.
+// Owns: which tensors belong to a checkpoint of this model. Each save and load makes the table
+// anew, because views and states move when parameters are frozen, thawed or cast.
 
 static fsdp_status fsdpi_ck_bad(const fsdp_checkpoint *ck, const char *call, const char *name,
                                 const char *why) {
     return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG, "[E425] %s: '%s': %s", call, name, why);
 }
 
-// A new tensor with its name, all else zero. `t` grows; earlier pointers are stale.
+// Adds a tensor with its name; all else is zero. The table may move: earlier pointers are stale.
 static fsdp_status fsdpi_ck_add(fsdp_checkpoint *ck, fsdpi_ck_tensor **out, const char *name) {
     fsdpi_ck_table *t = &ck->table;
     int64_t length = (int64_t)strlen(name) + 1;
@@ -50,7 +50,7 @@ static int fsdpi_ck_is_reserved(const char *name) {
            strncmp(name, "fsdp.", 5) == 0;
 }
 
-// UNIT.PARAM, or what `place` makes of it.
+// The name UNIT.PARAM, or what `place` makes of it.
 static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const fsdp_param_view *v,
                                   fsdp_checkpoint_place *p) {
     memset(p, 0, sizeof *p);
@@ -65,7 +65,7 @@ static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const f
                             "names of unit and parameter, or give desc.place");
     if (ck->desc.place) ck->desc.place(ck->desc.user, v, p);
     p->name[FSDP_CHECKPOINT_NAME - 1] = 0;
-    if (!*p->name && ck->desc.place) return FSDP_OK; // it is to be left out
+    if (!*p->name && ck->desc.place) return FSDP_OK; // the caller leaves it out
     if (!*p->name)
         return fsdpi_ck_bad(ck, call, p->name,
                             "a parameter has no name, and nor has its unit: give it one, or give "
@@ -119,7 +119,7 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     return FSDP_OK;
 }
 
-// A state of an extension: with its parameter's box, or a small thing that all ranks have.
+// Adds a state of an extension. It has its parameter's box, or all ranks have all of it.
 static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
                                       const fsdp_state_item *item, int32_t *last, int32_t *place) {
     char name[FSDP_CHECKPOINT_NAME + 128];
@@ -154,12 +154,13 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     }
     memcpy(x->shape, item->shape, sizeof x->shape);
     memcpy(x->whole, item->shape, sizeof x->whole);
-    // All ranks have it. One writes it: rank 0, or of a parameter the one that has its first part.
+    // All ranks have it, and one writes it: rank 0, or the rank with the first part of its
+    // parameter.
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
     x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
-    if (!first) x->place = -1; // never its turn
+    if (!first) x->place = -1; // this rank does not write it
     return FSDP_OK;
 }
 
@@ -195,7 +196,7 @@ static fsdpi_ck_tensor *fsdpi_ck_find_tensor(const fsdpi_ck_table *t, const char
     return found ? fsdpi_ck_tensor_at(t, found->index) : NULL;
 }
 
-// Names are there for good; a header can have each of them, and no two are equal.
+// Sorts by name, now that names do not move. A header has to be able to have each name; all differ.
 static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_table *t = &ck->table;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &t->order,
@@ -226,7 +227,7 @@ static const fsdpi_ck_tensor *fsdpi_ck_param_of(const fsdpi_ck_table *t, const f
     return fsdpi_ck_tensor_at(t, ((const int32_t *)t->base.ptr)[x->ordinal]);
 }
 
-/* All tensors of this rank. params_only 1: parameters alone. */
+/* Makes the table of this rank's tensors. params_only 1: only parameters. */
 static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int params_only) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_state_item item;

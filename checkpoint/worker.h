@@ -12,8 +12,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Owns: the hand-over of jobs. A job is a function with an argument; it knows files and memory that
-// the caller has prepared, and neither the world nor the model. One job at a time.
+// Owns: the hand-over of jobs, one at a time. A job is a function with an argument. It uses files
+// and memory that the caller has prepared, and neither the world nor the model.
 
 struct fsdpi_ck_timespec {
     long tv_sec, tv_nsec;
@@ -30,8 +30,8 @@ static int64_t fsdpi_ck_now(void) { // monotonic, nanoseconds
 #define FSDPI_CK_GET(p)    __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_CK_PUT(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
-// A bell: whoever waits looks at it first, then at what it waits for, and sleeps only if the bell
-// has not rung since.
+// A bell. A thread that waits first reads the bell, and then tests its condition. It sleeps only if
+// the bell has not rung since.
 static void fsdpi_ck_ring(uint32_t *bell) {
     __atomic_add_fetch(bell, 1, __ATOMIC_RELEASE);
     (void)fsdpi_ck_syscall(SYS_futex, bell, 129 /* wake, private */, 0x7FFFFFFF, NULL, NULL, 0);
@@ -45,14 +45,14 @@ static void fsdpi_ck_listen(uint32_t *bell, uint32_t seen, int64_t ns) {
 
 typedef void (*fsdpi_ck_job)(void *arg);
 
-typedef struct fsdpi_ck_watch { // since when the worker has not moved
+typedef struct fsdpi_ck_watch { // since when no file call has ended
     uint32_t moves;
     int64_t since;
 } fsdpi_ck_watch;
 
 typedef struct fsdpi_ck_worker {
     pthread_t thread;
-    int started, pid; // pid: of the process that has the thread
+    int started, pid; // pid: the process that has the thread
     uint32_t to_worker, to_caller; // bells
     uint32_t busy;                 // 1: a job was given and has not ended
     uint32_t stop;
@@ -62,7 +62,8 @@ typedef struct fsdpi_ck_worker {
 
 static void *fsdpi_ck_work(void *arg) {
     fsdpi_ck_worker *w = (fsdpi_ck_worker *)arg;
-    // A write above the limit of a file's size (ulimit -f) returns EFBIG, and ends no process.
+    // If a write exceeds the limit of a file's size (ulimit -f), it returns EFBIG, without a
+    // signal.
     uint64_t signals = (uint64_t)1 << (SIGXFSZ - 1);
     (void)fsdpi_ck_syscall(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, &signals, NULL, sizeof signals);
     for (;;) {
@@ -79,7 +80,7 @@ static void *fsdpi_ck_work(void *arg) {
     }
 }
 
-// 0, or an errno value: there is no thread.
+// Starts the thread. Returns 0, or an errno value: then there is no thread.
 static int fsdpi_ck_start(fsdpi_ck_worker *w) {
     if (w->started) return 0;
     int error = pthread_create(&w->thread, NULL, fsdpi_ck_work, w);

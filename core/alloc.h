@@ -14,8 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so
-// that the allocator of the desc gets back what it gave.
+// Owns: host memory. A block is zero-filled and aligned to 64 bytes. It begins with its size, since
+// the caller's allocator is given the size when the library frees a block.
 
 #define FSDPI_ALIGN 64
 
@@ -69,7 +69,7 @@ static FSDPI_NOINLINE void fsdpi_model_free(fsdp_model *m, void *ptr) {
     fsdpi_free(&m->world->boot.allocator, ptr);
 }
 
-// Room for one more element; the array may move. On failure nothing changes.
+// Makes room for one more element; the array may move. On failure nothing changes.
 static fsdp_status fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size,
                               const char *what, const char *name) {
     if (count < *cap) return FSDP_OK;

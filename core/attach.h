@@ -23,15 +23,15 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_refuse_in_rehearsal(model, "attach");
-    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
-    if (status) return status;
+    fsdp_status status = FSDP_OK;
+    FSDPI_TRY(fsdpi_refuse_in_rehearsal(model, "attach"));
+    FSDPI_TRY(fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension"));
     if (e.call || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
     if (status) return fsdpi_keep_status(model, status);
     e.size = 0;
     if (!e.name) e.name = "extension";
-    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
+    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read the list
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
@@ -46,8 +46,8 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     return FSDP_OK;
 }
 
-// A unit's slot that is of no pool: an extension gave it. NULL: there is none.
-static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
+// The first unit that holds a slot which an extension gave it; NULL: there is none.
+static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
             const fsdp_buf *slot = m->units[i]->state.slot[pool];
@@ -63,20 +63,19 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_is_child(w) ? fsdpi_failed(w) : FSDP_OK;
-    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
-    if (!status && model->rehearsing) status = fsdpi_refuse_in_rehearsal(model, "detach");
-    if (status) return status;
+    if (fsdpi_is_child(w)) return fsdpi_failed(w);
+    FSDPI_TRY(fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension"));
+    if (model->rehearsing) return fsdpi_refuse_in_rehearsal(model, "detach");
     e.size = 0;
     if (!e.name) e.name = "extension";
     for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
-        const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
-        if (model->asking || lodger)
+        const fsdp_unit *unit = e.buffer ? fsdpi_unit_with_foreign_slot(model) : NULL;
+        if (model->asking || unit)
             return fsdp_fail(
                 w, FSDP_ERR_INVALID_STATE,
                 "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
-                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
+                unit ? "may own a slot of unit " : "is in use", unit ? unit->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);

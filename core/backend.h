@@ -10,18 +10,18 @@
 #define FSDP_BACKEND_H
 // clang-format off
 
-// State that ranks share if they are threads of one process. Set size; the rest begins at zero.
+// State that ranks share if they are threads of one process. Set size, and the rest to zero.
 struct fsdp_threads {
     uint32_t lock;         // of the backend
     int32_t size;          // ranks
-    void *common;          // what the backend's first open put here
+    void *common;          // the first open of the backend sets it
 };
 
 // The argument of open of a backend and a device. Pointers are valid until close.
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // not 0: work on the device does not end; do not free its memory
+    uint32_t *stuck;       // not 0: the device's work does not end, so do not free its memory
     const char *job;
     const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this
@@ -32,10 +32,10 @@ typedef struct fsdp_boot {
     void *user;            // fsdp_world_desc.user
 } fsdp_boot;
 
-// Ranks of a new process group in order. color < 0: this rank is outside, but makes the call, too.
+// A new process group. color < 0: this rank is not in it, but makes the call, too.
 typedef struct fsdp_group {
     int color, index, size, lane; // index: this rank's place, or -1; lane: the FSDP_STREAM_* for it
-    const int32_t *ranks;         // [size], world ranks
+    const int32_t *ranks;         // [size], world ranks in the group's order
     const char *name;
 } fsdp_group;
 
@@ -45,21 +45,21 @@ typedef struct fsdp_caps {
     uint32_t kinds;      // bit 1u << FSDP_OP_*
     uint32_t flags;      // FSDP_CAP_*
     int lanes;           // streams that may run collectives at the same time: 1 or more
-    int default_lanes;   // lanes of a world that asks for no number; equal on all ranks. 0: inline
-    const char *because; // the reason for them, as a part of a text ("as ..."), or NULL
+    int default_lanes;   // lanes if the caller gives no number; equal on all ranks. 0: inline
+    const char *because; // why so many, as a part of a text ("as ..."), or NULL
 } fsdp_caps;
 
-/* One collective, as data. It is neither fsdp_op nor what ranks compare, because each of the three
-   has a reader of its own: an fsdp_op is also a copy, a norm or a call of the user, with buffers
-   and events that a backend must not touch; a collective is what every backend can carry out, with
-   pointers of this process; the record that travels (fsdpi_record) has a fixed size and no
-   pointers. The first becomes the second in fsdpi_run_collective (core/run.h), the second the
-   third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
+/* One collective, as data. There are three such structs, because each has another reader. An
+   fsdp_op may also be a copy, a norm or a call of the user, and has buffers and events that a
+   backend must not touch. An fsdp_coll is what every backend can run, with pointers of this
+   process. An fsdpi_record is what ranks send each other and compare: its size is fixed, and it has
+   no pointers. Only fsdpi_run_collective (core/run.h) makes an fsdp_coll from an fsdp_op, and only
+   fsdpi_describe (backends/fsdp_comm.h) makes an fsdpi_record from an fsdp_coll.
 
    Offsets of segments count elements: of dtype on the full side and in src of a gather, of
    out_dtype in dst of a scatter.
-   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
-                   at its place in rank k's dst, and src is ignored
+   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k. If in_place: the shard of
+                   rank k already lies at that place of its own dst, and src is ignored
    reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
                    order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
    all_reduce      dst = scale * redop over k of src_k, in place (src == dst), count elements; scale
@@ -77,9 +77,9 @@ struct fsdp_coll {
     uint64_t count;       // gather, scatter: sum of the segments' counts
     const void *src;
     void *dst;
-    uint64_t seq;         // of the model or world that issues it
+    uint64_t seq;         // the number that the model or the world gave it
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
-    uint8_t agree[FSDP_AGREE_COUNT]; // hashes of its parts, for texts; 0: unknown
+    uint8_t agree[FSDP_AGREE_COUNT]; // hashes of the fingerprint's parts, for texts; 0: unknown
     const char *what;     // unit or call, for texts
     const char *unused;   // the first parameter that has no gradient here, for texts; NULL: none
     void *stream;         // native stream, or NULL: block until complete
@@ -94,12 +94,12 @@ struct fsdp_comm_ops {
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Zero-filled memory that peers may read. Ranks may differ in sizes and in their order.
+    // Zero-filled memory that peers may read. Ranks may ask for other sizes, in another order.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
-    // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
+    // Text of the comm's last failure, with the rank. comm NULL: that of this thread's failed open.
     const char *(*error_text)(fsdp_comm *comm);
-    // Any thread may call it, also repeatedly. why begins with "rank N".
+    // Any thread may call it, more than once. why begins with "rank N".
     void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
     fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
 };
@@ -114,14 +114,14 @@ enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
-/* A run of elements: an optimizer updates them, or a scaler divides their gradients. All of it is
-   in the device's memory. The arithmetic is that of fsdp_optim.h; scalars are its settings.
+/* What an optimizer does to a run of elements, or a scaler to their gradients. All pointers are
+   into the device's memory. fsdp_optim.h defines the arithmetic, and computes the scalars.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1
-   rounds      1: parameters, which are bf16, are rounded stochastically, by bits of key and index:
-               element i is number at + i / row * pitch + i % row of the whole parameter          */
+   UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1
+   rounds      1: the parameters are bf16 and are rounded stochastically. The bits come from key and
+               the element's index in the whole parameter: at + i / row * pitch + i % row         */
 typedef struct fsdp_update {
     uint8_t kind, dtype, grad_dtype, rounds, reserved[4]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;
@@ -150,11 +150,11 @@ struct fsdp_device_ops {
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Optional, both or none: an event that measures time; nanoseconds between two that happened.
+    // Optional, both or none. timer makes an event that has a time; elapsed: from one to another.
     fsdp_status (*timer)(fsdp_device *device, void **native);
     fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
-    // Work, ordered on `stream` (NULL: done on return). One end of a copy of one block without
-    // arithmetic may be any host memory that is valid until the stream has passed the copy.
+    // Work in the order of `stream` (NULL: done on return). A copy of one block without arithmetic
+    // may have any host memory as one end, which stays valid until the stream has done the copy.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);

@@ -7,7 +7,7 @@
 #ifndef FSDPI_CORE_BACKENDS_H
 #define FSDPI_CORE_BACKENDS_H
 
-// What backends use: other backends than the default one find it in the one header of make single.
+// The parts that backends use: `make single` puts these parts into the one header of fsdp.h.
 #include "alloc.h"
 #include "error.h"
 #include "host.h"
@@ -38,7 +38,7 @@
 #include "../backends/fsdp_fake.h"
 #endif
 
-// In the order in which they are preferred; the last two: see fsdpi_backend.
+// The first one that can serve a job is taken. The last two fields: see fsdpi_backend.
 static const fsdpi_backend fsdpi_backends[] = {
 #ifdef FSDP_BACKEND_SHM
     {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1, 0},
@@ -54,8 +54,9 @@ static const fsdpi_backend fsdpi_backends[] = {
 #endif
     {NULL, NULL, NULL, 0, 0}};
 
-/* The one with this name; NULL: the first one that can serve the job, on the device of the very
-   first, since a program does not move to GPUs by itself. The last entry: there is none. */
+/* The backend with this name. If name is NULL: the first one that can serve the job and has the
+   device of the first entry, since a program does not move to GPUs by itself. If there is none:
+   the last entry. */
 static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
     const fsdpi_backend *first = fsdpi_backends, *b = first;
     while (b->name && (name ? strcmp(name, b->name) != 0
@@ -65,7 +66,7 @@ static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) 
     return b;
 }
 
-// Do ranks meet, so that they need a name for their job?
+// Do ranks have to find each other, so that the job needs a name?
 static int fsdpi_ranks_meet(const fsdp_comm_ops *ops) {
     const fsdpi_backend *b = fsdpi_backends;
     while (b->name && b->comm_ops() != ops) b++;

@@ -21,8 +21,8 @@
 
 #include <string.h>
 
-// Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
-// add up, the first replica speaks for the others.
+// Blocks of all reduced gradients of one dtype. For a norm that all ranks of the mesh sum up, only
+// the first replica has blocks: its gradients would count once per replica else.
 static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
@@ -53,7 +53,7 @@ static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *c
     return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
 }
 
-// Of all gradients: the sum of |g|^p, or the maximum, to m->scalar. Nobody waits.
+// The sum of |g|^p of all gradients, or the maximum, to m->scalar. The host does not wait.
 static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     const fsdp_mesh *mesh = m->info.mesh;
     fsdp_status status = FSDP_OK;
@@ -89,10 +89,10 @@ static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
-// All gradients are multiplied by what the device finds in m->scalar. A NaN makes them NaN, as
-// upstream, but not the padding between them.
+// The device computes the factor from m->scalar, and multiplies all gradients by it. If the norm is
+// NaN, gradients become NaN, as in PyTorch; the padding between them stays 0.
 static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
-    fsdp_block *blocks = m->norm_blocks + m->num_params; // who keeps a step's records has both
+    fsdp_block *blocks = m->norm_blocks + m->num_params; // a plan keeps norm and clip of a step
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         if (!m->flats[d].grad) continue;
@@ -110,48 +110,42 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     return status;
 }
 
-// Is it known which gradients are copies of each other on all ranks that share the parameters?
-static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
-    const fsdp_mesh *mesh = m->info.mesh;
-    int numel = fsdpi_mesh_numel(mesh);
-    if (numel < mesh->root_numel)
-        return fsdp_fail(
-            m->world, FSDP_ERR_UNSUPPORTED,
-            "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
-            "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
-            numel, mesh->root_numel);
-    if (m->outside)
-        return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                         "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
-                         "fsdp_model_desc a mesh of all ranks that share units",
-                         m->outside->desc.name);
-    return FSDP_OK;
-}
 
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
     fsdp_clip_desc d;
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
-    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads", "world or desc");
-    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
-    if (status) return status;
+    if (w) FSDPI_TRY(fsdpi_failed(w));
+    if (!w || !desc) return fsdpi_null(w, "clip_grads", "world or desc");
+    FSDPI_TRY(fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc"));
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
         return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
                          d.max_norm, d.norm_type);
-    status = fsdpi_norm_check(model);
-    if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
-    if (status) return status;
-    // Ranks compare this in the norm's collective, and replicas that it leaves out in the next one.
+    const int numel = fsdpi_mesh_numel(model->info.mesh);
+    const int root_numel = model->info.mesh->root_numel;
+    if (numel < root_numel)
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
+            "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
+            numel, root_numel);
+    if (model->outside)
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
+                         "fsdp_model_desc a mesh of all ranks that share units",
+                         model->outside->desc.name);
+    FSDPI_TRY(fsdpi_model_call(model, FSDP_CALL_CLIP, 0));
+    // Ranks compare the settings in the norm's collective. Replicas that are not in that collective
+    // compare them in their next one.
     const double settings[3] = {d.max_norm, d.norm_type, (double)d.error_if_nonfinite};
     uint64_t given = 1, bits[3];
     memcpy(bits, settings, sizeof bits);
     for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);
     model->given = fsdpi_hash(model->given, given);
     model->norm_type = d.norm_type;
-    status = fsdpi_norm(model, given);
+    fsdp_status status = fsdpi_norm(model, given);
     if (status) model->norm_type = 0;
     if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
     int is_bad = !status && !fsdpi_is_finite(total);
@@ -167,14 +161,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
 FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
-    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm", "world or norm");
-    if (!status && !(model->norm_type > 0))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");
-    if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
-    if (!status) *norm = fsdpi_root(total, model->norm_type);
-    return status;
+    if (w) FSDPI_TRY(fsdpi_failed(w));
+    if (!w || !norm) return fsdpi_null(w, "grad_norm", "world or norm");
+    if (!(model->norm_type > 0))
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");
+    FSDPI_TRY(fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total));
+    *norm = fsdpi_root(total, model->norm_type);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {

@@ -47,7 +47,7 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
 
 static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
 
-// A process that a rank has forked has a copy of the world, which is nobody's rank.
+// If a rank forks a process, the copy of the world there is no rank: each call on it fails.
 static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
     fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
     if (state) return (fsdp_status)(state - 1);
@@ -56,7 +56,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t
              "world in the rank's process alone, and call exec or _exit in the child",
              w->rank, (int)getpid());
     fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INVALID_STATE, w->failure);
-    copy->log_level = 0; // once
+    copy->log_level = 0; // log it once
     return FSDP_ERR_INVALID_STATE;
 }
 
@@ -65,8 +65,8 @@ static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
     return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
 }
 
-/* The world fails: sticky here, and told to the peers. The first failure stays, and its text is
-   there before its status can be seen. Returns the status that stays. */
+/* The world fails on this rank for good, and the peers are told. The first failure stays; its text
+   is written before its status can be seen. Returns the status of the first failure. */
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
@@ -74,7 +74,7 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    if (fsdpi_is_child(w)) return fsdpi_failed(w); // a thread that it has not may hold the lock
+    if (fsdpi_is_child(w)) return fsdpi_failed(w); // the lock may be held by a thread of the parent
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
@@ -88,9 +88,8 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on,
-   but for one whose device does not end its work: there frees leave memory alone, and fills leave
-   it dirty. */
+/* This call fails: its text is kept, and logged if `logs`. Returns status. The world goes on, but
+   fails if its device is stuck: the library can neither free nor clear memory any more. */
 FSDP_PRINTF(4, 0)
 static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
                                    va_list args) {
@@ -137,7 +136,7 @@ static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
     return status;
 }
 
-// `which`: the arguments of the call that must not be NULL.
+// `which`: the names of the arguments that must not be NULL.
 static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
     return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
 }
@@ -145,7 +144,7 @@ static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *wh
     return fsdpi_null(m ? m->world : NULL, call, which);
 }
 
-// The host's allocator has failed. name: of a unit or an extension, or "".
+// The host's allocator has failed. name: that of a unit or an extension, or "".
 static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
                                    size_t bytes) {
     return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
@@ -153,14 +152,15 @@ static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *
                      what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes);
 }
 
-// A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
+// A call of all ranks ends with `status` on this rank. If it failed, the world fails: the other
+// ranks would wait for this one.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
     return fsdpi_world_fail(w, status, "%s", w->error);
 }
 
-/* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
-   its size says so, and its end canary is then the last thing in it. */
+/* Copies a desc into a zeroed struct of this header's size. If the program was built with an older
+   header, its struct is shorter: `size` says so, and its end canary comes last in it. */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
                                     const char *what) {
     uint32_t given, canary;

@@ -138,51 +138,6 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
-// What is another number in each step.
-static inline void fsdpi_renew(const fsdp_model *m, fsdp_op *op) {
-    op->timed = 0;
-    op->step = m->step;
-    op->given = m->given;
-    if (!fsdpi_bits(op->factor)) return; // most have none
-    op->factor = fsdpi_facts_factor(&op->unit->facts);
-    if (op->share != 0) op->scale = op->share / op->factor;
-    if (op->comm) fsdpi_usage_agree(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
-}
-
-// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
-static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
-    fsdp_status status = fsdpi_failed(m->world);
-    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
-        if (op->kind >= FSDP_OP_HOOK) {
-            if (op->kind == FSDP_OP_ACQUIRE && op->dst) fsdpi_hold(m, op->dst);
-            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
-            continue;
-        }
-        fsdpi_renew(m, op);
-        op->seq = ++m->seq;
-        m->counters.calls[op->kind]++;
-        m->counters.bytes[op->kind] += op->bytes;
-        status = fsdpi_execute(m->world, op, NULL);
-    }
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
-    if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
-    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
-        return fsdpi_emit_alone(model, ops, count);
-    fsdp_status status = fsdpi_failed(model->world);
-    const int shown = model->watch & FSDPI_OPS;
-    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
-        fsdpi_renew(model, op);
-        const int is_marker = op->kind >= FSDP_OP_HOOK;
-        if (is_marker) fsdpi_do_marker(model, op);
-        if (!is_marker) status = fsdpi_emit(model, op);
-        else if (shown) status = fsdpi_show(model, op);
-    }
-    return status;
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // Owns: buffers and memory of extensions.
 
@@ -201,26 +156,29 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
+// A buffer without memory of its own, and of no pool that counts it.
+static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsdp_buf **buf) {
+    *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof **buf);
+    if (!*buf) return fsdpi_no_memory(m->world, "buf_part", "", sizeof **buf);
+    (*buf)->part = 1;
+    (*buf)->bytes = (size_t)nbytes;
+    (*buf)->number = ++m->num_bufs;
+    (*buf)->pool = (*buf)->as = FSDP_POOL_SCRATCH;
+    (*buf)->ptr = ptr;
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
+    if (!model || !whole || !buf) return fsdpi_null_of(model, "buf_part", "model, whole or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
-        (whole && offset + nbytes > (int64_t)whole->bytes))
+        offset + nbytes > (int64_t)whole->bytes)
         return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
-                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
-    fsdp_buf *part = *buf = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
-    part->part = 1;
-    part->bytes = (size_t)nbytes;
-    part->number = ++model->num_bufs;
-    part->pool = part->as = FSDP_POOL_SCRATCH;
-    part->ptr = (char *)(uintptr_t)offset;
-    if (whole) {
-        part->pool = part->as = whole->pool;
-        part->pinned = whole->pinned;
-        part->ptr = whole->ptr + offset;
-    }
+                         (long long)nbytes, (long long)offset, (long long)whole->bytes);
+    FSDPI_TRY(fsdpi_buf_place(model, whole->ptr + offset, nbytes, buf));
+    (*buf)->pool = (*buf)->as = whole->pool;
+    (*buf)->pinned = whole->pinned;
     return FSDP_OK;
 }
 
@@ -228,7 +186,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
         (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "[E910] buf_destroy: a unit holds it: wait until fsdp_buf_held is 0");
+                        "[E910] buf_destroy: a unit holds it: wait until the unit gives it back");
         return;
     }
     fsdpi_drain(model->world);
@@ -236,9 +194,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
 }
 
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL; }
-FSDP_API int fsdp_buf_pool(const fsdp_buf *buf) { return buf ? buf->as : -1; }
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
-FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");

@@ -69,17 +69,16 @@ typedef struct fsdp_extension {
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, UNSUPPORTED (`ran` on a device that cannot
                measure times); INVALID_STATE (a unit is not idle, and the extension has call, op,
                buffer or ran). After a failure it is not attached, and destroy is not called
-   Collective  no      Blocks with `ran`: for operations under way      Allocates yes */
+   Blocks      with `ran`: for operations under way      Allocates yes */
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
 
 /* fsdp_detach - remove the extension that you attached with these contents, and call its destroy
    Result      FSDP_OK; INVALID_ARG (it is not attached); INVALID_STATE (called from a function of
                an extension, or a unit holds a slot that the extension may own)
-   Collective  no      Blocks for operations under way      Allocates no */
+   Blocks      for operations under way */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
-/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: none has it */
 FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
@@ -98,8 +97,7 @@ FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
 
 /* fsdp_op_init - a zeroed record with the model's entries: unit, step, training state, scale 1
    unit        NULL: the record is the model's
-   kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered label, FSDP_STREAM_*
-   Collective  no      Blocks no      Allocates no */
+   kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered label, FSDP_STREAM_* */
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream);
 
@@ -116,13 +114,6 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
    Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
-/* fsdp_emit_again - emit records as they were shown to an extension, or have been emitted: they are
-   not checked, and step, what fsdp_agree was given and the gradient divide factor are those of now
-   ops         [count], the caller's; must stay as they are until they have run (see `list`)
-   Result      FSDP_OK; INVALID_ARG (NULL); as fsdp_emit
-   Collective, Blocks  as fsdp_emit      Allocates no */
-FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count);
-
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
    possible now, and show a HOOK marker. If units hold gradients that are not reduced, it does as
    the public call does: PARAMS_CHANGED (a step of an optimizer), CLIP and ZERO_GRAD log it, once
@@ -130,21 +121,19 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
    what        its name, for the text and the marker; NULL: the name of `call`
    Result      FSDP_OK; INVALID_STATE (the text names the missing call), errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Collective  as fsdp_model_commit at the first use, then no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what);
 
 /* fsdp_label_register, fsdp_pool_register - the number of a label or pool with this name in a
    model; equal names give equal numbers. At most 16 labels and 8 pools, names of 1 to 31 bytes
    Result      the number. -1 and a logged text: no place is left, or the name is empty or too long
-   Collective  no, but every rank has to do the same: ranks compare labels
-   Blocks no      Allocates no */
+   Collective  no, but every rank has to do the same: ranks compare labels */
 FSDP_API int fsdp_label_register(fsdp_model *model, const char *name);
 FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name);
 
 /* fsdp_op_label        - name of a record's label, also of a registered one
-   fsdp_model_pool_name - name of a pool, also of a registered one; "?" out of range
-   Collective  no      Blocks no      Allocates no */
+   fsdp_model_pool_name - name of a pool, also of a registered one; "?" out of range */
 FSDP_API const char *fsdp_op_label(const fsdp_op *op);
 FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 
@@ -152,11 +141,10 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
    fsdp_buf_part - a part of another buffer: own events, no own memory, not counted
-   whole       NULL: addresses from `offset` on without memory, for rehearsals: no record may run
    buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
-   Blocks no      Allocates yes */
+   Allocates   yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory,
                                                      int64_t nbytes, fsdp_buf **buf);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole,
@@ -164,71 +152,30 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp
 
 /* fsdp_buf_destroy - free a buffer; NULL is allowed. If a unit holds it, the library logs that and
    keeps it
-   Collective  as fsdp_buf_create      Blocks for operations under way      Allocates no */
+   Collective  as fsdp_buf_create      Blocks for operations under way */
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
 /* fsdp_buf_ptr    - its address
-   fsdp_buf_pool   - the pool that counts its bytes; if a unit has taken it from an extension, the
-                     pool in whose place it stands; -1 for NULL
    fsdp_buf_nbytes - its size in bytes, at least the requested one
-   fsdp_buf_held   - 1 if a unit holds it
    Collective  no      Blocks no      Allocates no */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
-FSDP_API int fsdp_buf_pool(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
-FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
-
-/* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
-   and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
-               it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
-               without memory
-   run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
-               states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
-   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
-               OUT_OF_MEMORY, errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
-   Allocates   temporary tables */
-FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
-                                   fsdp_status (*run)(void *user), void *user);
-
-/* fsdp_unit_snapshot - save one unit: its states, the state of its gradients, its slots. Equal
-   states with the same slots have equal bytes
-   buf         room for cap bytes, or NULL; untouched if cap is too small
-   Result      bytes of the whole; 0 for NULL
-   Collective  no      Blocks no      Allocates no */
-FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
-
-/* fsdp_unit_restore - put a unit into an earlier state, whose slots it then holds. In the same call
-   your extension has to emit the records that lead there. A state of backward begins the model's
-   backward, as the call would; a state in which gradients have just been reduced marks the
-   parameters whose gradients were written as reduced
-   Result      FSDP_OK; INVALID_ARG (another unit's, or the layout has changed since)
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
-FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
-
-/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
-   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
-   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
-   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
-FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
    Collective  yes: every rank of the mesh, same order      Blocks for operations under way
-   Allocates   no      Source torch: torch.cuda.empty_cache */
+   Source      torch: torch.cuda.empty_cache */
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
 
 /* fsdp_transfer - copy bytes between host and device memory, or within one of them. The copy runs
    after the work issued on COMPUTE and is done on return
    Result      FSDP_OK; INVALID_ARG, collective errors
-   Collective  no      Blocks yes, at most timeout_ms      Allocates no */
+   Blocks      yes, at most timeout_ms */
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
 
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
    Result      FSDP_OK; INVALID_ARG, collective errors
-   Collective  no      Blocks yes, at most timeout_ms      Allocates no
+   Blocks      yes, at most timeout_ms
    Source      torch: Stream.synchronize */
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
 
@@ -242,38 +189,30 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm);
 
 /* fsdp_world_status - FSDP_OK, or the failure that aborted the world
-   Result      see above; INVALID_ARG for NULL
-   Collective  no      Blocks no      Allocates no */
+   Result      see above; INVALID_ARG for NULL */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
 /* fsdp_world_has  - 1 if the world's backend has the collective `kind`, FSDP_OP_*; a world of one
    rank has none
-   fsdp_mesh_world - the world of a mesh; NULL for NULL
-   Collective  no      Blocks no      Allocates no */
+   fsdp_mesh_world - the world of a mesh; NULL for NULL */
 FSDP_API int fsdp_world_has(const fsdp_world *world, int kind);
 FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 
 // How records run: at once, in worker threads, or on a device's streams.
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 
-/* fsdp_model_world    - the world of a model; NULL for NULL
-   fsdp_model_run      - how the model's records run: FSDP_RUN_*
-   fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
-                         is one): if it is the same as before, they are
-   fsdp_model_kind     - the same, but of gradient divide factors only how they split a reduction
-                         (f16), and which units have equal ones: fsdp_emit_again does the rest
+/* fsdp_model_world - the world of a model; NULL for NULL
+   fsdp_model_run   - how the model's records run: FSDP_RUN_*
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run(const fsdp_model *model);
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
-FSDP_API uint64_t fsdp_model_kind(const fsdp_model *model);
 
 /* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in
                the same reductions, as where a rank has no batch. Such steps are not planned. 0: the
                default
    fsdp_is_uneven  - what was set
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same
    Source      torch: Join (uneven inputs) */
 FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven);
 FSDP_API int fsdp_is_uneven(const fsdp_model *model);
@@ -282,7 +221,7 @@ FSDP_API int fsdp_is_uneven(const fsdp_model *model);
    compare all bytes given so far in the next collective of a unit; different ones are a MISMATCH
    data        nbytes bytes, copied; without padding, which may differ
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+   Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
 /* fsdp_undefined - memory for a getter of an extension that fails, as fsdp_data gives it: room for
@@ -290,7 +229,7 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
    unit needs more room
    status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
    Result      NULL: model is NULL, or there is no memory
-   Collective  no      Blocks no      Allocates at its first use */
+   Allocates   at its first use */
 FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status);
 
 /* fsdp_update_place - the memory of the shards, and with it what updates them
@@ -299,7 +238,7 @@ FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status);
    what        name of your call, for the text
    Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot
                read its memory: set cpu_offload), errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Collective  as fsdp_model_commit at the first use, then no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory);
 
@@ -309,26 +248,23 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
    ptr         you own it: call fsdp_free. NULL after a failure
    fsdp_free - free it; memory and nbytes as for fsdp_alloc; NULL is allowed
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
-   Collective  no      Blocks no      Allocates yes */
+   Allocates   yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes,
                                                 const char *what, void **ptr);
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes);
 
 /* fsdp_fail - let a call fail: the library logs the text and keeps it for fsdp_last_error
    world       NULL: it is this thread's failure without a world
-   Result      status
-   Collective  no      Blocks no      Allocates no */
+   Result      status */
 FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
     FSDP_PRINTF(3, 4);
 
-/* fsdp_warn - log a line that is no failure, at the level FSDP_LOG_WARN
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_warn - log a line that is no failure, at the level FSDP_LOG_WARN */
 FSDP_API void fsdp_warn(const fsdp_world *world, const char *format, ...) FSDP_PRINTF(2, 3);
 
 /* fsdp_desc_read - copy a caller's desc to dst: zeroed, `size` bytes in this header. A desc begins
    with uint32_t size, start_canary and ends with uint64_t end_canary. src NULL: dst is all zero
-   Result      FSDP_OK; INVALID_ARG (size or canaries; the text names the desc by `what`)
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG (size or canaries; the text names the desc by `what`) */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
                                     const char *what);
 

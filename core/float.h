@@ -15,7 +15,7 @@
 
 // Invariant: the same inputs give the same bits with any compiler flags.
 
-// By their bits: compilers may assume that there are no NaNs.
+// These look at bits, because a compiler may assume that there are no NaNs.
 static FSDPI_UNUSED int fsdpi_is_nan(double x) {
     uint64_t u;
     memcpy(&u, &x, sizeof u);
@@ -28,7 +28,7 @@ static FSDPI_UNUSED int fsdpi_is_finite(double x) {
     return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
-// Precise arithmetic from here on, whatever flags the program is built with (-Ofast included).
+// Arithmetic is precise from here on, even if the program is built with -Ofast.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)
@@ -69,7 +69,7 @@ static FSDPI_HD inline float fsdpi_f16_to_f32(uint16_t h) {
     uint32_t tiny = fsdpi_f32_bits((float)(int32_t)em *
                                    5.9604644775390625e-8f); // em * 2^-24, exact
     uint32_t u = em >= 0x7C00u ? special : normal;
-    uint32_t is_tiny = 0u - (uint32_t)(em < 0x0400u); // a choice by ?: would become a branch
+    uint32_t is_tiny = 0u - (uint32_t)(em < 0x0400u); // compilers make a branch of ?: here
     return fsdpi_f32_of(sign | (tiny & is_tiny) | (u & ~is_tiny));
 }
 
@@ -77,7 +77,7 @@ static FSDPI_HD inline uint16_t fsdpi_f32_to_f16(float x) {
     uint32_t u = fsdpi_f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
     uint32_t rebased = a - (112u << 23);
     uint32_t normal = (rebased + 0xFFFu + ((rebased >> 13) & 1u)) >> 13;
-    // Below 2^-14 the result's unit is 2^-24, which is also the unit of floats in [0.5, 1).
+    // Below 2^-14 f16 has steps of 2^-24, as f32 has in [0.5, 1): adding 0.5 rounds to them.
     uint32_t tiny = fsdpi_f32_bits(fsdpi_f32_of(a < 0x38800000u ? a : 0u) + 0.5f) - 0x3F000000u;
     uint32_t nan = 0x7E00u | ((a >> 13) & 0x3FFu);
     uint32_t big = a > 0x7F800000u ? nan : 0x7C00u;
@@ -102,7 +102,7 @@ static inline float fsdpi_f64_to_f32_odd(double d) {
     return fsdpi_f32_of(u | 1u);
 }
 
-// An element that is no f64; in a sum a signalling NaN may stay one, since the sum is quiet.
+// An element of any dtype but f64. In a sum a signalling NaN may stay: addition makes it quiet.
 FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i, int in_sum) {
     if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
     uint16_t h = ((const uint16_t *)(const void *)src)[i];

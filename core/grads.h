@@ -191,12 +191,4 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     return status;
 }
 
-FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
-    fsdp_status status = fsdpi_failed(unit->model->world);
-    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
-    FSDPI_GUARD(fsdpi_open_unit(unit));
-    return fsdpi_do_leftovers(unit);
-}
-
 #endif // FSDPI_CORE_GRADS_H

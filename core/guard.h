@@ -13,17 +13,17 @@
 #include "os.h"
 #include "run.h"
 
-/* Owns: what is poisoned. While a call runs, the slots that its unit holds are open. When it
-   returns, the caller may touch only what is open:
+/* Owns: which memory is poisoned ("closed"). While a call runs, the slots of its unit are open.
+   When the call returns, the caller may touch only what is open:
    a free slot             closed, once the last record that uses it is done
    GATHER, of a unit that is gathered   open: its parameters
    GRAD, in PRE_BACKWARD   open: gradients. Between microbatches all of it is closed
-   SLICE, RIN, ROUT        open while they are held: the library and peers use them
+   SLICE, RIN, ROUT        open while a unit holds them: the library and peers use them
    after every buffer      closed: FSDPI_REDZONE bytes
-   A slot has FSDPI_SPOTS spots in memory and takes them by turns, so that a pointer to what it
-   held before finds a closed one. Invariant: nothing is closed that a record under way, a peer
-   (which may be a thread) or an extension may touch. So shards and their gradients are open, and
-   memory of extensions. */
+   A slot has FSDPI_SPOTS spots in memory and takes them by turns: if the caller kept a pointer to
+   an earlier spot, that spot is closed. Invariant: what a record under way, a peer (which may be
+   a thread) or an extension may touch is open. So shards, their gradients and memory of extensions
+   are always open. */
 
 // Calls a function of this file where AddressSanitizer sees memory.
 #define FSDPI_GUARD(call)           \
@@ -38,13 +38,13 @@ static inline char *fsdpi_spot(const fsdp_buf *buf, int spot) {
     return buf->ptr - (buf->spot - spot) * (ptrdiff_t)fsdpi_stride(buf);
 }
 
-// What a buffer takes in memory.
+// Bytes that a buffer takes in memory.
 static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
     int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT;
     return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 
-// All of it, at first and in the end. Returns where it begins.
+// A new buffer is closed, and opened before it is freed. Returns where its memory begins.
 static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (buf->ptr && fsdpi_can_close(w))
         fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
@@ -65,14 +65,15 @@ static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// Not beside an extension that sees calls or records: what it repeats names the spots of then.
+// A slot moves to its next spot. If an extension listens, the slot stays: the extension may emit
+// records again that have the present address.
 static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int spot) {
     if (!fsdpi_guards(m, buf) || m->watch) return;
     buf->ptr = fsdpi_spot(buf, spot);
     buf->spot = (uint8_t)spot;
 }
 
-// An extension says that a unit holds it: its records name any spot.
+// An extension makes a unit hold a buffer. All spots open: the extension's records may have any.
 static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->held = 1;
     if (!fsdpi_guards(m, buf)) return;
@@ -80,7 +81,7 @@ static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// A slot of parameters or of gradients; shows: these are open.
+// Closes a slot of parameters or gradients. If `shows`, it opens those parameters or gradients.
 static inline void fsdpi_close(const fsdp_unit *u, int pool, int shows) {
     const fsdp_buf *slot = u->state.slot[pool];
     if (!fsdpi_guards(u->model, slot)) return;
@@ -106,20 +107,16 @@ static inline void fsdpi_close_unit(const fsdp_unit *u) {
     fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
 }
 
-// Is its last consumer done? A lane's records run later than they are issued.
-static inline int fsdpi_is_done(const fsdp_world *w, const fsdp_event *event) {
-    const fsdpi_lane *lane = w->lanes[event->stream];
-    return !event->seq || !lane ||
-           (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)event->seq) >= 0;
-}
-
-// In a world that has failed, peers may still read what this rank has given back.
+// Closes free slots whose last record is done: a lane runs records later than they are issued. In a
+// world that has failed, peers may still read slots that this rank has given back.
 static inline void fsdpi_close_free(const fsdp_model *m) {
     for (int i = 0; FSDPI_ASAN && i < m->num_classes && !fsdpi_failed(m->world); i++)
         for (int k = 0; k < m->classes[i].count; k++) {
             fsdp_buf *buf = m->classes[i].slots[k];
+            const fsdpi_lane *lane = m->world->lanes[buf->avail.stream];
             if (!fsdpi_guards(m, buf) || buf->held || buf->guard == FSDPI_IS_CLOSED ||
-                !fsdpi_is_done(m->world, &buf->avail))
+                (buf->avail.seq && lane &&
+                 (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) < 0))
                 continue;
             fsdpi_poison(buf->ptr, buf->bytes);
             buf->guard = FSDPI_IS_CLOSED;

@@ -15,7 +15,8 @@
 #include <math.h>
 #include <string.h>
 
-// Stateless: every op is done when the call returns; lanes make it asynchronous (run.h).
+// An op is done when the call returns. If worker threads (lanes, run.h) make the calls, the caller
+// does not wait for them.
 
 struct fsdp_device {
     fsdp_allocator allocator;
@@ -44,24 +45,22 @@ static void fsdpi_host_free(fsdp_device *device, int kind, void *ptr, size_t siz
     fsdpi_free(&device->allocator, ptr);
 }
 
-// From a sum of |x|^p, or a maximum, to the norm.
+// The norm, from the sum of |x|^p, or from the maximum if p is infinite.
 static double fsdpi_root(double sum, double p) {
     return !fsdpi_is_finite(p) ? sum : p == 2 ? sqrt(sum) : pow(sum, 1 / p);
 }
 
-// What a copy multiplies by.
-static double fsdpi_copy_scale(const fsdp_op *op) {
-    if (!op->clip) return op->scale;
-    double norm = fsdpi_root(*op->clip, op->norm_type), factor = op->scale / (norm + 1e-6);
-    return factor < 1.0 || fsdpi_is_nan(norm) ? factor : 1.0;
-}
 
 static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
     const fsdp_block *blocks = (const fsdp_block *)op->list;
-    double scale = fsdpi_copy_scale(op);
+    double scale = op->scale;
     (void)device, (void)stream;
-    if (op->clip && scale == 1.0) return FSDP_OK; // in place
+    if (op->clip) { // scale is the largest norm, and the copy is in place
+        double norm = fsdpi_root(*op->clip, op->norm_type), factor = scale / (norm + 1e-6);
+        scale = factor < 1.0 || fsdpi_is_nan(norm) ? factor : 1.0;
+        if (scale == 1.0) return FSDP_OK;
+    }
     for (uint32_t i = 0; i < op->list_count; i++) {
         fsdp_block b = blocks[i];
         if (b.src_pitch == b.width && b.dst_pitch == b.width) { // no gaps: one long row
@@ -84,7 +83,7 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
     return FSDP_OK;
 }
 
-// Precise arithmetic, as in float.h; norms are seldom, so that small code is worth more.
+// Arithmetic is precise, as in float.h. Norms are seldom, so the code is made small (O2).
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)
@@ -93,8 +92,8 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
 #pragma GCC optimize("O2", "no-fast-math", "fp-contract=off")
 #endif
 
-// Sum of |x|^p in f64. Eight running sums, joined in a fixed order: the bits depend on the values
-// alone, not on alignment or on how the compiler vectorises.
+// Sum of |x|^p in f64: eight running sums, joined in a fixed order. So the bits depend on neither
+// alignment nor how the compiler vectorises.
 static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype, size_t count,
                                               double p) {
     double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}, tmp[FSDPI_BLOCK];
@@ -103,7 +102,8 @@ static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype,
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
         size_t i = 0;
-        // Loops of their own: in one, clang -Ofast fuses product and sum, whatever pragmas say.
+        // Products have a loop of their own: clang -Ofast fuses product and sum despite the
+        // pragmas.
         if (p == 2)
             for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
         else if (p == 1)
@@ -118,8 +118,8 @@ static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype,
            ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// *most = max(*most, |x|), by bits: as integers they are in the order of the magnitudes, with NaN
-// above infinity, so that a NaN stays.
+// *most = max(*most, |x|). It compares bits as integers: they have the order of the magnitudes, and
+// NaN is above infinity, so that a NaN stays.
 static FSDPI_NOINLINE void fsdpi_max_abs(double *most, const void *src, fsdp_dtype dtype,
                                          size_t count) {
     double tmp[FSDPI_BLOCK];

@@ -15,13 +15,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-// What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
-// before those of the srun that started its daemons. Slurm sets rank and size for the script of a
-// batch job as well; only a step of srun has a step id. Managers give PMI_* beside their own, with
-// the same values: if these differ, an mpiexec within their step has set them.
+// The variables that launchers set. The first launcher whose `rank` and `needs` are set is taken.
+// mpirun comes before the srun that started its daemons. Slurm sets rank and size for the script of
+// a batch job, too; only a step of srun has a step id. A manager (Flux, Slurm) sets PMI_* to the
+// values of its own variables: if they differ, an mpiexec inside of its step has set PMI_*.
 typedef struct fsdpi_launcher {
     const char *rank, *size, *local, *needs;
-    const char *here, *hosts; // how many ranks this host has, how many hosts the job; or NULL
+    const char *here, *hosts; // number of ranks on this host, of hosts of the job; or NULL
     const char *job[4];       // parts of a name that is equal on all ranks and unique on the host
     int is_manager;
 } fsdpi_launcher;
@@ -60,7 +60,7 @@ static const fsdpi_launcher fsdpi_launchers[] = {
 static const fsdpi_launcher *const fsdpi_launchers_end =
     fsdpi_launchers + sizeof fsdpi_launchers / sizeof *fsdpi_launchers;
 
-// Do the variables `rank` and `size` say what the launcher's own do?
+// Do the variables `rank` and `size` have the values of the launcher's own variables?
 static int fsdpi_launcher_counts(const fsdpi_launcher *l, const char *rank, const char *size) {
     const char *own_rank = fsdpi_env(l->rank), *own_size = fsdpi_env(l->size);
     rank = fsdpi_env(rank), size = fsdpi_env(size);
@@ -78,9 +78,9 @@ static const fsdpi_launcher *fsdpi_launcher_find(void) {
     return fsdpi_launchers;
 }
 
-/* The one that can say more of the ranks than how many there are: `l`, if its variable `a` or `b`
-   is set; else the next one that counts them in the same way, as srun below a script that exports
-   RANK and WORLD_SIZE. */
+/* The launcher that says where the ranks are: `l`, if its variable `a` or `b` is set; else the next
+   launcher with the same rank and size. For example a script under srun exports RANK and
+   WORLD_SIZE: then Slurm's variables say it. */
 static const fsdpi_launcher *fsdpi_launcher_knows(const fsdpi_launcher *l, const char *a,
                                                   const char *b) {
     if (fsdpi_env(a) || fsdpi_env(b)) return l;
@@ -89,20 +89,21 @@ static const fsdpi_launcher *fsdpi_launcher_knows(const fsdpi_launcher *l, const
     return l;
 }
 
-// The one that says how many hosts there are.
+// The launcher that says how many hosts there are.
 static const fsdpi_launcher *fsdpi_launcher_of_hosts(void) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
     return fsdpi_launcher_knows(l, l->here, l->hosts);
 }
 
-// A number that names a job or a step, or counts ranks; 0: none.
+// A positive number of the environment: a job, a step, or a count of ranks. 0: there is none.
 static uint64_t fsdpi_env_id(const char *name) {
     const char *text = fsdpi_env(name);
     long value = text ? strtol(text, NULL, 10) : 0;
     return value > 0 ? (uint64_t)value : 0;
 }
 
-// RANK and WORLD_SIZE say that this rank is alone: they may be left from an earlier job.
+// Warns if RANK and WORLD_SIZE say that this rank is alone and another launcher says that it is
+// not: they may be left from an earlier job.
 static void fsdpi_tell_alone(const fsdp_world *w) {
     if (!fsdpi_env("WORLD_SIZE") || fsdpi_env("TORCHELASTIC_RUN_ID") || fsdpi_env("FSDP_JOB_ID"))
         return;
@@ -117,17 +118,16 @@ static void fsdpi_tell_alone(const fsdp_world *w) {
     }
 }
 
-// Rank and size; neither set: a world of one.
+// Rank and size. If neither is set, the world has one rank.
 static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
     int rank = 0, size = 1, has_rank = fsdpi_env(l->rank) != NULL,
         has_size = fsdpi_env(l->size) != NULL;
-    fsdp_status status = fsdpi_world_env_int(w, l->rank, 0, 0x7FFFFFFF, &rank);
-    if (!status) status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
+    FSDPI_TRY(fsdpi_world_env_int(w, l->rank, 0, 0x7FFFFFFF, &rank));
+    FSDPI_TRY(fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size));
     int local = rank;
     const char *name = fsdpi_launcher_knows(l, l->local, NULL)->local;
-    if (!status) status = fsdpi_world_env_int(w, name, 0, 0x7FFFFFFF, &local);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_world_env_int(w, name, 0, 0x7FFFFFFF, &local));
     if (has_rank != has_size)
         return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
@@ -140,16 +140,8 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-/* Does this part of a name tell jobs of a host apart? A host and an allocation of Slurm's have
-   several, and so have the steps of its scripts and shells, which have the highest numbers. */
-static int fsdpi_names_a_job(const char *name) {
-    return fsdpi_env(name) && strcmp(name, "MASTER_ADDR") != 0 &&
-           strcmp(name, "SLURM_JOB_ID") != 0 &&
-           (strcmp(name, "SLURM_STEP_ID") != 0 || fsdpi_env_id(name) < 0xFFFFFFF0u);
-}
-
-// A name that is equal on all ranks of the job and unique on the host; "": nothing tells one, which
-// is no fault of ranks that do not meet.
+// A name that is equal on all ranks of the job and unique on the host. "": the environment has
+// none; that is an error only if ranks have to find each other (fsdpi_job_check).
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : fsdpi_env("FSDP_JOB_ID");
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -160,9 +152,13 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (used >= 0 && (size_t)used < cap)
             used += snprintf(out + used, cap - (size_t)used, "%s%s", i ? ":" : "",
                              part ? part : "");
-        parts += fsdpi_names_a_job(l->job[i]);
+        // Several jobs may share a host, an allocation of Slurm, and the steps of Slurm's scripts
+        // and shells, which have the highest numbers: these do not tell jobs apart.
+        parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0 &&
+                 strcmp(l->job[i], "SLURM_JOB_ID") != 0 &&
+                 (strcmp(l->job[i], "SLURM_STEP_ID") != 0 || fsdpi_env_id(l->job[i]) < 0xFFFFFFF0u);
     }
-    if (!job && !parts) { // a place where ranks meet is as good as a name
+    if (!job && !parts) { // the place where ranks meet names the job as well
         job = d->store ? d->store : fsdpi_env("FSDP_STORE");
         if (job && strcmp(job, "host:") == 0) job = NULL;
         if (job) used = snprintf(out, cap, "%s", job);
@@ -174,9 +170,9 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
-/* What shows that fsdprun, which has named the job, has started another launcher, whose ranks have
-   the name of fsdprun's then, and under mpirun its numbers. fsdprun takes these variables from its
-   own ranks. NULL: nothing. */
+/* If fsdprun has named the job and has started another launcher: a variable that this launcher has
+   set, else NULL. Its ranks have fsdprun's name, and under mpirun fsdprun's numbers, too. fsdprun
+   itself unsets these variables for its ranks. */
 static const char *fsdpi_launcher_within(const char *job) {
     const fsdpi_launcher *l = fsdpi_launchers + 1;
     if (strncmp(job, "fsdprun-", 8) != 0) return NULL;
@@ -186,9 +182,10 @@ static const char *fsdpi_launcher_within(const char *job) {
                                               : NULL;
 }
 
-/* Whether the name tells this world from others. Unless the desc gives it, FSDP_JOB_ID as well as
-   the launcher's variables name all ranks of the launcher: a world of some of them, or in another
-   order, might meet another one. Ranks that are threads meet in their process. */
+/* Does the job's name tell this world from others? FSDP_JOB_ID and the launcher's variables name
+   all ranks of the launcher. If this world has only some of these ranks, or another order, it might
+   meet another world, so the desc has to name the job. Ranks that are threads meet in their
+   process. */
 static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
     const char *inner = fsdpi_launcher_within(w->job);
@@ -215,20 +212,20 @@ static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
                      d->rank, d->world_size, told.rank, told.world_size, l->rank, l->size);
 }
 
-// Whether the launcher tells that it has started some of `size` ranks on other hosts.
+// *out: does the launcher say that some of `size` ranks are on other hosts?
 static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher *l, int size,
                                             int *out) {
     int here = size, hosts = 1;
-    fsdp_status status = fsdpi_world_env_int(w, l->here, 1, 0x7FFFFFFF, &here);
-    if (!status) status = fsdpi_world_env_int(w, l->hosts, 1, 0x7FFFFFFF, &hosts);
+    FSDPI_TRY(fsdpi_world_env_int(w, l->here, 1, 0x7FFFFFFF, &here));
+    FSDPI_TRY(fsdpi_world_env_int(w, l->hosts, 1, 0x7FFFFFFF, &hosts));
     *out = hosts > 1 || here < size;
-    return status;
+    return FSDP_OK;
 }
 
-// The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
+// The first host of a list of Slurm: n01r3 of "n[01-04,7]r[3-4],x7". 0: it has none, or no room.
 static int fsdpi_first_host(const char *list, char *out, size_t cap) {
     size_t used = 0;
-    int depth = 0, skip = 0; // in brackets, and there after the first element
+    int depth = 0, skip = 0; // inside of brackets; there, past the first element
     for (; *list && (depth || *list != ','); list++) {
         if (*list == '[' && !depth) depth = 1;
         else if (*list == ']' && depth) depth = skip = 0;
@@ -240,9 +237,9 @@ static int fsdpi_first_host(const char *list, char *out, size_t cap) {
     return used > 0 && !depth;
 }
 
-/* Where ranks of a step of srun on several hosts meet: at the first host of its list, where srun
-   puts rank 0 unless it is told otherwise, at a port that other steps hardly have,
-   below those that the system hands out. */
+/* Where the ranks of a step of srun on several hosts meet: at the first host of its list, where
+   srun puts rank 0 by default. The port comes from the numbers of job and step, so that other steps
+   hardly have it, and is below the ports that the system hands out. */
 static int fsdpi_slurm_store(char *out, size_t cap) {
     const char *list = fsdpi_env("SLURM_STEP_NODELIST");
     char host[256];
@@ -253,9 +250,9 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
     return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 12000));
 }
 
-/* The address where ranks meet, for backends that need one, in the form of fsdp_world_desc.store.
-   "": they are on several hosts and the launcher does not say where; no fault of those who do not
-   ask, so who needs an address says what to do: FSDPI_NO_STORE. */
+/* The address where ranks meet, in the form of fsdp_world_desc.store. "": ranks are on several
+   hosts and the launcher does not say on which ones. That is an error only for a backend that needs
+   the address, which then gives the text FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
     "[E724] ranks are on several hosts, and the launcher does not name the host of rank 0: set "   \
     "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
@@ -267,8 +264,7 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
     const fsdpi_launcher *l = fsdpi_launcher_of_hosts();
     int used = 0, is_spread = 0;
-    fsdp_status status = fsdpi_launcher_is_spread(w, l, d->world_size, &is_spread);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_launcher_is_spread(w, l, d->world_size, &is_spread));
     if (store) {
         used = snprintf(out, cap, "%s", store);
     } else if (host && port) {
@@ -288,14 +284,14 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     return FSDP_OK;
 }
 
-// Whether the launcher has started ranks of this world on other hosts too.
+// *out: does the launcher say that ranks of this world are on other hosts?
 static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, int *out) {
     const fsdpi_launcher *l = fsdpi_launcher_of_hosts();
     int size = 0;
     *out = 0;
     if (w->size == 1 || d->threads || strncmp(w->store, "host:", 5) == 0) return FSDP_OK;
-    fsdp_status status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
-    return status || size != w->size ? status : fsdpi_launcher_is_spread(w, l, size, out);
+    FSDPI_TRY(fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size));
+    return size == w->size ? fsdpi_launcher_is_spread(w, l, size, out) : FSDP_OK;
 }
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {

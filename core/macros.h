@@ -23,9 +23,9 @@
 #define FSDPI_MERGED static inline
 #endif
 
-// The conversions of float.h are also those of CUDA kernels.
+// CUDA kernels use the conversions of float.h, too.
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 // pragmas of gcc are for the host's compiler
+#pragma nv_diag_suppress 1675 // nvcc does not know pragmas of gcc, the host's compiler does
 #define FSDPI_HD __host__ __device__
 #else
 #define FSDPI_HD

@@ -14,8 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
-// Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
-// reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
+// Owns: ranks arranged in N dims, row-major, and one process group per dim, or two if gathers and
+// reductions may run at the same time. Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
 
 static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
     size_t size = strlen(text) + 1;
@@ -53,7 +53,7 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdpi_free(a, mesh);
 }
 
-// Does each rank exist, and appear once? Increasing ones do; others are marked.
+// Does each rank exist, and appear once? Increasing ranks appear once; else a bit marks each one.
 static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, int64_t numel) {
     const size_t bytes = (size_t)w->size / 8 + 1;
     int increasing = 1;
@@ -87,7 +87,7 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     return d->ranks ? fsdpi_mesh_check_ranks(w, d->ranks, numel) : FSDP_OK;
 }
 
-// Does a mesh have all the ranks of another one? Ranks in the same order are found at once.
+// Does a mesh have all the ranks of `part`? Ranks in the same order are found at once.
 static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
     int num = fsdpi_mesh_numel(mesh), num_part = fsdpi_mesh_numel(part), at = 0;
     for (int i = 0; i < num_part; i++) {
@@ -107,8 +107,8 @@ static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
     return stride;
 }
 
-// World ranks of the places that share my coordinates but in these dims, row-major. Outside the
-// mesh: those of the first place.
+// World ranks of the places that have this rank's coordinates in all other dims, row-major. If this
+// rank is outside the mesh: those of the first place.
 static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
                                int32_t *out) {
     int numel = 1, base = 0;
@@ -126,7 +126,8 @@ static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int n
     }
 }
 
-// Split the world along a dim; or, when `size` is less than the dim's, its group into neighbours.
+// Splits the world along a dim. If `size` is less than the dim's, it splits the dim's group into
+// groups of `size` neighbours.
 static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
                                     const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
@@ -145,7 +146,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
-// This rank's group of `size` neighbours along a dim, for what runs on a stream; made at first use.
+// This rank's group of `size` neighbours along a dim, for one stream. The first use makes it.
 static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
                                        const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
@@ -226,12 +227,12 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 /* -------------------------------------------------------------------------------------------- */
 // Owns: the public functions.
 
-// A mesh of the world, made from `parent` (NULL: from none). from[dim] is the dim of `parent` whose
-// groups it shares (-1: it makes its own; `from` NULL: all do).
+// A mesh of the world, made from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
+// groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;
-    int alone = 1; // nobody else is making it
+    int alone = 1; // this rank makes it without the others, since no dim makes groups
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
     for (int dim = 0; dim < d->ndim; dim++) alone &= from && from[dim] >= 0;
     if (!status && parent) mesh->root_numel = parent->root_numel;
@@ -257,10 +258,10 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     fsdp_mesh_desc d;
     if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
-    fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
-    if (!status) status = fsdpi_mesh_check(world, &d);
-    return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
+    FSDPI_TRY(fsdpi_failed(world));
+    FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc"));
+    FSDPI_TRY(fsdpi_mesh_check(world, &d));
+    return fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
 }
 
 FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh **mesh) {
@@ -271,7 +272,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
     return fsdp_mesh_create(world, &d, mesh);
 }
 
-// Checks that functions which make a mesh from a mesh share.
+// The checks of all functions that make a mesh from a mesh.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
     if (!mesh || !out) return fsdpi_null(NULL, what, "mesh or out");
     *out = NULL;
@@ -281,8 +282,7 @@ static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp
 FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
                                      fsdp_mesh **out) {
     fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_slice", out);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_slice", out));
     fsdp_world *w = mesh->world;
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
@@ -300,15 +300,14 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     if (!ranks) return fsdpi_no_memory(w, "mesh_slice", "", (size_t)numel * sizeof *ranks);
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
-    status = fsdpi_mesh_add(w, &d, mesh, dims, out);
+    fsdp_status status = fsdpi_mesh_add(w, &d, mesh, dims, out);
     fsdpi_free(&w->boot.allocator, ranks);
     return status;
 }
 
 FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, fsdp_mesh **out) {
     fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_flatten", out);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_flatten", out));
     d.ndim = 1;
     d.shape[0] = fsdpi_mesh_numel(mesh);
     d.names[0] = name;
@@ -320,8 +319,7 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
                                          const char *const names[2], fsdp_mesh **out) {
     fsdp_mesh_desc d = FSDP_ZERO;
     int32_t from[FSDP_MAX_DIMS];
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_unflatten", out);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_unflatten", out));
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
         return fsdpi_bad(mesh->world,
@@ -416,9 +414,8 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
     if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
     fsdp_world *w = mesh->world;
-    fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(w));
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
         return fsdpi_bad(w,

@@ -17,7 +17,7 @@
 #include "unit.h"
 #include "watch.h"
 
-// Take an extension out and end it. Nothing of it is under way.
+// Takes an extension out and ends it. None of its records is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
     fsdpi_attached *gone = *at;
     *at = gone->next;
@@ -42,12 +42,11 @@ static void fsdpi_model_close(fsdp_model *m) {
 }
 
 static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
-    fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
-                                            d->output_dtype);
-    if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
-                           d->grad_dtype);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
+                                 d->output_dtype));
+    if (d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
+        return fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
+                         d->grad_dtype);
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
         return fsdpi_bad(w,
@@ -72,16 +71,16 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
     fsdp_model_desc d;
     if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;
-    fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
-    if (!status) status = fsdpi_model_check(world, &d);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(world));
+    FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc"));
+    FSDPI_TRY(fsdpi_model_check(world, &d));
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
     if (!m) return fsdpi_no_memory(world, "model_create", "", sizeof *m);
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;
     m->host_bytes = (int64_t)sizeof *m;
+    fsdp_status status = FSDP_OK;
     if (!d.mesh && !d.mesh_info) {
         fsdp_mesh_desc whole = FSDP_ZERO;
         whole.ndim = 1;
@@ -96,7 +95,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         fsdpi_model_close(m);
         return status;
     }
-    m->desc.mesh_info = NULL; // the caller's
+    m->desc.mesh_info = NULL; // it is the caller's, and may not live on
     m->mixed = m->info.shard_mesh_size * m->info.replicate_mesh_size !=
                fsdpi_mesh_numel(m->info.mesh);
     if (m->info.shard_mesh_dim >= 0)

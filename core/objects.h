@@ -192,8 +192,8 @@ typedef struct fsdpi_desc {
     int slices; // n of reshard_after_forward = n, as made; 0: another mode
 } fsdpi_desc;
 
-/* The options of a unit that are numbers: type, name, value in a new unit. Fields, defaults and
-   fsdp_model_settings come from this list. One that decides the route stands in the other list. */
+/* The options of a unit that are numbers: type, name, value in a new unit. Fields, defaults and the
+   number of all options come from this list. One that decides the route stands in the other. */
 #define FSDPI_OPTIONS(X)                                                                           \
     X(int, reshard_after_forward, FSDP_RESHARD_ALWAYS) /* or _NEVER, or n: the desc says */        \
     X(uint8_t, reshard_after_backward, 1)                                                          \
@@ -362,7 +362,7 @@ struct fsdp_model {
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
     uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
-    uint64_t settings; // options, as a number; 0: one has changed since it was asked for
+    uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
     int asking;        // calls of functions of extensions that have not returned
     int rehearsing;    // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far

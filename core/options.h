@@ -21,67 +21,14 @@
 #include "usage.h"
 #include "watch.h"
 
-// The options `o` of a unit and those of its parameters as a number; a hook: whether there is one.
-static uint64_t fsdpi_unit_settings(const fsdp_unit *u, const fsdpi_options *o) {
-    uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
-#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_bits((double)o->name));
-    FSDPI_OPTIONS(FSDP_X)
-#undef FSDP_X
-    for (int back = 0; back < 2; back++) {
-        fsdpi_mix(&h, (uint64_t)o->num_prefetch[back]);
-        for (int i = 0; i < o->num_prefetch[back]; i++)
-            fsdpi_mix(&h, (uint64_t)o->prefetch[back][i]);
-    }
-    fsdpi_mix(&h, o->all_reduce_hook != NULL);
-    for (int i = 0; i < 3; i++) fsdpi_mix(&h, o->custom[i] != NULL);
-    for (int i = 0; i < u->desc.num_params; i++) {
-        const fsdpi_param *p = &u->params[i];
-        int flags = p->requires_grad << 1 | (p->grad_hook != NULL);
-        fsdpi_mix(&h, (uint64_t)p->dtype << 2 | (uint64_t)flags);
-    }
-    return h;
-}
-
-// The options of a model and of its units: a sum, which the model keeps until one changes.
-static FSDPI_NOINLINE uint64_t fsdpi_settings(const fsdp_model *m) {
-    int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
-    uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
-    for (int i = 0; i < m->num_units; i++)
-        sum += fsdpi_unit_settings(m->units[i], &m->units[i]->options);
-    return ((fsdp_model *)(uintptr_t)m)->settings = sum;
-}
-
-FSDP_API uint64_t fsdp_model_settings(const fsdp_model *m) {
-    if (!m) return 0;
-    return m->settings ? m->settings : fsdpi_settings(m);
-}
-
-// In place of each divide factor: whether the shard gradient is written directly, and the first unit
-// that has the same factor.
-FSDP_API uint64_t fsdp_model_kind(const fsdp_model *m) {
-    uint64_t kind = fsdp_model_settings(m);
-    for (int i = 0; m && i < m->num_units; i++) {
-        const fsdp_unit *u = m->units[i];
-        const double factor = fsdpi_facts_factor(&u->facts);
-        fsdpi_options o = u->options;
-        int like = 0;
-        if (o.divide_factor == 0) continue;
-        while (fsdpi_facts_factor(&m->units[like]->facts) != factor) like++;
-        int direct = fsdpi_facts_write_shard(&u->facts, 0);
-        uint64_t split = (uint64_t)like << 1 | (uint64_t)direct;
-        o.divide_factor = 0;
-        kind += fsdpi_hash(fsdpi_unit_settings(u, &o), split) - fsdpi_unit_settings(u, &u->options);
-    }
-    return kind;
-}
-
-// After an option of a unit, or of one of its parameters, has changed.
+// Called after an option of a unit, or of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {
     u->model->settings = 0;
     fsdpi_unit_facts(u);
 }
 
-// A setter for one unit or all (NULL): which ones; none may be between pre and post.
+// The checks of a setter for one unit, or for all (NULL); *first and *end: the units that it sets.
+// No such unit may be between a pre hook and its post hook.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
     if (!m) return fsdpi_null(NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
@@ -135,10 +82,8 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
 
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
     const char *what = "set_requires_gradient_sync";
-    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, all_reduce),
-                                          sync);
-    return status ? status
-                  : fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, sync), sync);
+    FSDPI_TRY(fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, all_reduce), sync));
+    return fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, sync), sync);
 }
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
                                                   int required) {
@@ -189,12 +134,11 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     return status;
 }
 
-// An empty list leaves the old one's memory where it is: a rehearsal brings it back.
+// An empty list does not free the memory of the old one: after a rehearsal the old list is back.
 static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
                                       int count, const char *what) {
     int first, end;
-    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_set(u ? u->model : NULL, u, what, &first, &end));
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
@@ -225,17 +169,15 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
     return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
 }
 
-// May the model be laid out anew? All units are idle, and none holds what only its layout knows.
+// May the model be laid out anew? All units have to be idle, and to hold no gradients that wait.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_refuse_in_rehearsal(m, what);
-    return status ? status
-                  : fsdpi_keep_status(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
+    FSDPI_TRY(fsdpi_refuse_in_rehearsal(m, what));
+    return fsdpi_keep_status(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
 }
 
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
-    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
-    if (!status) status = fsdpi_may_move(unit->model, fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD));
-    if (status) return status;
+    FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD));
+    FSDPI_TRY(fsdpi_may_move(unit->model, fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD)));
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
@@ -244,10 +186,10 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
-    if (m->committed) status = fsdpi_request_commit(m);
-    if (status) return status;
+    if (requires_grad) FSDPI_TRY(fsdpi_trainable_check(unit, p));
+    if (m->committed) FSDPI_TRY(fsdpi_request_commit(m));
     p->requires_grad = requires_grad != 0;
-    status = fsdpi_unit_arrange(unit);
+    fsdp_status status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
     if (status) return status;
     fsdpi_option_changed(unit);
@@ -280,7 +222,7 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     return status;
 }
 
-// Hooks may be read by records under way.
+// The same for a hook. Records under way may read the old hook: wait for them.
 static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
@@ -290,8 +232,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what)
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
                                               void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_set_hook(unit, "set_all_reduce_hook"));
     unit->options.all_reduce_hook = hook;
     unit->options.all_reduce_user = user;
     fsdpi_option_changed(unit);
@@ -300,9 +241,8 @@ FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_h
 
 FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
                                                    void *user) {
-    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
-    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_SET));
+    FSDPI_TRY(fsdpi_set_hook(unit, "set_post_accumulate_hook"));
     unit->model->grad_hooks |= hook != NULL;
     unit->params[index].grad_hook = hook;
     unit->params[index].grad_hook_user = user;
@@ -312,8 +252,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
-    fsdp_status status = fsdpi_set_hook(u, what);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_set_hook(u, what));
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
     fsdpi_option_changed(u);

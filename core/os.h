@@ -17,7 +17,8 @@
 #define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
-// them; a private name for the C library's symbol reaches them without feature macros.
+// them. The library declares these under private names of the same symbols, and needs no feature
+// macros.
 
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open
@@ -42,8 +43,8 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// Sleep while *word == expected, at most timeout_ns. May return early for no reason. shared: the
-// word is in memory of several processes.
+// Sleeps while *word == expected, at most timeout_ns, and may return early without a reason.
+// shared: several processes have the word in their memory.
 static void fsdpi_futex_wait(uint32_t *word, uint32_t expected, int64_t timeout_ns, int shared) {
     struct fsdpi_timespec t;
     t.tv_sec = (long)(timeout_ns / 1000000000);
@@ -67,7 +68,7 @@ static inline void fsdpi_pause(void) {
 #define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
-// AddressSanitizer stops the program where it touches what is poisoned.
+// AddressSanitizer stops a program that touches poisoned memory.
 #if defined(__SANITIZE_ADDRESS__)
 #define FSDPI_ASAN 1
 #elif defined(__has_feature)
@@ -84,8 +85,8 @@ static inline void fsdpi_poison(const void *at, size_t bytes) { (void)at, (void)
 static inline void fsdpi_unpoison(const void *at, size_t bytes) { (void)at, (void)bytes; }
 #endif
 
-// A lock for a few instructions: error texts, lists of ranks as threads.
-// 0 free, 1 taken, 2 taken and somebody may sleep on it.
+// A lock for a few instructions, as around an error text. 0: free, 1: taken, 2: taken, and another
+// thread may sleep until it is free.
 static int fsdpi_try_lock(uint32_t *lock) {
     uint32_t none = 0;
     return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
@@ -98,8 +99,8 @@ static FSDPI_NOINLINE void fsdpi_unlock(uint32_t *lock) {
     if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
 }
 
-// What a system call gave for a descriptor of the library's, moved to 3 or above: a program whose
-// 0, 1 or 2 is closed prints there all the same. -1: there is none.
+// Moves a new descriptor of the library to 3 or above: if a program has closed 0, 1 or 2, it may
+// still print there. -1: there is no descriptor.
 static int fsdpi_fd(int fd) {
     if (fd < 0 || fd > 2) return fd;
     int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
@@ -108,7 +109,7 @@ static int fsdpi_fd(int fd) {
     return moved;
 }
 
-// The null device on those of 0 to 2 that are closed, for descriptors that others make.
+// Opens the null device on closed descriptors 0 to 2, so that other code gets none of these.
 static void fsdpi_plug(void) {
     int fd = 0;
     while (fd >= 0 && fd < 3) fd = open("/dev/null", O_RDWR);
@@ -119,12 +120,12 @@ extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
                                const void *in_library) __asm__("__cxa_thread_atexit_impl")
     __attribute__((weak)); // glibc's
 
-// Until this thread ends, dlclose leaves the library that holds this code in memory.
+// Until this thread ends, dlclose does not unload the library that has this code.
 static void fsdpi_stay(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
-// A word that holds `value` in this process and 0 in every child that it forks; NULL: no memory.
+// A word that is `value` in this process and 0 in every child that it forks; NULL: no memory.
 static uint32_t *fsdpi_own_word(uint32_t value) {
     void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (word == MAP_FAILED) return NULL;
@@ -133,7 +134,7 @@ static uint32_t *fsdpi_own_word(uint32_t value) {
     return (uint32_t *)word;
 }
 
-static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value
+static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 with a running value
     h += x + 0x9E3779B97F4A7C15ull;
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
     h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
@@ -152,7 +153,7 @@ static uint64_t fsdpi_hash_text(const char *text) {
     return h;
 }
 
-// A text that grows like snprintf's: what does not fit is only counted.
+// A text that grows. As with snprintf, characters that do not fit are only counted.
 typedef struct fsdpi_text {
     char *buf;
     size_t cap, used;
@@ -168,17 +169,17 @@ static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The one reader of environment variables. A variable that is not set, or empty, says nothing. One
-// that is set is right, or fsdp_init fails and names it.
+// The one reader of environment variables. An empty variable counts as not set. If a variable has a
+// wrong value, fsdp_init fails and names it.
 
-// NULL: not set, or empty.
+// NULL: the variable is not set, or is empty.
 static const char *fsdpi_env(const char *name) {
     const char *text = name ? getenv(name) : NULL;
     return text && *text ? text : NULL;
 }
 
-// An integer from min to max, flags included: 0 or 1. *out stays as it is if the variable says
-// nothing. After a failure *error has the text.
+// An integer from min to max; a flag is 0 or 1. If the variable is not set, *out stays as it is.
+// After a failure *error has the text.
 static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
     const char *text = fsdpi_env(name);
     if (!text) return FSDP_OK;

@@ -22,14 +22,13 @@
 
 #include <string.h>
 
-// Rank k's piece [from, from + num) of its padded shard, into the full tensor.
+// Copies elements [from, from + num) of rank k's padded shard to their places in the full tensor.
 static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
                                 const char *piece, char *full, size_t size) {
     int dim = p->lay.shard_dim;
     int64_t inner = fsdpi_numel(p->lay.shape, dim + 1, p->lay.ndim);
     fsdp_range range = fsdpi_range(p->lay.shape[dim], world, k);
-    int64_t row = range.count * inner,
-            pitch = p->lay.shape[dim] * inner; // of my shard, of the tensor
+    int64_t row = range.count * inner, pitch = p->lay.shape[dim] * inner; // of shard, of tensor
     int64_t outer = fsdpi_numel(p->lay.shape, 0, dim);
     while (num > 0 && from < row * outer) {
         int64_t column = from % row, run = fsdpi_min(row - column, num);
@@ -41,34 +40,29 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     }
 }
 
-// Bytes of the largest parameter, padded, but no more than a step.
-static int64_t fsdpi_full_bytes(const fsdp_model *m) {
+// Makes the scratch buffer: room for the largest parameter, padded, but for no more than a step. If
+// the host cannot read the buffer, it also makes a copy in host memory.
+static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     int64_t largest = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
         for (int k = 0; k < u->desc.num_params; k++) {
-            // In the widest dtype; at least an element of every rank.
+            // In the widest dtype, and at least one element of every rank.
             int64_t bytes = fsdpi_min(fsdpi_shards(u) * u->params[k].lay.shard_numel * 8,
                                       m->desc.fill_bytes);
             if (bytes < 8 * fsdpi_shards(u)) bytes = 8 * fsdpi_shards(u);
             if (bytes > largest) largest = bytes;
         }
     }
-    return largest;
-}
-
-// The scratch buffer, and a copy of it where the host cannot read that.
-static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
-    fsdp_status status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m),
-                                       &m->full_scratch);
-    if (status || fsdpi_is_host(m->world)) return status;
+    FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)largest, &m->full_scratch));
+    if (fsdpi_is_host(m->world)) return FSDP_OK;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
                         : fsdpi_no_memory(m->world, "param_full", "", m->full_scratch->bytes);
 }
 
-/* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
-   the shard group's ranks bring piece after piece of their shards. */
+/* Gathers one parameter, or its gradient, in its own dtype. Piece after piece of all shards comes
+   to the scratch buffer, and from there to its places in `full`. */
 static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
                               char *full) {
     fsdp_model *m = u->model;
@@ -88,7 +82,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
-        m->full_seg = seg; // a worker may read it after a failure has ended this call
+        m->full_seg = seg; // if the call fails, a worker thread may still read it afterwards
         m->full_block = fsdpi_run(p->lay.shard_offset + at, u->desc.info.shard_mesh_rank * num,
                                   num);
         fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
@@ -117,23 +111,21 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if ((*fsdpi_use(u, index) & FSDPI_USE_REDUCED) && !u->model->backward) // for any W, R
+    if ((*fsdpi_use(u, index) & FSDPI_USE_REDUCED) && !u->model->backward)
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
-// Before a caller gets an address of shards. Offloaded ones are the host's: what the device still
-// does with them is waited for.
+// Called before a caller gets the address of shards. The host reads offloaded shards, so it waits
+// until the device has done its work on them.
 static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
-    fsdp_status status = m->committed ? FSDP_OK : fsdpi_commit(m);
-    if (status || !m->desc.cpu_offload) return status;
-    return fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    if (!m->committed) FSDPI_TRY(fsdpi_commit(m));
+    return m->desc.cpu_offload ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
     if (out) memset(out, 0, sizeof *out);
     if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
-    fsdp_status status = fsdpi_shards_readable(unit->model);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_shards_readable(unit->model));
     if (index < 0 || index >= unit->desc.num_params)
         return fsdpi_bad(unit->model->world,
                          "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d",
@@ -181,40 +173,29 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     return index;
 }
 
-// The caller's stream will write shards: it comes behind gathers under way, which read them.
-static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
-    fsdp_status status = fsdpi_failed(m->world);
-    for (int i = 0; i < m->num_units && !status; i++) {
-        fsdp_unit *u = m->units[i];
-        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && u->state.slot[FSDP_POOL_GATHER])
-            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->state.slot[FSDP_POOL_GATHER]);
-    }
-    return status;
-}
-
-// Shards are as the caller's stream has left them: later gathers come after.
+// The caller's stream has written shards: later gathers wait for it.
 static void fsdpi_shards_written(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
             fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
 }
 
-// The host is about to write shards: gathers under way still read them.
+// The host will write shards: it waits for gathers under way, which read them.
 static fsdp_status fsdpi_load(fsdp_model *m) {
-    fsdp_status status = fsdpi_model_call(m, FSDP_CALL_LOAD, 1);
-    if (!status) fsdpi_drain(m->world);
-    return status ? status : fsdpi_failed(m->world);
+    FSDPI_TRY(fsdpi_model_call(m, FSDP_CALL_LOAD, 1));
+    fsdpi_drain(m->world);
+    return fsdpi_failed(m->world);
 }
 
-// Do updates run on the device? Where the host cannot read the shards, or would have to wait for
-// the device's streams. Offloaded shards are the host's.
+// Do updates run on the device? They do if the host cannot read the shards, or would have to wait
+// for the device's streams. The host updates offloaded shards.
 static int fsdpi_updates_on_device(const fsdp_model *m) {
     const fsdp_world *w = m->world;
     return !m->desc.cpu_offload && w->device_ops->update &&
            (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
 }
 
-// Fills a parameter in place; where the host cannot write, by way of a block of host memory.
+// Fills a parameter. If the host cannot write it in place, the host fills blocks and copies them.
 static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsdp_init_fn fn,
                                     void *user) {
     fsdp_param_view block = *v;
@@ -232,7 +213,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
         block.start[0] = v->start[0] + row;
         block.numel = block.local_shape[0] * row_numel;
         block.data = staged ? staged : place;
-        if (staged) memset(staged, 0, (size_t)most); // as a new shard is
+        if (staged) memset(staged, 0, (size_t)most); // fn may expect the zeros of a new shard
         fn(user, &block);
         if (staged)
             status = fsdpi_transfer(m->world, place, staged,
@@ -243,10 +224,10 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 }
 
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
-    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
-    if (!status && !fn) status = fsdpi_null_of(model, "init_params", "fn");
-    if (!status) status = fsdpi_load(model);
-    if (status) return status;
+    fsdp_status status = FSDP_OK;
+    if (model) FSDPI_TRY(fsdpi_failed(model->world));
+    if (!fn) return fsdpi_null_of(model, "init_params", "fn");
+    FSDPI_TRY(fsdpi_load(model));
     fsdp_param_view v = FSDP_ZERO;
     while (!status && fsdp_next_param(model, &v))
         if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
@@ -259,8 +240,7 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
     if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
     if (!fsdp_dtype_size(dtype))
         return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
-    fsdp_status status = fsdpi_shards_readable(model);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_shards_readable(model));
     const fsdpi_flat_block *flat = &model->flats[dtype];
     out->dtype = dtype;
     out->grad_dtype = fsdpi_grad_dtype(model, dtype);
@@ -273,13 +253,11 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
 }
 
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full) {
-    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_LOAD);
-    if (!status) status = fsdpi_failed(unit->model->world);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_LOAD));
+    FSDPI_TRY(fsdpi_failed(unit->model->world));
     const fsdp_layout_param *lay = &unit->params[index].lay;
     if (!full && lay->numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
-    status = fsdpi_load(unit->model);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_load(unit->model));
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
     int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
@@ -288,32 +266,29 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     int64_t from = fsdpi_bytes(lay->start * inner, v.dtype);
     int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
     fsdp_block rows = {from, 0, width, outer, pitch, width};
-    status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
-    if (!status) fsdpi_shards_written(unit->model);
-    return status;
+    FSDPI_TRY(fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows));
+    fsdpi_shards_written(unit->model);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
-    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
-    if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_FULL));
+    FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     const fsdpi_param *p = &unit->params[index];
     return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->shard, p->dtype,
                       (char *)full);
 }
 
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full) {
-    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
-    if (!status) status = fsdpi_failed(unit->model->world);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_FULL));
+    FSDPI_TRY(fsdpi_failed(unit->model->world));
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
         return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
                          "[E204] param_full_grad: '%s' of unit '%s' is frozen: it has no gradient",
                          p->name, unit->desc.name);
-    status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     if (unit->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED)
         return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
                           (char *)full);
@@ -329,28 +304,22 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "params_writable", "model");
-    fsdp_status status = fsdpi_shards_writable(model);
-    if (status || fsdpi_updates_on_device(model)) return status;
+    FSDPI_TRY(fsdpi_failed(model->world));
+    for (int i = 0; i < model->num_units; i++) { // the caller's stream waits for gathers under way
+        fsdp_unit *u = model->units[i];
+        fsdp_buf *slot = u->state.slot[FSDP_POOL_GATHER];
+        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && slot)
+            FSDPI_TRY(fsdpi_emit_use(model, u, FSDP_LABEL_GATHER, slot));
+    }
+    if (fsdpi_updates_on_device(model)) return FSDP_OK;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
-}
-
-// Before replicas of a unit copy: do they mean the same parameters?
-static fsdp_status fsdpi_replicas_named(const fsdp_unit *u, const char *what) {
-    int different = 0;
-    fsdp_status status = fsdpi_replicas_compare(u, what, u->layout.hash, &different);
-    if (status || !different) return status;
-    return fsdp_fail(u->model->world, FSDP_ERR_MISMATCH,
-                     "[E217] %s: replicas describe unit '%s' differently: give the same names, "
-                     "shapes, dtypes and requires_grad in the same order on all ranks",
-                     what, u->desc.name);
 }
 
 FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
     static const char *const what = "model_broadcast";
     if (!model) return fsdpi_null(NULL, what, "model");
-    fsdp_status status = fsdpi_failed(model->world);
     int begin = unit ? unit->desc.index : 0;
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(model->world));
     if (unit && unit->model != model)
         return fsdpi_bad(model->world, "[E109] %s: the unit belongs to another model", what);
     int end = unit ? begin + 1 : model->num_units;
@@ -360,21 +329,30 @@ FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, in
             return fsdpi_bad(model->world, "[E100] %s: root is %d, expected 0..%d of unit '%s'",
                              what, root, fsdpi_replicas(u) - 1, u->desc.name);
     }
-    status = fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what);
-    if (!status) status = fsdp_params_writable(model);
-    for (int i = begin; i < end && !status; i++)
-        if (fsdpi_is_replicated(model->units[i]))
-            status = fsdpi_replicas_named(model->units[i], what);
-    for (int i = begin; i < end && !status; i++) {
+    FSDPI_TRY(fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what));
+    FSDPI_TRY(fsdp_params_writable(model));
+    for (int i = begin; i < end; i++) {
         const fsdp_unit *u = model->units[i];
-        for (int k = 0; k < u->desc.num_params && fsdpi_is_replicated(u) && !status; k++) {
+        int different = 0;
+        if (fsdpi_is_replicated(u))
+            FSDPI_TRY(fsdpi_replicas_compare(u, what, u->layout.hash, &different));
+        if (different)
+            return fsdp_fail(model->world, FSDP_ERR_MISMATCH,
+                             "[E217] %s: replicas describe unit '%s' differently: give the same "
+                             "names, shapes, dtypes and requires_grad in the same order on all "
+                             "ranks",
+                             what, u->desc.name);
+    }
+    for (int i = begin; i < end; i++) {
+        const fsdp_unit *u = model->units[i];
+        for (int k = 0; k < u->desc.num_params && fsdpi_is_replicated(u); k++) {
             size_t nbytes;
             char *rows = fsdpi_own_rows(u, &u->params[k], &nbytes);
-            status = fsdpi_replicas_meet(u, FSDP_OP_BROADCAST, what, root, rows, (int64_t)nbytes,
-                                         FSDP_U8);
+            FSDPI_TRY(fsdpi_replicas_meet(u, FSDP_OP_BROADCAST, what, root, rows, (int64_t)nbytes,
+                                          FSDP_U8));
         }
     }
-    return status ? status : fsdp_params_changed(model);
+    return fsdp_params_changed(model);
 }
 
 #endif // FSDPI_CORE_PARAMS_H

@@ -14,13 +14,14 @@
 #include <string.h> // memcpy, memmove
 
 // Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
-// the ranks. No expression both multiplies and adds, since a compiler may contract that to one
-// rounding. Loops work on blocks that stay in the first-level cache.
+// the ranks. No expression both multiplies and adds: a compiler may contract the two to an
+// operation with one rounding. Loops work on blocks that stay in the first-level cache.
 
-#define FSDPI_BLOCK    512 // elements: whole pages of page-aligned sources would alias
+#define FSDPI_BLOCK    512 // elements: with whole pages, aligned sources would share cache lines
 #define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
 
-// Precise arithmetic, as in float.h; and vectorised even if the program is built with -O0 or -O2.
+// Arithmetic is precise, as in float.h, and vectorised even if the program is built with -O0 or
+// -O2.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)
@@ -29,8 +30,8 @@
 #pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
 #endif
 
-/* count <= FSDPI_BLOCK elements of any floating dtype to and from f64. `src` may be returned as it
-   is, so that nothing is copied where nothing is converted. */
+/* At most FSDPI_BLOCK elements of any floating dtype, to and from f64. If `src` is f64 already, it
+   is returned as it is, without a copy. */
 static const double *fsdpi_load_f64(double *tmp, const void *src, fsdp_dtype dtype, size_t count) {
     if (dtype == FSDP_F64) return (const double *)src;
     for (size_t i = 0; i < count; i++) tmp[i] = (double)fsdpi_at((const char *)src, dtype, i, 0);
@@ -45,9 +46,10 @@ static void fsdpi_store_f64(void *dst, fsdp_dtype dtype, const double *src, size
                       dtype == FSDP_F32 ? (float)src[i] : fsdpi_f64_to_f32_odd(src[i]));
 }
 
-// acc (op)= x, element by element. To round an f64 sum or product of two f32 is to have made it so.
+// acc (op)= x, element by element. An f64 sum or product of two f32 that is rounded to f32 has the
+// bits of the f32 operation.
 static void fsdpi_combine(double *acc, const double *x, size_t count, fsdp_redop redop, int wide) {
-    if (redop == FSDP_MAX) // choices, no branches: with -Ofast gcc takes those for fmax, fmin
+    if (redop == FSDP_MAX) // ?: and not if: with -Ofast gcc makes fmax and fmin of branches
         for (size_t i = 0; i < count; i++) acc[i] = x[i] > acc[i] ? x[i] : acc[i];
     else if (redop == FSDP_MIN)
         for (size_t i = 0; i < count; i++) acc[i] = x[i] < acc[i] ? x[i] : acc[i];
@@ -58,9 +60,9 @@ static void fsdpi_combine(double *acc, const double *x, size_t count, fsdp_redop
         }
 }
 
-/* One block of dst (+)= scale * (src_0 op src_1 op ...), in f64 if wide, else in f32. The scale is
-   applied to the whole block before anything is added, in loops of their own: see above.
-   A cast is no arithmetic: with that a process may flush subnormals (-Ofast). */
+/* One block of dst (+)= scale * (src_0 op src_1 op ...), in f64 if wide, else in f32. A loop of its
+   own applies the scale to the whole block before dst is added: see the invariants. A cast does no
+   arithmetic, because a process that was built with -Ofast may flush subnormals in it. */
 static FSDPI_NOINLINE void fsdpi_reduce_block(void *dst, fsdp_dtype dst_dtype,
                                               const char *const *srcs, int num_srcs,
                                               fsdp_dtype dtype, size_t count, double scale,
@@ -83,7 +85,7 @@ static FSDPI_NOINLINE void fsdpi_reduce_block(void *dst, fsdp_dtype dst_dtype,
     fsdpi_store_f64(dst, dst_dtype, acc, count);
 }
 
-// Integers (i32, i64): all_reduce of counters. No scale, no cast.
+// Integers (i32, i64), for an all_reduce of counters. There is no scale and no cast.
 static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, fsdp_dtype dtype,
                               size_t count, fsdp_redop redop) {
     for (size_t i = 0; i < count; i++) {
@@ -107,21 +109,21 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
     }
 }
 
-// The fast loops, with the bits of the blocks above. Those stay the reference, and take what these
-// leave: other types and operations, and the last elements.
+// The fast loops. They give the bits of the blocks above, which are the reference, and which also
+// do what these loops leave: other types and operations, and the last elements.
 
-// A vector that is stored over the end of a page takes a hundred times as long as another one: what
-// lies on the stack begins with a line.
+// A vector store over the end of a page takes a hundred times as long as another one. So arrays on
+// the stack begin at a cache line.
 #ifdef __GNUC__
 #define FSDPI_LINE __attribute__((aligned(64)))
 #else
 #define FSDPI_LINE
 #endif
 
-#define FSDPI_STRIDE 16                  // elements: a loop takes a multiple of them
-#define FSDPI_STREAM ((size_t)512 << 10) // bytes from which on results need not stay in a cache
+#define FSDPI_STRIDE 16                  // a loop takes a multiple of so many elements
+#define FSDPI_STREAM ((size_t)512 << 10) // results of so many bytes go around the caches
 
-// Says that no round of a loop reads what an earlier one has written.
+// Tells the compiler that no round of a loop reads what an earlier one has written.
 #if defined(__clang__)
 #define FSDPI_APART _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -130,9 +132,9 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 #define FSDPI_APART
 #endif
 
-/* dst = scale * (src_0 + src_1 + ...): the one loop, of which compilers make vectors. dtypes, num
-   and scaled are constants where this is used. A source of the same size may be dst; else none lies
-   in it. */
+/* dst = scale * (src_0 + src_1 + ...): the one loop that compilers vectorise. dtypes, num and
+   scaled are constants at each use. A source of the same size may be dst; no other source lies in
+   it. */
 FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                              fsdp_dtype from, size_t count, float scale, int scaled) {
     const char *s[8];
@@ -154,7 +156,7 @@ FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, 
     }
 }
 
-// A sum that is multiplied by one keeps its bits.
+// It always scales: a sum that is multiplied by one keeps its bits.
 FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fsdp_dtype from,
                                  size_t count, float scale) {
     if (num == 2) fsdpi_loop(dst, FSDP_F32, srcs, 2, from, count, scale, 1);
@@ -163,8 +165,8 @@ FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fs
     else fsdpi_loop(dst, FSDP_F32, srcs, 8, from, count, scale, 1);
 }
 
-/* The table: sums of 2, 3, 4 or 8 f32 or bf16, and one f32 scaled, to f32; and casts between f32
-   and 16 bits, which know no scale. */
+/* All loops that there are: sums of 2, 3, 4 or 8 f32 or bf16 to f32, one f32 scaled to f32, and
+   casts between f32 and 16 bits without a scale. */
 FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                                    fsdp_dtype from, size_t count, float scale) {
     if (to == FSDP_BF16) fsdpi_loop(dst, FSDP_BF16, srcs, 1, FSDP_F32, count, 1, 0);
@@ -177,7 +179,7 @@ FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *
     else fsdpi_loop_sum(dst, srcs, num, FSDP_F32, count, scale);
 }
 
-// Compiled for every processor of the architecture, and once more for what most of them have.
+// The loops are compiled for every processor of the architecture, and once more for AVX2.
 static FSDPI_NOINLINE void fsdpi_loop_base(void *dst, fsdp_dtype to, const char *const *srcs,
                                            int num, fsdp_dtype from, size_t count, float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
@@ -203,7 +205,7 @@ static void fsdpi_loops(void *dst, fsdp_dtype to, const char *const *srcs, int n
     else fsdpi_loop_base(dst, to, srcs, num, from, count, scale);
 }
 
-// 64 bytes at a time around the caches, so that a line is not read only to be overwritten.
+// Copies 64 bytes at a time around the caches: a line is not read only to be overwritten.
 static void fsdpi_stream(char *dst, const char *src, size_t bytes) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
     typedef long long vector __attribute__((vector_size(16), may_alias));
@@ -217,7 +219,7 @@ static void fsdpi_stream(char *dst, const char *src, size_t bytes) {
 #endif
 }
 
-// What has been streamed is written before what this thread writes from now on.
+// Later writes of this thread are seen after the streamed ones.
 static void fsdpi_stream_end(void) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
     __asm__ volatile("sfence" ::: "memory");
@@ -230,8 +232,8 @@ static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, s
     return (const char *)room;
 }
 
-/* A block, aside: dst may be a source. By eights, fours and less; the scale comes when all are in
-   the sum, dst is added behind it, and the last step rounds. */
+/* One block, by way of arrays on the stack, so that dst may be a source. Sums take up to eight
+   sources at a time. The last sum applies the scale; then dst is added and the result rounded. */
 static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
                                             int num, fsdp_dtype from, size_t count, float scale,
                                             int accumulate) {
@@ -258,7 +260,7 @@ static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char
     else memcpy(dst, x[0], count * sizeof(float));
 }
 
-// Whether the table has a loop for it: else blocks, in several.
+// Does fsdpi_loop_table have one loop for it? If not, a block takes several.
 static int fsdpi_has_loop(fsdp_dtype to, int num, fsdp_dtype from, float scale) {
     int plain = num == 1 && scale == 1.0f;
     if (to != FSDP_F32) return plain && from == FSDP_F32;
@@ -278,8 +280,8 @@ static FSDPI_NOINLINE void fsdpi_reduce_by_blocks(char *dst, fsdp_dtype to, cons
     }
 }
 
-/* Around the caches: lines are not read only to be overwritten. Of two pages by turns, and what
-   they need is asked for ahead: memory is faster so. */
+/* Results go around the caches (fsdpi_stream). The loop takes chunks of two pages by turns and
+   prefetches sources: memory is faster so. */
 static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const char *const *srcs,
                                                int num, fsdp_dtype from, size_t count,
                                                float scale) {
@@ -305,8 +307,8 @@ static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const c
     fsdpi_stream_end();
 }
 
-/* Sums of f32 and 16-bit floats; count is a multiple of FSDPI_STRIDE. By blocks where dst is read,
-   too, or no loop is made for it. */
+/* Sums of f32 and 16-bit floats; count is a multiple of FSDPI_STRIDE. They go by blocks if dst is
+   read, too, or if there is no loop for them. */
 static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *srcs, int num,
                                   fsdp_dtype from, size_t count, float scale, int accumulate) {
     size_t in = count * fsdp_dtype_size(from), out = count * fsdp_dtype_size(to);
@@ -323,7 +325,7 @@ static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *s
 
 /* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
    library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
-   dst may be one of the sources. Sums in f64 when a dtype is f64, else in f32.                   */
+   dst may be one of the sources. Sums are in f64 if a dtype is f64, else in f32. */
 static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
                                       int num_srcs, fsdp_dtype dtype, size_t count, double scale,
                                       int accumulate, fsdp_redop redop) {

@@ -19,15 +19,15 @@
 
 #include <string.h>
 
-// Owns: nothing. Replicas average gradients and not parameters, so that those which begin with
-// different values stay different. Source: torch: _sync_module_states, _verify_param_shape.
+// Owns: nothing. Replicas average gradients and not parameters: if they begin with different
+// values, they stay different. Source: torch: _sync_module_states, _verify_param_shape.
 
-// A unit whose parameters other ranks hold, too.
+// Do other ranks hold the same parameters of the unit?
 static int fsdpi_is_replicated(const fsdp_unit *u) {
     return u->desc.info.replicate_comm && fsdpi_replicas(u) > 1;
 }
 
-// A collective on host data of a unit's replicas.
+// A collective of a unit's replicas on host data.
 static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char *what, int root,
                                        void *data, int64_t count, fsdp_dtype dtype) {
     fsdp_op op = fsdpi_host_op(kind, what, dtype);
@@ -38,7 +38,8 @@ static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char 
                                  count);
 }
 
-// Do replicas of the unit have different numbers? The largest complement is that of the smallest.
+// Do replicas of the unit have different numbers? The maxima of the number and of its complement
+// tell the largest and the smallest one.
 static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, uint64_t number,
                                           int *different) {
     int64_t most[2] = {(int64_t)number, (int64_t)~number};
@@ -54,7 +55,7 @@ static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nb
            fsdpi_bytes(p->lay.shard_offset, p->dtype);
 }
 
-// Four sums beside each other, so that memory is the limit and not the latency of a product.
+// Four independent sums, so that memory is the limit and not the latency of a product.
 static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
     uint64_t lane[4] = {h, 1, 2, 3}, word[4];
     for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
@@ -69,7 +70,8 @@ static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
     return h;
 }
 
-// Of all rows of a unit; what the host cannot read comes to `room` of `most` bytes.
+// Adds all rows of a unit to the hash *h. If the host cannot read them, they are copied to `room`
+// of `most` bytes, piece by piece.
 static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < u->desc.num_params; i++) {
@@ -85,8 +87,8 @@ static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uin
     return status;
 }
 
-/* In the first finalize: do replicas hold the same parameters? If not, training goes on, as in
-   PyTorch, and the averages mean little. */
+/* The first finalize asks: do replicas hold the same parameters? If not, it warns, and training
+   goes on as in PyTorch, with averages that mean little. */
 static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
     enum { ROOM = 1 << 20 };
     char *room = NULL;

@@ -21,8 +21,8 @@
 #include <pthread.h>
 #include <string.h>
 
-/* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
-   all_reduce, however a backend does it, what it has to receive at least. */
+/* Bytes that a rank reads from the others: (group_size-1) times its own part. For an all_reduce,
+   the least that it has to receive, however a backend does it. */
 static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
     if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL)
         return (group_size - 1) * nbytes;
@@ -31,7 +31,7 @@ static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t 
     return kind == FSDP_OP_SEND ? 0 : nbytes;
 }
 
-// A function of the user's has failed inside an op: the world cannot go on.
+// A function of the user has failed inside of an op: the world cannot go on.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(
@@ -40,7 +40,7 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
         fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
 }
 
-// The user's function for a unit's collective of a step; not for those of param_full.
+// The user's function for a unit's collective in a step; collectives of param_full have none.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     int which = op->label == FSDP_LABEL_GATHER     ? 0
                 : op->label == FSDP_LABEL_REDUCE   ? 1
@@ -72,8 +72,9 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.unused = op->unused;
     c.stream = stream;
-    // What ranks must agree on beside kind, dtype and count, which backends compare, too; not seq:
-    // they may differ in local ops. Beyond the groups of a unit they may have other optimizers.
+    // What ranks must agree on, beside kind, dtype and count, which backends compare, too. seq is
+    // not in it, since ranks may have other local ops. What fsdp_agree was given is in it only for
+    // the groups of a unit and for clip: other groups may have other optimizers.
     uint64_t factor = fsdpi_bits(op->factor);
     uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
     uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
@@ -94,18 +95,18 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
-// with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
-// run in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
+// Owns: how op records run, inline or in worker threads, and events. A lane is one thread with a
+// FIFO of records; an event is a place in a lane's order. Invariants: records of one stream run in
+// the order of issue. COMPUTE is the caller's own thread: its earlier work is done.
 
 #define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
 
 struct fsdpi_lane {
     fsdp_world *world;
     pthread_t thread;
-    uint64_t issued;             // by the caller's thread
+    uint64_t issued;             // records so far, from the caller's thread
     uint32_t head, done;         // published, finished; low 32 bits of counts
-    uint32_t asleep, waited_for; // somebody sleeps on head, on done
+    uint32_t asleep, waited_for; // the lane sleeps on head; another thread sleeps on done
     uint32_t stop, is_here;
     fsdp_op ring[FSDPI_LANE_OPS];
 };
@@ -116,7 +117,7 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
-// The device has failed in a call that leaves the world as it is.
+// A call of the device table has failed; the world goes on.
 static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
     return fsdp_fail(w, status, "[E801] the library could not %s on device %s: %s", what,
                      w->device_ops->name, fsdpi_device_text(w, status));
@@ -126,17 +127,17 @@ static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
 
-// Is memory poisoned that the caller must not touch (guard.h)? Not where a device has it, or has an
-// order of its own.
+// Does the library poison memory that the caller must not touch (guard.h)? Not if a device has the
+// memory, or runs records in an order of its own.
 static inline int fsdpi_is_guarded(const fsdp_world *w) {
     return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDPI_NATIVE;
 }
-// Is there memory to poison? The device of a prediction (predict.h) has none, and copies nothing.
+// Is there memory to poison? The device of a prediction (predict.h) has no memory and no `copy`.
 static inline int fsdpi_can_close(const fsdp_world *w) {
     return fsdpi_is_guarded(w) && w->device_ops->copy != NULL;
 }
 
-// Do what a record says. `stream`: native, or NULL.
+// Does what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
     fsdp_status status = FSDP_OK;
@@ -160,7 +161,7 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
                             fsdpi_device_text(w, status));
 }
 
-// The same for a record whose times an extension wants: in the caller's or a worker's thread.
+// The same for a record of which an extension wants the times.
 static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
                                                       void *stream) {
     fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
@@ -175,7 +176,7 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
     return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
-// Wait until the lane has finished `seq` records: spin for a hand-off's time, then sleep.
+// Waits until the lane has finished `seq` records: it spins for a short time, then sleeps.
 static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
@@ -210,7 +211,7 @@ static void *fsdpi_lane_main(void *arg) {
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
         if (!fsdpi_failed(w))
-            (void)fsdpi_run_op(w, op, NULL); // a failure is sticky: seen by the caller
+            (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
         __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
         if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
@@ -218,13 +219,6 @@ static void *fsdpi_lane_main(void *arg) {
     }
 }
 
-static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
-    if (lane->issued >= FSDPI_LANE_OPS) fsdpi_lane_wait(lane, lane->issued - FSDPI_LANE_OPS + 1);
-    lane->ring[lane->issued % FSDPI_LANE_OPS] = *op;
-    lane->issued++;
-    __atomic_store_n(&lane->head, (uint32_t)lane->issued, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&lane->head, 0);
-}
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
@@ -241,8 +235,8 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     return FSDP_OK;
 }
 
-/* The stream EXTENSION begins when something is issued on it: on a device with streams another
-   stream; with lanes a thread, where collectives of more than one stream may run at a time. */
+/* The first record on the stream EXTENSION makes it. On a device it is another stream. With lanes
+   it is another thread, if collectives of several streams may run at the same time. */
 static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     const int s = FSDP_STREAM_EXTENSION;
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
@@ -269,14 +263,14 @@ static void fsdpi_lanes_stop(fsdp_world *w) {
     }
 }
 
-// The world's failure that the backend knows of, if there is one.
+// If the backend knows that the world has failed: its failure.
 static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
     fsdp_status status = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm)) : FSDP_OK;
 }
 
-/* A call of the device table has failed outside an op. A collective that a peer's end has stopped
-   looks like that too: then the backend knows more. */
+/* A call of the device table has failed outside of an op. It also fails if a peer has ended and so
+   has stopped a collective: then the backend's text says more. */
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
@@ -285,10 +279,11 @@ static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const ch
 }
 
 #define FSDPI_FENCE_NS       ((int64_t)50000000)   // from one look at the world to the next
-#define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
-#define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // in a failed world, whose collectives end
+#define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
+#define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // after the world has failed
 
-// The host waits for the fence until the deadline; when the world fails meanwhile, not much longer.
+// The host waits for the fence until the deadline. If the world fails meanwhile, its collectives
+// end, and the host does not wait much longer.
 static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     int64_t start = w->boot.clock.now_ns(w->boot.clock.user), waited = 0;
     int64_t limit = w->boot.timeout_ns + FSDPI_FENCE_GRACE_NS;
@@ -304,18 +299,19 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     }
 }
 
-/* *event := now, in the order of `stream`. A device records it when another stream asks. That comes
-   late where more work follows at once: `due` is the buffer of such a mark, else NULL. */
+/* *event := now, in the order of `stream`. A device event is recorded lazily, when another stream
+   first waits for it. If more work follows at once, that is too late: pass the buffer as `due`, and
+   the event is recorded before that work. Else `due` is NULL. */
 static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
     fsdpi_order *o = &w->order[stream];
     event->stream = stream;
     if (w->mode == FSDPI_NATIVE) event->seq = ++o->behind[stream];
     else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (due && due->ptr && w->mode == FSDPI_NATIVE) // else a rehearsal's
+    if (due && due->ptr && w->mode == FSDPI_NATIVE) // in a rehearsal ptr may be NULL
         o->due_for = o->due++ ? NULL : due;
 }
 
-// A point behind all marks of a stream so far.
+// Records a device event: a point after all marks of a stream so far.
 static fsdp_status fsdpi_record_point(fsdp_world *w, int stream) {
     fsdpi_order *o = &w->order[stream];
     fsdpi_event *p = &w->points[(unsigned)stream * FSDPI_POINTS + o->recorded++ % FSDPI_POINTS];
@@ -325,7 +321,8 @@ static fsdp_status fsdpi_record_point(fsdp_world *w, int stream) {
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }
 
-// A stream waits for a mark of another one, unless it is behind it: at the first point that has it.
+// A stream waits for a mark of another stream, unless it has done so: for the first point that
+// comes after the mark.
 static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *mark) {
     fsdpi_order *o = &w->order[stream], *other = &w->order[mark->stream];
     const fsdpi_event *p = &w->points[(unsigned)mark->stream * FSDPI_POINTS];
@@ -342,7 +339,8 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
-// A hook in a worker thread has called what waits for the worker threads: it would wait for itself.
+// If a hook that runs in a worker thread makes a call that waits for the worker threads, it would
+// wait for itself: the world fails.
 static int fsdpi_waits_for_itself(fsdp_world *w) {
     int is_lane = 0;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
@@ -365,40 +363,45 @@ static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (!status) status = fsdpi_await_fence(w);
     if (status) return fsdpi_device_fail(w, status, "waiting for");
     fsdpi_timeline_tell(w, 0);
-    status = fsdpi_backend_poll(w); // what came meanwhile
-    return status ? status : fsdpi_failed(w);
+    FSDPI_TRY(fsdpi_backend_poll(w)); // a failure that came meanwhile
+    return fsdpi_failed(w);
 }
 
 static void fsdpi_drain(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
 }
 
-// Run a record in the order of its stream, after the events in wait[].
+// Runs a record in the order of its stream, after the events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
     if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
         const fsdpi_order *o = &w->order[op->stream];
         int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
         int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
-        fsdp_status status = o->due && !again ? fsdpi_record_point(w, op->stream) : FSDP_OK;
-        for (int i = 0; i < op->num_waits && !status; i++)
-            status = fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]);
-        return status ? status : fsdpi_run_op(w, op, w->streams[op->stream]);
+        if (o->due && !again) FSDPI_TRY(fsdpi_record_point(w, op->stream));
+        for (int i = 0; i < op->num_waits; i++)
+            FSDPI_TRY(fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]));
+        return fsdpi_run_op(w, op, w->streams[op->stream]);
     }
-    if (w->lanes[op->stream]) {
-        fsdpi_lane_push(w->lanes[op->stream], op);
+    fsdpi_lane *own = w->lanes[op->stream];
+    if (own) {
+        if (own->issued >= FSDPI_LANE_OPS) fsdpi_lane_wait(own, own->issued - FSDPI_LANE_OPS + 1);
+        own->ring[own->issued % FSDPI_LANE_OPS] = *op;
+        own->issued++;
+        __atomic_store_n(&own->head, (uint32_t)own->issued, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);
         return FSDP_OK;
     }
     for (int i = 0; i < op->num_waits; i++) {
         fsdpi_lane *lane = w->lanes[op->wait[i].stream];
         if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
     }
-    fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
-    return failed ? failed : fsdpi_run_op(w, op, NULL);
+    FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
+    return fsdpi_run_op(w, op, NULL);
 }
 
-// A record of the world, which no model has: shown to the extensions of all of them, and run at
-// once; what the host can copy it does. `stream`: native, or NULL.
+// Shows a record that belongs to no model to the extensions of all models, and runs it at once. The
+// host makes copies itself if it can. `stream`: native, or NULL.
 static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     fsdp_op seen = *op;
     int32_t size;
@@ -415,9 +418,9 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     return status;
 }
 
-/* Rows of bytes between host and device memory, or within it, behind what COMPUTE has to do; done
-   on return. It waits: for numbers that the host asks for (norms, verdicts), else in no steady
-   step. */
+/* Copies rows of bytes between host and device memory, or within one of them, after the work of
+   COMPUTE; the copy is done on return. So the host waits: a steady step does this only for numbers
+   that the host asks for, as a norm. */
 static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
                                        const fsdp_block *rows) {
     fsdp_op op = FSDP_ZERO;
@@ -433,11 +436,10 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     op.src_ptr = src;
     op.dst_ptr = dst;
     if (op.count == 0) return fsdpi_failed(w);
-    fsdp_status status = fsdpi_sync(w, FSDP_STREAM_COMPUTE); // with a deadline: a copy may block
-    if (status) return status;
+    FSDPI_TRY(fsdpi_sync(w, FSDP_STREAM_COMPUTE)); // it has a deadline; a copy may block for good
     if (fsdpi_is_host(w)) return fsdpi_emit_world(w, &op, NULL);
-    status = fsdpi_emit_world(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
-    return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);
+    FSDPI_TRY(fsdpi_emit_world(w, &op, w->streams[FSDP_STREAM_COMPUTE]));
+    return fsdpi_sync(w, FSDP_STREAM_COMPUTE);
 }
 
 static fsdp_status fsdpi_transfer(fsdp_world *w, void *dst, const void *src, size_t nbytes) {

@@ -9,9 +9,9 @@
 
 #include <string.h> // memmove
 
-// Owns: shard math. Pure functions of sizes. Invariants: every stored shard of a parameter has the
-// same size on all ranks; chunk k starts at row k*c of the padded tensor, so the W shards one after
-// another are the padded tensor, all padding at its end.
+// Owns: shard math, in pure functions of sizes. Invariants: the stored shards of a parameter have
+// the same size on all ranks. Chunk k starts at row k*c of the padded tensor: the W shards one
+// after another are the padded tensor, and all padding is at its end.
 // Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
 
 #define FSDPI_NUMEL_MAX ((int64_t)1 << 62)
@@ -21,13 +21,13 @@ static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, 
 static int64_t fsdpi_layout_align(const fsdp_layout *l) { return l->align > 0 ? l->align : 1; }
 static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// a * b for a, b >= 0, or -1 when it exceeds FSDPI_NUMEL_MAX (or a is -1 already).
+// a * b for a, b >= 0; -1 if it exceeds FSDPI_NUMEL_MAX, or if a is -1 already.
 static int64_t fsdpi_mul(int64_t a, int64_t b) {
     if (a < 0 || (b > 0 && a > FSDPI_NUMEL_MAX / b)) return -1;
     return a * b;
 }
 
-// Elements of dims [from, to), or -1.
+// Elements of dims [from, to); -1: a size is negative, or there are too many.
 static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
     int64_t numel = 1;
     for (int d = from; d < to; d++) {
@@ -40,7 +40,7 @@ static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
 static fsdp_range fsdpi_range(int64_t dim_size, int world, int rank) {
     fsdp_range range;
     range.padded = fsdpi_ceil_div(dim_size, world);
-    // rank * padded may exceed what fits; a rank whose chunk would begin behind the end is empty.
+    // A chunk that would begin past the end is empty. There rank * padded may overflow.
     int past = range.padded > 0 && rank > dim_size / range.padded;
     range.start = past ? dim_size : fsdpi_min(rank * range.padded, dim_size);
     range.count = fsdpi_min(range.padded, dim_size - range.start);
@@ -97,7 +97,7 @@ FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int d
     return FSDP_OK;
 }
 
-// Chunk, sizes and kind of one parameter; its offsets come later.
+// Chunk, sizes and kind of one parameter; offsets follow in fsdp_layout_params.
 static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_param *p) {
     if (p->ndim < 1 || p->ndim > FSDP_MAX_DIMS || p->shard_dim < 0 || p->shard_dim >= p->ndim)
         return FSDP_ERR_INVALID_ARG;
@@ -118,7 +118,8 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     p->start = range.start;
     p->rows = range.count;
     p->local_numel = around * range.count;
-    // A direct shard keeps its successors aligned. One rank's is the tensor itself, with padding.
+    // Direct shards are multiples of align, so that the next one is aligned, too. On one rank the
+    // shard is the tensor itself, with padding.
     int64_t align = fsdpi_layout_align(layout);
     if (layout->world == 1) p->shard_numel = fsdpi_align_up(p->shard_numel, align);
     p->direct = layout->world == 1 || (p->shard_dim == 0 && p->numel >= layout->direct_numel &&
@@ -126,8 +127,8 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     return FSDP_OK;
 }
 
-// The only packed parameter, if there is just one and it is sharded by rows: its staging is the
-// tensor already. It stays behind the direct ones, which need aligned successors.
+// The packed parameter, if there is only one and it is sharded by rows: its staging already is the
+// tensor. Its shard stays after the direct ones, because its size may not be aligned.
 static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, int count) {
     fsdp_layout_param *only = NULL;
     for (int i = 0; i < count; i++) {
@@ -163,30 +164,22 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
     return num;
 }
 
-// Each parameter by itself, and its place among the direct or the packed ones.
-static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_param *params,
-                                       int count, int64_t *direct, int64_t *packed) {
-    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
+
+FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
+                                        fsdp_seg *segs, fsdp_block *blocks) {
+    if (!layout || count < 0 || (count > 0 && !params) || layout->world < 1 || layout->rank < 0 ||
+        layout->rank >= layout->world)
         return FSDP_ERR_INVALID_ARG;
-    *direct = *packed = 0;
-    for (int i = 0; i < count; i++) {
+    int64_t align = fsdpi_layout_align(layout), direct = 0, packed = 0; // of one rank's shards
+    int num_segs = 0, num_blocks = 0;
+    for (int i = 0; i < count; i++) { // its place among the direct or among the packed ones
         fsdp_status status = fsdpi_layout_param(layout, &params[i]);
         if (status) return status;
-        int64_t *sum = params[i].direct ? direct : packed;
+        int64_t *sum = params[i].direct ? &direct : &packed;
         params[i].shard_offset = *sum;
         *sum += params[i].shard_numel;
         if (*sum > FSDPI_NUMEL_MAX / 4 / layout->world) return FSDP_ERR_INVALID_ARG;
     }
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks) {
-    if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    int64_t align = fsdpi_layout_align(layout), direct, packed; // elements of one rank's shards
-    int num_segs = 0, num_blocks = 0;
-    fsdp_status status = fsdpi_layout_shards(layout, params, count, &direct, &packed);
-    if (status) return status;
     fsdp_layout_param *only = fsdpi_layout_pack_of_one(params, count);
     layout->shard_numel = direct + packed;
     layout->packed_numel = only ? 0 : packed;
@@ -212,7 +205,7 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
             p->direct = 1;
             continue;
         }
-        p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // inside the slot
+        p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // an offset in the slot
         final = fsdpi_align_up(final + layout->world * p->shard_numel, align);
         num_blocks += fsdpi_layout_blocks(layout, p, stage + in_pack, packed,
                                           blocks ? blocks + num_blocks : NULL);

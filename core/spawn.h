@@ -21,8 +21,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// Processes report the result of fn through a pipe, in records that are written whole; a rank
-// reports before it aborts its world, so that the first one is the cause, later ones consequences.
+// Processes report the result of fn through a pipe, in records that are written whole. A rank
+// reports before it aborts its world: so the first report is the cause of the others.
 
 #include <poll.h> // poll
 
@@ -34,20 +34,20 @@ typedef struct fsdpi_spawn_report {
 } fsdpi_spawn_report;
 
 typedef struct fsdpi_spawn {
-    fsdp_world_desc world; // of every rank, but for rank and local_rank
+    fsdp_world_desc world; // of every rank, except rank and local_rank
     fsdp_rank_fn fn;
     void *arg;
     int num_ranks, grace_ms;
-    int pipe[2];              // processes
-    fsdp_threads common;      // threads
-    uint32_t lock;            // threads: of first
+    int pipe[2];              // if ranks are processes
+    fsdp_threads common;      // if ranks are threads
+    uint32_t lock;            // if ranks are threads: guards `first`
     fsdpi_spawn_report first; // the first failure; status FSDP_OK: none
 } fsdpi_spawn;
 
 typedef struct fsdpi_spawn_rank {
     fsdpi_spawn *spawn;
     pthread_t thread;
-    fsdp_world *world; // threads
+    fsdp_world *world;
     int rank, pid, ended, reported, started;
 } fsdpi_spawn_rank;
 
@@ -64,12 +64,12 @@ static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
         if (r->status && !s->first.status) s->first = *r;
         fsdpi_unlock(&s->lock);
     } else {
-        ssize_t written = write(s->pipe[1], r, sizeof *r); // less than PIPE_BUF: whole or not
-        (void)written; // at all: then the parent is gone, and takes this process along
+        ssize_t written = write(s->pipe[1], r, sizeof *r); // less than PIPE_BUF: all or nothing
+        (void)written; // nothing: the parent has ended, and this process ends with it
     }
 }
 
-// The life of one rank.
+// What one rank does: init, fn, report, shutdown.
 static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
     fsdpi_spawn *s = me->spawn;
     fsdp_world_desc d = s->world;
@@ -86,7 +86,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
     }
     int value = s->fn(world, s->arg);
     fsdp_status failed = fsdpi_failed(world);
-    r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
+    r.status = (int32_t)failed; // fn has failed for this reason, or has not noticed it
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
     snprintf(text, sizeof text, "[E512] the rank's function returned %d, expected 0", value);
@@ -98,7 +98,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
     return (fsdp_status)r.status;
 }
 
-static void fsdpi_spawn_left(void *arg) { // fn has ended its thread
+static void fsdpi_spawn_left(void *arg) { // fn has ended its own thread
     fsdpi_spawn_rank *me = (fsdpi_spawn_rank *)arg;
     fsdpi_spawn_report r = {me->rank, FSDP_ERR_PEER_LOST, ""};
     snprintf(r.text, sizeof r.text,
@@ -122,7 +122,7 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         int rc = pthread_create(&ranks[k].thread, NULL, fsdpi_spawn_thread, &ranks[k]);
         ranks[k].started = rc == 0;
         if (rc == 0) continue;
-        // The ranks that were started fail when this one does not come in time.
+        // This rank does not come, so the ranks before it fail by their deadline.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
         snprintf(r.text, sizeof r.text, "rank %d: [E513] the system cannot start its thread: %s", k,
                  strerror(rc));
@@ -135,10 +135,10 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
 
 static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
     (void)close(me->spawn->pipe[0]);
-    // A rank does not outlive its parent, also if that died before this line.
+    // A rank does not outlive its parent; the parent may have died before this call.
     (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
     if (getppid() != parent) _exit(1);
-    fsdpi_plug(); // whoever prints must not print into a file of the rank
+    fsdpi_plug(); // else a print to a closed 0, 1 or 2 could reach a file of the rank
     fsdp_status status = fsdpi_spawn_run(me);
     (void)fflush(NULL);
     _exit((int)status);
@@ -149,7 +149,8 @@ static void fsdpi_spawn_kill(const fsdpi_spawn *s, const fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0 && !ranks[k].ended) (void)fsdpi_kill(ranks[k].pid, sig);
 }
 
-// A rank that ended without a report was killed, or called exit: the reason of what others report.
+// If a rank ended without a report, it was killed or called exit. That is the cause of reports of
+// lost peers.
 static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
@@ -163,7 +164,7 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     s->first = r;
 }
 
-// One look at all processes: who has ended, what has been reported. Returns how many are running.
+// Asks once which processes have ended, and reads their reports. Returns how many are running.
 static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, int signalled) {
     int running = 0;
     fsdpi_spawn_report r;
@@ -173,11 +174,11 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
         int rc = (int)waitpid(ranks[k].pid, &how[k], WNOHANG);
         if (rc == ranks[k].pid) ranks[k].ended = 1;
         else if (rc < 0 && fsdpi_kill(ranks[k].pid, 0))
-            ranks[k].ended = 1; // reaped by the program's own handler
+            ranks[k].ended = 1; // a handler of the program has reaped it
         else running++;
     }
     while (poll(&p, 1, 0) > 0 && read(s->pipe[0], &r, sizeof r) == (ssize_t)sizeof r) {
-        if (r.rank < 0 || r.rank >= s->num_ranks) continue; // whoever wrote it
+        if (r.rank < 0 || r.rank >= s->num_ranks) continue; // fn may have written to the pipe
         r.text[sizeof r.text - 1] = 0;
         ranks[r.rank].reported = 1;
         if (r.status && !s->first.status) s->first = r;
@@ -198,7 +199,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     if (s->pipe[0] < 3 || s->pipe[1] < 3)
         return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
                          strerror(errno));
-    (void)fflush(NULL); // or every child would print what is buffered here
+    (void)fflush(NULL); // else every child would print what is buffered here
     for (int k = 0; k < s->num_ranks && !s->first.status; k++) {
         ranks[k].pid = (int)fork();
         if (ranks[k].pid == 0) fsdpi_spawn_child(&ranks[k], parent);
@@ -213,13 +214,13 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         int64_t now = fsdpi_monotonic_ns(NULL);
         if (s->first.status && !failed_at) failed_at = now;
         int64_t since_ms = failed_at ? (now - failed_at) / 1000000 : -1;
-        // The others see that the world is aborted and end by themselves; who computes on is
-        // terminated after half of the time, and killed after all of it.
+        // The others see that the world is aborted, and end by themselves. Ranks that compute on
+        // are terminated after half of grace_ms, and killed after all of it.
         if (signalled < 1 && since_ms >= s->grace_ms / 2)
             signalled = 1, fsdpi_spawn_kill(s, ranks, 15 /* SIGTERM */);
         if (signalled < 2 && since_ms >= s->grace_ms)
             signalled = 2, fsdpi_spawn_kill(s, ranks, 9 /* SIGKILL */);
-        (void)poll(&p, 1, 5); // the end of a process makes no event: look again soon
+        (void)poll(&p, 1, 5); // poll does not report that a process has ended: look again soon
     }
     (void)close(s->pipe[0]);
     (void)close(s->pipe[1]);
@@ -231,21 +232,20 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     fsdpi_spawn s;
     char job[64];
     memset(&s, 0, sizeof s);
-    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
-    if (!status)
-        status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
-    if (status) return status;
+    fsdp_status status = FSDP_OK;
+    FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc"));
+    FSDPI_TRY(fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc"));
     if (!fn || d.num_ranks < 1 || d.num_ranks > FSDPI_MAX_SRCS || d.grace_ms < 0)
         return fsdpi_bad(NULL,
                          "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
                          "num_ranks from 1 to %d, grace_ms >= 0 and a function",
                          d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
-    // Two threads may be here at once: their stacks differ.
+    // Two threads may make this call at once: the address of `s` tells them apart.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
     s.world.world_size = s.num_ranks = d.num_ranks;
     s.world.job = job;
-    s.world.store = "host:"; // whatever launched this program
+    s.world.store = "host:"; // whatever the environment says
     s.world.threads = NULL;
     s.fn = fn;
     s.arg = arg;

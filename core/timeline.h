@@ -11,14 +11,14 @@
 #include "objects.h"
 #include "watch.h"
 
-// Owns: the events between which records run, until both have happened. There is none of it where
-// no extension has `ran`. A device tells times as distances between events: of a base, at which the
-// host has looked at the world's clock.
+// Owns: a pair of events around each record, until both have happened. If no extension has `ran`,
+// there are none. A device measures only from one event to another. So all times are measured from
+// a base event, for which the host knows the time of the world's clock.
 
-#define FSDPI_TIMES_MAX  256                   // records that wait to be told
-#define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
+#define FSDPI_TIMES_MAX  256                   // records whose times are not reported yet
+#define FSDPI_TIMES_BASE ((int64_t)8000000000) // long times lose digits: then a new base
 
-enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // between its events, behind them
+enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // ENDS: both events are recorded
 
 typedef struct fsdpi_timed {
     fsdp_op op;
@@ -29,7 +29,7 @@ typedef struct fsdpi_timed {
 struct fsdpi_timeline {
     void *base; // event
     int64_t base_ns;
-    uint32_t first, next; // told and begun so far
+    uint32_t first, next; // records reported and begun so far
     fsdpi_timed ring[FSDPI_TIMES_MAX];
 };
 
@@ -45,7 +45,7 @@ static void fsdpi_timeline_close(fsdp_world *w) {
     w->timeline = NULL;
 }
 
-// The device's present is the world's, once COMPUTE has come there.
+// A new base: the host reads the world's clock when COMPUTE has reached the event.
 static fsdp_status fsdpi_timeline_rebase(fsdp_world *w) {
     fsdpi_timeline *t = w->timeline;
     fsdp_status status = w->device_ops->record(w->device, w->streams[FSDP_STREAM_COMPUTE], t->base);
@@ -71,15 +71,15 @@ static fsdp_status fsdpi_timeline_open(fsdp_world *w) {
     return status;
 }
 
-/* Tells of records that have run, in the order of issue; the first one may be waited for. What a
-   device cannot tell is left out. */
+/* Reports records that have run to the extensions, in the order of issue. It waits for the first
+   one for at most wait_ns. A record that the device cannot measure is left out. */
 static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     const fsdp_device_ops *d = w->device_ops;
     fsdpi_timeline *t = w->timeline;
     while (t && t->first != t->next) {
         fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
         int64_t begin, end;
-        if (one->state == FSDPI_TIMED_RUNS) return; // a function of the user's issues others
+        if (one->state == FSDPI_TIMED_RUNS) return; // its user function issues other records now
         if (one->state == FSDPI_TIMED_ENDS && d->sync(w->device, one->end, wait_ns)) return;
         wait_ns = 0;
         t->first++;
@@ -89,13 +89,13 @@ static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     }
 }
 
-// Nothing is told any more of what has been issued so far.
+// Records that have been issued so far are not reported any more.
 static void fsdpi_timeline_end_all(fsdp_world *w) {
     fsdpi_timeline_tell(w, 0);
     if (w->timeline) w->timeline->first = w->timeline->next;
 }
 
-// A place for a record that is about to run, behind its first event; NULL: it will not be told.
+// Records the first event of a record that will run now. NULL: the record will not be reported.
 static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void *stream) {
     fsdpi_timeline *t = w->timeline;
     if (!t) return NULL;
@@ -106,7 +106,7 @@ static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void 
         return NULL;
     fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
     one->op = *op;
-    one->op.list = NULL; // it may be gone when the record is told
+    one->op.list = NULL; // its memory may be free when the record is reported
     one->op.list_count = 0;
     one->state = FSDPI_TIMED_RUNS;
     if (w->device_ops->record(w->device, stream, one->begin)) return NULL;
@@ -114,7 +114,7 @@ static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void 
     return one;
 }
 
-// The record has been issued, or has failed.
+// Records the second event, unless the record has failed.
 static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
     if (!status) status = w->device_ops->record(w->device, stream, one->end);
     one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;

@@ -98,6 +98,21 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
+/* Can p require a gradient? All trainables of a unit are stored in one dtype.
+   Source: torch: FSDPParamGroup._init_mp_dtypes. */
+static fsdp_status fsdpi_trainable_check(const fsdp_unit *u, const fsdpi_param *p) {
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *other = &u->params[i];
+        if (other->requires_grad && other->dtype != p->dtype)
+            return fsdpi_bad(u->model->world,
+                             "[E1000] unit '%s': trainable parameters '%s' and '%s' are stored as "
+                             "%s and %s, expected one dtype: put them into two units",
+                             u->desc.name, other->name, p->name, fsdp_dtype_name(other->dtype),
+                             fsdp_dtype_name(p->dtype));
+    }
+    return FSDP_OK;
+}
+
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
 static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
@@ -128,6 +143,8 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
                                  u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
+        if (!pd.frozen) status = fsdpi_trainable_check(u, p);
+        if (status) return status;
         p->requires_grad = !pd.frozen;
         p->keep_dtype = pd.keep_dtype;
         p->lay.ndim = pd.ndim;
@@ -171,12 +188,6 @@ static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
                                      replicates ? "shards" : "replicates");
     }
     return FSDP_OK;
-}
-
-// The narrowest dtype that holds both; KEEP: nothing yet.
-static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
-    if (a == FSDP_DTYPE_KEEP || a == b) return b;
-    return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
 }
 
 static FSDPI_NOINLINE void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
@@ -247,7 +258,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
 static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
     u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.first_train = 0;
-    u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
+    u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
@@ -266,11 +277,8 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
         if (!p->requires_grad) continue;
         u->layout.num_train++;
         if (part->num_train++ == 0 && u->layout.train_parts++ == 0) u->layout.first_train = k;
-        u->layout.reduce_dtype = fsdpi_promote(u->layout.reduce_dtype,
-                                               fsdpi_grad_dtype(m, p->dtype));
+        if (!u->desc.policy_reduce) u->layout.reduce_dtype = fsdpi_grad_dtype(m, p->dtype);
     }
-    if (u->desc.policy_reduce || !u->layout.num_train)
-        u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
     fsdpi_unit_agree(u);

@@ -1,4 +1,4 @@
-/* core/watch.h - which extension is asked, shown and told, and in what order
+/* core/watch.h - which functions of extensions are called, and in what order
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -11,10 +11,10 @@
 #include "objects.h"
 #include "os.h"
 
-// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in attach.h.
+// If fsdp_model.watch is 0, none of these functions is called. fsdp_attach is in attach.h.
 
-/* Has an extension answered a call? *status is the result then. A call that an extension makes
-   itself when it is asked goes to those behind it. */
+/* Has an extension answered a call? *status is the result then. If an extension makes calls while
+   it is asked, only later extensions are asked about these. */
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
     const fsdpi_attached *asker = m->asked;
@@ -30,8 +30,8 @@ static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
     return answered;
 }
 
-/* Has an extension taken a record? It may have changed the copy before; what its order was derived
-   from, and what it is, stay. */
+/* Has an extension taken a record? Extensions may change the copy of a record, except its kind and
+   the fields from which its order was derived. */
 static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
     const fsdp_op was = *op;
     int taken = 0;
@@ -49,7 +49,7 @@ static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
     return taken;
 }
 
-// A slot for a unit from an extension, or NULL; `released`: one that is given back.
+// A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
 static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
     u->model->asking++;
@@ -66,8 +66,8 @@ static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns,
         if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
 }
 
-// A record has run: its model's extensions are told; of the world's, those of all models. Worker
-// threads have records of models only.
+// A record has run: reports it to the extensions of its model, or of all models if it is the
+// world's. Worker threads run records of models only.
 static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
     if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
     for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
@@ -79,7 +79,7 @@ static void fsdpi_tell_layout(fsdp_model *m) {
         if (a->e.relayout) a->e.relayout(a->e.user, m);
 }
 
-// What the extensions of a model listen to.
+// Sets fsdp_model.watch: what the extensions of a model listen to.
 static void fsdpi_watch(fsdp_model *m) {
     int watch = 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
@@ -88,11 +88,12 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
-    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whichever functions it has
     m->watch = (uint8_t)watch;
 }
 
-// The place of a communicator in the order of making, and its ranks: 1 is the world's, 0 is none.
+// The number of a communicator in the order in which they are made, and *size, its ranks. 1: the
+// world's; 0: none.
 static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
     *size = w->size;
     if (!comm || comm == w->comm) return comm != NULL;

@@ -27,9 +27,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Owns: rank, size, the opened tables, lanes, and the objects made from the world.
+// Owns: rank, size, backend, device, lanes, and the objects that are made from the world.
 
-// Fill in what the desc leaves to the environment, and check the rest.
+// Takes fields that the desc leaves open from the environment, and checks all of them.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
     if (d->world_size == 0) {
@@ -74,14 +74,13 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
         what, version, size, want_version, (unsigned)want_size);
 }
 
-#define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
+#define FSDPI_BOUNCE 65536 // bytes at a time, in a collective on host data
 
-// Chooses backend and device. A world of one rank needs the device only.
+// Chooses backend and device. A world of one rank has no backend.
 static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
     int is_spread;
-    fsdp_status status = fsdpi_env_is_spread(w, d, &is_spread);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_env_is_spread(w, d, &is_spread));
     const fsdpi_backend *b = fsdpi_find_backend(name, is_spread);
     w->device_ops = d->device_ops             ? d->device_ops
                     : b->name && !d->comm_ops ? b->device_ops()
@@ -102,8 +101,7 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
                          b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
-    if (fsdpi_ranks_meet(w->comm_ops)) status = fsdpi_job_check(w, d);
-    if (status) return status;
+    if (fsdpi_ranks_meet(w->comm_ops)) FSDPI_TRY(fsdpi_job_check(w, d));
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
                      "[E521] backend '%s' serves one host, the launcher has started ranks on "
@@ -113,11 +111,9 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
 
 static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     if (!w->comm_ops) return FSDP_OK;
-    fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
-                                           w->comm_ops->size, FSDP_COMM_VERSION,
-                                           sizeof *w->comm_ops);
-    if (status) return status;
-    status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
+    FSDPI_TRY(fsdpi_table_check(w, "a backend's", w->comm_ops->version, w->comm_ops->size,
+                                FSDP_COMM_VERSION, sizeof *w->comm_ops));
+    fsdp_status status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
     if (status) {
         const char *text = w->comm_ops->error_text(NULL);
         w->comm = NULL;
@@ -126,7 +122,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
         return status;
     }
     w->reduce_comm = w->comm;
-    w->num_comms = 2; // the world's two
+    w->num_comms = 2; // comm and reduce_comm
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
@@ -143,11 +139,9 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
 }
 
 static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
-    fsdp_status status = fsdpi_table_check(w, "a device's", w->device_ops->version,
-                                           w->device_ops->size, FSDP_DEVICE_VERSION,
-                                           sizeof *w->device_ops);
-    if (status) return status;
-    status = w->device_ops->open(&w->boot, &w->device);
+    FSDPI_TRY(fsdpi_table_check(w, "a device's", w->device_ops->version, w->device_ops->size,
+                                FSDP_DEVICE_VERSION, sizeof *w->device_ops));
+    fsdp_status status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
         return fsdpi_device_error(w, status, "open a context");
@@ -155,7 +149,8 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// Streams of a device, or worker threads; a second communicator where two may run at once.
+// Makes streams of a device, or worker threads. If two collectives may run at once, it also makes a
+// second communicator.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     w->because = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
@@ -224,10 +219,9 @@ static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
 }
 
 static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_world **out) {
-    fsdp_status status = fsdpi_world_resolve(early, d);
-    if (!status) status = fsdpi_job_name(early, d, early->job, sizeof early->job);
-    if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_world_resolve(early, d));
+    FSDPI_TRY(fsdpi_job_name(early, d, early->job, sizeof early->job));
+    FSDPI_TRY(fsdpi_store_name(early, d, early->store, sizeof early->store));
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
     if (w) w->state = fsdpi_own_word(1);
     if (!w || !w->state) {
@@ -247,14 +241,14 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.user = d->user;
     w->boot.job = w->job;
     w->boot.store = w->store;
-    status = fsdpi_world_choose(w, d); // on GPUs, first compilations and connections take long
-    if (!status && !d->timeout_ms)
+    fsdp_status status = fsdpi_world_choose(w, d);
+    if (!status && !d->timeout_ms) // on GPUs, first compilations and connections take long
         d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
     w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
-    if (status && w->comm) status = fsdpi_fail_together(w, status); // the others are in it, too
+    if (status && w->comm) status = fsdpi_fail_together(w, status); // the others have joined, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));
         fsdpi_world_close(w);
@@ -271,14 +265,13 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
-    fsdp_world early; // speaks for the world until there is one
+    fsdp_world early; // has rank, log level and errors until there is a world
     if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
     *world = NULL;
-    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
-    if (status) return status;
+    FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc"));
     memset(&early, 0, sizeof early);
     fsdpi_world_messages(&early, &d);
-    status = fsdpi_world_make(&early, &d, world);
+    fsdp_status status = fsdpi_world_make(&early, &d, world);
     if (status) fsdpi_set_error(NULL, early.error);
     return status;
 }
@@ -310,15 +303,14 @@ FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     if (!world) return fsdpi_null(NULL, "set_stream", "world");
-    fsdp_status status = fsdpi_failed(world);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(world));
     if (world->mode != FSDPI_NATIVE)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
                          "[E803] set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
-    status = world->device_ops->record(world->device, *compute, world->fence);
+    fsdp_status status = world->device_ops->record(world->device, *compute, world->fence);
     if (!status) status = world->device_ops->wait(world->device, native, world->fence);
     if (status) return fsdpi_device_fail(world, status, "ordering streams of");
     *compute = native;
@@ -354,8 +346,8 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// A collective on host data, or on the device's: through memory that peers may read, FSDPI_BOUNCE
-// bytes at a time.
+// A collective on data in host or device memory. The data go through memory that peers may read,
+// FSDPI_BOUNCE bytes at a time.
 static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
                                          int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -366,28 +358,26 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     op->src_ptr = op->dst_ptr = w->bounce;
     op->out_dtype = op->dtype;
     op->scale = 1.0;
-    fsdpi_drain(w); // lanes may be using the communicator
+    fsdpi_drain(w); // lanes may use the communicator
     int64_t at = 0;
     do {
         int64_t num = fsdpi_min(step, count - at);
         op->count = (uint64_t)num;
         op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size, (uint64_t)num * size);
         char *piece = data + (size_t)at * size;
-        fsdp_status status = fsdpi_transfer(w, w->bounce, piece, (size_t)num * size);
-        if (!status) status = fsdpi_emit_world(w, op, NULL);
-        if (!status) status = fsdpi_transfer(w, piece, w->bounce, (size_t)num * size);
-        if (status) return status;
+        FSDPI_TRY(fsdpi_transfer(w, w->bounce, piece, (size_t)num * size));
+        FSDPI_TRY(fsdpi_emit_world(w, op, NULL));
+        FSDPI_TRY(fsdpi_transfer(w, piece, w->bounce, (size_t)num * size));
         at += num;
     } while (at < count);
     return FSDP_OK;
 }
 
-// Checks that collectives on host data share.
+// The checks of all collectives on host data.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
     if (!w) return fsdpi_null(NULL, what, "world");
-    fsdp_status status = fsdpi_failed(w);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(w));
     if (count < 0 || count > INT64_MAX / 8 || (count > 0 && !data))
         return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected 0..2^60 and data",
                          what, (long long)count, data ? "given" : "NULL");
@@ -397,9 +387,10 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     return FSDP_OK;
 }
 
-/* Over the world (mesh NULL), or over a mesh: dim by dim. A reduction of all dims is one over the
-   mesh. A broadcast reaches first those that differ from the root in dim 0 alone, then those that
-   differ in dims 0 and 1, and so on; what others send meanwhile is overwritten later. */
+/* A collective over the world (mesh NULL), or over a mesh, dim by dim. Reductions over each dim
+   make the reduction over the mesh. A broadcast first reaches ranks that differ from the root in
+   dim 0 alone, then those that differ in dims 0 and 1, and so on. Other groups broadcast meanwhile,
+   too: a later dim overwrites their data. */
 static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op *op, int root,
                                    void *data, int64_t count) {
     fsdp_status status = FSDP_OK;
@@ -414,8 +405,7 @@ static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op
 
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op) {
-    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_host_call(world, mesh, data, count, "all_reduce"));
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
         return fsdpi_bad(world,
@@ -429,8 +419,7 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
 
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root) {
-    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_host_call(world, mesh, data, nbytes, "broadcast"));
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
         return fsdpi_bad(world, "[E107] broadcast: root is %d, expected 0..%d", root, size - 1);
@@ -440,8 +429,7 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
 
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
     int32_t one = 1;
-    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_host_call(world, NULL, &one, 1, "barrier"));
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
     return fsdpi_host_mesh(world, NULL, &record, 0, &one, 1);
 }

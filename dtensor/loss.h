@@ -11,10 +11,10 @@
 
 #include <math.h>
 
-// Source: torch/distributed/tensor/parallel/loss.py. There a rank without classes fails alone; here
-// it joins with -infinity and 0.
+// Source: torch/distributed/tensor/parallel/loss.py. There, a rank without classes fails alone.
+// Here, it takes part with -infinity and 0.
 
-// Infinities and NaN have a meaning here, whatever the program is compiled with.
+// Infinities and NaN count here, even if the program is compiled with -Ofast.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #elif defined(__GNUC__)
@@ -25,7 +25,7 @@
 enum { FSDPI_DT_BLOCK = 256 }; // elements that are converted at a time
 
 typedef struct fsdpi_dt_logits {
-    const char *at; // of the next element
+    const char *at; // the next element
     fsdp_dtype dtype;
     int64_t rows, cols, first;
     double block[FSDPI_DT_BLOCK];
@@ -54,7 +54,7 @@ static fsdp_status fsdpi_dt_loss_null(const char *call) {
                          "[E196] %s: an array is NULL that has elements: pass all arrays", call);
 }
 
-// The next elements of a row of which `left` are left, at most a block. Returns their number.
+// Reads the next block of a row of which `left` elements are left. Returns its number of elements.
 static int fsdpi_dt_logits_next(fsdpi_dt_logits *l, int64_t left) {
     int count = left < FSDPI_DT_BLOCK ? (int)left : FSDPI_DT_BLOCK;
     (void)fsdp_convert(l->block, FSDP_F64, l->at, l->dtype, count); // arguments have been checked
@@ -62,7 +62,7 @@ static int fsdpi_dt_logits_next(fsdpi_dt_logits *l, int64_t left) {
     return count;
 }
 
-// Where the target of a row is among this rank's classes; -1: on another rank, or nowhere.
+// The index of a row's target among this rank's classes; -1: another rank has it, or none.
 static int64_t fsdpi_dt_target(const fsdpi_dt_logits *l, int64_t target) {
     return target >= l->first && target - l->first < l->cols ? target - l->first : -1;
 }
@@ -126,7 +126,7 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
         double scale = (double)dout[i];
         while (at < cols) {
             int count = fsdpi_dt_logits_next(&l, cols - at);
-            for (int k = 0; k < count; k++) { // a row without a gradient has none, also beside NaN
+            for (int k = 0; k < count; k++) { // without a gradient it is 0, even if a logit is NaN
                 double p = exp(l.block[k] - (double)max[i]) / (double)sums[i] - (at + k == target);
                 l.block[k] = scale == 0 ? 0 : p * scale;
             }

@@ -11,26 +11,26 @@
 
 #include <string.h>
 
-// Owns: fsdp_dmesh. What communicates does so by records of the core on its groups; data are the
-// caller's pointers. Records of the caller's stream are ordered by it alone, those beside it by the
-// ticket of their redistribution.
+// Owns: fsdp_dmesh. All communication is records of the core on its groups, on pointers of the
+// caller. The caller's stream orders the records on it; the ticket of a redistribution orders
+// records on the extensions' stream.
 
 enum {
     FSDPI_DT_NAME = 64,
-    FSDPI_DT_BACKWARD = sizeof " backward" - 1, // what a name grows by
-    FSDPI_DT_STREAMS = 2                        // the caller's, and beside it
+    FSDPI_DT_BACKWARD = sizeof " backward" - 1, // a name grows by so many characters
+    FSDPI_DT_STREAMS = 2                        // the caller's and the extensions'
 };
 
-typedef struct fsdpi_dt_memory { // of fsdp_dmesh_alloc
+typedef struct fsdpi_dt_memory { // a block of fsdp_dmesh_alloc
     fsdp_buf *buf;
     struct fsdpi_dt_memory *next;
 } fsdpi_dt_memory;
 
-typedef struct fsdpi_dt_unit { // of fsdp_tp_fully_shard, cut
+typedef struct fsdpi_dt_unit { // a cut unit of fsdp_tp_fully_shard
     fsdp_unit *unit;
     int32_t num_params;
     int32_t *dims;  // [num_params] the dim that tp cuts
-    int64_t *sizes; // [num_params] of that dim in the whole tensor
+    int64_t *sizes; // [num_params] length of that dim in the whole tensor
     struct fsdpi_dt_unit *next;
 } fsdpi_dt_unit;
 
@@ -40,15 +40,15 @@ typedef struct fsdpi_dt_copy {
     int64_t count; // elements
 } fsdpi_dt_copy;
 
-typedef struct fsdpi_dt_stage { // a step of the route, at the sizes now
+typedef struct fsdpi_dt_stage { // a step of the route, at the present sizes
     int32_t kind, mesh_dim;
     fsdp_seg seg;          // count: elements for each rank, of each pair of ranks, or of the whole
     int64_t reads, writes; // elements of the collective's two buffers
-    int64_t in, out;       // elements of this rank's part before and behind the step
-    fsdpi_dt_copy before;  // to the layout that the collective reads; of a local step all its work
+    int64_t in, out;       // elements of this rank's part before and after the step
+    fsdpi_dt_copy before;  // to the layout that the collective reads; all of a local step
     fsdpi_dt_copy behind;  // from the layout that it writes
-    int32_t is_packed;     // the part lies as `before` would lay it
-    int32_t is_whole;      // and the result as `behind` would
+    int32_t is_packed;     // 1: the part needs no copy `before`
+    int32_t is_whole;      // 1: the result needs no copy `behind`
     int32_t redop, keeps;  // keeps: OWN: this rank keeps its part
     double factor;         // of AVG: 1 / ranks
 } fsdpi_dt_stage;
@@ -56,7 +56,7 @@ typedef struct fsdpi_dt_stage { // a step of the route, at the sizes now
 struct fsdp_redistribution {
     fsdp_dmesh *dm;
     char name[FSDPI_DT_NAME + FSDPI_DT_BACKWARD];
-    fsdp_spec from, to, first_from, first_to; // of the sizes now, and as they were given
+    fsdp_spec from, to, first_from, first_to; // at the present sizes; as they were given
     fsdp_local part[2];                       // of from and to
     fsdp_dtype dtype, comm_dtype, desc_dtype; // of src and dst; of what travels; of the desc
     double scale;
@@ -64,8 +64,8 @@ struct fsdp_redistribution {
     fsdp_route route;
     fsdpi_dt_stage *stages;      // [route.num_steps]
     fsdp_block *blocks;          // of all stages
-    fsdp_buf *ticket;            // orders what runs beside the caller's stream; NULL: nothing does
-    fsdp_block whole;            // of the last copy
+    fsdp_buf *ticket;            // orders records on the extensions' stream; NULL: there are none
+    fsdp_block whole;            // the list of the last copy
     int32_t begun, all_in_place; // all_in_place: no step changes the size
     fsdp_redistribution *next;
 };
@@ -76,7 +76,7 @@ struct fsdp_dmesh {
     const fsdp_mesh *mesh;
     int32_t ndim, shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS];
     int32_t tp, shard, replicate; // dims of the mesh; -1: none
-    int32_t is_other;             // the model's mesh_info shards or replicates over other ranks
+    int32_t is_other;             // 1: the model's mesh_info shards or replicates over other ranks
     int32_t overlap, is_fixed;    // is_fixed: staging does not grow
     fsdp_links links;
     fsdp_comm *comm[FSDPI_DT_STREAMS][FSDP_MAX_DIMS];
@@ -84,7 +84,7 @@ struct fsdp_dmesh {
     int64_t staging_bytes; // of each
     int pool, label;
     uint64_t routes;
-    void *scratch;                       // of routes
+    void *scratch;                       // for routes
     fsdp_mesh *dim_mesh[FSDP_MAX_DIMS];  // each dim alone
     fsdp_mesh *unit_mesh, *replica_mesh; // see units.h; NULL: not made
     fsdpi_dt_memory *memory;
@@ -93,7 +93,7 @@ struct fsdp_dmesh {
     fsdp_extension extension;
 };
 
-static uint64_t fsdpi_dt_mix(uint64_t h, uint64_t x) { // splitmix64 of a running value
+static uint64_t fsdpi_dt_mix(uint64_t h, uint64_t x) { // splitmix64 with a running value
     h = (h ^ x) * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u;
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
     return h ^ (h >> 31);
@@ -118,7 +118,7 @@ static void fsdpi_dt_free(fsdp_model *m, void *ptr) { fsdp_free(m, FSDP_MEMORY_H
 /* -------------------------------------------------------------------------------------------- */
 // Memory.
 
-// Staging buffers of at least so many bytes. Ranks come here alike, since routes are alike.
+// Makes staging buffers of at least so many bytes. All ranks do so at once: their routes are equal.
 static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *name) {
     fsdp_buf *made[FSDPI_DT_STREAMS][2];
     fsdp_status status = FSDP_OK;
@@ -132,7 +132,7 @@ static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *n
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < 2 && !status; i++)
             status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, bytes, &made[s][i]);
-    for (int s = 0; s < 1 + dm->overlap; s++) // if one is missing, what was there goes on
+    for (int s = 0; s < 1 + dm->overlap; s++) // if one cannot be made, the old ones stay
         for (int i = 0; i < 2; i++) {
             fsdp_buf_destroy(dm->model, status ? made[s][i] : dm->staging[s][i]);
             if (!status) dm->staging[s][i] = made[s][i];
@@ -160,8 +160,8 @@ FSDP_API fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr
     return FSDP_OK;
 }
 
-/* Bytes from ptr to the end of what peers read in place; 0: it is other memory. *begins: ptr is the
-   begin, so that all of them are the part's. */
+/* Bytes from ptr to the end of a block that peers may read; 0: it is other memory. *begins: ptr is
+   the begin of the block, so that the part may use all of it. */
 static int64_t fsdpi_dt_room(const fsdp_dmesh *dm, const void *ptr, int *begins) {
     for (const fsdpi_dt_memory *at = dm->memory; at; at = at->next) {
         uintptr_t begin = (uintptr_t)fsdp_buf_ptr(at->buf), p = (uintptr_t)ptr;
@@ -190,7 +190,7 @@ static void fsdpi_dt_forget(fsdp_dmesh *dm) {
     for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
 }
 
-// A reset of the model forgets what was begun.
+// A reset of the model forgets redistributions that have begun.
 static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                          fsdp_status *status) {
     (void)model, (void)unit, (void)status;
@@ -239,11 +239,11 @@ static fsdp_status fsdpi_dt_named_dim(const fsdp_dmesh *dm, const char *field, c
                      name, field);
 }
 
-// Sets of ranks, each as a number: this rank and those that differ from it in some dims only.
+// Sets of ranks, each as a number: this rank, and the ranks that differ from it only in some dims.
 typedef struct fsdpi_dt_sets {
-    uint64_t alone, dim[FSDP_MAX_DIMS]; // of dm's mesh, over no dim and over each
-    uint64_t data, data_tp;             // over those that shard and replicate, and tp besides
-    uint64_t shards, replicas, all;     // over which the model's mesh_info does
+    uint64_t alone, dim[FSDP_MAX_DIMS]; // of dm's mesh: over no dim, and over each dim
+    uint64_t data, data_tp;             // over the dims that shard and replicate; and tp, too
+    uint64_t shards, replicas, all;     // those of the model's mesh_info
 } fsdpi_dt_sets;
 
 static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks, int dims) {
@@ -261,16 +261,16 @@ static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks,
 
 static int fsdpi_dt_bit(int dim) { return dim < 0 ? 0 : 1 << dim; }
 
-// The dim over which a set of more than one rank is; -1: there is none.
+// The dim of a set of more than one rank; -1: there is none.
 static int fsdpi_dt_dim_over(const fsdp_dmesh *dm, const fsdpi_dt_sets *s, uint64_t set) {
     int dim = set == s->alone ? dm->ndim : 0;
     while (dim < dm->ndim && s->dim[dim] != set) dim++;
     return dim < dm->ndim ? dim : -1;
 }
 
-/* Which dims shard and replicate: those over whose ranks the model's mesh_info does (the model may
-   do so over tp, too; units that tp cuts do not). Where these are no dims of this mesh: those with
-   the usual names. */
+/* Finds the dims that shard and replicate: they have the ranks over which the model's mesh_info
+   does so. The model may also do so over tp, and units that tp cuts do not. If this mesh has no
+   such dims, the dims with the usual names count. */
 static void fsdpi_dt_find_dims(fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
     dm->shard = fsdpi_dt_dim_over(dm, s, s->shards);
     dm->replicate = fsdpi_dt_dim_over(dm, s, s->replicas);
@@ -294,7 +294,7 @@ static int fsdpi_dt_is_other(const fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
            (replicas != s->alone && replicas == s->shards);
 }
 
-// The dims with a meaning: what the desc names, and what the model's mesh_info says.
+// Finds the dims with a meaning, by the names in the desc and by the model's mesh_info.
 static fsdp_status fsdpi_dt_name_dims(fsdp_dmesh *dm, const fsdp_dmesh_desc *d,
                                       const fsdp_mesh_info *info) {
     const int shard = fsdpi_dt_bit(info->shard_mesh_dim);
@@ -326,7 +326,7 @@ static fsdp_status fsdpi_dt_name_dims(fsdp_dmesh *dm, const fsdp_dmesh_desc *d,
     return status;
 }
 
-// What this rank can check alone.
+// The checks that this rank makes alone.
 static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(dm->model, &info);
@@ -362,13 +362,13 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
     return status ? status : fsdpi_dt_read_links("dmesh_create", &d->links, &dm->links);
 }
 
-// It failed on another rank, which says there why.
+// The call has failed on another rank, whose text has the reason.
 static fsdp_status fsdpi_dt_other_failed(fsdp_world *w) {
     return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                      "[E008] dmesh_create: it failed on another rank: see its log");
 }
 
-// Did all ranks get so far? A rank that did not takes part.
+// Have all ranks come so far without a failure? A rank with one takes part.
 static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
     int32_t all = !status;
     fsdp_status reached = fsdp_all_reduce(w, NULL, &all, 1, FSDP_I32, FSDP_MIN);
@@ -399,9 +399,9 @@ static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp
                      "staging_bytes, overlap and links, and a mesh of the same shape");
 }
 
-/* Meshes for units. unit_mesh: if neither shard_dim nor replicate_dim is there, with a dim of one
-   rank in front, which shards them. replica_mesh: (.., replicate x tp), the replicas of a unit that
-   tp replicates. */
+/* Makes meshes for units. unit_mesh: if there is no shard_dim and no replicate_dim, it has an outer
+   dim of one rank, which shards. replica_mesh: (.., replicate x tp), the replicas of a unit that tp
+   replicates. */
 static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     static const char *const names[2] = {"one", "rest"};
     int32_t *ranks, at[FSDP_MAX_DIMS];
@@ -442,11 +442,11 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     static const int streams[FSDPI_DT_STREAMS] = {FSDP_STREAM_COMPUTE, FSDP_STREAM_EXTENSION};
     fsdp_status status = FSDP_OK;
     dm->overlap = d->overlap != 0;
-    if (dm->overlap) dm->extension.call = fsdpi_dt_call; // only then is something under way
-    for (int32_t i = 0; i < dm->ndim && !status; i++) // not for a desc that is refused: they stay
+    if (dm->overlap) dm->extension.call = fsdpi_dt_call; // else none is ever under way
+    for (int32_t i = 0; i < dm->ndim && !status; i++) // after all checks: slices stay
         status = fsdp_mesh_slice(dm->mesh, &i, 1, &dm->dim_mesh[i]);
     if (!status) status = fsdpi_dt_unit_meshes(dm);
-    status = fsdpi_dt_all_did(dm->world, status); // now come groups, which all ranks make together
+    status = fsdpi_dt_all_did(dm->world, status); // all ranks make the groups together
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < dm->ndim && !status; i++)
             status = fsdp_mesh_comm(dm->mesh, i, streams[s], &dm->comm[s][i]);
@@ -456,7 +456,7 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     return status;
 }
 
-// A new one with its desc, as far as this rank can make it alone.
+// Makes a dmesh, as far as this rank can do so alone.
 static fsdp_status fsdpi_dt_new(fsdp_model *model, const fsdp_dmesh_desc *d, fsdp_dmesh **out) {
     fsdp_dmesh *dm;
     fsdp_status status = fsdpi_dt_alloc(model, sizeof *dm, (void **)&dm);
@@ -483,7 +483,7 @@ FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc 
                          "[E010] dmesh_create: model or dm is NULL: pass both");
     *out = NULL;
     fsdp_world *w = fsdp_model_world(model);
-    memset(&none, 0, sizeof none); // speaks for a rank that has none
+    memset(&none, 0, sizeof none); // for a rank that could not make one
     none.world = w;
     memset(&d, 0, sizeof d);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_dmesh_desc");

@@ -12,11 +12,11 @@
 
 #include <string.h>
 
-// An operation is a list of rows. A row says for one mesh dim what the output is if the inputs are
-// such; mesh dims are independent of each other. The first row of each list is the trivial one, all
-// whole. Source: torch/distributed/tensor/_ops, _sharding_prop.py.
+// An operation is a list of rows. For one mesh dim, a row says how the inputs have to be placed and
+// how the output is placed then. Mesh dims are independent of each other. In the first row of each
+// list all tensors are whole. Source: torch/distributed/tensor/_ops, _sharding_prop.py.
 
-enum { FSDPI_DT_WHOLE = -1, FSDPI_DT_ADDS = -2 }; // of a row; >= 0: cut along this dim
+enum { FSDPI_DT_WHOLE = -1, FSDPI_DT_ADDS = -2 }; // in a row; >= 0: cut along this dim
 enum { FSDPI_DT_MASKED = 1, FSDPI_DT_EVEN = 2, FSDPI_DT_MEAN = 4 }; // flags of a row
 enum { FSDPI_DT_ROWS = 24, FSDPI_DT_STACK = 128 << 10 };
 
@@ -31,7 +31,7 @@ typedef struct fsdpi_dt_op {
     fsdp_tensor_op_args args;
     int64_t shape[FSDP_MAX_DIMS];
     fsdpi_dt_row rows[FSDPI_DT_ROWS];
-    int order[FSDP_MAX_DIMS]; // of this candidate: mesh dims in the order in which they cut
+    int order[FSDP_MAX_DIMS]; // this candidate's mesh dims, in the order in which they cut
     const fsdpi_dt_row *chosen[FSDP_MAX_DIMS];
     fsdp_links links;
     int64_t best_ps;
@@ -104,7 +104,7 @@ static int fsdpi_dt_rows_binary(fsdpi_dt_op *o) {
     return 1;
 }
 
-// Each element, or each row of the last dims, on its own. Weights are whole.
+// Operations on each element, or on each row of the last dims. Weights are whole.
 static int fsdpi_dt_rows_each(fsdpi_dt_op *o) {
     const int R = FSDPI_DT_WHOLE, P = FSDPI_DT_ADDS;
     int most = o->op == FSDP_TENSOR_OP_LAYER_NORM ? 3 : o->op == FSDP_TENSOR_OP_RMS_NORM ? 2 : 1;
@@ -160,8 +160,8 @@ static int fsdpi_dt_first(const int64_t *shape, int begin, int end) {
     return begin < end ? begin : -1;
 }
 
-// Dims fall into groups of equal size on both sides. Of a group the first dims correspond. Parts
-// are the same elements if the first dims are equal, or both are cut evenly.
+// Dims form groups of equal size on both sides, and the first dims of a group correspond. Parts
+// have the same elements if the first dims are equal, or if both are cut evenly.
 static int fsdpi_dt_rows_reshape(fsdpi_dt_op *o) {
     const int64_t *a = o->in[0]->shape, *b = o->shape;
     int na = o->in[0]->ndim, i = 0, k = 0;
@@ -258,14 +258,14 @@ static int fsdpi_dt_rows(fsdpi_dt_op *o) {
 /* -------------------------------------------------------------------------------------------- */
 // Candidates: a row for each mesh dim, and an order of cuts.
 
-// Operations that only move elements go with addends of any op, the others with sums.
+// An operation that only moves elements works on addends of any op; others work on sums only.
 static int fsdpi_dt_moves_only(int op) {
     return op == FSDP_TENSOR_OP_TRANSPOSE || op == FSDP_TENSOR_OP_SLICE ||
            op == FSDP_TENSOR_OP_RESHAPE || op == FSDP_TENSOR_OP_CAT;
 }
 
-// How addends in mesh dim m are joined: as those of the first input that is given so. But what an
-// operation makes of parts are sums, and addends beside them have to be such, too.
+// The op of addends in mesh dim m: that of the first input that is given with addends there. But if
+// the operation itself makes addends, they are sums, and all other addends have to be sums, too.
 static int fsdpi_dt_op_of(const fsdpi_dt_op *o, int m) {
     int op = FSDP_SUM;
     for (int i = o->num_in - 1; i >= 0; i--) {
@@ -314,8 +314,8 @@ static int fsdpi_dt_adds_fit(const fsdp_spec *s) {
     return 1;
 }
 
-// May input i, given so, be brought to what the rows need? A part with zeros around costs nothing
-// here and much in the next operation: what is cut does not become addends.
+// May input i be redistributed to what the rows need? A cut input does not become addends: that
+// would be free here, and expensive in the next operation.
 static int fsdpi_dt_fits(const fsdpi_dt_op *o, int i, const fsdp_spec *need) {
     const fsdp_spec *given = o->in[i];
     if (fsdpi_dt_no_way(given, need) >= 0 || !fsdpi_dt_adds_fit(need)) return 0;
@@ -341,8 +341,8 @@ static int fsdpi_dt_out_fits(const fsdpi_dt_op *o, const fsdp_spec *out) {
     return fsdpi_dt_adds_fit(out);
 }
 
-// How the gradient of input i arrives: cut as the input is. A whole input beside one that is cut,
-// or that holds addends, gets an addend from each rank.
+// How the gradient of input i is placed: cut as the input is. If the input is whole, and another
+// one is cut or holds addends, each rank has an addend of the gradient.
 static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
     for (int m = 0; m < grad->mesh_ndim; m++) {
         fsdp_placement *p = &grad->place[m];
@@ -351,7 +351,7 @@ static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
         memset(p, 0, sizeof *p);
         if (adds) p->kind = FSDP_PARTIAL;
     }
-    if (o->op == FSDP_TENSOR_OP_EMBEDDING && i == 1) memset(grad, 0, sizeof *grad); // integers
+    if (o->op == FSDP_TENSOR_OP_EMBEDDING && i == 1) memset(grad, 0, sizeof *grad); // none
 }
 
 // Compares the candidate with the best one so far, and keeps the better one.
@@ -394,7 +394,7 @@ static fsdp_status fsdpi_dt_weigh(fsdpi_dt_op *o, void *scratch, fsdp_propagatio
                                 o->ndim, o->shape);
 }
 
-// May a row be taken for mesh dim m? Only if an input is already so; the trivial one always.
+// May a row be taken for mesh dim m? Only if an input is placed so already; the first row always.
 static int fsdpi_dt_is_open(const fsdpi_dt_op *o, const fsdpi_dt_row *r, int m) {
     for (int i = 0; i < o->num_in; i++) {
         const fsdp_placement *p = &o->in[i]->place[m];
@@ -404,7 +404,7 @@ static int fsdpi_dt_is_open(const fsdpi_dt_op *o, const fsdpi_dt_row *r, int m) 
     return r == o->rows;
 }
 
-// All choices of rows, the last mesh dim moves first.
+// Tries all choices of rows; the last mesh dim changes first.
 static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagation *best) {
     int m = 0;
     fsdp_status status = FSDP_OK;
@@ -422,8 +422,8 @@ static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagati
     return status;
 }
 
-// An order of all mesh dims in which the cuts of each dim of a spec stand as they are made: again
-// and again the leftmost one whose earlier cuts have been taken.
+// Orders all mesh dims so that the cuts of each dim of a spec come in the order in which they are
+// made. It takes the leftmost mesh dim whose earlier cuts have been taken, again and again.
 static void fsdpi_dt_order(const fsdp_spec *s, int *order) {
     int taken = 0;
     for (int k = 0; k < s->mesh_ndim; k++)
@@ -490,7 +490,7 @@ FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_
     o.op = op, o.in = in, o.num_in = num_in;
     fsdp_status status = fsdpi_dt_op_begin(&o, args);
     if (!status) status = fsdpi_dt_read_links("propagate", links, &o.links);
-    for (int i = 0; i < num_in && !status; i++) { // the orders that inputs have, each once
+    for (int i = 0; i < num_in && !status; i++) { // each order that an input has, once
         int known[FSDP_MAX_DIMS], again = i > 0;
         memcpy(known, o.order, sizeof known);
         fsdpi_dt_order(in[i], o.order);

@@ -14,15 +14,16 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Owns: fsdp_redistribution. For each step of the route it knows how parts lie in the collective: a
-   part is tight, row-major, at the begin of its `count` elements; nobody reads what is behind it.
-   So a gather needs no copy before it. The copy behind it is left out if the parts, one after the
-   other, are the result: cut along dim 0, or with dims of length 1 before the one that is cut. */
+/* Owns: fsdp_redistribution. For each step of the route it has the layout of parts in the
+   collective: a part is tight and row-major, at the begin of its `count` elements; no rank reads
+   the elements after it. So a gather needs no copy before it. It needs no copy after it either, if
+   the parts, one after the other, are the result: cut along dim 0, or with dims of length 1 before
+   the cut dim. */
 
 static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_size(dtype); }
 
 /* -------------------------------------------------------------------------------------------- */
-// How parts lie.
+// The layout of parts.
 
 // Is a spec of a mesh with dm's shape?
 static int fsdpi_dt_is_on(const fsdp_dmesh *dm, const fsdp_spec *s) {
@@ -30,7 +31,7 @@ static int fsdpi_dt_is_on(const fsdp_dmesh *dm, const fsdp_spec *s) {
            memcmp(s->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) == 0;
 }
 
-// The length of a dim of this rank's part in a spec, with the cut of mesh dim `without` left out.
+// The length of a dim of this rank's part in a spec, without the cut of mesh dim `without`.
 static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int dim, int without) {
     fsdp_range range = {0, s->shape[dim], 0};
     int m;
@@ -39,7 +40,7 @@ static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int d
     return range.count;
 }
 
-// Elements of a row of dim `dim`, and how many such dims there are one after the other.
+// Elements of a row of dim `dim`; and the number of such dims, one after the other.
 static int64_t fsdpi_dt_inner(int ndim, const int64_t *shape, int dim) {
     return fsdpi_dt_numel(ndim - dim - 1, shape + dim + 1);
 }
@@ -47,8 +48,8 @@ static int64_t fsdpi_dt_outer_of(const int64_t *shape, int dim) {
     return fsdpi_dt_numel(dim, shape);
 }
 
-// The rows that rank k of n has of a tensor's dim: a copy from the tensor to `at` elements behind
-// the begin of the pieces, or back.
+// A copy of the rows that rank k of n has of a tensor's dim: from the tensor to element `at` of the
+// pieces, or back.
 static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape, int dim,
                            int n, int k, int64_t at) {
     int64_t inner = fsdpi_dt_inner(ndim, shape, dim), height = fsdpi_dt_outer_of(shape, dim);
@@ -62,8 +63,8 @@ static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_
     copy->count += width * height;
 }
 
-// The pieces of all ranks, each at a multiple of `count` elements. Returns 1 if a tensor is its
-// pieces as it lies.
+// Copies of the pieces of all ranks, each at a multiple of `count` elements. Returns 1 if no copy
+// is needed: the pieces in this order are the tensor.
 static int fsdpi_dt_all_pieces(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape,
                                int dim, int n, int64_t count) {
     for (int k = 0; k < n; k++) fsdpi_dt_piece(copy, back, ndim, shape, dim, n, k, k * count);
@@ -71,8 +72,8 @@ static int fsdpi_dt_all_pieces(fsdpi_dt_copy *copy, int back, int ndim, const in
            fsdpi_dt_ceil(shape[dim], n) * fsdpi_dt_inner(ndim, shape, dim) == count;
 }
 
-/* A step on mesh dim m: tensor dim i ends to be cut by it, j begins to. s: the spec before it;
-   afterwards the one behind it. `wide` is this rank's part without m's cuts. */
+/* A step on mesh dim m: it cuts tensor dim j instead of i. s: the spec before the step, which
+   becomes the one after it. `wide`: the shape of this rank's part without m's cuts. */
 static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_step *step,
                          fsdpi_dt_stage *st) {
     const fsdp_dmesh *dm = r->dm;
@@ -90,7 +91,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
         if (d == j) out[d] = mine.count;
         wide[d] = d == i || d == j ? fsdpi_dt_ceil(wide[d], n) : wide[d];
     }
-    int64_t count = fsdpi_dt_numel(ndim, wide); // of the largest piece
+    int64_t count = fsdpi_dt_numel(ndim, wide); // elements of the largest piece
     st->in = fsdpi_dt_numel(ndim, in), st->out = fsdpi_dt_numel(ndim, out);
     switch (st->kind) {
     case FSDP_STEP_SLICE: fsdpi_dt_piece(&st->before, 0, ndim, in, j, n, me, 0); break;
@@ -107,7 +108,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
     s->place[m] = step->to;
 }
 
-// A mesh dim of one rank cuts nothing, and routes do not count its order.
+// Removes the cut of a mesh dim of one rank: it cuts nothing, and routes do not count its order.
 static void fsdpi_dt_uncut(fsdp_spec *s, int m) {
     const fsdp_placement was = s->place[m];
     memset(&s->place[m], 0, sizeof was);
@@ -116,7 +117,7 @@ static void fsdpi_dt_uncut(fsdp_spec *s, int m) {
             s->place[i].order--;
 }
 
-// Parts and stages at the sizes of r->from.
+// Sets parts and stages for the sizes of r->from.
 static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
     const fsdp_dmesh *dm = r->dm;
     fsdp_spec s = r->from;
@@ -170,7 +171,8 @@ static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
     return memcmp(a, b, sizeof *a) == 0;
 }
 
-// What ranks have to agree on. The sizes now are part of it: others may give as many elements.
+// A hash of all that ranks have to agree on, with the present sizes: other sizes may have as many
+// elements.
 static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
     r->hash = fsdpi_dt_hash(2, r->name, (int64_t)strlen(r->name));
     r->hash = fsdpi_dt_hash(r->hash, &r->from, sizeof r->from);
@@ -179,7 +181,7 @@ static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
     r->hash = fsdpi_dt_mix(r->hash, (uint64_t)r->desc_dtype);
 }
 
-// The route: that of an earlier redistribution between the same specs, or a new one.
+// Takes the route of an earlier redistribution between the same specs, or finds a new one.
 static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
     fsdp_dmesh *dm = r->dm;
     for (const fsdp_redistribution *at = dm->redistributions; at; at = at->next)
@@ -193,7 +195,7 @@ static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
     return status;
 }
 
-// Tables, staging memory and the ticket of a redistribution that has a route.
+// Makes tables, staging memory and the ticket of a redistribution that has a route.
 static fsdp_status fsdpi_dt_prepare(fsdp_redistribution *r) {
     fsdp_dmesh *dm = r->dm;
     int64_t size = fsdpi_dt_bytes_of(r->dtype), comm = fsdpi_dt_bytes_of(r->comm_dtype);
@@ -255,8 +257,8 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     return FSDP_OK;
 }
 
-/* What the way back multiplies by: of a mean over n addends each has 1/n in it. Which addend is the
-   largest of all depends on the values. */
+/* The factor of the way back: each addend of a mean over n has 1/n in it. A maximum or minimum has
+   no way back, since it depends on the values which addend it is. */
 static fsdp_status fsdpi_dt_back_scale(const fsdp_redistribution *forward, double *scale) {
     *scale = fsdp_dtype_is_float(forward->dtype) ? forward->scale : 0;
     for (int m = 0; m < forward->first_from.mesh_ndim; m++) {
@@ -350,18 +352,19 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Running: the part goes from src over staging memory to dst.
+// Running: the part goes from src by way of staging memory to dst.
 
 typedef struct fsdpi_dt_run {
     fsdp_redistribution *r;
-    char *src, *dst, *at, *staging[2]; // at: where the part is now
-    int stream;                        // 0: the caller's; 1: beside it
-    int is_loose;                      // the last record does not move the ticket
-    double factor;                     // that the part still has to be multiplied by
+    char *src, *dst, *at, *staging[2]; // at: the present place of the part
+    int stream;                        // 0: the caller's; 1: the extensions'
+    int is_loose;                      // 1: the last record does not move the ticket
+    double factor;                     // the part has to be multiplied by this in the end
     fsdp_status status;
 } fsdpi_dt_run;
 
-// Elements that peers may read, or the library write, at src or dst, of which `part` are a part's.
+// The number of elements at src or dst that peers may read or the library may write; a part has
+// `part` of them.
 static int64_t fsdpi_dt_elements(const fsdpi_dt_run *run, const char *at, int64_t part) {
     int begins;
     int64_t room = fsdpi_dt_room(run->r->dm, at, &begins) / fsdpi_dt_bytes_of(run->r->dtype);
@@ -398,7 +401,8 @@ static void fsdpi_dt_emit(fsdpi_dt_run *run, fsdp_op *op) {
     if (!run->status) run->status = fsdp_emit(run->r->dm->model, op);
 }
 
-// The part, or its pieces, to another place; what comes to dst as the last is multiplied there.
+// Copies the part, or its pieces, to another place. The last copy, to dst, multiplies by the
+// factor.
 static void fsdpi_dt_copy_to(fsdpi_dt_run *run, char *to, const fsdpi_dt_copy *copy, int is_last) {
     fsdp_op op;
     fsdpi_dt_begin_op(run, &op, FSDP_OP_COPY, run->at, to);
@@ -412,7 +416,8 @@ static void fsdpi_dt_copy_to(fsdpi_dt_run *run, char *to, const fsdpi_dt_copy *c
     if (copy->count) fsdpi_dt_emit(run, &op);
 }
 
-// All of a part as it lies. whole: a block for the list, which lasts as long as the redistribution.
+// Copies all of a part as it lies. whole: a block for the list that lives as long as the
+// redistribution.
 static void fsdpi_dt_copy_all(fsdpi_dt_run *run, char *to, fsdp_block *whole, int64_t count,
                               int is_last) {
     fsdp_block block = {0, 0, count, 1, count, count};
@@ -455,7 +460,7 @@ static void fsdpi_dt_collective(fsdpi_dt_run *run, const fsdpi_dt_stage *st, int
     fsdpi_dt_emit(run, &op);
 }
 
-// In place where the part comes to lie, if peers may read there.
+// It runs in place at dst, if peers may read there and this is the last step.
 static void fsdpi_dt_all_reduce(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
     const fsdp_redistribution *r = run->r;
     char *home = fsdpi_dt_is_staged(run, run->at) ? run->at : run->staging[0];
@@ -504,7 +509,7 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        // Where no rank of the group has an element, a later step may bring the sums of others.
+        // If no rank of the group has an element here, a later step may bring sums of other groups.
         else if (!st->seg.count) run.factor *= st->factor;
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
@@ -551,7 +556,7 @@ FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const 
     return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
 }
 
-// Orders what runs beside the caller's stream and that stream: WROTE before, USE behind it.
+// Orders the extensions' stream and the caller's stream: WROTE before the steps, USE after them.
 static fsdp_status fsdpi_dt_mark(const fsdp_redistribution *r, int kind) {
     fsdp_op op;
     fsdp_op_init(&op, r->dm->model, NULL, kind, r->dm->label, FSDP_STREAM_COMPUTE);
@@ -595,7 +600,7 @@ static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t 
     return status;
 }
 
-// The least of each number over the ranks that should hold the same.
+// The smallest of each number, over the ranks that should hold the same bytes.
 static fsdp_status fsdpi_dt_least(const fsdp_dmesh *dm, const fsdp_spec *spec, int64_t *values,
                                   int count) {
     fsdp_status status = FSDP_OK;

@@ -11,29 +11,29 @@
 
 #include <string.h>
 
-// A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
-// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced.
-// Dijkstra's algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do
-// not depend on the order of addition, and equal costs are equal.
-// Source: torch/distributed/tensor/_redistribute.py.
+// A state has a byte for each mesh dim of more than one rank. A move leads from one state to
+// another: the last cut of a tensor dim is undone, or becomes the last cut of another dim, or
+// addends are reduced. Dijkstra's algorithm finds the cheapest sequence. Costs are integers of
+// 10^-6 us, so that sums do not depend on the order of addition, and equal costs are equal. Source:
+// torch/distributed/tensor/_redistribute.py.
 
 enum { FSDPI_DT_R = 0, FSDPI_DT_P = 1, FSDPI_DT_S = 2 }; // SHARD: S + 8 * dim + order
-#define FSDPI_DT_PS_MOST ((int64_t)1 << 56)              // of one step: 32 of them can be added
+#define FSDPI_DT_PS_MOST ((int64_t)1 << 56)              // most of one step: 32 can be added
 
 typedef struct fsdpi_dt_node {
     uint64_t state;
     int64_t ps;              // cost so far
     int32_t parent, heap_at; // heap_at -1: settled
     uint8_t collectives, steps;
-    uint16_t move; // that led here: see fsdpi_dt_code
+    uint16_t move; // the last move: see fsdpi_dt_code
 } fsdpi_dt_node;
 
 typedef struct fsdpi_dt_search {
     const fsdp_spec *spec;                          // shape and dtype
     int dims;                                       // mesh dims of more than one rank
-    int mesh_dim[FSDP_MAX_DIMS], op[FSDP_MAX_DIMS]; // op: of its addends, if it has some
+    int mesh_dim[FSDP_MAX_DIMS], op[FSDP_MAX_DIMS]; // op: that joins its addends
     int64_t ranks[FSDP_MAX_DIMS];
-    fsdp_links links; // without zeros
+    fsdp_links links; // zeros replaced by defaults
     uint64_t start, goal;
     fsdpi_dt_node *nodes;
     int32_t *heap, *table; // table: 1 + index of a node, 0: none
@@ -48,7 +48,7 @@ static uint64_t fsdpi_dt_set(uint64_t state, int i, int place) {
 static int fsdpi_dt_dim_of(int place) { return (place - FSDPI_DT_S) / FSDP_MAX_DIMS; }
 static int fsdpi_dt_order_of(int place) { return (place - FSDPI_DT_S) % FSDP_MAX_DIMS; }
 
-// How many cuts a tensor dim has in a state; the next one gets this order.
+// The number of cuts of a tensor dim in a state: the next cut gets this order.
 static int fsdpi_dt_count(const fsdpi_dt_search *f, uint64_t state, int dim) {
     int count = 0;
     for (int i = 0; i < f->dims; i++) {
@@ -91,7 +91,7 @@ static fsdp_placement fsdpi_dt_place_of(const fsdpi_dt_search *f, int i, int pla
 
 static int64_t fsdpi_dt_ceil(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// Rows of the largest part along a dim, mesh dim `without` (or -1) left out.
+// Rows of the largest part along a dim, without mesh dim `without` (-1: with all).
 static int64_t fsdpi_dt_length(const fsdpi_dt_search *f, uint64_t state, int dim, int without) {
     int64_t pieces = 1, size = f->spec->shape[dim];
     for (int i = 0; i < f->dims; i++) {
@@ -128,7 +128,7 @@ typedef struct fsdpi_dt_cost {
     int64_t ps, wire, most;
 } fsdpi_dt_cost;
 
-// Mesh dim i goes from what it is in `state` to `to`.
+// The cost if mesh dim i becomes `to`.
 static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, int i, int to) {
     fsdpi_dt_cost c;
     const fsdp_links *l = &f->links;
@@ -139,7 +139,7 @@ static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, in
     if (c.kind == FSDP_STEP_PAD) c.most = fsdpi_dt_bytes(f, state, -1, 1, i);
     if (!fsdpi_dt_is_collective(c.kind)) return c;
     if (c.kind == FSDP_STEP_REDUCE_SCATTER || c.kind == FSDP_STEP_ALL_TO_ALL)
-        bytes = fsdpi_dt_bytes(f, state, fsdpi_dt_dim_of(to), n, -1); // of one of n pieces
+        bytes = fsdpi_dt_bytes(f, state, fsdpi_dt_dim_of(to), n, -1); // one of n pieces
     double hops = (double)(n - 1), moved = hops * (double)bytes, extra = 0;
     c.wire = fsdpi_dt_mul(n - 1, bytes, FSDPI_DT_MOST);
     c.most = fsdpi_dt_mul(n, bytes, FSDPI_DT_MOST);
@@ -158,14 +158,15 @@ static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, in
 /* -------------------------------------------------------------------------------------------- */
 // Dijkstra's algorithm in the caller's memory.
 
-// Moves in the order in which equal routes are told apart: mesh dim, kind, tensor dim.
+// A move as a number: mesh dim, kind, tensor dim. Of equal routes the one with smaller numbers
+// counts.
 static uint16_t fsdpi_dt_code(int i, int kind, int to) {
     return (uint16_t)(i << 11 | kind << 8 | to);
 }
 static int fsdpi_dt_code_dim(uint16_t code) { return code >> 11; }
 static int fsdpi_dt_code_to(uint16_t code) { return code & 255; }
 
-// Cost, collectives, steps.
+// Compares cost, then collectives, then steps.
 static int fsdpi_dt_compare(const fsdpi_dt_node *a, const fsdpi_dt_node *b) {
     if (a->ps != b->ps) return a->ps < b->ps ? -1 : 1;
     if (a->collectives != b->collectives) return a->collectives - b->collectives;
@@ -215,7 +216,7 @@ static int32_t fsdpi_dt_heap_pop(fsdpi_dt_search *f) {
     return top;
 }
 
-// The place of a state in the table: that of its node, or the free one that it would get.
+// The place of a state in the table: the one of its node, or the free place that it would get.
 static int32_t *fsdpi_dt_find(const fsdpi_dt_search *f, uint64_t state) {
     uint32_t at = (uint32_t)((state * 0x9E3779B97F4A7C15u) >> 32);
     for (;; at++) {
@@ -224,7 +225,7 @@ static int32_t *fsdpi_dt_find(const fsdpi_dt_search *f, uint64_t state) {
     }
 }
 
-// A way to a state: remembered if it is the first or a better one.
+// A way to a state: kept if it is the first one, or better.
 static void fsdpi_dt_reach(fsdpi_dt_search *f, const fsdpi_dt_node *way) {
     int32_t *entry = fsdpi_dt_find(f, way->state), node = *entry - 1;
     if (node < 0) {
@@ -260,8 +261,8 @@ static void fsdpi_dt_move(fsdpi_dt_search *f, int32_t parent, int i, int to) {
 
 static int fsdpi_dt_sums(int op) { return op == FSDP_SUM || op == FSDP_AVG; }
 
-// May mesh dim i begin to hold addends? Only on the way to a goal where it does, and beside addends
-// of other mesh dims that commute.
+// May mesh dim i begin to hold addends? Only if it holds addends in the goal, and if they commute
+// with the addends of other mesh dims.
 static int fsdpi_dt_may_add(const fsdpi_dt_search *f, uint64_t state, int i) {
     for (int k = 0; k < f->dims; k++)
         if (k != i && fsdpi_dt_get(state, k) == FSDPI_DT_P &&
@@ -285,7 +286,7 @@ static void fsdpi_dt_moves(fsdpi_dt_search *f, int32_t node, int i) {
         if (d != dim) fsdpi_dt_move(f, node, i, fsdpi_dt_append(f, state, d));
 }
 
-// How many states there are: j of the mesh dims cut, in so many orders; the others are R or P.
+// The number of states: j of the mesh dims cut, in so many orders; the others are R or P.
 static int64_t fsdpi_dt_states(int dims, int ndim) {
     int64_t sum = 0, ways = 1; // ways: to choose j mesh dims and to arrange them in ndim lists
     for (int j = 0; j <= dims; j++) {
@@ -295,15 +296,15 @@ static int64_t fsdpi_dt_states(int dims, int ndim) {
     return sum;
 }
 
-// Bytes for so many nodes, heap and table, and the entries of the table.
+// Bytes for so many nodes, their heap and their table. *table: its number of entries.
 static int64_t fsdpi_dt_scratch(int64_t nodes, int64_t *table) {
     for (*table = 16; *table < 2 * nodes;) *table *= 2;
     return nodes * (int64_t)(sizeof(fsdpi_dt_node) + sizeof(int32_t)) +
            *table * (int64_t)sizeof(int32_t);
 }
 
-// The moves of the cheapest way, and their number; -1: there are more states than the memory has
-// room for.
+// Finds the moves of the cheapest way. Returns their number; -1: the memory is too small for the
+// states.
 static int fsdpi_dt_cheapest(fsdpi_dt_search *f, void *scratch, int64_t bytes, uint16_t *moves) {
     int64_t room = fsdpi_dt_states(f->dims, f->spec->ndim), table;
     while (fsdpi_dt_scratch(room, &table) > bytes)
@@ -329,8 +330,9 @@ static int fsdpi_dt_cheapest(fsdpi_dt_search *f, void *scratch, int64_t bytes, u
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// PyTorch's greedy steps: from the inner mesh dims to the outer ones what has to be undone or can
-// change at once, then from the outer ones to the inner ones the rest.
+// PyTorch's greedy steps. From the inner mesh dims to the outer ones, it undoes cuts that have to
+// go, and makes changes that are possible at once. Then it makes the rest, from the outer dims to
+// the inner ones.
 
 // Which mesh dims to the left of i cut a tensor dim.
 static int fsdpi_dt_outer(uint64_t state, int i, int dim) {
@@ -348,7 +350,7 @@ typedef struct fsdpi_dt_way {
     int num;
 } fsdpi_dt_way;
 
-// Mesh dim i becomes R, P or the last cut of `dim`. By two steps, if no collective does it.
+// Mesh dim i becomes R, P or the last cut of `dim`: in two steps if there is no collective for it.
 static void fsdpi_dt_go(const fsdpi_dt_search *f, fsdpi_dt_way *w, int i, int goal) {
     int from = fsdpi_dt_get(w->state, i), dim = goal < FSDPI_DT_S ? -1 : fsdpi_dt_dim_of(goal);
     int same = from >= FSDPI_DT_S && dim >= 0 ? fsdpi_dt_dim_of(from) == dim : from == goal;
@@ -427,7 +429,7 @@ static int64_t fsdpi_dt_write(const fsdpi_dt_search *f, const uint16_t *moves, i
     return ps;
 }
 
-// The first mesh dim whose addends cannot come about on the way, or -1.
+// The first mesh dim that would have to get its addends on the way, and cannot; -1: there is none.
 static int fsdpi_dt_no_way(const fsdp_spec *from, const fsdp_spec *to) {
     for (int m = 0; m < to->mesh_ndim; m++) {
         const fsdp_placement *a = &from->place[m], *b = &to->place[m];
@@ -456,7 +458,7 @@ static fsdp_status fsdpi_dt_read_links(const char *call, const fsdp_links *given
                          call);
 }
 
-// From one spec to another that are known to be on the same mesh and to have a way. links: read.
+// The route between two specs on one mesh that have a way. links: already read.
 static fsdp_status fsdpi_dt_route(const fsdp_spec *from, const fsdp_spec *to,
                                   const fsdp_links *links, void *scratch, int64_t bytes,
                                   fsdp_route *route, int64_t *ps) {

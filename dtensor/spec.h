@@ -12,7 +12,7 @@
 // Invariant: a spec that a function has accepted is normal: dims >= 0, orders explicit, all else 0.
 // Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
 
-// A failure has no text where there is no world to keep it.
+// With FSDP_MATH_ONLY there is no world, and a failure has no text.
 #ifdef FSDP_MATH_ONLY
 static fsdp_status fsdpi_dt_fail(fsdp_status status, const char *format, ...) {
     (void)format;
@@ -24,14 +24,14 @@ static fsdp_status fsdpi_dt_fail(fsdp_status status, const char *format, ...) {
 
 #define FSDPI_DT_MOST ((int64_t)1 << 62) // bytes of a tensor
 
-// a * b for a, b >= 0; what is above `most` becomes most + 1.
+// a * b for a, b >= 0; most + 1 if that is more than `most`.
 static int64_t fsdpi_dt_mul(int64_t a, int64_t b, int64_t most) {
     return a && b > most / a ? most + 1 : a * b;
 }
 
 static int64_t fsdpi_dt_numel(int ndim, const int64_t *shape) {
     int64_t numel = 1;
-    for (int d = 0; d < ndim; d++) // none if one is empty, however long the others are
+    for (int d = 0; d < ndim; d++) // 0 if a dim is empty, however long the others are
         if (!shape[d]) return 0;
     for (int d = 0; d < ndim; d++) numel = fsdpi_dt_mul(numel, shape[d], FSDPI_DT_MOST);
     return numel;
@@ -132,7 +132,7 @@ static int fsdpi_dt_other_op(const fsdp_spec *s, int op, int except) {
     return -1;
 }
 
-// The orders of one tensor dim: a permutation; all 0 becomes left to right.
+// The orders of one tensor dim have to be a permutation; all 0 means from left to right.
 static fsdp_status fsdpi_dt_check_orders(const char *call, fsdp_spec *s, int dim) {
     int count = fsdpi_dt_num_cuts(s, dim), given = 0, next = 0;
     for (int m = 0; m < s->mesh_ndim; m++)
@@ -188,7 +188,7 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
                                      const fsdp_placement *place, fsdp_dtype dtype, int ndim,
                                      const int64_t *local_shape) {
     fsdp_spec s;
-    memset(&s, 0, sizeof s); // what a failure leaves is not read
+    memset(&s, 0, sizeof s); // the compiler does not see that it is set
     fsdp_status status = fsdpi_dt_fill("spec_infer", out ? &s : NULL, mesh_ndim, mesh_shape, place,
                                        dtype, ndim, local_shape);
     if (status) return status;
@@ -201,7 +201,7 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
                          s.shape);
 }
 
-// Is this a spec that fsdp_spec_init would have filled? A caller may have changed or forgotten it.
+// Is this spec as fsdp_spec_init fills it? A caller may have changed it, or never called that.
 static fsdp_status fsdpi_dt_known(const char *call, const fsdp_spec *spec) {
     fsdp_spec s;
     if (!spec)
@@ -266,8 +266,8 @@ FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor
     return FSDP_OK;
 }
 
-// From right to left each mesh dim gets the first place at which `factor` pieces are there already;
-// those behind it move on. The dims to the right of m have their places among themselves.
+// From right to left, each mesh dim gets the first order at which there are `factor` pieces
+// already; later cuts move on by one. The dims to the right of m already have theirs.
 static int fsdpi_dt_insert(fsdp_spec *s, int m, int64_t factor) {
     int dim = s->place[m].dim, at = 0, right;
     int64_t pieces = 1;

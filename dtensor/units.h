@@ -20,7 +20,7 @@
 static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->shape[dm->tp]; }
 static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->coord[dm->tp]; }
 
-// The rows that this rank of tp has of so many. A negative number stays: fully_shard refuses it.
+// The rows that this rank of tp has of `size` rows. fully_shard refuses a negative number later.
 static fsdp_range fsdpi_dt_tp_rows(const fsdp_dmesh *dm, int64_t size) {
     fsdp_range mine = {0, size, 0};
     (void)fsdp_shard_range(size, fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
@@ -33,7 +33,7 @@ static const fsdpi_dt_unit *fsdpi_dt_find_unit(const fsdp_dmesh *dm, const fsdp_
     return u;
 }
 
-// The ranks that shard and replicate a unit.
+// The mesh info of a unit: the ranks that shard and replicate it.
 static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mesh_info *info) {
     const fsdp_mesh *mesh = dm->mesh;
     int shard = dm->shard, replicate = dm->replicate;
@@ -49,7 +49,7 @@ static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mes
     return fsdp_mesh_info_init(mesh, kind, shard, replicate, info);
 }
 
-// Ranks of a dim with such a name have other data: units shard or replicate over it.
+// Ranks along a dim with such a name have other data: units have to shard or replicate over it.
 static fsdp_status fsdpi_dt_check_data_dims(const fsdp_dmesh *dm, const char *name) {
     static const char *const names[3] = {"dp", "dp_shard", "dp_replicate"};
     for (int i = 0; i < 3; i++) {
@@ -66,7 +66,7 @@ static fsdp_status fsdpi_dt_check_data_dims(const fsdp_dmesh *dm, const char *na
     return FSDP_OK;
 }
 
-// Do the dims of dm's mesh tell which ranks shard and replicate a unit, and which cut it?
+// Do the dims of dm's mesh say which ranks shard and replicate a unit, and which ranks cut it?
 static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, int is_cut,
                                        int partial) {
     fsdp_mesh_info info = FSDP_ZERO;
@@ -126,7 +126,7 @@ static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_de
     return fsdpi_dt_check_dims(dm, name, *is_cut, d->partial_grads);
 }
 
-// Each parameter becomes this rank's part of it. u: what remembers the whole.
+// Replaces each parameter by this rank's part of it. u keeps the whole shapes.
 static void fsdpi_dt_cut_params(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
                                 fsdp_param_desc *params, fsdpi_dt_unit *u) {
     for (int i = 0; i < d->unit.num_params; i++) {
@@ -150,7 +150,7 @@ static fsdp_status fsdpi_dt_unit_new(fsdp_dmesh *dm, int num_params, fsdpi_dt_un
                                    (void **)&u->sizes);
 }
 
-// Gradients that are addends over tp become their sum instead of the mean.
+// If gradients are addends over tp, it makes their reduction a sum instead of a mean.
 static fsdp_status fsdpi_dt_set_factor(const fsdp_dmesh *dm, fsdp_unit *unit, int partial) {
     int ranks = (dm->shard < 0 ? 1 : dm->shape[dm->shard]) *
                 (dm->replicate < 0 ? 1 : dm->shape[dm->replicate]);

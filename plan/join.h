@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_JOIN_H
 #define FSDPI_PLAN_JOIN_H
 
+#include "../core/ops.h"
 #include "memory.h"
 #include "objects.h"
 #include "tape.h"
@@ -14,18 +15,13 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the way from what a rehearsal showed to the records of a tape. What units do beside their
-// collectives stays as it is: copies first, then one collective over all their lists, and so on.
+// Owns: the step from the records of a rehearsal to the records of a tape. What units do beside
+// their collectives stays as it is: first the copies of all units, then one collective over all
+// their lists, and so on.
 
 typedef struct fsdpi_plan_range {
     int32_t begin, end; // records of the rehearsal
 } fsdpi_plan_range;
-
-// Bytes of an all_reduce that a rank has to receive, as the core counts them.
-static uint64_t fsdpi_plan_reduce_bytes(const fsdp_op *op) {
-    uint64_t size = (uint64_t)op->group_size, whole = op->count * fsdp_dtype_size(op->dtype);
-    return (2 * (size - 1) * whole + size - 1) / size;
-}
 
 static fsdp_status fsdpi_plan_keep(fsdp_plan *p, fsdpi_plan_tape *t, size_t bytes, void **out) {
     fsdp_status status = fsdpi_plan_grow(p->model, (void **)&t->made, t->num_made, &t->cap_made,
@@ -53,21 +49,20 @@ static fsdp_status fsdpi_plan_join_names(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-// All lists as one, whose offsets are from the lowest addresses.
+// Joins the lists of all parts into one. Its offsets begin at the lowest address of any part.
 static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_op *op,
                                          const fsdp_op *const *parts, int num) {
     int gathers = op->kind == FSDP_OP_ALL_GATHER;
     int64_t src_size = (int64_t)fsdp_dtype_size(op->dtype),
             dst_size = (int64_t)fsdp_dtype_size(gathers ? op->dtype : op->out_dtype);
     void *list;
-    op->count = op->bytes = op->list_count = 0;
+    op->count = op->list_count = 0;
     for (int i = 0; i < num; i++) {
         if ((const char *)parts[i]->src_ptr < (const char *)op->src_ptr)
             op->src_ptr = parts[i]->src_ptr;
         if ((const char *)parts[i]->dst_ptr < (const char *)op->dst_ptr)
             op->dst_ptr = parts[i]->dst_ptr;
         op->count += parts[i]->count;
-        op->bytes += parts[i]->bytes;
         op->list_count += parts[i]->list_count;
     }
     fsdp_status status = fsdpi_plan_keep(p, t, op->list_count * sizeof(fsdp_seg), &list);
@@ -94,7 +89,6 @@ static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *wh
     int64_t span = 0;
     for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
     op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
-    op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
 static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fsdp_op *of,
@@ -109,7 +103,7 @@ static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fs
     return fsdpi_plan_add_op(p, t, &op, pair);
 }
 
-// Who is in a joined record.
+// Notes the members of a joined record.
 static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                         const fsdpi_plan_tape *raw, const int32_t *which, int num) {
     fsdpi_plan_group group = {t->num_ops - 1, t->num_members, num};
@@ -117,7 +111,7 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                          &t->cap_groups, sizeof group);
     if (!status) t->groups[t->num_groups++] = group;
     for (int i = 0; i < num && !status; i++) {
-        fsdpi_plan_member member = {fsdpi_plan_index(p, raw->ops[which[i]].unit),
+        fsdpi_plan_member member = {fsdpi_plan_index(raw->ops[which[i]].unit),
                                     raw->pairs[which[i]].src, raw->pairs[which[i]].dst};
         status = fsdpi_plan_grow(p->model, (void **)&t->members, t->num_members, &t->cap_members,
                                  sizeof member);
@@ -126,19 +120,20 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
     return status;
 }
 
-/* One collective for those of several units. Where streams run at the same time, it has to wait for
-   the buffers of all, and all are written only behind it. */
+/* Makes one collective of those of several units. If streams run at the same time, it waits for the
+   buffers of all units, and later work on any of them waits for it. */
 static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                    const int32_t *which, int num) {
     const fsdp_op *parts[FSDPI_PLAN_JOINED];
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < num; i++) parts[i] = &raw->ops[which[i]];
     fsdp_op op = *parts[0];
-    int several = p->mode_of_world != FSDPI_PLAN_INLINE, both = parts[0]->src == parts[0]->dst;
+    int several = p->mode_of_world != FSDP_RUN_INLINE, both = parts[0]->src == parts[0]->dst;
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
     else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
+    op.bytes = fsdpi_op_bytes(&op);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -150,7 +145,8 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// Stage by stage: what each range does up to its next collective, then these as one.
+// In stages: first each range does its work up to its next collective, then one collective follows
+// for all ranges.
 static fsdp_status fsdpi_plan_merge(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                     fsdpi_plan_range *ranges, int num) {
     fsdp_status status = FSDP_OK;
@@ -183,7 +179,8 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// What an act does. A reduction that waited begins with what the caller need not wait for here.
+// The records of an act. A reduction that waited begins with a USE, for which the caller need not
+// wait here: it is left out.
 static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
     fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
     while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
@@ -197,7 +194,8 @@ static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b
            (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
 }
 
-// Acts of a call from *at on, before its own work or behind it: those of a group are joined.
+// Adds the acts of a call from *at on: those before its own work, or those after it (late). Acts of
+// one group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
                                            int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
@@ -231,12 +229,12 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
             if (!status) t->runs[t->num_runs++] = run;
         }
         run.begin = i;
-        run.flags = op ? p->units[fsdpi_plan_index(p, op->unit)] : NULL;
+        run.flags = op ? p->units[fsdpi_plan_index(op->unit)] : NULL;
     }
     return status;
 }
 
-// From where to where each use is held.
+// Finds for each use of a slot the records between which it is held.
 static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_uses; i++) t->uses[i].from = t->uses[i].to = t->num_ops;
     for (int i = 0; i < t->num_ops; i++) {
@@ -258,8 +256,8 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
     }
 }
 
-/* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
-   rehearsal's uses. */
+/* Makes a tape of what a rehearsal has shown, in the order in which it will be done. The tape has
+   the uses of the rehearsal. */
 static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
@@ -282,9 +280,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
         if (!status) status = fsdpi_plan_copy(s->plan, raw, t, raw->own[i], raw->own_end[i]);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
         for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
-            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit,
-                                          raw->saved +
-                                              (size_t)raw->states[k].at * s->plan->unit_bytes);
+            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit, &raw->states[k].saved);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     if (status) return status;

@@ -7,19 +7,23 @@
 #ifndef FSDPI_PLAN_LIFE_H
 #define FSDPI_PLAN_LIFE_H
 
+#include "../core/step.h"
 #include "listing.h"
 #include "make.h"
 #include "memory.h"
 #include "objects.h"
 #include "place.h"
+#include "replay.h"
+#include "settings.h"
 #include "simulate.h"
+#include "snapshot.h"
 #include "tape.h"
 
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdp_plan. A step begins with the first call behind a finalize. If its kind is known, its
-// calls are answered from the tape for as long as they are the program's.
+// Owns: fsdp_plan. A step begins with the first call after a finalize. If the plan knows its kind,
+// it answers calls from the tape as long as they are those of the program.
 
 static const char *fsdpi_plan_unit_name(const fsdp_unit *unit) {
     return unit ? fsdp_unit_name(unit) : "";
@@ -29,14 +33,15 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                            int call) {
     if (!expected)
         snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
-                 fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
     else
         snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
-                 fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
-                 p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
+                 p->kind->num_calls, fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+// Orders the places of a kind: COMPUTE waits for earlier users of their memory, and later users
+// wait for COMPUTE.
 static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < k->listing.num_slots && !status; i++) {
@@ -50,11 +55,11 @@ static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
     return status;
 }
 
-/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
-   the same time, the slots of one come behind those of the other. */
+/* Kinds share the memory of the arena, but each has slots, and so events, of its own. If streams
+   run at the same time, the slots of this kind have to wait for those of the kind before. */
 static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
-    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDP_RUN_INLINE) {
         status = fsdpi_plan_pass_by(p, p->last);
         if (!status) status = fsdpi_plan_pass_by(p, p->kind);
     }
@@ -62,7 +67,8 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
-// A kind whose arena has been replaced meanwhile; without it the step goes by calls, on all ranks.
+// Binds a kind whose arena has been replaced since. If that fails on a rank, the step goes by calls
+// on all ranks.
 static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdpi_plan_kind *k = p->kind;
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
@@ -75,8 +81,8 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
-// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free. One
-// that was never replayed was of no use.
+// Makes room for a kind. If units hold slots of the kind that is dropped, these stay until they are
+// free. A kind that was never replayed was of no use.
 static void fsdpi_plan_make_room(fsdp_plan *p) {
     while (p->num_kinds >= p->desc.most_kinds) {
         int oldest = 0;
@@ -93,8 +99,8 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = p->lost = p->broken = 0;
     p->next = NULL;
-    p->settings = fsdp_model_settings(p->model);
-    p->options = fsdp_model_kind(p->model);
+    p->settings = fsdpi_plan_settings(p->model);
+    p->options = fsdpi_plan_options(p->model);
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
@@ -102,7 +108,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->options == p->options &&
-            memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
+            memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * sizeof *p->begin) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
     if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_make_room(p);
@@ -115,8 +121,8 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
 
 // Are the options those of the step's begin, but for divide factors, which records renew?
 static int fsdpi_plan_same_options(fsdp_plan *p) {
-    uint64_t now = fsdp_model_settings(p->model);
-    if (now != p->settings && fsdp_model_kind(p->model) != p->options) return 0;
+    uint64_t now = fsdpi_plan_settings(p->model);
+    if (now != p->settings && fsdpi_plan_options(p->model) != p->options) return 0;
     p->settings = now;
     return 1;
 }
@@ -127,8 +133,8 @@ static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
            act->call < p->at && act->at >= p->at;
 }
 
-/* The plan is not followed any further: reductions that wait are made, with the options that they
-   had by calls. */
+/* Leaves the plan. Reductions that wait for a later call are made now, with the options that they
+   would have had by calls. */
 static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -137,7 +143,8 @@ static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     for (int i = 0; i < c->num_acts && !status; i++)
-        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+        if (fsdpi_plan_owes(p, &c->acts[i]))
+            status = fsdpi_plan_reduce_waiting(p->units[c->acts[i].unit]);
     return status;
 }
 
@@ -148,7 +155,7 @@ static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     return fsdpi_plan_part(p);
 }
 
-// Options are about to change. If nothing waits, the next call looks whether they have.
+// Options are about to change. If no reduction waits, the next call finds out whether they have.
 static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     int owes = 0;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -160,56 +167,54 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     return fsdpi_plan_leave(p);
 }
 
-/* The program writes shards or their gradients inside of a step. No program of a plan has such a
-   call: what was gathered before, or added to, may be another thing behind it. */
+/* The program writes shards or their gradients inside of a step. A plan has no such call: what was
+   gathered or added to before it may have other values after it. */
 static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     if (!p->open || (p->mode != FSDP_PLAN_REPLAYING && p->mode != FSDP_PLAN_RECORDING))
         return FSDP_OK;
     snprintf(p->why, sizeof p->why,
              "%s inside of a step, before call %d: make it between finalize and the next forward",
-             fsdpi_plan_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
+             fsdpi_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
     if (p->mode == FSDP_PLAN_REPLAYING) return fsdpi_plan_leave(p);
     p->mode = FSDP_PLAN_BY_CALLS;
     p->differ++;
     return FSDP_OK;
 }
 
-// One call from the tape: records first, since what ranks compare depends on the parameters that are
-// used, which are no more after the states of a reduction.
+// Answers one call from the tape: records first, since ranks compare the parameters that are used, and
+// the states of a reduction mark these as reduced.
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     const fsdpi_plan_tape *t = &p->kind->tape;
-    size_t size = p->unit_bytes;
     fsdp_status status = FSDP_OK;
     p->next = step + 1;
     p->at++;
     for (int i = 0; i < step->num_runs && !status; i++) {
         const fsdpi_plan_run *run = &step->runs[i];
-        status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
+        status = fsdpi_plan_emit(p->model, t->ops + run->begin, run->end - run->begin);
     }
     for (int i = 0; i < step->num_states && !status; i++)
-        status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
-                                   size);
+        fsdpi_plan_restore_unit(step->states[i].unit, &step->states[i].saved);
     return status;
 }
 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
-    fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
+    fsdpi_plan_call one = {unit, call, fsdpi_plan_index(unit)};
     if (!fsdpi_plan_same_options(p)) {
         p->mode = FSDP_PLAN_BY_CALLS;
         p->differ++;
         snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
     }
-    // Without memory this rank goes on to the end of the step, where the others wait for it.
+    // Without memory this rank goes on to the end of the step, where the other ranks wait for it.
     p->lost |= fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
                                sizeof one) != FSDP_OK;
     if (!p->lost) p->calls[p->num_calls++] = one;
 }
 
-// A kind for the recorded step, at its end. finalized: what the core has said of it.
+// Makes a kind of the recorded step, at its end. finalized: what finalize returned.
 static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_kind *k = NULL;
-    size_t begin = (size_t)p->num_units * p->unit_bytes,
+    size_t begin = (size_t)p->num_units * sizeof *k->begin,
            calls = (size_t)p->num_calls * sizeof *k->calls;
     fsdp_status status = finalized ? finalized : p->lost ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
     if (!status)
@@ -226,7 +231,6 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         k->options = p->options;
         k->num_calls = p->num_calls;
     }
-    if (!status) status = fsdpi_plan_find_older(p, k);
     int made = !finalized;
     status = fsdpi_plan_make(p, status ? NULL : k, &made);
     if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
@@ -275,14 +279,14 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         fsdpi_plan_drop_all(p);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
-    *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
+    *status = fsdp_finalize_backward(p->model); // asks later extensions, and the core
     if (fsdp_world_status(p->world)) return 1;
-    fsdp_status made = fsdpi_plan_recorded(p, *status); // the other ranks wait, whatever it says
+    fsdp_status made = fsdpi_plan_recorded(p, *status); // also after a failure: the others wait
     if (!*status) *status = made;
     return 1;
 }
 
-// A call that is not simply the next one of a replay.
+// Looks at any call but the expected one of a replay.
 static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
     fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
@@ -295,16 +299,16 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         return 0;
     }
     if (p->mode == FSDP_PLAN_PAUSED)
-        p->open = !ends && (p->open || fsdp_is_grad_enabled(model)); // as below
+        p->open = !ends && (p->open || model->grad_enabled); // as below
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
-    if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open && fsdp_is_uneven(model)) {                // nor has it one program
+    if (!p->open && !model->grad_enabled) return 0; // an evaluation is no step
+    if (!p->open && model->uneven) {                // nor has it one program
         p->mode = FSDP_PLAN_BY_CALLS;
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
     }
-    // Finalize is asked about before the core commits: a new layout comes before we look.
+    // Extensions are asked about finalize before the core commits: so commit first.
     *status = fsdp_model_commit(model);
     if (!*status && !p->open) *status = fsdpi_plan_begin(p);
     if (*status) return 1;
@@ -335,14 +339,14 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     fsdp_plan *p = (fsdp_plan *)user;
     const fsdpi_plan_step *expected = p->next; // of a replay under way
     if (expected && unit && expected->unit == unit && expected->call == call &&
-        fsdp_model_settings(model) == p->settings) {
+        fsdpi_plan_settings(model) == p->settings) {
         *status = fsdpi_plan_replay(p, expected);
         return 1;
     }
     return fsdpi_plan_look(p, unit, call, status);
 }
 
-// What is done with the rest of a step that is under way, or with the next one.
+// What the rest of a step that is under way does, or else the next step.
 static int fsdpi_plan_mode_now(const fsdp_plan *p) {
     return p->open        ? FSDP_PLAN_BY_CALLS
            : p->num_kinds ? FSDP_PLAN_REPLAYING
@@ -350,7 +354,7 @@ static int fsdpi_plan_mode_now(const fsdp_plan *p) {
                           : FSDP_PLAN_RECORDING;
 }
 
-// A new layout may come inside of a step, between two visits: the rest of it goes by calls.
+// A new layout may come inside of a step, between two visits. The rest of the step goes by calls.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
@@ -372,8 +376,6 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->kinds);
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
-    fsdpi_plan_free(m, p->units);
-    fsdpi_plan_free(m, p->params);
     fsdpi_plan_free(m, p->compute_ns);
     fsdpi_plan_free(m, p);
 }
@@ -407,7 +409,7 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     if (!d->most_kinds) d->most_kinds = 8;
     if (!d->bucket_bytes) d->bucket_bytes = 1 << 20;
     if (!d->first_bucket_bytes) d->first_bucket_bytes = d->bucket_bytes;
-    if (!d->ahead) d->ahead = p->mode_of_world != FSDPI_PLAN_INLINE;
+    if (!d->ahead) d->ahead = p->mode_of_world != FSDP_RUN_INLINE;
     if (d->ahead < 0) d->ahead = 0;
     p->warm = d->warm_up;
 }
@@ -423,8 +425,8 @@ static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
                                 (const char *)&c, sizeof c);
 }
 
-/* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
-   on to the collective, since the others wait there. */
+/* Do all ranks create the plan, and with the same desc? status: this rank's. If it has failed, it
+   goes on to the collective, since the others wait there. */
 static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
                                          const fsdp_plan_desc *d, fsdp_status status) {
     static const char *const names[] = {"without",    "with",         "warm_up",
@@ -459,7 +461,7 @@ static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
     return status;
 }
 
-// The desc as it is given, and its costs; d->cost is then NULL or `cost`.
+// Reads the desc and its costs. Then d->cost is NULL or `cost`.
 static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
                                         fsdp_plan_desc *d, fsdp_plan_cost *cost) {
     fsdp_world *w = fsdp_model_world(m);
@@ -471,25 +473,7 @@ static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *des
     return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
-static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
-    fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdpi_plan_alloc(
-        p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->units, (void **)&p->units);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->params,
-                                  (void **)&p->params);
-    while (!status && fsdp_next_param(p->model, &v)) {
-        if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
-            p->units[p->num_units++] = v.unit;
-        p->params[p->num_units - 1]++;
-    }
-    if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
-    return status ? status
-                  : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
-                                     (void **)&p->begin);
-}
-
-// What this rank does alone: the plan, attached to the model.
+// Does what this rank does alone: it makes the plan, and attaches it to the model.
 static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
                                   fsdp_plan **plan) {
     fsdp_plan *p = NULL;
@@ -503,6 +487,8 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->desc = *d;
     p->desc.cost = NULL;
     p->mesh = mesh;
+    p->units = model->units; // a committed model gets no further ones
+    p->num_units = model->num_units;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
     p->extension.name = "plan";
@@ -514,7 +500,9 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
     status = fsdpi_plan_copy_cost(p, d->cost);
-    if (!status) status = fsdpi_plan_find_units(p);
+    if (!status)
+        status = fsdpi_plan_alloc(model, (size_t)p->num_units * sizeof *p->begin,
+                                  (void **)&p->begin);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);
     if (status) {
@@ -549,7 +537,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     return status;
 }
 
-// The program by calls, with the slots that pools would give: a listing of its own.
+// Lists the program by calls, with the slots that pools would give.
 static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
     fsdpi_plan_tape tape;
     fsdpi_plan_kind plain = *k;
@@ -577,7 +565,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
-    if (!status && by_calls && plan->kinds[index]->options != fsdp_model_kind(p->model))
+    if (!status && by_calls && plan->kinds[index]->options != fsdpi_plan_options(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                            "[E944] plan_simulate: options are not those of plan %d, so that its "
                            "calls would do something else: set them as they were when it was made",
@@ -634,7 +622,7 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     return status;
 }
 
-// Parameters of units whose slots are held when backward begins; units gathered at a time.
+// Counts parameters whose slots are held when backward begins, and units gathered at a time.
 static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
                                   fsdp_plan_report *out) {
     const fsdpi_plan_tape *t = &k->tape;
@@ -651,7 +639,7 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
     for (int i = 0; i < t->num_uses; i++)
         if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
             t->uses[i].to >= backward)
-            out->crossing += p->params[t->uses[i].unit];
+            out->crossing += p->units[t->uses[i].unit]->desc.num_params;
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {

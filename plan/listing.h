@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_LISTING_H
 #define FSDPI_PLAN_LISTING_H
 
+#include "../core/objects.h"
 #include "memory.h"
 #include "objects.h"
 #include "tape.h"
@@ -110,7 +111,7 @@ static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int 
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
     if (!buf) return op->label == FSDP_LABEL_USERS && !writes ? FSDPI_PLAN_HOST : FSDPI_PLAN_NONE;
-    int pool = fsdp_buf_pool(buf), held = pool - FSDP_POOL_GATHER;
+    int pool = buf->as, held = pool - FSDP_POOL_GATHER;
     return pool == FSDP_POOL_SHARD                     ? FSDPI_PLAN_SHARDS
            : pool == FSDP_POOL_SGRAD                   ? FSDPI_PLAN_GRADS
            : held >= 0 && held < FSDPI_PLAN_HELD_COUNT ? FSDPI_PLAN_HELD - held
@@ -154,12 +155,24 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fs
         }
         line.num_members = g->num_members;
     } else {
-        status = fsdpi_plan_member_add(p->model, l, fsdpi_plan_index(p, op->unit),
+        status = fsdpi_plan_member_add(p->model, l, fsdpi_plan_index(op->unit),
                                        fsdpi_plan_place_of(t, op, t->pairs[i].src, 0),
                                        fsdpi_plan_place_of(t, op, t->pairs[i].dst, 1));
         line.num_members = 1;
     }
     return status ? status : fsdpi_plan_line_add(p->model, l, &line);
+}
+
+// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
+static int64_t fsdpi_plan_grad_bytes(const fsdp_unit *unit) {
+    int64_t most = 0;
+    for (int i = 0; i < unit->desc.num_params; i++) {
+        const fsdpi_param *p = &unit->params[i];
+        int64_t numel = p->requires_grad;
+        for (int d = 0; d < p->lay.ndim; d++) numel *= p->lay.shape[d];
+        if (numel > most) most = numel;
+    }
+    return most ? fsdpi_plan_slot_bytes(unit, FSDP_POOL_GRAD) : 0;
 }
 
 // A unit's name in a text: its own, as far as there is room. Its number follows as often as an
@@ -173,18 +186,8 @@ static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int
         i = -1; // an earlier name may be the new one
     }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
+    l->units[u].grad_bytes = fsdpi_plan_grad_bytes(p->units[u]);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
-}
-
-// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
-static void fsdpi_plan_size_grads(const fsdp_plan *p, fsdpi_plan_listing *l) {
-    fsdp_param_view v = FSDP_ZERO;
-    for (int u = 0; fsdp_next_param(p->model, &v);) {
-        int64_t numel = v.requires_grad;
-        while (p->units[u] != v.unit) u++;
-        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
-        if (numel) l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
-    }
 }
 
 // [0]: of calls, [1]: of the plan.
@@ -228,61 +231,49 @@ static int fsdpi_plan_is_within(const fsdp_mesh_info *unit, const fsdp_mesh_info
            (!unit->replicate_comm || unit->replicate_comm == all->replicate_comm);
 }
 
-// The groups of the unit that has most of them.
-static fsdp_status fsdpi_plan_units_mesh(const fsdp_plan *p, fsdp_mesh_info *out) {
-    fsdp_mesh_info own = FSDP_ZERO;
-    fsdp_status status = FSDP_OK;
-    for (int u = 0, most = -1; u < p->num_units && !status; u++) {
-        status = fsdp_unit_mesh_info(p->units[u], &own);
-        int groups = (own.shard_comm != NULL) + (own.replicate_comm != NULL);
-        if (groups <= most) continue;
-        most = groups;
-        *out = own;
-    }
-    return status;
+static const fsdp_unit *fsdpi_plan_outside_of(const fsdp_plan *p, const fsdp_mesh_info *mesh) {
+    for (int u = 0; u < p->num_units; u++)
+        if (!fsdpi_plan_is_within(&p->units[u]->desc.info, mesh)) return p->units[u];
+    return NULL;
 }
 
-/* The one mesh that a plan knows: the model's; or if that has all ranks of the world, which agree
-   on the plan, the units' (buckets of fsdp_replicate.h). *stranger: a unit on neither, or NULL. */
-static fsdp_status fsdpi_plan_mesh_info(const fsdp_plan *p, fsdp_mesh_info *out,
-                                        fsdp_unit **stranger) {
-    fsdp_mesh_info own = FSDP_ZERO;
-    fsdp_unit *strange[2] = {NULL, NULL}; // to the model, to the units
-    int ways = 1 + (fsdp_mesh_size(p->mesh, -1) == fsdp_world_size(p->world));
-    fsdp_status status = FSDP_OK;
-    for (int way = 0; way < ways && (!way || strange[0]) && !status; way++) {
-        status = way ? fsdpi_plan_units_mesh(p, out) : fsdp_model_mesh_info(p->model, out);
-        for (int u = 0; u < p->num_units && !strange[way] && !status; u++) {
-            status = fsdp_unit_mesh_info(p->units[u], &own);
-            if (!fsdpi_plan_is_within(&own, out)) strange[way] = p->units[u];
-        }
+/* The one mesh that a plan knows: the model's. If a unit has other groups, and the model's mesh has
+   all ranks of the world, it is the mesh of the unit that has most groups (as the buckets of
+   fsdp_replicate.h). *stranger: a unit whose groups are not those of that mesh, or NULL. */
+static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp_unit **stranger) {
+    const fsdp_mesh_info *mesh = &p->model->info;
+    *stranger = fsdpi_plan_outside_of(p, mesh);
+    if (!*stranger || fsdp_mesh_size(p->mesh, -1) != p->world->size) return mesh;
+    for (int u = 0, most = -1; u < p->num_units; u++) {
+        const fsdp_mesh_info *own = &p->units[u]->desc.info;
+        int groups = (own->shard_comm != NULL) + (own->replicate_comm != NULL);
+        if (groups <= most) continue;
+        most = groups;
+        mesh = own;
     }
-    *stranger = ways > 1 && !strange[1] ? NULL : strange[0];
-    return status;
+    if (!fsdpi_plan_outside_of(p, mesh)) *stranger = NULL;
+    return mesh;
 }
 
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
                                    fsdpi_plan_listing *l) {
-    fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_unit *stranger;
+    const fsdp_unit *stranger;
+    const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &stranger);
     int group = 0;
-    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
     l->model = fsdpi_plan_model_hash(p);
     l->kind = fsdpi_plan_mix(k->options, (uint64_t)k->num_calls);
     l->num_units = p->num_units;
     l->num_params = fsdp_num_params(p->model);
-    l->shards = info.shard_mesh_size;
-    l->replicas = info.replicate_mesh_size;
+    l->shards = mesh->shard_mesh_size;
+    l->replicas = mesh->replicate_mesh_size;
     l->mode = p->mode_of_world;
     l->num_calls = l->forward_calls = k->num_calls;
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *l->units,
-                                  (void **)&l->units);
+    fsdp_status status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *l->units,
+                                          (void **)&l->units);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)k->num_calls * sizeof *l->calls,
                                   (void **)&l->calls);
     for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_name_unit(p, l, u);
-    if (!status) fsdpi_plan_size_grads(p, l);
     for (int c = 0; c < k->num_calls && !status; c++) {
         l->calls[c] = k->calls[c];
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)

@@ -7,6 +7,8 @@
 #ifndef FSDPI_PLAN_LOAD_H
 #define FSDPI_PLAN_LOAD_H
 
+#include "../core/error.h"
+#include "../core/step.h"
 #include "join.h"
 #include "listing.h"
 #include "make.h"
@@ -16,6 +18,7 @@
 #include "passes.h"
 #include "place.h"
 #include "prove.h"
+#include "settings.h"
 #include "tape.h"
 #include "text.h"
 
@@ -34,18 +37,16 @@ static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long 
 
 // Is the text of this model, in a world like this one?
 static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
-    fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_unit *stranger;
-    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
-    if (status) return status;
+    const fsdp_unit *stranger;
+    const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &stranger);
     if (l->num_units != p->num_units)
         return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
     if (l->num_params != fsdp_num_params(p->model))
         return fsdpi_plan_other(p, "params", l->num_params, fsdp_num_params(p->model));
-    if (l->shards != info.shard_mesh_size)
-        return fsdpi_plan_other(p, "shards", l->shards, info.shard_mesh_size);
-    if (l->replicas != info.replicate_mesh_size)
-        return fsdpi_plan_other(p, "replicas", l->replicas, info.replicate_mesh_size);
+    if (l->shards != mesh->shard_mesh_size)
+        return fsdpi_plan_other(p, "shards", l->shards, mesh->shard_mesh_size);
+    if (l->replicas != mesh->replicate_mesh_size)
+        return fsdpi_plan_other(p, "replicas", l->replicas, mesh->replicate_mesh_size);
     if (l->mode != p->mode_of_world)
         return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
                          "[E990] plan_load: the text is of a world that runs %s, this one runs %s",
@@ -58,8 +59,8 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     return FSDP_OK;
 }
 
-/* The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
-   If units then hold slots, which no text tells, they are those that units hold now. */
+/* Finds the states in which steps begin: one step by calls leads there, after which gradients are
+   dropped. If units hold slots then, a text cannot tell which: so the states are those of now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_plan *p = s->plan;
@@ -69,8 +70,9 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
     if (!status) status = fsdp_params_changed(p->model);
     if (!status) status = fsdp_zero_grad(p->model);
     if (!status) fsdpi_plan_states_now(p, s->last);
-    s->lasts = fsdpi_plan_give_back(s) != NULL;
-    if (!status && !s->lasts) memcpy(s->kind->begin, s->last, (size_t)p->num_units * p->unit_bytes);
+    s->lasts = fsdpi_plan_give_back(s);
+    if (!status && !s->lasts)
+        memcpy(s->kind->begin, s->last, (size_t)p->num_units * sizeof *s->last);
     return status;
 }
 
@@ -79,21 +81,21 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_show show;
     fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL);
     fsdpi_plan_states_now(p, k->begin);
-    fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
-    for (int i = 0; i < k->num_older && !status; i++)
-        if (fsdpi_plan_is_part(p, k->older[i]))
-            status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
-                               "[E940] plan_load: a unit holds a slot of a plan since a step that "
-                               "left it: run a whole step, or call fsdp_model_reset, first");
-    if (status) return status;
-    status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
-    if (!show.lasts) k->num_older = 0;
+    FSDPI_TRY(fsdpi_check_units(p->model, FSDP_CALL_FULL, "plan_load"));
+    for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
+        const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
+        if (slot && fsdpi_plan_is_part(p, slot))
+            return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                             "[E940] plan_load: a unit holds a slot of a plan since a step that "
+                             "left it: run a whole step, or call fsdp_model_reset, first");
+    }
+    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
     if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
         const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                            "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
                            "has it: put the calls in the order of your program. %.300s",
-                           show.call, fsdpi_plan_call_name(at->call),
+                           show.call, fsdpi_call_name(at->call),
                            at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
     }
     fsdpi_plan_show_end(&show);
@@ -156,7 +158,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
-            return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+            return fsdpi_plan_act_refused(p, act, "it comes before what is done after the call");
         const uint64_t *sort = act->what == FSDPI_PLAN_GATHER ? f->gathers : f->reduces;
         if (i > 0 && fsdpi_plan_is_joined(act - 1, act) &&
             (!sort[u] || sort[u] != sort[act[-1].unit]))
@@ -184,11 +186,10 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             freed |= c->acts[i].what == FSDPI_PLAN_FREE && c->acts[i].unit == span->owner &&
                      c->acts[i].call >= span->end;
         if (last && !freed)
-            return fsdp_fail(
-                p->world, FSDP_ERR_INVALID_ARG,
-                "[E962] plan_load: a decision is missing: '%.200s' is not freed behind "
-                "its last use in call %d",
-                fsdp_unit_name(p->units[span->owner]), span->end);
+            return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                             "[E962] plan_load: a decision is missing: '%.200s' is not freed after "
+                             "its last use in call %d",
+                             fsdp_unit_name(p->units[span->owner]), span->end);
     }
     return FSDP_OK;
 }
@@ -260,12 +261,13 @@ static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *
     fsdp_status status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)out);
     if (status) return status;
     k = *out;
-    status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes, (void **)&k->begin);
+    status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *k->begin,
+                              (void **)&k->begin);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)given->num_calls * sizeof *k->calls,
                                   (void **)&k->calls);
     k->plan = p;
-    k->options = fsdp_model_kind(p->model);
+    k->options = fsdpi_plan_options(p->model);
     k->num_calls = given->num_calls;
     for (int c = 0; c < given->num_calls && !status; c++) {
         k->calls[c] = given->calls[c];

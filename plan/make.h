@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_MAKE_H
 #define FSDPI_PLAN_MAKE_H
 
+#include "../core/step.h"
 #include "join.h"
 #include "listing.h"
 #include "memory.h"
@@ -21,8 +22,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdpi_plan_kind. All of this happens in fsdp_finalize_backward of the recorded step, while
-// every unit is idle; the ranks take part in each agreement whatever has happened to them before.
+// Owns: fsdpi_plan_kind. A plan is made in fsdp_finalize_backward of the recorded step, while every
+// unit is idle. If a rank has failed, it still takes part in each agreement, as the others wait.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
@@ -30,19 +31,20 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     return ((usual & ~p->desc.without) | p->desc.with) & all;
 }
 
-// Why steps go by calls from now on.
+// From now on steps go by calls; `text` says why.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
     snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
-// The same, where nothing has told the log yet.
+// The same, and the log is told.
 static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
     fsdpi_plan_refuse(p, text);
     (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
 }
 
-// Room for all slots that kinds and `more` have, so that none is lost later.
+// Makes room for all slots of the kinds, and `more`, so that a slot can become a stray without
+// memory.
 static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
     int room = p->num_strays + more;
     fsdp_status status = FSDP_OK;
@@ -53,29 +55,29 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
     return status;
 }
 
-/* Slots of plans that are gone: units have given them back by now, or are made to. `all`: the model
-   ends, or the units' slots go with it. */
+/* Destroys the slots of dropped plans that no unit holds any more. `all`: the model ends, and with
+   it those that a unit holds. */
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_strays; i++) {
-        int held = fsdp_buf_held(p->strays[i]);
-        if (held && !all) {
+        if (p->strays[i]->held && !all) {
             p->strays[kept++] = p->strays[i];
             continue;
         }
-        if (held) fsdpi_plan_release(p, p->strays[i]);
+        p->strays[i]->held = 0;
         fsdp_buf_destroy(p->model, p->strays[i]);
     }
     p->num_strays = kept;
 }
 
-// lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
+// Frees the slots of a kind. lasting: also those that outlast a step. If a unit still holds a slot,
+// it becomes a stray.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
         if (slot->older) k->bufs[i] = NULL; // not the plan's
-        else if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        else if (!k->bufs[i]->held) fsdp_buf_destroy(p->model, k->bufs[i]);
         else p->strays[p->num_strays++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
@@ -91,47 +93,16 @@ static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_free(p->model, k->begin);
     fsdpi_plan_free(p->model, k->calls);
     fsdpi_plan_free(p->model, k->bufs);
-    fsdpi_plan_free(p->model, k->older);
     fsdpi_plan_free(p->model, k);
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // Slots that units hold when a step begins.
 
-typedef struct fsdpi_plan_find {
-    fsdp_plan *plan;
-    fsdpi_plan_kind *kind;
-    fsdp_status status;
-} fsdpi_plan_find;
-
-static int fsdpi_plan_see_older(void *user, fsdp_model *model, fsdp_op *op) {
-    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
-    fsdpi_plan_kind *k = f->kind;
-    if (op->kind != FSDP_OP_RELEASE || !op->src || f->status) return 1;
-    f->status = fsdpi_plan_grow(model, (void **)&k->older, k->num_older, &k->cap_older,
-                                sizeof *k->older);
-    if (!f->status) k->older[k->num_older++] = op->src;
-    return 1;
-}
-
-static fsdp_status fsdpi_plan_drop_all_slots(void *user) {
-    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
-    fsdp_plan *p = f->plan;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < p->num_units && !status; i++)
-        status = fsdp_unit_restore(p->units[i], f->kind->begin + (size_t)i * p->unit_bytes,
-                                   p->unit_bytes);
-    if (!status) status = fsdp_model_reset(p->model);
-    return status ? status : f->status;
-}
-
-// k->older: a rehearsed reset gives back all that units held.
-static fsdp_status fsdpi_plan_find_older(fsdp_plan *p, fsdpi_plan_kind *k) {
-    fsdpi_plan_find f = {p, k, FSDP_OK};
-    fsdp_extension e = FSDP_ZERO;
-    e.user = &f;
-    e.op = fsdpi_plan_see_older;
-    return fsdp_rehearse(p->model, &e, fsdpi_plan_drop_all_slots, &f);
+// The i-th of the slots that units may hold when a step of this kind begins; NULL: it is not held.
+static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_kind *k, int i) {
+    return k->begin[i / FSDPI_PLAN_HELD_COUNT]
+        .state.slot[FSDP_POOL_GATHER + i % FSDPI_PLAN_HELD_COUNT];
 }
 
 static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
@@ -141,18 +112,20 @@ static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
 }
 
 static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
-    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
-    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+    const fsdp_buf *arena = p->arena;
+    return arena && buf->ptr >= arena->ptr && buf->ptr < arena->ptr + arena->bytes;
 }
 
-/* Will slots that units hold when such a step begins be gone? fsdp_pools_trim frees those of pools
-   that no unit holds now. A part of the arena is gone with the next replay, which writes there. */
+/* Will a slot that a unit holds when a step of this kind begins be gone? If it is a pool's, and no
+   unit holds it now, fsdp_pools_trim frees it. If it is a part of the arena, the next replay writes
+   there. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
-    for (int i = 0; i < k->num_older; i++) {
-        int owned = fsdp_buf_held(k->older[i]);
-        if (fsdpi_plan_is_part(p, k->older[i])) return 1;
-        for (int n = 0; n < p->num_kinds; n++)
-            owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+    for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
+        const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
+        int owned = slot && slot->held;
+        if (!slot) continue;
+        if (fsdpi_plan_is_part(p, slot)) return 1;
+        for (int n = 0; n < p->num_kinds; n++) owned |= fsdpi_plan_kind_has(p->kinds[n], slot);
         if (!owned) return 1;
     }
     return 0;
@@ -173,14 +146,13 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
 
 // Bytes of slots that the model has now: what steps by calls have taken.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
-    fsdp_memory mem;
     int64_t bytes = 0;
-    if (fsdp_model_memory(p->model, &mem)) return 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += mem.pool_bytes[pool];
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+        bytes += p->model->pool_bytes[pool];
     return bytes;
 }
 
-// The kind's program as it will be done: k->tape. bufs NULL: without memory.
+// Makes the tape of a kind's program. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         fsdpi_plan_tape *out) {
@@ -208,13 +180,13 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
     snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
-             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+             call, fsdpi_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
-// Decisions, a tape without memory, places.
+// Makes the decisions, a tape without memory, and places.
 static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                   uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
@@ -227,8 +199,9 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
-/* What fits: all of these passes, with fewer units kept from try to try; else without those that
-   take memory; else the calls as they are. */
+/* Finds what fits into `most` bytes. It tries all of these passes, each time with fewer units kept.
+   If that does not fit, it leaves out the passes that take memory; at last it takes the calls as
+   they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                   uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
@@ -247,8 +220,8 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
 }
 
-/* The passes that are taken: all of them, or with costs those that do not make the step slower, one
-   after the other. If two plans take the same time, the one with fewer collectives is taken. */
+/* Chooses the passes. Without costs all are taken. With costs they are tried one after the other,
+   and a pass is taken if the step is no slower with it. At equal times fewer collectives win. */
 static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
                                     int64_t most) {
     const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
@@ -271,7 +244,7 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan
     return status ? status : fsdpi_plan_fit(p, k, f, taken, most);
 }
 
-// Buffers for the places of a kind, and its tape with them.
+// Makes buffers for the places of a kind, and its tape with their addresses.
 static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape;
@@ -314,18 +287,19 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     return status;
 }
 
-// A kind is dropped, and with it those that begin with slots of its own.
+// Drops a kind, and the kinds whose steps begin with a slot of it.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind *k = p->kinds[index];
     if (p->kind == k) p->kind = NULL;
     p->num_kinds--;
     for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
     for (int i = p->num_kinds - 1; i >= 0; i--)
-        for (int n = 0; i < p->num_kinds && n < p->kinds[i]->num_older; n++)
-            if (fsdpi_plan_kind_has(k, p->kinds[i]->older[n])) {
-                fsdpi_plan_drop(p, i);
-                n = -1; // another one is in its place, or none
-            }
+        for (int n = 0; i < p->num_kinds && n < p->num_units * FSDPI_PLAN_HELD_COUNT; n++) {
+            const fsdp_buf *slot = fsdpi_plan_begins_with(p->kinds[i], n);
+            if (!slot || !fsdpi_plan_kind_has(k, slot)) continue;
+            fsdpi_plan_drop(p, i);
+            n = -1; // another kind is in its place, or none
+        }
     fsdpi_plan_kind_free(p, k);
 }
 
@@ -347,8 +321,8 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
     p->arena = NULL;
 }
 
-// Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
-// options are now, so that a kind of other options is bound when it comes again.
+// Makes memory for all kinds: the arena is as large as the largest kind needs. A rehearsal follows
+// the options of now, so that a kind of other options is bound when its next step begins.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
@@ -412,8 +386,8 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
                      rank, call, theirs.text, first);
 }
 
-/* Whether all ranks got so far. status: this rank's. values[0] is written; behind it the least of
-   each number over all ranks. */
+/* Have all ranks come this far? status: this rank's. values[0] is for that; each other value
+   becomes the least of all ranks. */
 static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsdp_status status,
                                        int64_t *values, int count) {
     values[0] = !status;
@@ -425,7 +399,7 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
                               "steps go by calls");
 }
 
-// Likewise, and if `hash` is not 0, with the same hash.
+// The same; and if `hash` is not 0, it has to be the same on all ranks.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
@@ -438,17 +412,14 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
-    fsdp_mesh_info info = FSDP_ZERO;
-    fsdp_unit *stranger;
-    fsdp_status status = fsdpi_plan_mesh_info(p, &info, &stranger);
-    if (status) return status;
+    const fsdp_unit *stranger;
+    (void)fsdpi_plan_mesh_info(p, &stranger);
     if (stranger)
         snprintf(text, sizeof text,
                  "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
                  fsdp_unit_name(stranger));
     for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
-        if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
-            by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+        if (p->mode_of_world == FSDP_RUN_STREAMS && by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
             snprintf(text, sizeof text,
                      "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
                      "device",
@@ -464,15 +435,16 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    // Units without elements gather nothing. What a unit brings along is not followed: its first
-    // use reads what another step gathered, and `reads` cannot tell it from later ones. Likewise
-    // where only some visits find a unit gathered (unshard_in_backward 0).
+    // A unit without elements gathers nothing. If a unit is gathered when the step begins, what it
+    // reads is not followed: its first use reads what another step gathered, and `reads` cannot
+    // tell it from later ones. The same holds if only some visits find a unit gathered
+    // (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
+        int u = op->unit && fills ? fsdpi_plan_index(op->unit) : -1;
         if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
@@ -485,7 +457,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
     return status;
 }
 
-// What this rank can do alone: a plan without memory, and its proof.
+// Makes what this rank can make alone: a plan without memory, and its proof.
 static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64_t most) {
     fsdpi_plan_tape by_calls;
     fsdpi_plan_facts f;
@@ -513,7 +485,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part
+/* Makes the plan of a kind, or says why there is none. k NULL: this rank has none, and takes part
    in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
    failure only if the step has failed: ranks that differ, a collective. */

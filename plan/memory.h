@@ -26,7 +26,7 @@ static void fsdpi_plan_free(fsdp_model *m, void *ptr) {
     else free(ptr);
 }
 
-// Room for one more element of `size` bytes behind `num`.
+// Makes room for one more element of `size` bytes after `num` of them.
 static fsdp_status fsdpi_plan_grow(fsdp_model *m, void **list, int32_t num, int32_t *cap,
                                    size_t size) {
     void *larger;
@@ -51,15 +51,6 @@ static uint64_t fsdpi_plan_mix(uint64_t h, uint64_t x) { // splitmix64 of a runn
 static uint64_t fsdpi_plan_mix_bytes(uint64_t h, const char *bytes, size_t size) {
     for (size_t i = 0; i < size; i++) h = fsdpi_plan_mix(h, (unsigned char)bytes[i]);
     return fsdpi_plan_mix(h, size);
-}
-
-static const char *fsdpi_plan_call_name(int call) {
-    static const char *const names[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return call >= 0 && call < FSDP_CALL_COUNT ? names[call] : "?";
 }
 
 static int fsdpi_plan_is_collective(int kind) {

@@ -7,6 +7,8 @@
 #ifndef FSDPI_PLAN_OBJECTS_H
 #define FSDPI_PLAN_OBJECTS_H
 
+#include "../core/objects.h"
+
 enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 
 // A step has three forms. The program: the calls that the trainer made. The decisions: what is done
@@ -20,7 +22,7 @@ typedef struct fsdpi_plan_call {
     int32_t index;   // of the unit; -1
 } fsdpi_plan_call;
 
-// Why a decision was taken; behind the words stands the call that they speak of.
+// Why a decision was taken. In a text, the call that it speaks of follows the words.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
     X(DEMAND, "needed")                                                                            \
     X(JOINED, "joined")                                                                            \
@@ -40,8 +42,8 @@ enum {
 // Decisions, in the words of a text.
 #define FSDPI_PLAN_ACT_LIST(X)                                                                     \
     X(GATHER, "gather")   /* issued in this call */                                                \
-    X(KEEP, "keep")       /* not freed behind this call, though by calls it is */                  \
-    X(FREE, "free")       /* freed behind this call */                                             \
+    X(KEEP, "keep")       /* not freed after this call, though by calls it is */                   \
+    X(FREE, "free")       /* freed after this call */                                              \
     X(COLLECT, "collect") /* gradients of this post_backward wait */                               \
     X(REDUCE, "reduce")   /* gradients that waited are reduced with those of this post_backward */
 
@@ -58,21 +60,21 @@ typedef struct fsdpi_plan_act {
     int32_t group; // acts of one call and group are joined; -1: alone
     int32_t at;    // the call that `why` speaks of
     uint8_t what;  // FSDPI_PLAN_GATHER, ...
-    uint8_t late;  // GATHER: behind the call's own work; else before it
+    uint8_t late;  // GATHER: after the call's own work; else before it
     uint8_t why;   // FSDPI_PLAN_WHY_*
     uint8_t reserved;
 } fsdpi_plan_act;
 
 // The decisions of a plan.
 typedef struct fsdpi_plan_choice {
-    fsdpi_plan_act *acts; // by call: before its own work, then behind it
+    fsdpi_plan_act *acts; // by call: before its own work, then after it
     int32_t num_acts, cap_acts;
     uint8_t *managed; // [units] whose parameters are gathered and freed by acts alone
-    uint8_t *waits;   // [units] whose reduction is moved behind a later call
+    uint8_t *waits;   // [units] whose reduction waits for a later call
     int8_t *sync;     // [calls] of a pre_backward: gradient sync from there on; -1: as it is
 } fsdpi_plan_choice;
 
-// Buffers that are no slots, where a listing says from where and to where.
+// Where a line of a listing reads from or writes to, if it is no slot.
 enum {
     FSDPI_PLAN_NONE = -1,
     FSDPI_PLAN_SHARDS = -2, // the block of shards; the unit's part of it
@@ -117,7 +119,6 @@ typedef struct fsdpi_plan_unit {
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
-    FSDPI_PLAN_STATE = 512,          // room for the state of a unit
     FSDPI_PLAN_JOINED = 64,          // units that are joined, at most
     FSDPI_PLAN_PATIENCE = 3,         // steps in a row that leave a plan, or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // that slots may have, if the desc does not say
@@ -125,8 +126,7 @@ enum {
 
 typedef struct fsdpi_plan_listing {
     uint64_t model, kind; // hashes: of the model, of options and of the state at the begin
-    int32_t num_units, num_params, shards, replicas, mode; // mode: FSDPI_PLAN_INLINE, ...
-    int32_t fused; // the backend's reduce_scatter casts, scales and adds
+    int32_t num_units, num_params, shards, replicas, mode; // mode: FSDP_RUN_*
     int32_t num_calls, forward_calls;
     int64_t bytes, bound, by_calls;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
@@ -145,23 +145,25 @@ typedef struct fsdpi_plan_listing {
     uint64_t hash; // of its text with ops
 } fsdpi_plan_listing;
 
-enum { FSDPI_PLAN_INLINE, FSDPI_PLAN_LANES, FSDPI_PLAN_STREAMS, FSDPI_PLAN_MODES };
-
 // One use of a slot: from the record that acquires it to the one that releases it.
 typedef struct fsdpi_plan_use {
     int32_t unit, pool;
     int64_t bytes;
     int32_t from, to; // records; to: num_ops if it is held at the end
     int32_t slot;     // where it lies, in the listing
-    int32_t glue;     // the use that has to lie right behind it; -1
-    int32_t glued;    // it lies behind another one
+    int32_t glue;     // the use whose memory has to follow at once; -1
+    int32_t glued;    // its memory follows that of another use
 } fsdpi_plan_use;
 
-// The state of a unit behind a call.
+// What a unit is after a call: its states, the state of its gradients, and its slots.
+typedef struct fsdpi_plan_saved {
+    fsdpi_state state;
+    uint64_t slots;   // their numbers: another buffer may later have the address of a freed one
+} fsdpi_plan_saved;
+
 typedef struct fsdpi_plan_state {
-    fsdp_unit *of;
-    int32_t unit;
-    int32_t at; // in tape.saved, in states
+    fsdp_unit *unit;
+    fsdpi_plan_saved saved;
 } fsdpi_plan_state;
 
 // What a replayed call does: states, then runs of records.
@@ -193,8 +195,6 @@ typedef struct fsdpi_plan_tape {
     int32_t num_ops, cap_ops, cap_pairs;
     fsdpi_plan_state *states;
     int32_t num_states, cap_states;
-    char *saved; // [num_states] the bytes
-    int32_t cap_saved;
     fsdpi_plan_run *runs;
     int32_t num_runs, cap_runs;
     fsdpi_plan_use *uses;
@@ -211,7 +211,7 @@ typedef struct fsdpi_plan_tape {
     // has none: the core does it.
     int32_t *ops_at, *runs_at, *states_at;
     fsdpi_plan_step *steps; // [num_calls] the same, for replays
-    // [num_calls]: where the call's own records begin and end; what its unit holds behind it
+    // [num_calls]: where the call's own records begin and end; what its unit holds after it
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
@@ -221,8 +221,8 @@ typedef struct fsdpi_plan_tape {
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
     fsdp_plan *plan;
-    uint64_t options, used_at; // fsdp_model_kind; number of the step that used it last
-    char *begin;                // [num_units] states
+    uint64_t options, used_at; // fsdpi_plan_options; number of the step that used it last
+    fsdpi_plan_saved *begin;   // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
     int32_t left;    // how often in a row a step has left it
@@ -230,9 +230,7 @@ typedef struct fsdpi_plan_kind {
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
-    fsdp_buf **bufs;  // by slot of the listing
-    fsdp_buf **older; // slots that units hold when such a step begins
-    int32_t num_older, cap_older;
+    fsdp_buf **bufs; // by slot of the listing
 } fsdpi_plan_kind;
 
 struct fsdp_plan {
@@ -243,29 +241,27 @@ struct fsdp_plan {
     fsdp_plan_cost cost; // desc.cost points to it, if there is one
     int64_t *compute_ns; // of cost
     const fsdp_mesh *mesh;
-    fsdp_unit **units;
-    int32_t *params; // [num_units] how many each has
+    fsdp_unit **units; // the model's
     int32_t num_units;
-    size_t unit_bytes;           // of a unit's state
     int32_t mode;                // fsdp_plan_mode
-    int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
+    int32_t mode_of_world;       // FSDP_RUN_*
     int32_t warm;                // steps that are still to come before one is recorded
     int32_t open;                // a step has begun
-    int32_t lost;                // there was no memory to record a call of it
+    int32_t lost;                // there was no memory to record one of its calls
     int32_t broken;              // strict: the step has left its plan, and no call has failed yet
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
-    int32_t differ;              // recordings in a row that were of no use
-    uint64_t settings, options;  // fsdp_model_settings now, fsdp_model_kind at the step's begin
+    int32_t differ;              // recordings in a row of which no plan came that was used
+    uint64_t settings, options;  // fsdpi_plan_settings now, fsdpi_plan_options at its begin
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind; // that is replayed
-    fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way
+    fsdpi_plan_kind *last; // that used the arena last; NULL: none of its records is under way
     fsdpi_plan_kind **kinds;
     int32_t num_kinds, cap_kinds;
     fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
-    char *begin;       // [num_units] states at the begin of the step
-    fsdp_buf **strays; // slots of plans that are gone, which units still held then
+    fsdpi_plan_saved *begin; // [num_units] states at the begin of the step
+    fsdp_buf **strays;       // slots of dropped plans that a unit still held then
     int32_t num_strays, cap_strays;
     fsdp_buf *arena;
     int32_t pool; // of the arena

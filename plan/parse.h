@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_PARSE_H
 #define FSDPI_PLAN_PARSE_H
 
+#include "../core/step.h"
 #include "listing.h"
 #include "memory.h"
 #include "objects.h"
@@ -185,7 +186,7 @@ static int fsdpi_plan_dtype_in(fsdpi_plan_in *in) {
 }
 static int fsdpi_plan_call_in(fsdpi_plan_in *in) {
     const char *names[FSDP_CALL_FINALIZE + 1];
-    for (int i = 0; i <= FSDP_CALL_FINALIZE; i++) names[i] = fsdpi_plan_call_name(i);
+    for (int i = 0; i <= FSDP_CALL_FINALIZE; i++) names[i] = fsdpi_call_name(i);
     return fsdpi_plan_choose(in, names, FSDP_CALL_FINALIZE + 1, "a call of a step");
 }
 
@@ -228,7 +229,7 @@ static void fsdpi_plan_read_head(fsdpi_plan_in *in) {
     fsdpi_plan_need(in, " replicas ");
     l->replicas = fsdpi_plan_int(in);
     fsdpi_plan_need(in, " mode ");
-    l->mode = fsdpi_plan_choose(in, fsdpi_plan_modes, FSDPI_PLAN_MODES, "inline, lanes or streams");
+    l->mode = fsdpi_plan_choose(in, fsdpi_plan_modes, 3, "inline, lanes or streams");
     fsdpi_plan_need(in, "\nkind ");
     l->kind = fsdpi_plan_hex(in, 16);
     fsdpi_plan_need(in, " calls ");

@@ -85,11 +85,10 @@ static uint64_t fsdpi_plan_sort_of(const fsdp_op *op, const fsdpi_plan_pair *pai
 }
 
 // How units gather: all gathers of a unit alike, and without functions of the user.
-static void fsdpi_plan_find_gathers(const fsdp_plan *p, fsdpi_plan_facts *f,
-                                    const fsdpi_plan_tape *t) {
+static void fsdpi_plan_find_gathers(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_ops; i++) {
         const fsdp_op *op = &t->ops[i];
-        int u = op->unit ? fsdpi_plan_index(p, op->unit) : -1;
+        int u = fsdpi_plan_index(op->unit);
         if (u < 0) continue;
         if (op->kind == FSDP_OP_CALL && op->label == FSDP_LABEL_GRAD_HOOK) f->managed[u] = 0;
         if (op->label == FSDP_LABEL_PRE_GATHER || op->label == FSDP_LABEL_POST_GATHER ||
@@ -155,7 +154,7 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
             f->order[u] = -1;
         }
     }
-    fsdpi_plan_find_gathers(p, f, t);
+    fsdpi_plan_find_gathers(f, t);
     fsdpi_plan_find_reduces(f, t);
     // A slot that outlasts the step has memory of its own, at another distance on each rank.
     for (int i = 0; i < f->num_spans; i++)
@@ -188,7 +187,7 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or behind one of the other, and never inside of one?
+// Is every span of one unit right before or after a span of the other, and never inside of it?
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
     int pairs = 0, ended = -1; // the last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
@@ -326,8 +325,8 @@ static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
     return ahead < f->num_units ? ahead : f->num_units - 1;
 }
 
-// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it, or
-// the first one.
+// Issues gathers in order: each after the own work of the call that needs the gather `ahead` before
+// it, or the first gather.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_choice *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
@@ -383,7 +382,7 @@ static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
 }
 
 /* The pass `bucket` for reductions: of units that follow one another, each of which has one
-   post_backward and no call behind it. They wait for the last one. */
+   post_backward and no later call. Their reductions wait for that of the last unit. */
 static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_plan_facts *f,
                                                      fsdpi_plan_choice *c) {
     int32_t *bucket = f->order, num = 0, first_bucket = 1;
@@ -483,7 +482,7 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     int64_t largest = 0;
     fsdp_status status = fsdpi_plan_choice_new(p, c, f->num_calls);
     if (status) return status;
-    if (p->mode_of_world != FSDPI_PLAN_INLINE) passes &= ~(1u << FSDP_PASS_ARENA);
+    if (p->mode_of_world != FSDP_RUN_INLINE) passes &= ~(1u << FSDP_PASS_ARENA);
     memcpy(c->managed, f->managed, (size_t)p->num_units);
     fsdpi_plan_pass_bucket_gathers(p, f, buckets);
     status = fsdpi_plan_item_spans(p, f);

@@ -208,7 +208,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             pl.pieces[pl.num++] = piece;
         }
     }
-    int inlined = p->mode_of_world == FSDPI_PLAN_INLINE;
+    int inlined = p->mode_of_world == FSDP_RUN_INLINE;
     if (!status) {
         l->bound = fsdpi_plan_bound(&pl) + lasting;
         int64_t arena = INT64_MAX;

@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_PROVE_H
 #define FSDPI_PLAN_PROVE_H
 
+#include "../core/step.h"
 #include "listing.h"
 #include "memory.h"
 #include "objects.h"
@@ -17,10 +18,11 @@
 #include <string.h>
 
 // Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
-// walked in the order of issue; the waits are those that the core derives from the buffers. Each
-// stream carries a vector clock, each piece of memory the clocks of its last accesses. COMPUTE is
-// the caller, too: it reads gathered parameters until they are released, and writes gradients until
-// WROTE.
+// walked in the order of issue. Each stream carries a vector clock, each piece of memory the clocks
+// of its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
+// released, and writes gradients until WROTE. The rules of waits and of bytes are written here once
+// more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/ops.h: so the proof
+// checks the core's rules, too.
 
 // An access: by whom, at which of its ticks, and for the text at which line.
 typedef struct fsdpi_plan_touch {
@@ -78,11 +80,11 @@ typedef struct fsdpi_plan_prover {
 } fsdpi_plan_prover;
 
 static int fsdpi_plan_actor(const fsdpi_plan_prover *v, int stream) {
-    return v->l->mode == FSDPI_PLAN_INLINE ? FSDP_STREAM_COMPUTE : stream;
+    return v->l->mode == FSDP_RUN_INLINE ? FSDP_STREAM_COMPUTE : stream;
 }
 
 static void fsdpi_plan_say_call(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int call) {
-    fsdpi_plan_put(o, "call %d %s", call, fsdpi_plan_call_name(l->calls[call].call));
+    fsdpi_plan_put(o, "call %d %s", call, fsdpi_call_name(l->calls[call].call));
     if (l->calls[call].index >= 0) fsdpi_plan_put_unit(o, l, l->calls[call].index);
 }
 
@@ -101,7 +103,7 @@ static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how) {
     if (!v->out->refuted) v->out->refuted = how;
 }
 
-// The two lines of a counterexample go where the verdict is; only the first one counts.
+// Where the two lines of a counterexample go. Only the first refutation counts.
 static fsdpi_plan_out fsdpi_plan_counter(const fsdpi_plan_prover *v) {
     fsdpi_plan_out o = {v->out->text, sizeof v->out->text, 0, 0};
     if (v->out->refuted) o.buf = NULL, o.cap = 0;
@@ -128,7 +130,7 @@ static void fsdpi_plan_say_touch(fsdpi_plan_out *o, const fsdpi_plan_prover *v,
     }
 }
 
-// Two accesses, one of them a write, that nothing orders.
+// Refutes: no event orders two accesses, of which one is a write.
 static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place,
                             int writes, const fsdpi_plan_touch *then, int wrote) {
     fsdpi_plan_out o = fsdpi_plan_counter(v);
@@ -245,7 +247,8 @@ static fsdpi_plan_region *fsdpi_plan_events_of(fsdpi_plan_prover *v, int unit, i
     return event >= 0 ? &v->slots[event] : NULL;
 }
 
-// The three rules of fsdp_emit.
+// A read waits for the last write. A write waits for the last write, or for the release of the slot
+// if it has been released since.
 static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan_region *src,
                               const fsdpi_plan_region *dst) {
     if (src) fsdpi_plan_join_clock(v, stream, &src->ready);
@@ -460,7 +463,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     if (dst_events) fsdpi_plan_set_mark(v, actor, &dst_events->ready);
 }
 
-// A call begins: behind it the caller may no longer read, before it it has read.
+// A call begins, or ends. What the caller read before a post_* call it may not read after it.
 static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
@@ -507,7 +510,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
 }
 
 /* A slot that outlasts steps: a step of another kind comes between, which fills what units bring
-   along to this one, and reduces and gives back what units hold behind it. */
+   along to this one, and reduces and gives back what they hold after it. */
 static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->avail);

@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_SIMULATE_H
 #define FSDPI_PLAN_SIMULATE_H
 
+#include "../core/ops.h"
 #include "listing.h"
 #include "memory.h"
 #include "objects.h"
@@ -14,16 +15,17 @@
 #include <string.h>
 
 // Owns: clocks. An op begins when the host has issued it, its stream is free, what it waits for is
-// done, and for a collective its group is free. Nanoseconds are whole numbers, so that all ranks
-// get the same ones. Inline the host does everything itself; with lanes it is the stream COMPUTE.
+// done, and for a collective its group is free. The core's rule says what it waits for: here an
+// event is a time in nanoseconds, plus 1, as 0 is no event. Times are whole numbers, so that all
+// ranks get the same ones. Inline the host does all work itself; with lanes it is COMPUTE.
 
 typedef struct fsdpi_plan_clocks {
     const fsdpi_plan_listing *l;
     const fsdp_plan_cost *cost;
     fsdp_plan_times *out;
     int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
-    int64_t *ready, *avail; // [fsdpi_plan_events]; avail -1: not set
-    int64_t waited;         // by the caller in this call
+    fsdp_buf *bufs; // [fsdpi_plan_events] of which only events are used
+    int64_t waited; // by the caller in this call
     int64_t first_gather, last_reduction;
 } fsdpi_plan_clocks;
 
@@ -53,31 +55,47 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
 
 // The clock of a stream: inline, and for COMPUTE with lanes, the host's.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
-    int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
-                  (k->l->mode == FSDPI_PLAN_LANES && stream == FSDP_STREAM_COMPUTE);
+    int is_host = k->l->mode == FSDP_RUN_INLINE ||
+                  (k->l->mode == FSDP_RUN_LANES && stream == FSDP_STREAM_COMPUTE);
     return is_host ? &k->host : &k->stream[stream];
+}
+
+// What has the events of a place; NULL: it has none.
+static fsdp_buf *fsdpi_plan_buf_at(const fsdpi_plan_clocks *k, int unit, int place) {
+    int event = fsdpi_plan_event_of(k->l, unit, place);
+    return event >= 0 ? &k->bufs[event] : NULL;
+}
+
+static fsdp_event fsdpi_plan_event_at(int64_t time, int stream) {
+    fsdp_event event = {(uint64_t)time + 1, stream};
+    return event;
 }
 
 static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &k->l->members[line->members];
-    int src = fsdpi_plan_event_of(k->l, m->unit, m->src);
-    int dst = fsdpi_plan_event_of(k->l, m->unit, m->dst);
+    fsdp_buf *src = fsdpi_plan_buf_at(k, m->unit, m->src),
+             *dst = fsdpi_plan_buf_at(k, m->unit, m->dst);
     int64_t *clock = fsdpi_plan_clock_of(k, line->stream), takes;
     if (line->kind == FSDP_OP_ACQUIRE) return;
     if (line->kind == FSDP_OP_RELEASE) {
-        if (src >= 0 && k->avail[src] < 0) k->avail[src] = *clock;
+        if (src && !src->avail.seq) src->avail = fsdpi_plan_event_at(*clock, line->stream);
         return;
     }
     if (line->kind == FSDP_OP_WROTE) {
-        if (dst >= 0) k->ready[dst] = *fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        int64_t now = *fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        if (dst) dst->ready = fsdpi_plan_event_at(now, FSDP_STREAM_COMPUTE);
         return;
     }
     k->host += (int64_t)k->cost->issue_ns;
     int64_t begin = fsdpi_plan_later(k->host, *clock), free_at = begin;
-    if (src >= 0) begin = fsdpi_plan_later(begin, k->ready[src]);
-    if (dst >= 0 && dst != src)
-        begin = fsdpi_plan_later(begin, k->avail[dst] >= 0 ? k->avail[dst] : k->ready[dst]);
-    if (dst >= 0) k->avail[dst] = -1;
+    fsdp_op op = FSDP_ZERO;
+    op.stream = line->stream;
+    op.src = src;
+    op.dst = dst;
+    fsdpi_derive_waits(&op);
+    for (int i = 0; i < op.num_waits; i++)
+        begin = fsdpi_plan_later(begin, (int64_t)op.wait[i].seq - 1);
+    if (dst) dst->avail.seq = 0;
     takes = fsdpi_plan_takes(k->cost, line);
     if (fsdpi_plan_is_collective(line->kind)) {
         int64_t *of = line->kind == FSDP_OP_ALL_GATHER       ? &k->out->gather_ns
@@ -95,9 +113,9 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
     // The caller waits: for what another stream does, and inline for the collective itself.
     if (line->kind == FSDP_OP_USE && line->stream == FSDP_STREAM_COMPUTE)
         k->waited += begin - free_at;
-    if (k->l->mode == FSDPI_PLAN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
+    if (k->l->mode == FSDP_RUN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
     *clock = begin + takes;
-    if (dst >= 0) k->ready[dst] = begin + takes;
+    if (dst) dst->ready = fsdpi_plan_event_at(begin + takes, line->stream);
 }
 
 static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
@@ -113,7 +131,7 @@ static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
             fsdpi_plan_run_line(k, &k->l->lines[line]);
         if (i + 1 == k->l->num_calls) { // finalize waits for shard gradients
             int64_t now = fsdpi_plan_later(*clock, k->host);
-            int64_t grads = k->ready[k->l->num_slots + 1];
+            int64_t grads = (int64_t)fsdpi_plan_buf_at(k, -1, FSDPI_PLAN_GRADS)->ready.seq - 1;
             k->waited += grads > now ? grads - now : 0;
             *clock = fsdpi_plan_later(now, grads);
         }
@@ -130,16 +148,14 @@ static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
 static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
                                    const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdpi_plan_clocks k;
-    size_t room = (size_t)fsdpi_plan_events(l) * sizeof(int64_t);
     memset(&k, 0, sizeof k);
     memset(out, 0, sizeof *out);
     k.l = l;
     k.cost = cost;
     k.out = out;
-    fsdp_status status = fsdpi_plan_alloc(m, room, (void **)&k.ready);
-    if (!status) status = fsdpi_plan_alloc(m, room, (void **)&k.avail);
+    fsdp_status status = fsdpi_plan_alloc(m, (size_t)fsdpi_plan_events(l) * sizeof *k.bufs,
+                                          (void **)&k.bufs);
     if (!status) {
-        memset(k.avail, -1, room);
         fsdpi_plan_run_calls(&k);
         out->step_ns = k.host;
         for (int s = 0; s < FSDP_STREAM_COUNT; s++)
@@ -149,8 +165,7 @@ static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
             out->bound_ns = fsdpi_plan_later(out->bound_ns, k.busy[i]);
         out->peak_bytes = l->bytes;
     }
-    fsdpi_plan_free(m, k.ready);
-    fsdpi_plan_free(m, k.avail);
+    fsdpi_plan_free(m, k.bufs);
     return status;
 }
 

@@ -7,21 +7,25 @@
 #ifndef FSDPI_PLAN_TAPE_H
 #define FSDPI_PLAN_TAPE_H
 
+#include "../core/error.h"
+#include "../core/extend.h"
 #include "memory.h"
 #include "objects.h"
+#include "replay.h"
+#include "snapshot.h"
 
 #include <string.h>
 
-// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What a plan does
-// otherwise, it does there by public calls: so every state of a replay is one that a program could
-// have brought about, and a plan can be left at any call.
+// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What the plan
+// decides, the rehearsal does there by public calls. So a program could reach every state of a
+// replay itself, and can leave the plan at any call.
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->saved,  t->runs,
-                           t->uses,    t->bufs,    t->made,      t->ops_at, t->runs_at,
-                           t->groups,  t->members, t->states_at, t->own,    t->own_end,
-                           t->storage, t->holds,   t->held,      t->steps,  t->hooks};
+    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->runs,  t->uses,
+                           t->bufs,    t->made,    t->ops_at,    t->own,   t->runs_at,
+                           t->groups,  t->members, t->states_at, t->steps, t->own_end,
+                           t->storage, t->holds,   t->held,      t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -58,45 +62,36 @@ static fsdp_status fsdpi_plan_add_op(fsdp_plan *p, fsdpi_plan_tape *t, const fsd
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, int unit,
-                                        const char *bytes) {
-    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&t->states, t->num_states,
-                                         &t->cap_states, sizeof *t->states);
-    if (!status)
-        status = fsdpi_plan_grow(p->model, (void **)&t->saved, t->num_states, &t->cap_saved,
-                                 p->unit_bytes);
-    if (status) return status;
-    memcpy(t->saved + (size_t)t->num_states * p->unit_bytes, bytes, p->unit_bytes);
-    t->states[t->num_states].of = p->units[unit];
+static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_unit *unit,
+                                        const fsdpi_plan_saved *saved) {
+    FSDPI_TRY(fsdpi_plan_grow(p->model, (void **)&t->states, t->num_states, &t->cap_states,
+                              sizeof *t->states));
     t->states[t->num_states].unit = unit;
-    t->states[t->num_states].at = t->num_states;
-    t->num_states++;
+    memcpy(&t->states[t->num_states++].saved, saved, sizeof *saved); // padding, too
     return FSDP_OK;
 }
 
-static int fsdpi_plan_index(const fsdp_plan *p, const fsdp_unit *unit) {
-    for (int i = 0; i < p->num_units; i++)
-        if (p->units[i] == unit) return i;
-    return -1;
-}
+static int fsdpi_plan_index(const fsdp_unit *unit) { return unit ? unit->desc.index : -1; }
 
+// Bytes of the slots of one pool that a unit takes; 0: it takes none.
 static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
-    fsdp_memory mem = FSDP_ZERO;
-    (void)fsdp_unit_memory(unit, &mem);
-    return mem.pool_bytes[pool];
+    int slots = unit->layout.classes[pool];
+    return slots < 0 ? 0 : (int64_t)unit->model->classes[slots].bytes;
 }
 
-static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
-    fsdp_memory mem;
-    int slots = 0;
-    if (fsdp_unit_memory(unit, &mem)) return 1;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) slots += mem.pool_slots[pool];
-    return slots != 0;
+static int fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
+    int holds = 0;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+        holds |= unit->state.slot[pool] != NULL;
+    return holds;
 }
 
-static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
-    for (int i = 0; i < p->num_units; i++)
-        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
+static void fsdpi_plan_states_now(const fsdp_plan *p, fsdpi_plan_saved *out) {
+    for (int i = 0; i < p->num_units; i++) fsdpi_plan_save_unit(p->units[i], &out[i]);
+}
+
+static void fsdpi_plan_restore_all(const fsdp_plan *p, const fsdpi_plan_saved *saved) {
+    for (int i = 0; i < p->num_units; i++) fsdpi_plan_restore_unit(p->units[i], &saved[i]);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -109,14 +104,14 @@ typedef struct fsdpi_plan_show {
     const fsdpi_plan_choice *choice; // NULL: by calls
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     fsdp_status status;
-    int quiet;     // records are not looked at
-    int call;      // that is made
-    int own;       // the call whose own work is under way; -1
-    int lasts;     // units hold slots behind finalize
-    int64_t next;  // where the next buffer without memory lies
-    char *last;    // [units] their states behind the call before
-    uint8_t *seen; // [units] the same in outline; 0: there was a record or an act
-    int32_t *acts; // [num_acts][2] where the records of each act begin and end
+    int quiet;              // records are not looked at
+    int call;               // that is made
+    int own;                // the call whose own work is under way; -1
+    int lasts;              // units hold slots after finalize
+    int64_t next;           // where the next buffer without memory lies
+    fsdpi_plan_saved *last; // [units] their states after the call before
+    uint8_t *seen;          // [units] the same in outline; 0: there was a record or an act
+    int32_t *acts;          // [num_acts][2] where the records of each act begin and end
 } fsdpi_plan_show;
 
 // The use that has a buffer now: the last one that took it.
@@ -136,7 +131,7 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     int n = t->num_uses;
     if (released) return NULL;
     memset(&use, 0, sizeof use);
-    use.unit = fsdpi_plan_index(s->plan, unit);
+    use.unit = fsdpi_plan_index(unit);
     use.pool = pool;
     use.bytes = fsdpi_plan_slot_bytes(unit, pool);
     use.slot = use.glue = -1;
@@ -144,7 +139,7 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     if (!status)
         status = fsdpi_plan_grow(model, (void **)&t->bufs, n, &t->cap_bufs, sizeof *t->bufs);
     if (!status && s->bufs) buf = s->bufs[n];
-    else if (!status) status = fsdp_buf_part(model, NULL, s->next, use.bytes, &buf);
+    else if (!status) status = fsdpi_buf_place(model, (char *)(uintptr_t)s->next, use.bytes, &buf);
     s->next += use.bytes;
     if (status) s->status = status;
     if (!buf) return NULL;
@@ -154,8 +149,8 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     return buf;
 }
 
-// A unit's state as it can be told at once, not 0. Behind a call only units are looked at that
-// were called, had a record or an act, or whose outline is another one.
+// The training and storage state of a unit in one number, not 0. After a call only those units are
+// saved and compared that were called, had a record or an act, or have another outline.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     const int state = (int)fsdp_unit_state(unit), storage = (int)fsdp_unit_storage(unit);
     return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
@@ -164,9 +159,8 @@ static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
 // `op` of a rehearsal.
 static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
-    int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit
-                   ? -1 // it is called
-                   : fsdpi_plan_index(s->plan, op->unit);
+    int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called
+                                                                      : fsdpi_plan_index(op->unit);
     if (unit >= 0) s->seen[unit] = 0;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
@@ -183,24 +177,24 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
     return calls[call](unit);
 }
 
-// The state of a unit, if it is another one than behind the call before.
+// Notes the state of a unit if it is another one than after the call before.
 static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     fsdp_plan *p = s->plan;
-    char *last = s->last + (size_t)unit * p->unit_bytes, now[FSDPI_PLAN_STATE];
+    fsdpi_plan_saved *last = &s->last[unit], now;
     s->seen[unit] = fsdpi_plan_outline(p->units[unit]);
-    (void)fsdp_unit_snapshot(p->units[unit], now, sizeof now);
-    if (memcmp(last, now, p->unit_bytes) == 0) return FSDP_OK;
-    memcpy(last, now, p->unit_bytes);
-    return fsdpi_plan_add_state(p, s->tape, unit, now);
+    fsdpi_plan_save_unit(p->units[unit], &now);
+    if (memcmp(last, &now, sizeof now) == 0) return FSDP_OK;
+    memcpy(last, &now, sizeof now);
+    return fsdpi_plan_add_state(p, s->tape, p->units[unit], &now);
 }
 
-// Nothing changes but in the ways that fsdpi_plan_outline names: at the end no state is another.
+// Checks at the end that no state has changed which fsdpi_plan_play has not noted.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
     const fsdp_plan *p = s->plan;
-    char now[FSDPI_PLAN_STATE];
+    fsdpi_plan_saved now;
     for (int u = 0; u < p->num_units; u++) {
-        (void)fsdp_unit_snapshot(p->units[u], now, sizeof now);
-        if (memcmp(s->last + (size_t)u * p->unit_bytes, now, p->unit_bytes) != 0)
+        fsdpi_plan_save_unit(p->units[u], &now);
+        if (memcmp(&s->last[u], &now, sizeof now) != 0)
             return fsdp_fail(p->world, FSDP_ERR_INTERNAL,
                              "[E929] plan: '%.200s' has changed without a record",
                              fsdp_unit_name(p->units[u]));
@@ -212,7 +206,7 @@ static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
     return act->what != FSDPI_PLAN_GATHER || act->late;
 }
 
-// The acts of a call, before its own work or behind it.
+// Does the acts of a call: those before its own work, or those after it (late).
 static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
     fsdp_status status = FSDP_OK;
@@ -225,14 +219,14 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_REDUCE) {
             status = fsdp_set_requires_gradient_sync(s->plan->model, s->plan->units[act->unit], 1);
-            if (!status) status = fsdp_unit_reduce(s->plan->units[act->unit]);
+            if (!status) status = fsdpi_plan_reduce_waiting(s->plan->units[act->unit]);
         }
         s->acts[2 * *at + 1] = s->tape->num_ops;
     }
     return status;
 }
 
-// Managed units: their hooks neither gather ahead nor free.
+// Sets options so that hooks of managed units neither gather ahead nor free.
 static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
     fsdp_plan *p = s->plan;
     fsdp_status status = FSDP_OK;
@@ -257,15 +251,13 @@ static fsdp_status fsdpi_plan_play(void *user) {
     fsdpi_plan_tape *t = s->tape;
     fsdp_status status = FSDP_OK;
     int at = 0;
-    for (int i = 0; i < p->num_units && !status; i++)
-        status = fsdp_unit_restore(p->units[i], k->begin + (size_t)i * p->unit_bytes,
-                                   p->unit_bytes);
+    fsdpi_plan_restore_all(p, k->begin);
     fsdpi_plan_states_now(p, s->last); // a restored state is not in the order of forwards
     for (int i = 0; i < p->num_units; i++) {
         t->held[i] = fsdp_unit_storage(p->units[i]) != FSDP_STORAGE_SHARDED;
         s->seen[i] = fsdpi_plan_outline(p->units[i]);
     }
-    if (!status && s->choice) status = fsdpi_plan_manage(s);
+    if (s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
         s->call = i;
@@ -280,7 +272,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
         s->own = -1;
         t->own_end[i] = t->num_ops;
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
-        t->holds[i] = fsdpi_plan_holds(call->unit);
+        t->holds[i] = (uint8_t)fsdpi_plan_holds(call->unit);
         if (!status && s->choice) status = fsdpi_plan_do_acts(s, i, &at, 1);
         for (int u = 0; u < p->num_units && !status; u++)
             if (u == call->index || s->seen[u] != fsdpi_plan_outline(p->units[u]))
@@ -293,31 +285,20 @@ static fsdp_status fsdpi_plan_play(void *user) {
     return s->status ? s->status : status;
 }
 
-// A unit's slot is given back, even if the world has failed.
-static void fsdpi_plan_release(fsdp_plan *p, fsdp_buf *buf) {
-    fsdp_op op;
-    fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.src = buf;
-    op.what = "plan";
-    (void)fsdp_emit(p->model, &op);
-}
-
-// What is held when a rehearsal ends is not held in truth; also if it has failed: buffers that are
-// held stay. Returns a unit that held one, or NULL.
-static fsdp_unit *fsdpi_plan_give_back(fsdpi_plan_show *s) {
-    fsdp_plan *p = s->plan;
-    fsdp_unit *holder = NULL;
+// Slots that units hold when a rehearsal ends, or fails, are free again. Returns whether there were
+// some.
+static int fsdpi_plan_give_back(const fsdpi_plan_show *s) {
+    int held = 0;
     for (int i = 0; i < s->tape->num_uses; i++) {
-        if (!fsdp_buf_held(s->tape->bufs[i])) continue;
-        holder = p->units[s->tape->uses[i].unit];
-        fsdpi_plan_release(p, s->tape->bufs[i]);
+        held |= s->tape->bufs[i]->held;
+        s->tape->bufs[i]->held = 0;
     }
-    return holder;
+    return held;
 }
 
 static fsdp_status fsdpi_plan_play_all(void *user) {
     fsdp_status status = fsdpi_plan_play(user);
-    (void)fsdpi_plan_give_back((fsdpi_plan_show *)user);
+    (void)fsdpi_plan_give_back((const fsdpi_plan_show *)user);
     return status;
 }
 
@@ -336,8 +317,8 @@ static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tap
     s->own = -1;
 }
 
-/* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
-   of uses, in order; NULL: buffers without memory, which last as long as the tape. */
+/* Runs the program through the core's rows, with the decisions of a choice or by calls. bufs: the
+   slots of uses, in order. NULL: buffers without memory, which are destroyed at the end. */
 static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
@@ -347,13 +328,13 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     e.buffer = fsdpi_plan_give;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
+        status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *s->last,
                                   (void **)&s->last);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&s->seen);
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
-    if (!status) status = fsdp_rehearse(p->model, &e, run, s);
+    if (!status) status = fsdpi_plan_dry_run(p->model, &e, run, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
     return status;

@@ -7,6 +7,7 @@
 #ifndef FSDPI_PLAN_TEXT_H
 #define FSDPI_PLAN_TEXT_H
 
+#include "../core/step.h"
 #include "memory.h"
 #include "objects.h"
 
@@ -63,7 +64,7 @@ static void fsdpi_plan_put_unit(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
 
 static const char *const fsdpi_plan_streams[FSDP_STREAM_COUNT] = {"COMPUTE", "GATHER", "REDUCE",
                                                                   "ALLREDUCE", "EXTENSION"};
-static const char *const fsdpi_plan_modes[FSDPI_PLAN_MODES] = {"inline", "lanes", "streams"};
+static const char *const fsdpi_plan_modes[3] = {"inline", "lanes", "streams"};
 static const char *const fsdpi_plan_blocks[] = {
     "none",        "shards",     "grads",     "host",     "other",
     "held_gather", "held_slice", "held_grad", "held_rin", "held_rout"};
@@ -162,7 +163,7 @@ static void fsdpi_plan_put_line(fsdpi_plan_out *o, const fsdpi_plan_listing *l,
 
 static void fsdpi_plan_put_call(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int call, int *act,
                                 int *line, int what) {
-    fsdpi_plan_put(o, "call %d %s", call, fsdpi_plan_call_name(l->calls[call].call));
+    fsdpi_plan_put(o, "call %d %s", call, fsdpi_call_name(l->calls[call].call));
     if (l->calls[call].index >= 0) fsdpi_plan_put_unit(o, l, l->calls[call].index);
     fsdpi_plan_put(o, "\n");
     while (*act < l->choice.num_acts && l->choice.acts[*act].call == call)

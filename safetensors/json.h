@@ -13,7 +13,7 @@
 #include <string.h>
 
 // Owns: reading JSON: spaces, strings, integers, members, and values that are skipped. A function
-// returns 1, or 0 behind a failure, whose text is written. Nothing recurses.
+// returns 1, or 0 after a failure, whose text it has written. No function recurses.
 
 typedef struct fsdpi_st_string { // in the text, between its quotes
     int64_t begin, end, bytes;   // bytes: without escapes
@@ -22,13 +22,13 @@ typedef struct fsdpi_st_string { // in the text, between its quotes
 typedef struct fsdpi_st_reader {
     const unsigned char *text; // UTF-8
     int64_t size, at;
-    int64_t origin;       // of positions that are told
-    const char *inside;   // what texts of failures begin with
+    int64_t origin;       // position of the text in the file, for texts of failures
+    const char *inside;   // the begin of texts of failures
     fsdpi_st_string name; // of the tensor that is read
     fsdpi_st_out *why;
 } fsdpi_st_reader;
 
-// What a failure's text names: %a, %b texts of the file; %0 .. %3 numbers; %e dtype and shape.
+// Values for a failure's text: %a, %b texts of the file; %0 .. %3 numbers; %e dtype and shape.
 typedef struct fsdpi_st_facts {
     const char *a, *b;
     int64_t n[4];
@@ -44,15 +44,15 @@ static int fsdpi_st_hex(const unsigned char *s, int64_t n) {
     int x = 0;
     if (n < 4) return -1;
     for (int i = 0; i < 4; i++) {
-        int c = s[i] >= 'A' ? s[i] | 0x20 : s[i]; // a letter as a small one
+        int c = s[i] >= 'A' ? s[i] | 0x20 : s[i]; // lower case
         if ((c < '0' || c > '9') && (c < 'a' || c > 'f')) return -1;
         x = x * 16 + (c <= '9' ? c - '0' : c - 'a' + 10);
     }
     return x;
 }
 
-// The byte or escape at s, of n > 0 bytes, becomes bytes of out[4]. Returns how many; 0: an escape
-// that JSON has not. taken: of s.
+// Decodes the byte or escape at s, which has n > 0 bytes, to out[4]. Returns the number of bytes in
+// out; 0: JSON does not have such an escape. *taken: bytes of s.
 static int fsdpi_st_decode(const unsigned char *s, int64_t n, char *out, int *taken) {
     static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     *taken = s[0] == '\\' ? 2 : 1;
@@ -75,7 +75,7 @@ static int fsdpi_st_decode(const unsigned char *s, int64_t n, char *out, int *ta
                            out);
 }
 
-// The string without its escapes, at most `room` bytes of it, and a NUL. `to` may be its own place.
+// Copies the string without its escapes, at most `room` bytes, and a NUL. It may copy in place.
 static void fsdpi_st_copy(const fsdpi_st_reader *r, const fsdpi_st_string *s, char *to,
                           int64_t room) {
     int64_t n = 0;
@@ -107,7 +107,7 @@ static void fsdpi_st_put_got(const fsdpi_st_reader *r, fsdpi_st_out *o) {
     fsdpi_st_puts(o, c < 0 ? "the end" : c > 0x20 && c < 0x7F ? shown : byte);
 }
 
-// Writes a failure's text. %p is the position, %g what stands there, %t the tensor that is read.
+// Writes a failure's text. %p: the position, %g: the character there, %t: the tensor that is read.
 static int fsdpi_st_fail(const fsdpi_st_reader *r, const char *form, fsdpi_st_facts f) {
     fsdpi_st_out *o = r->why;
     char name[72];
@@ -144,7 +144,7 @@ static int fsdpi_st_expected(const fsdpi_st_reader *r, const char *what) {
     return fsdpi_st_fail(r, "at byte %p: expected %a, got %g", fsdpi_st_numbers(what, 0, 0, 0));
 }
 
-// What stands behind spaces; -1: the end.
+// Skips spaces. Returns the next character; -1: the end.
 static int fsdpi_st_peek(fsdpi_st_reader *r) {
     for (; r->at < r->size; r->at++) {
         int c = r->text[r->at];
@@ -207,7 +207,7 @@ static int fsdpi_st_read_integer(fsdpi_st_reader *r, int64_t *out) {
     return 1;
 }
 
-// A list of integers, of which the first ones are kept.
+// A list of integers. Only the first ones are kept.
 typedef struct fsdpi_st_list {
     int64_t count, v[FSDP_MAX_DIMS];
     uint64_t numel; // their product
@@ -234,7 +234,7 @@ static int fsdpi_st_read_key(fsdpi_st_reader *r, fsdpi_st_string *key) {
     return fsdpi_st_took(r, ':') || fsdpi_st_expected(r, "':'");
 }
 
-// The next member of an object, `*count` behind its '{'. Returns 1, 0 at its end, -1 for a failure.
+// The next member of an object, after *count members. Returns 1, 0 at its end, -1 for a failure.
 static int fsdpi_st_read_member(fsdpi_st_reader *r, int64_t *count, fsdpi_st_string *key) {
     if (fsdpi_st_took(r, '}')) return 0;
     if ((*count)++ && !fsdpi_st_took(r, ',')) {
@@ -280,9 +280,9 @@ static int fsdpi_st_skip_scalar(fsdpi_st_reader *r) {
     return fsdpi_st_read_word(r, c == 't' ? "true" : c == 'f' ? "false" : "null");
 }
 
-// Any value, inside of `level` objects.
+// Skips any value, inside of `level` objects.
 static int fsdpi_st_skip(fsdpi_st_reader *r, int level) {
-    char ends[FSDPI_ST_DEPTH]; // of what is open
+    char ends[FSDPI_ST_DEPTH]; // the ends of open objects and lists
     int depth = 0;
     fsdpi_st_string key;
     for (;;) {

@@ -20,7 +20,7 @@ typedef int (*fsdpi_st_order)(const fsdp_safetensors_entry *a, const fsdp_safete
 
 typedef struct fsdpi_st_sorted {
     fsdp_safetensors_entry *entries;
-    char *index; // NULL, or uint32_t[n] at any address: these are sorted, and entries stay
+    char *index; // NULL, or uint32_t[n] at any address, which is sorted instead of the entries
     int64_t n;
     fsdpi_st_order before;
 } fsdpi_st_sorted;
@@ -62,7 +62,7 @@ static void fsdpi_st_sift(const fsdpi_st_sorted *s, int64_t at, int64_t n) {
 static void fsdpi_st_sort(const fsdpi_st_sorted *s) {
     int64_t i = 1;
     while (i < s->n && !fsdpi_st_before(s, i, i - 1)) i++;
-    if (i >= s->n) return; // as most files are
+    if (i >= s->n) return; // it is sorted, as in most files
     for (i = s->n / 2; i > 0; i--) fsdpi_st_sift(s, i - 1, s->n);
     for (i = s->n - 1; i > 0; i--) {
         fsdpi_st_swap(s, 0, i);
@@ -74,7 +74,7 @@ static int fsdpi_st_by_name(const fsdp_safetensors_entry *a, const fsdp_safetens
     return strcmp(a->name, b->name) < 0;
 }
 
-// One without bytes comes before the one that begins there; equal ones as they stand in the header.
+// At one place, an empty entry comes first; else the order of the header counts.
 static int fsdpi_st_by_place(const fsdp_safetensors_entry *a, const fsdp_safetensors_entry *b) {
     if (a->begin != b->begin) return a->begin < b->begin;
     return a->end != b->end ? a->end < b->end : a->name < b->name;
@@ -86,17 +86,17 @@ static int fsdpi_st_by_file(const fsdp_safetensors_entry *a, const fsdp_safetens
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: reading headers. Invariant: the call that measures and the one with room go the same way.
+// Owns: reading headers. Invariant: the call that measures and the one with room run the same code.
 
 typedef struct fsdpi_st_parser {
     fsdpi_st_reader r;
     fsdp_safetensors_entry *entries;
-    char *text; // NULL: measure
+    char *text; // NULL: it measures
     int64_t data_bytes;
     int64_t num, names;       // entries, and bytes of their names
-    int metadata;             // times that it was there
+    int metadata;             // how often the header has it
     int no_room;              // 1: there are entries, and text without room for them
-    fsdpi_st_string sharding; // begin 0: none
+    fsdpi_st_string sharding; // begin 0: there is none
     fsdp_safetensors_info *info;
 } fsdpi_st_parser;
 
@@ -201,7 +201,7 @@ static int fsdpi_st_check_name(fsdpi_st_reader *r, const fsdpi_st_string *s) {
     return 1;
 }
 
-// All members of the header.
+// Reads all members of the header.
 static int fsdpi_st_read_header(fsdpi_st_parser *p) {
     fsdpi_st_reader *r = &p->r;
     fsdp_safetensors_entry measured, *e;
@@ -270,7 +270,7 @@ static int fsdpi_st_check_box(const fsdpi_st_reader *r, fsdp_safetensors_entry *
     return 1;
 }
 
-// What the sharding info tells of one tensor.
+// Reads the sharding info of one tensor.
 static int fsdpi_st_read_box(fsdpi_st_reader *r, fsdp_safetensors_entry *e) {
     static const char *const words[] = {"saved_offsets", "global_shape"};
     fsdpi_st_list lists[2];
@@ -295,8 +295,8 @@ static int fsdpi_st_read_box(fsdpi_st_reader *r, fsdp_safetensors_entry *e) {
     return fsdpi_st_check_box(r, e, &lists[0], seen & 2 ? &lists[1] : NULL);
 }
 
-// The sharding info is a text inside of a text: without its escapes it stands in the caller's room,
-// and so do the names in it.
+// The sharding info is JSON in a string of the header. It is copied to the caller's room without
+// escapes, and read there, with the names in it.
 static int fsdpi_st_read_sharding(fsdpi_st_parser *p, const fsdpi_st_sorted *s) {
     char *room = p->text + p->names;
     fsdpi_st_reader r = {(const unsigned char *)room, p->sharding.bytes, 0, 0, "", p->r.name, NULL};
@@ -305,7 +305,7 @@ static int fsdpi_st_read_sharding(fsdpi_st_parser *p, const fsdpi_st_sorted *s) 
     int more;
     r.inside = FSDPI_ST_SHARDING ": ", r.why = p->r.why;
     fsdpi_st_copy(&p->r, &p->sharding, room, p->sharding.bytes);
-    for (int64_t i = 0; i < p->num; i++) p->entries[i].start[0] = -1; // not told yet
+    for (int64_t i = 0; i < p->num; i++) p->entries[i].start[0] = -1; // not known yet
     if (!fsdpi_st_took(&r, '{')) return fsdpi_st_expected(&r, "'{'");
     while ((more = fsdpi_st_read_member(&r, &count, &key)) > 0) {
         char *name = room + key.begin;
@@ -328,7 +328,7 @@ static int fsdpi_st_read_sharding(fsdpi_st_parser *p, const fsdpi_st_sorted *s) 
     return 1;
 }
 
-// Entries in the order of their bytes: these have to lie one behind another, up to the end.
+// Sorts entries by their bytes, which have to follow one another up to the end.
 static int fsdpi_st_check_places(const fsdpi_st_parser *p) {
     fsdpi_st_facts f = fsdpi_st_numbers(NULL, 0, 0, 0);
     int64_t end = 0;

@@ -31,7 +31,7 @@ static int fsdpi_st_escape(char c, char *out) {
     return 6;
 }
 
-// A string in quotes; `twice`: in a text that is itself a string's.
+// Puts a string in quotes; `twice`: as a string in a text that is a string itself.
 static void fsdpi_st_put_string(fsdpi_st_out *o, const char *s, int twice) {
     const char *quote = twice ? "\\\"" : "\"";
     char once[6], again[6];
@@ -45,7 +45,7 @@ static void fsdpi_st_put_string(fsdpi_st_out *o, const char *s, int twice) {
     fsdpi_st_puts(o, quote);
 }
 
-// Was the shape of the whole told? If it is all 0, then only if the box lies in such a tensor.
+// Has the caller given the shape of the whole? All 0 is a shape only if the box fits such a tensor.
 static int fsdpi_st_is_told(const fsdp_safetensors_entry *e) {
     int64_t whole = 0, box = 0;
     for (int d = 0; d < e->ndim; d++) whole |= e->whole[d], box |= e->start[d] | e->shape[d];
@@ -57,13 +57,13 @@ static int fsdpi_st_is_text(const char *s) {
     return n >= 0 && fsdpi_st_utf8((const unsigned char *)s, n) == n;
 }
 
-// Checks an entry that is to be written, and sets its dtype and the bytes that it takes.
+// Checks an entry before it is written, and sets its dtype and its number of bytes.
 static int fsdpi_st_check_printed(fsdp_safetensors_entry *e, int sharded) {
     uint64_t numel = 1;
     if (!fsdpi_st_is_text(e->name) || !e->name[0] || strlen(e->name) > FSDPI_ST_NAME ||
         strcmp(e->name, "__metadata__") == 0)
         return 0;
-    const int other = e->dtype == FSDP_SAFETENSORS_OTHER; // then file_dtype tells which
+    const int other = e->dtype == FSDP_SAFETENSORS_OTHER; // then file_dtype counts
     if ((!other && !fsdp_dtype_size(e->dtype)) || e->ndim < 0 || e->ndim > FSDP_MAX_DIMS) return 0;
     if (!other) e->file_dtype = 0;
     if (e->file_dtype < 0 || e->file_dtype >= FSDPI_ST_DTYPES) return 0;
@@ -157,7 +157,7 @@ FSDP_API int64_t fsdp_safetensors_print(fsdp_safetensors_entry *entries, int64_t
     if (num < 0 || (num && !entries) || !fsdpi_st_check_pairs(keys, values, num_pairs)) return -1;
     for (int64_t i = 0; i < num; i++)
         if (!fsdpi_st_check_printed(&entries[i], sharded)) return -1;
-    fsdpi_st_sort(&s); // equal names stand together, whatever their dtypes are
+    fsdpi_st_sort(&s); // equal names become neighbours
     for (int64_t i = 1; i < num; i++)
         if (strcmp(entries[i - 1].name, entries[i].name) == 0) return -1;
     s.before = fsdpi_st_by_file;

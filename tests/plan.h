@@ -366,7 +366,7 @@ H_FN void plan_step_end(plan_bed *b, plan_result *out) {
     CALL(b->w, fsdp_model_counters(b->model, &out->counters[i]));
     if (b->plan) {
         out->mode[i] = fsdp_plan_state(b->plan);
-        snprintf(out->why[i], sizeof out->why[i], "%s", fsdp_plan_why(b->plan));
+        snprintf(out->why[i], sizeof out->why[i], "%.159s", fsdp_plan_why(b->plan));
     }
     b->step++;
 }

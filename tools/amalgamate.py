@@ -79,6 +79,8 @@ class Amalgamation:
             if found == "fsdp.h" != self.parts[0]:  # what an extension is beside
                 out.append(line)
                 continue
+            if found.startswith("core/") and self.parts[0] != "fsdp.h":  # it is in there
+                continue
             if found in self.parts:
                 continue
             self.parts.append(found)

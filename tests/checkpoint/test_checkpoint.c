@@ -13,12 +13,12 @@
 static const ck_param every_rows[] = {
     {0, "w", FSDP_F32, 2, {7, 5}, 0, 0, 0},      {0, "b", FSDP_F32, 1, {3}, 0, 0, 0},
     {0, "side", FSDP_F32, 2, {5, 11}, 1, 0, 0},  {0, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},
-    {0, "d", FSDP_F64, 2, {4, 2}, 0, 0, 0},      {0, "half", FSDP_F16, 3, {3, 4, 5}, 2, 0, 0},
-    {0, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},       {1, "w", FSDP_F32, 2, {64, 6}, 0, 0, 0},
-    {1, "i8", FSDP_I8, 1, {5}, 0, 1, 0},         {1, "u8", FSDP_U8, 1, {11}, 0, 1, 0},
-    {1, "i32", FSDP_I32, 2, {2, 2}, 1, 1, 0},    {1, "i64", FSDP_I64, 1, {3}, 0, 1, 0},
-    {1, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},   {1, "one", FSDP_F32, 1, {1}, 0, 0, 0},
-    {2, "deep", FSDP_F32, 3, {2, 3, 4}, 1, 0, 0}};
+    {1, "d", FSDP_F64, 2, {4, 2}, 0, 0, 0},      {2, "half", FSDP_F16, 3, {3, 4, 5}, 2, 0, 0},
+    {3, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},       {4, "w", FSDP_F32, 2, {64, 6}, 0, 0, 0},
+    {4, "i8", FSDP_I8, 1, {5}, 0, 1, 0},         {4, "u8", FSDP_U8, 1, {11}, 0, 1, 0},
+    {4, "i32", FSDP_I32, 2, {2, 2}, 1, 1, 0},    {4, "i64", FSDP_I64, 1, {3}, 0, 1, 0},
+    {4, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},   {4, "one", FSDP_F32, 1, {1}, 0, 0, 0},
+    {5, "deep", FSDP_F32, 3, {2, 3, 4}, 1, 0, 0}};
 static const ck_net every = {every_rows, COUNT(every_rows)};
 
 static const ck_layout roundtrips[] = {
@@ -85,14 +85,14 @@ TEST_P(checkpoint, roundtrip, roundtrips, GLOO | NCCL | (row->size > 3 ? MANY_RA
 
 static const ck_param cut_by_rows[] = {
     {0, "w", FSDP_F32, 2, {37, 19}, 0, 0, 1},      {0, "b", FSDP_F32, 1, {3}, 0, 0, 1},
-    {0, "tall", FSDP_F32, 2, {400, 100}, 0, 0, 1}, {0, "bf", FSDP_BF16, 2, {6, 5}, 0, 0, 1},
-    {1, "norm", FSDP_F32, 1, {19}, 0, 0, 0},       {1, "i", FSDP_I64, 1, {5}, 0, 1, 0},
-    {1, "d", FSDP_F64, 2, {2, 2}, 0, 0, 0}};
+    {0, "tall", FSDP_F32, 2, {400, 100}, 0, 0, 1}, {1, "bf", FSDP_BF16, 2, {6, 5}, 0, 0, 1},
+    {2, "norm", FSDP_F32, 1, {19}, 0, 0, 0},       {2, "i", FSDP_I64, 1, {5}, 0, 1, 0},
+    {3, "d", FSDP_F64, 2, {2, 2}, 0, 0, 0}};
 static const ck_net by_rows = {cut_by_rows, COUNT(cut_by_rows)};
 static const ck_param cut_by_columns[] = {
     {0, "side", FSDP_F32, 2, {5, 37}, 1, 0, 2}, {0, "c", FSDP_F32, 3, {6, 4, 10}, 2, 0, 1},
     {0, "w", FSDP_F32, 2, {8, 6}, 0, 0, 2},     {0, "wide", FSDP_F32, 2, {4, 9000}, 1, 0, 1},
-    {1, "n", FSDP_BF16, 2, {4, 3}, 1, 0, 0},    {1, "deep", FSDP_F64, 3, {3, 5, 2}, 1, 0, 0}};
+    {1, "n", FSDP_BF16, 2, {4, 3}, 1, 0, 0},    {2, "deep", FSDP_F64, 3, {3, 5, 2}, 1, 0, 0}};
 static const ck_net by_columns = {cut_by_columns, COUNT(cut_by_columns)};
 
 static const ck_layout layouts[] = {
@@ -346,20 +346,22 @@ TEST(checkpoint, files_of_ranks_without_data) { lab_run(3, NULL, no_file, NULL);
 
 /* ---- what PyTorch and transformers wrote ----------------------------------------------------- */
 
+/* A layer is two units: its f16 parameter is one of its own. */
 static const ck_param torch_rows[] = {
     {0, "w", FSDP_F32, 2, {37, 19}, 0, 0, 0},     {0, "b", FSDP_F32, 1, {19}, 0, 0, 0},
     {0, "side", FSDP_F32, 2, {5, 37}, 1, 0, 0},   {0, "tiny", FSDP_F32, 1, {2}, 0, 0, 0},
-    {0, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},    {0, "half", FSDP_F16, 3, {3, 4, 5}, 0, 0, 0},
-    {0, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},    {1, "w", FSDP_F32, 2, {37, 19}, 0, 0, 0},
-    {1, "b", FSDP_F32, 1, {19}, 0, 0, 0},         {1, "side", FSDP_F32, 2, {5, 37}, 1, 0, 0},
-    {1, "tiny", FSDP_F32, 1, {2}, 0, 0, 0},       {1, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},
-    {1, "half", FSDP_F16, 3, {3, 4, 5}, 0, 0, 0}, {1, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0}};
+    {0, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},    {0, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},
+    {1, "half", FSDP_F16, 3, {3, 4, 5}, 0, 0, 0}, {2, "w", FSDP_F32, 2, {37, 19}, 0, 0, 0},
+    {2, "b", FSDP_F32, 1, {19}, 0, 0, 0},         {2, "side", FSDP_F32, 2, {5, 37}, 1, 0, 0},
+    {2, "tiny", FSDP_F32, 1, {2}, 0, 0, 0},       {2, "frozen", FSDP_BF16, 1, {7}, 0, 1, 0},
+    {2, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},    {3, "half", FSDP_F16, 3, {3, 4, 5}, 0, 0, 0}};
+static int torch_layer(const fsdp_param_view *v) { return ck_row(v)->unit / 2; }
 static const ck_net torch_net = {torch_rows, COUNT(torch_rows)};
 
 static void place_layers(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *place) {
     const ck_model *m = (const ck_model *)user;
     if (m->dm) ck_place(user, v, place);
-    snprintf(place->name, sizeof place->name, "layers.%d.%s", ck_row(v)->unit, ck_row(v)->name);
+    snprintf(place->name, sizeof place->name, "layers.%d.%s", torch_layer(v), ck_row(v)->name);
 }
 
 static uint32_t fnv32(const char *name) {
@@ -384,7 +386,7 @@ static int check_golden_params(const ck_model *m) {
     char name[64];
     int count = 0;
     while (fsdp_next_param(m->model, &v)) {
-        snprintf(name, sizeof name, "layers.%d.%s", ck_row(&v)->unit, ck_row(&v)->name);
+        snprintf(name, sizeof name, "layers.%d.%s", torch_layer(&v), ck_row(&v)->name);
         check_golden(name, v.dtype, v.shard, &v);
         count++;
     }
@@ -398,13 +400,13 @@ static void check_golden_states(const ck_model *m, const int64_t steps[2]) {
         if (!v.requires_grad || !lab_full_numel(&v)) continue;
         CALL(m->w, fsdp_adamw_state(m->adamw, v.ordinal, &s));
         const int has_step = !strcmp(ck_row(&v)->name, "w");
-        snprintf(name, sizeof name, "optim.state.layers.%d.%s.exp_avg", ck_row(&v)->unit,
+        snprintf(name, sizeof name, "optim.state.layers.%d.%s.exp_avg", torch_layer(&v),
                  ck_row(&v)->name);
         check_golden(name, s.dtype, s.first, &v);
-        snprintf(name, sizeof name, "optim.state.layers.%d.%s.exp_avg_sq", ck_row(&v)->unit,
+        snprintf(name, sizeof name, "optim.state.layers.%d.%s.exp_avg_sq", torch_layer(&v),
                  ck_row(&v)->name);
         check_golden(name, s.dtype, s.second, &v);
-        CHECK_EQ_INT(*s.step, has_step ? steps[ck_row(&v)->unit] : 4);
+        CHECK_EQ_INT(*s.step, has_step ? steps[torch_layer(&v)] : 4);
     }
 }
 
@@ -476,10 +478,10 @@ static const ck_param gpt2_rows[] = {{0, "embeddings", FSDP_F32, 2, {19, 8}, 0, 
                                      {0, "head", FSDP_F32, 2, {13, 8}, 1, 0, 0},
                                      {1, "q", FSDP_F32, 2, {8, 8}, 0, 0, 0},
                                      {1, "k", FSDP_F32, 2, {8, 8}, 1, 0, 0},
-                                     {1, "v", FSDP_BF16, 2, {8, 8}, 0, 0, 0},
+                                     {1, "v", FSDP_BF16, 2, {8, 8}, 0, 1, 0},
                                      {1, "fc", FSDP_F32, 2, {32, 8}, 0, 0, 0},
                                      {1, "vk", FSDP_F32, 2, {16, 8}, 0, 0, 0},
-                                     {1, "bias", FSDP_F64, 1, {24}, 0, 0, 0},
+                                     {1, "bias", FSDP_F64, 1, {24}, 0, 1, 0},
                                      {1, "mine", FSDP_F32, 1, {3}, 0, 0, 0}};
 static const ck_net gpt2_net = {gpt2_rows, COUNT(gpt2_rows)};
 static const struct {

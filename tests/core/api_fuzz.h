@@ -230,17 +230,18 @@ H_FN void af_make_unit(af *z) {
     fsdp_unit_desc d = FSDP_ZERO;
     fsdp_unit *made = NULL;
     memset(p, 0, sizeof p);
+    fsdp_dtype trained = af_pick(z, 2) ? (fsdp_dtype)0 : af_dtype(z);
     for (int i = 0; i < 3; i++) {
         p[i].name = af_name(z);
-        p[i].dtype = af_pick(z, 2) ? (fsdp_dtype)0 : af_dtype(z);
         p[i].ndim = 1 + af_pick(z, 3);
         if (!af_pick(z, 8)) p[i].ndim = af_int(z);
         int wild = !af_pick(z, 3);
         for (int k = 0; k < FSDP_MAX_DIMS; k++)
             p[i].shape[k] = wild ? af_number(z) : 1 + af_pick(z, 9);
         p[i].shard_dim = af_pick(z, 3) ? 0 : af_small(z);
-        p[i].frozen = !af_pick(z, 6);
-        p[i].keep_dtype = !af_pick(z, 8);
+        p[i].frozen = !af_pick(z, 3);
+        p[i].dtype = p[i].frozen || !af_pick(z, 16) ? af_dtype(z) : trained; /* else refused */
+        p[i].keep_dtype = !af_pick(z, 4);
         af_spoil(z, &p[i], sizeof p[i]);
         p[i].size = 0; /* a wrong one says where the next desc lies */
     }

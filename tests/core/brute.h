@@ -269,13 +269,14 @@ static void b_fill(b_case *c, uint64_t *state, const b_param *shape) {
     const int *axis = c->axis;
     c->count = axis[B_COUNT] + 1;
     c->reshard = shape ? c->reshard : b_reshard(c, state);
+    const fsdp_dtype trained = stored[axis[B_STORED] < 4 ? axis[B_STORED] : b_pick(state, 4)];
     for (int i = 0; i < c->count; i++) {
         b_param *p = &c->param[i];
         if (i || !shape) b_random_shape(c, i, state);
         else *p = *shape;
         b_measure(p);
-        p->dtype = stored[axis[B_STORED] < 4 ? axis[B_STORED] : b_pick(state, 4)];
         p->frozen = axis[B_FROZEN] == B_FROZEN_ALL || (axis[B_FROZEN] == B_FROZEN_FIRST && !i);
+        p->dtype = p->frozen && axis[B_STORED] >= 4 ? stored[b_pick(state, 4)] : trained;
         p->keep = axis[B_KEEP] && !i;
         if (axis[B_STORED] == B_STORED_INT && i == c->count - 1) {
             p->dtype = FSDP_I8;

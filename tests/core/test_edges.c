@@ -121,31 +121,36 @@ static void many_parameters(lab_rank *r) {
 }
 TEST(edges, marks_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
 
-/* A unit of two float dtypes is reduced in the one that holds both. */
+/* Trainables of a unit have one stored dtype, from the beginning and when one is thawed. A refused
+   call changes nothing: the unit trains on, with a frozen parameter of another dtype. */
 static void two_dtypes(lab_rank *r) {
-    const double value = 1 + 1.0 / ((int64_t)1 << 40); /* more digits than f32 has */
-    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_param_desc p[3] = {fsdp_vec("a", 8), fsdp_vec("b", 8), fsdp_vec("c", 8)};
+    fsdp_unit_desc d = FSDP_ZERO;
+    fsdp_unit *u = NULL;
     rig x;
-    p[r->arg != NULL].dtype = FSDP_F64; /* the first or the second one */
-    rig_open(&x, r->w, NULL, p, 2);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
-    for (int i = 0; i < 2; i++)
-        for (int k = 0; k < 8; k++)
-            lab_put(fsdp_grad(x.u, i), p[i].dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32, k, value);
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
-    for (int i = 0; i < 2; i++) {
-        fsdp_param_view v = lab_view(x.w, x.u, i);
-        for (int64_t k = 0; k < v.numel; k++)
-            CHECK(lab_same(lab_get(v.shard_grad, v.grad_dtype, k),
-                           v.grad_dtype == FSDP_F64 ? value : 1));
-    }
+    p[2].dtype = FSDP_F64;
+    d.name = "two", d.params = p, d.num_params = 3;
+    fsdp_model *other = lab_model(r->w, NULL);
+    REFUSED(r->w, fsdp_fully_shard(other, &d, &u),
+            "unit 'two': trainable parameters 'a' and 'c' are stored as f32 and f64");
+    CHECK(u == NULL);
+    fsdp_model_destroy(other);
+    p[2].frozen = 1;
+    rig_open(&x, r->w, NULL, p, 3);
+    REFUSED(x.w, fsdp_set_requires_grad(x.u, 2, 1), "trainable parameters 'a' and 'c'");
+    const void *shard = lab_view(x.w, x.u, 0).shard;
+    CALL(x.w, fsdp_pre_forward(x.u));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 2, 1), "not ended");
+    CALL(x.w, fsdp_model_reset(x.m));
+    REFUSED(x.w, fsdp_set_requires_grad(x.u, 2, 1), "trainable parameters 'a' and 'c'");
+    CHECK(lab_view(x.w, x.u, 0).shard == shard); /* no new layout */
+    for (int i = 0; i < 2; i++) CALL(x.w, fsdp_set_requires_grad(x.u, i, 0));
+    CALL(x.w, fsdp_set_requires_grad(x.u, 2, 1)); /* alone */
+    REFUSED(x.w, fsdp_set_requires_grad(x.u, 0, 1), "trainable parameters 'c' and 'a'");
+    CALL(x.w, fsdp_model_cast(x.m, FSDP_BF16)); /* all of them */
+    CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
 }
-TEST(edges, reduced_in_the_wider_dtype) {
-    lab_run(2, NULL, two_dtypes, NULL);
-    lab_run(2, NULL, two_dtypes, &two_replicas);
-}
+TEST(edges, trainables_of_two_dtypes) { lab_run(2, NULL, two_dtypes, NULL); }
 
 /* Upstream's rule: the ranks of all replicas must have used the same parameters. */
 static void used_differently(lab_rank *r) {
@@ -726,7 +731,7 @@ TEST(edges, units_have_a_largest_size) {
     fsdp_world *w;
     CHECK_OK(fsdp_init(&d, &w));
     for (int i = 0; i < 3; i++) p[i].shape[0] = (int64_t)1 << (i ? 55 : 54);
-    p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in lists of their own */
+    p[1].frozen = p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in lists of their own */
     ud.name = "large", ud.params = p, ud.num_params = 3;
     REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "more than 2^56 elements");
     p[0].shape[0] = p[2].shape[0] = 4;

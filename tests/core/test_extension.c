@@ -344,8 +344,7 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
                  !row->unfused;
     fsdp_dtype sent = param == reduction || widens ? param : reduction;
     for (int i = 0; i < NUM_UNITS; i++) {
-        uint64_t all = 0,
-                 trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
+        uint64_t all = 0, trained = 0; /* elements of one rank's stored shards */
         for (int k = 0; k < shapes[i].num_params; k++) {
             uint64_t cut = (uint64_t)shapes[i].params[k].rows,
                      rest = (uint64_t)shapes[i].params[k].cols;
@@ -357,7 +356,7 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
             }
             uint64_t stored = (cut + others) / (others + 1) * rest;
             all += stored;
-            if (!(shapes[i].frozen >> k & 1)) trained += stored + 1;
+            if (!(shapes[i].frozen >> k & 1)) trained += stored;
         }
         gather += 2 * others * all * fsdp_dtype_size(param); /* forward and backward */
         reduce += others * trained * fsdp_dtype_size(sent);
@@ -500,7 +499,7 @@ static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
         CHECK(op->src_ptr == NULL && op->dst_ptr == NULL && op->num_waits == 0);
         if (op->kind == FSDP_OP_ACQUIRE) {
             CHECK_EQ_INT(l->held[op->slot], 0);
-            CHECK(fsdp_buf_held(buf));
+            CHECK(buf->held);
             l->held[op->slot] = op->unit->desc.index + 1;
             l->pools[op->pool]++;
             l->acquired++;
@@ -512,7 +511,7 @@ static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
             l->wrote++;
         }
         if (op->kind == FSDP_OP_RELEASE) {
-            CHECK(!fsdp_buf_held(buf));
+            CHECK(!buf->held);
             l->held[op->slot] = 0;
             l->pools[op->pool]--;
             l->released++;
@@ -527,7 +526,7 @@ static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit,
     CHECK(model == l->model && unit);
     if (released) l->given_back++;
     else l->asked++;
-    int free_to_give = l->careless || !fsdp_buf_held(l->part);
+    int free_to_give = l->part && (l->careless || !l->part->held);
     return !released && pool == l->pool && free_to_give ? l->part : NULL;
 }
 
@@ -576,6 +575,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_EQ_INT(fsdp_pool_register(b.model, "arena"), pool);
     CHECK_EQ_STR(fsdp_model_pool_name(b.model, pool), "arena");
     CHECK_OK(fsdp_buf_create(b.model, pool, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    CHECK_STATUS(fsdp_buf_part(b.model, NULL, 0, 64, &l.part), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_buf_part(b.model, l.arena, 4096, 32768, &l.part));
     CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
     CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
@@ -585,11 +585,11 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_attach(b.model, &e));
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdp_pre_forward(b.units[1]));
-        CHECK(fsdp_buf_held(l.part));
+        CHECK(l.part->held);
         CHECK((char *)fsdp_data(b.units[1], 0) >= (char *)fsdp_buf_ptr(l.part) &&
               (char *)fsdp_data(b.units[1], 0) < (char *)fsdp_buf_ptr(l.part) + 32768);
         CHECK_OK(fsdp_post_forward(b.units[1]));
-        CHECK(!fsdp_buf_held(l.part));
+        CHECK(!l.part->held);
     }
     CHECK_OK(fsdp_model_memory(b.model, &mem));
     CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GATHER], 0);
@@ -641,7 +641,7 @@ TEST(extension, slot_in_use) {
     fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     op.dst = l.part;
     CHECK_OK(fsdp_emit(b.model, &op));
-    CHECK(fsdp_buf_held(l.part));
+    CHECK(l.part->held);
     CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit2' a slot"));
     fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
@@ -664,7 +664,7 @@ typedef struct {
     fsdp_op ops[TAPE];
     int num_ops, take, record, begin[STATES], num_calls;
     const fsdp_unit *of[STATES];
-    char states[STATES][256];
+    fsdpi_plan_saved states[STATES];
     fsdp_buf *parts[PARTS];
     int asked, given_back, refuse; /* slots; the place of the one that is refused, from 1 on */
 } tape;
@@ -687,7 +687,7 @@ static fsdp_buf *tape_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int
     CHECK(released || (pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT));
     if (released) t->given_back++;
     if (released || ++t->asked == t->refuse) return NULL;
-    while (i < PARTS && fsdp_buf_held(t->parts[i])) i++;
+    while (i < PARTS && t->parts[i]->held) i++;
     CHECK(i < PARTS);
     return t->parts[i];
 }
@@ -698,7 +698,7 @@ static fsdp_extension tape_open(tape *t, const bed *b) {
     t->model = b->model;
     t->units = b->units;
     for (int i = 0; i < PARTS; i++)
-        CHECK_OK(fsdp_buf_part(b->model, NULL, (int64_t)(i + 1) * PART, PART, &t->parts[i]));
+        CHECK_OK(fsdpi_buf_place(b->model, (char *)((intptr_t)(i + 1) * PART), PART, &t->parts[i]));
     e.op = tape_op;
     e.buffer = tape_buffer;
     e.user = t;
@@ -708,7 +708,7 @@ static fsdp_extension tape_open(tape *t, const bed *b) {
 /* No unit holds a slot of a rehearsal any more. */
 static void tape_close(tape *t) {
     for (int i = 0; i < PARTS; i++) {
-        CHECK(!fsdp_buf_held(t->parts[i]));
+        CHECK(!t->parts[i]->held);
         fsdp_buf_destroy(t->model, t->parts[i]);
     }
 }
@@ -716,8 +716,7 @@ static void tape_close(tape *t) {
 static void tape_call(tape *t, fsdp_unit *u, fsdp_status (*call)(fsdp_unit *unit)) {
     t->begin[t->num_calls] = t->num_ops;
     CHECK_OK(call(u));
-    CHECK(fsdp_unit_snapshot(u, t->states[t->num_calls], sizeof t->states[0]) <=
-          sizeof t->states[0]);
+    fsdpi_plan_save_unit(u, &t->states[t->num_calls]);
     t->of[t->num_calls++] = u;
 }
 
@@ -792,10 +791,12 @@ static photo photo_before, photo_after;
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
     tape *t = (tape *)user;
     int n = t->num_calls;
+    (void)call;
     if (!unit || t->record) return 0;
     CHECK(n < STATES && t->of[n] == unit);
-    CHECK_OK(fsdp_emit_again(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
-    *status = fsdp_unit_restore(unit, t->states[n], fsdp_unit_snapshot(unit, NULL, 0));
+    CHECK_OK(fsdpi_plan_emit(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
+    fsdpi_plan_restore_unit(unit, &t->states[n]);
+    *status = fsdp_world_status(model->world);
     t->num_calls++;
     return 1;
 }
@@ -828,13 +829,13 @@ TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
     step(&b);
     photograph(&b, &photo_before);
     uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &dry));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_step, &dry));
     CHECK_EQ_INT(b.s.works, works);
     CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_without_end, &dry));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_without_end, &dry));
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK_OK(fsdp_attach(b.model, &ee));
@@ -934,53 +935,42 @@ TEST(extension, describe_tells_routes) {
     bed_close(&b);
 }
 
-/* A snapshot of another unit or layout is refused; of the same one, made anew, it is not. */
-TEST(extension, stale_snapshots) {
+/* Equal states have equal bytes; the same state with another slot has not. */
+TEST(extension, saved_states) {
     bed b;
-    static char one[512], again[512];
+    fsdpi_plan_saved one, again;
     bed_open(&b, &settings[5]);
     b.s.checks = 0;
-    CHECK_EQ_INT((long long)fsdp_unit_snapshot(NULL, one, sizeof one), 0);
     step(&b);
-    memset(one, 7, sizeof one);
-    size_t unit = fsdp_unit_snapshot(b.units[0], one, 8);
-    CHECK(unit > 8 && unit <= sizeof one && one[0] == 7);
-    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit - 1), (long long)unit);
-    CHECK_EQ_INT(one[0], 7);
-    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit), (long long)unit);
-    CHECK_STATUS(fsdp_unit_restore(b.units[1], one, unit), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(b.s.world), "is of another unit than 'unit1'"));
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit - 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit + 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_unit_restore(NULL, one, unit), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], NULL, unit), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
-    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], again, sizeof again), (long long)unit);
-    CHECK_OK(fsdp_pools_trim(b.model));
-    step(&b); /* other slots: a unit that holds none does not mind */
-    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
-    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
-    step(&b);
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(b.s.world), "or the layout has changed since"));
-    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 1));
-    step(&b);
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
+    for (int k = 0; k < 2; k++) {
+        if (k) CHECK_OK(fsdp_unshard(b.units[0]));
+        if (k) CHECK_OK(fsdp_wait(b.units[0]));
+        memset(&one, 7, sizeof one);
+        memset(&again, 9, sizeof again);
+        fsdpi_plan_save_unit(b.units[0], &one);
+        fsdpi_plan_restore_unit(b.units[0], &one);
+        fsdpi_plan_save_unit(b.units[0], &again);
+        CHECK_EQ_MEM(&one, &again, sizeof one);
+    }
+    b.units[0]->state.slot[FSDP_POOL_GATHER]->number++; /* a buffer at the address of a freed one */
+    fsdpi_plan_save_unit(b.units[0], &again);
+    CHECK(memcmp(&one, &again, sizeof one) != 0);
+    CHECK_OK(fsdp_reshard(b.units[0]));
     bed_close(&b);
 }
 
 /* The record of forwards is the model's: a unit that is taken up again has no place in it. */
 TEST(extension, restored_unit_has_no_order) {
     bed b;
-    static char one[512];
+    fsdpi_plan_saved one;
     bed_open(&b, &settings[5]);
     b.s.checks = 0;
     step(&b);
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_OK(fsdp_post_forward(b.units[0]));
-    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
-    CHECK(size <= sizeof one && b.units[0]->state.last_order == 0);
-    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
+    fsdpi_plan_save_unit(b.units[0], &one);
+    CHECK_EQ_INT(b.units[0]->state.last_order, 0);
+    fsdpi_plan_restore_unit(b.units[0], &one);
     CHECK_EQ_INT(b.units[0]->state.last_order, -1);
     bed_close(&b);
 }
@@ -988,21 +978,21 @@ TEST(extension, restored_unit_has_no_order) {
 /* A unit that comes back open holds its slot, which was given back meanwhile. */
 TEST(extension, restored_unit_holds_its_slots) {
     bed b;
-    static char one[512];
+    fsdpi_plan_saved one;
     bed_open(&b, &settings[5]);
     b.s.checks = 0;
     step(&b);
     CHECK_OK(fsdp_unshard(b.units[0]));
     CHECK_OK(fsdp_wait(b.units[0]));
     const fsdp_buf *slot = b.units[0]->state.slot[FSDP_POOL_GATHER];
-    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
-    CHECK(size <= sizeof one && slot && fsdp_buf_held(slot));
+    fsdpi_plan_save_unit(b.units[0], &one);
+    CHECK(slot && slot->held);
     CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!fsdp_buf_held(slot));
-    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
-    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && fsdp_buf_held(slot));
+    CHECK(!slot->held);
+    fsdpi_plan_restore_unit(b.units[0], &one);
+    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && slot->held);
     CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!fsdp_buf_held(slot));
+    CHECK(!slot->held);
     bed_close(&b);
 }
 
@@ -1026,7 +1016,7 @@ TEST(extension, rehearsal_prefetches) {
     fsdp_extension e = tape_open(&t, &b);
     photograph(&b, &photo_before);
     for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_prefetch, &b));
+        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_prefetch, &b));
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
@@ -1079,7 +1069,7 @@ TEST_P(extension, rehearsal_between_microbatches, settings, RANKS(row->world)) {
         }
         CHECK_OK(fsdp_finalize_backward(b.model));
         photograph(&b, &photo_before);
-        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_uses, &t));
+        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_uses, &t));
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
@@ -1103,11 +1093,11 @@ TEST(extension, emitted_markers) {
     fsdp_buf *buf;
     bed_open(&b, &settings[5]);
     CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
-    CHECK(!fsdp_buf_held(buf));
+    CHECK(!buf->held);
     fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     op.dst = buf;
     CHECK_OK(fsdp_emit(b.model, &op));
-    CHECK(fsdp_buf_held(buf));
+    CHECK(buf->held);
     int logged = b.s.num_logged;
     fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
     CHECK_EQ_INT(b.s.num_logged, logged + 1);
@@ -1119,7 +1109,7 @@ TEST(extension, emitted_markers) {
     fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_GATHER);
     op.src = buf;
     CHECK_OK(fsdp_emit(b.model, &op));
-    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
     fsdp_buf_destroy(b.model, buf);
     bed_close(&b);
 }
@@ -1152,7 +1142,7 @@ TEST(extension, detach_is_refused) {
     lends.user = &l;
     CHECK_OK(fsdp_attach(b.model, &lends));
     CHECK_OK(fsdp_unshard(b.units[1]));
-    CHECK(fsdp_buf_held(l.part));
+    CHECK(l.part->held);
     CHECK_STATUS(fsdp_detach(b.model, &lends), FSDP_ERR_INVALID_STATE);
     CHECK_OK(fsdp_reshard(b.units[1]));
     CHECK_OK(fsdp_detach(b.model, &lends));
@@ -1817,7 +1807,7 @@ static void set_one(const bed *b, int n, int on) {
     case 5: CHECK_OK(fsdp_set_requires_all_reduce(m, u, !on)); break;
     case 6: CHECK_OK(fsdp_set_reshard_after_backward(m, u, !on)); break;
     case 7: CHECK_OK(fsdp_set_unshard_in_backward(m, u, !on)); break;
-    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, !on)); break;
+    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, on)); break;
     case 9:
         CHECK_OK(
             fsdp_set_reshard_after_forward(m, u, on ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS));
@@ -1840,22 +1830,21 @@ TEST(extension, settings_tell_options) {
     bed b;
     uint64_t at[SETTERS][SETTERS];
     bed_open(&b, &settings[2]);
-    CHECK_EQ_INT(fsdp_model_settings(NULL), 0);
     CHECK_EQ_INT(fsdp_is_uneven(NULL), 0);
     CHECK_STATUS(fsdp_set_uneven(NULL, 1), FSDP_ERR_INVALID_ARG);
-    const uint64_t first = fsdp_model_settings(b.model);
+    const uint64_t first = fsdpi_plan_settings(b.model);
     for (int i = 0; i < SETTERS; i++)
         for (int k = 0; k < SETTERS; k++) {
             set_one(&b, i, 1);
-            CHECK(fsdp_model_settings(b.model) != first);
+            CHECK(fsdpi_plan_settings(b.model) != first);
             set_one(&b, k, 1);
-            at[i][k] = fsdp_model_settings(b.model);
+            at[i][k] = fsdpi_plan_settings(b.model);
             set_one(&b, k, 1); /* once more changes nothing */
-            CHECK(fsdp_model_settings(b.model) == at[i][k]);
+            CHECK(fsdpi_plan_settings(b.model) == at[i][k]);
             CHECK(k > i || at[i][k] == at[k][i] || (i == 12 && k == 11)); /* in either order */
             set_one(&b, i, 0); /* not in the reverse order */
             set_one(&b, k, 0);
-            CHECK(fsdp_model_settings(b.model) == first);
+            CHECK(fsdpi_plan_settings(b.model) == first);
         }
     for (int i = 0; i < SETTERS; i++) /* one or two options: all different */
         for (int k = 0; k <= i; k++)
@@ -1868,21 +1857,21 @@ TEST(extension, settings_tell_options) {
     CHECK(at[2][2] != at[3][4] && at[2][2] != at[3][3] && at[3][3] != at[5][5]);
     /* values, and units and their order in lists */
     CHECK_OK(fsdp_set_gradient_divide_factor(b.model, b.units[0], 4));
-    CHECK(fsdp_model_settings(b.model) != at[10][10]);
+    CHECK(fsdpi_plan_settings(b.model) != at[10][10]);
     set_one(&b, 10, 0);
     fsdp_unit *turned[2] = {b.units[2], b.units[1]};
     CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 2));
-    CHECK(fsdp_model_settings(b.model) != at[12][12]);
+    CHECK(fsdpi_plan_settings(b.model) != at[12][12]);
     CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 1));
-    CHECK(fsdp_model_settings(b.model) != at[11][11]);
+    CHECK(fsdpi_plan_settings(b.model) != at[11][11]);
     set_one(&b, 11, 0);
-    CHECK(fsdp_model_settings(b.model) == first);
+    CHECK(fsdpi_plan_settings(b.model) == first);
     CHECK_OK(fsdp_model_cast(b.model, FSDP_BF16));
-    CHECK(fsdp_model_settings(b.model) != first);
+    CHECK(fsdpi_plan_settings(b.model) != first);
     CHECK_OK(fsdp_model_cast(b.model, FSDP_F32));
-    CHECK(fsdp_model_settings(b.model) == first);
+    CHECK(fsdpi_plan_settings(b.model) == first);
     step(&b);
-    CHECK(fsdp_model_settings(b.model) == first);
+    CHECK(fsdpi_plan_settings(b.model) == first);
     bed_close(&b);
 }
 
@@ -1905,13 +1894,13 @@ static fsdp_status rehearse_options(void *user) {
     const rehearsed *r = (const rehearsed *)user;
     fsdp_unit *const *units = r->b->units;
     fsdp_model *m = r->b->model;
-    uint64_t was = fsdp_model_settings(m);
+    uint64_t was = fsdpi_plan_settings(m);
     for (int round = 0; round < 2; round++) {
         for (int n = 0; n < SETTERS - 1; n++)
             if (n < 11 || n > 13) set_one(r->b, n, round);
         CHECK_OK(fsdp_set_modules_to_forward_prefetch(units[0], NULL, 0));
         CHECK_OK(fsdp_set_modules_to_backward_prefetch(units[2], NULL, 0));
-        CHECK(fsdp_model_settings(m) != was);
+        CHECK(fsdpi_plan_settings(m) != was);
         CHECK_OK(fsdp_pre_forward(units[0]));
         CHECK_EQ_INT(fsdp_unit_storage(units[1]), FSDP_STORAGE_SHARDED);
         CHECK_STATUS(fsdp_pre_backward(units[0]), FSDP_ERR_INVALID_STATE); /* is remembered */
@@ -1945,7 +1934,7 @@ TEST_P(extension, rehearsal_of_options, settings, RANKS(row->world)) {
     step(&b);
     photograph(&b, &photo_before);
     rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_options, &r));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_options, &r));
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK_OK(fsdp_pre_forward(b.units[0])); /* the lists are those from before */
@@ -1981,7 +1970,7 @@ TEST(extension, rehearsal_without_a_slot) {
         t.asked = 0;
         t.refuse = refuse;
         fsdp_status wanted = refuse <= NUM_UNITS ? FSDP_ERR_INVALID_ARG : FSDP_OK;
-        CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), wanted);
+        CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), wanted);
         CHECK_EQ_INT(r.runs, refuse - 1);
         if (wanted)
             CHECK(strstr(fsdp_last_error(b.s.world), "[E915] an extension gave 'unit") &&
@@ -1993,7 +1982,7 @@ TEST(extension, rehearsal_without_a_slot) {
     }
     rehearsed r = rehearsed_as(&b, &t); /* nobody gives any */
     e.buffer = NULL;
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(r.runs, 0);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
@@ -2004,7 +1993,7 @@ TEST(extension, rehearsal_without_a_slot) {
     e = tape_open(&t, &b);
     r = rehearsed_as(&b, &t);
     t.refuse = 1;
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_world_status(b.s.world));
     tape_close(&t);
     bed_close(&b);
@@ -2021,7 +2010,7 @@ TEST_P(extension, rehearsal_without_op, settings, RANKS(row->world)) {
     int64_t waits = b.s.waits;
     photograph(&b, &photo_before);
     e.op = NULL;
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &t));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_step, &t));
     CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
     CHECK_EQ_INT(b.s.waits, waits);
     photograph(&b, &photo_after);
@@ -2067,7 +2056,7 @@ TEST_P(extension, rehearsal_asks_one, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     int calls = g.calls, ops = g.ops;
     rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r)); /* commits first */
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r)); /* commits first */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK(h.relayouts == 1 && g.relayouts == 0); /* the commit's */
     CHECK_EQ_INT(t.num_calls, 2 * NUM_UNITS * 1000);
@@ -2108,7 +2097,7 @@ TEST(extension, rehearsal_behind_records) {
     uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
     CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
     rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_until_refused, &r));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, rehearse_until_refused, &r));
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_EQ_INT(w.told[FSDP_OP_ALL_GATHER], issued);
     CHECK_EQ_INT(w.bad, 0);
@@ -2128,7 +2117,7 @@ static fsdp_status rehearse_within(void *user) { /* the outer one goes on as one
     rehearsed inner = rehearsed_as(r->b, r->t);
     uint64_t works = r->b->s.works, colls = r->b->s.colls[FSDP_OP_ALL_GATHER];
     inner.result = FSDP_ERR_CORRUPT;
-    CHECK_STATUS(fsdp_rehearse(r->b->model, &e, rehearse_nothing, &inner), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdpi_plan_dry_run(r->b->model, &e, rehearse_nothing, &inner), FSDP_ERR_CORRUPT);
     CHECK_EQ_INT(inner.runs, 1);
     int num = r->t->num_ops;
     r->t->record = 1;
@@ -2144,29 +2133,22 @@ TEST(extension, rehearsal_status) {
     bed_open(&b, &settings[5]);
     fsdp_extension e = tape_open(&t, &b);
     rehearsed r = rehearsed_as(&b, &t);
-    CHECK_STATUS(fsdp_rehearse(NULL, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_rehearse(b.model, NULL, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, NULL, &r), FSDP_ERR_INVALID_ARG);
-    e.size = 8;
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
-    e.size = 0;
-    CHECK_EQ_INT(r.runs, 0);
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
     CHECK_EQ_INT(r.runs, 1);
     CHECK_EQ_INT((long long)b.model->layout, 1);
     r.result = FSDP_ERR_CORRUPT;
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
     r.result = FSDP_OK;
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_pre_forward(b.units[1]));
-    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is in forward"));
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_post_forward(b.units[1]));
     CHECK_OK(fsdp_unshard(b.units[2])); /* idle, and gathered */
     photograph(&b, &photo_before);
     r.runs = 0;
-    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_within, &r));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_within, &r));
     CHECK_EQ_INT(r.runs, NUM_UNITS);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
@@ -2196,13 +2178,13 @@ TEST(extension, rehearsal_of_others_slots) {
     e.user = &l;
     CHECK_OK(fsdp_attach(b.model, &e));
     CHECK_OK(fsdp_unshard(b.units[1]));
-    CHECK(fsdp_buf_held(l.part));
-    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_reshard, b.units[1]));
+    CHECK(l.part->held);
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, rehearse_reshard, b.units[1]));
     CHECK_EQ_INT(l.given_back, 0);
-    CHECK(fsdp_buf_held(l.part) && b.units[1]->state.slot[FSDP_POOL_GATHER] == l.part);
+    CHECK(l.part->held && b.units[1]->state.slot[FSDP_POOL_GATHER] == l.part);
     CHECK_OK(fsdp_wait(b.units[1]));
     CHECK_OK(fsdp_reshard(b.units[1]));
-    CHECK(!fsdp_buf_held(l.part));
+    CHECK(!l.part->held);
     CHECK_OK(fsdp_detach(b.model, &e));
     fsdp_buf_destroy(b.model, l.part);
     tape_close(&t);
@@ -2215,7 +2197,7 @@ TEST(extension, rehearsal_of_others_slots) {
    new. */
 static fsdp_status emits(const bed *b, tape *t, int again) {
     fsdp_status status = FSDP_OK;
-    if (again) return fsdp_emit_again(b->model, t->ops, t->num_ops);
+    if (again) return fsdpi_plan_emit(b->model, t->ops, t->num_ops);
     for (int i = 0; i < t->num_ops && !status; i++) {
         t->ops[i].step = b->model->step;
         t->ops[i].given = b->model->given;
@@ -2315,15 +2297,13 @@ TEST(extension, emitted_again_one_by_one) {
         if (i == 2) op[i].src = buf;
         else op[i].dst = buf;
     }
-    CHECK_OK(fsdp_emit_again(b.model, NULL, 0));
-    CHECK_STATUS(fsdp_emit_again(b.model, NULL, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_emit_again(NULL, op, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_emit_again(b.model, op, 1));
-    CHECK(fsdp_buf_held(buf) && buf->ready.seq == 0);
-    CHECK_OK(fsdp_emit_again(b.model, op + 1, 1));
+    CHECK_OK(fsdpi_plan_emit(b.model, NULL, 0));
+    CHECK_OK(fsdpi_plan_emit(b.model, op, 1));
+    CHECK(buf->held && buf->ready.seq == 0);
+    CHECK_OK(fsdpi_plan_emit(b.model, op + 1, 1));
     CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
-    CHECK_OK(fsdp_emit_again(b.model, op + 2, 1));
-    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    CHECK_OK(fsdpi_plan_emit(b.model, op + 2, 1));
+    CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
     fsdp_buf_destroy(b.model, buf);
     uint64_t seq = b.model->seq;
     for (int i = 0; i < 3; i++) {
@@ -2331,7 +2311,7 @@ TEST(extension, emitted_again_one_by_one) {
                      FSDP_STREAM_COMPUTE);
         op[i].call = i == 1 ? call_that_fails : looks_at_itself;
     }
-    CHECK_STATUS(fsdp_emit_again(b.model, op, 3), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdpi_plan_emit(b.model, op, 3), FSDP_ERR_CORRUPT);
     CHECK_EQ_INT(b.model->seq, seq + 2);
     CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
     bed_close(&b);
@@ -2850,7 +2830,7 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
     if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
     if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
-    if (!status) status = fsdp_rehearse(m, &e, rehearse_no_call, NULL);
+    if (!status) status = fsdpi_plan_dry_run(m, &e, rehearse_no_call, NULL);
     W_CHECK(status == FSDP_OK ||
                 (status == FSDP_ERR_OUT_OF_MEMORY && strstr(fsdp_last_error(w), "memory")),
             "%s", fsdp_last_error(w));
@@ -2893,7 +2873,7 @@ TEST(extension, no_memory_at_any_allocation) {
         diary[0] = 0;
     } while (heap.failures);
     CHECK(n > 8);
-    const uint64_t thawed = fsdp_model_settings(m);
+    const uint64_t thawed = fsdpi_plan_settings(m);
     n = 0;
     do { /* an option that could not be set is the old one */
         heap.failures = 0;
@@ -2901,11 +2881,11 @@ TEST(extension, no_memory_at_any_allocation) {
         fsdp_status status = fsdp_set_requires_grad(u, 0, 0);
         heap.fail_at = -1;
         CHECK_EQ_INT(status == FSDP_OK, !heap.failures);
-        CHECK_EQ_INT(fsdp_model_settings(m) == thawed, status != FSDP_OK);
+        CHECK_EQ_INT(fsdpi_plan_settings(m) == thawed, status != FSDP_OK);
     } while (heap.failures);
     CHECK(n > 1);
     CHECK_OK(fsdp_set_requires_grad(u, 0, 1));
-    CHECK(fsdp_model_settings(m) == thawed);
+    CHECK(fsdpi_plan_settings(m) == thawed);
     CHECK_OK(fsdp_pre_forward(u));
     CHECK_OK(fsdp_post_forward(u));
     CHECK_OK(fsdp_shutdown(w));

@@ -294,7 +294,7 @@ TEST(fully_shard_comm, reduce_scatter_fp16, NO(GLOO | NCCL) | SLOW) { test_scatt
 /* ---- gradients of several dtypes in one reduction -------------------------------------------- */
 
 typedef struct {
-    fsdp_dtype dtype[3], reduce;
+    fsdp_dtype dtype[3], reduce; /* of the gradients: f32, in which all is stored, or another one */
 } mix;
 
 /* One rank of 4 has a gradient, the sum is not divided: what comes out is the gradient, cast. */
@@ -308,7 +308,10 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
     uint64_t expected[3][2049 * 4];
     p[2].ndim = 3;
     p[2].shape[2] = 2;
-    for (int i = 0; i < 3; i++) p[i].dtype = m->dtype[i];
+    for (int i = 0; i < 3; i++) {
+        p[i].keep_dtype = m->dtype[i] == FSDP_F32;
+        if (!p[i].keep_dtype) md.param_dtype = m->dtype[i];
+    }
     ud.params = p;
     ud.num_params = 3;
     md.reduce_dtype = m->reduce;
@@ -326,12 +329,12 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
             uint64_t state = (uint64_t)(e * 3 + i), as_grad, as_reduced;
             float value = (float)(h_rand64(&state) >> 41) / 8388608.0f - 0.5f;
             if (value > -0.01f && value < 0.01f) value = 0.3f;
-            CHECK_OK(fsdp_convert(&as_grad, v.dtype, &value, FSDP_F32, 1));
-            CHECK_OK(fsdp_convert(&as_reduced, m->reduce, &as_grad, v.dtype, 1));
+            CHECK_OK(fsdp_convert(&as_grad, m->dtype[i], &value, FSDP_F32, 1));
+            CHECK_OK(fsdp_convert(&as_reduced, m->reduce, &as_grad, m->dtype[i], 1));
             CHECK_OK(fsdp_convert(&expected[i][e], FSDP_F32, &as_reduced, m->reduce, 1));
             if (fsdp_rank(world) == 2)
-                memcpy(grad + (size_t)e * fsdp_dtype_size(v.dtype), &as_grad,
-                       fsdp_dtype_size(v.dtype));
+                memcpy(grad + (size_t)e * fsdp_dtype_size(m->dtype[i]), &as_grad,
+                       fsdp_dtype_size(m->dtype[i]));
         }
     }
     CALL(world, fsdp_post_backward(unit));
@@ -347,7 +350,7 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
 TEST(fully_shard_comm, ChunkCatMixedDtype_numerics) {
     static const mix mixes[] = {
         {{FSDP_BF16, FSDP_F32, FSDP_BF16}, FSDP_F32}, {{FSDP_F16, FSDP_F32, FSDP_F16}, FSDP_F32},
-        {{FSDP_F32, FSDP_BF16, FSDP_F16}, FSDP_F32},  {{FSDP_F16, FSDP_F16, FSDP_F32}, FSDP_BF16},
+        {{FSDP_F32, FSDP_BF16, FSDP_BF16}, FSDP_F32}, {{FSDP_F16, FSDP_F16, FSDP_F32}, FSDP_BF16},
         {{FSDP_F32, FSDP_BF16, FSDP_F32}, FSDP_BF16}, {{FSDP_BF16, FSDP_F32, FSDP_F32}, FSDP_F16}};
     for (size_t n = 0; n < sizeof mixes / sizeof *mixes; n++) on_ranks(4, chunk_cat, &mixes[n]);
 }

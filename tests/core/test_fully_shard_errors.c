@@ -405,6 +405,11 @@ static fsdp_status factor_nan(ctx *x) {
     memcpy(&nan, &bits, sizeof nan);
     return fsdp_set_gradient_divide_factor(x->model, x->unit[0], nan);
 }
+static fsdp_status mixed_dtypes(ctx *x) {
+    fsdp_param_desc p[2] = {fsdp_mat("w", 5, 3), fsdp_vec("b", 5)};
+    p[1].dtype = FSDP_BF16;
+    return add_unit(x, NULL, p, 2);
+}
 static fsdp_status thaw_bytes(ctx *x) { return fsdp_set_requires_grad(x->unit[0], 2, 1); }
 static fsdp_status thaw_unknown(ctx *x) { return fsdp_set_requires_grad(x->unit[0], 9, 1); }
 
@@ -457,10 +462,10 @@ static fsdp_status no_elements(ctx *x) {
     CALL(x->world, add(x, fsdp_mat("nothing", 3, 0))); /* alone too */
     return add_unit(x, NULL, p, 2);
 }
-static fsdp_status mixed_dtypes(ctx *x) {
+static fsdp_status frozen_dtypes(ctx *x) {
     fsdp_param_desc p[3] = {fsdp_mat("w", 5, 3), fsdp_vec("b", 5), fsdp_vec("d", 6)};
-    p[1].dtype = FSDP_BF16;
-    p[2].dtype = FSDP_F64;
+    p[1].dtype = FSDP_BF16, p[1].frozen = 1;
+    p[2].dtype = FSDP_F64, p[2].frozen = 1;
     return add_unit(x, NULL, p, 3);
 }
 static fsdp_status reduce_dtypes(ctx *x) { return unit_dtype(x, REDUCE, FSDP_BF16); }
@@ -618,6 +623,7 @@ static const row_type rows[] = {
     {"shard_dim_before", "AssertionError", dim_before, ARG, "shard_dim is -2", 0},
     {"dtype_unknown", "(a type)", dtype_none, ARG, "77", 0},
     {"integer_requires_grad", "RuntimeError", trainable_bytes, ARG, "set frozen", 0},
+    {"mixed_original_dtypes", "AssertionError", mixed_dtypes, ARG, "two units", 0},
     {"unit_without_parameters", "(nothing)", unit_empty, ARG, "num_params", 0},
     {"unit_without_list", "(nothing)", unit_no_list, ARG, "params", 0},
     {"unit_after_first_step", "(nothing)", unit_late, STATE, "before the first", 1},
@@ -671,7 +677,7 @@ static const row_type rows[] = {
     {"works_reshard_int_extension", "NotImplementedError", reshard_extension, FSDP_OK, "", 0},
     {"works_reshard_int_uneven_and_dim_1", "RuntimeError or IndexError", reshard_uneven, FSDP_OK, "", 0},
     {"works_no_elements", "RuntimeError in the reduction", no_elements, FSDP_OK, "", 0},
-    {"works_mixed_original_dtypes", "AssertionError", mixed_dtypes, FSDP_OK, "", 0},
+    {"works_frozen_of_other_dtypes", "(works)", frozen_dtypes, FSDP_OK, "", 0},
     {"works_reduce_dtype_of_one_unit", "(works)", reduce_dtypes, FSDP_OK, "", 0},
     {"works_any_divide_factor", "RuntimeError of Gloo", any_factor, FSDP_OK, "", 1},
     {"works_clip_over_meshes", "error in stack", other_mesh, FSDP_OK, "", 0},

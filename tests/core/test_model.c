@@ -72,6 +72,7 @@ static void random_unit(uint64_t *seed, const net *n, unit *u, fsdp_dtype dtype,
     static const fsdp_dtype floats[] = {FSDP_F32, FSDP_BF16, FSDP_F64};
     static const fsdp_dtype casts[] = {FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16};
     int frozen = one_in(seed, 8);
+    if (mixed && one_in(seed, 3)) dtype = floats[lab_pick(seed, 3)]; /* of all that are trained */
     u->num_params = 1 + lab_pick(seed, MAX_PARAMS);
     for (int i = 0; i < u->num_params; i++) {
         param *p = &u->params[i];
@@ -80,8 +81,8 @@ static void random_unit(uint64_t *seed, const net *n, unit *u, fsdp_dtype dtype,
         for (int d = 0; d < p->ndim; d++)
             p->shape[d] = one_in(seed, 12) ? 0 : 1 + lab_pick(seed, 9);
         p->frozen = frozen || one_in(seed, 4);
-        p->dtype = mixed && one_in(seed, 3) ? floats[lab_pick(seed, 3)] : dtype;
-        p->keep = mixed && one_in(seed, 5);
+        p->dtype = p->frozen && mixed && one_in(seed, 2) ? floats[lab_pick(seed, 3)] : dtype;
+        p->keep = mixed && one_in(seed, 3);
     }
     u->param_dtype = one_in(seed, 4) ? casts[lab_pick(seed, 4)] : FSDP_DTYPE_KEEP;
     u->reduce_dtype = one_in(seed, 4) ? casts[lab_pick(seed, 4)] : FSDP_DTYPE_KEEP;
@@ -274,14 +275,12 @@ static int casts(const model *m, int i) {
     return cast;
 }
 
-/* The dtype that the reduction runs in: the policy's, else the widest of the shard gradients'. */
+/* The dtype that the reduction runs in: the policy's, else that of the shard gradients. */
 static fsdp_dtype reduced_in(const model *m, int i) {
     const unit *u = &m->n->units[i];
     fsdp_dtype d = u->reduce_dtype ? u->reduce_dtype : m->n->reduce_dtype;
-    for (int k = 0; k < u->num_params && !u->reduce_dtype && !m->n->reduce_dtype; k++) {
-        fsdp_dtype g = grad_as(m->n, &u->params[k]);
-        if (!m->units[i].frozen[k] && (!d || size_of(g) > size_of(d))) d = g;
-    }
+    for (int k = 0; k < u->num_params && !d; k++)
+        if (!m->units[i].frozen[k]) d = grad_as(m->n, &u->params[k]);
     return d;
 }
 
@@ -1255,12 +1254,22 @@ static void set_switch(bed *b) {
     else b->m.is_last = on;
 }
 
+/* Trainables of a unit are stored in one dtype. */
+static int trains_with(const bed *b, int i, int k) {
+    const unit *u = &b->n.units[i];
+    int fits = 1;
+    for (int j = 0; j < u->num_params; j++)
+        fits &= b->m.units[i].frozen[j] || u->params[j].dtype == u->params[k].dtype;
+    return fits;
+}
+
 /* A new layout: nothing is gathered, and slots are of other sizes. */
 static void thaw(bed *b, int i) {
     int k = lab_pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2);
     unit_model *u = &b->m.units[i];
     begin(b, "set_requires_grad of unit %d, parameter %d: %d", i, k, on);
     fsdp_status expected = call_model(&b->m, -1, FSDP_CALL_REQUIRES_GRAD);
+    if (!expected && on && !trains_with(b, i, k)) expected = FSDP_ERR_INVALID_ARG;
     fsdp_status got = fsdp_set_requires_grad(b->units[i], k, on);
     if (!expected && !got && u->frozen[k] == on) {
         for (int j = 0; j < b->n.num_units; j++) reshard(&b->m, j);

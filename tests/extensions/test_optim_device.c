@@ -8,7 +8,7 @@
 #include "lab_net.h"
 #include "sim.h"
 
-enum { UNITS = 4, NUM = 12, STEPS = 5, LAYOUTS = 6, BIG = 1200 };
+enum { UNITS = 5, NUM = 12, STEPS = 5, LAYOUTS = 6, BIG = 1200 };
 
 /* Uneven, empty on some ranks, without elements, by columns, more than two of the loops' blocks. The
    tag is the group. */
@@ -18,7 +18,7 @@ static const lab_param net[NUM] = {
     {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}},  {1, "b.w", FSDP_F32, 0, 0, 2, 0, {150, 8}},
     {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5}},     {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}},
     {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},   {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9}},
-    {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {90, 4}}, {3, "d.b", FSDP_F16, 1, 0, 1, 0, {2}}};
+    {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {90, 4}}, {4, "e.b", FSDP_F16, 1, 0, 1, 0, {2}}};
 static const lab_net the_net = {net, NUM, UNITS};
 
 /* Devices; `native`: it does the updates. */

@@ -201,15 +201,15 @@ TEST(rounding, known) { lab_run(1, NULL, known, NULL); }
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
-enum { NUM = 9, UNITS = 3, STEPS = 8, HALF = 4, BIG = 600 };
+enum { NUM = 9, UNITS = 6, STEPS = 8, HALF = 4, BIG = 600 };
 
 /* Uneven, empty on some ranks, by columns, in the middle dim, more than a block of the loops. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_BF16, 0, 0, 2, 0, {7, 5}},     {0, "a.b", FSDP_BF16, 0, 0, 1, 0, {3}},
-    {0, "a.f", FSDP_F32, 0, 0, 1, 0, {9}},         {0, "a.k", FSDP_BF16, 0, 0, 2, 1, {6, 10}},
-    {1, "b.w", FSDP_BF16, 0, 0, 2, 0, {100, 6}},   {1, "b.x", FSDP_BF16, 0, 1, 1, 0, {5}},
-    {1, "b.v", FSDP_BF16, 0, 0, 3, 1, {3, 5, 4}},  {2, "c.h", FSDP_F16, 0, 0, 1, 0, {11}},
-    {2, "c.w", FSDP_BF16, 0, 0, 3, 2, {2, 33, 7}},
+    {1, "b.f", FSDP_F32, 0, 0, 1, 0, {9}},         {2, "c.k", FSDP_BF16, 0, 0, 2, 1, {6, 10}},
+    {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {100, 6}},   {3, "d.x", FSDP_BF16, 0, 1, 1, 0, {5}},
+    {3, "d.v", FSDP_BF16, 0, 0, 3, 1, {3, 5, 4}},  {4, "e.h", FSDP_F16, 0, 0, 1, 0, {11}},
+    {5, "f.w", FSDP_BF16, 0, 0, 3, 2, {2, 33, 7}},
 };
 static const lab_net net = {rows, NUM, UNITS};
 

@@ -3,6 +3,8 @@
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
+#include "harness.h"
+#include "library.c"
 #include "plan.h"
 
 /* ---- nets ------------------------------------------------------------------------------------ */
@@ -36,12 +38,12 @@ static plan_net net_f16(void) {
     n.model.param_dtype = FSDP_F16;
     return n;
 }
-static plan_net net_mixed(void) { /* three dtypes in a unit */
+static plan_net net_mixed(void) { /* three dtypes in a unit, of which two are trained */
     plan_net n = plan_chain(4, 10, 6);
     n.num_params = 4;
     n.rows[2][0] = 7, n.rows[2][1] = 3, n.rows[3][0] = 9;
-    n.dtypes[1] = FSDP_F64, n.keep[1] = 1;
-    n.dtypes[2] = FSDP_BF16, n.keep[2] = 1;
+    n.keep[1] = 1;
+    n.dtypes[2] = FSDP_F64, n.keep[2] = 1, n.frozen = 3;
     n.model.param_dtype = FSDP_BF16;
     n.model.reduce_dtype = FSDP_F32;
     return n;
@@ -1588,17 +1590,16 @@ TEST_P(plan_factors, of_all_sorts, factor_nets) {
 /* What of a factor makes another kind, on 4 ranks that sum f16 in f32, that do not, and on one. */
 static uint64_t kind_with(plan_bed *b, double factor) {
     CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, factor));
-    return fsdp_model_kind(b->model);
+    return fsdpi_plan_options(b->model);
 }
 static void kinds_of_factors(lab_rank *r) {
     const int fuses = !r->arg, alone = fsdp_world_size(r->w) == 1;
     const plan_net nets_of[] = {net_chain(), net_sums_f16(), net_hsdp_f16()};
-    CHECK_EQ_INT(fsdp_model_kind(NULL), 0);
     for (int n = 0; n < (alone ? 1 : 3); n++) {
         plan_bed b;
         plan_open(&b, &nets_of[n], r->w);
-        uint64_t first = fsdp_model_settings(b.model), seven = kind_with(&b, 7);
-        CHECK(fsdp_model_settings(b.model) != first && kind_with(&b, 0) == first);
+        uint64_t first = fsdpi_plan_settings(b.model), seven = kind_with(&b, 7);
+        CHECK(fsdpi_plan_settings(b.model) != first && kind_with(&b, 0) == first);
         CHECK(kind_with(&b, 9) == seven);
         CHECK((kind_with(&b, 6) == seven) == (n == 0 || fuses)); /* f16: by 4 before the sum */
         snprintf(w_case, sizeof w_case, "net %d, fuses %d", n, fuses);
@@ -1607,9 +1608,9 @@ static void kinds_of_factors(lab_rank *r) {
         (void)kind_with(&b, 7);
         for (int u = 0; u < 2; u++) /* unit 0 divides by another number, then unit 1 by this, too */
             CALL(r->w, fsdp_set_gradient_divide_factor(b.model, b.unit[u], 9));
-        uint64_t two = fsdp_model_kind(b.model);
+        uint64_t two = fsdpi_plan_options(b.model);
         CALL(r->w, fsdp_set_gradient_divide_factor(b.model, b.unit[1], 11));
-        CHECK(two != seven && fsdp_model_kind(b.model) != two);
+        CHECK(two != seven && fsdpi_plan_options(b.model) != two);
         fsdp_model_destroy(b.model);
     }
 }

@@ -58,18 +58,19 @@ static void random_params(uint64_t *seed, program *g) {
     static const fsdp_dtype stored[] = {FSDP_F32, FSDP_F32, FSDP_BF16, FSDP_F64};
     plan_net *n = &g->net;
     const int mixed = one_in(seed, 3);
+    const fsdp_dtype trained = mixed ? stored[lab_pick(seed, 4)] : FSDP_F32;
     n->num_params = 1 + lab_pick(seed, 3);
+    if (one_in(seed, 4)) n->frozen = 1 + lab_pick(seed, n->num_params);
     for (int i = 0; i < n->num_params; i++) {
         n->rows[i][0] = one_in(seed, 6) ? 0 : 1 + lab_pick(seed, 12);
         n->rows[i][1] = one_in(seed, 2) ? 1 + lab_pick(seed, 6) : 0;
-        n->dtypes[i] = mixed ? stored[lab_pick(seed, 4)] : FSDP_F32;
-        n->keep[i] = mixed && one_in(seed, 4);
+        n->dtypes[i] = mixed && n->frozen == i + 1 ? stored[lab_pick(seed, 4)] : trained;
+        n->keep[i] = mixed && one_in(seed, 2);
         words_add(g, "%lldx%lld %s%s ", (long long)n->rows[i][0], (long long)n->rows[i][1],
                   fsdp_dtype_name(n->dtypes[i]), n->keep[i] ? "!" : "");
     }
     if (one_in(seed, 2)) n->model.param_dtype = FSDP_BF16;
     if (one_in(seed, 2)) n->model.reduce_dtype = FSDP_F32;
-    if (one_in(seed, 4)) n->frozen = 1 + lab_pick(seed, n->num_params);
     if (one_in(seed, 5)) n->frozen_unit = 1 + lab_pick(seed, n->num_units);
     if (one_in(seed, 5)) n->empty = 1 + lab_pick(seed, n->num_units);
     words_add(g, "param %s reduce %s frozen %d unit %d empty %d ",
@@ -180,9 +181,9 @@ typedef struct runner {
 static void freeze(runner *x, int arg) {
     plan_bed *b = &x->b;
     const int u = arg % b->net->num_units, i = arg / 8 % b->net->num_params;
-    const int refused = fsdp_set_requires_grad(b->unit[u], i, x->frozen[u][i]) != FSDP_OK;
-    x->frozen[u][i] ^= !refused; /* while gradients wait; finalize tells it again */
-    x->refused |= refused;
+    const fsdp_status status = fsdp_set_requires_grad(b->unit[u], i, x->frozen[u][i]);
+    x->frozen[u][i] ^= status == FSDP_OK; /* else it would be trained in another dtype, or */
+    x->refused |= status == FSDP_ERR_INVALID_STATE; /* gradients wait: finalize tells it again */
 }
 
 static void look(plan_bed *b, int u) {

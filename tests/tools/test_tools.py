@@ -233,11 +233,19 @@ def test_extensions():
 def test_functions():
     def function(lines):
         return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
-    finds("functions", "a function of 51 lines, at most 50",
-          core_a_h=GOOD["core/a.h"] + function(50) + function(51),
-          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(70))
-    finds("functions", "a function of 71 lines, at most 70",
-          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(71))
+    finds("functions", "a function of 101 lines, at most 100",
+          core_a_h=GOOD["core/a.h"] + function(100) + function(101))
+
+
+def test_docs():
+    def declares(comment, text):
+        return GOOD["fsdp_more.h"] + f"/* fsdp_new - it{comment} */\n{text};\n"
+    status = "FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_new("
+    finds("docs", "fsdp_new: no comment right above that has its name", fsdp_more_h=GOOD["fsdp_more.h"]
+          + "FSDP_API int fsdp_new(void);\n")
+    finds("docs", "fsdp_new: no field Result\n", fsdp_more_h=declares("", status + "int x)"))
+    finds("docs", "fsdp_new: no field Allocates\n", fsdp_more_h=declares(
+        "\n   Result  OK", status + "fsdp_mesh **out)"))
 
 
 def test_tests():

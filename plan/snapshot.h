@@ -1,23 +1,24 @@
-/* core/snapshot.h - what a step changes, saved and brought back: rehearsals, states of units
+/* plan/snapshot.h - what a step changes, saved and restored: rehearsals, states of units
 
-   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#ifndef FSDP_H
-#include "../fsdp.h"
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../fsdp_plan.h"
 #endif
-#ifndef FSDPI_CORE_SNAPSHOT_H
-#define FSDPI_CORE_SNAPSHOT_H
+#ifndef FSDPI_PLAN_SNAPSHOT_H
+#define FSDPI_PLAN_SNAPSHOT_H
 
-#include "alloc.h"
-#include "commit.h"
-#include "error.h"
-#include "guard.h"
-#include "macros.h"
+#include "../core/alloc.h"
+#include "../core/commit.h"
+#include "../core/error.h"
+#include "../core/guard.h"
+#include "../core/macros.h"
+#include "../core/objects.h"
+#include "../core/run.h"
+#include "../core/step.h"
+#include "../core/unit.h"
+#include "../core/usage.h"
+#include "../core/watch.h"
 #include "objects.h"
-#include "run.h"
-#include "step.h"
-#include "unit.h"
-#include "usage.h"
-#include "watch.h"
 
 #include <string.h>
 
@@ -113,99 +114,69 @@ static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_hold_slots(m, 1);
 }
 
-// While `run` is at work, the model has one extension, and no record runs.
-FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
-                                   fsdp_status (*run)(void *user), void *user) {
-    if (!model || !extension || !run)
-        return fsdpi_null_of(model, "rehearse", "model, extension or run");
-    fsdpi_attached only, *others = model->attached;
-    const fsdpi_attached *asked = model->asked;
-    only.next = NULL;
-    fsdp_status status = fsdpi_commit(model);
-    if (!status)
-        status = fsdp_desc_read(model->world, &only.e, extension, sizeof only.e, "fsdp_extension");
-    if (!status) status = fsdpi_check_units(model, FSDP_CALL_FULL, "rehearse");
-    if (status) return status;
-    size_t size = fsdpi_model_save(model, NULL, 0);
-    char *saved = (char *)fsdpi_model_alloc(model, size);
-    if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
-    (void)fsdpi_model_save(model, saved, size);
-    fsdpi_drain(model->world); // records under way are told to the others
-    model->attached = &only;
-    model->asked = NULL;
-    model->rehearsing++;
-    fsdpi_watch(model);
-    status = run(user);
-    fsdpi_model_load(model, saved, size);
-    model->attached = others;
-    model->asked = asked;
-    model->rehearsing--;
-    fsdpi_watch(model);
-    fsdpi_model_free(model, saved);
-    return status ? status : fsdpi_failed(model->world);
+/* A rehearsal. `run` makes calls of a step, hooks or fsdp_unshard and the like, and may restore
+   units to earlier states. Only `extension` is asked: its `op` sees the records, of which none
+   runs, and its `buffer` gives every slot. Afterwards the model is as before, options included. A
+   call whose effect would stay fails. */
+static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *extension,
+                                      fsdp_status (*run)(void *user), void *user) {
+    fsdpi_attached only = {*extension, NULL}, *others = m->attached;
+    const fsdpi_attached *asked = m->asked;
+    FSDPI_TRY(fsdpi_commit(m));
+    FSDPI_TRY(fsdpi_check_units(m, FSDP_CALL_FULL, "rehearse"));
+    size_t size = fsdpi_model_save(m, NULL, 0);
+    char *saved = (char *)fsdpi_model_alloc(m, size);
+    if (!saved) return fsdpi_no_memory(m->world, "rehearse", "", size);
+    (void)fsdpi_model_save(m, saved, size);
+    fsdpi_drain(m->world); // so that the others are told of records under way
+    m->attached = &only;
+    m->asked = NULL;
+    m->rehearsing++;
+    fsdpi_watch(m);
+    fsdp_status status = run(user);
+    fsdpi_model_load(m, saved, size);
+    m->attached = others;
+    m->asked = asked;
+    m->rehearsing--;
+    fsdpi_watch(m);
+    fsdpi_model_free(m, saved);
+    return status ? status : fsdpi_failed(m->world);
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: saved states of units.
+// Owns: fsdpi_plan_saved, the state of one unit.
 
-// What stands before it: what it was taken of.
-typedef struct fsdpi_unit_head {
-    const fsdp_unit *unit;
-    uint64_t layout;
-} fsdpi_unit_head;
-
-typedef struct fsdpi_unit_saved {
-    fsdpi_unit_head head;
-    fsdpi_state state;
-    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
-} fsdpi_unit_saved;
-
-FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
-    fsdpi_unit_saved now;
-    if (!unit) return 0;
-    if (!buf || cap < sizeof now) return sizeof now;
-    memset(&now, 0, sizeof now);
-    now.head.unit = unit;
-    now.head.layout = unit->model->layout;
-    memcpy(&now.state, &unit->state, sizeof now.state);
+// Equal states with the same slots have equal bytes.
+static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
+    memcpy(&out->state, &u->state, sizeof out->state); // padding, too
+    out->slots = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
-        const fsdp_buf *slot = unit->state.slot[pool];
-        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+        const fsdp_buf *slot = u->state.slot[pool];
+        out->slots = out->slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
     }
-    memcpy(buf, &now, sizeof now);
-    return sizeof now;
 }
 
 // Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
-static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
+static int64_t fsdpi_plan_ahead_bytes(const fsdpi_state *s) {
     return s->ahead ? (int64_t)s->slot[FSDP_POOL_GATHER]->bytes : 0;
 }
 
-FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    if (!unit || !buf)
-        return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
-    fsdp_model *m = unit->model;
-    fsdpi_state *s = &unit->state;
-    const char *saved = (const char *)buf;
-    fsdpi_unit_head head = {NULL, 0};
-    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
-    if (head.unit != unit || head.layout != m->layout)
-        return fsdpi_bad(m->world,
-                         "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
-                         "'%s', or the layout has changed since: take it again",
-                         (unsigned long long)nbytes, unit->desc.name);
-    m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
-    m->ahead_bytes += fsdpi_ahead_bytes(s);
-    s->last_order = -1; // the record of forwards is another one
+/* Puts a unit into a saved state, with its slots. The records that lead there are emitted in the
+   same call. A state of backward begins the model's backward, as the call would. */
+static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved) {
+    fsdp_model *m = u->model;
+    fsdpi_state *s = &u->state;
+    m->ahead_bytes -= fsdpi_plan_ahead_bytes(s);
+    memcpy(s, &saved->state, sizeof *s);
+    m->ahead_bytes += fsdpi_plan_ahead_bytes(s);
+    s->last_order = -1; // the order of forwards is that of this step
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
     // Marks of use are not saved: they follow where the gradients are.
-    if (s->training == FSDP_STATE_PRE_BACKWARD) fsdpi_usage_begin(unit);
-    else if (!(fsdpi_held(unit) & FSDPI_HELD_SLOTS)) fsdpi_usage_reduced(unit);
-    return FSDP_OK;
+    if (s->training == FSDP_STATE_PRE_BACKWARD) fsdpi_usage_begin(u);
+    else if (!(fsdpi_held(u) & FSDPI_HELD_SLOTS)) fsdpi_usage_reduced(u);
 }
 
-#endif // FSDPI_CORE_SNAPSHOT_H
+#endif // FSDPI_PLAN_SNAPSHOT_H
