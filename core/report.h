@@ -114,9 +114,12 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     }
     fsdpi_route r = fsdpi_route_of(&u->facts, held | FSDPI_HELD_GRAD);
     fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
-    for (int i = 0; i < r.num; i++)
-        if (r.steps[i].kind != FSDPI_STEP_ZERO_IN || u->layout.pad_rin)
-            fsdpi_say(t, "%s%s", i ? ", " : " ", texts[r.steps[i].kind]);
+    const char *comma = " ";
+    for (int i = 0; i < r.num; i++) {
+        if (r.steps[i].kind == FSDPI_STEP_ZERO_IN && !u->layout.pad_rin) continue;
+        fsdpi_say(t, "%s%s", comma, texts[r.steps[i].kind]);
+        comma = ", ";
+    }
     fsdpi_say(t, "%s\n", r.done ? "" : "; the reduction waits");
 }
 

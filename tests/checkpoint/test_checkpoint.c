@@ -1636,6 +1636,11 @@ static void in_state(ck_model *m, const char *dir, int64_t *step, int possible, 
     REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_checkpoint_load(m->ck, ck_step_path(dir, 1), NULL),
                strstr(text, "E430") ? "[E203] checkpoint_load: unit '" : text);
 }
+static void use_in_backward(fsdp_world *w, fsdp_unit *u) {
+    CALL(w, fsdp_pre_backward(u));
+    CHECK(fsdp_grad(u, 0) != NULL);
+    CALL(w, fsdp_post_backward(u));
+}
 static void states(lab_rank *r) {
     static const char unit_0[] = "checkpoint_", held[] = "[E430] checkpoint_save";
     fsdp_world *w = r->w;
@@ -1671,18 +1676,18 @@ static void states(lab_rank *r) {
     CALL(w, fsdp_reshard(u));
     CALL(w, fsdp_set_requires_gradient_sync(m.model, NULL, 0));
     lab_forward(w, u);
-    lab_backward(w, u);
+    use_in_backward(w, u);
     CALL(w, fsdp_finalize_backward(m.model));
     in_state(&m, dir, &step, 0, held);
     CALL(w, fsdp_set_requires_gradient_sync(m.model, NULL, 1));
     if (r->size > 2) CALL(w, fsdp_set_requires_all_reduce(m.model, NULL, 0));
     lab_forward(w, u);
-    lab_backward(w, u);
+    use_in_backward(w, u);
     CALL(w, fsdp_finalize_backward(m.model));
     in_state(&m, dir, &step, r->size == 2, held); /* HSDP: sums of the shards are held */
     CALL(w, fsdp_set_requires_all_reduce(m.model, NULL, 1));
     lab_forward(w, u);
-    lab_backward(w, u);
+    use_in_backward(w, u);
     CALL(w, fsdp_finalize_backward(m.model));
     in_state(&m, dir, &step, 1, "");
     ck_end(&m);

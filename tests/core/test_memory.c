@@ -382,11 +382,11 @@ TEST_P(long_memory, prediction, worlds, SECONDS(300) | NIGHT) {
 static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 /* Equal units of one matrix that is gathered in place, or of two packed vectors: each pool from the
-   sizes alone. Flags of who used a parameter are one element per parameter and rank. */
+   sizes alone. */
 static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed, int inline_) {
     fsdp_memory m;
     job *x = (job *)lab_zeros(1, sizeof *x);
-    int64_t s = 0, k = 0, train = packed ? 2 : 1, users = world > 1 ? train : 0, finals = 0;
+    int64_t s = 0, k = 0, train = packed ? 2 : 1, finals = 0;
     int64_t bo = (int64_t)fsdp_dtype_size(n->dtype), bp, br, b[FSDP_POOL_COUNT] = {0};
     int cast, depth = inline_ ? 1 : 2;
     n->count = layers;
@@ -408,18 +408,18 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     br = (int64_t)fsdp_dtype_size(x->reduce_dtype);
     cast = x->param_dtype != n->dtype;
     b[FSDP_POOL_SHARD] = up(layers * up(s, ao) * bo, 64);
-    b[FSDP_POOL_SGRAD] = up((layers * up(s, ao) + layers * users) * bo, 64);
+    b[FSDP_POOL_SGRAD] = up(layers * up(s, ao) * bo, 64);
     if (world > 1 || cast || W_ASAN)
         b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, ap) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
     if (world > 1 || cast || x->reduce_dtype != n->dtype)
         b[FSDP_POOL_GRAD] = (converts ? 1 : depth) *
-                            up((up(world * (s + users), ap) + finals) * bp, 64);
-    if (converts) b[FSDP_POOL_RIN] = up(world * (s + users) * br, 64);
+                            up((up(world * s, ap) + finals) * bp, 64);
+    if (converts) b[FSDP_POOL_RIN] = up(world * s * br, 64);
     int narrow = x->reduce_dtype != FSDP_F32 && x->reduce_dtype != FSDP_F64;
     if (world > 1 && (n->plain ? x->reduce_dtype != n->dtype : narrow))
-        b[FSDP_POOL_ROUT] = up((s + users) * br, 64);
+        b[FSDP_POOL_ROUT] = up(s * br, 64);
     b[FSDP_POOL_SCRATCH] = 64;
     train_step(x, 1);
     CALL(w, fsdp_model_memory(x->model, &m));
@@ -621,19 +621,16 @@ static void expect_step(const job *x, traffic *t) {
                         : (int64_t)fsdp_dtype_size(x->reduce_dtype);
     memset(t, 0, sizeof *t);
     for (int u = 0; u < n->count; u++) {
-        int64_t s = 0, st = 0, train = 0;
+        int64_t s = 0, st = 0;
         int never = n->never || n->units[u].never;
         for (int i = 0; i < n->units[u].count; i++) {
             const param *p = &n->units[u].params[i];
             s += stored_of(p, x->size);
-            if (p->frozen) continue;
-            st += stored_of(p, x->size);
-            train++;
+            st += p->frozen ? 0 : stored_of(p, x->size);
         }
         for (int pass = 0; pass < (never ? 1 : 2) && w > 1 && s > 0; pass++)
             count_traffic(t, FSDP_OP_ALL_GATHER, (w - 1) * s * bp);
-        if (w > 1 && train)
-            count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * (st + train) * input);
+        if (w > 1 && st > 0) count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * st * input);
     }
 }
 
@@ -736,15 +733,14 @@ static const copies_row copies_rows[] = {
     {"W=1/f32_overwrite", 1, 0, 0, 0, 1, 0, 0, 0, 0},
     /* one rank with a cast: two gathers, one reduction */
     {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
-    /* direct, one dtype: the flags of who used what, one element for each rank, and nothing else;
-       in the slot they take 64 bytes, its alignment */
-    {"W=2/f32", 2, 0, 0, 0, 0, 1, 2 * 4, 1, (CM + 16) * 4},
-    {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 1, 2 * 4, 0, 0},
-    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 3, 2 * CM / 4 * 2 + 4 * 2, 1, CM * 2 + 64},
-    /* packed: two copy-outs, one chunk_cat, the flags */
-    {"W=2/f32_packed", 2, 0, 0, 1, 0, 4, 3 * CV * 4 + 2 * 2 * 4, 1, (CV + 16 + CV) * 4},
+    /* direct, one dtype: nothing but casts */
+    {"W=2/f32", 2, 0, 0, 0, 0, 0, 0, 1, CM * 4},
+    {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 2, 2 * CM / 4 * 2, 1, CM * 2},
+    /* packed: two copy-outs, one chunk_cat */
+    {"W=2/f32_packed", 2, 0, 0, 1, 0, 3, 3 * CV * 4, 1, (CV + CV) * 4},
     /* rows that 5 does not divide: padding behind 48 and 96 elements is filled by one call */
-    {"W=5/f32_overwrite_packed", 5, 0, 0, 1, 1, 4, (2 * 150 + 150) * 4 + 2 * 5 * 4, 1, 116 * 4},
+    {"W=5/f32_overwrite_packed", 5, 0, 0, 1, 1, 3, (2 * 150 + 150) * 4, 1, 116 * 4},
 };
 
 static void copies_rank(lab_rank *r) {
