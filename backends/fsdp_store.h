@@ -43,7 +43,7 @@
                            value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
        REFUSED    server   to PROVE or HELLO, which is the end; value: a text. flags: fsdp_status,
                            or 0: try other ports, too, or LATER: try this port again
-       SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. After the timeout
+       SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. Afterwards
                            the server forgets it: the client has its own clock
        BEAT       client   i32 busy, i64 since, text: what the rank is doing
        ASK        client   i32 rank: what is it doing, and when was it heard of?
