@@ -222,8 +222,8 @@ FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
 
 /* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
-   used, and not only on options and states: grads_overwrite, and
-   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   used, and not only on options and states: fsdp_set_reduce_scatter_unused_params 0. Then
+   fsdp_rehearse does not show what a step would do
    Collective  no      Blocks no      Allocates no */
 FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 

@@ -45,63 +45,17 @@ static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
     return fsdpi_emit(u->model, &op);
 }
 
-// Zero the padding of the direct parameters of a part, or of the packed ones. What lies between two
-// pieces is the caller's, who stores there later: little of it is filled, too, to save a call.
-static fsdp_status fsdpi_zero_padding_of(fsdp_unit *u, const fsdpi_part *part, int direct) {
-    enum { BETWEEN = 16384 }; // elements
-    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
-    int64_t world = fsdpi_shards(u), begin = 0, end = 0;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->desc.num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
-        int64_t at = p->grad_offset + p->lay.numel,
-                past = p->grad_offset + world * p->lay.shard_numel;
-        if (!p->requires_grad || fsdpi_part_of(u, p) != part || p->lay.direct != direct ||
-            at == past)
-            continue;
-        if (end == begin || at < end || at - end > BETWEEN) {
-            status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
-                                     part->param_dtype, begin, end - begin, 0);
-            begin = at;
-        }
-        end = past;
-    }
-    return status ? status
-                  : fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
-                                    part->param_dtype, begin, end - begin, 0);
-}
-
-// Zero what the caller's backward does not store to: padding, in its own slot layout.
-static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
-    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
-    int world = fsdpi_shards(u);
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < 2 * u->layout.num_parts && !status; k++)
-        status = fsdpi_zero_padding_of(u, &u->layout.parts[k / 2], k % 2);
-    for (int k = 0; k < u->layout.num_parts && u->layout.pad_rin && !status; k++) {
-        const fsdpi_part *part = &u->layout.parts[k];
-        int64_t packed = part->train.packed_numel;
-        status = fsdpi_emit_fill(
-            u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot, part->param_dtype,
-            part->grad + world * (part->train.shard_numel - packed), world * packed, 0);
-    }
-    return status;
-}
-
-// One rank: gradients are written where they end. Zeros are put there before the first ones, unless
-// the caller stores: then what it has not stored is zeroed in the end.
+// One rank: gradients are written where they end. Zeros are put there before the first ones.
 static fsdp_status fsdpi_write_shard(fsdp_unit *u) {
     fsdpi_grads *g = &u->state.grads;
     const fsdpi_part *part = u->layout.parts;
     fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
-    int stores = u->model->desc.grads_overwrite, undefined = g->shard == FSDPI_GRADS_NONE;
+    int undefined = g->shard == FSDPI_GRADS_NONE;
     if (g->shard == FSDPI_GRADS_ZERO) g->shard = FSDPI_GRADS_NONE;
     g->newest = FSDPI_GRADS_IN_SHARD;
-    if (stores) fsdpi_usage_clear(u, FSDPI_USE_WRITTEN);
-    return undefined && !stores
-               ? fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, shard,
-                                 part->dtype, part->train.base, u->layout.train_numel, 0)
-               : fsdpi_caller_writes(u, shard);
+    return undefined ? fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, shard,
+                                       part->dtype, part->train.base, u->layout.train_numel, 0)
+                     : fsdpi_caller_writes(u, shard);
 }
 
 /* Where gradients will be written: zero, or what earlier microbatches left. */
@@ -113,31 +67,12 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->state.slot[FSDP_POOL_GRAD]);
     if (status) return status;
     g->newest = FSDPI_GRADS_WRITTEN;
-    if (!u->model->desc.grads_overwrite) return fsdpi_emit_kind(u, FSDPI_OPS_ZERO);
-    fsdpi_usage_clear(u, FSDPI_USE_WRITTEN);
-    status = fsdpi_zero_padding(u);
-    return status ? status : fsdpi_caller_writes(u, u->state.slot[FSDP_POOL_GRAD]);
+    return fsdpi_emit_kind(u, FSDPI_OPS_ZERO);
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do
 // nothing where only sums of the shard group wait for their all-reduce.
-
-// With grads_overwrite nothing was zeroed: what this rank did not store must not count.
-static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
-    int in_shard = u->state.grads.newest == FSDPI_GRADS_IN_SHARD;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->desc.num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
-        const fsdpi_part *part = fsdpi_part_of(u, p);
-        if (!p->requires_grad || (*fsdpi_use(u, i) & FSDPI_USE_WRITTEN)) continue;
-        status = fsdpi_emit_fill(
-            u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
-            in_shard ? fsdpi_flat_of(u, part)->grad : u->state.slot[FSDP_POOL_GRAD],
-            part->param_dtype, in_shard ? p->lay.shard_offset : p->grad_offset, p->lay.numel, 0);
-    }
-    return status;
-}
 
 // The caller has written the slot.
 static fsdp_status fsdpi_step_wrote(fsdp_unit *u) {
@@ -342,10 +277,9 @@ static fsdp_status fsdpi_step_done(fsdp_unit *u) {
 static fsdp_status fsdpi_run_steps(fsdp_unit *u, const uint8_t *step) {
     // clang-format off
     static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit *u) = {
-        NULL, fsdpi_step_zero_unused, fsdpi_step_wrote, fsdpi_step_keep, fsdpi_step_sum,
-        fsdpi_step_fold, fsdpi_step_users, fsdpi_step_scatter_fused, fsdpi_step_scatter,
-        fsdpi_step_rescale, fsdpi_step_partial_fused, fsdpi_step_partial, fsdpi_step_replicas,
-        fsdpi_step_hook, fsdpi_step_out, fsdpi_step_done};
+        NULL, fsdpi_step_wrote, fsdpi_step_keep, fsdpi_step_sum, fsdpi_step_fold, fsdpi_step_users,
+        fsdpi_step_scatter_fused, fsdpi_step_scatter, fsdpi_step_rescale, fsdpi_step_partial_fused,
+        fsdpi_step_partial, fsdpi_step_replicas, fsdpi_step_hook, fsdpi_step_out, fsdpi_step_done};
     // clang-format on
     fsdp_status status = FSDP_OK;
     for (; *step && !status; step++) status = steps[*step](u);
@@ -356,8 +290,7 @@ static fsdp_status fsdpi_run_steps(fsdp_unit *u, const uint8_t *step) {
 // The actions.
 
 /* End of a unit's backward. Without sync gradients stay, in the slot where they were written or, if
-   they are to be widened or would be overwritten, summed in the reduce input; without all_reduce,
-   in the reduce output. */
+   they are to be widened, summed in the reduce input; without all_reduce, in the reduce output. */
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdpi_grads *g = &u->state.grads;
     fsdp_buf **slot = u->state.slot;
@@ -371,7 +304,6 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     }
     if (g->newest == FSDPI_GRADS_IN_SHARD) { // others may have written the block: one event for all
         status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad);
-        if (!status && u->model->desc.grads_overwrite) status = fsdpi_step_zero_unused(u);
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);

@@ -129,11 +129,10 @@ typedef struct fsdpi_class { // slots of one pool and size
 } fsdpi_class;
 
 enum {                     // what is known of a parameter's use, a set
-    FSDPI_USE_WRITTEN = 1, // this rank wrote its gradient to the slot that the unit holds
-    FSDPI_USE_USED = 2,    // this rank wrote a gradient that is not reduced yet
-    FSDPI_USE_FLAGGED = 4, // USED as it stands in the unit's flags
-    FSDPI_USE_PENDING = 8, // it was USED, and that is in the sums of a reduction that goes on
-    FSDPI_USE_REDUCED = 16 // a rank used it, and its gradient is in the shard gradient
+    FSDPI_USE_USED = 1,    // this rank wrote a gradient that is not reduced yet
+    FSDPI_USE_FLAGGED = 2, // USED as it stands in the unit's flags
+    FSDPI_USE_PENDING = 4, // it was USED, and that is in the sums of a reduction that goes on
+    FSDPI_USE_REDUCED = 8  // a rank used it, and its gradient is in the shard gradient
 };
 
 typedef struct fsdpi_param {

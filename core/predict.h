@@ -37,7 +37,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
                 for (int k = 0; back && k < u->desc.num_params; k++)
-                    *fsdpi_use(u, k) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+                    *fsdpi_use(u, k) |= FSDPI_USE_USED;
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
             }
         }

@@ -32,10 +32,9 @@ typedef struct fsdpi_facts {
     fsdp_dtype grad;     // of the shard gradient
     fsdp_dtype reduce;   // of the reduction
     // Of the model and its world.
-    uint8_t offload;   // shards and their gradients lie in pinned host memory
-    uint8_t overwrite; // backward stores gradients instead of adding them
-    uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
-    uint8_t debug;     // what is given back becomes NaN, or is poisoned
+    uint8_t offload; // shards and their gradients lie in pinned host memory
+    uint8_t fuses;   // the backend's reduce_scatter casts, scales and adds
+    uint8_t debug;   // what is given back becomes NaN, or is poisoned
     // Options.
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
 #define FSDP_X(type, name, initial) type name;
@@ -52,7 +51,6 @@ enum {                   // where a gather reads
 // What happens to gradients behind post_backward, in the words of fsdp_model_describe.
 #define FSDPI_STEP_LIST(X)                                                                         \
     X(END, "")                                                                                     \
-    X(ZERO_UNUSED, "zero what was not stored")                                                     \
     X(WROTE, "written")                                                                            \
     X(KEEP, "keep in the slot")                                                                    \
     X(SUM, "add up in the reduce input")                                                           \
@@ -75,7 +73,7 @@ enum {
         FSDPI_STEP_COUNT
 };
 
-enum { FSDPI_COLLECT_STEPS = 4, FSDPI_REDUCE_STEPS = 8 }; // with their END
+enum { FSDPI_COLLECT_STEPS = 3, FSDPI_REDUCE_STEPS = 8 }; // with their END
 
 typedef struct fsdpi_route {
     uint8_t gather;      // FSDPI_GATHER_*
@@ -124,10 +122,10 @@ static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.
-static int fsdpi_facts_write_shard(const fsdpi_facts *f, int adds) {
+static int fsdpi_facts_write_shard(const fsdpi_facts *f) {
     return f->shards * f->replicas == 1 && fsdpi_facts_plain(f) && f->reduce == f->stored &&
            f->grad == f->stored && f->sync && (f->divide_factor == 0 || f->divide_factor == 1) &&
-           !f->hook && !(f->overwrite && adds);
+           !f->hook;
 }
 
 // The sums of the shard group, over W > 1 ranks. Returns whether they are the shard gradient.
@@ -156,17 +154,15 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
     int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer finds NaN or poison
     int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
-    int sum = fsdpi_facts_convert(f, f->hook) ||
-              (!due && (f->overwrite || f->gathered != f->reduce));
+    int sum = fsdpi_facts_convert(f, f->hook) || (!due && f->gathered != f->reduce);
     memset(&r, 0, sizeof r);
     r.gather = (uint8_t)(!plain || copies ? FSDPI_GATHER_STAGED
                          : f->shards > 1  ? FSDPI_GATHER_SHARDS
                                           : FSDPI_GATHER_ALIAS);
-    r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
+    r.write_shard = (uint8_t)fsdpi_facts_write_shard(f);
     r.from_input = f->shards == 1;
     r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);
     fsdpi_facts_divide(f, &r);
-    if (f->overwrite) *step++ = FSDPI_STEP_ZERO_UNUSED;
     *step++ = FSDPI_STEP_WROTE;
     *step = (uint8_t)(sum ? FSDPI_STEP_SUM : FSDPI_STEP_KEEP);
     if (!due) return r;

@@ -496,7 +496,7 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_GRAD);
     if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
-    *fsdpi_use(unit, index) |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+    *fsdpi_use(unit, index) |= FSDPI_USE_USED;
     if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);

@@ -201,7 +201,6 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
     h[FSDP_AGREE_REDUCE_DTYPE] = (uint64_t)u->layout.reduce_dtype;
     h[FSDP_AGREE_GRAD_DTYPE] = (uint64_t)md->grad_dtype;
     h[FSDP_AGREE_SLICES] = (uint64_t)u->desc.slices;
-    h[FSDP_AGREE_OVERWRITE] = (uint64_t)md->grads_overwrite;
     h[FSDP_AGREE_DIRECT_MIN] = fsdpi_hash(1, (uint64_t)md->direct_min);
     h[FSDP_AGREE_MESH] = fsdpi_hash((uint64_t)fsdpi_shards(u), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->desc.num_params; i++) {
@@ -239,7 +238,6 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.grad = fsdpi_grad_dtype(u->model, part->dtype);
     f.reduce = l->reduce_dtype;
     f.offload = md->cpu_offload != 0;
-    f.overwrite = md->grads_overwrite != 0;
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.hook = u->options.all_reduce_hook != NULL;

@@ -156,7 +156,7 @@ static void fsdpi_usage_learn(fsdp_unit *u) {
 }
 
 FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
-    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+    return unit && !unit->options.reduce_unused;
 }
 
 #endif // FSDPI_CORE_USAGE_H

@@ -450,7 +450,7 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
         if (fsdp_unit_follows_use(p->units[i]))
             snprintf(text, sizeof text,
                      "what unit '%.120s' reduces depends on the parameters that were used "
-                     "(grads_overwrite, or fsdp_set_reduce_scatter_unused_params 0)",
+                     "(fsdp_set_reduce_scatter_unused_params 0)",
                      fsdp_unit_name(p->units[i]));
     for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
         if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
