@@ -25,7 +25,7 @@ CONTENTS
     core/reduce.h       the one reduction: loops that cast, add and scale
     core/shard_math.h   which rows a rank owns; where everything lies in a slot
     core/os.h           the operating system's calls, a lock, a hash, a text, the environment
-    core/route.h        how a unit gathers and reduces: a pure function from facts to a route
+    core/route.h        what is done with a unit's memory: a list of steps, a function that chooses
     core/objects.h      the structs of a world, a mesh, a model and a unit
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
@@ -38,12 +38,13 @@ CONTENTS
     core/mesh.h         ranks arranged in N dims, and their groups
     core/layout.h       where everything lies in a unit's slots, and the lists that say so
     core/guard.h        AddressSanitizer: what the caller must not touch
-    core/ops.h          op records, prepared once at commit; fsdpi_emit, the only door to the tables
+    core/ops.h          op records; fsdpi_emit, the only door to the tables
     core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
+    core/usage.h        which parameters have a gradient
+    core/template.h     steps become records: prepared at commit, emitted by fsdpi_emit_step
     core/gather.h       parameters: gathered, waited for, freed, prefetched
-    core/usage.h        which ranks used which parameter
-    core/grads.h        gradients: written, collected, reduced
+    core/grads.h        gradients: written, brought together, reduced
     core/commit.h       layouts are made, blocks allocated, what was held is moved
     core/report.h       what is allocated now, and a model in words
     core/model.h        a model begins and ends
