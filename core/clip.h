@@ -17,7 +17,7 @@
 #include "os.h"
 #include "run.h"
 #include "step.h"
-#include "usage.h"
+#include "unit.h"
 
 #include <string.h>
 

@@ -17,7 +17,7 @@
 #include "../core/os.h"
 #include "../core/route.h"
 #include "../core/run.h"
-#include "../core/usage.h"
+#include "../core/template.h"
 
 // Writes into a record of a tape what differs from step to step.
 static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
@@ -25,9 +25,9 @@ static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->step = m->step;
     op->given = m->given;
     if (!fsdpi_bits(op->factor)) return; // most have none
-    op->factor = fsdpi_facts_factor(&op->unit->facts);
+    op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
-    if (op->comm) fsdpi_usage_agree(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
+    if (op->comm) fsdpi_agree_use(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
 }
 
 // Inline, and without an extension that sees records: no event orders them, and a marker only says
