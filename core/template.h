@@ -224,8 +224,9 @@ static void fsdpi_agree_use(const fsdp_unit *u, int held, fsdp_op *op) {
 static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) {
     fsdp_model *m = u->model;
     fsdpi_template *t = u->layout.templates[s->kind], *end = u->layout.templates[s->kind + 1];
+    if (t == end && !s->how) return FSDP_OK;
+    const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
     const double factor = u->facts.divide_factor;
-    const int divides = s->how & FSDPI_DIVIDES;
     if (s->how & FSDPI_TAKES)
         FSDPI_TRY(fsdpi_acquire(u, s->to == FSDPI_FRESH ? FSDP_POOL_ROUT : s->to,
                                 &u->state.slot[s->to]));
@@ -236,10 +237,12 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
         if (t->dst) op->dst = *t->dst;
         if (op->src) op->src_ptr = op->src->ptr + t->begin;
         if (op->dst) op->dst_ptr = op->dst->ptr;
-        op->scale = divides ? s->scale / factor : s->scale;
-        op->share = divides ? s->scale : 0;
-        op->factor = divides || t->agrees ? factor : 0;
-        op->accumulate = s->how & FSDPI_ADDS;
+        if (of_grads) {
+            op->scale = divides ? s->scale / factor : s->scale;
+            op->share = divides ? s->scale : 0;
+            op->factor = divides || t->agrees ? factor : 0;
+            op->accumulate = s->how & FSDPI_ADDS;
+        }
         op->state = m->call_state;
         op->step = m->step;
         op->given = m->given;
