@@ -95,7 +95,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
-// "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient", as after a backward.
+// The steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".
 static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     static const char *const gathers[] = {"nothing: the full parameters are the shards",
                                           "the shards as they are",

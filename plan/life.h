@@ -181,8 +181,8 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
-// Answers one call from the tape: records first, since ranks compare the parameters that are used, and
-// the states of a reduction mark these as reduced.
+// Answers one call from the tape: records first. Ranks compare in them which parameters are used;
+// the state after a reduction marks these as reduced.
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     const fsdpi_plan_tape *t = &p->kind->tape;
     fsdp_status status = FSDP_OK;

@@ -15,6 +15,7 @@
 #include "../core/objects.h"
 #include "../core/ops.h"
 #include "../core/os.h"
+#include "../core/route.h"
 #include "../core/run.h"
 #include "../core/usage.h"
 

@@ -491,7 +491,6 @@ static void predict_one(uint64_t *state, int number) {
     md.param_dtype = dtypes[lab_pick(state, 3)];
     md.reduce_dtype = lab_pick(state, 2) ? FSDP_F32 : FSDP_DTYPE_KEEP;
     md.direct_min = lab_pick(state, 2) ? 1 : 0;
-    md.grads_overwrite = lab_pick(state, 2);
     md.reshard_after_forward = lab_pick(state, 4) ? 0 : FSDP_RESHARD_NEVER;
     fsdp_model *m = lab_model(w, &md);
     const int count = 1 + lab_pick(state, 6);

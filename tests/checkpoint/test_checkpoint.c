@@ -737,15 +737,15 @@ static const other_model others[] = {
      0,
      0},
     {"bf16",
-     {{0, "w", FSDP_BF16, 2, {6, 4}, 0, 0, 0}, ROW_B, ROW_F, ROW_I},
-     4,
+     {{0, "w", FSDP_BF16, 2, {6, 4}, 0, 0, 0}, ROW_F, ROW_I},
+     3,
      CK_ADAMW,
      "[E436] checkpoint_load: 'h.0.w' is f32 [6, 4] there, and bf16 [6, 4] here: set convert",
      1,
      0,
      0,
      0,
-     0},
+     4},
     {"integer",
      {ROW_W, ROW_B, ROW_F, {1, "i", FSDP_F32, 1, {4}, 0, 1, 0}},
      4,
@@ -2292,11 +2292,11 @@ TEST_P(checkpoint, freeze_thaw, sizes, NCCL | (row->size > 3 ? MANY_RANKS : 0)) 
 }
 
 /* States of a frozen parameter go through loads and saves of other numbers of ranks. */
-static const ck_param slow_rows[] = {{0, "w", FSDP_F32, 2, {7, 5}, 0, 0, 0},
+static const ck_param slow_rows[] = {{0, "w", FSDP_F64, 2, {7, 5}, 0, 0, 0},
                                      {0, "d", FSDP_F64, 2, {4, 2}, 1, 0, 0},
                                      {1, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},
-                                     {1, "w", FSDP_F32, 2, {3, 2}, 0, 0, 0},
-                                     {1, "late", FSDP_F32, 1, {6}, 0, 1, 0}};
+                                     {1, "w", FSDP_BF16, 2, {3, 2}, 0, 0, 0},
+                                     {1, "late", FSDP_BF16, 1, {6}, 0, 1, 0}};
 static const ck_net slow_net = {slow_rows, COUNT(slow_rows)};
 typedef struct held_case {
     const char *name;

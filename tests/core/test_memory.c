@@ -63,7 +63,7 @@ typedef struct {
     unit units[MAX_UNITS];
     int count;
     fsdp_dtype dtype, param, reduce;
-    int overwrite, never, lanes, plain, debug;
+    int never, lanes, plain, debug;
     int64_t direct_min;
 } net;
 
@@ -134,7 +134,6 @@ static void random_settings(uint64_t *state, net *n) {
     n->dtype = kinds[kind].dtype;
     n->param = kinds[kind].param;
     n->reduce = kinds[kind].reduce;
-    n->overwrite = lab_pick(state, 2);
     n->never = lab_pick(state, 3) == 0;
     n->lanes = lab_pick(state, 3);
     n->plain = lab_pick(state, 3) == 0;
@@ -166,7 +165,6 @@ static void build(job *x, const net *n, fsdp_world *world) {
     x->reduce_dtype = n->reduce ? n->reduce : n->dtype;
     md.param_dtype = n->param;
     md.reduce_dtype = n->reduce;
-    md.grads_overwrite = n->overwrite;
     md.debug = n->debug;
     md.fill_bytes = 4096;
     md.direct_min = n->direct_min;
@@ -205,11 +203,12 @@ static void use_unit(job *x, int u, int backward, int step) {
 /* Forward and backward, in order of creation and back. Units that never reshard, in a model whose
    others do, are open around those. */
 static void half_step(job *x, int backward, int step) {
-    int count = x->net->count;
+    int count = x->net->count, reshards = 0;
+    for (int u = 0; u < count; u++) reshards |= !x->net->never && !x->net->units[u].never;
     for (int pass = 0; pass < 3; pass++)
         for (int k = 0; k < count; k++) {
             int u = backward ? count - 1 - k : k;
-            if ((!x->net->never && x->net->units[u].never) != (pass != 1)) continue;
+            if ((reshards && x->net->units[u].never) != (pass != 1)) continue;
             if (pass < 2)
                 CALL(x->world,
                      backward ? fsdp_pre_backward(x->unit[u]) : fsdp_pre_forward(x->unit[u]));
@@ -277,9 +276,9 @@ static void nets_rank(lab_rank *r) {
     for (int i = 0; i < n->count; i++) {
         const net *t = &n->net[i];
         snprintf(w_case, sizeof w_case,
-                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, r->size,
+                 "net %d: W=%d %s/%s/%s lanes=%d never=%d plain=%d", i, r->size,
                  fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
-                 t->lanes, t->never, t->overwrite, t->plain);
+                 t->lanes, t->never, t->plain);
         build(x, t, worlds[2 * t->lanes + t->plain]);
         n->one(x, n->arg);
         fsdp_model_destroy(x->model);
@@ -720,7 +719,7 @@ typedef struct {
     const char *name;
     int world;
     fsdp_dtype param, reduce;
-    int packed, overwrite;
+    int packed;
     uint64_t copies, copied, fills, filled; /* per step and unit; copied and filled in bytes */
 } copies_row;
 
@@ -728,19 +727,15 @@ typedef struct {
 enum { CM = 384, CV = 144 };
 static const copies_row copies_rows[] = {
     /* one rank: parameters and gradients are the shards; after zero_grad they are cleared */
-    {"W=1/f32", 1, 0, 0, 0, 0, 0, 0, 1, CM * 4},
-    {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 0, 1, CV * 4},
-    {"W=1/f32_overwrite", 1, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"W=1/f32", 1, 0, 0, 0, 0, 0, 1, CM * 4},
+    {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 1, CV * 4},
     /* one rank with a cast: two gathers, one reduction */
-    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
+    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
     /* direct, one dtype: nothing but casts */
-    {"W=2/f32", 2, 0, 0, 0, 0, 0, 0, 1, CM * 4},
-    {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 0, 0, 0, 0},
-    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 2, 2 * CM / 4 * 2, 1, CM * 2},
+    {"W=2/f32", 2, 0, 0, 0, 0, 0, 1, CM * 4},
+    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 2, 2 * CM / 4 * 2, 1, CM * 2},
     /* packed: two copy-outs, one chunk_cat */
-    {"W=2/f32_packed", 2, 0, 0, 1, 0, 3, 3 * CV * 4, 1, (CV + CV) * 4},
-    /* rows that 5 does not divide: padding behind 48 and 96 elements is filled by one call */
-    {"W=5/f32_overwrite_packed", 5, 0, 0, 1, 1, 3, (2 * 150 + 150) * 4, 1, 116 * 4},
+    {"W=2/f32_packed", 2, 0, 0, 1, 3, 3 * CV * 4, 1, (CV + CV) * 4},
 };
 
 static void copies_rank(lab_rank *r) {
@@ -753,7 +748,6 @@ static void copies_rank(lab_rank *r) {
     net *n = (net *)lab_zeros(1, sizeof *n);
     n->count = 3;
     n->dtype = FSDP_F32, n->param = row->param, n->reduce = row->reduce;
-    n->overwrite = row->overwrite;
     n->direct_min = row->packed ? FSDP_DIRECT_NEVER : 1;
     for (int u = 0; u < n->count; u++) {
         n->units[u].params[0] = row->packed ? vec(48) : mat(24, 16);

@@ -17,7 +17,7 @@ typedef struct {
     int layers;                            /* 0: 3 */
     int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
     fsdp_dtype param, reduce;
-    int overwrite, debug, uniform; /* uniform: layers of one large matrix */
+    int debug, uniform; /* uniform: layers of one large matrix */
     int64_t direct_min;
     int replicas, offload; /* replicas: HSDP of world/replicas x replicas */
 } config;
@@ -93,7 +93,6 @@ static void rig_open(rig *r, const config *c) {
     fsdp_model_desc md = FSDP_ZERO;
     md.param_dtype = c->param;
     md.reduce_dtype = c->reduce;
-    md.grads_overwrite = c->overwrite;
     md.debug = c->debug;
     md.direct_min = c->direct_min ? c->direct_min : 256;
     md.cpu_offload = c->offload;
@@ -825,7 +824,6 @@ static config any_config(uint64_t *seed) {
     c.inner = h_rand64(seed) % 4 ? ALWAYS : NEVER;
     c.param = dtypes[h_rand64(seed) % 2];
     c.reduce = dtypes[h_rand64(seed) % 2];
-    c.overwrite = h_rand64(seed) % 4 == 0;
     c.debug = h_rand64(seed) % 4 == 0;
     c.direct_min = direct[h_rand64(seed) % 3];
     return c;
@@ -852,11 +850,11 @@ TEST(streams, every_access_is_ordered, SLOW | AT_NIGHT(ASAN)) {
             waits += r.s.waits;
             if (r.s.races)
                 fprintf(stderr,
-                        "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, "
+                        "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, "
                         "debug %d, direct %lld\n",
                         schedules[i].name, c.world, c.unfused ? "not " : "", c.comm_lanes,
                         fsdp_dtype_name(c.param), fsdp_dtype_name(c.reduce), c.root, c.inner,
-                        c.overwrite, c.debug, (long long)c.direct_min);
+                        c.debug, (long long)c.direct_min);
             rig_close(&r);
         }
     h_message("%lld runs, %lld ops, %lld waits", (long long)runs, (long long)ops, (long long)waits);
@@ -1291,10 +1289,10 @@ TEST(streams, random_calls) {
         for (int i = 0; i < CALLS && r.s.races == 0; i++) random_call(&r, &seed);
         if (r.s.races)
             fprintf(stderr,
-                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, debug %d, "
+                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, debug %d, "
                     "direct %lld\n",
                     c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.overwrite, c.debug,
+                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.debug,
                     (long long)c.direct_min);
         rig_close(&r);
     }

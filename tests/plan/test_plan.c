@@ -234,11 +234,6 @@ static plan_net net_unused(void) { /* refused: what is reduced depends on what i
     n.sets = PLAN_UNUSED;
     return n;
 }
-static plan_net net_overwrite(void) {
-    plan_net n = plan_chain(3, 16, 16);
-    n.model.grads_overwrite = 1;
-    return n;
-}
 
 static const struct named_net {
     const char *name;
@@ -282,7 +277,6 @@ static const struct named_net {
     {"some_used", net_some_used, 0},
     {"some_used_hsdp", net_some_used_hsdp, 0},
     {"unused", net_unused, 1},
-    {"overwrite", net_overwrite, 1},
 };
 enum { NETS = sizeof nets / sizeof *nets };
 
