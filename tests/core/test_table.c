@@ -442,7 +442,7 @@ static void call_both(bed *b, model *m, int form, int at) {
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
-    int is_new = !(u->reported_calls >> call & 1); /* logged once in a step */
+    int is_new = !(u->told >> call & 1); /* logged once in a step */
     CHECK_EQ_INT(b->s.num_logged, logged + is_new);
     if (is_new) CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
     snprintf(name, sizeof name, "%s",
