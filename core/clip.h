@@ -110,7 +110,6 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     return status;
 }
 
-
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
     fsdp_clip_desc d;
     double total = 0;

@@ -221,7 +221,6 @@ static void *fsdpi_lane_main(void *arg) {
     }
 }
 
-
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
     if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
