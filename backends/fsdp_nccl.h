@@ -305,7 +305,7 @@ typedef struct fsdpi_nccl_call {
 
 enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: nobody waits for it any more
 
-// A call whose thread has not begun yet must not be made on a communicator that has ended meanwhile.
+// A call whose thread begins late must not be made on a communicator that has ended meanwhile.
 static int fsdpi_nccl_call_take(fsdpi_nccl_call *call) {
     return !__atomic_exchange_n(&call->taken, 1u, __ATOMIC_SEQ_CST);
 }
