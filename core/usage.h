@@ -34,9 +34,11 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any != 0;
 }
 
-// With reduce_unused a backward gives all trainables a gradient: zeros where nobody writes.
+// With reduce_unused a backward gives all trainables a gradient: zeros where nobody writes. So does
+// a rehearsal, in which nobody writes at all.
 static void fsdpi_usage_begin(fsdp_unit *u) {
-    for (int i = 0; u->options.reduce_unused && i < u->desc.num_params; i++)
+    const int all = u->options.reduce_unused || u->model->rehearsing;
+    for (int i = 0; all && i < u->desc.num_params; i++)
         if (u->params[i].requires_grad) *fsdpi_use(u, i) |= FSDPI_USE_USED;
 }
 
