@@ -25,7 +25,7 @@ CONTENTS
     core/reduce.h       the one reduction: loops that cast, add and scale
     core/shard_math.h   which rows a rank owns; where everything lies in a slot
     core/os.h           the operating system's calls, a lock, a hash, a text, the environment
-    core/route.h        how a unit gathers and reduces: a pure function from facts to a route
+    core/route.h        what is done with a unit's memory: a list of steps, a function that chooses
     core/objects.h      the structs of a world, a mesh, a model and a unit
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
@@ -38,12 +38,13 @@ CONTENTS
     core/mesh.h         ranks arranged in N dims, and their groups
     core/layout.h       where everything lies in a unit's slots, and the lists that say so
     core/guard.h        AddressSanitizer: what the caller must not touch
-    core/ops.h          op records, prepared once at commit; fsdpi_emit, the only door to the tables
+    core/ops.h          op records; fsdpi_emit, the only door to the tables
     core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
+    core/usage.h        which parameters have a gradient
+    core/template.h     steps become records: prepared at commit, emitted by fsdpi_emit_step
     core/gather.h       parameters: gathered, waited for, freed, prefetched
-    core/usage.h        which ranks used which parameter
-    core/grads.h        gradients: written, collected, reduced
+    core/grads.h        gradients: written, brought together, reduced
     core/commit.h       layouts are made, blocks allocated, what was held is moved
     core/report.h       what is allocated now, and a model in words
     core/model.h        a model begins and ends
@@ -782,12 +783,12 @@ typedef struct fsdp_model_desc {
     const fsdp_mesh *mesh;         // NULL: 1-D over all ranks. 1-D: FSDP; 2-D with named dims: HSDP
     const fsdp_mesh_info *mesh_info; // for other dims, or to replicate only; then mesh is ignored
     fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
-    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: one that holds all of the unit's
+    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: that of shard gradients
     fsdp_dtype grad_dtype;         // of shard gradients; KEEP: the parameter's own
     fsdp_dtype output_dtype;       // of fsdp_cast_forward_output; KEEP: no cast
     int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
     int32_t reshard_after_forward; // FSDP_RESHARD_*, or n
-    int32_t grads_overwrite;       // 1: your backward stores gradients (=); 0: it adds them (+=)
+    int32_t reserved;
     int32_t cpu_offload;           // 1: shards and their gradients are in (pinned) host memory
     int32_t implicit_prefetch;     // FSDP_PREFETCH_*
     int32_t debug;                 // 1: fill released buffers with NaN patterns (MISTAKES)
@@ -1066,8 +1067,7 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
 /* fsdp_pre_backward - gather the unit's parameters again. fsdp_grad is zero or holds gradients of
-   earlier microbatches; with grads_overwrite it holds anything: store all of it. With lanes or
-   streams it starts to gather the unit of the forward before
+   earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
    Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
                backward); OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use
@@ -1409,7 +1409,7 @@ typedef struct fsdp_event {
     X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
     X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
     X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
-    X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
+    X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")                                      \
     X(FACTOR, "gradient divide factor")                                                           \
     X(USED, "parameters that have a gradient (fsdp_set_reduce_scatter_unused_params)")            \
     X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
@@ -1531,8 +1531,7 @@ typedef struct fsdp_memory {
    every unit in the order of creation and one backward in the reverse order; if the model reshards
    after forward, units that never do are open while those that do run. It allocates nothing on the
    device. It does not count gradients kept without sync, scratch of fsdp_param_full and buffers of
-   extensions. On one rank with grads_overwrite, a step that begins without fsdp_zero_grad needs
-   one more slot of gradients than it says
+   extensions
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Allocates   predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);

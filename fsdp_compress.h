@@ -77,10 +77,11 @@ FSDP_API void fsdp_compress_destroy(fsdp_compress *compress);
 
 #include <string.h> // memcmp, memcpy
 
-// Owns: the records in place of a reduce-scatter, their lists and memory. Invariant: all are on its
-// stream, so that one buffer is enough. In it lie sums of f32, what is received, what is sent.
+// Owns: the records in place of a reduce-scatter, their lists and memory. Invariant: all of them
+// are on the stream of the reduce-scatter, so that one buffer is enough. It has the f32 sums, the
+// received parts, and the parts to send.
 
-// What the copies of one list of segments do. Made once: a record that has not run reads it.
+// Lists for the copies of one list of segments. Made once: records that have not run read them.
 typedef struct fsdpi_compress_lists {
     struct fsdpi_compress_lists *next;
     int64_t bytes;
@@ -97,8 +98,8 @@ struct fsdp_compress {
     int label, pool;
 };
 
-// Gradients of segment after segment: from the slot, where each segment has the parts of all ranks,
-// to a part of each rank; and of my sums to the shard.
+// Fills the lists. In the slot, each segment has the parts of all ranks: `pack` brings the parts of
+// each rank together. `unpack` brings this rank's sums to the shard.
 static void fsdpi_compress_fill(fsdpi_compress_lists *p) {
     int64_t at = 0, count = 0;
     for (int32_t i = 0; i < p->num; i++) count += p->segs[i].count;
@@ -139,7 +140,7 @@ static fsdpi_compress_lists *fsdpi_compress_lists_of(fsdp_compress *c, const fsd
     return p;
 }
 
-// Room for a reduction. All ranks need the same, at the same reduction.
+// Makes room for a reduction. All ranks need the same room at the same reduction.
 static fsdp_status fsdpi_compress_room(fsdp_compress *c, int64_t nbytes) {
     if (fsdp_buf_nbytes(c->room) >= nbytes) return FSDP_OK;
     fsdp_buf_destroy(c->model, c->room);
@@ -147,7 +148,7 @@ static fsdp_status fsdpi_compress_room(fsdp_compress *c, int64_t nbytes) {
     return fsdp_buf_create(c->model, c->pool, FSDP_MEMORY_DEVICE, nbytes, &c->room);
 }
 
-// A record beside the reduce-scatter: of the same unit, and compared by ranks like it.
+// A record like the reduce-scatter: it has the same unit, and ranks compare the same fields.
 static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like, int kind) {
     fsdp_op op;
     fsdp_op_init(&op, c->model, like->unit, kind, c->label, like->stream);
@@ -163,7 +164,7 @@ static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like
     return op;
 }
 
-// The part of this rank in f32, scaled, cast and added to the shard's.
+// Sums this rank's part in f32, scales and casts it, and adds it to the shard.
 static fsdp_status fsdpi_compress_sum(const fsdp_compress *c, const fsdpi_compress_lists *p,
                                       const fsdp_op *scatter, char *sums, char *received) {
     fsdp_status status = FSDP_OK;
@@ -216,8 +217,8 @@ static fsdp_status fsdpi_compress_reduce(fsdp_compress *c, const fsdp_op *scatte
     return status ? status : fsdpi_compress_sum(c, p, scatter, sums, received);
 }
 
-/* Without memory the reduce-scatter runs, while those of other ranks do not: they differ, and the
-   world ends. */
+/* If this rank has no memory, it runs the reduce-scatter, and other ranks do not: ranks see that
+   they differ, and the world ends. */
 static int fsdpi_compress_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)model;
     int sends = op->dtype == FSDP_F32 || op->dtype == FSDP_BF16;
@@ -230,7 +231,7 @@ static int fsdpi_compress_op(void *user, fsdp_model *model, fsdp_op *op) {
 static void fsdpi_compress_free(void *user) {
     fsdp_compress *c = (fsdp_compress *)user;
     fsdp_model *m = c->model;
-    fsdp_buf_destroy(m, c->room); // whatever reads the lists has run
+    fsdp_buf_destroy(m, c->room); // records that read the lists have run
     while (c->lists) {
         fsdpi_compress_lists *p = c->lists;
         c->lists = p->next;

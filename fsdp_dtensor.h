@@ -395,7 +395,7 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
                                              fsdp_redistribution_info *out);
 
 /* fsdp_redistribute - run it, in the order of your stream
-   src, dst    device memory: this rank's parts `from` and `to`. You may write src behind the call.
+   src, dst    device memory: this rank's parts `from` and `to`. You may write src after the call.
                dst may be src if the route has no step but all_reduce; else they must not overlap.
                An empty part may be NULL
    Writes      dst; if dst is the begin of memory of fsdp_dmesh_alloc: up to dst_capacity bytes

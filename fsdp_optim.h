@@ -391,10 +391,9 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 /* -------------------------------------------------------------------------------------------- */
 // >>optim kernels
 // Owns: the loops over elements. Invariants: the same inputs give the same bits with any compiler
-// flags. Precise arithmetic by pragma; and since clang -Ofast fuses a product with a sum in spite
-// of its pragma, no loop adds what it has multiplied: products of a block are stored, a loop of its
-// own adds them. Blocks stay in the first-level cache. Source: torch.optim, single-tensor
-// functions.
+// flags. Pragmas make arithmetic precise. But clang -Ofast fuses a product with a sum in spite of
+// its pragma: so one loop stores the products of a block, and another one adds them. Blocks stay in
+// the first-level cache. Source: torch.optim, single-tensor functions.
 
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
@@ -406,7 +405,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
 #define FSDPI_OPTIM_BLOCK 512 // elements
 
-// What the random bits of a stochastic rounding come from: see fsdp_update.
+// The source of the random bits of a stochastic rounding: see fsdp_update.
 typedef struct fsdpi_rounding {
     uint64_t key;
     int64_t at, row, pitch;
@@ -419,15 +418,15 @@ static inline uint32_t fsdpi_stir(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-// 16 random bits of an element. Of products of 32 bits, which processors have for vectors.
+// 16 random bits of an element, by products of 32 bits, which processors have for vectors.
 static inline uint32_t fsdpi_chance(uint64_t key, uint64_t index) {
     uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
     return fsdpi_stir(fsdpi_stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
 }
 
-/* p has x rounded to nearest; what lies between two bf16 takes the one further from zero if the 16
-   bits that are cut off carry when random bits are added. Beyond the largest bf16 nothing changes:
-   there are no neighbours. */
+/* p has x rounded to nearest. If x lies between two bf16, random bits are added to the 16 bits that
+   are cut off; if they carry, p becomes the bf16 further from zero. Beyond the largest bf16 p
+   stays: there are no two neighbours. */
 static FSDPI_OPTIM_NOINLINE void fsdpi_round_row(uint16_t *FSDPI_OPTIM_RESTRICT p,
                                                  const float *FSDPI_OPTIM_RESTRICT x, size_t count,
                                                  uint64_t key, uint64_t index) {
@@ -452,8 +451,7 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
     }
 }
 
-/* A body for both types of the arithmetic, which it calls fsdpi_real: double if wide, else float.
-   So a kernel is written once. */
+/* One body for both types of the arithmetic: in it, fsdpi_real is double if wide, else float. */
 #define FSDPI_IN_REAL(wide, ...)                                                                   \
     do {                                                                                           \
         if (wide) {                                                                                \
@@ -465,8 +463,8 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
         }                                                                                          \
     } while (0)
 
-/* out = sqrt(x), correctly rounded. As instructions: the C library's functions are not vectorised,
-   for errno's sake, and clang -Ofast makes estimates of them whatever its pragmas say. */
+/* out = sqrt(x), correctly rounded, by instructions. Compilers do not vectorise the C library's
+   functions because of errno, and clang -Ofast makes estimates of them in spite of its pragmas. */
 #if defined(__GNUC__) && defined(__SSE2__)
 #ifdef __AVX__
 #define FSDPI_VEX "v"
@@ -516,7 +514,7 @@ static void fsdpi_scale(int wide, void *y, double a, const void *x, size_t count
     });
 }
 
-// What depends on the settings and t alone.
+// Numbers that depend only on the settings and t.
 typedef struct fsdpi_adamw_scalars {
     double decay;       // 1 - lr*weight_decay
     double lerp;        // 1 - beta1
@@ -525,7 +523,7 @@ typedef struct fsdpi_adamw_scalars {
     double rate;        // -lr/(1 - beta1^t)
 } fsdpi_adamw_scalars;
 
-// By a pointer that no compiler sees through: -Ofast makes other numbers of pow.
+// Calls pow by a pointer that compilers do not see through: -Ofast would give other numbers.
 static double fsdpi_pow(double x, int64_t y) {
     double (*volatile function)(double, double) = pow;
     return function(x, (double)y);
@@ -557,7 +555,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_adamw_block(int wide, void *params, const
         fsdpi_real decay = (fsdpi_real)k->decay, weight = (fsdpi_real)k->lerp,
                    beta2 = (fsdpi_real)k->beta2, gain = (fsdpi_real)k->gain,
                    root = (fsdpi_real)k->root, eps = (fsdpi_real)k->eps, rate = (fsdpi_real)k->rate;
-        int from_g = weight >= (fsdpi_real)0.5; // lerp from its nearer end
+        int from_g = weight >= (fsdpi_real)0.5; // torch.lerp starts from the nearer end
         if (from_g) weight = weight - 1;
         for (size_t i = 0; i < count; i++) {
             fsdpi_real d = g[i] - m[i], scaled = gain * g[i];
@@ -581,7 +579,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_adamw_block(int wide, void *params, const
     });
 }
 
-// A block of gradients in the type of the arithmetic, f64 if wide: where they are, or in tmp.
+// A block of gradients in the type of the arithmetic, f64 if wide: in place, or converted to tmp.
 static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_dtype dtype,
                                      size_t count) {
     if (wide) return fsdp_cast_if_needed(tmp, FSDP_F64, g, dtype, (int64_t)count);
@@ -703,7 +701,7 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 }
 
 #ifndef FSDP_MATH_ONLY
-// Is a number infinite or NaN? By the bits of its exponent: it holds with -Ofast too.
+// Is a number infinite or NaN? The bits of its exponent say so, with -Ofast, too.
 static inline uint32_t fsdpi_is_bad_f32(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
@@ -744,10 +742,10 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
 
 /* -------------------------------------------------------------------------------------------- */
 // >>update
-// Owns: updates as records. Invariant: a record says all that one of them needs, so that the loops
-// above and a device do the same. Still between the pragmas.
+// Owns: updates as records. Invariant: a record has all that an update needs, so that the loops
+// above and a device do the same. It is still between the pragmas.
 
-// One update by the loops. The scalars of a record are those of the kernels, in their order.
+// Makes one update with the loops. A record has the scalars of the kernels, in their order.
 static void fsdpi_optim_host_update(const fsdp_update *u) {
     fsdpi_adamw_scalars adamw;
     fsdpi_sgd_scalars sgd;
@@ -771,7 +769,7 @@ static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
     return FSDP_OK;
 }
 
-// The record of an update: by the device, in the order of COMPUTE, or by the loops.
+// Emits an update: the device makes it in the order of COMPUTE, or the loops do.
 static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
                                     const fsdp_update *u) {
     int param = u->param != NULL;
@@ -803,7 +801,7 @@ static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
     return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
 }
 
-static int fsdpi_optim_is_nan(double x) { // by bits: it holds with -Ofast too
+static int fsdpi_optim_is_nan(double x) { // by bits: correct with -Ofast, too
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
     return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
@@ -812,10 +810,10 @@ static int fsdpi_optim_is_nan(double x) { // by bits: it holds with -Ofast too
 /* -------------------------------------------------------------------------------------------- */
 // >>optim
 // Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
-// order of addresses, the state lies in the order of the table, without padding: so where the
-// shards of neighbours touch, their gradients and states do, and one loop does them all. Both are
-// of the model's layout unless it has `moved`. Still between the pragmas: settings are checked with
-// comparisons that must know infinity.
+// order of addresses, and states lie in the order of the table, without padding. So if the shards
+// of neighbours touch, their gradients and states touch, too, and one loop updates all. Table and
+// states fit the model's layout unless it has `moved`. It is still between the pragmas, since
+// comparisons of settings have to know infinity.
 
 typedef struct fsdpi_optim_param {
     fsdp_unit *unit;
@@ -824,7 +822,7 @@ typedef struct fsdpi_optim_param {
     fsdp_dtype dtype;
     int64_t numel; // of this rank's rows
     int64_t state; // offset of its state, in elements of the state's type
-    int64_t step;  // updates so far
+    int64_t step;  // number of updates so far
     char *shard;
 } fsdpi_optim_param;
 
@@ -833,17 +831,17 @@ typedef struct fsdpi_optim {
     fsdp_extension extension;
     const char *name;
     const char *state_names[2];
-    int memory;                                 // where updates run: FSDP_MEMORY_HOST or _DEVICE
-    int num_params, num_groups, num_states;     // states: numbers kept for each element
-    int rounds;                                 // bf16 parameters stochastically, by bits of seed
+    int memory;                                 // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int num_params, num_groups, num_states;     // states: numbers for each element
+    int rounds;                                 // 1: bf16 is rounded stochastically, by seed
     uint64_t seed;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdp_optim_group_fn group;
     void *user;
-    int moved;                         // the model has been laid out since the table was made
-    int told;                          // of a step in which no parameter had a gradient
+    int moved;                         // 1: the model was laid out anew after the table was made
+    int warned;                        // 1: it has warned that no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
-    char *held;                        // of each parameter: 1: it has a state though it is frozen
+    char *held;                        // by parameter; 1: frozen, and has a state all the same
     char *states[2][2];                // [first, second][of f32, of f64]; one block
     int64_t state_bytes;               // of that block
     int64_t nbytes;                    // of host memory
@@ -853,7 +851,7 @@ struct fsdp_adamw {
     fsdpi_optim base;
     fsdp_adamw_hyper hyper;
     fsdpi_adamw_scalars
-        scalars[FSDP_OPTIM_GROUPS]; // of the update scalars_step[group] in this step
+        scalars[FSDP_OPTIM_GROUPS]; // for the update scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 };
 
@@ -862,7 +860,7 @@ struct fsdp_sgd {
     fsdp_sgd_hyper hyper;
 };
 
-// A stretch of elements that one loop updates.
+// A run of elements that one loop updates.
 typedef struct fsdpi_optim_run {
     fsdpi_optim_param *first;
     char *grad;
@@ -890,7 +888,7 @@ static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const ch
                      below <= 1 ? " and < 1" : "");
 }
 
-#define FSDPI_OPTIM_MAGIC 0x4F707469u // of what comes from a function of the defaults
+#define FSDPI_OPTIM_MAGIC 0x4F707469u // in a desc that fsdp_*_defaults has filled
 
 static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32_t magic) {
     if (magic == FSDPI_OPTIM_MAGIC) return FSDP_OK;
@@ -929,7 +927,7 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
     return FSDP_OK;
 }
 
-// Ranks compare what an optimizer was made with.
+// Ranks compare the settings with which an optimizer is made.
 static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
     fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
     if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
@@ -946,8 +944,9 @@ static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
     return NULL;
 }
 
-// The table of the present layout, in the order of addresses: what requires a gradient, what the
-// old table has, since its state survives while it is frozen, and what a checkpoint has states of.
+// Makes the table of the present layout, in the order of addresses. It has parameters that require
+// a gradient, those of the old table, whose state stays while they are frozen, and those of which a
+// checkpoint has states.
 static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
     for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
         fsdp_param_view v = FSDP_ZERO;
@@ -979,12 +978,12 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
-// Elements that a row of states takes: each begins at a multiple of 64 bytes.
+// The number of elements for a row of states: each row begins at a multiple of 64 bytes.
 static int64_t fsdpi_optim_room(int64_t numel) {
     return (numel + 15) / 16 * 16;
 }
 
-// One block for all states, zero: the first, then the second number of all f32 ones, then of f64.
+// Makes one block of zeros for all states: first and second numbers of f32, then those of f64.
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
     o->state_bytes = 0;
@@ -1011,7 +1010,7 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     return FSDP_OK;
 }
 
-// One state of one parameter; after a cast of the model in another dtype, through the host.
+// Moves one state of one parameter. After a cast of the model, the host converts it.
 static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
                                         const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
     int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
@@ -1038,7 +1037,7 @@ static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_opti
     return status;
 }
 
-// What was kept for a parameter goes to its place in the new block.
+// Moves the states of all parameters to their places in the new block.
 static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_params; i++) {
@@ -1049,7 +1048,7 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
     return status;
 }
 
-// Table and states for the model's present layout. After a failure everything is as before.
+// Makes table and states for the model's present layout. After a failure the old ones stay.
 static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     fsdp_model *m = o->model;
     if (!o->moved) return FSDP_OK;
@@ -1067,7 +1066,7 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
         fsdp_free(m, next.memory, next.states[0][0], next.state_bytes);
         return status;
     }
-    fsdp_free(m, old.memory, old.states[0][0], old.state_bytes); // moved: no update is under way
+    fsdp_free(m, old.memory, old.states[0][0], old.state_bytes); // no update is under way
     next.nbytes += fsdpi_optim_host_bytes(m) - before;
     *o = next;
     return FSDP_OK;
@@ -1075,14 +1074,14 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
 
 static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
     (void)model;
-    ((fsdpi_optim *)user)->moved = 1; // followed at the next use: that may fail
+    ((fsdpi_optim *)user)->moved = 1; // the next use follows: that may fail
 }
 
-// What a checkpoint writes: of each parameter of the table its states and its t.
+// Items for checkpoints: each parameter's states and its t.
 static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                                     fsdp_state_item *item) {
     fsdpi_optim *o = (fsdpi_optim *)user;
-    for (int i = 0; !item && i < o->num_params; i++) // written where they are
+    for (int i = 0; !item && i < o->num_params; i++) // they are written in place
         if (o->params[i].step < 0)
             return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
                              "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
@@ -1109,8 +1108,8 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     return FSDP_OK;
 }
 
-// A checkpoint has states of this parameter: they have room at the next use. Updates under way
-// write to the room that there is.
+// A checkpoint has states of this parameter. The next use makes room for them: updates under way
+// still write to the present room.
 static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
     fsdpi_optim *o = (fsdpi_optim *)user;
     if (o->held[ordinal]) return FSDP_OK;
@@ -1135,7 +1134,7 @@ static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
     return o->nbytes + (o->memory == FSDP_MEMORY_DEVICE ? o->state_bytes : 0);
 }
 
-// The memory for an optimizer of `size` bytes: settings, two tables; and the states.
+// Makes an optimizer of `size` bytes, with settings, two tables and the states.
 static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
     int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
@@ -1181,8 +1180,8 @@ static uint64_t fsdpi_optim_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// The random bits of a run, which is one parameter: nothing in them is of this rank or its layout
-// but the places of the elements in the whole parameter.
+// The random bits of a run, which is a part of one parameter. They depend on the places of the
+// elements in the whole parameter, and not on this rank or its layout.
 static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_run *run,
                                       fsdp_update *u) {
     fsdp_param_view v = FSDP_ZERO;
@@ -1221,7 +1220,7 @@ static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run,
     return fsdpi_optim_emit(o->model, o->memory, what, &u);
 }
 
-// Does the parameter go on where the run ends?
+// Does the parameter begin where the run ends, so that the run may have both?
 static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
                              const fsdp_param_view *v) {
     return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
@@ -1232,18 +1231,18 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
            run->first->state + run->numel == p->state;
 }
 
-// A step has found no gradient: does another optimizer have some, or nobody? That is told once.
+// Warns once if a step has found no gradient: the text says whether another optimizer has some.
 static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
-    while (!o->told && fsdp_next_param(o->model, &v))
+    while (!o->warned && fsdp_next_param(o->model, &v))
         if (v.shard_grad) return;
-    if (!o->told)
+    if (!o->warned)
         fsdp_warn(fsdp_model_world(o->model),
                   "[E923] %s: no parameter has a gradient, so nothing is updated: run a backward "
                   "with gradient sync (fsdp_set_requires_gradient_sync) before, and call "
                   "fsdp_zero_grad after the step",
                   what);
-    o->told = 1;
+    o->warned = 1;
 }
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
@@ -1289,7 +1288,7 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
                          "[E936] %s: the model has no parameter %d, expected 0..%d", what, ordinal,
                          num - 1);
     fsdp_status status = FSDP_OK;
-    if (!fsdp_world_status(w)) { // else as it was
+    if (!fsdp_world_status(w)) { // if the world has failed, the table stays
         status = fsdp_model_commit(o->model);
         if (!status) status = fsdpi_optim_follow(o, what);
     }
@@ -1308,7 +1307,7 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
     return FSDP_OK;
 }
 
-// AdamW. The scalars of a group are computed anew when its t or the step's lr is another.
+// AdamW. The scalars of a group are computed anew if its t or the step's lr has changed.
 static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
                              fsdp_update *u) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
@@ -1475,18 +1474,18 @@ FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>grad scaler
-// Owns: the scale, and where in a step it is. Invariants: state is the same on all ranks; the scale
-// and its reciprocal are normal numbers of f32.
+// Owns: the scale, and its state within a step. Invariants: the state is the same on all ranks; the
+// scale and its reciprocal are normal numbers of f32.
 
 struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_extension extension;
     fsdp_grad_scaler_state state;
     double saved[5];  // the state as a checkpoint writes it, in the order of its fields
-    int told;         // saved holds what is to be taken up
-    int memory;       // where updates run
+    int lent;         // 1: a checkpoint has the address of `saved`, and may write there
+    int memory;       // updates run on FSDP_MEMORY_HOST or _DEVICE
     int found;        // -1: no unscale in this step
-    int32_t *verdict; // where the device's updates find: its memory, 0 between steps; or NULL
+    int32_t *verdict; // in device memory: the `found` of its updates, 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -1496,7 +1495,7 @@ static int fsdpi_scale_ok(double x) {
     return !fsdpi_optim_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
 }
 
-// The scale times a factor, as f32; the scale as it is, where that would leave the range.
+// The scale times a factor, as f32; the scale itself, if the product is out of range.
 static double fsdpi_rescaled(double scale, double factor) {
     double x = scale * factor;
     return fsdpi_scale_ok(x) ? (double)(float)x : scale;
@@ -1529,7 +1528,7 @@ static void fsdpi_scaler_free(void *user) {
     fsdp_free(g->model, FSDP_MEMORY_HOST, g, 0);
 }
 
-// What the device's updates have found.
+// Reads whether the device's updates have found a bad gradient.
 static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
     static const int32_t none = 0;
     fsdp_status status = fsdp_transfer(g->model, found, g->verdict, sizeof *found);
@@ -1545,8 +1544,8 @@ static void fsdpi_scaler_numbers(const fsdp_grad_scaler_state *s, double *n) {
     n[4] = s->growth_tracker;
 }
 
-// The maxima of found and any over all ranks. In the same collective ranks compare their states:
-// the largest number and the negative of the smallest one.
+// Takes the maxima of found and any over all ranks. The same collective compares the ranks' states,
+// by the largest number and the negative of the smallest one.
 static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what, int32_t *found,
                                      int32_t *any) {
     static const char *const fields[5] = {"scale", "growth_factor", "backoff_factor",
@@ -1569,16 +1568,16 @@ static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what
     return status;
 }
 
-// What a checkpoint writes: the state as numbers.
+// The item for checkpoints: the state as numbers.
 static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
                                      fsdp_state_item *item) {
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
     double *n = g->saved;
     (void)model;
-    if (!item && !g->told) return FSDP_OK; // nobody has seen it
-    g->told = item != NULL;
+    if (!item && !g->lent) return FSDP_OK;
+    g->lent = item != NULL;
     if (!item) {
-        double whole = 2147483647; // what an int32_t holds; a number beyond it is refused as -1
+        double whole = 2147483647; // the largest int32_t; else -1, which is refused
         fsdp_grad_scaler_state s = {n[0], n[1], n[2], -1, -1};
         if (n[3] >= 0 && n[3] <= whole) s.growth_interval = (int32_t)n[3];
         if (n[4] >= 0 && n[4] <= whole) s.growth_tracker = (int32_t)n[4];
@@ -1638,7 +1637,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
 }
 
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
-    // unscale has waited for all that uses its memory
+    // unscale has waited for all records that use its memory
     if (scaler) (void)fsdp_detach(scaler->model, &scaler->extension);
 }
 

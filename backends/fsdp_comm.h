@@ -274,7 +274,7 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     }
     uint64_t bytes = 1, h = 0;
     uint8_t kind = r->kind;
-    for (size_t i = 0; i < sizeof r->what && bytes; i += sizeof bytes) { // zeros behind the name
+    for (size_t i = 0; i < sizeof r->what && bytes; i += sizeof bytes) { // zeros after the name
         memcpy(&bytes, r->what + i, sizeof bytes);
         h = fsdpi_hash(h, bytes);
     }

@@ -11,10 +11,10 @@
    - COMPUTE is the legacy default stream until fsdp_set_stream names another one. The streams of
      gathers and reductions are made here, without the legacy stream's implicit order, and with the
      greatest priority: a gather that is ready goes before the caller's next kernel.
-   - Lists of blocks travel as parameters of the kernels: no table is uploaded, none can be stale.
+   - Lists of blocks are parameters of the kernels: no table is uploaded, so none can be stale.
    - A copy without arithmetic from or to one place is a cudaMemcpyAsync, for any host memory. All
      other copies are kernels, which read pinned memory where it is.
-   - What is allocated is filled with zeros in a stream of its own: nothing else is waited for.
+   - New memory is filled with zeros in a stream of its own, without a wait for other work.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -37,8 +37,8 @@ extern "C" {
    Arithmetic  copies, AdamW, SGD and unscale give the bits of the host; norms are summed in another
                order than on the host, which is the same in every run
    Memory      FSDP_CUDA_MANAGED=1 in the environment: managed memory, which the host can read and
-               write between calls, as if it were the stream COMPUTE: what a call gives to that
-               stream is waited for (for tests: slower, and nothing overlaps)
+               write between calls. Each call waits for the work that it gives to COMPUTE (for
+               tests: slower, and nothing overlaps)
    Thread      any */
 // clang-format on
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
@@ -67,20 +67,20 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #include "fsdp_cuda.cu"
 #endif
 
-#define FSDPI_CUDA_SPIN_NS  20000 // of a wait, before it begins to sleep
-#define FSDPI_CUDA_NAP_NS   20000 // at first, and then twice as long each time, up to
+#define FSDPI_CUDA_SPIN_NS  20000 // a wait spins so long before it sleeps
+#define FSDPI_CUDA_NAP_NS   20000 // the first sleep; each one is twice as long, up to
 #define FSDPI_CUDA_NAP_MAX  80000 //
 #define FSDPI_CUDA_PARTIALS 48
-// Of f32 to f64 in operations per second: 2 of a GPU for data centers, 32 or 64 of others, which
-// read 16-bit gradients faster from memory than they add them up in f64.
+// f32 operations per second divided by those of f64: 2 on GPUs for data centers, 32 or 64 on
+// others, which read 16-bit gradients from memory faster than they add them in f64.
 #define FSDPI_CUDA_F64_RATIO 8
-#define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
+#define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
 
-// A rank's device, for its table and for that of NCCL.
+// A rank's device, for its own table and for NCCL's.
 typedef struct fsdpi_cuda_place {
     const fsdp_boot *boot;
     int ordinal, is_managed;
-    cudaStream_t setup; // of zero-filling, and of work that is done on return
+    cudaStream_t setup; // for zero-filling, and for work that is done on return
     cudaEvent_t is_set;
     char error[320]; // text of the last failure
 } fsdpi_cuda_place;
@@ -88,14 +88,14 @@ typedef struct fsdpi_cuda_place {
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
     fsdpi_cuda_place place;
-    size_t max_pitch;             // of a 2-D copy, in bytes
-    int sums_in_pairs;            // of norms, as f64 is slow here
-    void *own[FSDP_STREAM_COUNT]; // streams that were made here; any other is the caller's
-    // Of norms, device memory; the last is in use. Each is at least twice as large as the one
-    // before, which is kept: a captured graph has its address.
+    size_t max_pitch;             // most bytes from row to row in a 2-D copy
+    int sums_in_pairs;            // 1: norms use two f32, since f64 is slow here
+    void *own[FSDP_STREAM_COUNT]; // streams that the library made; others are the caller's
+    // Device memory for norms; the last one is in use. Each is at least twice as large as the one
+    // before, which stays: a captured graph may have its address.
     double *partials[FSDPI_CUDA_PARTIALS];
     int num_arrays;
-    size_t num_partials; // there is room for
+    size_t num_partials; // room in the last one
 } fsdpi_cuda_device;
 
 static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
@@ -104,7 +104,7 @@ static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>cuda_errors
-// Owns: what a failed call of the runtime comes to.
+// Owns: failures of the runtime as statuses and texts.
 
 static fsdp_status fsdpi_cuda_read_managed(int *is_managed, fsdpi_text *error) {
     *is_managed = 0;
@@ -119,7 +119,7 @@ static fsdp_status fsdpi_cuda_status(char *error, size_t cap, int ordinal, int r
                                      const char *what) {
     cudaError_t e = (cudaError_t)result;
     if (e == cudaSuccess) return FSDP_OK;
-    (void)cudaGetLastError(); // or a later call would show it again
+    (void)cudaGetLastError(); // else a later call would return it again
     int is_captured = e >= cudaErrorStreamCaptureUnsupported &&
                       e <= cudaErrorStreamCaptureWrongThread;
     (void)snprintf(error, cap, "[E810] %s: CUDA error %d (%s) on device %d: %s%s", what, result,
@@ -137,8 +137,8 @@ static const char *fsdpi_cuda_error_text(fsdp_device *device) {
     return device ? fsdpi_cuda_of(device)->place.error : fsdpi_thread_error;
 }
 
-/* Waits for an event by looking at it: a blocking wait of the runtime has no deadline. The event
-   is done, FSDP_OK; *stop is not 0, ABORTED. */
+/* Waits for an event by polling: a blocking wait of the runtime has no deadline. FSDP_OK: the event
+   has happened; ABORTED: *stop is not 0. */
 static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, int64_t timeout_ns,
                                     const uint32_t *stop, cudaError_t *result) {
     int64_t start = fsdpi_boot_now(boot), nap = FSDPI_CUDA_NAP_NS;
@@ -156,8 +156,8 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
     }
 }
 
-/* May memory be freed that a stream was given? Waits until its work is done. A device that does not
-   end it is stuck, and nothing is freed. */
+/* May memory be freed that a stream uses? Waits until its work is done. If it does not end, the
+   device is stuck, and no memory is freed. */
 static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
     int64_t start = fsdpi_boot_now(boot);
     while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
@@ -216,7 +216,7 @@ static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
     return FSDP_ERR_TIMEOUT;
 }
 
-// Waits for what a stream was given. `result`: of giving it.
+// Waits for the work of a stream. `result`: that of the calls that gave it the work.
 static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int result,
                                      const char *what) {
     cudaError_t e = (cudaError_t)result;
@@ -226,7 +226,7 @@ static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int 
                         : INT64_MAX;
     if (e == cudaSuccess) e = cudaEventRecord(at->is_set, on);
     if (e == cudaSuccess) status = fsdpi_cuda_await(at->boot, at->is_set, limit, NULL, &e);
-    if (status == FSDP_ERR_BACKEND) // what has been given may run, and its memory is freed next
+    if (status == FSDP_ERR_BACKEND) // the work may still run, and its memory is freed next
         (void)fsdpi_cuda_idle(at->boot, on, at->boot->timeout_ns);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
     if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
@@ -249,8 +249,8 @@ static void fsdpi_cuda_warn(const fsdp_boot *boot) {
                        "a late rank cannot be named; set it only to find a kernel that fails");
 }
 
-/* The kernels are loaded now: the first launch of one that is not may wait for the whole device,
-   and so for a peer. */
+/* Loads all kernels now: else the first launch of one may wait for the whole device, and so for a
+   peer. */
 static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
     int max_pitch = 0, ratio = 0;
     cudaError_t e = cudaDeviceGetAttribute(&max_pitch, cudaDevAttrMaxPitch, d->place.ordinal);
@@ -289,7 +289,7 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     return FSDP_OK;
 }
 
-// Memory of the device, of any content.
+// Memory of the device with any contents.
 static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr) {
     char what[96];
     size_t left = 0, total = 0;
@@ -309,8 +309,8 @@ static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr)
     return status;
 }
 
-// With zeros; but not where a device does not end its work: its world has failed, and nobody will
-// look at them.
+// Fills with zeros, unless the device is stuck: then the world has failed, and the memory is not
+// read.
 static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
     if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
     return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
@@ -385,8 +385,8 @@ static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
     if (event) (void)cudaEventDestroy((cudaEvent_t)event);
 }
 
-/* What a stream was given. A table's stream NULL: the work is done on return. So it is on the
-   caller's stream if memory is managed: the host may look at it next, or write. */
+/* After work was given to a stream. If the table's stream is NULL, it waits for the work. It also
+   waits on the caller's stream if memory is managed: the host may read or write it next. */
 static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
                                    const char *what) {
     int is_own = !d->place.is_managed;
@@ -440,7 +440,8 @@ static int fsdpi_cuda_rows(const fsdpi_cuda_device *d, cudaStream_t on, char *ds
     return (int)e;
 }
 
-// Flags of use, the same for all ranks: a kernel that read them from the host would wait for them.
+// Are these flags of use, the same for all ranks? A kernel would be slow if it read them from the
+// host.
 static int fsdpi_cuda_is_spread(const fsdp_op *op, size_t size) {
     const fsdp_block *b = (const fsdp_block *)op->list;
     return op->label == FSDP_LABEL_USERS && !op->src && op->dtype == op->out_dtype &&
@@ -485,7 +486,7 @@ static fsdp_status fsdpi_cuda_zero(fsdp_device *device, void *stream, const fsdp
     return fsdpi_cuda_done(d, stream, (int)e, "cudaMemsetAsync");
 }
 
-// Room for the partial sums of a norm. Grows in the first step that has one.
+// Makes room for the partial sums of a norm, in the first step that has one.
 static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, size_t num) {
     void *ptr = NULL;
     if (num <= d->num_partials) return FSDP_OK;

@@ -1,10 +1,10 @@
 /* fsdp_cuda_kernels.h - what fsdp_cuda.h (C) asks of fsdp_cuda.cu (CUDA C++)
 
-   Functions that launch kernels, and the arithmetic of indices that the kernels do, plain C
-   so that it can be tested with sizes that no memory has.
+   Functions that launch kernels, and the kernels' arithmetic of indices: it is plain C, so that
+   tests can use sizes that no memory has.
 
-   All launches are asynchronous: they neither block nor allocate, and nothing that a caller passes
-   is read after they have returned, but for device memory. `stream` is a cudaStream_t; the result
+   All launches are asynchronous: they neither block nor allocate. After they have returned, only
+   device memory is read. `stream` is a cudaStream_t; the result
    is a cudaError_t, 0 being cudaSuccess. Included after fsdp.h.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -34,27 +34,27 @@
 extern "C" {
 #endif
 
-/* Loads all kernels onto the current device: a launch waits for nothing then. May wait itself. */
+/* Loads all kernels onto the current device, so that no launch has to wait. This call may wait. */
 FSDP_CUDA_API int fsdp_cuda_load(void);
 
 /* dst (+)= scale * src, block by block, with the arithmetic and the bits of the CPU's copy: f32, or
    f64 where a dtype is f64. dst and src may be the same memory if blocks and dtypes are the same.
-   Rows that are written do not overlap; rows that are read may, with a src_pitch of 0 as well.
+   Written rows must not overlap; read rows may overlap, and src_pitch may be 0.
    Integers are copied as they are: equal dtypes, scale 1, no accumulate.                         */
 FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const void *src, int dtype,
                                  const fsdp_block *blocks, uint32_t num, double scale,
                                  int accumulate);
 
-/* The same nbytes of the host into each of `height` rows of dst, `pitch` bytes apart. The call has
-   read them when it returns, as they travel with the launch: at most FSDP_CUDA_SPREAD_MAX.       */
+/* Copies the same nbytes of the host into each of `height` rows of dst, `pitch` bytes apart. They
+   travel with the launch, at most FSDP_CUDA_SPREAD_MAX: the host may write them after the call. */
 #define FSDP_CUDA_SPREAD_MAX 2048
 FSDP_CUDA_API int fsdp_cuda_spread(void *stream, void *dst, int64_t pitch, int64_t height,
                                    const void *bytes, size_t nbytes);
 
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
-   NaN being larger than infinity. accumulate: joined with what is in *out. The sum of a block
-   depends on its elements alone, and blocks are added in their order: a list gives the same bits
-   wherever its blocks lie and into however many calls it is split.
+   NaN being larger than infinity. accumulate: joined with the value in *out. The sum of a block
+   depends only on its elements, and blocks are added in their order: a list gives the same bits
+   wherever its blocks lie, and in one call or several.
    in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
                up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
                given; elements of which a square leaves the range of f32 are added up in f64
@@ -70,12 +70,12 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
 FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
                                  uint32_t num, double max_norm, double p, const double *sum);
 
-// The bits of fsdp_optim.h on the CPU; a NaN is a NaN, but which one is the device's choice.
+// The bits of fsdp_optim.h on the CPU, except which NaN it is.
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update);
 
 /* -------------------------------------------------------------------------------------------- */
 /* How kernels cut up their work. A run is a block whose rows are sequences of items: first whole
-   vectors, which begin `head` elements into the row, then the single elements before and behind
+   vectors, which begin `head` elements into the row, then the single elements before and after
    them. A tile is a fixed number of items, in the order of rows; a thread block does one at a time.
    64-bit divisions are done once for a tile, its threads do with 32 bits.                        */
 
@@ -104,7 +104,7 @@ FSDPI_CUDA_INLINE int64_t fsdpi_cuda_tiles(int64_t row_items, int64_t height, ui
     return items / size + (items % size != 0);
 }
 
-// The run that a tile of the launch belongs to. Every run has one.
+// The run of a tile of the launch. Every run has a tile.
 FSDPI_CUDA_INLINE uint32_t fsdpi_cuda_find(const fsdpi_cuda_run *runs, uint32_t num, int64_t tile) {
     uint32_t low = 0, high = num;
     while (high - low > 1) {
@@ -125,12 +125,12 @@ FSDPI_CUDA_INLINE fsdpi_cuda_tile fsdpi_cuda_tile_at(int64_t row_items, int64_t 
     room = row_items - t.item;
     t.count = left < size ? (uint32_t)left : size;
     t.room = room < size ? (uint32_t)room : size;
-    // A longer row does not end in the tile that it begins in.
+    // A longer row ends in a later tile.
     t.row_items = row_items < size ? (uint32_t)row_items : size;
     return t;
 }
 
-// Where item i < count of a tile is.
+// The place of item i < count of a tile.
 FSDPI_CUDA_INLINE void fsdpi_cuda_item(const fsdpi_cuda_tile *t, uint32_t i, int64_t *row,
                                        int64_t *item) {
     *row = t->row;

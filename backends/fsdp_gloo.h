@@ -8,27 +8,26 @@
 
    How it works
    - The Gloo library is the transport: connections between all members of a comm, and a thread that
-     serves them. The collectives are ours: each rank sends every member what that member needs,
-     once, from where it lies to where it belongs: (W-1)/W of the buffer.
-   - That is for members of other hosts, the far ones. The near ones share memory (fsdp_near.h):
-     they show each other their records there, and read each other's buffers beside what comes from
-     far. Gloo knows nothing of comms whose members are all near.
-   - A collective begins with a message to each member: the record of what I am about to do, and
-     behind it the data that is small enough. All compare the records before they use any data. What
-     is larger goes in messages of its own, under a slot made from the record: ranks that disagree
-     never match, so nobody gets more than it expects.
-   - The message that a peer will send next is always expected already: a small collective is one
-     message in each direction, and one more for an all_reduce that goes around twice.
-   - Who waits for a short collective reads and writes its messages itself, and Gloo's thread sleeps
-     meanwhile: a message wakes one thread. Gloo's thread works beside long collectives, and
-     wherever this rank waits for something else, too.
+     serves them. The library makes the collectives: each rank sends every member what that member
+     needs, once, straight from buffer to buffer: (W-1)/W of a buffer.
+   - That is for members on other hosts, the far ones. The near ones share memory (fsdp_near.h):
+     they show each other their records there, and read each other's buffers while data come from
+     far ones. If all members of a comm are near, it does not use Gloo.
+   - A collective begins with a message to each member: the record of what the rank is about to do,
+     and after it small data. All compare the records before they use any data. Larger data go in
+     messages of their own, under a slot that is made from the record: if ranks disagree, the slots
+     do not match, and no rank gets more than it expects.
+   - A rank always expects the next message of a peer already: a small collective is one message in
+     each direction, and one more for an all_reduce in two rounds.
+   - In a short collective the caller reads and writes its messages itself, and Gloo's thread
+     sleeps: a message wakes one thread. Gloo's thread moves messages in long collectives, and if
+     this rank waits for something else meanwhile.
    - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
-   - Members connect to each other before Gloo knows of it: each side shows the other that it knows
-     the job's token. The sockets are Gloo's then. Nobody listens while ranks work.
+   - Members connect to each other without Gloo: each side proves to the other that it knows the
+     job's token. Then Gloo gets the sockets. No rank listens while ranks work.
    - Ranks meet at a store (fsdp_store.h), which also carries the verdict when the job fails: every
-     wait has a deadline, and ends at once when a verdict stands. A rank that ends closes its
-     connection to the store, and those to its peers: both tell all others, also in the middle of a
-     transfer.
+     wait has a deadline, and ends at once when there is a verdict. If a rank ends, its connections
+     to the store and to its peers close: so the others learn of it, even in a transfer.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -51,8 +50,8 @@ extern "C" {
    split       blocks until every rank of the parent has come, and the members are connected
    run         of different comms may be called from different threads of a rank at the same time.
                Knows all_to_all, send and recv too. What shm would read from peers has to lie in
-               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is
-               told
+               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before this
+               rank sends its record
    alloc       does not wait; zero-filled. From the allocator; where this host has other ranks, as
                in shm
    close       groups before their world. Waits until its peers have closed the comm too, or have
@@ -61,10 +60,10 @@ extern "C" {
    abort       from any thread      poll never blocks
    Memory      a comm of W members that are not all on one host: messages of 2..32 KiB, 3 for each
                member; and 8 MiB from its first large reduction on
-   Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. Who connects has to
-               know the job's token; after that data is neither checked nor encrypted: a trusted
-               network. The process ignores SIGPIPE from open on, unless it has a handler,
-               or all ranks are on one host
+   Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. A peer has to prove
+               that it knows the job's token; afterwards data are neither checked nor encrypted: the
+               network has to be trusted. The process ignores SIGPIPE from open on, unless it has a
+               handler, or all ranks are on one host
    Thread      any */
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
@@ -103,20 +102,20 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 #define FSDPI_GLOO_HEAD       192                // bytes of a message before its data
-#define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most data behind a record
-#define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
-#define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
-#define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
-#define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most that moves only while this rank waits
-#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
-#define FSDPI_GLOO_GOODBYE_NS 500000000  // that groups wait, and then the world, for goodbyes
-#define FSDPI_GLOO_GRACE      20         // ms for what was sent before a verdict
+#define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most bytes of data after a record
+#define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // bytes of a comm's messages, above 2 KiB each
+#define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // bytes of a comm for data that it reduces
+#define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
+#define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
+#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: a sign of life
+#define FSDPI_GLOO_GOODBYE_NS 500000000  // for goodbyes of groups, and then of the world
+#define FSDPI_GLOO_GRACE      20         // ms for messages that were sent before a verdict
 #define FSDPI_GLOO_VERDICT_NS 1000000000 // for the store to say why a connection has ended
-#define FSDPI_GLOO_ALONE_NS   200000000  // for others to see the same end, when there is no store
-#define FSDPI_GLOO_CALLERS    64         // connections at a time from whom nobody knows yet
+#define FSDPI_GLOO_ALONE_NS   200000000  // without a store: for others to see the same end
+#define FSDPI_GLOO_CALLERS    64         // most connections at a time that have proven nothing
 #define FSDPI_GLOO_AGAIN_NS   20000000   // until a member that could not be reached is called again
 
-// Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
+// Slots: for records of all comms' collectives; for data, with the record's hash and a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
 #define FSDPI_GLOO_SLOT_PAIR   ((uint64_t)0x41 << 56)
 #define FSDPI_GLOO_SLOT_DATA   ((uint64_t)0x42 << 56)
@@ -128,44 +127,44 @@ typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
     fsdp_gloo_device *device; // NULL: all ranks are near
     fsdpi_near_hosts hosts;
-    fsdpi_comm *near;    // the ranks of this host; NULL: it has no other
+    fsdpi_comm *near;    // the ranks of this host; NULL: there are no others
     fsdpi_trace trace;   // until near has one
-    int64_t patience_ns; // of closing groups, all together
-    uint32_t lock;       // of the list
+    int64_t patience_ns; // the time left for goodbyes of all groups together
+    uint32_t lock;       // guards the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
 
 // Messages between this rank and one member.
 typedef struct fsdpi_gloo_peer {
-    fsdp_gloo_buffer *in[2]; // of records, by turns: one is expected while the other is used
+    fsdp_gloo_buffer *in[2]; // for records, by turns: one is expected while the other is used
     fsdp_gloo_buffer *out;
-    fsdp_gloo_buffer *scratch; // what it sends to be reduced
+    fsdp_gloo_buffer *scratch; // for data that it sends to be reduced
     fsdp_gloo_buffer *rx, *tx; // data of this operation
-    uint32_t recvs, sends;     // posted to them, and not yet waited for
-    int showing;               // out is under way
-    int arrived;               // its record of this operation is here
+    uint32_t recvs, sends;     // posted to rx and tx, and not yet waited for
+    int showing;               // 1: out is under way
+    int arrived;               // 1: its record of this operation is here
 } fsdpi_gloo_peer;
 
-// How far somebody has come with the large strips of a collective. All zero: nowhere.
+// How far a loop over the large strips of a collective has come. All zero: at the begin.
 typedef struct fsdpi_gloo_walk {
     uint32_t strip;
-    size_t used, at, pieces; // bytes behind a record; elements of this strip's regions; pieces
+    size_t used, at, pieces; // bytes after a record; elements of this strip's regions; pieces
 } fsdpi_gloo_walk;
 
 struct fsdpi_gloo_comm {
     fsdpi_comm base;
     fsdpi_gloo_comm *next;
-    fsdpi_comm *near; // the members of this host; NULL: there is no other
+    fsdpi_comm *near; // the members of this host; NULL: there are no others
     int turn, closed;
-    int overlaps; // messages move beside what this rank does
+    int overlaps; // 1: Gloo's thread moves messages while this rank works
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
-    uint32_t lock;              // of the next one
-    fsdp_gloo_buffer *waiting;  // what this rank waits for now
-    size_t small;               // bytes of data behind a record
+    uint32_t lock;              // guards `waiting`
+    fsdp_gloo_buffer *waiting;  // the buffer that this rank waits for now
+    size_t small;               // most bytes of data after a record
     char *messages;             // in[0], in[1] and out of each member
     char *scratch;
     size_t piece, depth;            // bytes of one piece of one member, pieces of one member
-    fsdpi_gloo_walk ahead;          // pieces of this operation that are expected so far
+    fsdpi_gloo_walk ahead;          // pieces that are expected so far
     int at[FSDPI_MAX_SRCS];         // the members' places in `near`; -1: they are far
     const char *of[FSDPI_MAX_SRCS]; // of near members: the buffer of this operation
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
@@ -179,7 +178,7 @@ typedef struct fsdpi_gloo_strip {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_fail
-// Owns: waits, and everything that may end them: a message, a verdict, a lost peer, the deadline.
+// Owns: waits, and what ends them: a message, a verdict, a lost peer, or the deadline.
 
 static fsdpi_gloo_comm *fsdpi_gloo_of(fsdpi_comm *base) { return (fsdpi_gloo_comm *)(void *)base; }
 
@@ -193,12 +192,12 @@ static fsdpi_store *fsdpi_gloo_store(const fsdpi_gloo_comm *c) {
 
 static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_failed(&c->base); }
 
-// Whether all members are near: then nothing goes through Gloo.
+// Are all members near? Then Gloo is not used.
 static int fsdpi_gloo_is_near(const fsdpi_gloo_comm *c) {
     return c->near && c->near->size == c->base.size;
 }
 
-// Whether member k is on another host: then what it needs goes through Gloo.
+// Is member k on another host? Then its data go through Gloo.
 static int fsdpi_gloo_is_far(const fsdpi_gloo_comm *c, int k) {
     return c->at[k] < 0 && k != c->base.index;
 }
@@ -207,13 +206,13 @@ static fsdp_status fsdpi_gloo_near_result(fsdpi_gloo_comm *c, fsdp_status status
     return fsdpi_near_result(&c->base, c->near, status);
 }
 
-// All near members come here, or have gone.
+// A barrier of the near members. It fails if one of them has ended.
 static fsdp_status fsdpi_gloo_near_barrier(fsdpi_gloo_comm *c) {
     if (!c->near) return FSDP_OK;
     return fsdpi_gloo_near_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
 }
 
-// Member k cannot come any more, because of `how`; what it did last may say why.
+// Member k cannot come any more, because of `how`. Its last operation may say why.
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
@@ -234,9 +233,8 @@ static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
                            "[E753] this process has too many open files: raise ulimit -n");
 }
 
-/* The connection to member k has broken: why is the store's to say. Who has lost another member
-   itself closes its connections too: the first one that was lost is to blame, or who is near and
-   has gone. */
+/* The connection to member k has broken: the store may know why. A member that has lost another one
+   closes its connections, too: so the first lost one is to blame, or a near one that has ended. */
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
     int first = fsdp_gloo_context_first_lost(c->context);
@@ -247,13 +245,13 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
-    for (int turn = 0; turn < 2 && c->messages; turn++) { // send and recv take no turn
+    for (int turn = 0; turn < 2 && c->messages; turn++) { // send and recv do not count as turns
         memcpy(&record, fsdpi_gloo_message(c, k, turn), sizeof record);
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
-    // A store that has ended in order tells nothing; then the others shall notice by themselves,
-    // before they see that this rank closes its connections too.
+    // If the store has ended in order, it does not say why. Then the others should see the same end
+    // before they see that this rank closes its connections, too.
     int64_t until = fsdpi_boot_now(c->base.boot);
     until += fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_GLOO_VERDICT_NS;
     while (!fsdpi_gloo_failed(c) && !fsdpi_store_has_left(store, rank) &&
@@ -264,13 +262,13 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }
 
-// The deadline has passed while this rank waited for member k: names all who are missing.
+// The deadline has passed while this rank waited for member k: names all missing members.
 static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     uint8_t missing[FSDPI_MAX_SRCS];
     const char *verb = !c->messages ? "connected" : c->peers[k].arrived ? "finished" : "come";
     memset(missing, 0, sizeof missing);
     missing[k] = 1;
-    // The records that came in time are there; waiting for another one ends at once.
+    // Records that came in time are there. A wait for another one ends at once.
     for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++) {
         if (fsdpi_gloo_is_far(c, j))
             missing[j] |= !c->peers[j].arrived &&
@@ -280,7 +278,7 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     return fsdpi_store_world_late(&c->base, missing, verb);
 }
 
-// What a call of the transport for member k has come to.
+// The status for the result of a call of the transport for member k.
 static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_OK) return FSDP_OK;
     if (result == FSDP_GLOO_ABORTED) return fsdpi_comm_report(&c->base);
@@ -301,11 +299,11 @@ static int fsdpi_gloo_await(fsdp_gloo_buffer *buffer, int is_send, int64_t timeo
                    : fsdp_gloo_wait_recv(buffer, timeout_ms);
 }
 
-// Waits in a way that a verdict ends.
+// Waits; a verdict ends the wait.
 static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buffer, int is_send,
                                       int64_t timeout_ms) {
     fsdpi_lock(&c->lock);
-    int failed = fsdpi_gloo_failed(c); // a verdict stands before waits are ended
+    int failed = fsdpi_gloo_failed(c); // there is a verdict before waits are ended
     c->waiting = failed ? NULL : buffer;
     fsdpi_unlock(&c->lock);
     int result = failed ? FSDP_GLOO_ABORTED : fsdpi_gloo_await(buffer, is_send, timeout_ms);
@@ -315,8 +313,8 @@ static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buff
     return result;
 }
 
-/* Waits for one message from or to member k. What was sent before the verdict was told still
-   counts: an operation that has succeeded for others does so here. */
+/* Waits for one message from or to member k. A message that was sent before the verdict still
+   counts: if the operation has succeeded for others, it succeeds here, too. */
 static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
                                    int64_t timeout_ns) {
     int result = fsdpi_gloo_await_abortable(c, buffer, is_send, (timeout_ns + 999999) / 1000000);
@@ -328,7 +326,7 @@ static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *
     return fsdpi_gloo_result(c, k, result);
 }
 
-// The store's thread has news: if it is a verdict, nobody waits any longer.
+// Called by the store's thread. If there is a verdict, it ends all waits.
 static void fsdpi_gloo_wake(void *user) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     fsdpi_lock(&w->lock);
@@ -351,9 +349,9 @@ static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_message
-// Owns: the message that begins each collective. Invariants: when a member sends its message number
-// n, number n of every other member is expected already; a posted operation's buffer lives until it
-// has completed or its context was closed.
+// Owns: the message that begins each collective. Invariants: before a member sends its message
+// number n, it expects number n of every other member. The buffer of a posted operation lives until
+// the operation has completed, or its context was closed.
 
 static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which) { // in 0, in 1, out
     return c->messages + (3 * (size_t)k + (size_t)which) * (FSDPI_GLOO_HEAD + c->small);
@@ -371,7 +369,7 @@ static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
     return FSDP_OK;
 }
 
-// Sends member k the record, with the data that lies behind it.
+// Sends member k the record, and the data after it.
 static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot, size_t bytes) {
     memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
     int result = fsdp_gloo_send(c->peers[k].out, k, slot, 0, bytes);
@@ -380,7 +378,7 @@ static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot,
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Sends it to all that are far; everybody begins with another rank.
+// Sends it to all far members; each rank begins with another one.
 static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
     c->turn ^= 1;
     if (c->messages) c->base.shown = fsdpi_gloo_message(c, 0, c->turn);
@@ -404,7 +402,7 @@ static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeou
     return FSDP_OK;
 }
 
-// The same call for the near members: of a pair the other one has another number among them.
+// The same call for the near members. The other rank of a pair has another index among them.
 static fsdp_coll fsdpi_gloo_near_call(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdp_coll call = *op;
     call.root = c->at[op->root];
@@ -415,7 +413,7 @@ static int fsdpi_gloo_is_near_pair(const fsdpi_gloo_comm *c, const fsdp_coll *op
     return op && fsdpi_is_pair(op->kind) && !fsdpi_gloo_is_far(c, (int)op->root);
 }
 
-// Puts the record of a near member where those of the others lie.
+// Copies the record of a near member to its place among all records.
 static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
     fsdpi_record record = fsdpi_record_of(c->near, c->at[k]);
     memcpy(fsdpi_gloo_message(c, k, c->turn), &record, sizeof record);
@@ -457,7 +455,7 @@ static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_data
-// Owns: data that travels by itself, straight from and to the caller's buffers.
+// Owns: data in messages of their own, straight from and to the caller's buffers.
 
 static uint64_t fsdpi_gloo_slot(const fsdpi_gloo_comm *c, int phase) {
     return FSDPI_GLOO_SLOT_DATA | (c->base.now.key >> 16 & ~(uint64_t)0xFF) | (uint64_t)phase;
@@ -468,7 +466,7 @@ static fsdp_status fsdpi_gloo_post(fsdpi_gloo_comm *c, int k, int is_send, const
     fsdpi_gloo_peer *peer = &c->peers[k];
     fsdp_gloo_buffer **buffer = is_send ? &peer->tx : &peer->rx;
     int result = FSDP_GLOO_OK;
-    if (!*buffer) // offsets are checked by fsdpi_check: the buffer is all of memory from base on
+    if (!*buffer) // fsdpi_check has checked offsets: the buffer is all memory from base on
         result = fsdp_gloo_buffer_create(c->context, (void *)(uintptr_t)base, SIZE_MAX / 4, buffer);
     while (result == FSDP_GLOO_OK && bytes > 0) {
         size_t now = bytes < FSDPI_GLOO_GATHER ? bytes : FSDPI_GLOO_GATHER;
@@ -480,7 +478,7 @@ static fsdp_status fsdpi_gloo_post(fsdpi_gloo_comm *c, int k, int is_send, const
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Waits for the data that was posted; the buffers go when all went well, or can go no further.
+// Waits for posted data. Afterwards it frees the buffers, also after a failure.
 static fsdp_status fsdpi_gloo_finish(fsdpi_gloo_comm *c, fsdp_status status) {
     int64_t timeout_ns = c->base.boot->timeout_ns;
     for (int i = 1; i < c->base.size && !status; i++) {
@@ -514,15 +512,15 @@ static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
     return before >= s->total ? 0 : s->total - before < s->part ? s->total - before : s->part;
 }
 
-// Whether member k has all of a broadcast from the root: it is on the root's host.
+// Does member k get all of a broadcast from the root? It does if it is on the root's host.
 static int fsdpi_gloo_has_all(const fsdpi_gloo_comm *c, const fsdp_coll *op, int k) {
     return op->kind == FSDP_OP_BROADCAST &&
            (k == op->root || fsdpi_near_is(&fsdpi_gloo_world_of(c)->hosts, (int)c->base.ranks[k],
                                            (int)c->base.ranks[op->root]));
 }
 
-// Sends each far member what begins at src_at + k * step, and puts theirs in place. step 0: all get
-// the same.
+// Sends each far member k the data at src_at + k * step, and receives theirs. step 0: all get the
+// same data.
 static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                        const fsdpi_gloo_strip *s, const void *src, size_t src_at,
                                        size_t step, int phase) {
@@ -546,15 +544,15 @@ static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdp_coll *op,
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_strip
-// Owns: what a collective is made of. What is small travels with the record; the rest by itself.
+// Owns: the strips of a collective. Small ones travel with the record, the others by themselves.
 
 static uint32_t fsdpi_gloo_strips(const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
     return is_list ? op->num_segs : op->count ? 1 : 0;
 }
 
-// Strip i. Lists and all_to_all have equal regions; the others are cut in whole cache lines, and
-// the last region may be short or empty.
+// Strip i. Lists and all_to_all have equal regions. Others are cut in whole cache lines, and the
+// last region may be short or empty.
 static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                             uint32_t i) {
     fsdpi_gloo_strip s = {0, 0, (size_t)op->count, 0};
@@ -574,16 +572,16 @@ static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp
     return s;
 }
 
-// Whether a member needs a region of a small strip, not all of it. An all_reduce that is too large
-// for that goes around twice: sums of regions first, as a reduce_scatter.
+// Does a member need only a region of a small strip? An all_reduce for which a message is too small
+// takes two rounds: sums of regions first, as a reduce_scatter.
 static int fsdpi_gloo_is_parted(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                 const fsdpi_gloo_strip *s) {
     if (op->kind == FSDP_OP_ALL_REDUCE) return s->total * fsdp_dtype_size(op->dtype) > c->small;
     return op->kind != FSDP_OP_BROADCAST;
 }
 
-// Bytes behind a record, one after the other, each at a multiple of 64: how far strip i ends if it
-// is small, else `used`.
+// Small strips lie after a record, each at a multiple of 64 bytes: the end of strip i if it is
+// small, else `used`.
 static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s, size_t used, int *is_small) {
     size_t count = fsdpi_gloo_is_parted(c, op, s) ? s->part : s->total;
@@ -592,7 +590,7 @@ static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     return *is_small ? end : used;
 }
 
-// The next piece: of each region of *s at most `most` elements from *at on. 0: there is no more.
+// The next piece: at most `most` elements of each region of *s, from *at on. 0: there is no other.
 static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_gloo_walk *walk,
                            size_t most, fsdpi_gloo_strip *s, size_t *at) {
     for (; walk->strip < fsdpi_gloo_strips(op); walk->strip++, walk->at = 0) {
@@ -608,7 +606,7 @@ static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_
     return 0;
 }
 
-// The next small strip, and where it lies behind a record.
+// The next small strip, and its place after a record.
 static int fsdpi_gloo_next_small(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                  fsdpi_gloo_walk *walk, fsdpi_gloo_strip *s, size_t *at) {
     int is_small = 0;
@@ -620,7 +618,7 @@ static int fsdpi_gloo_next_small(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     return is_small;
 }
 
-// What member k needs of strip i, and how much that is. NULL: nothing.
+// The data of strip i that member k needs, and their number. NULL: none.
 static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s, int k, size_t *bytes) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -644,7 +642,7 @@ static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *
     return dst;
 }
 
-// Puts what is small behind the records. Returns its bytes.
+// Copies small strips after the records. Returns their bytes.
 static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -662,7 +660,7 @@ static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
     if (to != from) fsdpi_shm_copy((char *)to, (const char *)from, bytes);
 }
 
-// What this rank needs of a near member's buffer: of strip s, but for reductions of large ones.
+// The data of strip s in a near member's buffer that this rank needs, except for large reductions.
 static const char *fsdpi_gloo_near_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                           const fsdpi_gloo_strip *s, int k) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -676,12 +674,12 @@ static const char *fsdpi_gloo_near_source(const fsdpi_gloo_comm *c, const fsdp_c
     }
 }
 
-// Where a small all_reduce goes until the near members have read dst.
+// Memory for the result of a small all_reduce, until the near members have read dst.
 static char *fsdpi_gloo_aside(const fsdpi_gloo_comm *c) {
     return fsdpi_gloo_message(c, c->base.index, 2) + FSDPI_GLOO_HEAD;
 }
 
-// A small strip, of which every member's data is here.
+// Finishes a small strip: the data of every member are here.
 static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                               const fsdpi_gloo_strip *s, size_t at) {
     const char *srcs[FSDPI_MAX_SRCS];
@@ -719,10 +717,10 @@ static void fsdpi_gloo_unpack_all(const fsdpi_gloo_comm *c, const fsdp_coll *op)
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_reduce
-// Owns: large reductions. What peers send goes through the scratch, which has room for `depth`
-// pieces of each, by turns; a piece is reduced when all have sent it, while the next ones arrive.
+// Owns: large reductions. Data of peers come to the scratch, which has room for `depth` pieces of
+// each one, by turns. A piece is reduced when all have sent it, while the next ones arrive.
 
-// Where pieces of member k go.
+// The place for pieces of member k.
 static char *fsdpi_gloo_scratch_of(const fsdpi_gloo_comm *c, int k) {
     return c->scratch + c->piece * c->depth * (size_t)(k - (k > c->base.index));
 }
@@ -759,7 +757,7 @@ static const char *fsdpi_gloo_reduced(const fsdp_coll *op) {
     return (const char *)(op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst);
 }
 
-// Expects the next piece of my region from all that are far.
+// Expects the next piece of this rank's region from all far members.
 static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_strip s;
     size_t at, place = c->ahead.pieces;
@@ -777,7 +775,7 @@ static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *
     return status;
 }
 
-// Sends all pieces, those of all members by turns.
+// Sends all pieces, to all members by turns.
 static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -794,7 +792,7 @@ static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *o
     return status;
 }
 
-// Reduces pieces as they come, and lets the next ones come.
+// Reduces pieces as they come, and expects the next ones.
 static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER, me = c->base.index;
     fsdp_dtype out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
@@ -822,7 +820,7 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_run
-// Owns: collectives: data is under way while the records are compared.
+// Owns: collectives. Data are under way while the records are compared.
 
 static int fsdpi_gloo_is_reduction(const fsdp_coll *op) {
     return op->kind == FSDP_OP_REDUCE_SCATTER || op->kind == FSDP_OP_ALL_REDUCE;
@@ -857,7 +855,7 @@ static fsdp_status fsdpi_gloo_deal(fsdpi_gloo_comm *c, const fsdp_coll *op,
     return status;
 }
 
-// Posts what a large strip needs before anybody has anything to reduce or to pass on.
+// Posts the first messages of a large strip, before a rank can reduce or pass on anything.
 static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                           const fsdpi_gloo_strip *s) {
     size_t size = fsdp_dtype_size(op->dtype), mine = fsdpi_gloo_begin_of(s, c->base.index), bytes;
@@ -884,7 +882,7 @@ static fsdp_status fsdpi_gloo_start(fsdpi_gloo_comm *c, const fsdp_coll *op) {
 }
 
 /* send and recv: the two ranks show each other their records under a slot of their own, between
-   turns: the record of the last turn has been used, so theirs may lie there. */
+   turns. The record of the last turn has been used, so these take its place. */
 static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
     int result = fsdp_gloo_recv(c->peers[k].in[c->turn], k, FSDPI_GLOO_SLOT_PAIR, 0,
                                 sizeof c->base.now);
@@ -892,15 +890,15 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
     return status ? status : fsdpi_gloo_show_one(c, k, FSDPI_GLOO_SLOT_PAIR, sizeof c->base.now);
 }
 
-// Shows the near members what this rank is about to do. Their copy of the record has its buffer.
+// Shows the near members the record; their copy also has this rank's buffer.
 static fsdp_status fsdpi_gloo_show_near(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                         const fsdpi_span *span) {
     c->near->now = c->base.now;
     return fsdpi_gloo_near_result(c, fsdpi_shm_show(c->near, op, span));
 }
 
-/* Messages shall move beside what this rank does if there is much to reduce or to copy. They have
-   to if it waits for anything else meanwhile: near members, or whoever opens a group. */
+/* Should Gloo's thread move messages? Yes, if there is much to reduce or to copy. It has to if this
+   rank waits for something else meanwhile: near members, or the opening of a group. */
 static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     if (!op || c->near) return 1;
     int of_each = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
@@ -925,7 +923,7 @@ static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const 
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
 
-// All agree: finds the buffers of the near members, which these have shown.
+// All agree: finds the buffers that the near members have shown.
 static fsdp_status fsdpi_gloo_find_near(fsdpi_gloo_comm *c, const fsdpi_span *span) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < c->base.size && !status; k++) {
@@ -937,7 +935,7 @@ static fsdp_status fsdpi_gloo_find_near(fsdpi_gloo_comm *c, const fsdpi_span *sp
     return status;
 }
 
-// The near members' regions of a large strip.
+// Copies the near members' regions of a large strip.
 static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s) {
     int is_own = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_ALL_TO_ALL;
@@ -952,8 +950,8 @@ static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     }
 }
 
-// all_reduce and broadcast: each member has its region of a large strip now, or all of it where the
-// root is near, and all collect the regions.
+// all_reduce and broadcast: each member has its region of a large strip now, or all of it if the
+// root is near. All collect the regions.
 static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s) {
     fsdp_status status = fsdpi_gloo_finish(c, FSDP_OK);
@@ -967,7 +965,7 @@ static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
     return status;
 }
 
-// All agree, and what is near can be read: reduces what arrives, and passes it on.
+// All agree, and near buffers can be read: reduces data as they arrive, and passes them on.
 static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -986,7 +984,7 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
         if (op->kind == FSDP_OP_BROADCAST) status = fsdpi_gloo_spread(c, op, &s);
         else fsdpi_gloo_collect(c, op, &s);
     }
-    // What peers read may be overwritten when they have.
+    // After this the buffer may be overwritten: peers have read it.
     if (!status) status = fsdpi_gloo_near_barrier(c);
     if (!status && c->near && is_sum && !is_parted)
         fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
@@ -1010,7 +1008,7 @@ static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const 
                            (size_t)op->count * fsdp_dtype_size(op->dtype));
 }
 
-// Waits until the memory of my messages is free again, and all data is where it belongs.
+// Waits until this rank's messages are sent, and all data are in place.
 static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     for (int k = 0; k < base->size && !status; k++) {
@@ -1026,19 +1024,16 @@ static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>gloo_gate
-// Owns: how members get a connection to each other, before Gloo knows of it. Invariant: who has not
-// shown that it is a member of this comm costs one of FSDPI_GLOO_CALLERS places, and nothing else.
+// Owns: how members connect to each other, before Gloo gets the connections. Invariant: until a
+// caller has proven that it is a member of this comm, it costs one of FSDPI_GLOO_CALLERS places,
+// and no more.
 
 /* While a comm opens, each member listens, and shows its door in the store: the address, and a
-   ticket, which nobody can guess. A member calls those before it. Both show that they know the
-   job's token:
-
-       HELLO     caller    ticket[16], i32 who calls, nonce[32]
-       PROOF     listener  nonce[32], HMAC-SHA256(token, "L", comm, who listens, HELLO, nonce)
-       ANSWER    caller    HMAC-SHA256(token, "C", the same)
-       WELCOME   listener  one byte
-
-   Until WELCOME either may hang up, and the caller calls again. */
+   secret ticket. A member calls the members before it. Both prove that they know the job's token:
+   HELLO     caller    ticket[16], i32 caller, nonce[32] PROOF     listener  nonce[32],
+   HMAC-SHA256(token, "L", comm, listener, HELLO, nonce) ANSWER    caller    HMAC-SHA256(token, "C",
+   the same) WELCOME   listener  one byte  Until WELCOME either may hang up, and the caller calls
+   again. */
 typedef struct fsdpi_gloo_door {
     uint8_t ticket[16];
     fsdpi_store_place place;
@@ -1057,7 +1052,7 @@ typedef struct fsdpi_gloo_link {
     int fd, step;     // fd -1: none
     int member;       // -1: it has not said
     int at;           // in `polls`; -1: it is not there
-    int64_t since_ns; // when it was made; of a call that has failed: when to call again
+    int64_t since_ns; // when it was made; after a failed call: when to call again
     size_t used;      // bytes of `in`
     uint8_t hello[FSDPI_GLOO_HELLO], nonce[32], in[FSDPI_GLOO_PROOF];
 } fsdpi_gloo_link;
@@ -1072,14 +1067,14 @@ typedef struct fsdpi_gloo_gate {
     int fds[FSDPI_MAX_SRCS]; // members' connections; -1: none yet
 } fsdpi_gloo_gate;
 
-// Whether a connection to member k is still to be made.
+// Is the connection to member k still missing?
 static int fsdpi_gloo_lacks(const fsdpi_gloo_gate *g, int k) {
     return fsdpi_gloo_is_far(g->c, k) && g->fds[k] < 0;
 }
 
 static int64_t fsdpi_gloo_now(const fsdpi_gloo_gate *g) { return fsdpi_boot_now(g->c->base.boot); }
 
-// What shows that somebody knows the job's token. side: 'L' or 'C'.
+// The proof that a side knows the job's token. side: 'L' or 'C'.
 static void fsdpi_gloo_prove(const fsdpi_gloo_gate *g, const fsdpi_gloo_link *l, char side, int to,
                              uint8_t out[32]) {
     uint8_t token[32];
@@ -1093,7 +1088,7 @@ static void fsdpi_gloo_prove(const fsdpi_gloo_gate *g, const fsdpi_gloo_link *l,
     fsdpi_hmac_sha256(token, sizeof token, text, sizeof text, out);
 }
 
-// Takes as long wherever they differ.
+// Its time does not depend on where they differ.
 static int fsdpi_gloo_differ(const uint8_t *a, const uint8_t *b, size_t bytes) {
     int differ = 0;
     for (size_t i = 0; i < bytes; i++) differ |= a[i] ^ b[i];
@@ -1106,7 +1101,7 @@ static void fsdpi_gloo_drop(const fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     l->since_ns = fsdpi_gloo_now(g) + FSDPI_GLOO_AGAIN_NS;
 }
 
-// 1: all of it has gone; it is little, and the first on its way.
+// 1: all is sent: the bytes are few, and the socket's buffer is empty.
 static int fsdpi_gloo_say(fsdpi_gloo_link *l, int next, const void *data, size_t bytes) {
     l->step = next;
     l->used = 0;
@@ -1138,7 +1133,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     return fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_ANSWER, proof, sizeof proof);
 }
 
-// What the link waits for is here. 0: it is not what it should be.
+// Handles the bytes for which the link has waited. 0: they are wrong.
 static int fsdpi_gloo_take(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     int me = g->c->base.index;
     uint8_t expected[32], answer[32];
@@ -1163,7 +1158,7 @@ static size_t fsdpi_gloo_wants(const fsdpi_gloo_link *l) {
                                                 : 1;
 }
 
-// Reads what has come, and not a byte of what comes after WELCOME. 0: the link is of no use.
+// Reads the bytes that have come, but none after WELCOME. 0: the link has to be closed.
 static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     while (l->fd >= 0) {
         ssize_t got = recv(l->fd, l->in + l->used, fsdpi_gloo_wants(l) - l->used, 0);
@@ -1176,8 +1171,8 @@ static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     return 1;
 }
 
-/* The caller that has been silent for the longest time makes room; of all: also one that has shown
-   the ticket, which listeners hear, too. 0: there is none. */
+/* Closes the caller that has been silent for the longest time. of_all: also one that has shown the
+   ticket, which another listener may know. 0: there is none. */
 static int fsdpi_gloo_evict(fsdpi_gloo_gate *g, int of_all) {
     fsdpi_gloo_link *oldest = NULL;
     for (int i = g->c->base.index; i < g->num_links; i++) {
@@ -1200,13 +1195,13 @@ static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
     return NULL;
 }
 
-// The system says that no descriptor is left also if nobody calls.
+// Is there a caller? The system says that no descriptor is left even if there is none.
 static int fsdpi_gloo_is_called(const fsdpi_gloo_gate *g) {
     struct pollfd p = {g->listener, POLLIN, 0};
     return poll(&p, 1, 0) > 0;
 }
 
-// So many callers at a time: what members do must not wait for strangers.
+// Accepts a limited number of callers at a time: members must not wait for strangers.
 static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
     for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
         int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
@@ -1218,7 +1213,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
         fsdpi_store_prompt(fd);
-        l->fd = fd; // not one to which the program prints
+        l->fd = fd; // not 0, 1 or 2
         if (fd < 3) l->fd = (int)fsdpi_syscall(SYS_fcntl, fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
         if (l->fd != fd) (void)close(fd);
         if (l->fd < 0) continue;
@@ -1231,7 +1226,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
     return FSDP_OK;
 }
 
-// The connection to a member is there. 0: or it is not.
+// Begins to talk on a connection to a member. 0: there is no connection.
 static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     int why = 0;
     socklen_t size = sizeof why;
@@ -1254,8 +1249,8 @@ static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     return FSDP_OK;
 }
 
-// What to look at. Not more than there is: the system refuses more than it would let this process
-// open. The last one is the listener.
+// Lists the sockets to poll; the listener is the last one. It lists only open ones: poll refuses
+// more sockets than the process may open.
 static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
     int count = 0;
     for (int i = 0; i < g->num_links; i++) {
@@ -1269,7 +1264,7 @@ static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
     return count;
 }
 
-// One look at all connections. Waits for a moment if nothing happens: a verdict ends this.
+// Polls all connections once, and waits for a moment. A verdict ends this.
 static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.index && !status; k++)
@@ -1312,7 +1307,7 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
                            address, strerror(errno));
 }
 
-// Shows this rank's door, and looks for those of the members before it.
+// Shows this rank's door, and reads those of the members before it.
 static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdpi_store *store = fsdpi_gloo_store(c);
@@ -1338,7 +1333,7 @@ static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
         fsdpi_store_who(store), fsdp_status_name(status));
 }
 
-// Until all members are there.
+// Runs until all members are connected.
 static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdp_status status = FSDP_OK;
@@ -1351,7 +1346,7 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
     return status;
 }
 
-// Gloo gets the connections.
+// Hands the connections over to Gloo.
 static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.size && !status; k++) {
@@ -1397,7 +1392,7 @@ static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) 
     return fsdpi_gloo_open_door(g);
 }
 
-// Each member has a connection to each other one, and Gloo has it.
+// Connects all members with each other, and hands the connections over.
 static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c) {
     fsdpi_gloo_gate gate;
     fsdp_status status = fsdpi_gloo_open_gate(&gate, c);
@@ -1432,7 +1427,7 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
 
-// Others may still look for this member's door: only when all have met may it go.
+// Other members may still read this member's door: it stays until all have met.
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
@@ -1440,7 +1435,7 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     if (!status) status = fsdpi_gloo_near_barrier(c);
     if (!status) status = fsdpi_gloo_settle(&c->base, FSDP_OK);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
-    if (!status) (void)fsdpi_store_delete(fsdpi_gloo_store(c), key); // if it stays, no harm
+    if (!status) (void)fsdpi_store_delete(fsdpi_gloo_store(c), key); // if it fails: no harm
     return status;
 }
 
@@ -1467,8 +1462,8 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     return status ? status : fsdpi_gloo_first_meeting(c);
 }
 
-/* Says goodbye, and waits until the others have: what was sent last has arrived then. A rank that
-   goes on without this group, or works for longer, is not waited for. */
+/* Says goodbye, and waits until the others have: then the last messages have arrived. It does not
+   wait for a rank that works for longer, or keeps the group. */
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
@@ -1488,7 +1483,7 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
             (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
     if (fsdpi_boot_now(boot) - start >= *patience) *patience = 0;
-    for (int k = 0; k < c->base.size; k++) // what is only queued would go with the context
+    for (int k = 0; k < c->base.size; k++) // queued messages would be lost with the context
         if (fsdpi_gloo_is_far(c, k)) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
 }
 
@@ -1502,7 +1497,7 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     if (*link) *link = c->next;
     fsdpi_unlock(&w->lock);
     if (c->overlaps) fsdp_gloo_context_overlap(c->context, 0); // the first meeting has failed
-    if (c->context) fsdp_gloo_context_destroy(c->context); // before what is posted to it
+    if (c->context) fsdp_gloo_context_destroy(c->context); // before its buffers
     for (int k = 0; k < c->base.size; k++) {
         fsdp_gloo_buffer_destroy(c->peers[k].in[0]);
         fsdp_gloo_buffer_destroy(c->peers[k].in[1]);
@@ -1534,7 +1529,7 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
     return child && !status ? fsdpi_gloo_connect_members(c) : status;
 }
 
-// Opens the world of the ranks of this host. What it shows of this rank, the store tells, too.
+// Opens the world of the ranks of this host. This rank's trace lies there then, for the store, too.
 static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_near_find(&c->base, &w->hosts);
@@ -1568,7 +1563,7 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     return status;
 }
 
-// What near ranks read lies in memory that they share.
+// Memory that near ranks read is shared memory.
 static fsdp_status fsdpi_gloo_take_memory(fsdpi_comm_world *base, fsdpi_chunk *chunk,
                                           const char **why) {
     fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;

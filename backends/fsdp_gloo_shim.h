@@ -1,4 +1,4 @@
-/* fsdp_gloo_shim.h - what fsdp_gloo.h (C) and fsdp_gloo.cc (C++) say to each other
+/* fsdp_gloo_shim.h - the functions of fsdp_gloo.cc (C++) that fsdp_gloo.h (C) calls
 
    The Gloo library as a transport and no more: a device, full meshes of connections, and buffers
    that are sent from and received into. No exception leaves these functions, none prints.
@@ -37,28 +37,28 @@ enum {
 // Gloo's words for the last failure of the calling thread. Never NULL.
 const char *fsdp_gloo_error(void);
 
-// The process ignores SIGPIPE from the first one on, unless it has a handler: a peer that ends
-// while Gloo writes to it would end this process too.
+// From the first device on the process ignores SIGPIPE, unless it has a handler: else a peer that
+// ends while Gloo writes to it would end this process, too.
 int fsdp_gloo_device_create(fsdp_gloo_device **out);
 void fsdp_gloo_device_destroy(fsdp_gloo_device *device);
 
-/* A context is connected member by member: to each goes a socket, of TCP and connected to that
-   member, who does the same with its end. Whatever is under way on the socket is taken for Gloo's
-   messages. The socket is the context's, or closed. connect does not wait for the peer. */
+/* A context is connected member by member, by a TCP socket that is connected to that member. The
+   member does the same with its end. Later bytes on the socket have to be Gloo's messages. The
+   context has the socket; after a failure it is closed. connect does not wait for the peer. */
 int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out);
 int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket);
 // The first member whose connection has ended; -1: none. Any thread.
 int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context);
-// Resets all connections: peers see it at once. Any thread, when all members are connected. What is
-// posted never completes.
+// Resets all connections: peers see it at once. Any thread may call it, once all members are
+// connected. Posted operations never complete.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
-/* Messages move while somebody waits for one, in his thread, and else in the device's own. Between
-   these two calls they move in the device's own thread, beside what the others do, as soon as who
-   drives has ended its turn. */
+/* A thread that waits for a message moves all messages; if none waits, the device's thread does.
+   Between these two calls the device's thread moves them while other threads work, from the end of
+   the present turn on. */
 void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins);
-// What has been written is still delivered, unless closed. Before the buffers that have posted
-// operations.
+// Bytes that have been written are still delivered, unless the context was closed. Call it before
+// the buffers with posted operations are destroyed.
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context);
 
 // A buffer with posted operations may be destroyed only after its context was closed or destroyed.
@@ -66,15 +66,15 @@ int fsdp_gloo_buffer_create(fsdp_gloo_context *context, void *memory, size_t byt
                             fsdp_gloo_buffer **out);
 void fsdp_gloo_buffer_destroy(fsdp_gloo_buffer *buffer);
 
-// Posts. Neither blocks. A buffer is for one peer.
+// Posts an operation, and does not block. A buffer is for one peer.
 int fsdp_gloo_send(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
 int fsdp_gloo_recv(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
 
-// Wait until one more posted operation of the buffer has completed; a send: its memory is free
-// again. After TIMEOUT the operation is still posted.
+// Waits until one more posted operation of the buffer has completed. After a send its memory may be
+// written. After TIMEOUT the operation is still posted.
 int fsdp_gloo_wait_send(fsdp_gloo_buffer *buffer, int64_t timeout_ms);
 int fsdp_gloo_wait_recv(fsdp_gloo_buffer *buffer, int64_t timeout_ms);
-// Ends the waits of a buffer, now or when they begin. Any thread.
+// Ends the waits of a buffer, also later ones. Any thread may call it.
 void fsdp_gloo_abort(fsdp_gloo_buffer *buffer);
 
 #ifdef __cplusplus

@@ -1,25 +1,26 @@
 /* fsdp_nccl.h - the backend for GPUs: collectives by NCCL, in the order of CUDA streams
 
    -DFSDP_BACKEND_NCCL compiles it in, with the device of fsdp_cuda.h; how to build: there, and
-   docs/gpu.md. NCCL 2.18 or newer; what came later is used where header and library both have it.
+   docs/gpu.md. It needs NCCL 2.18, and uses newer features if header and library both have them.
 
    How it works
    - A collective of the core is one NCCL group: an operation per segment, straight between the
-     places where data lies. Averages are sums; the core scales, in kernels of its own.
-   - Nothing waits: an operation is enqueued on its stream, an event behind it. A thread, the
-     watchdog, looks at these events. An operation that is not done `timeout_ns` after it could have
-     begun, an error that NCCL reports meanwhile, or a verdict of the store (fsdp_store.h) ends the
-     world: all communicators are aborted, which ends the kernels that wait on the device, too.
-   - To look at an event can hang behind another thread that is inside CUDA (a cudaFree waits for
-     the device, and so for the peer that does not come). A second thread, the monitor, asks CUDA
-     nothing: it notices that, and calls of NCCL that do not return, and it is who aborts.
-   - NCCL does not compare what ranks call, and a disagreement hangs. So each rank writes a flight
-     record: what was enqueued, when, and whether it is done. When a deadline has passed, members
-     show each other what they wait for: who called something else (MISMATCH), or has not come
-     (TIMEOUT) is named. FSDP_NCCL_CHECK=1 compares before every collective, which waits for it.
-   - Calls of NCCL that other ranks may keep waiting (making, splitting and closing communicators)
-     run in a thread that is left alone when the deadline has passed.
-   - Ranks meet at the store, which also brings NCCL's id to all, and tells when a rank has died.
+     buffers. Averages are sums; the core scales, in kernels of its own.
+   - A call does not wait: it enqueues an operation on its stream, and an event after it. A thread,
+     the watchdog, polls these events. The world ends if an operation is not done `timeout_ns` after
+     it could have begun, if NCCL reports an error, or if the store (fsdp_store.h) has a verdict.
+     Then all communicators are aborted, which also ends kernels that wait on the device.
+   - To poll an event can hang if another thread is inside CUDA (a cudaFree waits for the device,
+     and so for the peer that does not come). A second thread, the monitor, does not call CUDA: it
+     sees that the watchdog hangs, or that a call of NCCL does not return. It is the one that
+     aborts.
+   - NCCL does not compare what ranks call, and hangs if they disagree. So each rank keeps a flight
+     record: what was enqueued, when, and whether it is done. After a deadline, members show each
+     other their operations: the text names a rank that has called something else (MISMATCH), or has
+     not come (TIMEOUT). FSDP_NCCL_CHECK=1 compares before every collective, which waits for it.
+   - Calls of NCCL that may wait for other ranks (making, splitting and closing communicators) run
+     in a thread, which is given up after the deadline.
+   - Ranks meet at the store, which also gives NCCL's id to all, and says if a rank has died.
 
    ENVIRONMENT
      FSDP_NCCL_COMMS      1: gathers and reductions share a communicator (less memory, no overlap of
@@ -57,15 +58,16 @@ extern "C" {
    open        one GPU per rank: a process, or a thread, each. boot->store says where ranks meet.
                After a failure error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come and the new groups are connected
-   run         with a stream: enqueues, and returns; what fails later is told by poll and by the
-               next call. Without: blocks until complete. One thread at a time enqueues; another
+   run         with a stream: enqueues, and returns; poll and the next call report a later
+               failure. Without: blocks until complete. One thread at a time enqueues; another
                may call run of another comm meanwhile. Knows all_to_all, send and recv too. A
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
    close       groups before their world. Waits for peers to close it too, about half a second for
                all comms together, and then for NCCL to end it, at most five seconds; if the world
-               fails meanwhile, some seconds more. One that peers keep is left to the process's end
+               fails meanwhile, some seconds more. If peers keep a comm, it stays until the
+               process ends
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 2,048 events
@@ -113,21 +115,21 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 #define FSDPI_NCCL_FLIGHTS     1024                  // operations of the flight record
-#define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // of an allocation that is registered
+#define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // bytes from which on memory is registered
 #define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
-#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // while nothing is under way; the monitor
-#define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for what late members wait for
-#define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
+#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // if no operation is under way; the monitor
+#define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for late members to show their operations
+#define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for data of a rank that has shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
 #define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
 #define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
 #define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000) // for the store to know better what an error is
-#define FSDPI_NCCL_NAP_NS      50000                // between looks at a call in progress
-#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
-#define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and watchdogs of peers before the monitor
+#define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000)  // for the store to know why NCCL has failed
+#define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
+#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // so long the watchdog may act first
+#define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and so long the watchdogs of peers
 #define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
-#define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // of the largest operation of a warm-up
+#define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // bytes of a warm-up's largest operation
 
 #define FSDPI_NCCL_ORDER       "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -136,13 +138,13 @@ extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) _
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
-// One enqueued operation. Written by who enqueues it; state also by the watchdog.
+// One enqueued operation. The thread that enqueues it writes it; the watchdog also writes `state`.
 enum { FSDPI_FLIGHT_NONE, FSDPI_FLIGHT_ISSUED, FSDPI_FLIGHT_DONE };
 typedef struct fsdpi_flight {
     fsdpi_record record;
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
-    fsdpi_nccl_comm *comm;      // while it is issued
-    cudaEvent_t begin, event;   // the stream has come to it; it is done
+    fsdpi_nccl_comm *comm;      // as long as it is ISSUED
+    cudaEvent_t begin, event;   // before it, and after it
     uint32_t state;
 } fsdpi_flight;
 
@@ -151,10 +153,10 @@ typedef struct fsdpi_nccl_registration {
     struct fsdpi_nccl_registration *next;
     fsdpi_nccl_comm *comm;
     char *base;
-    void *handle; // NULL: NCCL can not
+    void *handle; // NULL: NCCL cannot register it
 } fsdpi_nccl_registration;
 
-// Where an allocation came from: fsdpi_chunk.at.
+// How memory was allocated: fsdpi_chunk.at.
 enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
 
 typedef struct fsdpi_nccl_world {
@@ -162,43 +164,43 @@ typedef struct fsdpi_nccl_world {
     int version; // of the library
     int registers, warms_up;
     fsdpi_cuda_place place;
-    int is_left;          // the watchdog still looks at this block, and CUDA may not be called
-    int64_t patience_ns;  // of closing comms, all together
-    uint32_t issue;       // lock: NCCL is called by one thread at a time
-    uint32_t lock;        // of comms and registrations
-    uint32_t flight_lock; // of entries of the flight record
-    int64_t inside_ns;    // since when a thread is inside a call that should only enqueue, or 0
-    int64_t asking_ns;    // since when the watchdog asks CUDA for an event, or 0
+    int is_left;          // 1: the watchdog hangs and uses this block; do not call CUDA
+    int64_t patience_ns;  // the time left to close all comms together
+    uint32_t issue;       // lock: one thread at a time calls NCCL
+    uint32_t lock;        // guards comms and registrations
+    uint32_t flight_lock; // guards entries of the flight record
+    int64_t inside_ns;    // when a thread has begun a call that should only enqueue, or 0
+    int64_t asking_ns;    // when the watchdog has begun to ask CUDA for an event, or 0
     fsdpi_nccl_comm *comms;
     fsdpi_nccl_registration *registrations;
     fsdpi_flight *flights;   // [FSDPI_NCCL_FLIGHTS]
     uint64_t issued, looked; // flights so far; those before `looked` are done
     pthread_t watchdog, monitor;
     int num_threads;
-    uint32_t stop, changed, gone; // changed: slept on by both; gone: the watchdog has ended
-    uint32_t aborting, aborted;   // communicators are on their way out; are gone
+    uint32_t stop, changed, gone; // changed: both threads sleep on it; gone: the watchdog has ended
+    uint32_t aborting, aborted;   // communicators are being aborted; have been aborted
 } fsdpi_nccl_world;
 
 struct fsdpi_nccl_comm {
     fsdpi_comm base;
     fsdpi_nccl_comm *next;
     ncclComm_t nccl;
-    cudaStream_t stream; // of calls without one
-    uint64_t seq, done;  // operations so far, done
+    cudaStream_t stream; // for calls without one
+    uint64_t seq, done;  // operations so far; those that are done
     int64_t idle_ns;     // when the last one was seen done
     int64_t error_ns;    // when NCCL first reported an error, or 0
     int64_t left_ns;     // when a member was first seen to have left, or 0
     void *made_by;       // the call that made the communicator
-    uint32_t is_cold;    // its ranks are connecting
-    // To compare what members call: device memory for my record, and then for those of all; and
-    // the host's copy of those of all.
+    uint32_t is_cold;    // 1: its ranks are connecting
+    // To compare the calls of members: device memory for this rank's record and for all records,
+    // and the host's copy of all records.
     fsdpi_record *records, *shown;
-    fsdpi_flight *showing; // brings them
+    fsdpi_flight *showing; // the operation that brings them
 };
 
 /* -------------------------------------------------------------------------------------------- */
 // >>nccl_fail
-// Owns: the words and statuses of failures.
+// Owns: texts and statuses of failures.
 
 static fsdpi_nccl_comm *fsdpi_nccl_of(fsdpi_comm *base) { return (fsdpi_nccl_comm *)(void *)base; }
 
@@ -220,7 +222,7 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
     fsdpi_say(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
-// If a rank has died, the store says so in a moment, and better than NCCL.
+// If a rank has died, the store will say so in a moment, with a better text than NCCL.
 static void fsdpi_nccl_await_verdict(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     while (!fsdpi_nccl_failed(w) &&
@@ -234,7 +236,7 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
     if (result == ncclSuccess) return FSDP_OK;
     if (result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError)
         fsdpi_nccl_await_verdict(fsdpi_nccl_world_of(c));
-    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // because of that
+    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // it is why
     if (result == ncclInProgress)
         fsdpi_say(
             &t,
@@ -254,8 +256,8 @@ static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char
     return fsdpi_comm_fail(&c->base, status, "%s", text);
 }
 
-/* A communicator may be non-blocking, if NCCL_COMM_BLOCKING=0 says so: then every call may be in
-   progress when it returns, and no other may be made until it is not. */
+/* With NCCL_COMM_BLOCKING=0 a communicator is non-blocking: a call may return while it is in
+   progress, and no other call is allowed until it has ended. */
 static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, ncclComm_t nccl) {
     int64_t start = fsdpi_boot_now(c->base.boot);
     while (result == ncclInProgress) {
@@ -271,9 +273,9 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
 
 /* -------------------------------------------------------------------------------------------- */
 // >>nccl_bounded
-// Owns: calls of NCCL that other ranks may keep waiting. Each runs in a thread of its own; whoever
-// waits for it gives up at a deadline. Then the thread, and the communicators that it works on, are
-// left alone: NCCL has no other way out.
+// Owns: calls of NCCL that may wait for other ranks. Each runs in a thread of its own, and the
+// caller waits until a deadline. Then the thread and its communicators are left alone, since NCCL
+// cannot end such a call.
 
 enum {
     FSDPI_NCCL_NONE,
@@ -287,25 +289,25 @@ enum {
 
 typedef struct fsdpi_nccl_call {
     int kind, ordinal;
-    int size, rank, color; // of MAKE and PART
+    int size, rank, color; // for MAKE and PART
     ncclUniqueId id;
     ncclConfig_t config;
-    ncclComm_t parent, out; // out: the result; of END: what ends
-    ncclComm_t *list;       // [size]: of ABORT; one group, as they may wait for each other
+    ncclComm_t parent, out; // out: the result; for END: the communicator that ends
+    ncclComm_t *list;       // for ABORT: [size]; in one group, as they may wait for each other
     int is_grouped;
-    void *base, *handle; // of WINDOW; of FORGET: what is registered no more
+    void *base, *handle; // for WINDOW; for FORGET: the registration that ends
     size_t bytes;
     int is_window;
     char name[64];
     ncclResult_t result;
     pthread_t thread;
-    uint32_t state; // slept on
+    uint32_t state; // the caller sleeps on it
 } fsdpi_nccl_call;
 
-enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: nobody waits for it any more
+enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: its caller has given up
 
 static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
-    while (result == ncclInProgress && nccl) { // whoever waits for the thread has the deadline
+    while (result == ncclInProgress && nccl) { // the thread's caller has the deadline
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
         if (ncclCommGetAsyncError(nccl, &result) != ncclSuccess) return ncclSystemError;
     }
@@ -317,7 +319,7 @@ typedef struct fsdpi_nccl_tail {
     int size;
 } fsdpi_nccl_tail;
 
-// Aborts the first of a list, and beside it those behind. When it returns all are done.
+// Aborts the first of a list, and the others in a further thread. It returns when all have ended.
 static void *fsdpi_nccl_abort_main(void *arg) {
     const fsdpi_nccl_tail *t = (const fsdpi_nccl_tail *)arg;
     fsdpi_stay();
@@ -331,8 +333,8 @@ static void *fsdpi_nccl_abort_main(void *arg) {
     return NULL;
 }
 
-/* Communicators may wait for each other when they end: they are ended in one group, or before NCCL
-   2.22, whose groups do not know abort, by a thread for each. Nobody asks how it went. */
+/* Communicators may wait for each other when they end: so one group aborts all. Before NCCL 2.22 a
+   group cannot abort, and each one gets a thread. The results do not count. */
 static void fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
     fsdpi_nccl_tail all = {call->list, call->size};
     if (!call->is_grouped) {
@@ -353,7 +355,7 @@ static ncclResult_t fsdpi_nccl_call_forget(const fsdpi_nccl_call *call) {
 }
 #endif
 
-// A thread that was left alone may use its block when the world, and its allocator, are no more.
+// A thread that was left alone may use its block after the world and its allocator have ended.
 static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free, NULL};
 
 static void *fsdpi_nccl_call_main(void *arg) {
@@ -399,7 +401,7 @@ static void *fsdpi_nccl_call_main(void *arg) {
     if (__atomic_exchange_n(&call->state, FSDPI_CALL_DONE, __ATOMIC_SEQ_CST) != FSDPI_CALL_LEFT) {
         fsdpi_futex_wake_all(&call->state, 0);
     } else {
-        if (makes && call->out) (void)ncclCommAbort(call->out); // nobody else knows it
+        if (makes && call->out) (void)ncclCommAbort(call->out); // no other thread has it
         if (call->list != &call->out) fsdpi_free(&fsdpi_nccl_heap, call->list);
         fsdpi_free(&fsdpi_nccl_heap, call);
     }
@@ -422,7 +424,7 @@ static int fsdpi_nccl_call_wait(fsdpi_nccl_call *call, const fsdp_boot *boot, in
     return 1;
 }
 
-// Ends the thread, or leaves it alone with its block: then *call is NULL.
+// Joins the thread; or leaves it alone with its block, and sets *call to NULL.
 static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
     pthread_t thread = (*call)->thread;
     if (__atomic_exchange_n(&(*call)->state, FSDPI_CALL_LEFT, __ATOMIC_SEQ_CST)) {
@@ -433,10 +435,10 @@ static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
     *call = NULL;
 }
 
-// A call of this rank alone. 1: it has returned, and its block is free; 0: they are left alone.
+// A call that this rank makes alone. 1: it has returned; 0: thread and block are left alone.
 static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
                               fsdpi_nccl_world *stop) {
-    if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // no thread to be had
+    if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // there is no thread
     else {
         (void)fsdpi_nccl_call_wait(call, boot, timeout_ns, stop);
         fsdpi_nccl_call_end(&call);
@@ -446,13 +448,13 @@ static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int6
     return 1;
 }
 
-/* A call that all members make. One that lasts too long ends the world; the abort of communicators,
-   which follows, ends most calls. *call is NULL when it was left alone. */
+/* A call that all members make. If it takes too long, the world ends, and communicators are
+   aborted, which ends most calls. *call is NULL if it was left alone. */
 static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **call,
                                        const char *what) {
     const fsdp_boot *boot = c->base.boot;
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    int takes = (*call)->kind == FSDPI_NCCL_PART; // nobody else calls NCCL meanwhile
+    int takes = (*call)->kind == FSDPI_NCCL_PART; // no other thread calls NCCL meanwhile
     int64_t left = boot->timeout_ns;
     if ((*call)->kind == FSDPI_NCCL_MAKE) left = fsdpi_comm_left_to_open(c->base.world);
     if (takes) fsdpi_lock(&w->issue);
@@ -470,7 +472,7 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
                               "ranks reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
                               what, (double)boot->timeout_ns * 1e-9);
     }
-    if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // which nothing ends
+    if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // an abort does not end MAKE
         (void)fsdpi_nccl_call_wait(*call, boot, FSDPI_NCCL_LAST_NS, NULL);
     fsdpi_nccl_call_end(call);
     return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_comm_report(&c->base);
@@ -488,14 +490,14 @@ static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind)
 
 /* -------------------------------------------------------------------------------------------- */
 // >>nccl_watch
-// Owns: the flight record, and the thread that looks at what is under way. Who enqueues writes an
-// entry and then `issued`; the watchdog alone marks it done.
+// Owns: the flight record, and the thread that polls operations under way. The enqueuing thread
+// writes an entry, and then `issued`. Only the watchdog marks it done.
 
 static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
     return &w->flights[number % FSDPI_NCCL_FLIGHTS];
 }
 
-// Whether an event is done. With no lock, as this can hang.
+// Has an event happened? It holds no lock, as CUDA may hang.
 static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_t *e) {
     __atomic_store_n(&w->asking_ns, fsdpi_boot_now(fsdpi_nccl_boot(w)), __ATOMIC_RELEASE);
     *e = cudaEventQuery(event);
@@ -507,14 +509,14 @@ static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_
 }
 
 static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
-    if (f->comm) { // else it was closed meanwhile
-        if (f->comm_seq > f->comm->done) f->comm->done = f->comm_seq; // a later one may be first
+    if (f->comm) { // else the comm was closed meanwhile
+        if (f->comm_seq > f->comm->done) f->comm->done = f->comm_seq; // not in order
         f->comm->idle_ns = now;
     }
     FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
 }
 
-// The comm of an operation that is its oldest.
+// The comm of an operation, if this is the comm's oldest one.
 static fsdpi_nccl_comm *fsdpi_nccl_waits(const fsdpi_flight *f) {
     return f->comm && f->comm->done + 1 == f->comm_seq ? f->comm : NULL;
 }
@@ -526,7 +528,7 @@ static int fsdpi_nccl_is_late(const fsdpi_flight *f, int64_t now) {
     return now - since > c->base.boot->timeout_ns;
 }
 
-// What this rank is doing: its oldest operation that is not done, else its last one.
+// This rank's operation: the oldest one that is not done, else the last one.
 static int fsdpi_nccl_doing(fsdpi_nccl_world *w, fsdpi_record *out) {
     int is_busy = 0;
     memset(out, 0, sizeof *out);
@@ -542,7 +544,7 @@ static int fsdpi_nccl_doing(fsdpi_nccl_world *w, fsdpi_record *out) {
     return is_busy;
 }
 
-// From the store's thread: the sign of life says what this rank waits for.
+// Called by the store's thread: a beat says for what this rank waits.
 static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
     fsdpi_record record;
@@ -560,9 +562,9 @@ static void fsdpi_nccl_wake(void *user) {
     fsdpi_futex_wake_all(&w->changed, 0);
 }
 
-// What a late rank shows to the others: what it waits for on a comm.
+// What a late rank shows to the others: its operation on a comm.
 typedef struct fsdpi_nccl_shown {
-    uint64_t comm_seq, has_begun; // has_begun: work before it on the device is done
+    uint64_t comm_seq, has_begun; // has_begun: earlier work on the device is done
     fsdpi_record record;
 } fsdpi_nccl_shown;
 
@@ -573,13 +575,13 @@ static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c,
 
 // What the members have shown of an operation that is late.
 typedef struct fsdpi_nccl_lateness {
-    uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // has not come; its device has not
-    int num_absent, num_busy, who; // who: a member that called something else, or -1
-    fsdpi_record other;            // that
+    uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // not come; its device has not
+    int num_absent, num_busy, who; // who: a member with another call, or -1
+    fsdpi_record other;            // that call
 } fsdpi_nccl_lateness;
 
-/* The members that wait in the same operation have shown it by now, or do so within a moment, as
-   their deadlines are equal. */
+/* Reads the operations of the other members. Members that wait in the same one have shown it by
+   now, or will do so soon, as their deadlines are equal. */
 static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
                                     fsdpi_nccl_lateness *late) {
     fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
@@ -609,7 +611,7 @@ static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *
     }
 }
 
-// An operation is not done in time: who is to blame?
+// An operation is not done in time: which rank is to blame?
 static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_begun) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
@@ -623,7 +625,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     fsdpi_nccl_compare_late(c, &mine, &late);
     if (late.num_absent > 0 && late.who < 0)
         (void)fsdpi_store_world_await_verdict(&c->base, late.absent);
-    if (fsdpi_comm_failed(&c->base)) return; // another one was first
+    if (fsdpi_comm_failed(&c->base)) return; // another rank was first
     fsdpi_say_op(&s, &f->record);
     if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
     else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
@@ -650,7 +652,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
                            reason);
 }
 
-// A member has shut down; what it did before has had time to arrive.
+// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
 static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
     int k = 0;
     fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
@@ -666,15 +668,15 @@ static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t no
     return 1;
 }
 
-// Looks at an operation.
-enum { FSDPI_LOOK_DONE, FSDPI_LOOK_BUSY, FSDPI_LOOK_ENDS }; // ENDS: the world, because of it
+// Polls an operation.
+enum { FSDPI_LOOK_DONE, FSDPI_LOOK_BUSY, FSDPI_LOOK_ENDS }; // ENDS: the world ends because of it
 static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     cudaError_t e, ignored;
     int result = FSDPI_LOOK_BUSY, has_begun = 0;
     if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return FSDPI_LOOK_DONE;
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
-    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // that may have taken long
-    fsdpi_lock(&w->lock);                             // so that no comm is closed meanwhile
+    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // the poll may have taken long
+    fsdpi_lock(&w->lock);                             // no comm is closed meanwhile
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -698,7 +700,7 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     return result;
 }
 
-// Looks at what is under way. Returns whether anything is.
+// Polls all operations under way. Returns 1 if there are any.
 static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     int is_busy = 0, result = FSDPI_LOOK_DONE;
@@ -711,9 +713,9 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-/* Errors that NCCL has met by itself: a connection that broke, a peer that aborted. If a rank has
-   died the store will say so in a moment, and better. Returns whether there is one. NCCL is asked
-   only while nobody else calls it: to ask may complete a call in progress. */
+/* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. If a rank has
+   died, the store will say so in a moment, with a better text. Returns 1 if there is an error. It
+   asks only if no other thread calls NCCL, because to ask may complete a call in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int any = 0;
@@ -737,7 +739,7 @@ static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     return any;
 }
 
-// Calls that should return at once, and do not.
+// Looks for calls that should return at once, and do not.
 static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)), limit = fsdpi_nccl_boot(w)->timeout_ns;
     int64_t inside = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE),
@@ -773,8 +775,8 @@ static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t 
     fsdpi_say(t, ", %.3f s ago: %s", (double)(now - f->record.since_ns) * 1e-9, states[state]);
 }
 
-/* The world has failed: what is not done goes to the log, all that is remembered to a file if the
-   user wants one. */
+/* The world has failed: logs operations that are not done, and writes the flight record to a file
+   if the user wants one. */
 static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     const char *path = fsdpi_env("FSDP_FLIGHT_RECORD");
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
@@ -806,8 +808,8 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     if (file) (void)fclose(file);
 }
 
-/* A thread that is inside NCCL is waited for a moment, since a communicator must not be used
-   meanwhile; but a hang would be for ever. */
+/* Takes the lock `issue`. It waits only a moment for a thread that is inside NCCL, which may hang:
+   but a communicator must not be aborted while it is used. */
 static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int locked = fsdpi_try_lock(&w->issue);
@@ -818,10 +820,10 @@ static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
     return locked;
 }
 
-// Ends all communicators, in one group: one by one they may wait for each other.
+// Aborts all communicators in one group, since they may wait for each other.
 static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     int num = 0;
-    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
+    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // later ends do not count
     int locked = fsdpi_nccl_try_issue(w);
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
@@ -850,7 +852,7 @@ static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_stay();
     (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    (void)cudaThreadExchangeStreamCaptureMode(&mode); // looking at an event ends no capture
+    (void)cudaThreadExchangeStreamCaptureMode(&mode); // to poll an event must not end a capture
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         int is_busy = fsdpi_nccl_look_all(w);
@@ -879,8 +881,8 @@ static void *fsdpi_nccl_monitor(void *arg) {
     return NULL;
 }
 
-/* Ends both. 1: they are gone; 0: the watchdog is still inside CUDA, and is left alone with what it
-   looks at. */
+/* Ends both threads. 0: the watchdog still hangs inside CUDA, and is left alone with the memory
+   that it uses. */
 static int fsdpi_nccl_stop(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     FSDPI_STORE(&w->stop, 1u);
@@ -910,7 +912,7 @@ static ncclDataType_t fsdpi_nccl_dtype(int dtype) {
     case FSDP_BF16: return (ncclDataType_t)9; // ncclBfloat16: older headers keep it from C
     case FSDP_I32: return ncclInt32;
     case FSDP_I64: return ncclInt64;
-    case FSDP_I16: return ncclFloat16; // moved, never summed
+    case FSDP_I16: return ncclFloat16; // it is moved, never summed
     default: return ncclUint8;
     }
 }
@@ -919,7 +921,7 @@ static ncclRedOp_t fsdpi_nccl_redop(int redop) {
     return redop == FSDP_MAX ? ncclMax : redop == FSDP_MIN ? ncclMin : ncclSum;
 }
 
-// Every member's part to every other: a pair of messages each.
+// Sends every member's part to every other member: a pair of messages each.
 static ncclResult_t fsdpi_nccl_all_to_all(const fsdpi_nccl_comm *c, const fsdp_coll *op,
                                           cudaStream_t stream) {
     size_t part = (size_t)op->count * fsdp_dtype_size(op->dtype);
@@ -951,7 +953,7 @@ static ncclResult_t fsdpi_nccl_segment(const fsdpi_nccl_comm *c, const fsdp_coll
     return ncclAllGather(src, dst, count, type, c->nccl, stream);
 }
 
-// Beside the collectives: to and from one peer at the same time.
+// Beside the collectives: a send to and a recv from one peer at the same time.
 enum { FSDPI_NCCL_SWAP = FSDP_OP_COUNT };
 
 static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_coll *op,
@@ -980,8 +982,8 @@ static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_co
     }
 }
 
-/* Registers the allocation that p is in with this communicator, at the first collective that uses
-   it: all members do so in the same one, since they run the same operations. */
+/* Registers the allocation of p with this communicator, in the first collective that uses it. All
+   members do so in the same collective, since they run the same operations. */
 static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #if NCCL_VERSION_CODE >= 21900
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1028,9 +1030,9 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #endif
 }
 
-// 1: it is done, or not worth it; 0: NCCL does not return.
+// Ends a registration, if that is needed. 0: NCCL does not return.
 static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registration *r) {
-    if (!r->handle || !r->comm->nccl) return 1; // what was aborted has forgotten it
+    if (!r->handle || !r->comm->nccl) return 1; // an aborted communicator has forgotten it
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_FORGET);
     if (!call) return 1;
     call->parent = r->comm->nccl;
@@ -1041,7 +1043,7 @@ static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registrat
 
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
 
-// From now on no memory is freed: it may be registered. Such a world has ended.
+// From now on no memory is freed, since it may be registered. Such a world has ended.
 static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
     char reason[200];
     (void)snprintf(reason, sizeof reason,
@@ -1053,8 +1055,8 @@ static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
 }
 
 /* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
-   for the device: not with the watchdog's lock, and no more once the device, or NCCL, has not come
-   to an end. */
+   for the device: so it does not hold the watchdog's lock. If the device or NCCL hangs once, it
+   stops. */
 static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm *c,
                                       const char *base) {
     fsdpi_nccl_registration *mine = NULL, *r;
@@ -1081,7 +1083,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->issue);
 }
 
-// The next entry of the flight record, when there is one whose operation is done.
+// The next entry of the flight record. It waits until the entry's old operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_FLIGHTS) {
@@ -1105,7 +1107,7 @@ static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f) {
     fsdpi_unlock(&w->flight_lock);
 }
 
-// Events of a captured stream are not for others: a collective cannot be watched there.
+// A collective cannot be watched on a captured stream, since no other stream may use its events.
 static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stream) {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     fsdp_status status = fsdpi_nccl_cuda(c, cudaStreamIsCapturing(stream, &capture),
@@ -1115,7 +1117,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                             "[E831] collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
-// What a thread may be stuck in: a group with one operation. *result is the group's.
+// Makes a group with one operation, in which the thread may hang. *result: that of the group.
 static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                     cudaEvent_t begin, ncclResult_t *result) {
     fsdp_status status = FSDP_OK;
@@ -1135,7 +1137,7 @@ static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cud
     return FSDP_OK;
 }
 
-// Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry.
+// Enqueues one operation, and an event after it, under the lock `issue`. *out: its entry.
 static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                       fsdpi_flight **out) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1149,7 +1151,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     status = fsdpi_nccl_group(c, op, stream, f->begin, &result);
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     if (status) return status;
-    if (FSDPI_LOAD(&w->aborting)) return fsdpi_comm_report(&c->base); // which has ended the call
+    if (FSDPI_LOAD(&w->aborting)) return fsdpi_comm_report(&c->base); // it ended the call
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;
@@ -1158,7 +1160,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     return FSDP_OK;
 }
 
-// Waits for an operation. What ends because communicators are aborted is not done.
+// Waits for an operation. If it ends because communicators are aborted, it is not done.
 static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     cudaError_t e = cudaSuccess;
@@ -1175,8 +1177,8 @@ static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
                            "not end, or raise FSDP_TIMEOUT_MS");
 }
 
-/* Brings the records of all members, or of one peer, to c->shown. The deadline, and who did not
-   come, are the watchdog's. */
+/* Brings the records of all members, or of one peer, to c->shown. The watchdog has the deadline,
+   and names ranks that have not come. */
 static fsdp_status fsdpi_nccl_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1249,7 +1251,7 @@ static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call
     return config;
 }
 
-// A call that gives c its communicator.
+// Runs a call that makes the communicator of c.
 static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, const char *what) {
     fsdp_status status = fsdpi_nccl_together(c, &call, what);
     c->made_by = call; // NCCL may keep the name
@@ -1265,7 +1267,7 @@ static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
     fsdpi_unlock(&w->lock);
 }
 
-// One operation of a warm-up, done on return.
+// Runs one operation of a warm-up until it is done.
 static fsdp_status fsdpi_nccl_run_cold(fsdpi_nccl_comm *c, int kind, fsdp_coll *op) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_flight *f = NULL;
@@ -1276,8 +1278,9 @@ static fsdp_status fsdpi_nccl_run_cold(fsdpi_nccl_comm *c, int kind, fsdp_coll *
     return status ? status : fsdpi_nccl_await(c, f);
 }
 
-/* NCCL connects ranks at the first use of each of its algorithms, and chooses them by size: small
-   and large operations of each kind that steps use. In place, in memory of any content. */
+/* NCCL connects ranks at the first use of each of its algorithms, which it chooses by size. So this
+   runs small and large operations of each kind that steps use, in place, in memory of any contents.
+   */
 static fsdp_status fsdpi_nccl_run_large(fsdpi_nccl_comm *c) {
     static const uint8_t kinds[3] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER,
                                      FSDP_OP_ALL_REDUCE};
@@ -1305,7 +1308,7 @@ static fsdp_status fsdpi_nccl_run_large(fsdpi_nccl_comm *c) {
     return status;
 }
 
-/* The first operations connect the members: now, and not inside the first step. */
+/* The first operations connect the members: it runs them now, and not in the first step. */
 static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     int64_t start = fsdpi_boot_now(c->base.boot);
@@ -1334,7 +1337,7 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     return FSDP_OK;
 }
 
-// A communicator is there: memory to compare what members call, and the first meeting.
+// After a communicator was made: memory to compare calls, and the first meeting.
 static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     size_t members = (size_t)c->base.size;
     void *records = NULL;
@@ -1350,7 +1353,7 @@ static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
 }
 
-// The monitor has aborted the communicators of a world that has failed, or will in a moment.
+// Waits until the monitor has aborted the communicators of a failed world.
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     while (w->num_threads > 1 && !FSDPI_LOAD(&w->aborted) &&
@@ -1360,7 +1363,7 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     }
 }
 
-// What member k says at the end; k = size: what member 0 found.
+// The key of member k's goodbye; k = size: of member 0's answer.
 static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
     (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->base.id, k);
 }
@@ -1372,7 +1375,7 @@ static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
                                  FSDPI_NCCL_PATIENCE_NS);
 }
 
-// Whether it is said before `until`.
+// Does member k say goodbye before `until`?
 static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) {
     fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
     int64_t left = until - fsdpi_boot_now(c->base.boot);
@@ -1382,7 +1385,8 @@ static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) 
     return left > 0 && !fsdpi_store_get(store, key, &says, 1, &bytes, left) && says;
 }
 
-// Member 0 asks all others, twice, since who gives up says that over what it said; and tells them.
+// Member 0 reads all goodbyes, twice, since a member that gives up overwrites its own; then it
+// answers.
 static int fsdpi_nccl_bye_of_all(const fsdpi_nccl_comm *c, int64_t until) {
     int all = 1;
     for (int pass = 0; pass < 2; pass++)
@@ -1398,7 +1402,7 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
     return all;
 }
 
-// Says that this rank closes a comm. 1: all its members do.
+// Says that this rank closes a comm. 1: all its members close it.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
@@ -1410,7 +1414,7 @@ static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
 }
 
 /* Ends a communicator together with its peers. If they keep it, it is left alone, as NCCL would
-   wait for them; so are all after it. In a world that has failed it has been aborted. */
+   wait for them, and so are all later ones. In a failed world it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_lock(&w->lock);
@@ -1420,7 +1424,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
            !fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
     if (w->base.store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
-    ncclComm_t nccl = c->nccl; // from here on not the monitor's
+    ncclComm_t nccl = c->nccl; // from here on the monitor does not use it
     c->nccl = NULL;
     fsdpi_nccl_comm **link = &w->comms;
     while (*link && *link != c) link = &(*link)->next;
@@ -1443,8 +1447,8 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         w->patience_ns = 0;
 }
 
-/* Behind a failure nobody has waited for the operations of calls without a stream, which end with
-   their communicators. (The core waits for those on its streams.) */
+/* After a failure, waits for operations of calls without a stream, which end with their
+   communicators. (The core waits for those on its streams.) */
 static void fsdpi_nccl_rest(fsdpi_nccl_world *w) {
     if (!fsdpi_nccl_failed(w)) return;
     fsdpi_nccl_await_abort(w);
@@ -1472,7 +1476,8 @@ static void fsdpi_nccl_leave(fsdpi_comm *base) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_nccl_unregister_all(w, c, NULL);
     fsdpi_nccl_end(c);
-    // Where the world failed behind a copy of records, that ends, as the communicator has.
+    // If the world has failed after a copy of records, the copy ends, as the communicator has
+    // ended.
     if (c->records && fsdpi_cuda_idle(base->boot, c->stream, FSDPI_NCCL_ABORT_NS))
         (void)cudaFree(c->records);
     if (c->stream) (void)cudaStreamDestroy(c->stream);
@@ -1480,7 +1485,7 @@ static void fsdpi_nccl_leave(fsdpi_comm *base) {
     fsdpi_free(&base->boot->allocator, c->shown);
     if (!base->is_world) return;
     w->is_left = !fsdpi_nccl_stop(w);
-    w->base.base.failed = NULL; // which is the store's
+    w->base.base.failed = NULL; // it points into the store
     fsdpi_store_close(w->base.store);
     w->base.store = NULL;
 }
@@ -1501,7 +1506,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
                                       const fsdp_group *g) {
     fsdpi_nccl_comm *parent = fsdpi_nccl_of(base), *child = fsdpi_nccl_of(base_child);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(parent);
-    fsdpi_nccl_comm none; // who is in no group takes part, too
+    fsdpi_nccl_comm none; // a rank in no group takes part, too
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
     if (!call) return fsdpi_comm_no_memory(base, "a call of NCCL", sizeof *call);
     memset(&none, 0, sizeof none);
@@ -1513,8 +1518,8 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         fsdpi_free(&fsdpi_nccl_heap, call);
         return fsdpi_comm_report(base);
     }
-    // Groups are told apart by their members, as two of one colour may be made at a time; and from
-    // those of earlier splits, since NCCL makes a name of the colour.
+    // NCCL makes a name of the color. So the color has the members, as two groups of one color may
+    // be made at once, and the number of the split.
     call->color = g->color < 0
                       ? NCCL_SPLIT_NOCOLOR
                       : (int)(((uint32_t)g->ranks[0] + base->splits * (uint32_t)base->boot->size) &
@@ -1530,13 +1535,13 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     return fsdpi_nccl_begin(child);
 }
 
-// The library that the program runs with may be another one than the header's.
+// The program may run with another library than the header's.
 static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     ncclResult_t result = ncclGetVersion(&w->version);
     if (result == ncclSuccess && w->version >= 21800) {
-        // Before 2.29.7 the kernels of windows do not look whether they are to be aborted; before
-        // 2.26 an allocation of NCCL's may be rounded up to 512 MiB.
+        // Before 2.29.7 kernels of windows ignore an abort. Before 2.26 NCCL may round an
+        // allocation up to 512 MiB.
         int asked = w->registers;
         if (asked == 2 && (w->version < 22907 || NCCL_VERSION_CODE < 22703)) w->registers = 1;
         if (w->version < 22602 || w->place.is_managed) w->registers = 0;
@@ -1580,7 +1585,7 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
     return status ? fsdpi_comm_error(&c->base, status, "%s", w->place.error) : FSDP_OK;
 }
 
-// Rank 0's process holds the root of the communicator that all others come to.
+// Rank 0's process has the root of the communicator, to which all others connect.
 static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     static const char *const key = "nccl/id";
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1645,14 +1650,14 @@ static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     return fsdpi_nccl_meet(c);
 }
 
-// Memory of the device, and where it came from. A failure's text is left in place.error.
+// Memory of the device. The text of a failure is in place.error.
 static fsdp_status fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk *chunk) {
     void *ptr = NULL;
     fsdp_status status = FSDP_OK;
     chunk->at = FSDPI_NCCL_CUDA;
 #if NCCL_VERSION_CODE >= 21900
     if (w->registers && size >= FSDPI_NCCL_LARGE) {
-        // All ranks or none: to fall back to cudaMalloc on one alone would make buffers differ.
+        // No rank may fall back to cudaMalloc alone: buffers would differ.
         ncclResult_t result = ncclMemAlloc(&ptr, size);
         fsdpi_text t = {w->place.error, sizeof w->place.error, 0};
         if (result != ncclSuccess) {
@@ -1682,7 +1687,7 @@ static void fsdpi_nccl_advise(fsdpi_text *t) {
                  "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
 }
 
-// The watchdog and the monitor look at it at once.
+// Wakes the watchdog and the monitor.
 static void fsdpi_nccl_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
                             const char *reason) {
     fsdpi_store_world_tell(base, status, subject, reason);
@@ -1699,8 +1704,8 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 
-/* NCCL reads it at the first launch. The user's own value stays. While another thread may look at
-   the environment it must not change, so that this thread has to be the only one.               */
+/* NCCL reads the variable at the first launch. The user's own value stays. The environment must not
+   change while another thread may read it: so this has to be the only thread. */
 static void fsdpi_nccl_order_launches(void) {
     struct stat tasks;
     if (!stat("/proc/self/task", &tasks) && tasks.st_nlink == 3) // ".", ".." and this thread

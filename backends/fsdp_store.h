@@ -3,22 +3,22 @@
    A key-value store, its server and its client, used by backends whose ranks share no memory.
 
    Who serves. boot->store says where ranks meet:
-   - "tcp://HOST:PORT"  rank 0 serves there. A port that somebody else has is passed over: all ranks
-                        look at PORT..PORT+16, in rounds, until the deadline. With
+   - "tcp://HOST:PORT"  rank 0 serves there, or at the next port if another program has this one:
+                        all ranks look at PORT..PORT+16, in rounds, until the deadline. With
                         TORCHELASTIC_USE_AGENT_STORE=True, MASTER_PORT is torchrun's own.
    - "file:///PATH"     rank 0 serves on a free port and writes the address to the file
    - "host:" or NULL    all ranks are on one host: an abstract unix socket, named from the user and
                         the job's name
-   - A launcher that serves says so in FSDP_STORE_SERVED (fsdpi_store_learn_served): then no rank
-     does, however long the launcher is silent.
+   - If a launcher serves, it says so in FSDP_STORE_SERVED (fsdpi_store_learn_served). Then no rank
+     serves, however long the launcher is silent.
 
-   Who takes part. Only programs that know the job's token, and only in a store that knows it: each
-   side proves it to the other before it says anything else. The token is made from FSDP_TOKEN and
-   the job's name; without it from a secret of mpirun's; else from user and job, which is none and
-   is warned of. Behind that every frame carries a tag: 16 bytes of HMAC-SHA-256 with a key of this
-   connection and direction, over the number of the frame and the frame. Who forwards a connection
-   can read, delay and end it, but cannot change, add, repeat or leave out a frame. Nothing is
-   encrypted. docs/cluster.md says who can do what.
+   Who takes part. Programs and store have to know the job's token: each side proves it to the other
+   before it says anything else. The token comes from FSDP_TOKEN and the job's name. Without
+   FSDP_TOKEN it comes from a secret of mpirun. Else it comes from user and job, which others can
+   guess, and the library warns. After the proof every frame has a tag: 16 bytes of HMAC-SHA-256
+   with a key of this connection and direction, over the number of the frame and the frame. A
+   program that forwards a connection can read, delay and end it, but it cannot change, add, repeat
+   or leave out a frame. Nothing is encrypted. docs/cluster.md says what an attacker can do.
 
    What a rank goes through, as the server sees it:
 
@@ -26,43 +26,44 @@
                             |                      the store is empty, once all have LEFT: programs
                             +--its end--> LOST     open one world after another.
 
-   A world begins when all have joined, and may end with a verdict: a rank that aborts tells it, or
-   the server when a rank is lost or does not come. The first one stands and is pushed to all; from
-   then on every call fails with its status. A verdict that cannot reach the server stands where it
-   was told. When the server ends in order (CLOSING), ranks go on without a store; when it just
+   A world begins when all have joined, and may end with a verdict. A rank that aborts gives one,
+   and so does the server when a rank is lost or does not come. The first verdict is pushed to all,
+   and every later call fails with its status. If a verdict cannot reach the server, it counts on
+   the rank that gave it. If the server ends in order (CLOSING), ranks go on without a store. If it
    vanishes, that is a verdict.
 
    Frames, both ways, little endian: u32 "FKV1", u16 op, u16 flags, u32 id, u32 key size, u64 value
    size, key, value. A request's answer has its id. From PROVE on the value ends with the tag.
 
-       CHALLENGE  server   nonce[32], as soon as somebody connects. id: the version; in 1 it was 0
+       CHALLENGE  server   nonce[32], first on a connection. id: the version; in version 1 it was 0
        PROVE      client   nonce[32]
        PROVEN     server   to PROVE; or REFUSED without a tag: then this is another job's
        HELLO      client   i32 rank, i32 size, i64 timeout, i64 what is left of it
        REPLY      server   flags: fsdp_status. To HELLO: i32 who serves (-1: a launcher); GET: the
                            value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
        REFUSED    server   to PROVE or HELLO, which is the end; value: a text. flags: fsdp_status,
-                           or 0: another port may be the right one, or LATER: this is the right one
-       SET, GET, DELETE    client   with a key; GET: i64 timeout, waits until the key is there. When
-                           that has passed the server forgets it: the client has its own clock
+                           or 0: try other ports, too, or LATER: try this port again
+       SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. Afterwards
+                           the server forgets it: the client has its own clock
        BEAT       client   i32 busy, i64 since, text: what the rank is doing
        ASK        client   i32 rank: what is it doing, and when was it heard of?
        ABORT      client   as VERDICT
        BYE        client   the rank leaves in order; the server closes the connection
        JOINED     push     all ranks are there; a text: an address of the server's host, or nothing
        LEFT       push     i32 rank
-       VERDICT    push     i32 status, i32 rank that told it, i32 rank that is lost, subject, 0,
+       VERDICT    push     i32 status, i32 rank that gave it, i32 rank that is lost, subject, 0,
                            reason
        CLOSING    push     the server ends
 
    A key is HMAC(HMAC(token, "fsdp store"), u32 version, u32 0: of the client, 1: of the server, its
    nonce, the client's); numbers of frames count from 0 in each direction, PROVE and PROVEN are 0.
-   The client proves first: who only connects is given nothing to guess the token by. It keeps its
-   patience short until the server has proven itself, so a squatter costs it a second or two.
+   The client proves first: so a program that only connects gets nothing by which to guess the
+   token. The client waits only for a short time until the server has proven itself, so a wrong
+   server costs it a second or two.
 
-   Layers: fsdpi_store_core is a state machine without sockets or a clock: bytes of connections in,
-   bytes out. fsdpi_store_server is a thread that moves these bytes. fsdpi_store is a client: one
-   thread reads, and beats; callers wait on futexes.
+   Layers: fsdpi_store_core is a state machine without sockets or a clock: it takes and gives bytes
+   of connections. fsdpi_store_server is a thread that moves these bytes. fsdpi_store is a client:
+   one thread reads, and sends beats; callers wait on futexes.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -118,24 +119,24 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_HEADER      24
 #define FSDPI_STORE_NONCE       32
 #define FSDPI_STORE_TAG         16
-#define FSDPI_STORE_HELLO_BYTES (4 + 4 + 8 + 8)                            // of its value
+#define FSDPI_STORE_HELLO_BYTES (4 + 4 + 8 + 8)                            // bytes of its value
 #define FSDPI_STORE_HELLO_1     (32 + 4 + 4 + 4 + 8 + 8)                   // in version 1
 #define FSDPI_STORE_FIRST       (FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_1) // of a stranger, at most
 #define FSDPI_STORE_KEY_MAX     256
 #define FSDPI_STORE_VALUE_MAX   ((size_t)16 << 20)
-#define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // of all entries of a store
-#define FSDPI_STORE_OUT_MAX     (3 * FSDPI_STORE_VALUE_MAX) // not yet read by one client
-#define FSDPI_STORE_WAITS_MAX   64                          // of one client
+#define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // bytes of all entries of a store
+#define FSDPI_STORE_OUT_MAX     (3 * FSDPI_STORE_VALUE_MAX) // bytes that one client has not read
+#define FSDPI_STORE_WAITS_MAX   64                          // open GETs of one client
 #define FSDPI_STORE_STRANGERS   64                          // connections beside those of the ranks
 #define FSDPI_STORE_BUCKETS     1024
-#define FSDPI_STORE_PLACES      8                     // addresses of a name that are tried
-#define FSDPI_STORE_PORTS       17                    // that are tried
-#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
-#define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
-#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for a goodbye to go
-#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for one to be read: it may be sent again
+#define FSDPI_STORE_PLACES      8                     // most addresses of a name that are tried
+#define FSDPI_STORE_PORTS       17                    // ports that are tried
+#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // for a stranger to prove itself
+#define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a server to prove itself
+#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for a goodbye to be sent
+#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for a goodbye to be read: it may be resent
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
-#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when another is lost
+#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come after one is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
 #define FSDPI_STORE_LATER       0xFFFF   // come again
 #define FSDPI_STORE_CLOEXEC     02000000 // O_CLOEXEC, which strict C99 hides
@@ -151,7 +152,7 @@ enum {
 };
 // clang-format on
 
-// What is found at a place, for texts.
+// What a rank has found at a place, for texts.
 #define FSDPI_STORE_OTHER_JOB "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)"
 #define FSDPI_STORE_OTHER_VERSION                                                                  \
     "speaks version %u of the store's protocol, and this program version %u: start all ranks, "    \
@@ -159,14 +160,14 @@ enum {
 
 enum { FSDPI_STORE_ABSENT, FSDPI_STORE_JOINED, FSDPI_STORE_LEFT, FSDPI_STORE_LOST };
 
-// What a rank is doing, as it says itself.
+// What a rank says that it is doing.
 typedef struct fsdpi_store_beat {
-    int32_t busy;     // it is in the operation that text names; else that was its last one
-    int64_t since_ns; // for how long it has been in it; or how long ago it began it
+    int32_t busy;     // 1: it is in the operation that text names; 0: that was its last one
+    int64_t since_ns; // how long ago it began the operation
     char text[160];   // "": none so far
 } fsdpi_store_beat;
 
-// What the store knows of a rank, as of now.
+// What the store knows of a rank now.
 typedef struct fsdpi_store_peer {
     int32_t state, busy;
     int64_t silent_ns, since_ns; // since its last sign of life; see fsdpi_store_beat
@@ -177,7 +178,7 @@ typedef struct fsdpi_store_desc {
     fsdp_boot boot;
     // Called by the client's thread; must not call the store, and must return soon. May be NULL.
     void (*beat)(void *user, fsdpi_store_beat *out); // what is this rank doing? *out is zeroed
-    void (*event)(void *user); // look: a verdict stands, or a rank has left, or the store is gone
+    void (*event)(void *user); // there is a verdict, or a rank has left, or the store has ended
     void *user;
 } fsdpi_store_desc;
 
@@ -235,7 +236,7 @@ static void fsdpi_sha256_mix(uint32_t h[8], const uint8_t block[64]) {
                (fsdpi_sha256_turn(b, 17) ^ fsdpi_sha256_turn(b, 19) ^ b >> 10);
     }
     memcpy(v, h, sizeof v);
-    for (int i = 0; i < 64; i += 8) { // what moves on from step to step are the names
+    for (int i = 0; i < 64; i += 8) { // the names move on from step to step, not the values
         fsdpi_sha256_step(v + 3, v + 7, v[0], v[1], v[2], v[4], v[5], v[6], k[i] + w[i]);
         fsdpi_sha256_step(v + 2, v + 6, v[7], v[0], v[1], v[3], v[4], v[5], k[i + 1] + w[i + 1]);
         fsdpi_sha256_step(v + 1, v + 5, v[6], v[7], v[0], v[2], v[3], v[4], k[i + 2] + w[i + 2]);
@@ -294,16 +295,16 @@ static void fsdpi_hmac_sha256(const void *key, size_t key_size, const void *data
     fsdpi_hmac_end(&s, key, key_size, out);
 }
 
-/* What mpirun of Open MPI up to 4 gives to its ranks alone: 128 random bits. Under srun there are
-   two numbers of the job in its place, "012cc14200000000-...". NULL: there is none. */
+/* The secret of mpirun of Open MPI up to 4, which only its ranks get: 128 random bits. Under srun
+   its variable has two numbers of the job, "012cc14200000000-...". NULL: there is no secret. */
 static const char *fsdpi_store_mpi_key(void) {
     const char *key = fsdpi_env("OMPI_MCA_orte_precondition_transports");
     if (!key || !fsdpi_env("OMPI_COMM_WORLD_RANK") || strlen(key) != 33) return NULL;
     return strncmp(key + 8, "00000000", 8) ? key : NULL;
 }
 
-/* The key that all programs of a job know: from a secret if there is one, and the job's name, so
-   that jobs with the same secret do not meet. Returns 0 if others can guess it. */
+/* The key that all programs of a job know. It comes from a secret, if there is one, and from the
+   job's name, so that jobs with the same secret do not meet. Returns 0 if others can guess it. */
 static int fsdpi_store_token(const char *job, uint8_t token[32]) {
     const char *given = fsdpi_env("FSDP_TOKEN"), *kind = "token ";
     char user[32];
@@ -337,7 +338,7 @@ typedef struct fsdpi_frame {
     const char *key, *value;
 } fsdpi_frame;
 
-// What makes the frames of one direction of a connection its own, each at its place.
+// The key and count by which frames of one direction of a connection get their tags.
 typedef struct fsdpi_seal {
     uint8_t key[32];
     uint64_t count; // of frames so far
@@ -376,7 +377,7 @@ static int fsdpi_queue_add(const fsdp_allocator *a, fsdpi_queue *b, const void *
     return 1;
 }
 
-// The first `size` bytes are done with. A large block is not kept for nothing.
+// Drops the first `size` bytes. If a large block becomes empty, it is freed.
 static void fsdpi_queue_drop(const fsdp_allocator *a, fsdpi_queue *b, size_t size) {
     b->begin += size;
     if (b->begin < b->end) return;
@@ -407,8 +408,8 @@ static void fsdpi_frame_header(char header[FSDPI_STORE_HEADER], const fsdpi_fram
     (void)fsdpi_le_put(at, f->value_size + tag, 8);
 }
 
-/* Keys for a new connection, from the token and what both sides have chosen at random. That of the
-   store is not the token itself: a MAC that is keyed with that elsewhere tells nothing here. */
+/* Keys for a new connection, from the token and the nonces of both sides. The token itself is not
+   the key: a MAC with the token elsewhere tells nothing here. */
 static void fsdpi_seal_make(fsdpi_seal *seal, const uint8_t token[32], int of_server,
                             const void *server_nonce, const void *client_nonce) {
     char data[8 + 2 * FSDPI_STORE_NONCE];
@@ -435,8 +436,8 @@ static void fsdpi_seal_tag(const fsdpi_seal *seal, const fsdpi_frame *f, uint8_t
     fsdpi_hmac_end(&s, seal->key, sizeof seal->key, tag);
 }
 
-/* Takes the tag off a frame that has come, once. 0: the frame is not the next one of who knows the
-   key. Time does not depend on where the tags differ. */
+/* Checks and removes the tag of a new frame. 0: its sender does not know the key, or it is not the
+   next frame. The time does not depend on where the tags differ. */
 static int fsdpi_seal_open(fsdpi_seal *seal, fsdpi_frame *f) {
     uint8_t tag[32];
     int differs = 0;
@@ -467,7 +468,7 @@ static int fsdpi_frame_put(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_
     return 1;
 }
 
-// 1: a whole frame, which lies in b until it is dropped; 0: not yet; -1: this is no frame.
+// 1: there is a whole frame, which lies in b until it is dropped; 0: not yet; -1: it is no frame.
 static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     if (fsdpi_queue_size(b) < FSDPI_STORE_HEADER) return 0;
     const char *at = b->block + b->begin;
@@ -486,7 +487,7 @@ static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     return 1;
 }
 
-// Drops the first frame, all of which is there.
+// Drops the first frame, which has to be complete.
 static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b) {
     const char *at = b->block + b->begin;
     fsdpi_queue_drop(a, b,
@@ -545,19 +546,19 @@ static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
 
 enum {
     FSDPI_CONN_STRANGER, // has not shown that it knows the token
-    FSDPI_CONN_PROVEN,   // and then not said who it is
+    FSDPI_CONN_PROVEN,   // has shown it, and has not given its rank
     FSDPI_CONN_RANK,
-    FSDPI_CONN_ENDING, // what is in `out` is still sent
-    FSDPI_CONN_BROKEN  // to be closed and disconnected at once
+    FSDPI_CONN_ENDING, // `out` is still sent
+    FSDPI_CONN_BROKEN  // has to be closed and disconnected at once
 };
 
 typedef struct fsdpi_conn {
     struct fsdpi_conn *next;
     int fd; // the caller's
     int state, rank, waits;
-    int64_t deadline;   // of strangers, and of those that are ending
-    fsdp_status status; // if it is a rank's, and broken: of the verdict
-    const char *why;    // what the rank did then
+    int64_t deadline;   // for a stranger, and for a connection that is ending
+    fsdp_status status; // a rank's, if it is broken: the status of the verdict
+    const char *why;    // and what the rank has done
     uint8_t nonce[FSDPI_STORE_NONCE];
     fsdpi_seal seal_in, seal_out;
     char reached[64];    // by which address of this host it came; empty: by none for other hosts
@@ -594,8 +595,8 @@ typedef struct fsdpi_store_core {
     char where[256];  // its address, for texts
     char reached[64]; // an address under which other hosts reach this one, once that is known
     int closing, num_conns, num_joined;
-    int num_refused, num_old;         // for their token, and for their version
-    int64_t join_ns, join_timeout_ns; // when ranks must have joined, and how long that was
+    int num_refused, num_old;         // refused for their token, and for their version
+    int64_t join_ns, join_timeout_ns; // when ranks must have joined; how long that is
     size_t total;
     fsdpi_verdict verdict; // status FSDP_OK: none
     fsdpi_store_rank *ranks;
@@ -637,7 +638,7 @@ static void fsdpi_store_core_push(fsdpi_store_core *core, int op, const void *va
             fsdpi_store_core_send(core, conn, op, 0, 0, value, bytes);
 }
 
-// Drops the waits of a connection, and those whose time has come.
+// Drops the waits of a connection, and those whose deadline has passed.
 static void fsdpi_store_core_forget(fsdpi_store_core *core, const fsdpi_conn *conn, int64_t now) {
     for (fsdpi_store_wait **link = &core->waits; *link;) {
         fsdpi_store_wait *wait = *link;
@@ -661,7 +662,7 @@ static void fsdpi_store_core_clear(fsdpi_store_core *core) {
     core->total = 0;
 }
 
-// The first verdict stands.
+// Sets the verdict, unless there is one.
 static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_verdict *v) {
     char value[FSDPI_VERDICT_BYTES];
     if (core->verdict.status || core->closing) return;
@@ -695,8 +696,8 @@ static fsdpi_store_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int 
     return p;
 }
 
-/* A rank has said goodbye, or was told that its world has ended. After the last one a launcher's
-   store takes the next world; rank 0 opens another store. */
+/* A rank has said goodbye, or knows that its world has ended. After the last rank, a launcher's
+   store takes the next world; without a launcher rank 0 opens another store. */
 static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
     int left = 0;
     core->ranks[rank].state = FSDPI_STORE_LEFT;
@@ -742,8 +743,8 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_store_core_push(core, FSDPI_STORE_ALL_JOINED, core->reached, strlen(core->reached));
 }
 
-/* The first words of a connection: a client shows that it knows the token, and is shown the same by
-   the seal of the answer. Who is refused here may be a rank of another job. */
+/* The first frame of a connection: a client proves that it knows the token. The tag of the answer
+   proves the same of the server. A client that is refused may be a rank of another job. */
 static void fsdpi_store_core_prove(fsdpi_store_core *core, fsdpi_conn *conn, fsdpi_frame *f,
                                    int64_t now) {
     if (f->op == FSDPI_STORE_PROVE && !f->key_size &&
@@ -779,7 +780,7 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
                        "opened for %d: give all ranks the same world size",
                        (int)rank, (int)size, core->where, core->size);
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
-        if (core->num_joined < core->size) // a world that is complete is not a stranger's to end
+        if (core->num_joined < core->size) // a stranger must not end a complete world
             fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
     } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
@@ -818,8 +819,8 @@ static void fsdpi_store_core_remove(fsdpi_store_core *core, fsdpi_store_entry **
     fsdpi_free(&core->allocator, entry);
 }
 
-/* Answers the waits of a connection (NULL: of all) whose key is there. Who is slow to read what it
-   asked for gets one large value after the other. */
+/* Answers the waits of a connection (NULL: of all) whose key is there. If a client reads slowly, it
+   gets one large value after the other. */
 static void fsdpi_store_core_answer(fsdpi_store_core *core, const fsdpi_conn *conn) {
     for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next) {
         if (conn && wait->conn != conn) continue;
@@ -827,12 +828,12 @@ static void fsdpi_store_core_answer(fsdpi_store_core *core, const fsdpi_conn *co
         if (!entry || fsdpi_queue_size(&wait->conn->out) > FSDPI_STORE_VALUE_MAX) continue;
         fsdpi_store_core_send(core, wait->conn, FSDPI_STORE_REPLY, FSDP_OK, wait->id, entry->value,
                               entry->value_size);
-        wait->deadline = INT64_MIN; // to be forgotten
+        wait->deadline = INT64_MIN; // forget it
     }
     fsdpi_store_core_forget(core, NULL, INT64_MIN);
 }
 
-// What cannot be stored leaves the old value.
+// If the value cannot be stored, the old one stays.
 static fsdp_status fsdpi_store_core_set(fsdpi_store_core *core, const char *key,
                                         const fsdpi_frame *f) {
     uint64_t hash = fsdpi_hash_text(key);
@@ -910,7 +911,7 @@ static void fsdpi_store_core_bye(fsdpi_store_core *core, fsdpi_conn *conn, int64
     fsdpi_store_core_leave(core, rank);
 }
 
-// Smallest value of each op; SIZE_MAX: not for a client to send.
+// The smallest value of each op; SIZE_MAX: a client must not send the op.
 static size_t fsdpi_store_core_least(int op) {
     switch (op) {
     case FSDPI_STORE_SET:
@@ -973,7 +974,7 @@ static int fsdpi_store_core_open(fsdpi_store_core *core, const fsdp_allocator *a
     return core->ranks != NULL;
 }
 
-// Somebody has connected. NULL: no memory.
+// A new connection. NULL: no memory.
 static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
                                             const uint8_t nonce[FSDPI_STORE_NONCE], int64_t now) {
     fsdpi_conn *conn = (fsdpi_conn *)fsdpi_alloc(&core->allocator, sizeof *conn);
@@ -989,7 +990,7 @@ static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
     return conn;
 }
 
-// A frame is not what its sender sent. What goes to the rank is not touched by that: it is told.
+// A frame was changed on its way. The other direction is unharmed: the rank gets the reason.
 static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
     int rank = conn->rank;
     if (rank < 0) {
@@ -1006,7 +1007,7 @@ static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, i
     fsdpi_conn_end(conn, now);
 }
 
-// Bytes have come on a connection.
+// Takes bytes that have come on a connection.
 static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, const void *data,
                                   size_t size, int64_t now) {
     fsdpi_frame f;
@@ -1033,7 +1034,7 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
     }
 }
 
-// The connection has ended, or is to be closed: `conn` is gone. A rank that had not left is lost.
+// Frees a connection that has ended, or will be closed. If its rank has not left, it is lost.
 static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
     int rank = conn->rank;
     fsdp_status status = conn->why ? conn->status : FSDP_ERR_PEER_LOST;
@@ -1055,7 +1056,7 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     fsdpi_store_core_fail(core, status, rank, "[E706] rank %d %s; %s", rank, why, last);
 }
 
-// Ranks have not come in time.
+// The verdict if ranks have not come in time.
 static void fsdpi_store_core_late(fsdpi_store_core *core) {
     char list[200];
     fsdpi_text t = {list, sizeof list, 0};
@@ -1081,7 +1082,7 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
                           : "");
 }
 
-// Time has passed. Returns when to call again.
+// Does what has to be done by now. Returns when to call it again.
 static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     if (core->join_ns <= now) fsdpi_store_core_late(core);
     fsdpi_store_core_forget(core, NULL, now);
@@ -1096,14 +1097,14 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     return next;
 }
 
-// What would be lost with a connection: 0, nothing (it is being sent away), to 3, a rank.
+// How much a connection is worth, from 0, one that is being refused, to 3, a rank's.
 static int fsdpi_conn_worth(const fsdpi_conn *conn) {
-    if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: its token was the right one
+    if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: it has the right token
     return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_STRANGER;
 }
 
-/* Too many connections: the oldest goes of those that are worth least. Strangers that are being
-   sent away do not keep out a rank that has yet to show itself. 0: all are ranks'. */
+/* If there are too many connections, it closes the oldest of those that are worth least. So
+   strangers that are being refused do not keep out a rank. 0: all connections are ranks'. */
 static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     fsdpi_conn *least = NULL;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
@@ -1112,7 +1113,7 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     return least != NULL;
 }
 
-// Whether a rank that is still to come has to be told that another one is lost, or disagrees.
+// Has a rank that will still come to learn that another one is lost, or disagrees?
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     int absent = 0, status = core->verdict.status;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_STORE_ABSENT;
@@ -1135,11 +1136,11 @@ static void fsdpi_store_core_close(fsdpi_store_core *core) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>store_net
-// Owns: addresses, and sockets that neither block nor outlive an exec.
+// Owns: addresses and sockets. Sockets do not block, and an exec closes them.
 
 enum { FSDPI_STORE_TCP, FSDPI_STORE_FILE, FSDPI_STORE_HOST };
 
-// What boot->store says.
+// Where boot->store says that ranks meet.
 typedef struct fsdpi_store_where {
     int kind, port;
     char host[256];
@@ -1179,7 +1180,7 @@ static int fsdpi_store_parse(const char *text, fsdpi_store_where *out) {
     return colon[1] >= '0' && colon[1] <= '9' && !*end && port <= 65535;
 }
 
-// An IPv4 address in IPv6's clothes becomes what it is.
+// An IPv4 address that is mapped to IPv6 becomes IPv4.
 static void fsdpi_store_unmap(fsdpi_store_place *p) {
     static const uint8_t mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF};
     struct sockaddr_in6 v6 = p->at.v6;
@@ -1203,7 +1204,7 @@ static void fsdpi_store_set_any(fsdpi_store_place *p) {
     if (p->at.any.sa_family == AF_INET) p->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
-// Where this host itself reaches what is bound to all its addresses.
+// If a server is bound to all addresses: the address by which this host reaches it.
 static void fsdpi_store_localise(fsdpi_store_place *p) {
     fsdpi_store_place any = *p;
     fsdpi_store_set_any(&any);
@@ -1222,7 +1223,7 @@ static int fsdpi_store_get_port(const fsdpi_store_place *p) {
     return p->at.any.sa_family == AF_INET ? ntohs(p->at.v4.sin_port) : 0;
 }
 
-// "127.0.0.1", "fe80::1%eth0"; a unix socket: "127.0.0.1", where its users are to be found.
+// "127.0.0.1", "fe80::1%eth0"; a unix socket: "127.0.0.1", where its users are.
 static void fsdpi_store_host_text(const fsdpi_store_place *p, char *out, size_t cap) {
     if (p->at.any.sa_family == AF_UNIX ||
         fsdpi_getnameinfo(&p->at.any, p->size, out, (socklen_t)cap, NULL, 0,
@@ -1230,7 +1231,7 @@ static void fsdpi_store_host_text(const fsdpi_store_place *p, char *out, size_t 
         (void)snprintf(out, cap, "127.0.0.1");
 }
 
-// As boot->store would say it.
+// In the form of boot->store.
 static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t cap) {
     char host[64];
     int v6 = p->at.any.sa_family == AF_INET6;
@@ -1241,7 +1242,7 @@ static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t
                        fsdpi_store_get_port(p));
 }
 
-// An abstract name: it needs no file, and goes away with its socket.
+// An abstract name needs no file, and vanishes with its socket.
 static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     memset(p, 0, sizeof *p);
     p->at.un.sun_family = AF_UNIX;
@@ -1251,8 +1252,7 @@ static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     p->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-// Runs start(arg) with a stack of that size, 0: the usual one. Signals stay with the threads of the
-// program.
+// Runs start(arg) in a thread with such a stack; 0: the usual size. The thread gets no signals.
 static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg, size_t stack) {
     uint64_t all = ~(uint64_t)0, before = 0;
     pthread_attr_t attr;
@@ -1261,15 +1261,15 @@ static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *a
     if (stack) (void)pthread_attr_setstacksize(&attr, stack);
     (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
     rc = pthread_create(thread, &attr, start, arg);
-    if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // much thread-local data
+    if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // it is too small
     (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
     (void)pthread_attr_destroy(&attr);
     return rc;
 }
 
-// A question to the resolver. It belongs to who comes second: the answer, or the end of patience.
+// A question to the resolver. Of the two threads, the one that ends last frees it.
 typedef struct fsdpi_store_question {
-    uint32_t state; // slept on
+    uint32_t state; // the caller sleeps on it
     int rc;
     struct fsdpi_addrinfo hints, *list;
     char host[256];
@@ -1290,13 +1290,13 @@ static void *fsdpi_store_resolve(void *arg) {
     if (q->rc) q->list = NULL;
     uint32_t before = __atomic_exchange_n(state, (uint32_t)FSDPI_STORE_ANSWERED, __ATOMIC_ACQ_REL);
     if (before == FSDPI_STORE_GIVEN_UP) fsdpi_store_forget_question(q);
-    else fsdpi_futex_wake_all(state, 0); // if it is gone already, no harm
+    else fsdpi_futex_wake_all(state, 0); // if it is free already, that does no harm
     return NULL;
 }
 
-/* Asks the resolver, which has deadlines of its own: a thread waits for it, and is left to itself
-   at ours; until it has ended the library must stay loaded. NULL, and *rc: there is no answer; *rc
-   0: not in time. */
+/* Asks the resolver, which has its own deadlines. A thread waits for it, and is given up at our
+   deadline; until it has ended, the library must stay loaded. NULL: there is no answer; *rc: why,
+   or 0: not in time. */
 static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, const char *host,
                                                        int64_t deadline, int *rc) {
     struct fsdpi_addrinfo *list = NULL;
@@ -1326,7 +1326,7 @@ static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, 
     return list;
 }
 
-// Looked up in every round, since names may come up later than programs.
+// Looks up a name. Each round does so, since a name may appear later than the program starts.
 static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t deadline,
                               fsdpi_store_place *out, int max, fsdpi_text *why) {
     struct fsdpi_addrinfo hints, *list = NULL;
@@ -1341,7 +1341,7 @@ static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t
                   rc ? fsdpi_gai_strerror(rc) : "the resolver has not answered in time");
         return 0;
     }
-    for (int v6 = 0; v6 < 2; v6++) // in the same order on all hosts
+    for (int v6 = 0; v6 < 2; v6++) // all hosts have the same order
         for (struct fsdpi_addrinfo *i = list; i && count < max; i = i->ai_next) {
             if (i->ai_family != (v6 ? AF_INET6 : AF_INET)) continue;
             memset(&out[count], 0, sizeof *out);
@@ -1353,7 +1353,7 @@ static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t
     return count;
 }
 
-// Whether a list "a,b" has the name.
+// Does a list "a,b" have the name?
 static int fsdpi_store_listed(const char *list, const char *name) {
     size_t length = strlen(name);
     while (list) {
@@ -1364,7 +1364,7 @@ static int fsdpi_store_listed(const char *list, const char *name) {
     return 0;
 }
 
-// Where the user wants peers to find this rank, by the name of an interface; size 0: no wish.
+// The address of the interface at which the user wants peers to find this rank; size 0: none.
 static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsdpi_text *error) {
     const char *name = "FSDP_SOCKET_IFNAME", *list = fsdpi_env(name);
     struct ifaddrs *all = NULL;
@@ -1401,8 +1401,8 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
 
-// The address of this host that packets to elsewhere would come from. Connecting a datagram socket
-// asks the routing table and sends nothing; the address is one of those kept for documentation.
+// The source address of packets from this host to others. To connect a datagram socket asks the
+// routing table and sends nothing; its target is an address that is reserved for documentation.
 static void fsdpi_store_outward(fsdpi_store_place *out) {
     int fd = fsdpi_fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     memset(out, 0, sizeof *out);
@@ -1419,12 +1419,12 @@ static int fsdpi_store_socket(const fsdpi_store_place *p) {
     return fsdpi_fd(socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matter for unix sockets
+static void fsdpi_store_prompt(int fd) { // send small frames at once; fails on unix sockets
     int one = 1;
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
 }
 
-// 0: the system has none yet, early after its start; it is not waited for.
+// 0: the system has no random bits yet, soon after its start; it does not wait.
 static int fsdpi_store_random(void *out, size_t bytes) {
     return fsdpi_syscall(SYS_getrandom, out, bytes, 1 /* GRND_NONBLOCK */) == (long)bytes;
 }
@@ -1434,7 +1434,7 @@ static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
     return (int)((ns < most ? ns : most) / 1000000) + 1;
 }
 
-// Sends what can be sent. 0: the connection has ended.
+// Sends as much as it can without a wait. 0: the connection has ended.
 static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
     while (fsdpi_queue_size(b)) {
         ssize_t sent = send(fd, b->block + b->begin, fsdpi_queue_size(b), MSG_NOSIGNAL);
@@ -1446,7 +1446,7 @@ static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
 
 static void fsdpi_store_wake(int fd) {
     uint64_t one = 1;
-    ssize_t written = write(fd, &one, sizeof one); // full: then it is awake
+    ssize_t written = write(fd, &one, sizeof one); // if it is full, the thread is awake
     (void)written;
 }
 
@@ -1458,10 +1458,10 @@ struct fsdpi_store_server {
     fsdpi_store_core core;
     fsdp_allocator allocator;
     fsdp_clock clock;
-    int listener, wake, max_conns, is_deaf; // deaf: somebody has closed `wake`
+    int listener, wake, max_conns, is_deaf; // deaf: the program has closed `wake`
     uint32_t stop;
-    int64_t accept_ns;       // not before: descriptors are short
-    fsdpi_store_place place; // where its own host reaches it
+    int64_t accept_ns;       // no accept before: descriptors are short
+    fsdpi_store_place place; // its address from its own host
     char file[512];          // that has its address, "": none
     pthread_t thread;
     struct pollfd *polls; // wake, listener, connections in the order of the core's list
@@ -1480,7 +1480,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
                                              SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (fd < 0) {
             if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
-            if (!fsdpi_store_core_evict(&server->core)) // whose descriptor is free then
+            if (!fsdpi_store_core_evict(&server->core)) // its descriptor is free then
                 server->accept_ns = now + FSDPI_STORE_GRACE;
             return;
         }
@@ -1497,7 +1497,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         conn->fd = fd;
         fsdpi_store_prompt(fd);
         fsdpi_store_unmap(&here);
-        if (!fsdpi_store_is_loopback(&here)) // strangers choose no address for others
+        if (!fsdpi_store_is_loopback(&here)) // a stranger must not choose the address
             fsdpi_store_host_text(&here, conn->reached, sizeof conn->reached);
     }
     (void)fsdpi_store_core_evict(&server->core);
@@ -1508,7 +1508,7 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     int open = 1;
     if (events & (POLLIN | POLLHUP | POLLERR | POLLNVAL)) {
         ssize_t got = recv(conn->fd, server->scratch, sizeof server->scratch, 0);
-        if (got < 0 && errno == EBADF) // this program has closed what is not its own
+        if (got < 0 && errno == EBADF) // the program has closed this socket
             fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
                              "is cut off: the program of the store has closed its connection");
         open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
@@ -1517,7 +1517,7 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     if (open && conn->state != FSDPI_CONN_BROKEN)
         open = fsdpi_store_flush(&server->allocator, conn->fd, &conn->out);
     if (open && conn->waits) fsdpi_store_core_answer(&server->core, conn);
-    // All is said; the peer closes first, since a close with unread input would be a reset.
+    // All is sent. The peer closes first: a close with unread input would be a reset.
     if (open && conn->state == FSDPI_CONN_ENDING && !fsdpi_queue_size(&conn->out))
         (void)shutdown(conn->fd, SHUT_WR);
     if (open && conn->state != FSDPI_CONN_BROKEN) return;
@@ -1525,7 +1525,7 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     fsdpi_store_core_disconnect(&server->core, conn, now);
 }
 
-// One round: waits until something happens, and does what is to be done. 0: nothing was.
+// One round: waits for an event, and handles it. 0: there was none.
 static int fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
     int64_t now = fsdpi_store_server_now(server),
             next = fsdpi_store_core_expire(&server->core, now);
@@ -1564,12 +1564,12 @@ static void *fsdpi_store_server_main(void *arg) {
     fsdpi_stay();
     while (!FSDPI_LOAD(&server->stop)) (void)fsdpi_store_server_round(server, 1000000000);
     int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_LINGER;
-    // A rank's end may be what the launcher has stopped for, and has come, but is not seen yet.
+    // The launcher may stop because a rank has ended, which this thread has not seen yet.
     while (fsdpi_store_server_round(server, 0) != 0 && fsdpi_store_server_now(server) < end)
         continue;
     while (fsdpi_store_core_owes(&server->core) && fsdpi_store_server_now(server) < end)
         (void)fsdpi_store_server_round(server, 10000000);
-    // Nobody new; then a goodbye, and time for it to be read.
+    // No new connections; then a goodbye, and time for clients to read it.
     (void)close(server->listener);
     server->listener = -1;
     now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_FAREWELL;
@@ -1594,7 +1594,7 @@ static void fsdpi_store_server_free(fsdpi_store_server *server) {
     fsdpi_free(&allocator, server);
 }
 
-// Tells the ranks that the store ends, and ends it.
+// Sends the ranks a goodbye, and ends the store.
 static FSDPI_UNUSED void fsdpi_store_stop(fsdpi_store_server *server) {
     if (!server) return;
     FSDPI_STORE(&server->stop, 1u);
@@ -1607,7 +1607,7 @@ static FSDPI_UNUSED int fsdpi_store_port(const fsdpi_store_server *server) {
     return fsdpi_store_get_port(&server->place);
 }
 
-// A listening socket; or -1, and errno. *place becomes what it is bound to.
+// A listening socket; or -1, and errno. *place: the address to which it is bound.
 static int fsdpi_store_listen(fsdpi_store_place *place) {
     int fd = fsdpi_store_socket(place), one = 1;
     if (fd < 0) return -1;
@@ -1624,7 +1624,7 @@ static int fsdpi_store_listen(fsdpi_store_place *place) {
     return fd;
 }
 
-// Readers see the whole line or none. What lies in the way, a pipe or a link, is not opened.
+// Readers see the whole line or none. If there is a pipe or a link at the path, it is not opened.
 static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) {
     char fresh[sizeof server->file + 8], text[128];
     errno = ENAMETOOLONG;
@@ -1642,7 +1642,8 @@ static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) 
     return done && !rename(fresh, path);
 }
 
-// Serves on a socket that listens, with a thread of its own. The socket is the server's, or closed.
+// Serves on a socket that listens, in a thread. The server has the socket; after a failure it is
+// closed.
 static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_store_where *where,
                                      int server_rank, int listener, const fsdpi_store_place *place,
                                      fsdpi_store_server **out, fsdpi_text *error) {
@@ -1701,8 +1702,9 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
 
 static int fsdpi_store_not_here(int why) { return why == EADDRNOTAVAIL || why == EAFNOSUPPORT; }
 
-/* Listens at the first of the addresses that is this host's; any: at all of this host's. A name may
-   be a loopback address here and another one elsewhere (Debian's 127.0.1.1): then at all, too. */
+/* Listens at the first of the addresses that belongs to this host; any: at all addresses of this
+   host. It does the latter, too, if the name is a loopback address here: on other hosts it may be
+   another one (Debian's 127.0.1.1). */
 static int fsdpi_store_claim(const fsdpi_store_where *where, const fsdpi_store_place *list,
                              int count, int port, int any, fsdpi_store_place *out) {
     int is_local_name = !strcmp(where->host, "localhost") || !strncmp(where->host, "127.", 4) ||
@@ -1720,7 +1722,7 @@ static int fsdpi_store_claim(const fsdpi_store_where *where, const fsdpi_store_p
     return -1;
 }
 
-// Listens on a free port, for a store that is told of in a file.
+// Listens on a free port, for a store whose address is written to a file.
 static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi_text *error) {
     fsdp_status status = fsdpi_store_interface(AF_INET, out, error);
     if (status) return status;
@@ -1732,8 +1734,8 @@ static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi
     return FSDP_ERR_IO;
 }
 
-/* Serves on behalf of others, who find it by the same address (and fsdpi_store_port, if that is
-   taken). desc: boot.size, timeout_ns, job, store, allocator, clock. */
+/* Serves for other processes, which find it by the same address (or by fsdpi_store_port, if the
+   port was taken). desc: boot.size, timeout_ns, job, store, allocator, clock. */
 static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
                                                   fsdpi_store_server **out, char *error,
                                                   size_t cap) {
@@ -1774,12 +1776,12 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
 
 /* -------------------------------------------------------------------------------------------- */
 // >>store_client
-// Owns: a rank's connection. Before the thread runs, open uses the socket itself; afterwards only
-// the thread does. `lock` is of out, requests and verdict.
+// Owns: a rank's connection. Before the thread runs, open uses the socket; afterwards only the
+// thread does. `lock` guards out, requests and verdict.
 
 typedef struct fsdpi_store_request {
     struct fsdpi_store_request *next;
-    uint32_t id, done; // done: slept on
+    uint32_t id, done; // the caller sleeps on done
     fsdp_status status;
     void *value; // in the caller's memory
     size_t cap, bytes;
@@ -1788,16 +1790,16 @@ typedef struct fsdpi_store_request {
 struct fsdpi_store {
     fsdpi_store_desc desc;
     fsdpi_store_where where;
-    fsdpi_store_server *server; // NULL: another one's
+    fsdpi_store_server *server; // NULL: another process serves
     int fd, wake, server_rank, running;
-    int is_served, ports; // is_served: by a launcher, which says so; ports: that are looked at
+    int is_served, ports; // is_served: by a launcher; ports: how many are tried
     pthread_t thread;
     fsdpi_seal seal_in, seal_out; // of the connection
     fsdpi_queue in, out;
-    uint32_t lock, next_id, changed; // changed: counts what event tells of; slept on
+    uint32_t lock, next_id, changed; // changed: counts events; callers sleep on it
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
-    fsdpi_verdict verdict;   // there when judged
+    fsdpi_verdict verdict;   // valid if judged
     uint8_t *left;           // [size]
     fsdpi_store_place local; // of the connection
     char address[64];
@@ -1807,15 +1809,15 @@ static int64_t fsdpi_store_now(const fsdpi_store *s) {
     return s->desc.boot.clock.now_ns(s->desc.boot.clock.user);
 }
 
-// Waits for one frame. 1: it is here; 0: not in time; -1: the connection has ended, or is no
-// store's.
+// Waits for one frame. 1: it is here; 0: not in time; -1: the connection has ended, or the other
+// side is no store.
 static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
     for (;;) {
         int whole = fsdpi_frame_get(&s->in, f);
         int64_t left = until - fsdpi_store_now(s);
         if (whole || left <= 0) return whole;
-        if (!fsdpi_store_flush(a, s->fd, &s->out)) return -1; // what was not sent at once
+        if (!fsdpi_store_flush(a, s->fd, &s->out)) return -1; // bytes that could not be sent before
         struct pollfd p = {s->fd, POLLIN, 0};
         if (fsdpi_queue_size(&s->out)) p.events |= POLLOUT;
         if (poll(&p, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
@@ -1858,8 +1860,8 @@ static int fsdpi_store_say(fsdpi_store *s, int op, const char *value, size_t byt
            fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out);
 }
 
-/* Shows who knows the token that this rank knows it, without a word of who it is. Sealed already:
-   the tag is the proof. */
+/* Proves to a server with the token that this rank knows it, without its number. The tag of the
+   frame is the proof. */
 static int fsdpi_store_say_prove(fsdpi_store *s, const char *nonce) {
     char mine[FSDPI_STORE_NONCE];
     uint8_t token[32];
@@ -1881,13 +1883,13 @@ static int fsdpi_store_say_hello(fsdpi_store *s, int64_t deadline) {
 
 // One attempt at one place.
 typedef struct fsdpi_store_try {
-    int64_t deadline, patience; // patience: with somebody who does not say anything
-    int decided, later, why;    // later: this is the place, at another time; why: errno, or 0
+    int64_t deadline, patience; // patience: for a server that is silent
+    int decided, later, why;    // later: try this place again; why: errno, or 0
     fsdp_status status;
-    fsdpi_text said; // what was found, place by place
+    fsdpi_text said; // what was found at each place
 } fsdpi_store_try;
 
-// After the server's answer to HELLO.
+// Handles the server's answer to HELLO.
 static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const char *name,
                                  fsdpi_store_try *t) {
     fsdpi_verdict v;
@@ -1919,8 +1921,8 @@ static int64_t fsdpi_store_soon(const fsdpi_store *s, const fsdpi_store_try *t) 
     return soon < t->deadline ? soon : t->deadline;
 }
 
-/* Each side shows the other one that it knows the token. Returns whether this is our store. What is
-   said before the store has shown it may come from anybody: none of its words are repeated. */
+/* Each side proves to the other one that it knows the token. Returns 1 if this is our store. Before
+   its proof the other side may be anything: none of its texts are shown. */
 static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t) {
     fsdpi_frame f;
     int whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
@@ -1954,15 +1956,15 @@ static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t
     return 0;
 }
 
-/* Tries to join at a place. Once HELLO is out there is no giving up before the deadline: the server
-   may count us in, and would take us for lost. It has shown by then that it is ours. */
+/* Tries to join at a place. After HELLO it does not give up before the deadline: the server, which
+   has proven itself by then, may count this rank, and would take it for lost. */
 static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_store_try *t) {
     char name[128];
     fsdpi_frame f;
     fsdpi_store_place_text(p, name, sizeof name);
     t->why = fsdpi_store_connect(s, p, fsdpi_store_soon(s, t));
     if (t->why) {
-        // Most ports refuse, or are as silent as the one before: no news.
+        // Most ports refuse, or are silent as the one before: the text does not name them.
         int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
         if (is_news || !t->said.used) fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
@@ -1982,7 +1984,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     if (!t->decided || t->status) fsdpi_store_hang_up(s);
 }
 
-// This rank serves from now on, and is its own first client.
+// From now on this rank serves; it is its own first client.
 static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p,
                               fsdpi_store_try *t) {
     t->said.used = 0;
@@ -1996,7 +1998,7 @@ static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p
 static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi_text *why) {
     char line[320];
     struct stat info;
-    // A pipe would be waited for: opened as it is here, it is not.
+    // With O_NONBLOCK it does not wait if the path is a pipe.
     int fd = fsdpi_fd(open(path, O_RDONLY | O_NONBLOCK | FSDPI_STORE_CLOEXEC));
     if (fd < 0) {
         fsdpi_say(why, "; file '%s': %s", path, strerror(errno));
@@ -2012,15 +2014,15 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     return 0;
 }
 
-// A port that torchrun, which started this program, keeps for itself.
+// Does torchrun, which has started this program, use the port itself?
 static int fsdpi_store_is_torchrun(int port) {
     const char *agent = fsdpi_env("TORCHELASTIC_USE_AGENT_STORE"), *own = fsdpi_env("MASTER_PORT");
     return agent && own && !strcmp(agent, "True") && strtol(own, NULL, 10) == port;
 }
 
-/* A launcher says where it serves a job: FSDP_STORE_SERVED is the address and the job's name, with
-   a blank between them. "-PORT" behind the address: or at a port up to that one. Then nobody else
-   serves, and a launcher that does not answer is waited for. */
+/* A launcher says where it serves a job: FSDP_STORE_SERVED has the address, a blank, and the job's
+   name. "-PORT" after the address: at a port up to that one. Then no rank serves; if the launcher
+   does not answer, ranks wait for it. */
 static void fsdpi_store_learn_served(fsdpi_store *s) {
     const char *at = fsdpi_env("FSDP_STORE_SERVED");
     const char *store = s->desc.boot.store ? s->desc.boot.store : "host:";
@@ -2033,7 +2035,7 @@ static void fsdpi_store_learn_served(fsdpi_store *s) {
     if (s->is_served && is_exact) s->ports = 1;
 }
 
-// Looks at every place once; rank 0 serves at the first one that is free, unless a launcher does.
+// Tries every place once. Rank 0 serves at the first one that is free, unless a launcher serves.
 static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     fsdpi_store_place list[FSDPI_STORE_PLACES], p;
     fsdpi_store_where where = s->where;
@@ -2063,7 +2065,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
             fsdpi_store_set_port(&at, port);
             t->patience = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
             fsdpi_store_knock(s, &at, t);
-            slow[i] = slow[i] || t->why == ETIMEDOUT; // one port of the host, or all of them
+            slow[i] = slow[i] || t->why == ETIMEDOUT; // then all ports of this host are slow
         }
         if (not_here && !t->decided && !t->later)
             fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
@@ -2078,7 +2080,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     if (!t->decided) fsdpi_store_begin(s, fd, &p, t);
 }
 
-// Rounds of attempts until one decides, or the deadline.
+// Tries all places in rounds, until one decides or the deadline has passed.
 static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text *error) {
     char rounds[2][640], *said = rounds[0]; // the deadline may cut the last round short
     const fsdp_boot *boot = &s->desc.boot;
@@ -2096,7 +2098,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         int64_t left = deadline - fsdpi_store_now(s);
         if (left > 0 || turn == 0) said = now_said;
         if (left <= 0) break;
-        // Ranks that started together do not all come back together.
+        // A random part: ranks that have started together should not all come back together.
         int64_t wait = pause - pause / 4 +
                        (int64_t)(fsdpi_hash((uint64_t)boot->rank, turn) % (uint64_t)(pause / 2));
         fsdpi_sleep_ns(wait < left ? wait : left);
@@ -2126,7 +2128,7 @@ static void fsdpi_store_change(fsdpi_store *s) {
     fsdpi_futex_wake_all(&s->changed, 0);
 }
 
-// Why no call can succeed any more; FSDP_OK: it can.
+// Why calls fail from now on; FSDP_OK: they do not.
 static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
     if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->verdict.status;
     return FSDPI_LOAD(&s->gone) ? FSDP_ERR_PEER_LOST : FSDP_OK;
@@ -2134,11 +2136,11 @@ static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
 
 static void fsdpi_store_finish(fsdpi_store_request *r, fsdp_status status) {
     r->status = status;
-    FSDPI_STORE(&r->done, 1u); // the caller may be gone before the next line, which does no harm
+    FSDPI_STORE(&r->done, 1u); // the caller may return before the next line: that does no harm
     fsdpi_futex_wake_all(&r->done, 0);
 }
 
-// With the lock: nobody waits for answers that will not come.
+// Under the lock: ends all waits for answers, which will not come.
 static void fsdpi_store_finish_all(fsdpi_store *s) {
     for (fsdpi_store_request *r = s->requests, *next; r; r = next) {
         next = r->next;
@@ -2147,7 +2149,7 @@ static void fsdpi_store_finish_all(fsdpi_store *s) {
     s->requests = NULL;
 }
 
-// The first verdict stands.
+// Sets the verdict, unless there is one.
 static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_verdict *v) {
     fsdpi_lock(&s->lock);
     int first = !s->judged;
@@ -2160,12 +2162,12 @@ static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_verdict *v) {
     if (first) fsdpi_store_change(s);
 }
 
-// Who serves, for texts.
+// Names the server, for texts.
 static const char *fsdpi_store_who(const fsdpi_store *s) {
     return s->server_rank < 0 ? "the launcher" : "rank 0";
 }
 
-// Tells the server why this rank goes, so that it is not taken for dead; if the way there is good.
+// Gives the server the reason why this rank leaves, if that direction works: else it seems dead.
 static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_verdict *v) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
     char value[FSDPI_VERDICT_BYTES];
@@ -2175,8 +2177,8 @@ static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_verdict *v) {
     fsdpi_unlock(&s->lock);
 }
 
-/* The connection is over: the server said so (FSDP_OK), it has died (PEER_LOST), what comes is not
-   what it sent (IO), or there is no memory here. */
+/* The connection has ended: the server has said so (FSDP_OK), it has died (PEER_LOST), a frame was
+   changed (IO), or this rank has no memory. */
 static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
     if (status && !FSDPI_LOAD(&s->leaving)) {
         fsdpi_verdict v;
@@ -2218,7 +2220,7 @@ static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_lock(&s->lock);
     fsdpi_store_request **link = &s->requests, *r;
     while (*link && (*link)->id != f->id) link = &(*link)->next;
-    r = *link; // NULL: it was given up
+    r = *link; // NULL: the caller has given it up
     if (r) {
         fsdp_status status = f->flags <= FSDP_ERR_INTERNAL ? (fsdp_status)f->flags
                                                            : FSDP_ERR_INTERNAL;
@@ -2231,7 +2233,7 @@ static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_unlock(&s->lock);
 }
 
-// Handles one frame of the server. 0: the connection is over.
+// Handles one frame of the server. 0: the connection has ended.
 static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_verdict v;
     int32_t rank;
@@ -2257,7 +2259,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
     return 1;
 }
 
-// Takes the frames that are there. 0: the connection is over.
+// Handles all frames that have come. 0: the connection has ended.
 static int fsdpi_store_take_all(fsdpi_store *s) {
     fsdpi_frame f;
     int whole;
@@ -2286,7 +2288,7 @@ static void fsdpi_store_receive(fsdpi_store *s) {
     }
 }
 
-// Puts a frame into the queue; its answer will go to *r, or there is none. Wakes the thread.
+// Queues a frame, and wakes the thread. Its answer goes to *r; r NULL: it has none.
 static fsdp_status fsdpi_store_post(fsdpi_store *s, fsdpi_frame *f, fsdpi_store_request *r) {
     fsdpi_lock(&s->lock);
     fsdp_status status = fsdpi_store_ended(s);
@@ -2316,7 +2318,7 @@ static void fsdpi_store_beat_once(fsdpi_store *s) {
     (void)fsdpi_store_post(s, &f, NULL);
 }
 
-// From one beat to the next: the server hears at most 1,000 of them in a second.
+// The time between two beats: the server gets at most 1,000 beats in a second.
 static int64_t fsdpi_store_beat_ns(int size) {
     return size > 50 ? (int64_t)size * 1000000 : FSDPI_STORE_BEAT_NS;
 }
@@ -2328,7 +2330,7 @@ static void *fsdpi_store_main(void *arg) {
     fsdpi_stay();
     uint32_t told = 0;
     int events = POLLIN, wake = s->wake;
-    (void)fsdpi_store_take_all(s); // what came with the answer to HELLO
+    (void)fsdpi_store_take_all(s); // frames that came with the answer to HELLO
     for (;;) {
         int64_t now = fsdpi_store_now(s);
         uint32_t changed = FSDPI_LOAD(&s->changed);
@@ -2338,11 +2340,11 @@ static void *fsdpi_store_main(void *arg) {
         if (leaving && leave_ns == INT64_MAX) leave_ns = now + FSDPI_STORE_GRACE;
         if (leaving && (s->gone || now >= leave_ns)) return NULL;
         if (!leaving && !s->gone && now >= beat_ns) {
-            if (!(events & POLLOUT)) fsdpi_store_beat_once(s); // else the server is behind already
+            if (!(events & POLLOUT)) fsdpi_store_beat_once(s); // else it reads slowly
             beat_ns = now + interval;
         }
         fsdpi_lock(&s->lock);
-        // What cannot be sent is not left out: reading will tell that the connection has ended.
+        // If it cannot send, reading finds out that the connection has ended.
         if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out)) {
             fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
             (void)shutdown(s->fd, SHUT_RDWR);
@@ -2381,7 +2383,7 @@ static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, con
     for (int64_t left; !FSDPI_LOAD(&r.done) && (left = until - fsdpi_store_now(s)) > 0;)
         fsdpi_futex_wait(&r.done, 0, left < 50000000 ? left : 50000000, 0);
     fsdpi_lock(&s->lock);
-    if (!r.done) { // given up: a later answer finds nobody
+    if (!r.done) { // it gives up: a later answer is dropped
         fsdpi_store_request **link = &s->requests;
         while (*link != &r) link = &(*link)->next;
         *link = r.next;
@@ -2392,9 +2394,9 @@ static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, con
     return r.status;
 }
 
-/* What callers see. Calls may come from several threads at once. Once a verdict stands they fail
-   with its status; after the server's orderly end with FSDP_ERR_PEER_LOST; when no answer comes in
-   time with FSDP_ERR_TIMEOUT. */
+/* The functions for callers. Several threads may call them at once. If there is a verdict, they
+   fail with its status; after the server has ended in order, with FSDP_ERR_PEER_LOST; if no answer
+   comes in time, with FSDP_ERR_TIMEOUT. */
 
 static FSDPI_UNUSED fsdp_status fsdpi_store_set_within(fsdpi_store *s, const char *key,
                                                        const void *value, size_t bytes,
@@ -2441,15 +2443,15 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_
     return FSDP_OK;
 }
 
-// 1: a verdict stands, and is in *out unless that is NULL.
+// 1: there is a verdict, and *out has it unless out is NULL.
 static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_verdict *out) {
     if (!FSDPI_LOAD(&s->judged)) return 0;
     if (out) *out = s->verdict; // written once
     return 1;
 }
 
-/* Tells the verdict. When it returns one stands: the job's first, or, if the server does not answer
-   within FSDPI_STORE_ABORT_NS, this one here. Any thread. */
+/* Gives a verdict. When it returns there is one: the job's first, or, if the server does not answer
+   within FSDPI_STORE_ABORT_NS, this one. Any thread may call it. */
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
     fsdpi_verdict v;
@@ -2472,7 +2474,7 @@ static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, c
     fsdpi_store_wake(s->wake);
 }
 
-// Whether a rank has said goodbye.
+// Has a rank said goodbye?
 static FSDPI_UNUSED int fsdpi_store_has_left(fsdpi_store *s, int rank) {
     return __atomic_load_n(&s->left[rank], __ATOMIC_ACQUIRE);
 }
@@ -2480,7 +2482,7 @@ static FSDPI_UNUSED int fsdpi_store_has_left(fsdpi_store *s, int rank) {
 // A numeric address under which peers reach this rank's host.
 static FSDPI_UNUSED const char *fsdpi_store_address(const fsdpi_store *s) { return s->address; }
 
-// Says goodbye, so that nobody takes this rank for dead; and ends the store if it is here.
+// Says goodbye, so that this rank is not taken for dead, and ends the store if this rank serves.
 static FSDPI_UNUSED void fsdpi_store_close(fsdpi_store *s) {
     if (!s) return;
     fsdp_allocator allocator = s->desc.boot.allocator;
@@ -2523,7 +2525,7 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
     return status ? status : FSDP_ERR_TIMEOUT;
 }
 
-// What the user says; else where the connection to the store comes from: packets go that way.
+// The address that the user gives; else the local address of the connection to the store.
 static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
     fsdpi_store_place chosen;
     int family = s->local.at.any.sa_family;
@@ -2536,11 +2538,11 @@ static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
     if (!status) return FSDP_OK;
     char reason[FSDPI_REASON];
     (void)snprintf(reason, sizeof reason, "rank %d: %s", s->desc.boot.rank, error->buf);
-    fsdpi_store_abort(s, status, "", reason); // the others are in the world already
+    fsdpi_store_abort(s, status, "", reason); // the others have joined already
     return status;
 }
 
-// One rank of the job says it, once. Who meets on one host is told apart by the system, as users.
+// One rank warns that the token can be guessed. On one host the system tells users apart.
 static void fsdpi_store_warn(const fsdpi_store *s) {
     const fsdp_boot *boot = &s->desc.boot;
     uint8_t token[32];
@@ -2595,7 +2597,7 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     return status ? status : fsdpi_store_find_address(s, error);
 }
 
-/* Meets the other ranks: serves if that is this rank's part, joins, and waits until all have; at
+/* Meets the other ranks: serves if this rank has to, joins, and waits until all have joined, at
    most boot.timeout_ns. After a failure *out is NULL and error has a text, without "rank N". */
 static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, fsdpi_store **out,
                                                  char *error, size_t cap) {

@@ -21,13 +21,13 @@
 #include <string.h>
 #include <unistd.h>
 
-#define FSDPI_STORE_ASK_NS 80000000 // for what the store knows of a rank
+#define FSDPI_STORE_ASK_NS 80000000 // for the store to answer about a rank
 
 typedef struct fsdpi_store_world {
     fsdpi_comm_world base;
-    fsdpi_store *store; // NULL: not met yet
-    char job[160];      // of ranks as threads
-    int is_mute;        // the store has not answered once, and is not asked again
+    fsdpi_store *store; // NULL: the ranks have not met yet
+    char job[160];      // if ranks are threads
+    int is_mute;        // 1: the store has not answered once, and is not asked again
 } fsdpi_store_world;
 
 static fsdpi_store_world *fsdpi_store_world_of(const fsdpi_comm *c) {
@@ -35,7 +35,7 @@ static fsdpi_store_world *fsdpi_store_world_of(const fsdpi_comm *c) {
 }
 
 /* Meets the other ranks at the store. Ranks that are threads meet on their host, under a name that
-   nobody else can mean. beat and event: see fsdpi_store_desc; they are given the world. */
+   no other job can have. beat and event: see fsdpi_store_desc; their user is the world. */
 static fsdp_status fsdpi_store_world_open(fsdpi_comm *c,
                                           void (*beat)(void *user, fsdpi_store_beat *out),
                                           void (*event)(void *user)) {
@@ -68,7 +68,7 @@ static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
 }
 
-// What the store knows of a rank. 0: it does not answer.
+// Asks the store about a rank. 0: it does not answer.
 static int fsdpi_store_world_ask(fsdpi_store_world *w, int rank, fsdpi_store_peer *out) {
     if (FSDPI_LOAD(&w->is_mute)) return 0;
     if (!fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) return 1;
@@ -82,15 +82,15 @@ static void fsdpi_store_world_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
     else fsdpi_say(t, "the store does not answer");
 }
 
-/* Who waits for another rank elsewhere is not to blame, and will tell who is: if all members that
-   are missing are busy, a verdict is waited for a moment. Returns whether one stands. */
+/* If all missing members are busy in other calls, they are not to blame, and will say which rank
+   is: it waits a moment for their verdict. Returns 1 if there is one. */
 static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *missing) {
     fsdpi_store_world *w = fsdpi_store_world_of(c);
     fsdpi_store_peer peer;
     int all_busy = 1;
     for (int k = 0; k < c->size && all_busy; k++) {
         if (!missing[k]) continue;
-        // Who is stopped was busy when it was last heard of.
+        // A rank that is stopped was busy when it was last heard of.
         all_busy = fsdpi_store_world_ask(w, (int)c->ranks[k], &peer) && peer.busy &&
                    peer.silent_ns <= 300000000 + fsdpi_store_beat_ns(c->boot->size);
     }

@@ -3,7 +3,7 @@
 
        build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--lanes 0,2] [--batch 1]
                                    [--rows plain,units,buckets,small,one] [--steps N] [--rounds N]
-                                   [--store] [--csv] [--host]
+                                   [--csv] [--host]
        FSDP_BACKEND=gloo build/bench/bench_replicate
 
    The net has 160 layers y = x * w, element by element, with one parameter of --kib KiB each. So
@@ -21,7 +21,6 @@
             of the library's functions: 0 inline, where each collective runs inside of a call
    zero     how long zeros are written into messages before a bucket's first gradient; copy: how
             long sums are divided and added to the gradients that optimizers see. Means over steps
-   --store  the net stores gradients, and the model's desc says so (grads_overwrite): no zeros
    --host   only the cost of the calls, with a device and a comm that do nothing. Goal: 80 ns for
             grad and ready of a parameter, beside the core's hooks of the same units
    bench/compare_ddp.py compares with PyTorch. Writes $FSDP_BUILD/bench_replicate.csv.
@@ -47,7 +46,7 @@ typedef struct {
 } result;
 
 typedef struct {
-    int ranks, kib, lanes, batch, steps, store, mode;
+    int ranks, kib, lanes, batch, steps, mode;
     result *out;
 } job;
 
@@ -85,8 +84,7 @@ static void layer_forward(float *restrict y, const float *restrict x, const floa
 
 // d holds the gradient of y and becomes that of x.
 static void layer_backward(float *restrict d, float *restrict g, const float *restrict x,
-                           const float *restrict w, int batch, int numel, int store) {
-    for (int k = 0; k < numel && store; k++) g[k] = 0; // in the cache, when the loop below reads it
+                           const float *restrict w, int batch, int numel) {
     for (int b = 0; b < batch; b++)
         for (int k = 0; k < numel; k++) {
             g[k] += d[b * numel + k] * x[b * numel + k];
@@ -168,7 +166,6 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
     times.user = t;
     times.ran = comm_ran;
     fsdp_model_desc md = FSDP_ZERO;
-    md.grads_overwrite = t->j->store;
     fsdp_status status = fsdp_model_create(world, &md, &t->model);
     if (!status && t->j->mode == UNITS) status = make_units(t, world);
     else if (!status) status = make_buckets(t->model, t->numel, caps[t->j->mode], &t->rep);
@@ -236,7 +233,7 @@ static fsdp_status pass(trainer *t) {
     }
     for (int l = LAYERS - 1; l >= 0; l--) {
         const float *w = open_layer(t, l, 1, &g);
-        layer_backward(t->d, g, t->x + (ptrdiff_t)l * size, w, batch, t->numel, t->j->store);
+        layer_backward(t->d, g, t->x + (ptrdiff_t)l * size, w, batch, t->numel);
         close_layer(t, l, 1);
     }
     around(t, fsdp_replicate_post_backward);
@@ -309,7 +306,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 
 typedef struct {
     int ranks[8], kib[8], lanes[8], num_ranks, num_kib, num_lanes;
-    int batch, steps, rounds, store, csv, host;
+    int batch, steps, rounds, csv, host;
     const char *rows;
 } options;
 
@@ -375,7 +372,7 @@ static int measure_all(const options *o, FILE *csv) {
     j.out = (result *)mmap(NULL, sizeof *j.out, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
                            -1, 0);
     if (j.out == MAP_FAILED) return 1;
-    j.batch = o->batch, j.steps = o->steps, j.store = o->store;
+    j.batch = o->batch, j.steps = o->steps;
     if (!o->csv)
         printf("ranks     size backend  lanes batch  row      buckets    pass us   extra us    "
                "comm us  hidden  zero us  copy us\n");
@@ -467,7 +464,6 @@ static int parse(int argc, char **argv, options *o) {
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--csv")) o->csv = 1;
-        else if (!strcmp(argv[i], "--store")) o->store = 1;
         else if (!strcmp(argv[i], "--host")) o->host = 1;
         else if (i++, !strcmp(argv[i - 1], "--ranks")) ranks = value;
         else if (!strcmp(argv[i - 1], "--kib")) kib = value;
@@ -495,7 +491,7 @@ int main(int argc, char **argv) {
     if (!parse(argc, argv, &o)) {
         fprintf(stderr,
                 "usage: %s [--ranks LIST] [--kib LIST] [--lanes LIST] [--batch N] [--steps N] "
-                "[--rounds N] [--rows plain,units,buckets,small,one] [--store] [--csv] "
+                "[--rounds N] [--rows plain,units,buckets,small,one] [--csv] "
                 "[--host]\n",
                 argv[0]);
         return 2;

@@ -4,7 +4,7 @@
 both programs in turn in one run: losses and gradients must be equal, times are compared
 
     FSDP_BACKEND=gloo python3 bench/compare_ddp.py [--bench build/bench/bench_replicate]
-        [--ranks 2,4] [--kib 16,256] [--rounds 3] [--steps 30] [--batch 1] [--store]
+        [--ranks 2,4] [--kib 16,256] [--rounds 3] [--steps 30] [--batch 1]
 
 The net is that of bench_replicate.c: 160 layers y = x * w with one parameter of --kib KiB each, f32,
 one compute thread per rank. A row stands beside each of its rows:
@@ -111,7 +111,7 @@ def ours(args, world, kib):
     """{row: its line of bench_replicate's table}."""
     done = subprocess.run(
         [args.bench, "--csv", "--ranks", str(world), "--kib", str(kib), "--rounds", "1", "--steps",
-         str(args.steps), "--batch", str(args.batch)] + ["--store"] * args.store,
+         str(args.steps), "--batch", str(args.batch)],
         stdout=subprocess.PIPE, text=True, check=True)
     return {row["row"]: row for row in csv.DictReader(done.stdout.splitlines())}
 
@@ -168,8 +168,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--store", action="store_true",
-                        help="our net stores gradients, as PyTorch's does; else it adds them")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative")
     args = parser.parse_args()
     try:

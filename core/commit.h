@@ -16,6 +16,7 @@
 #include "pool.h"
 #include "run.h"
 #include "shard_math.h"
+#include "template.h"
 #include "unit.h"
 #include "usage.h"
 #include "watch.h"

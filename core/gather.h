@@ -7,6 +7,7 @@
 #ifndef FSDPI_CORE_GATHER_H
 #define FSDPI_CORE_GATHER_H
 
+#include "error.h"
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"

@@ -119,10 +119,11 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
 }
 
-/* The slot of gradients, part after part: [reduce input: trainables | where the caller writes packed
-   ones]. With several parts the reduce input is a slot of its own. */
+/* The slot of gradients, part after part: [reduce input: trainables | where the caller writes
+   packed ones]. With several parts the reduce input is a slot of its own. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
-    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = fsdpi_shards(u) * part->train.shard_numel;
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
     fsdpi_work *scatter = &u->layout.reduce_scatter[0];
     fsdp_layout lay;
     if (part->num_train == 0) return;

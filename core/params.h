@@ -17,6 +17,7 @@
 #include "replicas.h"
 #include "run.h"
 #include "shard_math.h"
+#include "template.h"
 #include "step.h"
 #include "usage.h"
 

@@ -133,7 +133,8 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) {
             m->classes[i].slots[k]->released = 0;
-            if (!m->classes[i].slots[k]->held) FSDPI_GUARD(fsdpi_turn(m, m->classes[i].slots[k], 0));
+            if (!m->classes[i].slots[k]->held)
+                FSDPI_GUARD(fsdpi_turn(m, m->classes[i].slots[k], 0));
         }
     m->release_seq = 0;
 }

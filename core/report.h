@@ -95,7 +95,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
-// "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient", as after a backward.
+// The steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".
 static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     static const char *const gathers[] = {"nothing: the full parameters are the shards",
                                           "the shards as they are",
@@ -114,9 +114,12 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     }
     fsdpi_route r = fsdpi_route_of(&u->facts, held | FSDPI_HELD_GRAD);
     fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
-    for (int i = 0; i < r.num; i++)
-        if (r.steps[i].kind != FSDPI_STEP_ZERO_IN || u->layout.pad_rin)
-            fsdpi_say(t, "%s%s", i ? ", " : " ", texts[r.steps[i].kind]);
+    const char *comma = " ";
+    for (int i = 0; i < r.num; i++) {
+        if (r.steps[i].kind == FSDPI_STEP_ZERO_IN && !u->layout.pad_rin) continue;
+        fsdpi_say(t, "%s%s", comma, texts[r.steps[i].kind]);
+        comma = ", ";
+    }
     fsdpi_say(t, "%s\n", r.done ? "" : "; the reduction waits");
 }
 

@@ -1,4 +1,4 @@
-/* core/route.h - what is done with a unit's memory: the list of steps, and the function that chooses
+/* core/route.h - what is done with a unit's memory: a list of steps, and the function that chooses
 
    The functions here are pure: they know no unit and no memory. Facts go in, steps come out. After
    fsdpi_route_of nothing about a reduction is decided again; template.h makes records of its steps.

@@ -7,6 +7,7 @@
 #ifndef FSDPI_CORE_TEMPLATE_H
 #define FSDPI_CORE_TEMPLATE_H
 
+#include "error.h"
 #include "layout.h"
 #include "macros.h"
 #include "objects.h"

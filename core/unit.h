@@ -201,7 +201,6 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
     h[FSDP_AGREE_REDUCE_DTYPE] = (uint64_t)u->layout.reduce_dtype;
     h[FSDP_AGREE_GRAD_DTYPE] = (uint64_t)md->grad_dtype;
     h[FSDP_AGREE_SLICES] = (uint64_t)u->desc.slices;
-    h[FSDP_AGREE_OVERWRITE] = (uint64_t)md->grads_overwrite;
     h[FSDP_AGREE_DIRECT_MIN] = fsdpi_hash(1, (uint64_t)md->direct_min);
     h[FSDP_AGREE_MESH] = fsdpi_hash((uint64_t)fsdpi_shards(u), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->desc.num_params; i++) {

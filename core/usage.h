@@ -34,11 +34,11 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any != 0;
 }
 
-// With reduce_unused a backward gives all trainables a gradient: zeros where nobody writes. So does
-// a rehearsal, in which nobody writes at all.
+// With reduce_unused a backward gives all trainables a gradient: zeros where nobody writes. In a
+// rehearsal all count as used, since nobody asks where gradients are written.
 static void fsdpi_usage_begin(fsdp_unit *u) {
-    const int all = u->options.reduce_unused || u->model->rehearsing;
-    for (int i = 0; all && i < u->desc.num_params; i++)
+    if (!u->options.reduce_unused && !u->model->rehearsing) return;
+    for (int i = 0; i < u->desc.num_params; i++)
         if (u->params[i].requires_grad) *fsdpi_use(u, i) |= FSDPI_USE_USED;
 }
 

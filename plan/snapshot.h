@@ -148,8 +148,8 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
 /* -------------------------------------------------------------------------------------------- */
 // Owns: fsdpi_plan_saved, the state of one unit.
 
-/* Equal states with the same slots have equal bytes. A shard gradient that is zero since its making
-   counts as one without contents: so a unit that no step has reduced makes no other kind of step. */
+/* Equal states with the same slots have equal bytes. A shard gradient that is zero since it was
+   made counts as one without contents: so a unit that no step has reduced makes no other kind. */
 static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
     memcpy(&out->state, &u->state, sizeof out->state); // padding, too
     if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)

@@ -290,8 +290,6 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
     for (int i = 0; i < n->num_params; i++) {
         fsdp_dtype dtype = plan_dtype(n, i);
         int blind = backward && n->sets & PLAN_NO_UNSHARD;
-        int stores = n->model.grads_overwrite && /* what a gradient holds before is undefined */
-                     n->calls[call_index].call == FSDP_CALL_PRE_BACKWARD;
         const void *data = blind ? NULL : fsdp_data(b->unit[unit], i);
         int64_t numel = b->numel[unit][i], bytes = numel * (int64_t)fsdp_dtype_size(dtype);
         CHECK(data || blind);
@@ -307,7 +305,7 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
             uint64_t h = lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step,
                                   (uint64_t)call_index * 16 + (uint64_t)i, (uint64_t)k);
             double g = (blind ? 1 : lab_get(data, dtype, k)) * ((double)(h % 17) - 8) / 64;
-            lab_put(grad, dtype, k, stores ? g : lab_get(grad, dtype, k) + g);
+            lab_put(grad, dtype, k, lab_get(grad, dtype, k) + g);
         }
     }
 }

@@ -112,12 +112,6 @@ typedef struct sim {
     sim_block *blocks;
     sim_group *groups;
     sim_stream streams[FSDP_STREAM_COUNT];
-    struct { /* host memory that a copy has read: the flags of use of a unit */
-        const void *at;
-        uint32_t actor, clock;
-        uint64_t hash;
-    } flags[64];
-    int num_flags;
 } sim;
 
 /* ---- races ----------------------------------------------------------------------------------- */
@@ -387,32 +381,12 @@ SIM_FN void sim_touch_blocks(sim *s, int actor, const fsdp_op *op, int write) {
     }
 }
 
-/* The host rewrites the flags that such a copy reads: an earlier copy must have read them. */
-SIM_FN void sim_flags(sim *s, int actor, const fsdp_op *op) {
-    size_t nbytes = (size_t)((const fsdp_block *)op->list)->width * fsdp_dtype_size(op->dtype);
-    const unsigned char *bytes = (const unsigned char *)op->src_ptr;
-    uint64_t hash = 1469598103934665603u;
-    int i = 0;
-    for (size_t k = 0; k < nbytes; k++) hash = (hash ^ bytes[k]) * 1099511628211u;
-    while (i < s->num_flags && s->flags[i].at != op->src_ptr) i++;
-    if (i == 64) return;
-    if (i < s->num_flags && s->flags[i].hash != hash &&
-        s->flags[i].clock > s->clock[SIM_HOST][s->flags[i].actor])
-        sim_report(s, SIM_HOST, "flags of use", 1, "read", s->flags[i].actor, -1, 0);
-    if (i == s->num_flags) s->num_flags++;
-    s->flags[i].at = op->src_ptr;
-    s->flags[i].hash = hash;
-    s->flags[i].actor = (uint32_t)actor;
-    s->flags[i].clock = s->clock[actor][actor];
-}
-
 SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     sim *s = sim_of(device);
     int actor = sim_actor(stream);
     if (s->threads) return FSDP_OK;
     s->works++;
     sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
-    if (s->checks && op->label == FSDP_LABEL_USERS) sim_flags(s, actor, op);
     sim_touch_blocks(s, actor, op, 0);
     sim_touch_blocks(s, actor, op, 1);
     if (op->clip) sim_touch(s, actor, "clip", op->clip, (int64_t)sizeof *op->clip, 0);

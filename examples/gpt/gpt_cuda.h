@@ -8,9 +8,9 @@
    with a parameter are bf16, its sums f32. Activations are f32. Sums have a fixed order: no
    atomics, so that two runs give the same bits.
 
-   Gradients of parameters are stored (=), where gpt.h adds (+=): nobody has to fill them with zeros,
-   and a model of fsdp.h says so (grads_overwrite). wte alone is used twice: the head stores its
-   gradient, and the embedding, whose backward is the last one, adds to it.
+   Gradients of parameters are stored (=), where gpt.h adds (+=): a step is one backward, so that
+   nothing is there to add to. wte alone is used twice: the head stores its gradient, and the
+   embedding, whose backward is the last one, adds to it.
 
    Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are
    one batched product, and datt is (B, H, T, T).

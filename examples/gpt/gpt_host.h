@@ -757,9 +757,6 @@ static void show_traffic(const trainer *t, const fsdp_counters *c) {
     const int64_t gathers = t->j->opt.reshard ? 2 : 1;
     const int64_t embed = embed_bytes(t, 1) / W * (W - 1);
     const int64_t blocks = blocks_bytes(t, 1) / W * (W - 1);
-    // A reduction also carries one number per parameter: how many ranks used it.
-    const int64_t users = (GPT_EMBED_PARAM_COUNT + t->cfg.layers * GPT_BLOCK_PARAM_COUNT) *
-                          (int64_t)sizeof(float) * (W - 1);
     if (t->tp > 1) {
         show_traffic_of_tp(c);
         return;
@@ -768,10 +765,10 @@ static void show_traffic(const trainer *t, const fsdp_counters *c) {
     show_traffic_row("all_gather", c->bytes[FSDP_OP_ALL_GATHER],
                      steps * (embed + gathers * blocks) / (t->j->opt.bf16 ? 2 : 1));
     show_traffic_row("reduce_scatter", c->bytes[FSDP_OP_REDUCE_SCATTER],
-                     steps * (embed + blocks + users));
+                     steps * (embed + blocks));
     printf("  formula per step: (W-1)/W of the parameters, gathered once (embed) and %s "
            "(blocks),\n"
-           "  reduced once, with 4 bytes per parameter and other rank to count its users\n",
+           "  reduced once\n",
            gathers == 2 ? "twice" : "once");
     if (t->j->opt.plan) printf("  that is by calls: a plan gathers less often\n");
 }

@@ -1,14 +1,13 @@
 /* train_gpt.cu - train_gpt.c on GPUs: the same model, the same text, the same losses
 
    What fsdp.h is asked for is what train_gpt.c asks for; compare build_model, forward, backward and
-   train_step of the two. Six things changed:
+   train_step of the two. Five things changed:
    1  the build: nvcc, -DFSDP_BACKEND_NCCL and two libraries
    2  the arithmetic: gpt_cuda.h for gpt.h. fsdp_data and fsdp_grad are device pointers, ready in
       the order of the default stream, on which it runs
    3  memory of activations and of batches: cudaMalloc; the text is on the device, too
    4  the loss stays on the device, and is looked at only every --log-every steps
-   5  the backward stores gradients, and does not add: grads_overwrite, one field of fsdp_model_desc
-   6  --bf16: param_dtype, another field
+   5  --bf16: param_dtype, a field of fsdp_model_desc
    Loss and norm are brought to the host where they are shown: no other step waits for the GPU.
    With --graph, on one rank, the GPU gets all but the update as one CUDA graph (see capture).
 
@@ -149,7 +148,6 @@ static fsdp_status build_model(trainer *t) {
     const int reshard = opt->reshard ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
     fsdp_model_desc desc = FSDP_ZERO;
     if (opt->plain) return plain_build(t);
-    desc.grads_overwrite = 1;                    // nothing is filled with zeros for the backward
     if (opt->bf16) desc.param_dtype = FSDP_BF16; // of what is gathered; shards stay f32
     fsdp_status status = fsdp_model_create(t->world, &desc, &t->model);
     if (status) return status;

@@ -83,26 +83,25 @@ typedef struct {
     const char *name;
     fsdp_dtype param_dtype, reduce_dtype;
     int64_t direct_min;
-    int micros, hsdp, reshard, offload, overwrite, prefetch, scaler, plain;
+    int micros, hsdp, reshard, offload, prefetch, scaler, plain;
     double clip, near;
 } variant;
 static const variant variants[] = {
-    {"f32", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"bf16_f32", FSDP_BF16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"bf16_bf16", FSDP_BF16, FSDP_BF16, 8192, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0},
-    {"f32_bf16", FSDP_F32, FSDP_BF16, 16384, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0},
-    {"packed", 0, 0, FSDP_DIRECT_NEVER, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0},
-    {"direct", 0, 0, 1, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0},
-    {"accumulates", FSDP_BF16, FSDP_F32, 8192, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"overwrites", 0, 0, 16384, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0},
-    {"keeps", 0, 0, 16384, 1, 0, FSDP_RESHARD_NEVER, 0, 0, 0, 0, 0, 0, 0},
-    {"halves", 0, 0, 16384, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0},
-    {"hsdp", FSDP_BF16, FSDP_F32, 8192, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"offload", 0, 0, 16384, 2, 0, 0, 1, 0, 0, 0, 0, 0, 0},
-    {"scaler", FSDP_F16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0},
+    {"f32", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16_f32", FSDP_BF16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16_bf16", FSDP_BF16, FSDP_BF16, 8192, 1, 0, 0, 0, 0, 0, 1, 0, 0},
+    {"f32_bf16", FSDP_F32, FSDP_BF16, 16384, 1, 0, 0, 0, 0, 0, 1, 0, 0},
+    {"packed", 0, 0, FSDP_DIRECT_NEVER, 2, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"direct", 0, 0, 1, 2, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"accumulates", FSDP_BF16, FSDP_F32, 8192, 3, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"keeps", 0, 0, 16384, 1, 0, FSDP_RESHARD_NEVER, 0, 0, 0, 0, 0, 0},
+    {"halves", 0, 0, 16384, 1, 0, 2, 0, 0, 0, 0, 0, 0},
+    {"hsdp", FSDP_BF16, FSDP_F32, 8192, 2, 1, 0, 0, 0, 0, 0, 0, 0},
+    {"offload", 0, 0, 16384, 2, 0, 0, 1, 0, 0, 0, 0, 0},
+    {"scaler", FSDP_F16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 1, 0, 0, 0},
     /* the device adds squares in another order: norms differ in the last digits of f64, and the
        coefficient, which is rounded to f32, by one unit; bf16 parameters then by one of theirs */
-    {"clip", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0, 0.25, 1.0 / 128},
+    {"clip", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0.25, 1.0 / 128},
 };
 
 typedef struct {
@@ -194,7 +193,7 @@ static fsdp_status make_model(job *j) {
     md.mesh = j->mesh;
     md.param_dtype = j->v->param_dtype, md.reduce_dtype = j->v->reduce_dtype;
     md.direct_min = j->v->direct_min, md.reshard_after_forward = j->v->reshard;
-    md.cpu_offload = j->v->offload, md.grads_overwrite = j->v->overwrite;
+    md.cpu_offload = j->v->offload;
     if (!status) status = fsdp_model_create(j->w, &md, &j->m.model);
     lab_begin(&j->m, &the_net, j->w);
     if (!status) status = lab_try_units(&j->m);
@@ -243,7 +242,7 @@ static fsdp_status backward(job *j, int step, int micro, double factor) {
             one.dtype = whole_dtype(j, p);
             one.numel = lab_numel_of(&the_net, p);
             one.seed = 1000 * step + 100 * micro + 17 * j->rank + p;
-            one.adds = !j->v->overwrite;
+            one.adds = 1;
             one.param = fsdp_data(j->m.unit[u], j->m.index[p]);
             one.grad = fsdp_grad(j->m.unit[u], j->m.index[p]);
             W_CHECK(one.param && one.grad, "%s", fsdp_last_error(j->w));
@@ -599,7 +598,7 @@ static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
     for (int i = 0; i < LAYER_PARAMS; i++)
         d[i] = columns[i] ? fsdp_mat(NULL, rows[i], columns[i]) : fsdp_vec(NULL, rows[i]);
     md.param_dtype = layers[row].param_dtype, md.reduce_dtype = layers[row].reduce_dtype;
-    md.grads_overwrite = 1, md.direct_min = layers[row].direct_min;
+    md.direct_min = layers[row].direct_min;
     ud.params = d, ud.num_params = LAYER_PARAMS;
     fsdp_status status = fsdp_model_create(j->w, &md, &m->model);
     for (int i = 0; i < count && !status; i++)

@@ -214,7 +214,6 @@ H_FN void af_make_model(af *z) {
     d.grad_dtype = af_pick(z, 4) ? (fsdp_dtype)0 : af_dtype(z);
     d.output_dtype = af_pick(z, 4) ? (fsdp_dtype)0 : af_dtype(z);
     d.reshard_after_forward = af_small(z);
-    d.grads_overwrite = af_pick(z, 8) ? 0 : af_small(z);
     d.cpu_offload = af_pick(z, 6) ? 0 : af_small(z);
     d.implicit_prefetch = af_pick(z, 4) ? 0 : af_small(z);
     d.prefetch_bytes = af_pick(z, 4) ? 0 : af_number(z);

@@ -34,7 +34,6 @@ enum { B_RANKS = 6, B_PARAMS = 3, B_DIMS = 3, B_NUMEL = 512, B_MICROS = 3, B_STE
     X(USAGE, "usage", 4)                                                                           \
     X(MICRO, "micro", 6)                                                                           \
     X(SECOND, "second", 3) /* a second step: none, after zero_grad, with gradients kept */         \
-    X(OVERWRITE, "overwrite", 2)                                                                   \
     X(OFFLOAD, "offload", 2)                                                                       \
     X(FACTOR, "factor", 3)                                                                         \
     X(STAY, "stay", 3) /* parameters after backward: freed, kept, or gathered again at once */     \

@@ -147,14 +147,14 @@ typedef struct o_acts {
 
 typedef struct o_model {
     const o_net *net;
-    int world, overwrite, step, sync[O_UNITS];
+    int world, step, sync[O_UNITS];
     o_dtypes dtypes[O_UNITS];
     double *master[O_UNITS][O_PARAMS], *grad[O_UNITS][O_PARAMS]; // of the optimizer; averaged
     double *slot[O_WORLD][O_UNITS][O_PARAMS];                    // where a rank's backward writes
     double *kept[O_WORLD][O_UNITS][O_PARAMS]; // in reduce_dtype, with earlier microbatches
     int slot_live[O_UNITS], kept_live[O_UNITS], open[O_UNITS];
     int alias[O_UNITS]; // one rank, one dtype: the slot is the gradient itself, and is added to
-    int written[O_WORLD][O_UNITS][O_PARAMS], used[O_UNITS][O_PARAMS];
+    int used[O_UNITS][O_PARAMS];
     int has_grad[O_UNITS], param_has_grad[O_UNITS][O_PARAMS];
     o_acts acts[O_WORLD][O_MICROS][O_SEQ];
     double *memory;
@@ -173,7 +173,7 @@ static void o_free(o_model *o) {
 }
 
 // dtypes: of each unit. NULL: no memory.
-static o_model *o_make(const o_net *net, int world, const o_dtypes *dtypes, int overwrite) {
+static o_model *o_make(const o_net *net, int world, const o_dtypes *dtypes) {
     o_model *o = (o_model *)calloc(1, sizeof *o);
     size_t total = (size_t)o_numel(net) * (size_t)(2 + 2 * world);
     if (!o || !(o->memory = (double *)calloc(total + 1, sizeof *o->memory))) {
@@ -182,7 +182,6 @@ static o_model *o_make(const o_net *net, int world, const o_dtypes *dtypes, int 
     }
     o->net = net;
     o->world = world;
-    o->overwrite = overwrite;
     for (int u = 0; u < net->count; u++) {
         o_dtypes *d = &o->dtypes[u];
         *d = dtypes[u];
@@ -280,10 +279,9 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
         for (int i = 0; backward && i < u->count; i++) {
             if (!uses[i] || u->params[i].frozen) continue;
             double *slot = o->slot[r][unit][i];
-            int add = !o->overwrite || o->written[r][unit][i];
             for (int64_t e = 0; e < u->params[i].numel; e++)
-                slot[e] = lab_round(dtype, add ? o_mid(dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
-            o->written[r][unit][i] = o->used[unit][i] = 1;
+                slot[e] = lab_round(dtype, o_mid(dtype, 0, slot[e] + dp[i][e]));
+            o->used[unit][i] = 1;
         }
     }
 }
@@ -294,14 +292,12 @@ static void o_begin(o_model *o, int unit) {
     o->open[unit] = 1;
     if (o->slot_live[unit]) return;
     o->alias[unit] = o->world == 1 && d.param == d.stored && d.reduce == d.stored &&
-                     o->sync[unit] && !o->kept_live[unit] && !(o->overwrite && o->has_grad[unit]);
+                     o->sync[unit] && !o->kept_live[unit];
     int add = o->alias[unit] && o->has_grad[unit];
     for (int r = 0; r < o->world; r++)
-        for (int i = 0; i < u->count; i++) {
-            o->written[r][unit][i] = 0;
+        for (int i = 0; i < u->count; i++)
             for (int64_t e = 0; e < u->params[i].numel; e++)
                 o->slot[r][unit][i][e] = add ? o->grad[unit][i][e] : 0;
-        }
     o->slot_live[unit] = 1;
 }
 
@@ -333,7 +329,7 @@ static void o_end(o_model *o, int unit) {
     o->open[unit] = 0;
     for (int i = 0; i < u->count; i++) trainable |= !u->params[i].frozen;
     if (!trainable) return;
-    int keep = o->kept_live[unit] || d.param != d.reduce || (!o->sync[unit] && o->overwrite);
+    int keep = o->kept_live[unit] || d.param != d.reduce;
     for (int i = 0; i < u->count && keep; i++)
         for (int r = 0; r < o->world; r++)
             for (int64_t e = 0; e < u->params[i].numel; e++) {

@@ -19,7 +19,6 @@ enum {
     GRAD_DTYPE,
     FROZEN,
     STRINGS,
-    OVERWRITE,
     DIRECT_MIN
 };
 
@@ -40,7 +39,6 @@ static const struct {
     {"grad_dtype", GRAD_DTYPE, "grad_dtype"},
     {"frozen", FROZEN, "(differs in requires_grad)"},
     {"string_bytes", STRINGS, "sizes of a gather extension"},
-    {"grads_overwrite", OVERWRITE, "(differs in grads_overwrite)"},
     {"direct_min", DIRECT_MIN, "direct_min"},
 };
 
@@ -89,7 +87,6 @@ static void make_pair(fsdp_world *w, int what, int is_odd, int replicas, fsdp_mo
     if (mine == REDUCE_DTYPE) ud.reduce_dtype = FSDP_F64;
     if (mine == GRAD_DTYPE) md.grad_dtype = FSDP_F64;
     if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
-    md.grads_overwrite = mine == OVERWRITE;
     md.direct_min = mine == DIRECT_MIN;
     if (replicas) {
         const fsdp_mesh *mesh = lab_mesh(w, 1, &all, NULL, NULL);
@@ -396,7 +393,7 @@ TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }
 static void sums_of_one_rank(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_mat("a", 64, 16), fsdp_mat("b", 64, 16)};
     fsdp_model_desc md = FSDP_ZERO;
-    md.grads_overwrite = 1, md.direct_min = 1;
+    md.direct_min = 1;
     fsdp_model *m = lab_model(r->w, &md);
     fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
     fsdp_param_view v = FSDP_ZERO;
@@ -407,7 +404,7 @@ static void sums_of_one_rank(lab_rank *r) {
         CALL(r->w, fsdp_pre_backward(u));
         for (int i = 0; i < 2 && (micro == 1 || r->rank == 0); i++) {
             float *grad = (float *)fsdp_grad(u, i);
-            for (int k = 0; k < 64 * 16; k++) grad[k] = (float)(1 + i + 10 * micro);
+            for (int k = 0; k < 64 * 16; k++) grad[k] += (float)(1 + i + 10 * micro);
         }
         CALL(r->w, fsdp_post_backward(u));
         CALL(r->w, fsdp_finalize_backward(m));

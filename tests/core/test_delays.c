@@ -200,6 +200,7 @@ static void build(trainer *t, const numbers *kind, const fsdp_mesh *mesh) {
         ud.user = (void *)(intptr_t)u;
         t->unit[u] = lab_unit(t->world, t->model, &ud, pd, PARAMS);
     }
+    CALL(t->world, fsdp_set_reduce_scatter_unused_params(t->model, NULL, 1)); // see uses
     if (w->prefetch >= PREFETCH_1)
         set_prefetch(t, w->prefetch == PREFETCH_BUDGET ? 3 : w->prefetch - PREFETCH_1 + 1);
     CALL(t->world, fsdp_init_params(t->model, start_values, t));

@@ -95,7 +95,6 @@ static void build(rank_state *x) {
     md.reduce_dtype = b_floats[axis[B_REDUCE]];
     md.grad_dtype = b_floats[axis[B_GRAD]];
     md.reshard_after_forward = c->reshard;
-    md.grads_overwrite = axis[B_OVERWRITE];
     md.cpu_offload = axis[B_OFFLOAD];
     md.debug = axis[B_DEBUG];
     md.direct_min = direct_min[axis[B_LAYOUT]];
@@ -231,7 +230,7 @@ static void forward(const rank_state *x, int step) {
     DO(x, fsdp_post_forward(x->unit));
 }
 
-/* What a kernel does: adds to the gradients, or stores them. */
+/* What a kernel does. */
 static void backward(const rank_state *x, int m) {
     DO(x, fsdp_pre_backward(x->unit));
     check_data(x, x->c->step_of[m], "backward");
@@ -244,8 +243,7 @@ static void backward(const rank_state *x, int m) {
         void *grad = fsdp_grad(x->unit, i);
         EXPECT(x, grad != NULL, "no gradient of %d: %s", i, fsdp_last_error(the_world(x)));
         for (int64_t e = 0; e < p->numel; e++) {
-            double old = x->c->axis[B_OVERWRITE] ? 0 : b_value(grad, x->gathered[i], e);
-            b_put(grad, x->gathered[i], e, old + add[e]);
+            b_put(grad, x->gathered[i], e, b_value(grad, x->gathered[i], e) + add[e]);
         }
     }
     DO(x, fsdp_post_backward(x->unit));

@@ -344,8 +344,7 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
                  !row->unfused;
     fsdp_dtype sent = param == reduction || widens ? param : reduction;
     for (int i = 0; i < NUM_UNITS; i++) {
-        uint64_t all = 0,
-                 trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
+        uint64_t all = 0, trained = 0; /* elements of one rank's stored shards */
         for (int k = 0; k < shapes[i].num_params; k++) {
             uint64_t cut = (uint64_t)shapes[i].params[k].rows,
                      rest = (uint64_t)shapes[i].params[k].cols;
@@ -357,7 +356,7 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
             }
             uint64_t stored = (cut + others) / (others + 1) * rest;
             all += stored;
-            if (!(shapes[i].frozen >> k & 1)) trained += stored + 1;
+            if (!(shapes[i].frozen >> k & 1)) trained += stored;
         }
         gather += 2 * others * all * fsdp_dtype_size(param); /* forward and backward */
         reduce += others * trained * fsdp_dtype_size(sent);
@@ -744,7 +743,6 @@ typedef struct {
     fsdp_model model;
     fsdp_unit units[NUM_UNITS];
     fsdpi_param params[NUM_UNITS][6];
-    char flags[NUM_UNITS][64];
     fsdpi_forward order[64];
     fsdp_buf bufs[64];
     int num_bufs;
@@ -764,8 +762,6 @@ static void photograph(const bed *b, photo *p) {
         const fsdp_unit *u = b->units[i];
         memcpy(&p->units[i], u, sizeof *u);
         memcpy(p->params[i], u->params, (size_t)u->desc.num_params * sizeof u->params[0]);
-        CHECK(fsdpi_flags_bytes(u) <= sizeof p->flags[i]);
-        if (u->usage.flags) memcpy(p->flags[i], u->usage.flags, fsdpi_flags_bytes(u));
     }
     CHECK(m->num_order <= 64);
     if (m->num_order) memcpy(p->order, m->order, (size_t)m->num_order * sizeof *m->order);
@@ -783,7 +779,6 @@ static void check_photos(const photo *a, const photo *b) {
     for (int i = 0; i < NUM_UNITS; i++) {
         CHECK_EQ_MEM(&a->units[i], &b->units[i], sizeof a->units[i]);
         CHECK_EQ_MEM(a->params[i], b->params[i], sizeof a->params[i]);
-        CHECK_EQ_MEM(a->flags[i], b->flags[i], sizeof a->flags[i]);
     }
     CHECK_EQ_MEM(a->order, b->order, sizeof a->order);
     CHECK_EQ_INT(a->num_bufs, b->num_bufs);
@@ -796,9 +791,9 @@ static photo photo_before, photo_after;
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
     tape *t = (tape *)user;
     int n = t->num_calls;
+    (void)call;
     if (!unit || t->record) return 0;
     CHECK(n < STATES && t->of[n] == unit);
-    if (call == FSDP_CALL_POST_BACKWARD) CHECK_OK(fsdpi_plan_flag_use(unit));
     CHECK_OK(fsdpi_plan_emit(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
     fsdpi_plan_restore_unit(unit, &t->states[n]);
     *status = fsdp_world_status(model->world);
@@ -925,32 +920,16 @@ TEST(extension, describe_tells_routes) {
     bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
-    CHECK(strstr(text, "    gradients: written, keep in the slot\n    reduction: chunk_cat in the "
-                       "slot, flags of use, reduce_scatter that casts, divides and adds to the "
-                       "shard gradient\n"));
+    CHECK(strstr(text,
+                 "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient\n"));
     CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
-    CHECK(strstr(text,
-                 "    gradients: written, add up in the reduce input\n    reduction: not now\n"));
+    CHECK(strstr(text, "    gradients: add up in the reduce input; the reduction waits\n"));
     bed_close(&b);
     bed_open(&b, &settings[0]); /* one rank */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(W_ASAN || strstr(text, "    gathered: nothing: the full parameters are the shards\n"
                                  "    gradients: written into the shard gradient\n"));
-    bed_close(&b);
-}
-
-/* Flags of use are as gradients are, also before the first reduction. */
-TEST(extension, flags_of_use) {
-    bed b;
-    bed_open(&b, &settings[4]); /* 3 ranks, f32 */
-    CHECK_OK(fsdp_model_commit(b.model));
-    CHECK_OK(fsdpi_plan_flag_use(b.units[0]));
-    const float *flags = (const float *)(const void *)b.units[0]->usage.flags;
-    CHECK(flags[0] == 0.0f && flags[1] == 0.0f);
-    *fsdpi_use(b.units[0], 1) |= FSDPI_USE_USED;
-    CHECK_OK(fsdpi_plan_flag_use(b.units[0]));
-    CHECK(flags[0] == 0.0f && flags[1] == 3.0f); /* times what gradients will be divided by */
     bed_close(&b);
 }
 
@@ -1209,9 +1188,9 @@ TEST(extension, many_parts) {
     CHECK_OK(fsdp_fully_shard(b.model, &ud, &unit));
     CHECK_OK(fsdp_model_commit(b.model));
     CHECK_EQ_INT(unit->layout.num_parts, MANY);
-    const ptrdiff_t num = unit->layout.ops[FSDPI_OPS_COUNT] - unit->layout.ops[0];
+    const ptrdiff_t num = unit->layout.templates[FSDPI_STEP_COUNT] - unit->layout.templates[0];
     CHECK(num <= fsdpi_templates_max(unit));
-    CHECK(num > FSDPI_OPS_COUNT + 6 * MANY - 20);
+    CHECK(num > FSDPI_STEP_COUNT + 6 * MANY - 20);
     bed_close(&b);
 }
 
@@ -1826,7 +1805,7 @@ static void set_one(const bed *b, int n, int on) {
     case 5: CHECK_OK(fsdp_set_requires_all_reduce(m, u, !on)); break;
     case 6: CHECK_OK(fsdp_set_reshard_after_backward(m, u, !on)); break;
     case 7: CHECK_OK(fsdp_set_unshard_in_backward(m, u, !on)); break;
-    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, !on)); break;
+    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, on)); break;
     case 9:
         CHECK_OK(
             fsdp_set_reshard_after_forward(m, u, on ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS));
@@ -2152,7 +2131,8 @@ TEST(extension, rehearsal_status) {
     bed_open(&b, &settings[5]);
     fsdp_extension e = tape_open(&t, &b);
     rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
+    CHECK_OK(
+        fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
     CHECK_EQ_INT(r.runs, 1);
     CHECK_EQ_INT((long long)b.model->layout, 1);
     r.result = FSDP_ERR_CORRUPT;
@@ -2244,7 +2224,9 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
     int64_t waits[3], busy[3][SIM_ACTORS];
     fsdp_buf left[2][64];
     memset(c, 0, sizeof c);
-    CHECK_OK(emits(&b, &t, 0)); /* twice, so that buffers begin alike */
+    for (int i = 0; i < NUM_UNITS; i++)
+        *fsdpi_use(b.units[i], 0) |= FSDPI_USE_USED; /* as recorded */
+    CHECK_OK(emits(&b, &t, 0));                      /* twice, so that buffers begin alike */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     for (int k = 0; k < 3; k++) {
         CHECK_OK(fsdp_model_counters(b.model, &c[k]));
@@ -2272,8 +2254,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
         CHECK_EQ_INT(y.step, x.step + 1);
         CHECK(y.given != x.given && y.given == b.model->given);
         CHECK_EQ_INT(x.num_waits, y.num_waits);
-        for (int n = 0; n < x.num_waits; n++)
-            CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
+        for (int n = 0; n < x.num_waits; n++) CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
         x.seq = y.seq, x.step = y.step, x.given = y.given;
         memcpy(x.wait, y.wait, sizeof x.wait); /* a lane's numbers go on */
         CHECK_EQ_MEM(&x, &y, sizeof x);
@@ -2343,7 +2324,7 @@ typedef struct {
     const char *name;
     int ranks, lanes;
     fsdp_dtype param;
-    int unused; /* parameters without a gradient are left out, and one more is used by nobody */
+    int unused; /* parameters that are not used have no gradient; else zeros */
 } course;
 static const course courses[] = {
     {"W=1", 1, 0, 0, 0},        {"W=1/cast", 1, 0, FSDP_BF16, 0},  {"W=1/lanes", 1, 2, 0, 1},
@@ -2442,15 +2423,10 @@ static void trainee_step(const trainee *p, int step) {
 static void trainees_equal(const trainee *p, const trainee *q, int step) {
     for (int i = 0; i < COURSE_UNITS; i++) {
         const fsdp_unit *u = p->units[i], *v = q->units[i];
-        W_CHECK(u->state.grads.shard == v->state.grads.shard &&
-                    u->state.grads.newest == v->state.grads.newest &&
+        W_CHECK(u->state.shard_grad == v->state.shard_grad && fsdpi_held(u) == fsdpi_held(v) &&
                     u->state.training == v->state.training &&
-                    u->state.storage == v->state.storage &&
-                    u->state.forwards == v->state.forwards &&
-                    u->usage.counted == v->usage.counted && u->usage.value == v->usage.value,
+                    u->state.storage == v->state.storage && u->state.forwards == v->state.forwards,
                 "step %d: state of unit %d", step, i);
-        W_CHECK(!u->usage.flags || !memcmp(u->usage.flags, v->usage.flags, fsdpi_flags_bytes(u)),
-                "step %d: flags of unit %d", step, i);
         for (int n = 0; n < COURSE_PARAMS; n++) {
             fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
             CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
@@ -2459,7 +2435,7 @@ static void trainees_equal(const trainee *p, const trainee *q, int step) {
                     step, n, i, *fsdpi_use(u, n), *fsdpi_use(v, n));
             W_CHECK(!x.shard_grad == !y.shard_grad, "step %d: gradient of %d in unit %d", step, n,
                     i);
-            W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused && step == 6)),
+            W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused)),
                     "step %d: gradient of %d in unit %d: %d", step, n, i, x.shard_grad != NULL);
             size_t nbytes = (size_t)x.numel * sizeof(float);
             CHECK_EQ_MEM(x.shard, y.shard, nbytes);

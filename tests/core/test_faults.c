@@ -565,17 +565,16 @@ TEST_P(faults, abort, ended_rows, row->lanes ? SLOW : 0) {
 /* ---- interrupted steps ----------------------------------------------------------------------- */
 
 typedef struct {
-    int world, lanes, mixed, overwrite, cuts;
+    int world, lanes, mixed, cuts;
     fsdp_threads threads;
     float *expected; /* per rank: shards and gradients after a step that nothing interrupted */
 } resets;
 enum { RESET_CALLS = 3 * (2 * UNITS + 2 * UNITS + 1), RESET_FLOATS = 1024 };
 
-static void reset_build(life *x, fsdp_world *w, int mixed, int overwrite) {
+static void reset_build(life *x, fsdp_world *w, int mixed) {
     fsdp_model_desc md = FSDP_ZERO;
     md.param_dtype = mixed ? FSDP_F32 : FSDP_DTYPE_KEEP;
     md.reduce_dtype = mixed ? FSDP_BF16 : FSDP_DTYPE_KEEP;
-    md.grads_overwrite = overwrite;
     md.direct_min = 300;
     md.debug = 1;
     x->world = w;
@@ -596,12 +595,7 @@ static fsdp_status reset_call(life *x, int at) {
     if (k == 2 * UNITS) return fsdp_finalize_backward(x->model);
     int u = UNITS - 1 - k / 2;
     if (k % 2 == 0) return fsdp_pre_backward(x->unit[u]);
-    if (x->model->desc.grads_overwrite)
-        for (int i = 0; i < 3; i++) {
-            float *grad = (float *)fsdp_grad(x->unit[u], i);
-            for (int64_t e = 0; e < numel[i] && grad; e++) grad[e] = (float)(e + at + x->rank);
-        }
-    else write_grads(x, u);
+    write_grads(x, u);
     return fsdp_post_backward(x->unit[u]);
 }
 
@@ -629,9 +623,9 @@ static void reset_rank(int rank, int world, void *arg) {
     CALL(NULL, fsdp_init(&d, &w));
     for (int cut = -1; cut < RESET_CALLS; cut++) {
         life *x = (life *)lab_zeros(1, sizeof *x);
-        snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d overwrite=%d, reset after call %d",
-                 world, s->lanes, s->mixed, s->overwrite, cut);
-        reset_build(x, w, s->mixed, s->overwrite);
+        snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d, reset after call %d", world, s->lanes,
+                 s->mixed, cut);
+        reset_build(x, w, s->mixed);
         for (int at = 0; at <= cut; at++) CALL(w, reset_call(x, at));
         if (cut >= 0 && cut % 4 == 1) /* a wrong call is forgotten too */
             CHECK_STATUS(fsdp_post_backward(x->unit[0]), FSDP_ERR_INVALID_STATE);
@@ -662,13 +656,12 @@ static const struct {
 
 TEST_P(faults, reset, worlds, AT_NIGHT(TSAN)) {
     int cuts = 0;
-    for (int k = 0; k < 12; k += row->world == 3 ? 5 : 1) {
+    for (int k = 0; k < 6; k += row->world == 3 ? 5 : 1) {
         resets s;
         memset(&s, 0, sizeof s);
         s.world = s.threads.size = row->world;
         s.lanes = k % 3;
-        s.mixed = k / 3 % 2;
-        s.overwrite = k / 6;
+        s.mixed = k / 3;
         h_ranks_thread(row->world, reset_rank, &s);
         cuts += s.cuts;
     }

@@ -866,11 +866,10 @@ static void aligned(fsdp_world *w, const void *arg) {
     enum { COUNT = sizeof shapes / sizeof *shapes };
     const uintptr_t bytes = lib_on_streams(w) ? 256 : 64;
     (void)arg;
-    for (int c = 0; c < 4 * 5 * 2; c++) {
+    for (int c = 0; c < 4 * 5; c++) {
         fsdp_param_desc params[COUNT];
         fsdp_model_desc md = FSDP_ZERO;
-        md.param_dtype = c / 4 % 5 ? dtypes[c / 4 % 5 - 1] : FSDP_DTYPE_KEEP;
-        md.grads_overwrite = c / 20;
+        md.param_dtype = c / 4 ? dtypes[c / 4 - 1] : FSDP_DTYPE_KEEP;
         md.direct_min = 1;
         for (int i = 0; i < COUNT; i++)
             params[i] = lab_desc(2, shapes[i], i == 3, dtypes[c % 4], i == 1);

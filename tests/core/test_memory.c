@@ -63,7 +63,7 @@ typedef struct {
     unit units[MAX_UNITS];
     int count;
     fsdp_dtype dtype, param, reduce;
-    int overwrite, never, lanes, plain, debug;
+    int never, lanes, plain, debug;
     int64_t direct_min;
 } net;
 
@@ -134,7 +134,6 @@ static void random_settings(uint64_t *state, net *n) {
     n->dtype = kinds[kind].dtype;
     n->param = kinds[kind].param;
     n->reduce = kinds[kind].reduce;
-    n->overwrite = lab_pick(state, 2);
     n->never = lab_pick(state, 3) == 0;
     n->lanes = lab_pick(state, 3);
     n->plain = lab_pick(state, 3) == 0;
@@ -166,7 +165,6 @@ static void build(job *x, const net *n, fsdp_world *world) {
     x->reduce_dtype = n->reduce ? n->reduce : n->dtype;
     md.param_dtype = n->param;
     md.reduce_dtype = n->reduce;
-    md.grads_overwrite = n->overwrite;
     md.debug = n->debug;
     md.fill_bytes = 4096;
     md.direct_min = n->direct_min;
@@ -205,11 +203,12 @@ static void use_unit(job *x, int u, int backward, int step) {
 /* Forward and backward, in order of creation and back. Units that never reshard, in a model whose
    others do, are open around those. */
 static void half_step(job *x, int backward, int step) {
-    int count = x->net->count;
+    int count = x->net->count, reshards = 0;
+    for (int u = 0; u < count; u++) reshards |= !x->net->never && !x->net->units[u].never;
     for (int pass = 0; pass < 3; pass++)
         for (int k = 0; k < count; k++) {
             int u = backward ? count - 1 - k : k;
-            if ((!x->net->never && x->net->units[u].never) != (pass != 1)) continue;
+            if ((reshards && x->net->units[u].never) != (pass != 1)) continue;
             if (pass < 2)
                 CALL(x->world,
                      backward ? fsdp_pre_backward(x->unit[u]) : fsdp_pre_forward(x->unit[u]));
@@ -277,9 +276,9 @@ static void nets_rank(lab_rank *r) {
     for (int i = 0; i < n->count; i++) {
         const net *t = &n->net[i];
         snprintf(w_case, sizeof w_case,
-                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, r->size,
+                 "net %d: W=%d %s/%s/%s lanes=%d never=%d plain=%d", i, r->size,
                  fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
-                 t->lanes, t->never, t->overwrite, t->plain);
+                 t->lanes, t->never, t->plain);
         build(x, t, worlds[2 * t->lanes + t->plain]);
         n->one(x, n->arg);
         fsdp_model_destroy(x->model);
@@ -382,11 +381,11 @@ TEST_P(long_memory, prediction, worlds, SECONDS(300) | NIGHT) {
 static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 /* Equal units of one matrix that is gathered in place, or of two packed vectors: each pool from the
-   sizes alone. Flags of who used a parameter are one element per parameter and rank. */
+   sizes alone. */
 static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed, int inline_) {
     fsdp_memory m;
     job *x = (job *)lab_zeros(1, sizeof *x);
-    int64_t s = 0, k = 0, train = packed ? 2 : 1, users = world > 1 ? train : 0, finals = 0;
+    int64_t s = 0, k = 0, train = packed ? 2 : 1, finals = 0;
     int64_t bo = (int64_t)fsdp_dtype_size(n->dtype), bp, br, b[FSDP_POOL_COUNT] = {0};
     int cast, depth = inline_ ? 1 : 2;
     n->count = layers;
@@ -408,18 +407,18 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     br = (int64_t)fsdp_dtype_size(x->reduce_dtype);
     cast = x->param_dtype != n->dtype;
     b[FSDP_POOL_SHARD] = up(layers * up(s, ao) * bo, 64);
-    b[FSDP_POOL_SGRAD] = up((layers * up(s, ao) + layers * users) * bo, 64);
+    b[FSDP_POOL_SGRAD] = up(layers * up(s, ao) * bo, 64);
     if (world > 1 || cast || W_ASAN)
         b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, ap) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
     if (world > 1 || cast || x->reduce_dtype != n->dtype)
         b[FSDP_POOL_GRAD] = (converts ? 1 : depth) *
-                            up((up(world * (s + users), ap) + finals) * bp, 64);
-    if (converts) b[FSDP_POOL_RIN] = up(world * (s + users) * br, 64);
+                            up((up(world * s, ap) + finals) * bp, 64);
+    if (converts) b[FSDP_POOL_RIN] = up(world * s * br, 64);
     int narrow = x->reduce_dtype != FSDP_F32 && x->reduce_dtype != FSDP_F64;
     if (world > 1 && (n->plain ? x->reduce_dtype != n->dtype : narrow))
-        b[FSDP_POOL_ROUT] = up((s + users) * br, 64);
+        b[FSDP_POOL_ROUT] = up(s * br, 64);
     b[FSDP_POOL_SCRATCH] = 64;
     train_step(x, 1);
     CALL(w, fsdp_model_memory(x->model, &m));
@@ -621,19 +620,16 @@ static void expect_step(const job *x, traffic *t) {
                         : (int64_t)fsdp_dtype_size(x->reduce_dtype);
     memset(t, 0, sizeof *t);
     for (int u = 0; u < n->count; u++) {
-        int64_t s = 0, st = 0, train = 0;
+        int64_t s = 0, st = 0;
         int never = n->never || n->units[u].never;
         for (int i = 0; i < n->units[u].count; i++) {
             const param *p = &n->units[u].params[i];
             s += stored_of(p, x->size);
-            if (p->frozen) continue;
-            st += stored_of(p, x->size);
-            train++;
+            st += p->frozen ? 0 : stored_of(p, x->size);
         }
         for (int pass = 0; pass < (never ? 1 : 2) && w > 1 && s > 0; pass++)
             count_traffic(t, FSDP_OP_ALL_GATHER, (w - 1) * s * bp);
-        if (w > 1 && train)
-            count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * (st + train) * input);
+        if (w > 1 && st > 0) count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * st * input);
     }
 }
 
@@ -723,7 +719,7 @@ typedef struct {
     const char *name;
     int world;
     fsdp_dtype param, reduce;
-    int packed, overwrite;
+    int packed;
     uint64_t copies, copied, fills, filled; /* per step and unit; copied and filled in bytes */
 } copies_row;
 
@@ -731,20 +727,15 @@ typedef struct {
 enum { CM = 384, CV = 144 };
 static const copies_row copies_rows[] = {
     /* one rank: parameters and gradients are the shards; after zero_grad they are cleared */
-    {"W=1/f32", 1, 0, 0, 0, 0, 0, 0, 1, CM * 4},
-    {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 0, 1, CV * 4},
-    {"W=1/f32_overwrite", 1, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"W=1/f32", 1, 0, 0, 0, 0, 0, 1, CM * 4},
+    {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 1, CV * 4},
     /* one rank with a cast: two gathers, one reduction */
-    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
-    /* direct, one dtype: the flags of who used what, one element for each rank, and nothing else;
-       in the slot they take 64 bytes, its alignment */
-    {"W=2/f32", 2, 0, 0, 0, 0, 1, 2 * 4, 1, (CM + 16) * 4},
-    {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 1, 2 * 4, 0, 0},
-    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 3, 2 * CM / 4 * 2 + 4 * 2, 1, CM * 2 + 64},
-    /* packed: two copy-outs, one chunk_cat, the flags */
-    {"W=2/f32_packed", 2, 0, 0, 1, 0, 4, 3 * CV * 4 + 2 * 2 * 4, 1, (CV + 16 + CV) * 4},
-    /* rows that 5 does not divide: padding behind 48 and 96 elements is filled by one call */
-    {"W=5/f32_overwrite_packed", 5, 0, 0, 1, 1, 4, (2 * 150 + 150) * 4 + 2 * 5 * 4, 1, 116 * 4},
+    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
+    /* direct, one dtype: nothing but casts */
+    {"W=2/f32", 2, 0, 0, 0, 0, 0, 1, CM * 4},
+    {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 2, 2 * CM / 4 * 2, 1, CM * 2},
+    /* packed: two copy-outs, one chunk_cat */
+    {"W=2/f32_packed", 2, 0, 0, 1, 3, 3 * CV * 4, 1, (CV + CV) * 4},
 };
 
 static void copies_rank(lab_rank *r) {
@@ -757,7 +748,6 @@ static void copies_rank(lab_rank *r) {
     net *n = (net *)lab_zeros(1, sizeof *n);
     n->count = 3;
     n->dtype = FSDP_F32, n->param = row->param, n->reduce = row->reduce;
-    n->overwrite = row->overwrite;
     n->direct_min = row->packed ? FSDP_DIRECT_NEVER : 1;
     for (int u = 0; u < n->count; u++) {
         n->units[u].params[0] = row->packed ? vec(48) : mat(24, 16);

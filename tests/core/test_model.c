@@ -38,7 +38,7 @@ typedef struct {
     int world, rank, async, lanes, fused, comm_lanes;
     int kind, shards, replicas, reshard;
     fsdp_dtype param_dtype, reduce_dtype, grad_dtype;
-    int overwrite, offload, implicit, debug, hooks; /* hooks: they may be set */
+    int offload, implicit, debug, hooks; /* hooks: they may be set */
     int64_t budget, direct_min;
     unit units[MAX_UNITS];
     int num_units;
@@ -115,7 +115,6 @@ static void random_net(uint64_t *seed, net *n, int mode) {
     n->param_dtype = casts[lab_pick(seed, 5)];
     n->reduce_dtype = casts[lab_pick(seed, 5)];
     n->grad_dtype = one_in(seed, 5) ? FSDP_F32 : FSDP_DTYPE_KEEP;
-    n->overwrite = 0 * one_in(seed, 5);
     n->offload = one_in(seed, 6);
     n->implicit = lab_pick(seed, 3) - 1;
     n->debug = one_in(seed, 4);
@@ -450,7 +449,7 @@ static int aliases(const model *m, int i) {
     if (d->shards * d->replicas > 1 || m->n->offload || !u->sync || u->unreduced) return 0;
     if (u->sum_hook) return 0;
     if (!(u->factor <= 1 && u->factor >= 1) && u->factor > 0) return 0;
-    if (pairs_of(m, i, ALL) > 1 || (m->n->overwrite && u->summed)) return 0;
+    if (pairs_of(m, i, ALL) > 1) return 0;
     for (int k = 0; k < d->num_params; k++)
         if (!u->frozen[k] && (gathered_as(m->n, d, &d->params[k]) != d->params[k].dtype ||
                               grad_as(m->n, &d->params[k]) != d->params[k].dtype ||
@@ -479,9 +478,7 @@ static void accumulate(model *m, int i) {
     unit_model *u = &m->units[i];
     int waits = !syncs(m, i) || u->unreduced;
     if (aliases(m, i)) return;
-    if (waits ? grads_in(m, i) == reduced_in(m, i) && !m->n->overwrite
-              : !converts(m, i, u->sum_hook))
-        return;
+    if (waits ? grads_in(m, i) == reduced_in(m, i) : !converts(m, i, u->sum_hook)) return;
     if (u->holds[FSDP_POOL_RIN] == 0) take(m, i, FSDP_POOL_RIN);
     give(m, i, FSDP_POOL_GRAD);
 }
@@ -796,7 +793,7 @@ static void bed_open(bed *b) {
     if (n->kind == FSDP_MESH_INFO_DDP) d.mesh_info = &info;
     else if (n->kind == FSDP_MESH_INFO_HSDP || n->rank % 2) d.mesh = info.mesh;
     d.param_dtype = n->param_dtype, d.reduce_dtype = n->reduce_dtype, d.grad_dtype = n->grad_dtype;
-    d.reshard_after_forward = n->reshard, d.grads_overwrite = n->overwrite;
+    d.reshard_after_forward = n->reshard;
     d.cpu_offload = n->offload, d.implicit_prefetch = n->implicit, d.debug = n->debug;
     d.prefetch_bytes = n->budget, d.direct_min = n->direct_min;
     CHECK_OK(fsdp_model_create(b->s.world, &d, &b->model));
@@ -814,14 +811,14 @@ static void bed_open(bed *b) {
 static void print_net(const bed *b) {
     const net *n = &b->n;
     fprintf(stderr,
-            "world %d rank %d (%d x %d, kind %d) %s fused %d comm lanes %d; %s/%s/%s overwrite %d "
+            "world %d rank %d (%d x %d, kind %d) %s fused %d comm lanes %d; %s/%s/%s "
             "offload %d implicit %d debug %d budget %lld direct %lld\n",
             n->world, n->rank, n->shards, n->replicas, n->kind,
             n->async   ? "streams"
             : n->lanes ? "lanes"
                        : "inline",
             n->fused, n->comm_lanes, fsdp_dtype_name(n->param_dtype),
-            fsdp_dtype_name(n->reduce_dtype), fsdp_dtype_name(n->grad_dtype), n->overwrite,
+            fsdp_dtype_name(n->reduce_dtype), fsdp_dtype_name(n->grad_dtype),
             n->offload, n->implicit, n->debug, (long long)n->budget, (long long)n->direct_min);
     for (int i = 0; i < n->num_units; i++) {
         const unit *u = &n->units[i];

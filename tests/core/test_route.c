@@ -1,6 +1,7 @@
-/* test_route.c - how a unit gathers and reduces, for every combination of facts: each route is
-   followed step by step on a model of what gradients are (where, in which dtype, summed over whom,
-   divided by what), which knows the rules of each step and nothing of how routes are chosen.
+/* test_route.c - how a unit gathers and reduces, for every combination of facts and of what is held:
+   each route is followed step by step on a model of places and what they contain (in which dtype,
+   summed over whom, divided by what, made of which gradients), which knows the rules of each step
+   and nothing of how routes are chosen.
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
 #include "harness.h"
@@ -8,42 +9,45 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 
-enum { SLOT, INPUT, SUMS, SHARD }; /* where gradients are */
+typedef struct { /* of a place */
+    int has;     /* ZEROS: the place has been taken, and only its padding is of use */
+    fsdp_dtype dtype;
+    double divided;                 /* by what */
+    int over_shards, over_replicas; /* summed over them */
+    int sources;                    /* FSDPI_HELD_* that it is made of */
+    int folded, hooked;
+} content;
+enum { NOTHING, GRADIENTS, ZEROS };
 
 typedef struct {
     const fsdpi_facts *f;
     const fsdpi_route *r;
-    int adds;                         /* the shard gradient holds a reduced gradient */
-    int at;                           /* SLOT, ... */
-    fsdp_dtype dtype;                 /* that they are in */
-    double divided;                   /* by what they have been divided */
-    int over_shards, over_replicas;   /* summed over them */
-    int flags, hooked, wrote, zeroed; /* flags ride along; the hook has seen them; ... */
-    int folded, done, rounded;        /* rounded: to something narrower than the reduce dtype */
+    int held;
+    content at[FSDPI_PLACES];
+    double factor, before; /* expected */
 } story;
 
 static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
 /* What reads narrower gradients than the reduction's dtype, and loses nothing. */
-static int widens(const story *s) {
-    return s->dtype == s->f->reduce || (fsdp_dtype_size(s->dtype) == 2 && s->f->reduce == FSDP_F32);
+static int widens(const story *s, const content *c) {
+    return c->dtype == s->f->reduce || (fsdp_dtype_size(c->dtype) == 2 && s->f->reduce == FSDP_F32);
 }
 
 static const char *told(const story *s, const char *what) {
-    static char text[600];
+    static char text[900];
     const fsdpi_facts *f = s->f;
-    int used = snprintf(
-        text, sizeof text,
-        "%s: W %d R %d one_part %d one_train %d ext %d %s>%s grad %s reduce %s off %d "
-        "over %d fuses %d sync %d ar %d hook %d div %g adds %d:",
-        what, f->shards, f->replicas, f->one_part, f->one_train, f->extended,
-        fsdp_dtype_name(f->stored), fsdp_dtype_name(f->gathered), fsdp_dtype_name(f->grad),
-        fsdp_dtype_name(f->reduce), f->offload, f->overwrite, f->fuses, f->sync, f->all_reduce,
-        f->hook, f->divide_factor, s->adds);
-    for (int i = 0; s->r->collect[i]; i++)
-        used += snprintf(text + used, sizeof text - (size_t)used, " %d", s->r->collect[i]);
-    for (int i = 0; s->r->reduce[i]; i++)
-        used += snprintf(text + used, sizeof text - (size_t)used, " %d", s->r->reduce[i]);
+    int used = snprintf(text, sizeof text,
+                        "%s: W %d R %d one_part %d one_train %d ext %d %s>%s grad %s reduce %s off %d "
+                        "fuses %d sync %d ar %d hook %d custom %d div %g held %d:",
+                        what, f->shards, f->replicas, f->one_part, f->one_train, f->extended,
+                        fsdp_dtype_name(f->stored), fsdp_dtype_name(f->gathered),
+                        fsdp_dtype_name(f->grad), fsdp_dtype_name(f->reduce), f->offload, f->fuses,
+                        f->sync, f->all_reduce, f->hook, f->custom, f->divide_factor, s->held);
+    for (int i = 0; i < s->r->num; i++)
+        used += snprintf(text + used, sizeof text - (size_t)used, " %d(%d>%d %g how %d)",
+                         s->r->steps[i].kind, s->r->steps[i].from, s->r->steps[i].to,
+                         s->r->steps[i].scale, s->r->steps[i].how);
     return text;
 }
 
@@ -52,116 +56,120 @@ static const char *told(const story *s, const char *what) {
         if (!(condition)) CHECK_MSG(0, "%s", told(s, #condition));                                 \
     } while (0)
 
-/* A reduce_scatter: of a reduce input, once, in one dtype unless the backend converts as it reads. */
-static void scatters(story *s, int fused) {
-    RULE(s->f->shards > 1 && !s->over_shards && s->flags);
-    RULE(s->at == INPUT || (s->at == SLOT && s->folded));
-    RULE(fused ? s->f->fuses && widens(s) && is_wide(s->f->reduce) : 1);
-    RULE(s->dtype == s->f->reduce || (s->f->fuses && widens(s)));
-    s->over_shards = 1;
-    s->dtype = s->f->reduce;
+static int about(double a, double b) { return fabs(a / b - 1) < 1e-12; }
+
+/* What a step multiplies by: its scale, and one of them divides by the factor. */
+static content scaled(const story *s, const fsdpi_step *e, content c) {
+    c.divided /= e->how & FSDPI_DIVIDES ? e->scale / s->factor : e->scale;
+    if (about(c.divided, s->factor)) c.divided = s->factor;
+    return c;
 }
 
-/* Only sums that nothing else is to be done with may go into the shard gradient: peers can write
+/* What a step has made goes to a place: into it or, if it ADDS, to the same kind of thing there. */
+static void arrives(story *s, const fsdpi_step *e, content made) {
+    content *to = &s->at[e->to];
+    if (e->how & FSDPI_ADDS) {
+        RULE(to->has == GRADIENTS && to->dtype == made.dtype && to->divided == made.divided);
+        RULE(to->over_shards == made.over_shards && to->over_replicas == made.over_replicas);
+        RULE(!(to->sources & made.sources));
+        made.sources |= to->sources;
+    } else if (e->from != e->to) { /* nothing may be lost */
+        RULE(to->has != GRADIENTS);
+    }
+    *to = made;
+}
+
+/* A reduce_scatter: of a reduce input, once, in one dtype unless the backend converts as it reads.
+   Only sums that nothing else is to be done with may go into the shard gradient: peers can write
    there, nobody else wants to see them, and there is one dtype. */
-static void ends(story *s) {
-    RULE(s->f->replicas == 1 && s->f->one_train && !s->f->hook && !s->f->offload);
-    s->at = SHARD;
+static content scatters(story *s, const fsdpi_step *e, content c) {
+    const fsdpi_facts *f = s->f;
+    int ends = e->to == FSDP_POOL_SGRAD;
+    RULE(f->shards > 1 && !c.over_shards && (e->how & FSDPI_GIVES));
+    RULE(e->from == FSDP_POOL_RIN || (e->from == FSDP_POOL_GRAD && c.folded));
+    RULE(c.dtype == f->reduce || (f->fuses && widens(s, &c)));
+    RULE((e->scale == 1 && !(e->how & FSDPI_DIVIDES)) || f->fuses);
+    RULE(!(e->how & FSDPI_ADDS) || (f->fuses && is_wide(f->reduce)));
+    if (ends) RULE(f->replicas == 1 && f->one_train && !f->hook && !f->offload);
+    if (ends) RULE(f->grad == f->reduce || (f->fuses && is_wide(f->reduce)));
+    c.over_shards = 1;
+    c.dtype = ends ? f->grad : f->reduce;
+    return scaled(s, e, c);
 }
 
 /* A backend stores sums. A fused one divides f16 before it does so: no more than a mean is stored, and
    what goes on to the replicas has lost nothing. */
-static void stores(story *s) {
+static void stores(story *s, const content *c) {
     const fsdpi_facts *f = s->f;
-    const int goes_on = f->replicas > 1 && !s->over_replicas;
-    int bits;
-    s->divided *= s->over_replicas ? 1 / s->r->sums : s->r->sums;
-    if (s->r->divides == (s->over_replicas ? FSDPI_STEP_REPLICAS : FSDPI_STEP_PARTIAL)) s->divided *= s->r->factor;
-    if (!f->fuses || f->custom || f->reduce != FSDP_F16) {
-        RULE(s->divided == s->r->before);
-        return;
-    }
-    if (goes_on) RULE(s->divided >= f->shards || f->divide_factor != 0);
-    if (goes_on) RULE(frexp(s->divided, &bits) == 0.5 && s->divided <= fmax(s->r->factor, 1));
-    else RULE(s->divided == s->r->factor);
+    int bits, goes_on = f->replicas > 1 && !c->over_replicas;
+    if (!f->fuses || f->custom || f->reduce != FSDP_F16) RULE(c->divided == s->before);
+    else if (goes_on) RULE(frexp(c->divided, &bits) == 0.5 && c->divided >= f->shards);
+    else RULE(c->divided == s->factor);
 }
 
-static void step(story *s, int what) {
+static void step(story *s, const fsdpi_step *e) {
     const fsdpi_facts *f = s->f;
-    switch (what) {
-    case FSDPI_STEP_ZERO_UNUSED:
-        RULE(f->overwrite && !s->zeroed && !s->wrote);
-        s->zeroed = 1;
-        break;
-    case FSDPI_STEP_WROTE:
-        RULE(!s->wrote && s->zeroed == f->overwrite);
-        s->wrote = 1;
-        break;
-    case FSDPI_STEP_KEEP: RULE(s->wrote && f->one_train); break;
+    const content none = {NOTHING, 0, 0, 0, 0, 0, 0, 0};
+    content c = e->from < FSDPI_PLACES ? s->at[e->from] : none;
+    if (e->from < FSDPI_PLACES) RULE(c.has == GRADIENTS);
+    if (e->how & FSDPI_TAKES) RULE(!s->at[e->to].has);
+    else if (e->to != FSDP_POOL_SGRAD) RULE(s->at[e->to].has);
+    switch (e->kind) {
+    case FSDPI_STEP_ZERO_IN:
+        RULE(e->from == FSDPI_NOWHERE && e->to == FSDP_POOL_RIN && e->how == FSDPI_TAKES);
+        s->at[e->to].has = ZEROS;
+        return;
     case FSDPI_STEP_SUM:
-        RULE(s->wrote && s->at == SLOT);
-        s->at = INPUT;
-        s->dtype = f->reduce;
-        s->divided = s->r->before;
+        RULE(e->from == FSDP_POOL_GRAD && e->to == FSDP_POOL_RIN && (e->how & FSDPI_GIVES));
+        c = scaled(s, e, c);
+        c.dtype = f->reduce;
         break;
     case FSDPI_STEP_FOLD:
-        RULE(!s->folded && !s->flags && !s->over_shards);
-        if (s->at == SLOT) s->divided = s->r->before;
-        s->folded = 1;
+    case FSDPI_STEP_DIVIDE:
+        RULE(!c.folded && e->from == FSDP_POOL_GRAD && f->one_train);
+        RULE(e->kind == FSDPI_STEP_DIVIDE || e->scale == 1);
+        c = scaled(s, e, c);
+        c.folded = 1;
         break;
-    case FSDPI_STEP_USERS:
-        RULE(s->folded && !s->flags && !s->over_shards && f->shards * f->replicas > 1);
-        s->flags = 1;
-        break;
-    case FSDPI_STEP_SCATTER_FUSED:
-        scatters(s, 1);
-        ends(s);
-        s->dtype = f->grad;
-        s->divided = s->r->factor;
-        break;
-    case FSDPI_STEP_SCATTER: /* into what it finds: it can neither cast nor add */
-        scatters(s, 0);
-        ends(s);
-        RULE(f->grad == f->reduce && !s->adds);
+    case FSDPI_STEP_SCATTER:
+        RULE(e->to == FSDP_POOL_SGRAD);
+        c = scatters(s, e, c);
         break;
     case FSDPI_STEP_RESCALE:
-        RULE(s->at == SHARD && s->divided != 0);
-        s->divided = s->r->factor;
+        RULE(e->from == FSDP_POOL_SGRAD && !(s->held & FSDPI_HELD_SHARD));
+        c = scaled(s, e, c);
         break;
-    case FSDPI_STEP_PARTIAL_FUSED:
-    case FSDPI_STEP_PARTIAL:
-        scatters(s, what == FSDPI_STEP_PARTIAL_FUSED);
-        s->at = SUMS;
-        stores(s);
+    case FSDPI_STEP_TO_OUT:
+        RULE(e->to == FSDP_POOL_ROUT || e->to == FSDPI_FRESH);
+        c = scatters(s, e, c);
+        stores(s, &c);
+        break;
+    case FSDPI_STEP_ADD:
+        RULE(e->from == FSDPI_FRESH && e->to == FSDP_POOL_ROUT && (e->how & FSDPI_ADDS));
         break;
     case FSDPI_STEP_REPLICAS:
-        RULE(f->replicas > 1 && f->all_reduce && !s->over_replicas && s->flags && !s->hooked);
-        RULE(f->shards > 1 ? s->at == SUMS : s->r->from_input);
-        RULE(s->dtype == f->reduce);
-        s->over_replicas = 1;
-        stores(s);
+        RULE(f->replicas > 1 && f->all_reduce && !c.over_replicas && !c.hooked);
+        RULE(c.over_shards == (f->shards > 1) && c.dtype == f->reduce && e->from == e->to);
+        c.over_replicas = 1;
+        c = scaled(s, e, c);
+        stores(s, &c);
         break;
     case FSDPI_STEP_HOOK: /* sees sums in the reduce dtype, before the rest of the division */
-        RULE(f->hook && !s->hooked && s->at != SHARD && s->dtype == f->reduce);
-        RULE(s->over_shards == (f->shards > 1) && s->over_replicas == (f->replicas > 1));
-        s->hooked = 1;
+        RULE(f->hook && !c.hooked && e->from == e->to && c.dtype == f->reduce && e->scale == 1);
+        RULE(c.over_shards == (f->shards > 1) && c.over_replicas == (f->replicas > 1));
+        c.hooked = 1;
         break;
-    case FSDPI_STEP_OUT:
-        RULE(s->at == SUMS ||
-             (s->r->from_input && (s->at == INPUT || (s->at == SLOT && s->folded))));
-        RULE(widens(s));
-        s->at = SHARD;
-        s->dtype = f->grad;
-        s->divided = s->r->factor;
+    case FSDPI_STEP_LAST:
+        RULE(e->to == FSDP_POOL_SGRAD && widens(s, &c) && (e->how & FSDPI_GIVES));
+        RULE(f->shards > 1 ? e->from == FSDP_POOL_ROUT : (c.folded || e->from == FSDP_POOL_RIN));
+        RULE(c.hooked == f->hook);
+        c = scaled(s, e, c);
+        c.dtype = f->grad;
         break;
-    case FSDPI_STEP_DONE:
-        RULE(!s->done && s->at == SHARD && s->dtype == f->grad && s->divided == s->r->factor);
-        RULE(s->over_shards == (f->shards > 1) && s->over_replicas == (f->replicas > 1));
-        RULE(s->hooked == f->hook && s->flags == (f->shards * f->replicas > 1));
-        s->done = 1;
-        break;
-    default: CHECK_MSG(0, "%s", told(s, "a step that is none"));
+    default: CHECK_MSG(0, "%s", told(s, "a step that is none of a reduction"));
     }
+    arrives(s, e, c);
+    if (e->how & FSDPI_GIVES) s->at[e->from].has = NOTHING;
 }
 
 /* One rank whose caller may write the shard gradient itself: then it has to, and else it must not. */
@@ -170,76 +178,102 @@ static int writes_shard(const story *s) {
     int same = f->stored == f->gathered && f->gathered == f->reduce && f->reduce == f->grad;
     int alone = f->shards * f->replicas == 1 && f->one_part && !f->extended && !f->offload;
     int as_it_is = f->sync && !f->hook && (f->divide_factor == 0 || f->divide_factor == 1);
-    int lost = f->overwrite && s->adds; /* storing would wipe out what is there */
-    return same && alone && as_it_is && !lost;
+    return same && alone && as_it_is && !(s->held & ~FSDPI_HELD_SHARD);
 }
 
-static double expected_before(const fsdpi_facts *f, double factor) {
-    double p = 1;
-    if (f->reduce != FSDP_F16 || f->shards * f->replicas == 1) return 1;
-    if (f->fuses && !f->custom) return 1;
-    while (factor / p == floor(factor / p) && p * p < factor) p += p;
+/* It must not depend on the divide factor, which may change while gradients wait. */
+static double expected_before(const fsdpi_facts *f) {
+    double p = 1, ranks = f->shards * f->replicas;
+    if (f->reduce != FSDP_F16 || ranks < 2 || (f->fuses && !f->custom)) return 1;
+    while (ranks / p == floor(ranks / p) && p * p < ranks) p += p;
     return p;
 }
 
-static void follow(const fsdpi_facts *f, const fsdpi_route *r, int adds) {
-    story now = {f, r, adds, SLOT, f->gathered, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, *s = &now;
-    int ranks = f->shards * f->replicas, staged = !f->one_part || f->extended || f->offload;
-    int kept = 0;
-    staged |= f->stored != f->gathered;
-    RULE(r->gather == (staged          ? FSDPI_GATHER_STAGED
-                       : f->shards > 1 ? FSDPI_GATHER_SHARDS
-                                       : FSDPI_GATHER_ALIAS));
-    RULE(r->factor == (f->divide_factor != 0 ? f->divide_factor : ranks));
-    RULE(r->before == expected_before(f, r->factor));
-    RULE(r->write_shard == writes_shard(s));
-    RULE(r->from_input == (f->shards == 1));
-    for (int i = 0; r->collect[i]; i++) {
-        RULE(i < FSDPI_COLLECT_STEPS - 1);
-        step(s, r->collect[i]);
-        kept |= r->collect[i] == FSDPI_STEP_KEEP;
-    }
-    RULE(s->wrote && kept == (s->at == SLOT));
-    if (f->sync && !f->hook) RULE(r->grads_ahead == kept || (f->replicas > 1 && !f->all_reduce));
-    if (!r->reduce[0]) { /* kept on this rank: nothing is lost, nothing overwritten */
-        RULE(!f->sync || (f->shards == 1 && f->replicas > 1 && !f->all_reduce));
-        RULE(s->dtype == f->reduce && !(f->overwrite && s->at == SLOT));
+/* By what sums of the shard group that wait are divided. */
+static double expected_sums(const fsdpi_facts *f) {
+    double p = 1;
+    if (f->reduce != FSDP_F16 || !f->fuses || f->custom) return expected_before(f);
+    while (p < f->shards) p += p;
+    return p;
+}
+
+static void follow(const fsdpi_facts *f, int held) {
+    const fsdpi_route route = fsdpi_route_of(f, held);
+    story now, *s = &now;
+    memset(s, 0, sizeof *s);
+    s->f = f, s->r = &route, s->held = held, s->before = expected_before(f);
+    s->factor = f->divide_factor != 0 ? f->divide_factor : f->shards * f->replicas;
+    int W = f->shards > 1, R = f->replicas > 1, at = 0, places = 0, input = held & 3;
+    int staged = !f->one_part || f->extended || f->offload || f->stored != f->gathered;
+    RULE(fsdpi_facts_gather(f) == (staged || (f->debug && !W) ? FSDPI_GATHER_STAGED
+                                   : W                        ? FSDPI_GATHER_SHARDS
+                                                              : FSDPI_GATHER_ALIAS));
+    RULE(fsdpi_facts_factor(f) == s->factor);
+    RULE(fsdpi_facts_write_shard(f, held) == writes_shard(s));
+    const content written = {GRADIENTS, f->gathered, 1, 0, 0, FSDPI_HELD_GRAD, 0, 0};
+    const content in = {GRADIENTS, f->reduce, s->before, 0, 0, FSDPI_HELD_IN, 0, 0};
+    const content out = {GRADIENTS, f->reduce, expected_sums(f), 1, 0, FSDPI_HELD_OUT, 0, 0};
+    const content shard = {GRADIENTS, f->grad, s->factor, W, R, FSDPI_HELD_SHARD, 0, 0};
+    if (held & FSDPI_HELD_GRAD) s->at[FSDP_POOL_GRAD] = written;
+    if (held & FSDPI_HELD_IN) s->at[FSDP_POOL_RIN] = in;
+    if (held & FSDPI_HELD_OUT) s->at[FSDP_POOL_ROUT] = out;
+    if (held & FSDPI_HELD_SHARD) s->at[FSDP_POOL_SGRAD] = shard;
+    s->at[FSDP_POOL_SGRAD].hooked = f->hook;
+    RULE(route.num <= FSDPI_ROUTE_STEPS && route.held == held);
+    if (!(held & FSDPI_HELD_SLOTS)) { /* written where they end */
+        RULE(route.done && route.num == 0);
         return;
     }
-    RULE(f->sync);
-    for (int i = 0; r->reduce[i]; i++) {
-        RULE(i < FSDPI_REDUCE_STEPS - 1);
-        RULE(!s->done);
-        step(s, r->reduce[i]);
+    for (int i = 0; i < route.num; i++) step(s, &route.steps[i]);
+    for (int i = FSDP_POOL_GRAD; i < FSDPI_PLACES; i++)
+        if (s->at[i].has) at = i, places++;
+    if (route.done) { /* all has ended, once */
+        RULE(f->sync && (!R || f->all_reduce) && places == 0);
+        RULE(s->at[FSDP_POOL_SGRAD].sources == held && s->at[FSDP_POOL_SGRAD].dtype == f->grad);
+        RULE(s->at[FSDP_POOL_SGRAD].divided == s->factor);
+    } else if (f->sync && W) { /* sums wait */
+        RULE(R && !f->all_reduce && places == 1 && at == FSDP_POOL_ROUT);
+        RULE(s->at[at].sources == (held & ~FSDPI_HELD_SHARD) && s->at[at].over_shards);
+        RULE(s->at[at].divided == expected_sums(f));
+    } else { /* kept on this rank: in one place, in the reduction's dtype */
+        int waits = (held & FSDPI_HELD_OUT) != 0;
+        RULE(!f->sync || (!W && R && !f->all_reduce));
+        RULE(places == (input != 0) + waits && s->at[FSDP_POOL_ROUT].has == waits);
+        at = s->at[FSDP_POOL_GRAD].has ? FSDP_POOL_GRAD : FSDP_POOL_RIN;
+        if (input) RULE(s->at[at].sources == input && s->at[at].dtype == f->reduce);
+        /* and not copied without need */
+        if (input == FSDPI_HELD_GRAD && f->gathered == f->reduce && f->one_train)
+            RULE(at == FSDP_POOL_GRAD && route.num == 0);
     }
-    if (f->replicas > 1 && !f->all_reduce) RULE(!s->done && s->at == SUMS && s->over_shards);
-    else RULE(s->done);
     /* No copy that can be done without: what a backend can do in the reduction is done there. */
-    if (f->shards > 1 && f->fuses && is_wide(f->reduce) && f->replicas == 1 && f->one_train &&
-        !f->hook && !f->offload)
-        RULE(r->reduce[2] == FSDPI_STEP_SCATTER_FUSED);
-    if (f->gathered == f->reduce && f->one_train) RULE(kept || (!f->sync && f->overwrite));
+    if (route.done && input == FSDPI_HELD_GRAD && f->gathered == f->reduce && W && f->fuses &&
+        is_wide(f->reduce) && !R && f->one_train && !f->hook && !f->offload)
+        RULE(route.num == 2 && route.steps[1].kind == FSDPI_STEP_SCATTER);
+    /* Slots of gradients are two where a reduction reads what was written, while the next unit's
+       are written. */
+    if (route.done && input == FSDPI_HELD_GRAD && !f->hook)
+        RULE(!fsdpi_facts_convert(f, 0) == (route.steps[0].kind != FSDPI_STEP_ZERO_IN));
 }
 
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
-static const double factors[] = {0, 1, 3, 8};
+static const double factors[] = {0, 3, 1}; /* 1: for one rank */
 
 /* All bits of `bits` as flags of the facts. */
 static void flags_of(fsdpi_facts *f, int bits) {
-    f->offload = bits & 1, f->overwrite = bits >> 1 & 1, f->fuses = bits >> 2 & 1;
+    f->offload = bits & 1, f->debug = bits >> 1 & 1, f->fuses = bits >> 2 & 1;
     f->sync = bits >> 3 & 1, f->all_reduce = bits >> 4 & 1, f->hook = bits >> 5 & 1;
     f->extended = bits >> 6 & 1, f->custom = bits >> 7 & 1;
 }
 
 /* parts: 0: one part; 1: several, of which one has trainables; 2: several of them. */
-TEST(route, every_combination, SECONDS(60)) {
+TEST(route, every_combination, SECONDS(120)) {
     long combinations = 0;
     for (int w = 1; w <= 4; w++)
         for (int replicas = 1; replicas <= 2; replicas++)
             for (int parts = 0; parts < 3; parts++)
                 for (int dtypes = 0; dtypes < 256; dtypes++)
                     for (int bits = 0; bits < 256; bits++)
-                        for (int k = 0; k < 4; k++) {
+                        for (int k = 0; k < (w * replicas == 1 ? 3 : 2); k++) {
                             fsdpi_facts f;
                             memset(&f, 0, sizeof f);
                             f.shards = w;
@@ -252,9 +286,13 @@ TEST(route, every_combination, SECONDS(60)) {
                             f.reduce = floats[dtypes >> 6];
                             flags_of(&f, bits);
                             f.divide_factor = factors[k];
-                            for (int adds = 0; adds < 2; adds++, combinations++) {
-                                const fsdpi_route r = fsdpi_route_of(&f, adds);
-                                follow(&f, &r, adds);
+                            for (int held = 0; held < 16; held++) {
+                                if ((held & FSDPI_HELD_OUT) && (w == 1 || replicas == 1)) continue;
+                                /* nothing to reduce: only where gradients are where they end */
+                                if (!(held & FSDPI_HELD_SLOTS) && !fsdpi_facts_write_shard(&f, held))
+                                    continue;
+                                follow(&f, held);
+                                combinations++;
                             }
                         }
     h_message("%ld combinations", combinations);

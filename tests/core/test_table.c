@@ -119,8 +119,10 @@ static void model_wait(unit_model *u) {
 }
 static void model_reshard(unit_model *u) { u->storage = u->stale = 0; }
 static void model_reduce(model *m, unit_model *u) {
-    u->held = !u->sync;
-    if (!u->sync) return;
+    int used = 0;
+    for (int i = 0; i < m->num_params; i++) used |= u->used[i];
+    u->held = used && !u->sync;
+    if (!used || !u->sync) return;
     m->reductions += m->world > 1;
     for (int i = 0; i < m->num_params; i++) u->has[i] |= u->used[i], u->used[i] = 0;
 }
@@ -344,10 +346,10 @@ static fsdp_status do_factor(fsdp_unit *u) {
     return fsdp_set_gradient_divide_factor(u->model, u, 0);
 }
 static fsdp_status do_unused(fsdp_unit *u) {
-    return fsdp_set_reduce_scatter_unused_params(u->model, u, 1);
+    return fsdp_set_reduce_scatter_unused_params(u->model, u, 0);
 }
 static fsdp_status do_all_unused(fsdp_model *m) {
-    return fsdp_set_reduce_scatter_unused_params(m, NULL, 1);
+    return fsdp_set_reduce_scatter_unused_params(m, NULL, 0);
 }
 static fsdp_status do_forward_list(fsdp_unit *u) {
     return fsdp_set_modules_to_forward_prefetch(u, NULL, 0);
@@ -442,7 +444,7 @@ static void call_both(bed *b, model *m, int form, int at) {
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
-    int is_new = !(u->reported_calls >> call & 1); /* logged once in a step */
+    int is_new = !(u->told >> call & 1); /* logged once in a step */
     CHECK_EQ_INT(b->s.num_logged, logged + is_new);
     if (is_new) CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
     snprintf(name, sizeof name, "%s",

@@ -54,7 +54,7 @@ typedef struct {
     o_net net;
     const numbers *kind;
     o_dtypes dtypes[O_UNITS];
-    int flags, micros, sync_all, overwrite, steps, fill_bytes;
+    int flags, micros, sync_all, steps, fill_bytes;
 } task;
 
 /* How a task is run: must not change a bit. */
@@ -190,7 +190,7 @@ static story *tell(const task *t, int world, int f64) {
     story *s = (story *)lab_zeros(1, sizeof *s);
     o_dtypes wide[O_UNITS];
     for (int u = 0; u < O_UNITS; u++) wide[u].stored = wide[u].param = wide[u].reduce = FSDP_F64;
-    o_model *o = o_make(&t->net, world, f64 ? wide : t->dtypes, t->overwrite);
+    o_model *o = o_make(&t->net, world, f64 ? wide : t->dtypes);
     double *memory = s ? (double *)malloc((size_t)(4 * MAX_STEPS * o_numel(&t->net) + 1) *
                                           sizeof *memory)
                        : NULL;
@@ -243,7 +243,7 @@ typedef struct {
     fsdp_mesh *mesh; /* NULL: all ranks */
     fsdp_model *model;
     fsdp_unit *unit[O_UNITS];
-    int rank, size, step, written[O_UNITS][O_PARAMS]; /* rank: place in the mesh */
+    int rank, size, step; /* rank: place in the mesh */
     o_acts acts[O_MICROS][O_SEQ];
     double *tmp;
     int64_t filled;
@@ -268,7 +268,6 @@ static void build(run *x, const task *t, const place *p) {
         md.reduce_dtype = t->kind->dtypes.reduce;
     }
     md.reshard_after_forward = p->never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_DEFAULT;
-    md.grads_overwrite = t->overwrite;
     md.debug = 1;
     md.direct_min = layout_min[p->layout];
     md.fill_bytes = t->fill_bytes;
@@ -317,13 +316,11 @@ static void store_grad(run *x, int u, int i, const double *dp, double *old) {
     int64_t numel = x->task->net.units[u].params[i].numel;
     fsdp_dtype dtype = compute_dtype(x->task, u);
     void *grad = fsdp_grad(x->unit[u], i);
-    int plus = !x->task->overwrite || x->written[u][i];
     W_CHECK(grad != NULL, "no gradient of unit %d", u);
-    if (plus) lab_load(old, grad, dtype, numel);
+    lab_load(old, grad, dtype, numel);
     for (int64_t e = 0; e < numel; e++)
-        old[e] = lab_round(dtype, plus ? o_mid(dtype, 0, old[e] + dp[e]) : dp[e]);
+        old[e] = lab_round(dtype, o_mid(dtype, 0, old[e] + dp[e]));
     lab_store(grad, dtype, old, numel);
-    x->written[u][i] = 1;
 }
 
 static void compute(run *x, int k, int m, int backward) {
@@ -446,16 +443,10 @@ static void play(run *x, o_op op) {
     case O_PRE_FORWARD: CALL(w, fsdp_pre_forward(u)); break;
     case O_POST_FORWARD: CALL(w, fsdp_post_forward(u)); break;
     case O_PRE_BACKWARD: CALL(w, fsdp_pre_backward(u)); break;
-    case O_POST_BACKWARD:
-        CALL(w, fsdp_post_backward(u));
-        memset(x->written[op.a], 0, sizeof x->written[op.a]);
-        break;
+    case O_POST_BACKWARD: CALL(w, fsdp_post_backward(u)); break;
     case O_COMPUTE: compute(x, op.a, op.m, 0); break;
     case O_GRAD: compute(x, op.a, op.m, 1); break;
-    case O_FINALIZE:
-        CALL(w, fsdp_finalize_backward(x->model));
-        memset(x->written, 0, sizeof x->written);
-        break;
+    case O_FINALIZE: CALL(w, fsdp_finalize_backward(x->model)); break;
     case O_UPDATE: update(x); break;
     case O_ZERO_GRAD: CALL(w, fsdp_zero_grad(x->model)); break;
     case O_SET_SYNC:
@@ -552,7 +543,6 @@ static void random_task(uint64_t *state, int world, const numbers *kind, int var
     t->flags = flags[lab_pick(state, 17)];
     if (lab_pick(state, 2)) t->flags |= (int)h_rand64(state) & (T_FLAGS - 1);
     t->micros = variant < 2 ? 1 : variant < 6 ? 2 : 3;
-    t->overwrite = variant % 2;
     t->sync_all = variant / 2 % 2;
     t->fill_bytes = lab_pick(state, 2) ? 1 + lab_pick(state, 200) : 5000;
     if (t->flags & (T_AROUND | T_TWICE)) t->net.seq[t->net.length++] = 0;
@@ -600,10 +590,10 @@ static void run_batch(lab_rank *r) {
             p.plain = h / 2 % 3 == 0;
             p.mesh = (int)(h / 6 % MESHES);
             snprintf(w_case, sizeof w_case,
-                     "task %d: W=%d %s flags=%x micros=%d sync_all=%d overwrite=%d; %s lanes=%d "
+                     "task %d: W=%d %s flags=%x micros=%d sync_all=%d; %s lanes=%d "
                      "never=%d plain=%d mesh=%d",
                      n, r->size, b->task[n].kind->name, (unsigned)b->task[n].flags,
-                     b->task[n].micros, b->task[n].sync_all, b->task[n].overwrite,
+                     b->task[n].micros, b->task[n].sync_all,
                      layout_names[p.layout], p.lanes, p.never, p.plain, p.mesh);
             int i = 2 * p.lanes + p.plain;
             train(worlds[i], meshes[i][p.mesh], &b->task[n], b->story[n], &p);

@@ -475,10 +475,8 @@ static void write_grad(const job *j, int p) {
     const fsdp_dtype dtype = computed_in(j);
     void *grad = fsdp_replicate_grad(j->rep, p);
     W_CHECK(grad != NULL, "no gradient of %d: %s", p, fsdp_last_error(j->w));
-    for (int64_t k = 0; k < lab_numel_of(j->c->net, p); k++) {
-        const double old = j->c->md.grads_overwrite ? 0 : lab_get(grad, dtype, k);
-        lab_put(grad, dtype, k, old + gradient(j, p, k, j->r->rank));
-    }
+    for (int64_t k = 0; k < lab_numel_of(j->c->net, p); k++)
+        lab_put(grad, dtype, k, lab_get(grad, dtype, k) + gradient(j, p, k, j->r->rank));
 }
 
 static void forward(job *j) {
@@ -651,23 +649,22 @@ static const struct {
     const char *name;
     void (*body)(job *j);
     fsdp_dtype param, reduce;
-    int all, late, overwrite, offload, debug;
-} ways[] = {{"accumulate", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"no_sync", no_sync, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"freeze_thaw", freezes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"freeze_thaw_late", freezes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 1, 0, 0, 0},
-            {"grads_overwrite", train_twice, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 1, 0, 1},
-            {"cpu_offload", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 1, 0},
-            {"bf16", train_twice, FSDP_BF16, FSDP_F32, 0, 0, 0, 0, 0},
-            {"bf16_no_sync", no_sync, FSDP_BF16, FSDP_F32, 0, 0, 0, 0, 0},
-            {"f16", train_twice, FSDP_F16, FSDP_F32, 0, 0, 0, 0, 1},
-            {"reduced_in_bf16", accumulates, FSDP_DTYPE_KEEP, FSDP_BF16, 1, 0, 0, 0, 0},
-            {"several_forwards", forwards, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"evaluation", evaluates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"recompute", recomputes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0, 0},
-            {"recompute_bf16", recomputes, FSDP_BF16, FSDP_F32, 1, 0, 0, 0, 1},
-            {"reset", resets, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 1, 0, 0, 0, 0},
-            {"late", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 1, 0, 0, 0}};
+    int all, late, offload, debug;
+} ways[] = {{"accumulate", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"no_sync", no_sync, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"freeze_thaw", freezes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"freeze_thaw_late", freezes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 1, 0, 0},
+            {"cpu_offload", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 1, 0},
+            {"bf16", train_twice, FSDP_BF16, FSDP_F32, 0, 0, 0, 0},
+            {"bf16_no_sync", no_sync, FSDP_BF16, FSDP_F32, 0, 0, 0, 0},
+            {"f16", train_twice, FSDP_F16, FSDP_F32, 0, 0, 0, 1},
+            {"reduced_in_bf16", accumulates, FSDP_DTYPE_KEEP, FSDP_BF16, 1, 0, 0, 0},
+            {"several_forwards", forwards, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"evaluation", evaluates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"recompute", recomputes, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 0, 0, 0},
+            {"recompute_bf16", recomputes, FSDP_BF16, FSDP_F32, 1, 0, 0, 1},
+            {"reset", resets, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 1, 0, 0, 0},
+            {"late", accumulates, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 1, 0, 0}};
 
 TEST_P(replicate, trained, ways) {
     for (size_t k = 0; k < sizeof worlds / sizeof *worlds; k++) {
@@ -676,7 +673,6 @@ TEST_P(replicate, trained, ways) {
         c.d.param_dtype = row->param;
         c.d.reduce_dtype = row->reduce;
         c.d.late = row->late;
-        c.md.grads_overwrite = row->overwrite;
         c.md.cpu_offload = row->offload;
         c.md.debug = row->debug;
         run(&c, worlds[k].ranks, worlds[k].lanes);
@@ -863,18 +859,16 @@ static void in_turn(job *j) {
 static const struct {
     const char *name;
     fsdp_dtype param, reduce;
-    int overwrite, ranks;
-} memories[] = {{"f32", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 2},
-                {"f32,W=1", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0, 1},
-                {"bf16", FSDP_BF16, FSDP_F32, 0, 2},
-                {"reduced_in_bf16", FSDP_DTYPE_KEEP, FSDP_BF16, 0, 3},
-                {"overwrite", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 1, 2}};
+    int ranks;
+} memories[] = {{"f32", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 2},
+                {"f32,W=1", FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 1},
+                {"bf16", FSDP_BF16, FSDP_F32, 2},
+                {"reduced_in_bf16", FSDP_DTYPE_KEEP, FSDP_BF16, 3}};
 TEST_P(replicate, memory, memories) {
     for (int same = 0; same < 2; same++) { /* same: one parameter in each bucket */
         conf c = conf_of(in_turn);
         c.d.param_dtype = row->param;
         c.d.reduce_dtype = row->reduce;
-        c.md.grads_overwrite = row->overwrite;
         c.all = 1;
         if (same) c.d.num_caps = 0, c.d.bucket_bytes = 1;
         run(&c, row->ranks, 0);
@@ -2291,7 +2285,6 @@ static void random_program(lab_rank *r, uint64_t seed, job *j) {
     c.d.num_caps = 1 + lab_pick(&state, 3);
     c.d.order = lab_pick(&state, 2) ? order : NULL;
     c.d.late = lab_pick(&state, 4) == 0;
-    c.md.grads_overwrite = lab_pick(&state, 4) == 0;
     if (lab_pick(&state, 4) == 0) c.d.param_dtype = FSDP_BF16, c.d.reduce_dtype = FSDP_F32;
     job_begin(j, &c, r);
     j->seed = seed;

@@ -240,11 +240,6 @@ static plan_net net_unused_hooks(void) { /* which are not called for parameters 
     n.sets |= PLAN_GRAD_HOOK;
     return n;
 }
-static plan_net net_overwrite(void) {
-    plan_net n = plan_chain(3, 16, 16);
-    n.model.grads_overwrite = 1;
-    return n;
-}
 
 static const struct named_net {
     const char *name;
@@ -289,7 +284,6 @@ static const struct named_net {
     {"some_used_hsdp", net_some_used_hsdp, 0},
     {"unused", net_unused, 0},
     {"unused_hooks", net_unused_hooks, 2},
-    {"overwrite", net_overwrite, 1},
 };
 enum { NETS = sizeof nets / sizeof *nets };
 
