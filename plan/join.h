@@ -214,26 +214,6 @@ static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_
     return status;
 }
 
-// Runs of a call: flags of use are brought up to date before each record that sends them.
-static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int begin) {
-    fsdp_status status = FSDP_OK;
-    fsdpi_plan_run run = {begin, begin, NULL};
-    for (int i = begin; i <= t->num_ops && !status; i++) {
-        const fsdp_op *op = i < t->num_ops ? &t->ops[i] : NULL;
-        int sends = op && op->kind == FSDP_OP_COPY && op->label == FSDP_LABEL_USERS;
-        if (op && !sends) continue;
-        run.end = i;
-        if (run.end > run.begin) {
-            status = fsdpi_plan_grow(p->model, (void **)&t->runs, t->num_runs, &t->cap_runs,
-                                     sizeof run);
-            if (!status) t->runs[t->num_runs++] = run;
-        }
-        run.begin = i;
-        run.flags = op ? p->units[fsdpi_plan_index(op->unit)] : NULL;
-    }
-    return status;
-}
-
 // Finds for each use of a slot the records between which it is held.
 static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_uses; i++) t->uses[i].from = t->uses[i].to = t->num_ops;
@@ -268,9 +248,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
         if (!status) t->uses[t->num_uses++] = raw->uses[i];
     }
     for (int i = 0; i < num_calls && !status; i++) {
-        int begin = t->num_ops;
         t->ops_at[i] = t->num_ops;
-        t->runs_at[i] = t->num_runs;
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
         if (i + 1 == num_calls) break; // finalize is the core's
@@ -281,20 +259,21 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
         for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
             status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit, &raw->states[k].saved);
-        if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     if (status) return status;
     t->ops_at[num_calls] = t->num_ops;
-    t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
-    for (int i = 0; i < num_calls; i++) {
+    for (int i = 0, group = 0; i < num_calls; i++) {
         fsdpi_plan_step *step = &t->steps[i];
         step->unit = s->kind->calls[i].unit;
         step->call = s->kind->calls[i].call;
+        step->ops = t->ops + t->ops_at[i];
+        step->num_ops = t->ops_at[i + 1] - t->ops_at[i];
         step->states = t->states + t->states_at[i];
         step->num_states = t->states_at[i + 1] - t->states_at[i];
-        step->runs = t->runs + t->runs_at[i];
-        step->num_runs = t->runs_at[i + 1] - t->runs_at[i];
+        step->joined = t->groups + group;
+        while (group < t->num_groups && t->groups[group].op < t->ops_at[i + 1]) group++;
+        step->num_joined = (int32_t)(t->groups + group - step->joined);
     }
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);

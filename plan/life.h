@@ -181,18 +181,15 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
-// Answers one call from the tape: records first. Ranks compare in them which parameters are used;
-// the state after a reduction marks these as reduced.
+/* Answers one call from the tape. The records come first: ranks compare in a reduction which
+   parameters are used, and after its states none is. */
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
-    const fsdpi_plan_tape *t = &p->kind->tape;
-    fsdp_status status = FSDP_OK;
     p->next = step + 1;
     p->at++;
-    for (int i = 0; i < step->num_runs && !status; i++) {
-        const fsdpi_plan_run *run = &step->runs[i];
-        status = fsdpi_plan_emit(p->model, t->ops + run->begin, run->end - run->begin);
-    }
-    for (int i = 0; i < step->num_states && !status; i++)
+    for (int i = 0; i < step->num_joined; i++)
+        fsdpi_plan_agree_joined(p, &p->kind->tape, &step->joined[i]);
+    fsdp_status status = fsdpi_plan_emit(p->model, step->ops, step->num_ops);
+    for (int i = 0; i < step->num_states; i++)
         fsdpi_plan_restore_unit(step->states[i].unit, &step->states[i].saved);
     return status;
 }

@@ -110,7 +110,7 @@ static int fsdpi_plan_event_of(const fsdpi_plan_listing *l, int unit, int place)
 static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
-    if (!buf) return op->label == FSDP_LABEL_USERS && !writes ? FSDPI_PLAN_HOST : FSDPI_PLAN_NONE;
+    if (!buf) return FSDPI_PLAN_NONE;
     int pool = buf->as, held = pool - FSDP_POOL_GATHER;
     return pool == FSDP_POOL_SHARD                     ? FSDPI_PLAN_SHARDS
            : pool == FSDP_POOL_SGRAD                   ? FSDPI_PLAN_GRADS

@@ -136,8 +136,7 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
     const fsdpi_plan_tape *t = &k->tape;
     const fsdpi_plan_listing *l = &k->listing;
     size_t bytes = (size_t)t->cap_ops * sizeof *t->ops + (size_t)t->cap_pairs * sizeof *t->pairs +
-                   (size_t)t->cap_runs * sizeof *t->runs + (size_t)t->cap_uses * sizeof *t->uses +
-                   (size_t)l->cap_lines * sizeof *l->lines +
+                   (size_t)t->cap_uses * sizeof *t->uses + (size_t)l->cap_lines * sizeof *l->lines +
                    (size_t)l->cap_members * sizeof *l->members +
                    (size_t)l->choice.cap_acts * sizeof *l->choice.acts +
                    (size_t)k->num_calls * sizeof *k->calls;

@@ -79,10 +79,9 @@ enum {
     FSDPI_PLAN_NONE = -1,
     FSDPI_PLAN_SHARDS = -2, // the block of shards; the unit's part of it
     FSDPI_PLAN_GRADS = -3,  // the block of shard gradients
-    FSDPI_PLAN_HOST = -4,   // host memory: flags of use
-    FSDPI_PLAN_OTHER = -5,  // an extension's
-    FSDPI_PLAN_HELD = -6,   // a slot that a unit holds since before the step: here of pool GATHER,
-    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_ROUT - FSDP_POOL_GATHER + 1 // down to -10: of pool ROUT
+    FSDPI_PLAN_OTHER = -4,  // an extension's
+    FSDPI_PLAN_HELD = -5,   // a slot that a unit holds since before the step: here of pool GATHER,
+    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_ROUT - FSDP_POOL_GATHER + 1 // down to -9: of pool ROUT
 };
 
 // One place for a slot. Places may overlap.
@@ -158,28 +157,13 @@ typedef struct fsdpi_plan_use {
 // What a unit is after a call: its states, the state of its gradients, and its slots.
 typedef struct fsdpi_plan_saved {
     fsdpi_state state;
-    uint64_t slots;   // their numbers: another buffer may later have the address of a freed one
+    uint64_t slots; // their numbers: another buffer may later have the address of a freed one
 } fsdpi_plan_saved;
 
 typedef struct fsdpi_plan_state {
     fsdp_unit *unit;
     fsdpi_plan_saved saved;
 } fsdpi_plan_state;
-
-// What a replayed call does: states, then runs of records.
-typedef struct fsdpi_plan_step {
-    fsdp_unit *unit;
-    int32_t call;
-    int32_t num_states, num_runs;
-    const struct fsdpi_plan_state *states;
-    const struct fsdpi_plan_run *runs;
-} fsdpi_plan_step;
-
-// Records that follow one another; before them a unit's flags of use are brought up to date.
-typedef struct fsdpi_plan_run {
-    int32_t begin, end;
-    fsdp_unit *flags; // NULL: none
-} fsdpi_plan_run;
 
 typedef struct fsdpi_plan_pair { // of a record: the uses whose buffers it has; -1: others
     int32_t src, dst;
@@ -189,14 +173,22 @@ typedef struct fsdpi_plan_group {
     int32_t op, members, num_members;
 } fsdpi_plan_group;
 
+// What a replayed call does: it emits records, and then puts units into states.
+typedef struct fsdpi_plan_step {
+    fsdp_unit *unit;
+    int32_t call;
+    int32_t num_ops, num_joined, num_states;
+    fsdp_op *ops;
+    const fsdpi_plan_group *joined; // collectives among the records
+    const fsdpi_plan_state *states;
+} fsdpi_plan_step;
+
 typedef struct fsdpi_plan_tape {
     fsdp_op *ops;
     fsdpi_plan_pair *pairs; // of ops
     int32_t num_ops, cap_ops, cap_pairs;
     fsdpi_plan_state *states;
     int32_t num_states, cap_states;
-    fsdpi_plan_run *runs;
-    int32_t num_runs, cap_runs;
     fsdpi_plan_use *uses;
     int32_t num_uses, cap_uses;
     fsdp_buf **bufs; // of uses
@@ -207,9 +199,9 @@ typedef struct fsdpi_plan_tape {
     int32_t num_members, cap_members;
     void **made; // lists and names of joined collectives
     int32_t num_made, cap_made;
-    // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
+    // [num_calls + 1], by call: where its records and states begin. The last call, finalize,
     // has none: the core does it.
-    int32_t *ops_at, *runs_at, *states_at;
+    int32_t *ops_at, *states_at;
     fsdpi_plan_step *steps; // [num_calls] the same, for replays
     // [num_calls]: where the call's own records begin and end; what its unit holds after it
     int32_t *own, *own_end;

@@ -358,7 +358,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
                line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
                line->label == FSDP_LABEL_RED_OUT;
     if (!fsdpi_plan_has_grads(v, m->unit)) {
-        if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC) // a zero may be of flags
+        if (line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_ACC)
             fsdpi_plan_wrong(v, FSDP_PROOF_USE,
                              "its gradients have no elements, says the head:", m->unit,
                              FSDPI_PLAN_NONE);
@@ -368,10 +368,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
-    if (dst && line->label == FSDP_LABEL_USERS && dst->grads != FSDPI_PLAN_FRESH)
-        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->dst);
-    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL &&
-        (src == dst || line->label == FSDP_LABEL_USERS))
+    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL && src == dst)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
                          m->unit, m->dst);
     if (!sums || line->kind == FSDP_OP_USE) return;

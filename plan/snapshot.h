@@ -147,9 +147,12 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
 /* -------------------------------------------------------------------------------------------- */
 // Owns: fsdpi_plan_saved, the state of one unit.
 
-// Equal states with the same slots have equal bytes.
+/* Equal states with the same slots have equal bytes. A shard gradient that is zero since it was
+   made counts as one without contents: so a unit that no step has reduced makes no other kind. */
 static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
     memcpy(&out->state, &u->state, sizeof out->state); // padding, too
+    if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)
+        out->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
     out->slots = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
         const fsdp_buf *slot = u->state.slot[pool];
@@ -175,9 +178,10 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
-    // Marks of use are not saved: they follow where the gradients are.
-    if (s->training == FSDP_STATE_PRE_BACKWARD) fsdpi_usage_begin(u);
-    else if (!(fsdpi_held(u) & FSDPI_HELD_SLOTS)) fsdpi_usage_reduced(u);
+    // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
+    const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;
+    if (s->training == FSDP_STATE_PRE_BACKWARD || (m->rehearsing && waits)) fsdpi_usage_begin(u);
+    else if (!waits) fsdpi_usage_reduced(u);
 }
 
 #endif // FSDPI_PLAN_SNAPSHOT_H

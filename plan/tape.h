@@ -22,16 +22,15 @@
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->runs,  t->uses,
-                           t->bufs,    t->made,    t->ops_at,    t->own,   t->runs_at,
-                           t->groups,  t->members, t->states_at, t->steps, t->own_end,
-                           t->storage, t->holds,   t->held,      t->hooks};
+    void *const lists[] = {t->ops,     t->pairs,     t->states, t->uses,    t->bufs,  t->made,
+                           t->ops_at,  t->own,       t->groups, t->members, t->steps, t->own_end,
+                           t->storage, t->states_at, t->held,   t->holds,   t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
 
 static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num_calls) {
-    int32_t **const lists[] = {&t->ops_at, &t->runs_at, &t->states_at, &t->own, &t->own_end};
+    int32_t **const lists[] = {&t->ops_at, &t->states_at, &t->own, &t->own_end};
     fsdp_status status = FSDP_OK;
     memset(t, 0, sizeof *t);
     for (size_t i = 0; i < sizeof lists / sizeof *lists && !status; i++)

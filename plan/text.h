@@ -65,9 +65,9 @@ static void fsdpi_plan_put_unit(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
 static const char *const fsdpi_plan_streams[FSDP_STREAM_COUNT] = {"COMPUTE", "GATHER", "REDUCE",
                                                                   "ALLREDUCE", "EXTENSION"};
 static const char *const fsdpi_plan_modes[3] = {"inline", "lanes", "streams"};
-static const char *const fsdpi_plan_blocks[] = {
-    "none",        "shards",     "grads",     "host",     "other",
-    "held_gather", "held_slice", "held_grad", "held_rin", "held_rout"};
+static const char *const fsdpi_plan_blocks[] = {"none",      "shards",      "grads",
+                                                "other",     "held_gather", "held_slice",
+                                                "held_grad", "held_rin",    "held_rout"};
 static const char *const fsdpi_plan_words[FSDPI_PLAN_ACT_COUNT] = {
 #define FSDP_X(name, text) text,
     FSDPI_PLAN_ACT_LIST(FSDP_X)

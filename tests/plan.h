@@ -20,9 +20,9 @@ enum {                           /* what a net has set, a set */
        PLAN_LISTS = 16,          /* prefetch lists */
        PLAN_NO_RESHARD = 32,     /* reshard_after_backward 0 */
        PLAN_NO_UNSHARD = 64,     /* unshard_in_backward 0: backward needs no parameters */
-       PLAN_UNUSED = 128,        /* fsdp_set_reduce_scatter_unused_params 0 */
+       PLAN_UNUSED = 128,        /* a parameter is used, or not, by step: alike on all ranks */
        PLAN_NO_ALL_REDUCE = 256, /* fsdp_set_requires_all_reduce 0 */
-       PLAN_SOME_USED = 512      /* a parameter is used, or not, by rank and step */
+       PLAN_SOME_USED = 512      /* by rank and step: fsdp_set_reduce_scatter_unused_params 1 */
 };
 
 typedef struct plan_net {
@@ -217,7 +217,7 @@ H_FN void plan_set(plan_bed *b, fsdp_unit *u, int index) {
     }
     if (sets & PLAN_NO_RESHARD) CALL(b->w, fsdp_set_reshard_after_backward(b->model, u, 0));
     if (sets & PLAN_NO_UNSHARD) CALL(b->w, fsdp_set_unshard_in_backward(b->model, u, 0));
-    if (sets & PLAN_UNUSED) CALL(b->w, fsdp_set_reduce_scatter_unused_params(b->model, u, 0));
+    if (sets & PLAN_SOME_USED) CALL(b->w, fsdp_set_reduce_scatter_unused_params(b->model, u, 1));
     if (sets & PLAN_NO_ALL_REDUCE) CALL(b->w, fsdp_set_requires_all_reduce(b->model, u, 0));
 }
 
@@ -277,6 +277,14 @@ H_FN void plan_write(const plan_bed *b, const void *ptr, int64_t nbytes) {
 }
 
 /* What a unit's parameters are, into the hash; in backward gradients that follow from them. */
+/* PLAN_UNUSED: only in one step, which is replayed, a unit has no parameter that is used. */
+H_FN int plan_is_idle(const plan_bed *b, int unit, int param) {
+    const uint64_t step = (uint64_t)b->step, at = (uint64_t)unit * PLAN_PARAMS + (uint64_t)param;
+    if (b->net->sets & PLAN_SOME_USED)
+        return lab_hash((uint64_t)fsdp_rank(b->w), step, at, 0) % 2 == 0;
+    if (!(b->net->sets & PLAN_UNUSED)) return 0;
+    return (step == 3 && unit == 1) || (param > 0 && lab_hash(step, at, 0, 0) % 2 == 0);
+}
 H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
     const plan_net *n = b->net;
     for (int i = 0; i < n->num_params; i++) {
@@ -287,11 +295,7 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
         CHECK(data || blind);
         if (data) plan_read(b, data, bytes);
         if (data) lab_fold(&b->hash, data, (size_t)bytes);
-        int idle = n->sets & PLAN_SOME_USED &&
-                   lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step, (uint64_t)unit,
-                            (uint64_t)i) %
-                           2 ==
-                       0;
+        int idle = plan_is_idle(b, unit, i);
         void *grad = backward && !idle ? fsdp_grad(b->unit[unit], i) : NULL;
         CHECK(!backward || idle || b->freezes ||
               (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
@@ -333,7 +337,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
     while (fsdp_next_param(b->model, &v)) {
         int has = v.shard_grad != NULL;
         lab_fold(&grads, &has, sizeof has);
-        W_CHECK(b->is_partial || b->net->sets & PLAN_SOME_USED ||
+        W_CHECK(b->is_partial || b->net->sets & PLAN_UNUSED ||
                     (v.shard_grad != NULL) == v.requires_grad,
                 "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
         if (!v.shard_grad) continue;

@@ -215,7 +215,7 @@ static plan_net net_direct(void) {
     n.model.direct_min = 1;
     return n;
 }
-static plan_net net_some_used(void) { /* who used what is another thing in every step */
+static plan_net net_some_used(void) { /* on each rank and in each step other ones */
     plan_net n = plan_chain(5, 16, 8);
     n.num_params = 3;
     n.rows[2][0] = 5, n.rows[2][1] = 4;
@@ -229,9 +229,15 @@ static plan_net net_some_used_hsdp(void) {
     n.model.reduce_dtype = FSDP_F32;
     return n;
 }
-static plan_net net_unused(void) { /* refused: what is reduced depends on what is used */
-    plan_net n = plan_chain(3, 16, 16);
+static plan_net net_unused(void) { /* in each step other ones, sometimes none of a unit */
+    plan_net n = net_some_used();
+    n.num_params = 2;
     n.sets = PLAN_UNUSED;
+    return n;
+}
+static plan_net net_unused_hooks(void) { /* which are not called for parameters without gradient */
+    plan_net n = net_unused();
+    n.sets |= PLAN_GRAD_HOOK;
     return n;
 }
 
@@ -276,7 +282,8 @@ static const struct named_net {
     {"direct", net_direct, 0},
     {"some_used", net_some_used, 0},
     {"some_used_hsdp", net_some_used_hsdp, 0},
-    {"unused", net_unused, 1},
+    {"unused", net_unused, 0},
+    {"unused_hooks", net_unused_hooks, 2},
 };
 enum { NETS = sizeof nets / sizeof *nets };
 
@@ -1865,6 +1872,31 @@ TEST(plan_errors, ranks_differ, TSAN) {
     lab_run(2, NULL, other_ranks, NULL);
     lab_run(4, NULL, other_ranks, NULL);
 }
+
+/* In a replayed step rank 1 leaves a parameter out, of a unit in the middle of a joined reduction. */
+static void other_uses(lab_rank *r) {
+    const plan_net net = net_unused();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    make_plan(&b, &d);
+    steps(&b, out, 3);
+    const fsdp_plan_report rep = report_of(&b);
+    CHECK(rep.reductions[1] == 1 && fsdp_plan_state(b.plan) == FSDP_PLAN_REPLAYING);
+    for (int i = 0; i < net.num_calls && !status; i++) {
+        const int unit = net.calls[i].unit, call = net.calls[i].call;
+        for (int k = 0; k < 2 && call == FSDP_CALL_POST_BACKWARD; k++)
+            if (r->rank == 0 || unit != 2 || k == 0) (void)fsdp_grad(b.unit[unit], k);
+        status = plan_hook(&b, unit, call);
+    }
+    CHECK_STATUS(status ? status : fsdp_finalize_backward(b.model), FSDP_ERR_MISMATCH);
+    W_CHECK(strstr(fsdp_last_error(r->w), "parameters that have a gradient") != NULL, "%s",
+            fsdp_last_error(r->w));
+    free(out);
+}
+TEST(plan_errors, uses_differ, TSAN) { lab_run(2, NULL, other_uses, NULL); }
 
 /* Rank 1 has a hook more: the same calls, but one of them does something else there. */
 static fsdp_status no_hook(void *user, const fsdp_param_view *v, void *stream) {

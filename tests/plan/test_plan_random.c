@@ -102,7 +102,7 @@ static void random_model(uint64_t *seed, program *g) {
     else if (one_in(seed, 10)) n->sets |= PLAN_NO_UNSHARD; /* no list gathers for its backward */
     if (one_in(seed, 10)) n->sets |= PLAN_SUM_HOOK;
     if (one_in(seed, 10)) n->sets |= PLAN_CUSTOM;
-    if (one_in(seed, 6)) n->sets |= PLAN_SOME_USED;
+    if (one_in(seed, 6)) n->sets |= one_in(seed, 2) ? PLAN_UNUSED : PLAN_SOME_USED;
     words_add(g, "W=%d replicas %d %s direct %d offload %d prefetch %d sets %d ", g->size,
               n->replicas, mode_names[g->mode], (int)n->model.direct_min, n->model.cpu_offload,
               n->model.implicit_prefetch, n->sets);
