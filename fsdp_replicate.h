@@ -226,12 +226,12 @@ FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root);
 typedef struct fsdp_replicate_bucket {
     int32_t index, is_last; // is_last: no other bucket is reduced after it
     int32_t num_params;     // trainable ones
-    int32_t num_flags;      // numbers behind the gradients: they have to become exact sums
+    int32_t reserved;
     const int32_t *params;  // [num_params] index of each in desc.params
     const int64_t *offsets; // [num_params] where each begins in data, elements
     const int64_t *numels;  // [num_params] elements of each
     fsdp_dtype dtype;       // of data
-    void *data;             // numel elements, with padding between parameters; then the flags
+    void *data;             // numel elements, with padding between parameters
     int64_t numel;
 } fsdp_replicate_bucket;
 
@@ -661,7 +661,6 @@ static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
             b->shown.num_params++;
             last = k;
         }
-        b->shown.num_flags = b->shown.num_params;
     }
     rep->buckets[last].shown.is_last = 1;
     rep->moved = 0;
@@ -1113,7 +1112,7 @@ static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_c
     fsdp_replicate_bucket shown = b->shown;
     shown.dtype = (fsdp_dtype)coll->dtype;
     shown.data = coll->dst;
-    shown.numel = (int64_t)coll->count - shown.num_flags;
+    shown.numel = (int64_t)coll->count;
     return b->rep->hook(b->rep->hook_user, &shown, ops, comm, coll);
 }
 

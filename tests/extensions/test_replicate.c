@@ -806,7 +806,7 @@ static void counts(job *j) {
         for (int k = 0, op = from; k < NET_BUCKETS - 1; k++, op++) {
             int32_t in[ALL];
             const int count = fsdp_replicate_members(j->rep, k, in, NULL);
-            int64_t numel = count; /* flags */
+            int64_t numel = 0;
             for (int i = 0; i < count; i++) numel += padded(j, in[i]);
             op = lab_next_op(&j->log, op, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
             CHECK(op >= 0);
@@ -1926,17 +1926,16 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
         trained++;
     }
     CHECK_EQ_INT(b->num_params, trained);
-    CHECK_EQ_INT(b->num_flags, trained);
     CHECK_EQ_INT(b->numel, end);
     CHECK_EQ_INT(b->dtype, FSDP_F32);
-    CHECK_EQ_INT(coll->count, end + trained);
+    CHECK_EQ_INT(coll->count, end);
     CHECK(b->data == coll->dst && coll->kind == FSDP_OP_ALL_REDUCE);
-    if (h->split) { /* in three parts */
+    if (h->split) { /* in two parts */
         fsdp_status status = hook_part(ops, comm, coll, data, FSDP_F32, end / 3);
-        if (!status) status = hook_part(ops, comm, coll, data + end / 3, FSDP_F32, end - end / 3);
-        return status ? status : hook_part(ops, comm, coll, data + end, FSDP_F32, b->num_flags);
+        return status ? status
+                      : hook_part(ops, comm, coll, data + end / 3, FSDP_F32, end - end / 3);
     }
-    if (h->compress) { /* the gradients as bf16, in the same memory; the flags as they are */
+    if (h->compress) { /* the gradients as bf16, in the same memory */
         uint16_t half[1024];
         CHECK(end <= 1024);
         lib_wait(coll->stream);
@@ -1946,7 +1945,7 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
         lib_wait(coll->stream);
         memcpy(half, data, (size_t)end * sizeof *half);
         CHECK_OK(fsdp_convert(data, FSDP_F32, half, FSDP_BF16, end));
-        return status ? status : hook_part(ops, comm, coll, data + end, FSDP_F32, b->num_flags);
+        return status;
     }
     return ops->run(comm, coll);
 }

@@ -443,11 +443,11 @@ static uint64_t digest(const net *n, int grads) {
     return hash;
 }
 
-/* Elements of the message of a unit: parameters from aligned places on, and a flag for each. */
+/* Elements of the message of a unit: parameters from aligned places on. */
 static uint64_t message_of(const net *n, int k) {
     const int64_t align = (lib_on_streams(n->w) ? 256 : 64) /
                           (int64_t)fsdp_dtype_size(full_dtype(n));
-    int64_t count = n->num_members[k];
+    int64_t count = 0;
     for (int i = 0; i < n->num_members[k]; i++)
         count += (numel_of(n, n->members[k][i]) + align - 1) / align * align;
     return (uint64_t)count;
@@ -475,8 +475,8 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
     }
     const uint64_t used = n->rep && count ? 1 : 0;
     CALL(n->w, fsdp_model_counters(n->m, &now));
-    if (n->dim == DIM && !lib_on_streams(n->w)) /* all parameters, and eight flags */
-        W_CHECK(n->o->param || nbytes == (n->o->reduce ? 32016016 : 64032032), "%llu bytes",
+    if (n->dim == DIM && !lib_on_streams(n->w)) /* all parameters */
+        W_CHECK(n->o->param || nbytes == (n->o->reduce ? 32016000 : 64032000), "%llu bytes",
                 (unsigned long long)nbytes);
     CHECK_EQ_INT(reductions(n, from), count);
     CHECK_EQ_INT(now.calls[FSDP_OP_ALL_REDUCE] - was->calls[FSDP_OP_ALL_REDUCE],
@@ -720,7 +720,7 @@ static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode
                 (unsigned long long)n->log.ops[at].count, (unsigned long long)elements);
         W_CHECK(n->log.ops[at].dtype == message_dtype(n) && n->log.ops[at].group_size == n->size,
                 "all-reduce %d: %s", k, n->log.ops[at].what);
-        if (n->dim == DIM && !lib_on_streams(n->w)) /* parameters, and flags at the next place */
+        if (n->dim == DIM && !lib_on_streams(n->w))
             W_CHECK(elements / 1000 == (k == 1 ? 8004 : 4002), "%llu",
                     (unsigned long long)elements);
     }
@@ -906,8 +906,8 @@ TEST_P(replicate_with_compiler, test_compile_backward_only, settings) {
 static void check_bucketing(const net *n, int copies) {
     static const int members[PARAMS] = {7, 6, 5, 4, 3, 2, 1, 0}, nums[BUCKETS] = {2, 4, 2};
     /* a bias of bf16 takes 16 elements more, so that it has a multiple of 64 bytes */
-    static const uint64_t large[2][BUCKETS] = {{4002002, 8004004, 4002002},
-                                               {4002018, 8004036, 4002018}};
+    static const uint64_t large[2][BUCKETS] = {{4002000, 8004000, 4002000},
+                                               {4002016, 8004032, 4002016}};
     const int from = n->back[n->it],
               final = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
     for (int k = 0, at = 0; k < BUCKETS; at += nums[k++]) {
