@@ -17,6 +17,7 @@
 #include "../core/route.h"
 #include "../core/run.h"
 #include "../core/template.h"
+#include "../core/unit.h"
 #include "objects.h"
 
 // Writes into a record of a tape what differs from step to step.
