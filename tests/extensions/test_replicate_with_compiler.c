@@ -517,16 +517,18 @@ static void check_streams(const net *n) {
     const int end = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
     for (int k = 0; k < n->units && n->size > 1; k++) {
         const int wrote = lab_next_op(&n->log, from, FSDP_OP_WROTE, -1, n->unit[k]);
-        const int next = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, -1, n->unit[k]);
-        const int sum = lab_next_op(&n->log, next, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
+        const int sum = lab_next_op(&n->log, wrote + 1, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
                                     n->unit[k]);
-        W_CHECK(from < wrote && wrote < next && next < sum && sum < end,
-                "bucket %d: %d, %d, %d, %d", k, wrote, next, sum, end);
+        const int acc = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, FSDP_LABEL_ACC, n->unit[k]);
+        const int copies = acc >= 0 && acc < sum, first = copies ? acc : sum; /* reads gradients */
+        W_CHECK(from < wrote && wrote < first && sum < end, "bucket %d: %d, %d, %d, %d", k, wrote,
+                first, sum, end);
         CHECK_EQ_INT(ops[wrote].stream, FSDP_STREAM_COMPUTE);
-        CHECK_EQ_INT(ops[next].stream, FSDP_STREAM_REDUCE);
+        CHECK_EQ_INT(ops[first].stream, copies ? FSDP_STREAM_REDUCE : FSDP_STREAM_ALLREDUCE);
         CHECK_EQ_INT(ops[sum].stream, FSDP_STREAM_ALLREDUCE);
-        W_CHECK(waits_for(&ops[next], FSDP_STREAM_COMPUTE), "bucket %d waits for no gradients", k);
-        W_CHECK(waits_for(&ops[sum], FSDP_STREAM_REDUCE), "bucket %d waits for no message", k);
+        W_CHECK(waits_for(&ops[first], FSDP_STREAM_COMPUTE), "bucket %d waits for no gradients", k);
+        W_CHECK(!copies || waits_for(&ops[sum], FSDP_STREAM_REDUCE),
+                "bucket %d waits for no message", k);
         for (int i = 0; i < k && !n->o->param && !n->o->reduce && !n->o->unsynced; i++) {
             const int mine = lab_next_op(&n->log, from, FSDP_OP_ACQUIRE, -1, n->unit[k]);
             const int other = lab_next_op(&n->log, from, FSDP_OP_ACQUIRE, -1, n->unit[i]);
