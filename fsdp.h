@@ -41,10 +41,9 @@ CONTENTS
     core/ops.h          op records; fsdpi_emit, the only door to the tables
     core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
-    core/usage.h        which parameters have a gradient
     core/template.h     steps become records: prepared at commit, emitted by fsdpi_emit_step
     core/gather.h       parameters: gathered, waited for, freed, prefetched
-    core/grads.h        gradients: written, brought together, reduced
+    core/grads.h        gradients: written, brought together, reduced; which parameters have one
     core/commit.h       layouts are made, blocks allocated, what was held is moved
     core/report.h       what is allocated now, and a model in words
     core/model.h        a model begins and ends

@@ -265,30 +265,26 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
 }
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
+    uint64_t words[sizeof r->what / 8 + 5] = {0}, *at = words + sizeof r->what / 8;
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
         // Peers read there. A buffer that only its rank uses may have another offset on each rank.
-        if (r->kind == FSDP_OP_ALL_GATHER && !r->in_place)
-            r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
+        const int read = r->kind == FSDP_OP_ALL_GATHER && !r->in_place;
+        const uint64_t seg[] = {(uint64_t)op->segs[s].full, (uint64_t)op->segs[s].count,
+                                read ? (uint64_t)op->segs[s].shard : 0};
+        r->segs = fsdpi_hash_words(r->segs, seg, 3);
     }
-    uint64_t bytes = 1, h = 0;
-    uint8_t kind = r->kind;
-    for (size_t i = 0; i < sizeof r->what && bytes; i += sizeof bytes) { // zeros after the name
-        memcpy(&bytes, r->what + i, sizeof bytes);
-        h = fsdpi_hash(h, bytes);
-    }
+    const uint8_t kind = r->kind;
+    memcpy(words, r->what, strlen(r->what));
     if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // a recv matches a send
-    bytes = 0;
-    memcpy(&bytes, &r->kind, 6); // from kind to state
+    memcpy(at, &r->kind, 6);                          // from kind to state
     r->kind = kind;
-    h = fsdpi_hash(h, bytes);
-    h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
-    h = fsdpi_hash(h, r->segs);
-    r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
+    at[1] = r->fingerprint, at[2] = r->count, at[3] = r->segs;
+    at[4] = fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root;
+    r->key = fsdpi_hash_words(0, words, (int)(sizeof words / sizeof *words));
 }
 
 static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
+    if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
     int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
         is_float = fsdp_dtype_is_float(op->dtype);
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
@@ -296,7 +292,6 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
             c, FSDP_ERR_UNSUPPORTED,
             "[E180] this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
-    if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
     int plain = op->scale == 1.0 && (!is_list || (op->out_dtype == op->dtype && !op->accumulate));
     if (is_float ? is_list && !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)

@@ -301,10 +301,16 @@ typedef struct fsdpi_nccl_call {
     char name[64];
     ncclResult_t result;
     pthread_t thread;
+    uint32_t taken; // by the thread that makes it, or by who gives it up: then it is never made
     uint32_t state; // the caller sleeps on it
 } fsdpi_nccl_call;
 
 enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: its caller has given up
+
+// A call whose thread begins late must not be made on a communicator that has ended meanwhile.
+static int fsdpi_nccl_call_take(fsdpi_nccl_call *call) {
+    return !__atomic_exchange_n(&call->taken, 1u, __ATOMIC_SEQ_CST);
+}
 
 static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
     while (result == ncclInProgress && nccl) { // the thread's caller has the deadline
@@ -362,7 +368,7 @@ static void *fsdpi_nccl_call_main(void *arg) {
     fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
     fsdpi_stay();
     (void)cudaSetDevice(call->ordinal);
-    switch (call->kind) {
+    switch (fsdpi_nccl_call_take(call) ? call->kind : FSDPI_NCCL_NONE) {
     case FSDPI_NCCL_MAKE:
         call->result = ncclCommInitRankConfig(&call->out, call->size, call->id, call->rank,
                                               &call->config);
@@ -458,9 +464,11 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
     int64_t left = boot->timeout_ns;
     if ((*call)->kind == FSDPI_NCCL_MAKE) left = fsdpi_comm_left_to_open(c->base.world);
     if (takes) fsdpi_lock(&w->issue);
+    if (FSDPI_LOAD(&w->aborting)) (void)fsdpi_nccl_call_take(*call);
     int is_done = fsdpi_nccl_call_start(*call);
     if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, left, w);
     else (*call)->kind = FSDPI_NCCL_NONE;
+    if (!is_done) (void)fsdpi_nccl_call_take(*call); // before the lock goes: then others end comms
     if (takes) fsdpi_unlock(&w->issue);
     if ((*call)->kind == FSDPI_NCCL_NONE)
         return fsdpi_comm_fail(

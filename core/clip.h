@@ -17,7 +17,7 @@
 #include "os.h"
 #include "run.h"
 #include "step.h"
-#include "usage.h"
+#include "unit.h"
 
 #include <string.h>
 
@@ -109,7 +109,6 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     return status;
 }
-
 
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
     fsdp_clip_desc d;

@@ -18,7 +18,6 @@
 #include "shard_math.h"
 #include "template.h"
 #include "unit.h"
-#include "usage.h"
 #include "watch.h"
 
 #include <stdlib.h>

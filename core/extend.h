@@ -281,8 +281,11 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
     if (!model || (nbytes > 0 && !data))
         return fsdpi_null(fsdp_model_world(model), "agree", "model or data");
-    for (int64_t i = 0; i < nbytes; i++)
-        model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
+    for (int64_t i = 0; i < nbytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, (size_t)(nbytes - i < 8 ? nbytes - i : 8));
+        model->given = fsdpi_hash(model->given, word);
+    }
     return fsdpi_failed(model->world);
 }
 

@@ -25,12 +25,13 @@ static fsdp_status fsdpi_emit_gather(fsdp_unit *u, int kind) {
         {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDPI_TAKES | FSDPI_GIVES, 1},
         {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER, FSDPI_GIVES, 1},
         {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
-    fsdpi_step step = steps[kind];
-    if (kind == FSDPI_STEP_GATHER && u->layout.gather == FSDPI_GATHER_STAGED)
-        step.from = FSDP_POOL_GATHER; // this rank's part of the slot
-    if (kind == FSDPI_STEP_WAIT && u->layout.gather == FSDPI_GATHER_ALIAS)
-        step.from = FSDP_POOL_SHARD;
-    return fsdpi_emit_step(u, &step, 0);
+    // From this rank's part of the slot; for the shards, which are what is gathered.
+    static const fsdpi_step staged = {FSDPI_STEP_GATHER, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
+                            alias = {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1};
+    const fsdpi_step *step = &steps[kind];
+    if (kind == FSDPI_STEP_GATHER && u->layout.gather == FSDPI_GATHER_STAGED) step = &staged;
+    if (kind == FSDPI_STEP_WAIT && u->layout.gather == FSDPI_GATHER_ALIAS) step = &alias;
+    return fsdpi_emit_step(u, step, 0);
 }
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {

@@ -11,17 +11,47 @@
 #include "gather.h"
 #include "guard.h"
 #include "layout.h"
+#include "macros.h"
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"
 #include "route.h"
 #include "run.h"
 #include "template.h"
-#include "usage.h"
+#include "unit.h"
 
-// Owns: the slots GRAD, RIN and ROUT, and what the shard gradient holds. The unit's route says what
-// happens at the end of a backward; route.h draws the states.
-// Source: torch: FSDPParamGroup.post_backward, foreach_reduce.
+/* Owns: the slots GRAD, RIN and ROUT, what the shard gradient holds, and which parameters have a
+   gradient. The unit's route says what happens at the end of a backward; route.h draws the states.
+   A parameter is USED when the caller asks where its gradient is written. It is REDUCED when the
+   unit's reduction is on its way. Ranks compare in each reduction which parameters are USED.
+   Invariant: outside of backward a parameter is USED only if the unit holds gradients that wait.
+   Source: torch: FSDPParamGroup.post_backward, foreach_reduce, reduce_scatter_unused_params. */
+
+static FSDPI_NOINLINE void fsdpi_usage_clear(fsdp_unit *u, int use) {
+    for (int k = 0; k < u->use_words; k++) u->use[k] &= ~(FSDPI_USE_EACH * (uint64_t)use);
+}
+
+static int fsdpi_usage_any(const fsdp_unit *u, int use) {
+    uint64_t any = 0;
+    for (int k = 0; k < u->use_words; k++) any |= u->use[k] & FSDPI_USE_EACH * (uint64_t)use;
+    return any != 0;
+}
+
+// With reduce_unused a backward gives all trainables a gradient: zeros where nobody writes. In a
+// rehearsal all count as used, since nobody asks where gradients are written.
+static void fsdpi_usage_begin(fsdp_unit *u) {
+    if (!u->options.reduce_unused && !u->model->rehearsing) return;
+    for (int i = 0; i < u->desc.num_params; i++)
+        if (u->params[i].requires_grad) *fsdpi_use(u, i) |= FSDPI_USE_USED;
+}
+
+// Nothing waits for a reduction any more: what was USED is REDUCED.
+static void fsdpi_usage_reduced(fsdp_unit *u) {
+    for (int k = 0; k < u->use_words; k++) {
+        uint64_t used = u->use[k] & FSDPI_USE_EACH * FSDPI_USE_USED;
+        u->use[k] = (u->use[k] ^ used) | used * (FSDPI_USE_REDUCED / FSDPI_USE_USED);
+    }
+}
 
 static int fsdpi_held(const fsdp_unit *u) {
     fsdp_buf *const *slot = u->state.slot;
@@ -101,15 +131,6 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
                      : fsdpi_caller_writes(u, shard);
 }
 
-// The caller has written gradients: to the slot, or on one rank to the shard gradient.
-static fsdp_status fsdpi_grads_written(fsdp_unit *u) {
-    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
-    if (!slot) // others may have written the block: one event for all
-        return fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad);
-    fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready, NULL);
-    return fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
-}
-
 static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     const fsdp_unit *u = op->unit;
     const fsdpi_param *p = &u->params[op->root];
@@ -148,7 +169,14 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         FSDPI_TRY(fsdpi_release(u, &slot[FSDP_POOL_RIN], FSDP_STREAM_REDUCE));
         return fsdpi_release(u, &slot[FSDP_POOL_GRAD], FSDP_STREAM_COMPUTE);
     }
-    if (u->state.training == FSDP_STATE_PRE_BACKWARD) FSDPI_TRY(fsdpi_grads_written(u));
+    if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written
+        fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot[FSDP_POOL_GRAD]->ready, NULL);
+        if (u->model->watch & FSDPI_OPS)
+            FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE,
+                                     slot[FSDP_POOL_GRAD]));
+    } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:
+        FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // one event
+    }
     const fsdpi_route *route = fsdpi_route_now(u);
     for (int i = 0; i < route->num; i++)
         FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i], route->held));

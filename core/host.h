@@ -50,7 +50,6 @@ static double fsdpi_root(double sum, double p) {
     return !fsdpi_is_finite(p) ? sum : p == 2 ? sqrt(sum) : pow(sum, 1 / p);
 }
 
-
 static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
     const fsdp_block *blocks = (const fsdp_block *)op->list;

@@ -128,7 +128,9 @@ typedef struct fsdpi_class { // slots of one pool and size
     int count, cap;
 } fsdpi_class;
 
-enum {                    // marks of a parameter, a set in fsdp_unit.use
+// Marks of a parameter, a set in a byte of fsdp_unit.use. EACH times a mark: the mark of eight.
+#define FSDPI_USE_EACH 0x0101010101010101u
+enum {
     FSDPI_USE_USED = 1,   // this rank has a gradient of it that is not reduced yet
     FSDPI_USE_REDUCED = 2 // it has a gradient: the shard gradient holds it
 };
@@ -214,14 +216,6 @@ typedef struct fsdpi_options {
     void *custom_user[3];
 } fsdpi_options;
 
-static fsdpi_options fsdpi_options_new(void) {
-    fsdpi_options o = FSDP_ZERO;
-#define FSDP_X(type, name, initial) o.name = initial;
-    FSDPI_OPTIONS(FSDP_X)
-#undef FSDP_X
-    return o;
-}
-
 /* A record in which everything stands that its kind of step and its part of the unit decide. The
    rest is written when it is emitted: see template.h. */
 typedef struct fsdpi_template {
@@ -273,13 +267,6 @@ typedef struct fsdpi_state {
     fsdp_buf *slot[FSDPI_PLACES]; // that the unit holds, by place
 } fsdpi_state;
 
-static fsdpi_state fsdpi_state_new(void) {
-    fsdpi_state s = FSDP_ZERO;
-    s.last_order = -1;
-    s.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
-    return s;
-}
-
 struct fsdp_unit {
     fsdp_model *model;
     fsdpi_param *params;
@@ -290,6 +277,7 @@ struct fsdp_unit {
     fsdpi_route route;       // the last one that was asked for: see fsdpi_route_now
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
     uint64_t *use; // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
+    int use_words;
     fsdpi_state state;
 };
 

@@ -18,7 +18,6 @@
 #include "run.h"
 #include "step.h"
 #include "unit.h"
-#include "usage.h"
 #include "watch.h"
 
 // Called after an option of a unit, or of one of its parameters, has changed.
@@ -269,6 +268,8 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
 }
 FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
                                                 void *user) {
+    // It decides how sums that wait have been divided.
+    if (unit && fsdpi_holds_grads(unit)) return fsdpi_refuse_waiting(unit, "set_custom_all_reduce");
     return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
 }
 

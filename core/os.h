@@ -134,12 +134,16 @@ static uint32_t *fsdpi_own_word(uint32_t value) {
     return (uint32_t *)word;
 }
 
-static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 with a running value
-    h += x + 0x9E3779B97F4A7C15ull;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
-    return h ^ (h >> 31);
+static uint64_t fsdpi_hash_words(uint64_t h, const uint64_t *x, int count) {
+    for (int i = 0; i < count; i++) { // splitmix64 with a running value
+        h += x[i] + 0x9E3779B97F4A7C15ull;
+        h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
+        h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
+        h ^= h >> 31;
+    }
+    return h;
 }
+static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { return fsdpi_hash_words(h, &x, 1); }
 
 static uint64_t fsdpi_bits(double x) {
     uint64_t bits;

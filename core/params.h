@@ -19,7 +19,7 @@
 #include "shard_math.h"
 #include "template.h"
 #include "step.h"
-#include "usage.h"
+#include "unit.h"
 
 #include <string.h>
 

@@ -15,7 +15,6 @@
 #include "report.h"
 #include "step.h"
 #include "unit.h"
-#include "usage.h"
 
 #include <string.h>
 
@@ -63,7 +62,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
     copy->use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
-    memset(copy->use, 0, 8 * (size_t)fsdpi_use_words(u));
+    memset(copy->use, 0, 8 * (size_t)u->use_words);
     copy->state = fsdpi_state_new();
     copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
     fsdpi_unit_facts(copy);

@@ -35,7 +35,7 @@ typedef struct fsdpi_facts {
     uint8_t offload; // shards and their gradients lie in pinned host memory
     uint8_t fuses;   // the backend's reduce_scatter casts, scales and adds
     uint8_t debug;   // what is given back becomes NaN, or is poisoned
-    // Options.
+    // Options. divide_factor is the number that divides, never 0.
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
 #define FSDP_X(type, name, initial) type name;
     FSDPI_ROUTE_OPTIONS(FSDP_X)
@@ -149,10 +149,6 @@ static int fsdpi_facts_gather(const fsdpi_facts *f) {
                                            : FSDPI_GATHER_ALIAS;
 }
 
-static double fsdpi_facts_factor(const fsdpi_facts *f) {
-    return f->divide_factor != 0 ? f->divide_factor : (double)(f->shards * f->replicas);
-}
-
 /* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
    ones: as a fused reduction does, or the last copy of a single rank where no hook looks on. */
 static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
@@ -167,7 +163,7 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
 static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
     return f->shards * f->replicas == 1 && !(held & FSDPI_HELD_SLOTS) && fsdpi_facts_plain(f) &&
            f->reduce == f->stored && f->grad == f->stored && f->sync &&
-           fsdpi_facts_factor(f) == 1 && !f->hook;
+           f->divide_factor == 1 && !f->hook;
 }
 
 /* How a reduction divides: what goes in by `before`, sums of the shard group by `sums`, both powers

@@ -75,12 +75,14 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     // What ranks must agree on, beside kind, dtype and count, which backends compare, too. seq is
     // not in it, since ranks may have other local ops. What fsdp_agree was given is in it only for
     // the groups of a unit and for clip: other groups may have other optimizers.
-    uint64_t factor = fsdpi_bits(op->factor);
+    uint64_t factor;
+    memcpy(&factor, &op->factor, sizeof factor);
     uint64_t root = op->kind == FSDP_OP_BROADCAST ? (uint64_t)(uint32_t)op->root << 40 : 0;
     uint64_t how = root | (uint64_t)op->out_dtype << 32 | (uint64_t)op->redop << 24 |
                    (uint64_t)op->label << 16 | (uint64_t)op->state << 8 | op->accumulate;
     uint64_t given = op->unit || op->label == FSDP_LABEL_CLIP ? op->given : 0;
-    c.fingerprint = fsdpi_hash(fsdpi_hash(op->what_hash, how), op->step + given + factor);
+    const uint64_t alike[] = {how, op->step + given + factor};
+    c.fingerprint = fsdpi_hash_words(op->what_hash, alike, 2);
     memcpy(c.agree, op->agree, sizeof c.agree);
     c.agree[FSDP_AGREE_FACTOR] = (uint8_t)(factor * 0x9E3779B97F4A7C15u >> 56);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)op->step;
@@ -218,7 +220,6 @@ static void *fsdpi_lane_main(void *arg) {
             fsdpi_futex_wake_all(&lane->done, 0);
     }
 }
-
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);

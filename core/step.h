@@ -22,7 +22,7 @@
 #include "replicas.h"
 #include "route.h"
 #include "run.h"
-#include "usage.h"
+#include "unit.h"
 #include "watch.h"
 
 #include <stdio.h>
@@ -146,14 +146,9 @@ static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
     }
     return NULL;
 }
-static fsdpi_point fsdpi_point_of(const fsdp_unit *u) {
-    fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
-                      u->state.storage == FSDP_STORAGE_UNSHARDED};
-    return at;
-}
+// A getter asks by itself whether parameters are open.
 static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    fsdpi_point at = fsdpi_point_of(u);
-    at.open = 1; // the getter itself asks
+    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards, 1};
     return fsdpi_row_at(&at, call);
 }
 
@@ -193,7 +188,8 @@ static const char *fsdpi_place_of(const fsdpi_point *at) {
 // The text of a call in a wrong state asks the table what is missing. The first one of a step is
 // logged: in a loop over layers and microbatches the others say no more.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
-    const fsdpi_point at = fsdpi_point_of(u);
+    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
+                            u->state.storage == FSDP_STORAGE_UNSHARDED};
     int first = -1, is_new = !(u->reported_calls >> call & 1);
     u->reported_calls |= 1u << call;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
@@ -215,7 +211,7 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
 
 // Run one row for a unit.
 static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
-    uint8_t next = fsdpi_next_state(u, row);
+    const uint8_t next = fsdpi_next_state(u, row);
     u->model->call_state = next;
     FSDPI_GUARD(fsdpi_open_unit(u));
     for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
@@ -234,15 +230,18 @@ static int fsdpi_holds_grads(const fsdp_unit *u) {
     return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0;
 }
 
+static FSDPI_NOINLINE fsdp_status fsdpi_refuse_waiting(const fsdp_unit *u, const char *what) {
+    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                     "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                     "backward with sync, or drop them by fsdp_model_reset",
+                     what, u->desc.name);
+}
+
 // The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
 static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call,
                                                     const char *what) {
     fsdp_model *m = u->model;
-    if (fsdpi_rows[call][0].asks == FSDPI_REFUSE)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                         "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
-                         "backward with sync, or drop them by fsdp_model_reset",
-                         what, u->desc.name);
+    if (fsdpi_rows[call][0].asks == FSDPI_REFUSE) return fsdpi_refuse_waiting(u, what);
     if (!m->rehearsing && !(m->reported_calls >> call & 1)) {
         m->reported_calls |= 1u << call;
         fsdp_warn(m->world,
@@ -290,10 +289,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
     return fsdpi_show(m, &op);
 }
 
-static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
-                                         const char *what, uint8_t state) {
-    m->call_state = state;
-    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, what) : FSDP_OK;
+// The records of a call of the model are labelled IDLE.
+static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
+    m->call_state = FSDP_STATE_IDLE;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
@@ -304,7 +303,7 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     const char *what = fsdpi_call_name(call);
     if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
-    if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
+    if (!status) status = fsdpi_announce(m, call, what);
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
@@ -333,7 +332,10 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
         return fsdpi_keep_status(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
-    status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
+    if (m->watch & FSDPI_OPS) {
+        m->call_state = fsdpi_next_state(u, row);
+        status = fsdpi_show_call(m, u, call, NULL);
+    }
     if (!status) status = fsdpi_run_row(u, row);
     return fsdpi_keep_status(m, status);
 }
@@ -534,7 +536,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
         return status;
     fsdpi_drain(model->world);
     if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
-    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, "model_reset", FSDP_STATE_IDLE);
+    status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);
     model->backward = 0;
@@ -552,7 +554,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
-                  : fsdpi_announce(model, NULL, FSDP_CALL_EXTENSION, what, FSDP_STATE_IDLE);
+                  : fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
 }
 
 #endif // FSDPI_CORE_STEP_H

@@ -12,9 +12,10 @@
 #include "macros.h"
 #include "objects.h"
 #include "ops.h"
+#include "os.h"
 #include "pool.h"
 #include "route.h"
-#include "usage.h"
+#include "unit.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -95,7 +96,7 @@ static const fsdpi_step_row fsdpi_step_rows[FSDPI_STEP_COUNT] = {
 };
 
 static int fsdpi_step_stream(const fsdp_unit *u, int kind) {
-    int last = fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+    int last = u->facts.replicas > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
     int stream = fsdpi_step_rows[kind].stream;
     return stream == FSDP_STREAM_COUNT ? last : stream;
 }
@@ -199,13 +200,33 @@ static FSDPI_NOINLINE void fsdpi_template_aim(fsdp_unit *u, fsdpi_template *t,
                    : 0;
 }
 
+/* What ranks compare in a reduction: the unit, what it held when the reduction began, and the
+   parameters that have no gradient, whose first one is named if ranks differ. */
+static void fsdpi_agree_use(const fsdp_unit *u, int held, fsdp_op *op) {
+    uint64_t unused = 0;
+    int used = 0;
+    op->unused = NULL;
+    for (int k = 0; k < u->use_words; k++) // the sum of eight bytes, 0 or 1 each
+        used += (int)((u->use[k] & FSDPI_USE_EACH * FSDPI_USE_USED) * FSDPI_USE_EACH >> 56);
+    for (int i = 0; used < u->layout.num_train && i < u->desc.num_params; i++) {
+        if (!u->params[i].requires_grad || *fsdpi_use(u, i) & FSDPI_USE_USED) continue;
+        if (!op->unused) op->unused = u->params[i].name;
+        unused = fsdpi_hash(unused, (uint64_t)i + 1);
+    }
+    const uint64_t alike[] = {(uint64_t)held, unused};
+    op->what_hash = fsdpi_hash_words(u->layout.hash, alike, 2);
+    op->agree[FSDP_AGREE_USED] = (uint8_t)(op->unused ? unused | 1 : 0);
+    op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)held;
+}
+
 /* Emits the records of a step. held: what the unit held when its route was made. Steps run in the
    order of their streams: a slot that the step gives back is released after its last record. */
 static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) {
     fsdp_model *m = u->model;
     fsdpi_template *t = u->layout.templates[s->kind], *end = u->layout.templates[s->kind + 1];
-    const double factor = fsdpi_facts_factor(&u->facts);
-    const int divides = s->how & FSDPI_DIVIDES;
+    if (t == end && !s->how) return FSDP_OK;
+    const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
+    const double factor = u->facts.divide_factor;
     if (s->how & FSDPI_TAKES)
         FSDPI_TRY(fsdpi_acquire(u, s->to == FSDPI_FRESH ? FSDP_POOL_ROUT : s->to,
                                 &u->state.slot[s->to]));
@@ -216,14 +237,16 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
         if (t->dst) op->dst = *t->dst;
         if (op->src) op->src_ptr = op->src->ptr + t->begin;
         if (op->dst) op->dst_ptr = op->dst->ptr;
-        op->scale = divides ? s->scale / factor : s->scale;
-        op->share = divides ? s->scale : 0;
-        op->factor = divides || t->agrees ? factor : 0;
-        op->accumulate = s->how & FSDPI_ADDS;
+        if (of_grads) {
+            op->scale = divides ? s->scale / factor : s->scale;
+            op->share = divides ? s->scale : 0;
+            op->factor = divides || t->agrees ? factor : 0;
+            op->accumulate = s->how & FSDPI_ADDS;
+        }
         op->state = m->call_state;
         op->step = m->step;
         op->given = m->given;
-        if (t->agrees) fsdpi_usage_agree(u, held, op);
+        if (t->agrees) fsdpi_agree_use(u, held, op);
         FSDPI_TRY(fsdpi_emit(m, op));
     }
     if (!(s->how & FSDPI_GIVES)) return FSDP_OK;

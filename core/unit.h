@@ -22,10 +22,26 @@
 #include <stdio.h>
 #include <string.h>
 
-// Parameters, and behind them the marks of their use, eight in a word.
-static int fsdpi_use_words(const fsdp_unit *u) { return (u->desc.num_params + 7) >> 3; }
+static fsdpi_options fsdpi_options_new(void) {
+    fsdpi_options o = FSDP_ZERO;
+#define FSDP_X(type, name, initial) o.name = initial;
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
+    return o;
+}
+
+static fsdpi_state fsdpi_state_new(void) {
+    fsdpi_state s = FSDP_ZERO;
+    s.last_order = -1;
+    s.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
+    return s;
+}
+
+static uint8_t *fsdpi_use(const fsdp_unit *u, int i) { return (uint8_t *)u->use + i; }
+
+// One allocation: the parameters, then their marks of use, eight in a word.
 static size_t fsdpi_params_bytes(const fsdp_unit *u) {
-    return (size_t)u->desc.num_params * sizeof *u->params + 8 * (size_t)fsdpi_use_words(u);
+    return (size_t)u->desc.num_params * sizeof *u->params + 8 * (size_t)u->use_words;
 }
 
 static void fsdpi_unit_free(fsdp_unit *u) {
@@ -246,6 +262,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
 #define FSDP_X(type, name, initial) f.name = u->options.name;
     FSDPI_ROUTE_OPTIONS(FSDP_X)
 #undef FSDP_X
+    if (f.divide_factor == 0) f.divide_factor = f.shards * f.replicas;
     u->facts = f;
     u->route = fsdpi_route_of(&f, 0);
     l->gather = (uint8_t)fsdpi_facts_gather(&f);
@@ -376,6 +393,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
     if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
     u->desc.num_params = d->num_params;
+    u->use_words = (u->desc.num_params + 7) >> 3;
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, fsdpi_params_bytes(u));
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)

@@ -16,7 +16,7 @@
 #include "../core/os.h"
 #include "../core/route.h"
 #include "../core/run.h"
-#include "../core/usage.h"
+#include "../core/template.h"
 #include "objects.h"
 
 // Writes into a record of a tape what differs from step to step.
@@ -25,10 +25,10 @@ static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->step = m->step;
     op->given = m->given;
     if (!fsdpi_bits(op->factor)) return; // most have none
-    op->factor = fsdpi_facts_factor(&op->unit->facts);
+    op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
     if (op->comm && op->what == op->unit->desc.name) // a joined one has a name of its own
-        fsdpi_usage_agree(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
+        fsdpi_agree_use(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
 }
 
 // A replay reduces as if all parameters were used. If one has no gradient, its hook is not called.
@@ -46,7 +46,7 @@ static void fsdpi_plan_agree_joined(const fsdp_plan *p, const fsdpi_plan_tape *t
     op->unused = NULL;
     for (int i = 0; i < joined->num_members; i++) {
         const fsdp_unit *u = p->units[t->members[joined->members + i].unit];
-        fsdpi_usage_agree(u, op->agree[FSDP_AGREE_ACCUMULATE], &one);
+        fsdpi_agree_use(u, op->agree[FSDP_AGREE_ACCUMULATE], &one);
         op->what_hash = fsdpi_hash(op->what_hash, one.what_hash);
         op->agree[FSDP_AGREE_USED] = (uint8_t)fsdpi_hash(op->agree[FSDP_AGREE_USED],
                                                          one.agree[FSDP_AGREE_USED]);

@@ -56,11 +56,11 @@ static uint64_t fsdpi_plan_options(fsdp_model *m) {
     uint64_t kind = fsdpi_plan_settings(m);
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        const double factor = fsdpi_facts_factor(&u->facts);
+        const double factor = u->facts.divide_factor;
         fsdpi_options o = u->options;
         int like = 0;
         if (o.divide_factor == 0) continue;
-        while (fsdpi_facts_factor(&m->units[like]->facts) != factor) like++;
+        while (m->units[like]->facts.divide_factor != factor) like++;
         uint64_t split = (uint64_t)like << 1 | (uint64_t)fsdpi_facts_write_shard(&u->facts, 0);
         o.divide_factor = 0;
         kind -= fsdpi_plan_settings_of(u, &u->options);

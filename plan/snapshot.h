@@ -18,7 +18,6 @@
 #include "../core/run.h"
 #include "../core/step.h"
 #include "../core/unit.h"
-#include "../core/usage.h"
 #include "../core/watch.h"
 #include "objects.h"
 
@@ -57,7 +56,7 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->options, sizeof u->options);
     fsdpi_walk_bytes(w, &u->facts, sizeof u->facts);
     fsdpi_walk_bytes(w, &u->route, sizeof u->route);
-    fsdpi_walk_bytes(w, u->use, (size_t)fsdpi_use_words(u) * sizeof *u->use);
+    fsdpi_walk_bytes(w, u->use, (size_t)u->use_words * sizeof *u->use);
     fsdpi_walk_bytes(w, &u->reported_calls, sizeof u->reported_calls);
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];

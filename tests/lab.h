@@ -531,6 +531,10 @@ H_FN fsdp_param_view lab_view(fsdp_world *w, fsdp_unit *unit, int index) {
     CALL(w, fsdp_param_view_get(unit, index, &v));
     return v;
 }
+/* On a device with streams the caller's host waits before it touches what they read and write. */
+H_FN void lab_settle(const fsdp_world *w, fsdp_model *m) {
+    if (lib_on_streams(w)) CALL(w, fsdp_wait_stream(m, -1));
+}
 /* A forward, or a backward, in which nothing happens. */
 H_FN void lab_forward(fsdp_world *w, fsdp_unit *unit) {
     CALL(w, fsdp_pre_forward(unit));

@@ -202,7 +202,7 @@ H_FN void block_move(blk *b, fsdp_redistribution *way, float *to, const float *f
     else CALL(b->on.w, fsdp_redistribute(way, to, from));
     if (work) work(b);
     if (b->net->overlap) CALL(b->on.w, fsdp_redistribute_wait(way));
-    if (lib_on_streams(b->on.w)) CALL(b->on.w, fsdp_wait_stream(b->on.model, -1));
+    lab_settle(b->on.w, b->on.model);
 }
 H_FN void block_hook(blk *b, fsdp_status (*hook)(fsdp_unit *)) {
     for (int i = 0; i < 2 && b->on.model; i++) CALL(b->on.w, hook(b->unit[i]));

@@ -49,7 +49,7 @@ FS_FN void tp_move(const fs_run *x, int way, double *to, int64_t out, const doub
     float *const dst = own->part[out != in];
     lab_store(own->part[0], FSDP_F32, from, in);
     CALL(x->world, fsdp_redistribute(own->way[way], dst, own->part[0]));
-    if (lib_on_streams(x->world)) CALL(x->world, fsdp_wait_stream(x->model, -1));
+    lab_settle(x->world, x->model);
     lab_load(to, dst, FSDP_F32, out);
 }
 

@@ -11,17 +11,20 @@
 #include "harness.h"
 #include "stubs/stub.h"
 
-/* The library's calls of these two go through functions of this test. */
+/* The library's calls of these three go through functions of this test. */
+static cudaError_t late_device(int device);
 static ncclResult_t faulty_init(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
                                 ncclConfig_t *config);
 static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t *child,
                                  ncclConfig_t *config);
 #define ncclCommInitRankConfig faulty_init
 #define ncclCommSplit          faulty_split
+#define cudaSetDevice          late_device
 #include "library.c"
 #include "lab.h"
 #undef ncclCommInitRankConfig
 #undef ncclCommSplit
+#undef cudaSetDevice
 #include "faults.h"
 
 enum { WIDTH = 24, FLIGHTS = 1024 };
@@ -184,6 +187,38 @@ TEST_P(nccl_faults, rank_dies_while_communicators_are_made, makings) {
     all_got(j, row->victim, FSDP_ERR_PEER_LOST, NULL);
     all_name(j, row->victim, row->victim);
     all_in_time(j, row->victim, 1000);
+}
+
+static int is_late; /* 1: the next thread that is to make a call of NCCL */
+
+/* The victim dies when the others are here, too, who come too late: their communicators are gone. */
+static cudaError_t late_device(int device) {
+    long ns = 0;
+    if (!__atomic_exchange_n(&is_late, 0, __ATOMIC_SEQ_CST)) return cudaSetDevice(device);
+    __atomic_add_fetch(&my_job->gate, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&my_job->gate, __ATOMIC_SEQ_CST) < my_job->world) h_nap(&ns);
+    if (my_rank == my_job->victim) mark(my_job), (void)raise(SIGKILL);
+    while (stub_live(STUB_COMMS) > 0) h_nap(&ns);
+    return cudaSetDevice(device);
+}
+
+static void splits_late(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    fsdp_status status = fsdp_init(&d, &world);
+    is_late = 1;
+    if (!status) status = make_trainer(&t, world);
+    leave(j, rank, world, status);
+}
+TEST(nccl_faults, thread_of_a_split_is_late) {
+    job *j = make_job(3, 20000, splits_late);
+    j->victim = 1;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, j->victim, FSDP_ERR_PEER_LOST, NULL);
+    all_name(j, j->victim, j->victim);
+    all_in_time(j, j->victim, 1000);
 }
 
 /* The process goes on, and can end. */

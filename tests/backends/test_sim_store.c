@@ -455,7 +455,7 @@ static int all_faulty(const job *j, const char *list) {
 /* Its own deadline has ended it, with an error that is looked at as well: then it is gone. */
 static int has_given_up(const job *j, int rank) {
     const char *text = rank >= 0 && rank < j->size ? j->ranks[rank].text : "";
-    return strstr(text, "[E717]") || strstr(text, "[E721]");
+    return strstr(text, "[E717]") || strstr(text, "[E721]") || strstr(text, "[E791]");
 }
 
 /* The store has ended in order while its host was cut off, for longer than it waits for its goodbye

@@ -155,7 +155,7 @@ static const struct {
     int what;
     const char *text;
 } steps[] = {{"divide_factor", FACTOR, "(differs in gradient divide factor)"},
-             {"used_parameters", UNUSED, "(differs in parameters that have a gradient)"},
+             {"used_parameters", UNUSED, "(differs in parameters that have a gradient (fsdp_set_reduce_scatter_unused_params))"},
              {"zero_grad", KEPT, "gradients of earlier steps (zero_grad))"},
              {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
 
@@ -168,7 +168,6 @@ static void step_rank(lab_rank *r) {
     fsdp_unit *u;
     make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
     if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
-    if (job->what != FACTOR) CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
     for (int step = 0; step < 2 && !status; step++) {
         const int is_odd = rank == 0 && step == 1;
         if (is_odd && job->what == FACTOR) CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
@@ -397,7 +396,6 @@ static void sums_of_one_rank(lab_rank *r) {
     fsdp_model *m = lab_model(r->w, &md);
     fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
     fsdp_param_view v = FSDP_ZERO;
-    CALL(r->w, fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
     for (int micro = 0; micro < 2; micro++) {
         CALL(r->w, fsdp_set_requires_gradient_sync(m, NULL, micro == 1));
         lab_forward(r->w, u);

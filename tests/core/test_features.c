@@ -1988,7 +1988,7 @@ static void reset_runs(int stride) {
               ACTIONS + 1);
 }
 TEST(reset, behind_every_call, SLOW | AT_NIGHT(ASAN)) { reset_runs(W_SLOW ? 11 : 7); }
-TEST(long_reset, behind_every_call, NIGHT) { reset_runs(1); }
+TEST(long_reset, behind_every_call, SECONDS(300) | NIGHT) { reset_runs(1); }
 
 /* ---- norms ----------------------------------------------------------------------------------- */
 

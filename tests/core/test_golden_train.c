@@ -327,8 +327,6 @@ static void layer_back(trainer *t, int l) {
     }
     linear_back(t, rows, cols, t->h[l], t->dz, t->dh, t->dw, t->db);
     if (c->u[l] >= 0 && used(t, c->u[l])) add_grad(t, c->u[l], t->db);
-    else if (c->u[l] >= 0 && c->cond && c->ranks == 1 && c->params[c->u[l]].trains)
-        CHECK(fsdp_grad(t->unit[l], c->params[c->u[l]].index) != NULL); /* zeros, by nobody */
     for (int64_t i = 0; c->tied[l] && i < rows * cols; i++)
         t->dw[i] = lab_round(c->type, t->dw[i] + t->dw1[i]);
     for (int64_t i = 0; c->tied[l] && i < rows; i++)
@@ -407,6 +405,7 @@ static void make_model(trainer *t, const job *j) {
             ud.reshard_after_forward = FSDP_RESHARD_NEVER; /* the root's default */
         t->unit[u] = lab_unit(t->world, t->model, &ud, d, count);
     }
+    CALL(t->world, fsdp_set_reduce_scatter_unused_params(t->model, NULL, c->cond));
     if (c->divide > 0) CALL(t->world, fsdp_set_gradient_divide_factor(t->model, NULL, c->divide));
     CALL(t->world, fsdp_init_params(t->model, fill_rows, NULL));
 }

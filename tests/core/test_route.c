@@ -177,7 +177,7 @@ static int writes_shard(const story *s) {
     const fsdpi_facts *f = s->f;
     int same = f->stored == f->gathered && f->gathered == f->reduce && f->reduce == f->grad;
     int alone = f->shards * f->replicas == 1 && f->one_part && !f->extended && !f->offload;
-    int as_it_is = f->sync && !f->hook && (f->divide_factor == 0 || f->divide_factor == 1);
+    int as_it_is = f->sync && !f->hook && f->divide_factor == 1;
     return same && alone && as_it_is && !(s->held & ~FSDPI_HELD_SHARD);
 }
 
@@ -202,13 +202,12 @@ static void follow(const fsdpi_facts *f, int held) {
     story now, *s = &now;
     memset(s, 0, sizeof *s);
     s->f = f, s->r = &route, s->held = held, s->before = expected_before(f);
-    s->factor = f->divide_factor != 0 ? f->divide_factor : f->shards * f->replicas;
+    s->factor = f->divide_factor;
     int W = f->shards > 1, R = f->replicas > 1, at = 0, places = 0, input = held & 3;
     int staged = !f->one_part || f->extended || f->offload || f->stored != f->gathered;
     RULE(fsdpi_facts_gather(f) == (staged || (f->debug && !W) ? FSDPI_GATHER_STAGED
                                    : W                        ? FSDPI_GATHER_SHARDS
                                                               : FSDPI_GATHER_ALIAS));
-    RULE(fsdpi_facts_factor(f) == s->factor);
     RULE(fsdpi_facts_write_shard(f, held) == writes_shard(s));
     const content written = {GRADIENTS, f->gathered, 1, 0, 0, FSDPI_HELD_GRAD, 0, 0};
     const content in = {GRADIENTS, f->reduce, s->before, 0, 0, FSDPI_HELD_IN, 0, 0};
@@ -285,7 +284,7 @@ TEST(route, every_combination, SECONDS(120)) {
                             f.grad = floats[dtypes >> 4 & 3];
                             f.reduce = floats[dtypes >> 6];
                             flags_of(&f, bits);
-                            f.divide_factor = factors[k];
+                            f.divide_factor = factors[k] > 0 ? factors[k] : w * replicas;
                             for (int held = 0; held < 16; held++) {
                                 if ((held & FSDPI_HELD_OUT) && (w == 1 || replicas == 1)) continue;
                                 /* nothing to reduce: only where gradients are where they end */

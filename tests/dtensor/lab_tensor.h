@@ -189,10 +189,7 @@ H_FN fsdp_redistribution_info info_of(const rig *r, const fsdp_redistribution *x
 }
 H_FN int64_t routes_of(const rig *r) { return r->any ? (int64_t)info_of(r, r->any).routes : 0; }
 
-/* The caller's host reads what its stream has brought. */
-H_FN void settle(const rig *r) {
-    if (lib_on_streams(r->b.w)) CALL(r->b.w, fsdp_wait_stream(r->b.model, -1));
-}
+H_FN void settle(const rig *r) { lab_settle(r->b.w, r->b.model); }
 H_FN void run_redist(const rig *r, fsdp_redistribution *x, float *dst, const float *src) {
     CALL(r->b.w, fsdp_redistribute(x, dst, src));
     settle(r);

@@ -353,6 +353,7 @@ H_FN void tp_load(tp_rank *t, int role, int block, double *out) {
     if (t->on.model) {
         const void *data = fsdp_data(t->unit[p->unit], p->index);
         CHECK(data != NULL);
+        lab_settle(t->on.w, t->on.model);
         lab_load(out, data, tp_dtype(t->net), tp_part(t, p));
     } else
         for (int64_t k = 0; k < p->numel; k++)
@@ -366,6 +367,7 @@ H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
     if (p->frozen) return;
     void *grad = t->on.model ? fsdp_grad(t->unit[p->unit], p->index) : NULL;
     CHECK(!t->on.model || grad);
+    if (grad) lab_settle(t->on.w, t->on.model);
     for (int64_t k = 0; k < tp_part(t, p); k++)
         if (grad) lab_put(grad, dtype, k, lab_get(grad, dtype, k) + g[k]);
         else t->grad[p->at + k] += lab_round(dtype, g[k]) / t->num_data;
@@ -373,8 +375,10 @@ H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
 
 /* Bytes of the whole, which each way only copies. */
 H_FN void tp_move(tp_rank *t, fsdp_redistribution *r, float *dst, const float *src, int64_t count) {
-    if (t->on.model) CALL(t->on.w, fsdp_redistribute(r, dst, src));
-    else if (dst != src) memcpy(dst, src, (size_t)count * sizeof *dst);
+    if (t->on.model) {
+        CALL(t->on.w, fsdp_redistribute(r, dst, src));
+        lab_settle(t->on.w, t->on.model);
+    } else if (dst != src) memcpy(dst, src, (size_t)count * sizeof *dst);
 }
 
 /* ---- forward and backward ------------------------------------------------------------------- */

@@ -1901,7 +1901,10 @@ static void leaves_out(lab_rank *r) {
                         *out = make(&b, "out", "S0", "R", 0, 2, shape);
     CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&src));
     CALL(b.w, fsdp_dmesh_alloc(b.dm, 1024, (void **)&dst));
-    for (int k = 0; k < 3; k++) CALL(b.w, fsdp_redistribute(in, dst, src)); /* all are there */
+    for (int k = 0; k < 3; k++) CALL(b.w, fsdp_redistribute(in, dst, src));
+    lab_settle(b.w, b.model);
+    h_mark(1);
+    h_await_marks(1, r->size); /* nobody is in these any more when one leaves */
     if (odd && row->what == DIES) h_die(SIGKILL);
     if (odd && row->what == DOES_NOTHING) h_await_marks(0, 2); /* until the others know */
     if (!odd && row->lanes) {

@@ -487,12 +487,19 @@ static double *weight_part(const module *m, const char *name, int64_t *numel) {
     CHECK_OK(fsdp_shard_range(w->shape[dim], m->s->tp, m->rank, &r));
     *numel = w->cut ? r.count * (w->ndim == 2 ? w->shape[!dim] : 1) : lab_numel(w->ndim, w->shape);
     double *x = lab_doubles(*numel + 1);
+    lab_settle(m->w, m->model);
     lab_load(x, fsdp_data(m->unit[w->cut], m->at[i]), FSDP_F32, *numel);
     return x;
 }
 static void put_grad(const module *m, const char *name, const double *g, int64_t numel) {
     int i = weight_of(m, name);
-    lab_store(fsdp_grad(m->unit[m->s->weights[i].cut], m->at[i]), FSDP_F32, g, numel);
+    void *grad = fsdp_grad(m->unit[m->s->weights[i].cut], m->at[i]);
+    lab_settle(m->w, m->model);
+    lab_store(grad, FSDP_F32, g, numel);
+}
+static void redistribute(const module *m, fsdp_redistribution *r, float *dst, const float *src) {
+    CALL(m->w, fsdp_redistribute(r, dst, src));
+    lab_settle(m->w, m->model);
 }
 
 /* LayerNorm over the last dim: y = (x - mean) / root * w + b, with root = sqrt(variance + eps).
@@ -610,7 +617,7 @@ static void run_forward(module *m) {
     fsdp_local l;
     int64_t n = 0;
     double *b = s->kind == COLWISE || s->kind == ROWWISE ? weight_part(m, "bias", &n) : NULL;
-    if (!s->num_ids) CALL(m->w, fsdp_redistribute(m->in, m->px_used, m->px));
+    if (!s->num_ids) redistribute(m, m->in, m->px_used, m->px);
     switch (s->kind) {
     case COLWISE: linear(m, "weight", b, m->py_raw, m->px_used); break;
     case ROWWISE: linear(m, "weight", NULL, m->py_raw, m->px_used); break;
@@ -620,7 +627,7 @@ static void run_forward(module *m) {
     case ATTN: attention(m, m->py_raw, m->px_used, NULL, NULL); break;
     default: embed(m, m->py_raw);
     }
-    CALL(m->w, fsdp_redistribute(m->out, m->py, m->py_raw));
+    redistribute(m, m->out, m->py, m->py_raw);
     for (int64_t k = 0; s->kind == ROWWISE && k < part_of(m, &m->y, &l); k++)
         m->py[k] = (float)((double)m->py[k] + b[k % n]);
     free(b);
@@ -630,7 +637,7 @@ static void run_forward(module *m) {
 static void run_backward(module *m) {
     const style *s = m->s;
     fsdp_local l;
-    CALL(m->w, fsdp_redistribute(m->out_back, m->pdy_used, m->py));
+    redistribute(m, m->out_back, m->pdy_used, m->py);
     if (s->kind == COLWISE || s->kind == ROWWISE) {
         int by_columns = s->kind == COLWISE;
         part_of(m, by_columns ? &m->y_raw : &m->y, &l);
@@ -643,7 +650,7 @@ static void run_backward(module *m) {
         layer_norm(m, NULL, m->px_used, part_of(m, &m->x, &l) / s->x[1], m->pdy_used, m->pdx_used);
     } else if (s->kind == ATTN) attention(m, NULL, m->px_used, m->pdy_used, m->pdx_used);
     else embed_back(m, m->pdy_used);
-    if (!s->num_ids) CALL(m->w, fsdp_redistribute(m->in_back, m->pdx, m->pdx_used));
+    if (!s->num_ids) redistribute(m, m->in_back, m->pdx, m->pdx_used);
 }
 
 static void check_part_of(module *m, const fsdp_spec *spec, const float *part, const double *want,
@@ -778,7 +785,7 @@ static void reduce_rows(module *m, int op, float *x, int64_t n) {
     adds.op = (int8_t)op;
     CHECK_OK(fsdp_spec_init(&from, 1, &mesh, &adds, FSDP_F32, 1, &n));
     CHECK_OK(fsdp_spec_init(&to, 1, &mesh, &whole_tensor, FSDP_F32, 1, &n));
-    CALL(m->w, fsdp_redistribute(way(m, "loss", &from, &to), x, x));
+    redistribute(m, way(m, "loss", &from, &to), x, x);
 }
 
 static void loss_rank(lab_rank *r) {

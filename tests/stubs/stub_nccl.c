@@ -272,6 +272,7 @@ typedef struct job {
 struct ncclComm {
     struct ncclComm *next; /* of all; under `lock` */
     int rank, size, device, blocking, ctas;
+    ncclComm_t parent; /* while a split makes it, whose abort ends it */
     mapping *file;
     uint32_t turn; /* how often this rank has arrived */
     uint32_t aborted, refs, closed, finalized;
@@ -356,7 +357,7 @@ static int meet(ncclComm_t c) {
         for (int k = 0; k < c->size; k++)
             missing += (int32_t)(LOAD(&s->members[k].arrived) - turn) < 0;
         if (!missing) return 1;
-        if (LOAD(&c->aborted)) return 0;
+        if (LOAD(&c->aborted) || (c->parent && LOAD(&c->parent->aborted))) return 0;
         pause_until_rung(c, seen);
     }
 }
@@ -804,9 +805,11 @@ static ncclResult_t do_split(job *j) {
         j->id.pid = (int32_t)shown(c, leader)[2];
         j->id.fd = (int32_t)shown(c, leader)[3];
         child = new_comm(rank, size, c->device, j->blocking);
+        child->parent = c;
         job init = *j;
         init.comm = child;
         ncclResult_t result = do_init(&init);
+        child->parent = NULL;
         if (result) {
             close_comm(child);
             return result;
