@@ -14,9 +14,9 @@
 #include "../core/objects.h"
 #include "../core/ops.h"
 #include "../core/os.h"
-#include "../core/route.h"
 #include "../core/run.h"
 #include "../core/template.h"
+#include "../core/unit.h"
 #include "objects.h"
 
 // Writes into a record of a tape what differs from step to step.
