@@ -337,7 +337,8 @@ static int fsdpi_plan_has_grads(const fsdpi_plan_prover *v, int unit) {
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
     fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
     if (!r) return;
-    fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
+    if (fsdpi_plan_has_grads(v, m->unit))
+        fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
     fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &r->ready);
     if (m->dst < 0) return;
     if (!v->slots[m->dst].held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->dst);

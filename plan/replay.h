@@ -14,7 +14,6 @@
 #include "../core/objects.h"
 #include "../core/ops.h"
 #include "../core/os.h"
-#include "../core/route.h"
 #include "../core/run.h"
 #include "../core/template.h"
 #include "../core/unit.h"

@@ -17,7 +17,6 @@
 #include "../core/route.h"
 #include "../core/run.h"
 #include "../core/step.h"
-#include "../core/unit.h"
 #include "../core/watch.h"
 #include "objects.h"
 
