@@ -1380,7 +1380,6 @@ enum {
     X(SLICE, "slice")         /* my 1/n of the gathered parameters, kept after forward */         \
     X(GRADS, "grads")         /* a fresh gradient slot */                                         \
     X(ACC, "acc")             /* gradients -> reduce input: cast, chunk_cat, accumulate */        \
-    X(USERS, "users")         /* which parameters this rank used, rides along */                  \
     X(REDUCE, "reduce")       /* over the shard group */                                          \
     X(PARTIAL, "partial")     /* reduce output -> sums that wait for the all-reduce */            \
     X(REPLICAS, "replicas")   /* over the replicas */                                             \

@@ -541,25 +541,6 @@ static int copy_any(const CopyJob &job) {
     }
 }
 
-// The same bytes into several rows: flags, which the host need not keep until the stream is there.
-struct Spread {
-    struct Params {
-        char *dst;
-        int64_t pitch, height;
-        uint32_t grid, nbytes;
-        char bytes[FSDP_CUDA_SPREAD_MAX];
-    };
-    static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
-        for (int64_t row = index; row < p.height; row += p.grid) {
-            char *to = p.dst + row * p.pitch;
-            fsdp_stub_touch(to, p.nbytes, 1);
-            FSDPI_EACH_THREAD(t) {
-                for (uint32_t i = t; i < p.nbytes; i += FSDPI_THREADS) to[i] = p.bytes[i];
-            }
-        }
-    }
-};
-
 /* -------------------------------------------------------------------------------------------- */
 /* Norms. Three launches: one number of each tile, then of each run, then the whole. Which elements
    a thread adds up depends on their places in the run alone, so that bits do.                    */
@@ -1059,21 +1040,6 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
     return fsdpi_cuda::copy_any(job);
 }
 
-FSDP_CUDA_API int fsdp_cuda_spread(void *stream, void *dst, int64_t pitch, int64_t height,
-                                   const void *bytes, size_t nbytes) {
-    using namespace fsdpi_cuda;
-    Spread::Params p;
-    if (nbytes > sizeof p.bytes) return cudaErrorInvalidValue;
-    if (nbytes == 0 || height <= 0) return 0;
-    p.dst = (char *)dst;
-    p.pitch = pitch;
-    p.height = height;
-    p.grid = grid_of(height);
-    p.nbytes = (uint32_t)nbytes;
-    memcpy(p.bytes, bytes, nbytes);
-    return launch<Spread>(stream, p.grid, p);
-}
-
 FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
                                  uint32_t num, double max_norm, double p, const double *sum) {
     using namespace fsdpi_cuda;
@@ -1182,7 +1148,7 @@ FSDP_CUDA_API int fsdp_cuda_load(void) {
     void *at = (void *)(uintptr_t)4096;
     fsdp_block blocks[FSDPI_FEW + 1];
     const fsdp_block one = {0, 0, 1, 1, 1, 1};
-    int error = fsdp_cuda_spread(FSDPI_LOADS, at, 1, 1, "", 1);
+    int error = 0;
     for (uint32_t i = 0; i <= FSDPI_FEW; i++) blocks[i] = one;
     for (uint32_t num = 1; num <= FSDPI_FEW + 1; num += FSDPI_FEW)
         for (int i = 0; i < 4 && !error; i++) {

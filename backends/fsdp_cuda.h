@@ -440,15 +440,6 @@ static int fsdpi_cuda_rows(const fsdpi_cuda_device *d, cudaStream_t on, char *ds
     return (int)e;
 }
 
-// Are these flags of use, the same for all ranks? A kernel would be slow if it read them from the
-// host.
-static int fsdpi_cuda_is_spread(const fsdp_op *op, size_t size) {
-    const fsdp_block *b = (const fsdp_block *)op->list;
-    return op->label == FSDP_LABEL_USERS && !op->src && op->dtype == op->out_dtype &&
-           op->scale == 1.0 && !op->accumulate && op->list_count == 1 && b->src_pitch == 0 &&
-           (size_t)b->width * size <= FSDP_CUDA_SPREAD_MAX;
-}
-
 static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     const fsdp_block *b = (const fsdp_block *)op->list;
@@ -456,12 +447,7 @@ static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp
     int is_plain = op->dtype == op->out_dtype && op->scale == 1.0 && !op->accumulate;
     size_t size = fsdp_dtype_size(op->dtype);
     int result = 0;
-    if (fsdpi_cuda_is_spread(op, size)) {
-        result = fsdp_cuda_spread((void *)on, (char *)op->dst_ptr + (size_t)b->dst * size,
-                                  b->dst_pitch * (int64_t)size, b->height,
-                                  (const char *)op->src_ptr + (size_t)b->src * size,
-                                  (size_t)b->width * size);
-    } else if (op->clip) {
+    if (op->clip) {
         result = fsdp_cuda_clip((void *)on, op->dst_ptr, op->dtype, b, op->list_count, op->scale,
                                 op->norm_type, op->clip);
     } else if (op->list_count == 1 && is_plain && (b->height == 1 || b->src_pitch >= b->width)) {

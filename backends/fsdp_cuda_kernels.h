@@ -45,12 +45,6 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
                                  const fsdp_block *blocks, uint32_t num, double scale,
                                  int accumulate);
 
-/* Copies the same nbytes of the host into each of `height` rows of dst, `pitch` bytes apart. They
-   travel with the launch, at most FSDP_CUDA_SPREAD_MAX: the host may write them after the call. */
-#define FSDP_CUDA_SPREAD_MAX 2048
-FSDP_CUDA_API int fsdp_cuda_spread(void *stream, void *dst, int64_t pitch, int64_t height,
-                                   const void *bytes, size_t nbytes);
-
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
    NaN being larger than infinity. accumulate: joined with the value in *out. The sum of a block
    depends only on its elements, and blocks are added in their order: a list gives the same bits

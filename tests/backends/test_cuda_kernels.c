@@ -277,30 +277,6 @@ TEST(copy, in_place) {
 }
 
 /* What clipping does: the factor comes from memory. Norms that need none or are no numbers, too. */
-/* Bytes that travel with a launch: the host may write over its own at once. */
-TEST(copy, spread) {
-    static const size_t sizes[] = {1, 3, 16, 255, 256, 257, 1000, FSDP_CUDA_SPREAD_MAX};
-    static const int heights[] = {1, 2, 7, 300};
-    char said[FSDP_CUDA_SPREAD_MAX + 1];
-    char *dst = (char *)memory((size_t)300 * (FSDP_CUDA_SPREAD_MAX + 5));
-    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
-        for (size_t h = 0; h < sizeof heights / sizeof *heights; h++)
-            for (size_t gap = 0; gap <= 5; gap += 5) {
-                const size_t pitch = sizes[s] + gap, whole = pitch * (size_t)heights[h];
-                memset(dst, 0x5A, whole);
-                for (size_t i = 0; i < sizeof said; i++) said[i] = (char)(i * 7 + s);
-                int error = fsdp_cuda_spread(NULL, dst, (int64_t)pitch, heights[h], said, sizes[s]);
-                memset(said, 0, sizeof said);
-                finish(error);
-                for (size_t i = 0; i < whole; i++)
-                    CHECK_EQ_INT(dst[i],
-                                 i % pitch < sizes[s] ? (char)(i % pitch * 7 + s) : 0x5A);
-            }
-    CHECK_EQ_INT(fsdp_cuda_spread(NULL, dst, 1, 0, said, 1), 0);
-    CHECK_EQ_INT(fsdp_cuda_spread(NULL, dst, 0, 1, said, 0), 0);
-    CHECK_EQ_INT(fsdp_cuda_spread(NULL, dst, 4096, 1, said, sizeof said), cudaErrorInvalidValue);
-}
-
 TEST(copy, clipped) {
     static const double powers[] = {2, 1, 3, 0.5, HUGE_VAL},
                         sums[] = {0, 1e-3, 0.999998, 1, 2, 3.7, 1e30, HUGE_VAL, (double)NAN};
