@@ -21,7 +21,7 @@ CWARN := -Wstrict-prototypes -Wmissing-prototypes
 export WARN CWARN CC CXX
 
 # SAN=asan or tsan, into a build directory of its own. Built at -O0, asan takes half as long in all.
-SAN_asan := -fsanitize=address,undefined,float-cast-overflow -O0
+SAN_asan := -fsanitize=address,undefined,float-cast-overflow -O0 -DFSDPI_DEBUG
 SAN_tsan := -fsanitize=thread -O1
 SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
 

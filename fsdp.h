@@ -1508,12 +1508,12 @@ enum {
 
 #define FSDP_POOL_LIST(X)                                                                         \
     X(SHARD, "shards")                                                                            \
-    X(SGRAD, "shard gradients")                                                                   \
+    X(SHARD_GRAD, "shard gradients")                                                              \
     X(GATHER, "gathered parameters")                                                              \
     X(SLICE, "parameters kept after forward")                                                     \
     X(GRAD, "full gradients")                                                                     \
-    X(RIN, "reduce input")                                                                        \
-    X(ROUT, "reduce output")                                                                      \
+    X(REDUCE_IN, "reduce input")                                                                  \
+    X(REDUCE_OUT, "reduce output")                                                                \
     X(SCRATCH, "scratch")             /* norms, and the steps of param_full */
 
 enum {
@@ -1547,7 +1547,7 @@ typedef struct fsdp_memory {
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);
 
-/* fsdp_unit_memory - memory of one unit. SHARD, SGRAD: its part of shards and gradients. Other
+/* fsdp_unit_memory - memory of one unit. SHARD, SHARD_GRAD: its part of shards and gradients. Other
    pools: bytes of one slot that it takes, and in pool_slots how many it holds now.
    unsharded_bytes: its full parameters and gradients
    Result      FSDP_OK; INVALID_ARG */

@@ -376,10 +376,10 @@ typedef struct fsdpi_rep_unit {
     int64_t nbytes;
     int32_t num_members, pending, open; // of this backward: members that are not ready
     int32_t has_hooks;                  // a trainable member has a post-accumulate hook
-    int32_t due;                 // a backward has ended, and its gradients are not settled
-    int32_t sends;               // nor the numbers sent, which is due with its reduction
-    fsdp_block part;             // of the numbers of all parameters, bytes
-    fsdp_replicate_bucket shown; // to hooks
+    int32_t due;                        // a backward has ended, and its gradients are not settled
+    int32_t sends;                      // nor the numbers sent, which is due with its reduction
+    fsdp_block part;                    // of the numbers of all parameters, bytes
+    fsdp_replicate_bucket shown;        // to hooks
 } fsdpi_rep_unit;
 
 typedef struct fsdpi_rep_param {
@@ -406,10 +406,10 @@ struct fsdp_replicate {
     int32_t witness, each;      // a parameter that has a gradient if any has, or -1; each: not so
     fsdp_status failed;         // the first failure of this backward
     // Who used what: an i32 for each parameter, bucket after bucket; 1: used.
-    fsdp_buf *mine, *ours; // of this rank, host memory; then the maximum over the replicas
-    int32_t *found;        // what the host has read of `ours`
-    fsdp_block whole;      // all of them, bytes
-    fsdp_comm *comm;       // NULL: one rank
+    fsdp_buf *mine, *ours;        // of this rank, host memory; then the maximum over the replicas
+    int32_t *found;               // what the host has read of `ours`
+    fsdp_block whole;             // all of them, bytes
+    fsdp_comm *comm;              // NULL: one rank
     int32_t label, sent, copying; // sent: all, for this finalize; copying: a record reads `mine`
 };
 
@@ -545,8 +545,8 @@ static void fsdpi_rep_enter(fsdp_replicate *rep) {
 static int fsdpi_rep_is_reduced(const fsdpi_rep_unit *b) {
     fsdp_memory m = FSDP_ZERO;
     if (!b->due || fsdp_unit_memory(b->unit, &m)) return 0;
-    return !m.pool_slots[FSDP_POOL_GRAD] && !m.pool_slots[FSDP_POOL_RIN] &&
-           !m.pool_slots[FSDP_POOL_ROUT];
+    return !m.pool_slots[FSDP_POOL_GRAD] && !m.pool_slots[FSDP_POOL_REDUCE_IN] &&
+           !m.pool_slots[FSDP_POOL_REDUCE_OUT];
 }
 
 // Of reduced buckets, gradients that no rank wrote are dropped.
@@ -591,7 +591,7 @@ static fsdp_status fsdpi_rep_finalize(fsdp_replicate *rep) {
     }
     if (status) return status;
     status = fsdp_finalize_backward(rep->model); // by later extensions, then by the core
-    int ended = !status; // or it reports a failure of an earlier call
+    int ended = !status;                         // or it reports a failure of an earlier call
     for (int k = 0; k < rep->num_buckets; k++)
         ended |= rep->buckets[k].due && fsdp_unit_state(rep->buckets[k].unit) == FSDP_STATE_IDLE;
     if (!ended || fsdp_world_status(fsdp_model_world(rep->model))) return status;

@@ -459,8 +459,9 @@ static fsdp_status fsdpi_ck_check_units(fsdp_checkpoint *ck, const char *call) {
     fsdp_status status = fsdp_call_begin(ck->model, FSDP_CALL_FULL, call);
     while (!status && fsdp_next_param(ck->model, &v)) {
         status = fsdp_unit_memory(v.unit, &memory);
-        if (!status && (memory.pool_slots[FSDP_POOL_GRAD] || memory.pool_slots[FSDP_POOL_RIN] ||
-                        memory.pool_slots[FSDP_POOL_ROUT]))
+        if (!status &&
+            (memory.pool_slots[FSDP_POOL_GRAD] || memory.pool_slots[FSDP_POOL_REDUCE_IN] ||
+             memory.pool_slots[FSDP_POOL_REDUCE_OUT]))
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_STATE,
                              "[E430] %s: unit '%s' holds gradients that are not reduced: save "
                              "behind a backward with gradient sync",

@@ -49,7 +49,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
 // The first unit that holds a slot which an extension gave it; NULL: there is none.
 static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
-        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
             const fsdp_buf *slot = m->units[i]->state.slot[pool];
             const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
             int own = !slot;

@@ -119,7 +119,7 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     u->layout.whole_grad = u->layout.padded_in = none;
     u->layout.lists = NULL;
     memset(u->layout.templates, 0, sizeof u->layout.templates);
-    u->layout.pad_rin = 0;
+    u->layout.pad_in = 0;
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -130,7 +130,7 @@ static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
             status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d),
                                    &flat->shard);
         if (!status && flat->grad_numel > 0)
-            status = fsdpi_buf_new(m, FSDP_POOL_SGRAD,
+            status = fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD,
                                    (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
                                    &flat->grad);
     }

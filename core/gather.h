@@ -17,27 +17,27 @@
 /* Owns: the slots GATHER and SLICE, and a unit's storage state. A gather takes these steps; each
    row of the table (step.h) asks for some of them.
    Source: torch: FSDPParamGroup.unshard, wait_for_unshard, reshard. */
-static fsdp_status fsdpi_emit_gather(fsdp_unit *u, int kind) {
-    static const fsdpi_step steps[] = {
-        {FSDPI_STEP_COPY_IN, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
-        {FSDPI_STEP_GATHER, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
-        {FSDPI_STEP_COPY_OUT, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
-        {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDPI_TAKES | FSDPI_GIVES, 1},
-        {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER, FSDPI_GIVES, 1},
-        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
-    // From this rank's part of the slot; for the shards, which are what is gathered.
-    static const fsdpi_step staged = {FSDPI_STEP_GATHER, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
-                            alias = {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1};
-    const fsdpi_step *step = &steps[kind];
-    if (kind == FSDPI_STEP_GATHER && u->layout.gather == FSDPI_GATHER_STAGED) step = &staged;
-    if (kind == FSDPI_STEP_WAIT && u->layout.gather == FSDPI_GATHER_ALIAS) step = &alias;
-    return fsdpi_emit_step(u, step, 0);
+static const fsdpi_step
+    fsdpi_copy_in = {FSDPI_STEP_COPY_IN, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
+    fsdpi_gather_shards = {FSDPI_STEP_GATHER, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
+    fsdpi_gather_staged = {FSDPI_STEP_GATHER, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
+    fsdpi_copy_out = {FSDPI_STEP_COPY_OUT, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
+    fsdpi_slice = {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDPI_TAKES | FSDPI_GIVES,
+                   1},
+    fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER, FSDPI_GIVES,
+                           1},
+    fsdpi_wait_gather = {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
+    fsdpi_wait_shards = {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1};
+
+static fsdp_status fsdpi_emit_wait(fsdp_unit *u) {
+    int alias = u->layout.gather == FSDPI_GATHER_ALIAS;
+    return fsdpi_emit_step(u, alias ? &fsdpi_wait_shards : &fsdpi_wait_gather, 0);
 }
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_WAIT));
+    FSDPI_TRY(fsdpi_emit_wait(u));
     if (s->ahead) u->model->ahead_bytes -= (int64_t)s->slot[FSDP_POOL_GATHER]->bytes;
     s->ahead = 0;
     s->storage = FSDP_STORAGE_UNSHARDED;
@@ -77,11 +77,12 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     if (gather != FSDPI_GATHER_ALIAS)
         FSDPI_TRY(fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]));
     if (s->slot[FSDP_POOL_SLICE]) { // over fewer ranks, each piece to its last place
-        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_SLICE_GATHER));
+        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_gather_slices, 0));
     } else if (gather != FSDPI_GATHER_ALIAS) {
-        if (gather == FSDPI_GATHER_STAGED) FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_COPY_IN));
-        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_GATHER));
-        FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_COPY_OUT));
+        const int staged = gather == FSDPI_GATHER_STAGED;
+        if (staged) FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_in, 0));
+        FSDPI_TRY(fsdpi_emit_step(u, staged ? &fsdpi_gather_staged : &fsdpi_gather_shards, 0));
+        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_out, 0));
     }
     s->storage = FSDP_STORAGE_IN_FLIGHT;
     return FSDP_OK;
@@ -95,7 +96,7 @@ static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
-    FSDPI_TRY(fsdpi_emit_gather(u, FSDPI_STEP_SLICE));
+    FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_slice, 0));
     u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
     return FSDP_OK;
 }
@@ -106,7 +107,7 @@ static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int flies = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
     if (flies ? u->model->is_last_backward : u->options.reshard_after_backward)
         return fsdpi_do_reshard(u);
-    return flies && u->model->grad_hooks ? fsdpi_emit_gather(u, FSDPI_STEP_WAIT) : FSDP_OK;
+    return flies && u->model->grad_hooks ? fsdpi_emit_wait(u) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.

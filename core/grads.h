@@ -20,8 +20,9 @@
 #include "template.h"
 #include "unit.h"
 
-/* Owns: the slots GRAD, RIN and ROUT, what the shard gradient holds, and which parameters have a
-   gradient. The unit's route says what happens at the end of a backward; route.h draws the states.
+/* Owns: the slots GRAD, REDUCE_IN and REDUCE_OUT, what the shard gradient holds, and which
+   parameters have a gradient. The unit's route says what happens at the end of a backward; route.h
+   draws the states.
    A parameter is USED when the caller asks where its gradient is written. It is REDUCED when the
    unit's reduction is on its way. Ranks compare in each reduction which parameters are USED.
    Invariant: outside of backward a parameter is USED only if the unit holds gradients that wait.
@@ -56,7 +57,8 @@ static void fsdpi_usage_reduced(fsdp_unit *u) {
 static int fsdpi_held(const fsdp_unit *u) {
     fsdp_buf *const *slot = u->state.slot;
     return (slot[FSDP_POOL_GRAD] ? FSDPI_HELD_GRAD : 0) |
-           (slot[FSDP_POOL_RIN] ? FSDPI_HELD_IN : 0) | (slot[FSDP_POOL_ROUT] ? FSDPI_HELD_OUT : 0) |
+           (slot[FSDP_POOL_REDUCE_IN] ? FSDPI_HELD_IN : 0) |
+           (slot[FSDP_POOL_REDUCE_OUT] ? FSDPI_HELD_OUT : 0) |
            (u->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED ? FSDPI_HELD_SHARD : 0);
 }
 
@@ -70,8 +72,8 @@ static const fsdpi_route *fsdpi_route_now(fsdp_unit *u) {
 #ifdef FSDPI_DEBUG
 #define FSDPI_HOLDS(condition) FSDPI_TRY(FSDP_ASSERT(u->model->world, condition))
 
-/* What holds of a unit between two calls. Some tests are built with FSDPI_DEBUG: then each row of
-   the table ends with this check. */
+/* What holds of a unit between two calls. The tests with AddressSanitizer are built with
+   FSDPI_DEBUG: then each row of the table ends with this check. */
 static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     const fsdpi_state *s = &u->state;
     const fsdpi_facts *f = &u->facts;
@@ -166,7 +168,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_buf **slot = u->state.slot;
     if (u->layout.num_train == 0) return FSDP_OK;
     if (!fsdpi_usage_any(u, FSDPI_USE_USED)) {
-        FSDPI_TRY(fsdpi_release(u, &slot[FSDP_POOL_RIN], FSDP_STREAM_REDUCE));
+        FSDPI_TRY(fsdpi_release(u, &slot[FSDP_POOL_REDUCE_IN], FSDP_STREAM_REDUCE));
         return fsdpi_release(u, &slot[FSDP_POOL_GRAD], FSDP_STREAM_COMPUTE);
     }
     if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written

@@ -18,7 +18,7 @@
    a free slot             closed, once the last record that uses it is done
    GATHER, of a unit that is gathered   open: its parameters
    GRAD, in PRE_BACKWARD   open: gradients. Between microbatches all of it is closed
-   SLICE, RIN, ROUT        open while a unit holds them: the library and peers use them
+   SLICE, REDUCE_IN, REDUCE_OUT        open while a unit holds them: the library and peers use them
    after every buffer      closed: FSDPI_REDZONE bytes
    A slot has FSDPI_SPOTS spots in memory and takes them by turns: if the caller kept a pointer to
    an earlier spot, that spot is closed. Invariant: what a record under way, a peer (which may be
@@ -26,9 +26,9 @@
    are always open. */
 
 // Calls a function of this file where AddressSanitizer sees memory.
-#define FSDPI_GUARD(call)           \
-    do {                            \
-        if (FSDPI_ASAN) (void)call; \
+#define FSDPI_GUARD(call)                                                                          \
+    do {                                                                                           \
+        if (FSDPI_ASAN) (void)call;                                                                \
     } while (0)
 
 enum { FSDPI_REDZONE = 4096 * FSDPI_ASAN, FSDPI_SPOTS = 1 + 3 * FSDPI_ASAN };
@@ -40,7 +40,7 @@ static inline char *fsdpi_spot(const fsdp_buf *buf, int spot) {
 
 // Bytes that a buffer takes in memory.
 static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
-    int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT;
+    int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT;
     return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 

@@ -229,17 +229,16 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
             fsdpi_add_block(&part->divide,
                             fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
         else
-            u->layout.pad_rin |= p->lay.shard_dim > 0 &&
-                                 p->lay.shape[p->lay.shard_dim] % world != 0;
+            u->layout.pad_in |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
     }
     fsdpi_add_block(&part->last, fsdpi_run(part->reduce, part->train.base, numel));
     fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
 }
 
-/* Segments of GRAD stay apart, as parameters lie there as wholes. In RIN, to which all are copied,
-   neighbours are one segment, so that a reduction has few: if their counts are multiples of 16
-   bytes, which copies and networks are fast with. But where a reduction may read either, by what
-   this rank did before, both have the same segments, as those of all ranks have to be equal. */
+/* Segments of GRAD stay apart, as parameters lie there as wholes. In REDUCE_IN neighbours are one
+   segment if their counts are multiples of 16 bytes, which copies and networks are fast with: so a
+   reduction has few segments. If a reduction may read either slot, both have the same segments,
+   since those of all ranks have to be equal. */
 static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
     int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
     int joins = !u->layout.grads_ahead; // what was written is always copied
@@ -269,10 +268,10 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
     }
     fsdpi_add_block(&l->whole_out, fsdpi_run(0, 0, l->train_numel));
     l->whole_grad.count = (uint64_t)l->grad_bytes;
-    if (l->pad_rin) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
+    if (l->pad_in) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
 }
 
-// From where the caller writes a gradient to the segments of RIN.
+// From where the caller writes a gradient to the segments of REDUCE_IN.
 static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
     fsdp_layout lay;
     memset(&lay, 0, sizeof lay);

@@ -236,18 +236,18 @@ typedef struct fsdpi_layout {
     fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
     int64_t train_numel;                         // shards of the trainables of all parts
-    int64_t reduce_numel;         // W * train_numel: RIN, and the first part of GRAD
+    int64_t reduce_numel;         // W * train_numel: REDUCE_IN, and the first part of GRAD
     int first_train;              // the first part with trainables
     uint8_t gather;               // FSDPI_GATHER_*
-    uint8_t grads_ahead; // a reduction reads gradients while the next unit's are written
+    uint8_t grads_ahead;          // a reduction reads gradients while the next unit's are written
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
-    int pad_rin;                  // staging has padding that no block covers
+    int pad_in;                   // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather;          // segments
-    fsdpi_work reduce_scatter[2], to_out[2];      // segments of GRAD, and of RIN
-    fsdpi_work slice_copy, whole_out;             // blocks
-    fsdpi_work whole_grad, padded_in;             // bytes: counts alone
+    fsdpi_work all_gather, slice_gather;             // segments
+    fsdpi_work reduce_scatter[2], to_out[2];         // segments of GRAD, and of REDUCE_IN
+    fsdpi_work slice_copy, whole_out;                // blocks
+    fsdpi_work whole_grad, padded_in;                // bytes: counts alone
     fsdpi_template *templates[FSDPI_STEP_COUNT + 1]; // where each kind begins, the last one ends
 } fsdpi_layout;
 
@@ -260,10 +260,10 @@ enum { // what the shard gradient holds
 // What a step changes.
 typedef struct fsdpi_state {
     uint8_t training, storage, stale;
-    uint8_t ahead;      // gathered by a prefetch that nobody waited for yet
-    uint8_t shard_grad; // FSDPI_SHARD_GRAD_*
-    int32_t forwards;   // grad-enabled ones that have not run backward: n of the table
-    int32_t last_order; // newest entry in the record of forwards, or -1
+    uint8_t ahead;                // gathered by a prefetch that nobody waited for yet
+    uint8_t shard_grad;           // FSDPI_SHARD_GRAD_*
+    int32_t forwards;             // grad-enabled ones that have not run backward: n of the table
+    int32_t last_order;           // newest entry in the record of forwards, or -1
     fsdp_buf *slot[FSDPI_PLACES]; // that the unit holds, by place
 } fsdpi_state;
 
@@ -276,7 +276,7 @@ struct fsdp_unit {
     fsdpi_facts facts;
     fsdpi_route route;       // the last one that was asked for: see fsdpi_route_now
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
-    uint64_t *use; // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
+    uint64_t *use;           // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     int use_words;
     fsdpi_state state;
 };

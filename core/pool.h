@@ -89,7 +89,8 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
 }
 
 static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
-    int offloaded = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    int offloaded = m->desc.cpu_offload &&
+                    (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SHARD_GRAD);
     return fsdpi_buf_make(m, pool, bytes, offloaded, out);
 }
 
@@ -165,9 +166,9 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
     bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
     bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
-    bytes[FSDP_POOL_RIN] = none ? none : reduce;
-    bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+    bytes[FSDP_POOL_REDUCE_IN] = none ? none : reduce;
+    bytes[FSDP_POOL_REDUCE_OUT] = none ? none : reduce / fsdpi_shards(u);
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
         u->layout.classes[pool] = -1;
         if (bytes[pool] < 0) continue;
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
@@ -175,7 +176,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         u->layout.classes[pool] = at;
         m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
                                 (pool == FSDP_POOL_GRAD && u->layout.grads_ahead) ||
-                                (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
+                                (pool == FSDP_POOL_REDUCE_OUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
 }

@@ -60,19 +60,20 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
     held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
     held[FSDP_POOL_GRAD] = unit->state.slot[FSDP_POOL_GRAD];
-    held[FSDP_POOL_RIN] = unit->state.slot[FSDP_POOL_RIN];
-    held[FSDP_POOL_ROUT] = unit->state.slot[FSDP_POOL_ROUT];
+    held[FSDP_POOL_REDUCE_IN] = unit->state.slot[FSDP_POOL_REDUCE_IN];
+    held[FSDP_POOL_REDUCE_OUT] = unit->state.slot[FSDP_POOL_REDUCE_OUT];
     memset(out, 0, sizeof *out);
     for (int k = 0; k < unit->layout.num_parts; k++) {
         const fsdpi_part *part = &unit->layout.parts[k];
         fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
         out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
             part->train.shard_numel + part->frozen.shard_numel, part->dtype);
-        out->pool_bytes[FSDP_POOL_SGRAD] += fsdpi_bytes(part->train.shard_numel, grad);
+        out->pool_bytes[FSDP_POOL_SHARD_GRAD] += fsdpi_bytes(part->train.shard_numel, grad);
     }
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->layout.classes[pool]
-                                                                      : -1;
+        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_REDUCE_OUT
+                       ? unit->layout.classes[pool]
+                       : -1;
         if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
         out->pool_slots[pool] = held[pool] != NULL;
         out->total_bytes += out->pool_bytes[pool];
@@ -116,7 +117,7 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
     const char *comma = " ";
     for (int i = 0; i < r.num; i++) {
-        if (r.steps[i].kind == FSDPI_STEP_ZERO_IN && !u->layout.pad_rin) continue;
+        if (r.steps[i].kind == FSDPI_STEP_ZERO_IN && !u->layout.pad_in) continue;
         fsdpi_say(t, "%s%s", comma, texts[r.steps[i].kind]);
         comma = ", ";
     }
@@ -144,7 +145,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
                   i, u->desc.name, fsdpi_shards(u), fsdpi_replicas(u),
                   fsdp_dtype_name(u->layout.gather_dtype), fsdp_dtype_name(u->layout.reduce_dtype),
                   u->options.reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
-                  (long long)own.pool_bytes[FSDP_POOL_SGRAD],
+                  (long long)own.pool_bytes[FSDP_POOL_SHARD_GRAD],
                   (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
         fsdpi_describe_route(&t, u);
         for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);

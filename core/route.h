@@ -85,8 +85,8 @@ enum { // those from ZERO_GRAD on are of gradients
         FSDPI_STEP_COUNT
 };
 
-enum { // the places of a unit: FSDP_POOL_SHARD .. FSDP_POOL_ROUT, and
-    FSDPI_FRESH = FSDP_POOL_ROUT + 1, // a second REDUCE_OUT within a call: sums to be added
+enum { // the places of a unit: FSDP_POOL_SHARD .. FSDP_POOL_REDUCE_OUT, and
+    FSDPI_FRESH = FSDP_POOL_REDUCE_OUT + 1, // a second REDUCE_OUT within a call: sums to be added
     FSDPI_PLACES,
     FSDPI_NOWHERE = FSDPI_PLACES
 };
@@ -162,8 +162,8 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
 // Can gradients be written where they end? One rank, nothing that waits, to convert or to show.
 static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
     return f->shards * f->replicas == 1 && !(held & FSDPI_HELD_SLOTS) && fsdpi_facts_plain(f) &&
-           f->reduce == f->stored && f->grad == f->stored && f->sync &&
-           f->divide_factor == 1 && !f->hook;
+           f->reduce == f->stored && f->grad == f->stored && f->sync && f->divide_factor == 1 &&
+           !f->hook;
 }
 
 /* How a reduction divides: what goes in by `before`, sums of the shard group by `sums`, both powers
@@ -197,14 +197,14 @@ static void fsdpi_route_add(fsdpi_route *r, int kind, int from, int to, int how,
 // What this rank has written is brought together. Returns where it is then.
 static int fsdpi_route_collect(const fsdpi_facts *f, double before, int due, fsdpi_route *r) {
     int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
-    if (!(r->held & FSDPI_HELD_GRAD)) return adds ? FSDP_POOL_RIN : FSDPI_NOWHERE;
+    if (!(r->held & FSDPI_HELD_GRAD)) return adds ? FSDP_POOL_REDUCE_IN : FSDPI_NOWHERE;
     if (!adds && !fsdpi_facts_convert(f, f->hook) && (due || f->gathered == f->reduce))
         return FSDP_POOL_GRAD;
     if (!adds)
-        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_RIN, FSDPI_TAKES, 1);
-    fsdpi_route_add(r, FSDPI_STEP_SUM, FSDP_POOL_GRAD, FSDP_POOL_RIN, adds | FSDPI_GIVES,
+        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_REDUCE_IN, FSDPI_TAKES, 1);
+    fsdpi_route_add(r, FSDPI_STEP_SUM, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN, adds | FSDPI_GIVES,
                     1 / before);
-    return FSDP_POOL_RIN;
+    return FSDP_POOL_REDUCE_IN;
 }
 
 /* The sums of the shard group, over W > 1 ranks. Returns where they are then. A fused backend sums
@@ -216,23 +216,23 @@ static int fsdpi_route_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int 
     const int is_last = f->replicas == 1 && f->one_train && !f->hook && !f->offload;
     const int adds = r->held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0, waits = r->held & FSDPI_HELD_OUT;
     if (is_last && fused) {
-        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SGRAD,
+        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD,
                         adds | FSDPI_GIVES | FSDPI_DIVIDES, s->before);
-        return FSDP_POOL_SGRAD;
+        return FSDP_POOL_SHARD_GRAD;
     }
     if (is_last && !f->fuses && f->reduce == f->grad && !adds) {
-        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SGRAD, FSDPI_GIVES, 1);
-        fsdpi_route_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SGRAD, FSDP_POOL_SGRAD,
+        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD, FSDPI_GIVES, 1);
+        fsdpi_route_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SHARD_GRAD, FSDP_POOL_SHARD_GRAD,
                         FSDPI_DIVIDES, s->before);
-        return FSDP_POOL_SGRAD;
+        return FSDP_POOL_SHARD_GRAD;
     }
     int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
-    int to = waits && !fused ? FSDPI_FRESH : FSDP_POOL_ROUT; // FRESH: the backend cannot add
+    int to = waits && !fused ? FSDPI_FRESH : FSDP_POOL_REDUCE_OUT; // FRESH: the backend cannot add
     int how = waits && fused ? FSDPI_ADDS : FSDPI_TAKES;
     fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_GIVES | divides, 1 / s->sums);
     if (to == FSDPI_FRESH)
-        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_ROUT, FSDPI_ADDS | FSDPI_GIVES, 1);
-    return FSDP_POOL_ROUT;
+        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_REDUCE_OUT, FSDPI_ADDS | FSDPI_GIVES, 1);
+    return FSDP_POOL_REDUCE_OUT;
 }
 
 // The steps for these facts, where `held` is what the unit holds.
@@ -250,13 +250,13 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int held) {
     if (f->shards > 1 && at != FSDPI_NOWHERE) at = fsdpi_route_scatter(f, &s, at, &r);
     if (f->replicas > 1 && !f->all_reduce) return r; // the sums wait for a later all-reduce
     r.done = 1;
-    if (at == FSDPI_NOWHERE && held & FSDPI_HELD_OUT) at = FSDP_POOL_ROUT;
-    if (at == FSDPI_NOWHERE || at == FSDP_POOL_SGRAD) return r; // NOWHERE: written there
+    if (at == FSDPI_NOWHERE && held & FSDPI_HELD_OUT) at = FSDP_POOL_REDUCE_OUT;
+    if (at == FSDPI_NOWHERE || at == FSDP_POOL_SHARD_GRAD) return r; // NOWHERE: written there
     if (f->replicas > 1)
         fsdpi_route_add(&r, FSDPI_STEP_REPLICAS, at, at,
                         s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);
     if (f->hook) fsdpi_route_add(&r, FSDPI_STEP_HOOK, at, at, 0, 1);
-    fsdpi_route_add(&r, FSDPI_STEP_LAST, at, FSDP_POOL_SGRAD,
+    fsdpi_route_add(&r, FSDPI_STEP_LAST, at, FSDP_POOL_SHARD_GRAD,
                     FSDPI_GIVES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
                         (s.divides == FSDPI_STEP_LAST ? FSDPI_DIVIDES : 0),
                     s.before);

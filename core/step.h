@@ -536,7 +536,8 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
     if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
         status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
-    if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED)) return fsdpi_keep_status(m, status);
+    if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
+        return fsdpi_keep_status(m, status);
     const fsdpi_param *p = &unit->params[index];
     *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,

@@ -107,7 +107,7 @@ static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_part *part, 
     const fsdpi_part *first = part ? part : &u->layout.parts[u->layout.first_train];
     switch (place) {
     case FSDP_POOL_SHARD: return first->dtype;
-    case FSDP_POOL_SGRAD: return fsdpi_grad_dtype(u->model, first->dtype);
+    case FSDP_POOL_SHARD_GRAD: return fsdpi_grad_dtype(u->model, first->dtype);
     case FSDP_POOL_GRAD: return first->param_dtype;
     case FSDP_POOL_GATHER:
     case FSDP_POOL_SLICE: return part ? part->param_dtype : u->layout.gather_dtype;
@@ -177,7 +177,9 @@ static void fsdpi_template_place(fsdp_unit *u, const fsdpi_template *t, int plac
                                  fsdp_buf ***slot) {
     const fsdpi_part *part = t->part ? t->part : &u->layout.parts[u->layout.first_train];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, part);
-    *buf = place == FSDP_POOL_SHARD ? flat->shard : place == FSDP_POOL_SGRAD ? flat->grad : NULL;
+    *buf = place == FSDP_POOL_SHARD        ? flat->shard
+           : place == FSDP_POOL_SHARD_GRAD ? flat->grad
+                                           : NULL;
     *slot = *buf || place == FSDPI_NOWHERE ? NULL : &u->state.slot[place];
 }
 
@@ -186,8 +188,8 @@ static FSDPI_NOINLINE void fsdpi_template_aim(fsdp_unit *u, fsdpi_template *t,
                                               const fsdpi_step *s) {
     fsdp_op *op = &t->op;
     const int group = fsdpi_step_rows[s->kind].group;
-    // RIN has segments of its own, the second ones: in GRAD parameters lie as wholes.
-    const int second = group == FSDPI_SUMS && s->from == FSDP_POOL_RIN;
+    // REDUCE_IN has segments of its own, the second ones: in GRAD parameters lie as wholes.
+    const int second = group == FSDPI_SUMS && s->from == FSDP_POOL_REDUCE_IN;
     fsdp_dtype to = op->kind == FSDP_OP_ZERO ? FSDP_U8 : fsdpi_place_dtype(u, t->part, s->to);
     fsdp_dtype from = s->from == FSDPI_NOWHERE ? to : fsdpi_place_dtype(u, t->part, s->from);
     t->from = s->from;
@@ -229,7 +231,7 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
     const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
     const double factor = u->facts.divide_factor;
     if (s->how & FSDPI_TAKES)
-        FSDPI_TRY(fsdpi_acquire(u, s->to == FSDPI_FRESH ? FSDP_POOL_ROUT : s->to,
+        FSDPI_TRY(fsdpi_acquire(u, s->to == FSDPI_FRESH ? FSDP_POOL_REDUCE_OUT : s->to,
                                 &u->state.slot[s->to]));
     for (; t != end; t++) {
         fsdp_op *op = &t->op;

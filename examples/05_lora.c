@@ -132,7 +132,7 @@ int main(void) {
         printf("shards    %lld bytes on this rank\n",
                (long long)memory.pool_bytes[FSDP_POOL_SHARD]);
         printf("gradients %lld bytes of shards, %lld while a layer is in backward\n",
-               (long long)memory.pool_bytes[FSDP_POOL_SGRAD],
+               (long long)memory.pool_bytes[FSDP_POOL_SHARD_GRAD],
                (long long)memory.pool_bytes[FSDP_POOL_GRAD]);
         printf("the base is %s\n", unchanged ? "unchanged" : "NOT unchanged");
     }

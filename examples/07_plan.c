@@ -104,7 +104,7 @@ static int train(fsdp_world *world, void *arg) {
     if (status || !tells) return (int)status;
     r->gathers = after.calls[FSDP_OP_ALL_GATHER] - before.calls[FSDP_OP_ALL_GATHER];
     r->slot = memory.pool_bytes[FSDP_POOL_GATHER];
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         r->slots += memory.pool_bytes[pool];
     if (plan && r->text) { // 64 KiB are more than enough for 49 calls
         static char text[1 << 16];

@@ -146,7 +146,7 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
 // Bytes of slots that the model has now: what steps by calls have taken.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     int64_t bytes = 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         bytes += p->model->pool_bytes[pool];
     return bytes;
 }

@@ -81,7 +81,8 @@ enum {
     FSDPI_PLAN_GRADS = -3,  // the block of shard gradients
     FSDPI_PLAN_OTHER = -4,  // an extension's
     FSDPI_PLAN_HELD = -5,   // a slot that a unit holds since before the step: here of pool GATHER,
-    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_ROUT - FSDP_POOL_GATHER + 1 // down to -9: of pool ROUT
+    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_REDUCE_OUT - FSDP_POOL_GATHER +
+                            1 // down to -9: of pool REDUCE_OUT
 };
 
 // One place for a slot. Places may overlap.

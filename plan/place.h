@@ -100,7 +100,7 @@ static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *u
         int at = use->pool == FSDP_POOL_GRAD ? t->pairs[i].src : t->pairs[i].dst;
         int reads = use->pool == FSDP_POOL_GRAD && (t->ops[i].kind == FSDP_OP_REDUCE_SCATTER ||
                                                     t->ops[i].kind == FSDP_OP_ALL_REDUCE);
-        int sums = use->pool == FSDP_POOL_ROUT && t->ops[i].kind == FSDP_OP_ALL_REDUCE;
+        int sums = use->pool == FSDP_POOL_REDUCE_OUT && t->ops[i].kind == FSDP_OP_ALL_REDUCE;
         if ((reads || sums) && at >= 0 && t->uses[at].pool == use->pool &&
             t->uses[at].bytes == use->bytes)
             return 1;

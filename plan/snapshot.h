@@ -102,7 +102,7 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
 // Slots may be an extension's, which no class lists.
 static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
     for (int i = 0; i < m->num_units; i++)
-        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
             if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
 }
 
@@ -153,7 +153,7 @@ static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
     if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)
         out->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
     out->slots = 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
         const fsdp_buf *slot = u->state.slot[pool];
         out->slots = out->slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
     }
@@ -175,7 +175,7 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
     s->last_order = -1; // the order of forwards is that of this step
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
     // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
     const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;

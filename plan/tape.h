@@ -80,7 +80,7 @@ static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
 
 static int fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
     int holds = 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         holds |= unit->state.slot[pool] != NULL;
     return holds;
 }

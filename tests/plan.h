@@ -382,7 +382,8 @@ H_FN void plan_step(plan_bed *b, plan_result *out) {
 /* Bytes of all slots, those of plans included. */
 H_FN int64_t plan_slots(const fsdp_memory *m) {
     int64_t bytes = 0;
-    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += m->pool_bytes[pool];
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
+        bytes += m->pool_bytes[pool];
     for (int pool = FSDP_POOL_COUNT; pool < (int)FSDP_POOL_MAX; pool++)
         bytes += m->pool_bytes[pool];
     return bytes;

@@ -725,7 +725,7 @@ static fsdp_status show_memory(const trainer *t) {
     char text[32];
     printf("\nmemory per rank, bytes      predicted       measured      unsharded\n");
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        const int is_whole = pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD;
+        const int is_whole = pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SHARD_GRAD;
         show_memory_row(fsdp_pool_name(pool), p->pool_bytes[pool], used.pool_bytes[pool],
                         is_whole ? whole : 0);
     }
@@ -764,8 +764,7 @@ static void show_traffic(const trainer *t, const fsdp_counters *c) {
     printf("\nbytes received per rank      measured        formula\n");
     show_traffic_row("all_gather", c->bytes[FSDP_OP_ALL_GATHER],
                      steps * (embed + gathers * blocks) / (t->j->opt.bf16 ? 2 : 1));
-    show_traffic_row("reduce_scatter", c->bytes[FSDP_OP_REDUCE_SCATTER],
-                     steps * (embed + blocks));
+    show_traffic_row("reduce_scatter", c->bytes[FSDP_OP_REDUCE_SCATTER], steps * (embed + blocks));
     printf("  formula per step: (W-1)/W of the parameters, gathered once (embed) and %s "
            "(blocks),\n"
            "  reduced once\n",

@@ -155,7 +155,8 @@ static const struct {
     int what;
     const char *text;
 } steps[] = {{"divide_factor", FACTOR, "(differs in gradient divide factor)"},
-             {"used_parameters", UNUSED, "(differs in parameters that have a gradient (fsdp_set_reduce_scatter_unused_params))"},
+             {"used_parameters", UNUSED,
+              "(differs in parameters that have a gradient (fsdp_set_reduce_scatter_unused_params))"},
              {"zero_grad", KEPT, "gradients of earlier steps (zero_grad))"},
              {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
 

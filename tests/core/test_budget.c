@@ -31,9 +31,9 @@ static const struct {
     int dim;
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
 } budgets[] = {
-    {"inline", 0, FSDP_F32, 0, {920, 2000, 1050, 120, 120}},
-    {"streams", 1, FSDP_BF16, 0, {1850, 3650, 1070, 120, 120}},
-    {"by_columns", 0, FSDP_F32, 1, {920, 2000, 1050, 120, 120}},
+    {"inline", 0, FSDP_F32, 0, {980, 1385, 660, 100, 110}},
+    {"streams", 1, FSDP_BF16, 0, {1920, 2430, 665, 100, 110}},
+    {"by_columns", 0, FSDP_F32, 1, {980, 1385, 660, 100, 110}},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
@@ -68,8 +68,8 @@ static const struct {
     fsdp_dtype dtype;
     double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
 } replays[] = {
-    {"inline", 0, FSDP_F32, {100, 99, 88}, {100, 100, 92}},
-    {"streams", 1, FSDP_BF16, {100, 104, 108}, {100, 104, 108}},
+    {"inline", 0, FSDP_F32, {100, 124, 112}, {100, 120, 111}},
+    {"streams", 1, FSDP_BF16, {100, 130, 137}, {100, 127, 133}},
 };
 
 TEST_P(budget, replays, replays, SECONDS(120)) {

@@ -300,7 +300,7 @@ static void check_memory(const rank_state *x, const fsdp_memory *predicted, int 
     memset(&now, 0, sizeof now);
     DO(x, fsdp_model_memory(x->model, &now));
     for (int k = 0; k < FSDP_POOL_COUNT; k++) {
-        int reduces = k == FSDP_POOL_RIN || k == FSDP_POOL_ROUT;
+        int reduces = k == FSDP_POOL_REDUCE_IN || k == FSDP_POOL_REDUCE_OUT;
         if (x->c->ranks == 1 && k == FSDP_POOL_GRAD) reduces = 1; // else the shard's own gradient
         int64_t more = now.pool_bytes[k] - predicted->pool_bytes[k];
         int more_slots = now.pool_slots[k] - predicted->pool_slots[k];

@@ -607,7 +607,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_pools_trim(b.model));
     CHECK_OK(fsdp_model_memory(b.model, &mem));
     CHECK_EQ_INT(mem.pool_slots[FSDP_POOL_GATHER], 1);
-    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GRAD] + mem.pool_bytes[FSDP_POOL_RIN], 0);
+    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GRAD] + mem.pool_bytes[FSDP_POOL_REDUCE_IN], 0);
     CHECK_OK(fsdp_reshard(b.units[0]));
     step(&b);
     fsdp_buf_destroy(b.model, l.part);
@@ -684,7 +684,7 @@ static fsdp_buf *tape_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int
     tape *t = (tape *)user;
     int i = 0;
     CHECK(model == t->model && unit);
-    CHECK(released || (pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT));
+    CHECK(released || (pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_REDUCE_OUT));
     if (released) t->given_back++;
     if (released || ++t->asked == t->refuse) return NULL;
     while (i < PARTS && t->parts[i]->held) i++;
@@ -814,7 +814,8 @@ static fsdp_status rehearse_without_end(void *user) {
 
 /* An address of a record, or its place in a slot. */
 static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
-    int slot = buf && (buf->part || (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT));
+    int slot = buf &&
+               (buf->part || (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT));
     return ptr && slot ? (const char *)ptr - buf->ptr : (int64_t)(intptr_t)ptr;
 }
 

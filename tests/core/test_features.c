@@ -155,7 +155,8 @@ static void write_grads(job *j, int u) {
             continue;
         }
         for (int r = 0; r < j->n; r++)
-            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(j, p, r, j->step); k++)
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(j, p, r, j->step);
+                 k++)
                 j->t.kept[p][k] += (double)gradient(p, k, r, j->step);
         if (anybody(j, p)) j->t.has_kept[p] = 1;
         if (!used(j, p, j->rank, j->step)) continue;
@@ -334,10 +335,10 @@ static void freeze_when(job *j) {
     }
     check_same_memory(j, &memory[0], &memory[1]);
     check_same_memory(j, &memory[0], &memory[2]);
-    W_CHECK(memory[0].pool_bytes[FSDP_POOL_SGRAD] < memory[3].pool_bytes[FSDP_POOL_SGRAD],
+    W_CHECK(memory[0].pool_bytes[FSDP_POOL_SHARD_GRAD] < memory[3].pool_bytes[FSDP_POOL_SHARD_GRAD],
             "shard gradients: %lld, not less than %lld",
-            (long long)memory[0].pool_bytes[FSDP_POOL_SGRAD],
-            (long long)memory[3].pool_bytes[FSDP_POOL_SGRAD]);
+            (long long)memory[0].pool_bytes[FSDP_POOL_SHARD_GRAD],
+            (long long)memory[3].pool_bytes[FSDP_POOL_SHARD_GRAD]);
     W_CHECK(memory[0].pool_bytes[FSDP_POOL_GRAD] <= memory[3].pool_bytes[FSDP_POOL_GRAD],
             "gradient slots grew");
     CHECK(reduce_counts[0] == reduce_counts[1] && reduce_counts[0] == reduce_counts[2]);
@@ -407,7 +408,9 @@ static void freeze_between(job *j) {
                 (long long)trainable);
     }
 }
-TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN)) { everywhere(freeze_between, 1 + !W_SLOW); }
+TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN)) {
+    everywhere(freeze_between, 1 + !W_SLOW);
+}
 
 /* Setting what is set already changes nothing: not even an address. */
 static void freeze_again(job *j) {
@@ -1505,9 +1508,10 @@ static void offload_body(job *j) {
     CALL(j->w, fsdp_barrier(j->w));
     if (j->c->md.cpu_offload) {
         fsdp_param_view v = FSDP_ZERO;
-        int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SGRAD];
-        want += W_ASAN * 4096 * (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
-                                 memory.pool_slots[FSDP_POOL_SGRAD]);
+        int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SHARD_GRAD];
+        want += W_ASAN * 4096 *
+                (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
+                 memory.pool_slots[FSDP_POOL_SHARD_GRAD]);
         W_CHECK(given.bytes[FSDP_MEMORY_PINNED] == want * j->n, "%lld bytes pinned, expected %lld",
                 (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
         while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
@@ -2274,7 +2278,7 @@ static void unit_memory(job *j) {
         CHECK_EQ_INT(own[u].unsharded_bytes, 2 * full); /* and the gradients */
         unsharded += own[u].unsharded_bytes;
         shards += own[u].pool_bytes[FSDP_POOL_SHARD];
-        grads += own[u].pool_bytes[FSDP_POOL_SGRAD];
+        grads += own[u].pool_bytes[FSDP_POOL_SHARD_GRAD];
         align += 64;
         CHECK(own[u].pool_bytes[FSDP_POOL_SHARD] >= full / shards_of(j));
         if (shards_of(j) > 1) CHECK(own[u].pool_bytes[FSDP_POOL_GATHER] >= full);
@@ -2290,9 +2294,10 @@ static void unit_memory(job *j) {
     W_CHECK(shards <= model.pool_bytes[FSDP_POOL_SHARD] &&
                 model.pool_bytes[FSDP_POOL_SHARD] <= shards + align + 4096,
             "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SHARD], (long long)shards);
-    W_CHECK(grads <= model.pool_bytes[FSDP_POOL_SGRAD] &&
-                model.pool_bytes[FSDP_POOL_SGRAD] <= grads + align + 4096,
-            "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SGRAD], (long long)grads);
+    W_CHECK(grads <= model.pool_bytes[FSDP_POOL_SHARD_GRAD] &&
+                model.pool_bytes[FSDP_POOL_SHARD_GRAD] <= grads + align + 4096,
+            "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SHARD_GRAD],
+            (long long)grads);
     CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* what it holds while it is open */
     CALL(j->w, fsdp_unit_memory(j->m.unit[1], &own[1]));
     const int copied = shards_of(j) > 1 || j->c->md.debug; /* with debug one rank copies, too */

@@ -593,9 +593,9 @@ static void check_kept(const rig *r, int mode, int replicas) {
         fsdp_memory m = FSDP_ZERO;
         CHECK_OK(fsdp_unit_memory(r->units[u], &m));
         CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GATHER], mode == LAST_SYNC_KEEP);
-        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GRAD] + m.pool_slots[FSDP_POOL_RIN],
+        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GRAD] + m.pool_slots[FSDP_POOL_REDUCE_IN],
                      mode == LAST_SYNC || mode == LAST_SYNC_KEEP);
-        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_ROUT], mode == LAST_ALL_REDUCE && replicas > 1);
+        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_REDUCE_OUT], mode == LAST_ALL_REDUCE && replicas > 1);
     }
 }
 TEST_P(fully_shard_comm, accumulation_count, accumulations) {

@@ -670,7 +670,8 @@ static int64_t all_of(const rig *r) {
 static int64_t working(const rig *r) {
     fsdp_memory now;
     CHECK_OK(fsdp_model_memory(r->model, &now));
-    return (now.total_bytes - now.pool_bytes[FSDP_POOL_SHARD] - now.pool_bytes[FSDP_POOL_SGRAD]) /
+    return (now.total_bytes - now.pool_bytes[FSDP_POOL_SHARD] -
+            now.pool_bytes[FSDP_POOL_SHARD_GRAD]) /
            4;
 }
 static int64_t on_device(const rig *r) {
@@ -703,7 +704,7 @@ static void training_memory(int raf, int async, int offload) {
     CALL(r.s.world, fsdp_model_commit(r.model));
     CALL(r.s.world, fsdp_model_memory(r.model, &now));
     AT_MOST(now.pool_bytes[FSDP_POOL_SHARD] / 4, s + 4096); /* upstream: s + m */
-    AT_MOST(now.pool_bytes[FSDP_POOL_SGRAD] / 4, s + 4096);
+    AT_MOST(now.pool_bytes[FSDP_POOL_SHARD_GRAD] / 4, s + 4096);
     AT_MOST(working(&r), 4096);
     rig_forward(&r);
     AT_MOST(working(&r), raf == NEVER ? u + m : 3 * m + nb);
@@ -801,7 +802,7 @@ TEST(fully_shard_memory, del_memory, SLOW) {
         CALL(r.s.world, fsdp_model_commit(r.model));
         CALL(r.s.world, fsdp_model_memory(r.model, &now));
         AT_MOST(now.pool_bytes[FSDP_POOL_SHARD] / 4, z.s + 4096);
-        AT_MOST(now.pool_bytes[FSDP_POOL_SGRAD] / 4, z.s + 4096);
+        AT_MOST(now.pool_bytes[FSDP_POOL_SHARD_GRAD] / 4, z.s + 4096);
         AT_MOST((on_device(&r) - bytes) / 4, 2 * z.s + 8192);
         CHECK((on_device(&r) - bytes) / 4 >= 2 * z.s);
         rig_forward(&r);

@@ -75,7 +75,9 @@ TEST(fully_shard_training, train_parity_single_group_shard_largest_dim, SLOW) {
 /* ---- several units --------------------------------------------------------------------------- */
 
 TEST(fully_shard_training, train_parity_multi_group, SLOW) { with_delays(FS_SHARD, 0, 0, 0); }
-TEST(fully_shard_training, train_parity_multi_group_cpu_offload, SLOW) { with_delays(FS_SHARD, 0, 1, 0); }
+TEST(fully_shard_training, train_parity_multi_group_cpu_offload, SLOW) {
+    with_delays(FS_SHARD, 0, 1, 0);
+}
 TEST(fully_shard_training, train_parity_multi_group_unshard_async_op, SLOW) {
     with_delays(FS_SHARD, 0, 0, 1);
 }
@@ -751,8 +753,12 @@ static void accumulate_all(int64_t d, int all) {
         accumulate(FS_SHARD, &net, 2, 2, sync | PARTIAL, all);
     }
 }
-TEST(fully_shard_training, gradient_accumulation, SLOW | AT_NIGHT(GLOO | NCCL)) { accumulate_all(16, 0); }
-TEST(long_fully_shard_training, gradient_accumulation, SECONDS(300) | NIGHT) { accumulate_all(32, 1); }
+TEST(fully_shard_training, gradient_accumulation, SLOW | AT_NIGHT(GLOO | NCCL)) {
+    accumulate_all(16, 0);
+}
+TEST(long_fully_shard_training, gradient_accumulation, SECONDS(300) | NIGHT) {
+    accumulate_all(32, 1);
+}
 
 /* The numbers of the specification themselves: 4 units, 3 microbatches. */
 static const accumulation modes[] = {
@@ -785,9 +791,10 @@ static void accumulate_kept(fs_run *x, int it, int m) {
         fsdp_memory now = FSDP_ZERO;
         CHECK_OK(fsdp_unit_memory(x->unit[u], &now));
         CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GATHER], between && a->keep);
-        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GRAD] + now.pool_slots[FSDP_POOL_RIN],
+        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GRAD] + now.pool_slots[FSDP_POOL_REDUCE_IN],
                      between && a->sync == ALL_UNITS);
-        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_ROUT], between && a->sync == (ALL_UNITS | PARTIAL));
+        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_REDUCE_OUT],
+                     between && a->sync == (ALL_UNITS | PARTIAL));
     }
 }
 

@@ -1157,7 +1157,7 @@ static void check_grads(replay *r) {
     }
     fsdp_memory m;
     DO(r, fsdp_unit_memory(u->unit, &m));
-    int slots = m.pool_slots[FSDP_POOL_GRAD] + m.pool_slots[FSDP_POOL_RIN];
+    int slots = m.pool_slots[FSDP_POOL_GRAD] + m.pool_slots[FSDP_POOL_REDUCE_IN];
     NEED(r, (slots > 0) == u->held, "unit %d holds %d buffers of full gradients", i, slots);
     seen.status++;
 }

@@ -2,7 +2,7 @@
    allocates nothing; addresses repeat; and what is moved and copied is what the formulas say.
 
    SPDX-License-Identifier: MIT */
-#define TAGS AT_NIGHT(TSAN)
+#define TAGS     AT_NIGHT(TSAN)
 #define RANKS(n) ((n) > 3 ? MANY_RANKS : (n) == 2 ? VALGRIND : 0)
 #include "harness.h"
 #include "lab.h"
@@ -275,10 +275,9 @@ static void nets_rank(lab_rank *r) {
     open_worlds(r, &plain, worlds);
     for (int i = 0; i < n->count; i++) {
         const net *t = &n->net[i];
-        snprintf(w_case, sizeof w_case,
-                 "net %d: W=%d %s/%s/%s lanes=%d never=%d plain=%d", i, r->size,
-                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
-                 t->lanes, t->never, t->plain);
+        snprintf(w_case, sizeof w_case, "net %d: W=%d %s/%s/%s lanes=%d never=%d plain=%d", i,
+                 r->size, fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param),
+                 fsdp_dtype_name(t->reduce), t->lanes, t->never, t->plain);
         build(x, t, worlds[2 * t->lanes + t->plain]);
         n->one(x, n->arg);
         fsdp_model_destroy(x->model);
@@ -371,7 +370,9 @@ static void predict_all(int world, int count, int is_thread) {
 TEST_P(memory, prediction, worlds, RANKS(row->world) | (row->world > 2 ? SLOW : 0)) {
     predict_all(row->world, 240 / row->world, 1);
 }
-TEST_P(memory, prediction_of_processes, worlds, RANKS(row->world)) { predict_all(row->world, 60 / row->world, 0); }
+TEST_P(memory, prediction_of_processes, worlds, RANKS(row->world)) {
+    predict_all(row->world, 60 / row->world, 0);
+}
 TEST_P(long_memory, prediction, worlds, SECONDS(300) | NIGHT) {
     predict_all(row->world, 4000 / row->world, 1);
 }
@@ -407,18 +408,17 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     br = (int64_t)fsdp_dtype_size(x->reduce_dtype);
     cast = x->param_dtype != n->dtype;
     b[FSDP_POOL_SHARD] = up(layers * up(s, ao) * bo, 64);
-    b[FSDP_POOL_SGRAD] = up(layers * up(s, ao) * bo, 64);
+    b[FSDP_POOL_SHARD_GRAD] = up(layers * up(s, ao) * bo, 64);
     if (world > 1 || cast || W_ASAN)
         b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, ap) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
     if (world > 1 || cast || x->reduce_dtype != n->dtype)
-        b[FSDP_POOL_GRAD] = (converts ? 1 : depth) *
-                            up((up(world * s, ap) + finals) * bp, 64);
-    if (converts) b[FSDP_POOL_RIN] = up(world * s * br, 64);
+        b[FSDP_POOL_GRAD] = (converts ? 1 : depth) * up((up(world * s, ap) + finals) * bp, 64);
+    if (converts) b[FSDP_POOL_REDUCE_IN] = up(world * s * br, 64);
     int narrow = x->reduce_dtype != FSDP_F32 && x->reduce_dtype != FSDP_F64;
     if (world > 1 && (n->plain ? x->reduce_dtype != n->dtype : narrow))
-        b[FSDP_POOL_ROUT] = up(s * br, 64);
+        b[FSDP_POOL_REDUCE_OUT] = up(s * br, 64);
     b[FSDP_POOL_SCRATCH] = 64;
     train_step(x, 1);
     CALL(w, fsdp_model_memory(x->model, &m));
@@ -485,7 +485,7 @@ static void peak_rank(lab_rank *r) {
                 for (int step = 1; step <= 3; step++) train_step(x, step), optimize(x);
                 CALL(x->world, fsdp_model_memory(x->model, &m));
                 int64_t above = m.total_bytes - m.pool_bytes[FSDP_POOL_SHARD] -
-                                m.pool_bytes[FSDP_POOL_SGRAD];
+                                m.pool_bytes[FSDP_POOL_SHARD_GRAD];
                 int64_t theirs = never ? layers + 1 : 4;
                 if (lanes && never) theirs++; /* a second slot of gradients, which overlaps */
                 W_CHECK(above <= theirs * whole + flags, "%.3f units above the shards, upstream %d",
@@ -587,7 +587,9 @@ static void steady_all(int world, int is_thread, int count) {
 }
 
 TEST_P(memory, steady_state, worlds, RANKS(row->world)) { steady_all(row->world, 1, 18); }
-TEST_P(memory, steady_state_of_processes, worlds, RANKS(row->world)) { steady_all(row->world, 0, 6); }
+TEST_P(memory, steady_state_of_processes, worlds, RANKS(row->world)) {
+    steady_all(row->world, 0, 6);
+}
 
 TEST(memory, malloc_is_watched) {
     if (!INTERPOSED) SKIP("a sanitizer has its own malloc, or the libc is not glibc");
@@ -935,8 +937,8 @@ static void sums_take_turns(int replicas, int async) {
     }
     CHECK_EQ_INT(sums, 2 * UNITS);
     CALL(s.world, fsdp_model_memory(m, &memory));
-    CHECK_EQ_INT(memory.pool_slots[FSDP_POOL_ROUT], async ? 2 : 1);
-    CHECK_EQ_INT(predicted.pool_slots[FSDP_POOL_ROUT], async ? 2 : 1);
+    CHECK_EQ_INT(memory.pool_slots[FSDP_POOL_REDUCE_OUT], async ? 2 : 1);
+    CHECK_EQ_INT(predicted.pool_slots[FSDP_POOL_REDUCE_OUT], async ? 2 : 1);
     CHECK_EQ_INT(sim_close(&s), 0);
 }
 TEST(memory, sums_of_replicas_take_turns) {

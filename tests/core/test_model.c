@@ -328,7 +328,7 @@ static int filled_ahead(const model *m, int pool, int64_t bytes) {
         if (m->units[i].bytes[pool] != bytes) continue;
         ahead |= pool == FSDP_POOL_GATHER && units++ > 0;
         ahead |= pool == FSDP_POOL_GRAD && !converts(m, i, 0); /* hooks come and go */
-        ahead |= pool == FSDP_POOL_ROUT && m->n->units[i].replicas > 1;
+        ahead |= pool == FSDP_POOL_REDUCE_OUT && m->n->units[i].replicas > 1;
     }
     return ahead && (m->n->async || m->n->lanes);
 }
@@ -479,7 +479,7 @@ static void accumulate(model *m, int i) {
     int waits = !syncs(m, i) || u->unreduced;
     if (aliases(m, i)) return;
     if (waits ? grads_in(m, i) == reduced_in(m, i) : !converts(m, i, u->sum_hook)) return;
-    if (u->holds[FSDP_POOL_RIN] == 0) take(m, i, FSDP_POOL_RIN);
+    if (u->holds[FSDP_POOL_REDUCE_IN] == 0) take(m, i, FSDP_POOL_REDUCE_IN);
     give(m, i, FSDP_POOL_GRAD);
 }
 
@@ -502,7 +502,7 @@ static void sum_replicas(model *m, int i, uint64_t count) {
     int waits = d->replicas > 1 && !u->all_reduce;
     u->partial |= waits;
     if (waits) {
-        while (u->holds[FSDP_POOL_ROUT] > 1) give(m, i, FSDP_POOL_ROUT);
+        while (u->holds[FSDP_POOL_REDUCE_OUT] > 1) give(m, i, FSDP_POOL_REDUCE_OUT);
         return;
     }
     if (d->replicas > 1 && count)
@@ -516,7 +516,7 @@ static void sum_replicas(model *m, int i, uint64_t count) {
         m->grads_seen++;
         u->stale = u->storage != FSDP_STORAGE_SHARDED; /* the hook may have written the shard */
     }
-    while (u->holds[FSDP_POOL_ROUT] > 0) give(m, i, FSDP_POOL_ROUT);
+    while (u->holds[FSDP_POOL_REDUCE_OUT] > 0) give(m, i, FSDP_POOL_REDUCE_OUT);
     u->partial = 0;
     u->summed = 1;
 }
@@ -535,7 +535,7 @@ static void reduce(model *m, int i, int fresh) {
     }
     if (!any) { /* nothing was used, nothing is there */
         give(m, i, FSDP_POOL_GRAD);
-        give(m, i, FSDP_POOL_RIN);
+        give(m, i, FSDP_POOL_REDUCE_IN);
         u->unreduced = 0;
         return;
     }
@@ -543,9 +543,9 @@ static void reduce(model *m, int i, int fresh) {
     u->unreduced |= fresh;
     if (!syncs(m, i)) return;
     if (u->unreduced) {
-        fsdp_dtype in = u->holds[FSDP_POOL_RIN] ? reduced_in(m, i) : grads_in(m, i);
+        fsdp_dtype in = u->holds[FSDP_POOL_REDUCE_IN] ? reduced_in(m, i) : grads_in(m, i);
         int adds = u->partial && m->n->fused && is_wide(reduced_in(m, i)); /* to what waits */
-        if (takes_out(m, i) && !adds) take(m, i, FSDP_POOL_ROUT);
+        if (takes_out(m, i) && !adds) take(m, i, FSDP_POOL_REDUCE_OUT);
         if (d->shards > 1 && count)
             issue(m, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, i, d->shards, count,
                   (uint64_t)size_of(in));
@@ -555,7 +555,7 @@ static void reduce(model *m, int i, int fresh) {
         }
     }
     give(m, i, FSDP_POOL_GRAD);
-    give(m, i, FSDP_POOL_RIN);
+    give(m, i, FSDP_POOL_REDUCE_IN);
     u->unreduced = 0;
     sum_replicas(m, i, count);
 }
@@ -652,8 +652,8 @@ static void reset(model *m) {
         unit_model *u = &m->units[i];
         reshard(m, i);
         give(m, i, FSDP_POOL_GRAD);
-        give(m, i, FSDP_POOL_RIN);
-        give(m, i, FSDP_POOL_ROUT);
+        give(m, i, FSDP_POOL_REDUCE_IN);
+        give(m, i, FSDP_POOL_REDUCE_OUT);
         forget_grads(u);
         memset(u->used, 0, sizeof u->used);
         memset(u->partly, 0, sizeof u->partly);
@@ -818,8 +818,8 @@ static void print_net(const bed *b) {
             : n->lanes ? "lanes"
                        : "inline",
             n->fused, n->comm_lanes, fsdp_dtype_name(n->param_dtype),
-            fsdp_dtype_name(n->reduce_dtype), fsdp_dtype_name(n->grad_dtype),
-            n->offload, n->implicit, n->debug, (long long)n->budget, (long long)n->direct_min);
+            fsdp_dtype_name(n->reduce_dtype), fsdp_dtype_name(n->grad_dtype), n->offload,
+            n->implicit, n->debug, (long long)n->budget, (long long)n->direct_min);
     for (int i = 0; i < n->num_units; i++) {
         const unit *u = &n->units[i];
         fprintf(stderr, "  unit %d: %d x %d%s, reshard %d, %s/%s;", i, u->shards, u->replicas,
@@ -900,8 +900,8 @@ static void compare_rest(bed *b) {
                 b->grads_seen, m->grads_seen);
 }
 
-static const int pools[] = {FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GRAD, FSDP_POOL_RIN,
-                            FSDP_POOL_ROUT};
+static const int pools[] = {FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN,
+                            FSDP_POOL_REDUCE_OUT};
 enum { NUM_POOLS = sizeof pools / sizeof *pools };
 
 static void compare_pools(bed *b, const model *m, const fsdp_memory *now) {
@@ -960,8 +960,8 @@ static void measure(bed *b) {
         CHECK(bytes[FSDP_POOL_SLICE] <= all / 2 + slack);
         CHECK(train ? bytes[FSDP_POOL_GRAD] >= aligned(grads, grain) : !bytes[FSDP_POOL_GRAD]);
         CHECK(bytes[FSDP_POOL_GRAD] <= 2 * grads + slack);
-        CHECK_EQ_INT(bytes[FSDP_POOL_RIN], train ? aligned(sums * red, grain) : 0);
-        CHECK_EQ_INT(bytes[FSDP_POOL_ROUT],
+        CHECK_EQ_INT(bytes[FSDP_POOL_REDUCE_IN], train ? aligned(sums * red, grain) : 0);
+        CHECK_EQ_INT(bytes[FSDP_POOL_REDUCE_OUT],
                      train ? aligned(sums / d->shards * red, grain) : 0);
     }
 }
@@ -1363,8 +1363,7 @@ static void rehearse(const model *m, model *dry) {
         for (int pass = 0; pass < 3; pass++)
             for (int k = 0; k < n; k++) {
                 int i = half ? n - 1 - k : k;
-                int around = dry->units[i].reshard == NEVER && reshards &&
-                             m->n->reshard != NEVER;
+                int around = dry->units[i].reshard == NEVER && reshards && m->n->reshard != NEVER;
                 dry->num_colls = 0;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) CHECK_OK(call_model(dry, i, calls[half][0]));

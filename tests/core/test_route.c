@@ -37,13 +37,14 @@ static int widens(const story *s, const content *c) {
 static const char *told(const story *s, const char *what) {
     static char text[900];
     const fsdpi_facts *f = s->f;
-    int used = snprintf(text, sizeof text,
-                        "%s: W %d R %d one_part %d one_train %d ext %d %s>%s grad %s reduce %s off %d "
-                        "fuses %d sync %d ar %d hook %d custom %d div %g held %d:",
-                        what, f->shards, f->replicas, f->one_part, f->one_train, f->extended,
-                        fsdp_dtype_name(f->stored), fsdp_dtype_name(f->gathered),
-                        fsdp_dtype_name(f->grad), fsdp_dtype_name(f->reduce), f->offload, f->fuses,
-                        f->sync, f->all_reduce, f->hook, f->custom, f->divide_factor, s->held);
+    int used = snprintf(
+        text, sizeof text,
+        "%s: W %d R %d one_part %d one_train %d ext %d %s>%s grad %s reduce %s off %d "
+        "fuses %d sync %d ar %d hook %d custom %d div %g held %d:",
+        what, f->shards, f->replicas, f->one_part, f->one_train, f->extended,
+        fsdp_dtype_name(f->stored), fsdp_dtype_name(f->gathered), fsdp_dtype_name(f->grad),
+        fsdp_dtype_name(f->reduce), f->offload, f->fuses, f->sync, f->all_reduce, f->hook,
+        f->custom, f->divide_factor, s->held);
     for (int i = 0; i < s->r->num; i++)
         used += snprintf(text + used, sizeof text - (size_t)used, " %d(%d>%d %g how %d)",
                          s->r->steps[i].kind, s->r->steps[i].from, s->r->steps[i].to,
@@ -84,9 +85,9 @@ static void arrives(story *s, const fsdpi_step *e, content made) {
    there, nobody else wants to see them, and there is one dtype. */
 static content scatters(story *s, const fsdpi_step *e, content c) {
     const fsdpi_facts *f = s->f;
-    int ends = e->to == FSDP_POOL_SGRAD;
+    int ends = e->to == FSDP_POOL_SHARD_GRAD;
     RULE(f->shards > 1 && !c.over_shards && (e->how & FSDPI_GIVES));
-    RULE(e->from == FSDP_POOL_RIN || (e->from == FSDP_POOL_GRAD && c.folded));
+    RULE(e->from == FSDP_POOL_REDUCE_IN || (e->from == FSDP_POOL_GRAD && c.folded));
     RULE(c.dtype == f->reduce || (f->fuses && widens(s, &c)));
     RULE((e->scale == 1 && !(e->how & FSDPI_DIVIDES)) || f->fuses);
     RULE(!(e->how & FSDPI_ADDS) || (f->fuses && is_wide(f->reduce)));
@@ -113,14 +114,14 @@ static void step(story *s, const fsdpi_step *e) {
     content c = e->from < FSDPI_PLACES ? s->at[e->from] : none;
     if (e->from < FSDPI_PLACES) RULE(c.has == GRADIENTS);
     if (e->how & FSDPI_TAKES) RULE(!s->at[e->to].has);
-    else if (e->to != FSDP_POOL_SGRAD) RULE(s->at[e->to].has);
+    else if (e->to != FSDP_POOL_SHARD_GRAD) RULE(s->at[e->to].has);
     switch (e->kind) {
     case FSDPI_STEP_ZERO_IN:
-        RULE(e->from == FSDPI_NOWHERE && e->to == FSDP_POOL_RIN && e->how == FSDPI_TAKES);
+        RULE(e->from == FSDPI_NOWHERE && e->to == FSDP_POOL_REDUCE_IN && e->how == FSDPI_TAKES);
         s->at[e->to].has = ZEROS;
         return;
     case FSDPI_STEP_SUM:
-        RULE(e->from == FSDP_POOL_GRAD && e->to == FSDP_POOL_RIN && (e->how & FSDPI_GIVES));
+        RULE(e->from == FSDP_POOL_GRAD && e->to == FSDP_POOL_REDUCE_IN && (e->how & FSDPI_GIVES));
         c = scaled(s, e, c);
         c.dtype = f->reduce;
         break;
@@ -132,20 +133,20 @@ static void step(story *s, const fsdpi_step *e) {
         c.folded = 1;
         break;
     case FSDPI_STEP_SCATTER:
-        RULE(e->to == FSDP_POOL_SGRAD);
+        RULE(e->to == FSDP_POOL_SHARD_GRAD);
         c = scatters(s, e, c);
         break;
     case FSDPI_STEP_RESCALE:
-        RULE(e->from == FSDP_POOL_SGRAD && !(s->held & FSDPI_HELD_SHARD));
+        RULE(e->from == FSDP_POOL_SHARD_GRAD && !(s->held & FSDPI_HELD_SHARD));
         c = scaled(s, e, c);
         break;
     case FSDPI_STEP_TO_OUT:
-        RULE(e->to == FSDP_POOL_ROUT || e->to == FSDPI_FRESH);
+        RULE(e->to == FSDP_POOL_REDUCE_OUT || e->to == FSDPI_FRESH);
         c = scatters(s, e, c);
         stores(s, &c);
         break;
     case FSDPI_STEP_ADD:
-        RULE(e->from == FSDPI_FRESH && e->to == FSDP_POOL_ROUT && (e->how & FSDPI_ADDS));
+        RULE(e->from == FSDPI_FRESH && e->to == FSDP_POOL_REDUCE_OUT && (e->how & FSDPI_ADDS));
         break;
     case FSDPI_STEP_REPLICAS:
         RULE(f->replicas > 1 && f->all_reduce && !c.over_replicas && !c.hooked);
@@ -160,8 +161,9 @@ static void step(story *s, const fsdpi_step *e) {
         c.hooked = 1;
         break;
     case FSDPI_STEP_LAST:
-        RULE(e->to == FSDP_POOL_SGRAD && widens(s, &c) && (e->how & FSDPI_GIVES));
-        RULE(f->shards > 1 ? e->from == FSDP_POOL_ROUT : (c.folded || e->from == FSDP_POOL_RIN));
+        RULE(e->to == FSDP_POOL_SHARD_GRAD && widens(s, &c) && (e->how & FSDPI_GIVES));
+        RULE(f->shards > 1 ? e->from == FSDP_POOL_REDUCE_OUT
+                           : (c.folded || e->from == FSDP_POOL_REDUCE_IN));
         RULE(c.hooked == f->hook);
         c = scaled(s, e, c);
         c.dtype = f->grad;
@@ -214,10 +216,10 @@ static void follow(const fsdpi_facts *f, int held) {
     const content out = {GRADIENTS, f->reduce, expected_sums(f), 1, 0, FSDPI_HELD_OUT, 0, 0};
     const content shard = {GRADIENTS, f->grad, s->factor, W, R, FSDPI_HELD_SHARD, 0, 0};
     if (held & FSDPI_HELD_GRAD) s->at[FSDP_POOL_GRAD] = written;
-    if (held & FSDPI_HELD_IN) s->at[FSDP_POOL_RIN] = in;
-    if (held & FSDPI_HELD_OUT) s->at[FSDP_POOL_ROUT] = out;
-    if (held & FSDPI_HELD_SHARD) s->at[FSDP_POOL_SGRAD] = shard;
-    s->at[FSDP_POOL_SGRAD].hooked = f->hook;
+    if (held & FSDPI_HELD_IN) s->at[FSDP_POOL_REDUCE_IN] = in;
+    if (held & FSDPI_HELD_OUT) s->at[FSDP_POOL_REDUCE_OUT] = out;
+    if (held & FSDPI_HELD_SHARD) s->at[FSDP_POOL_SHARD_GRAD] = shard;
+    s->at[FSDP_POOL_SHARD_GRAD].hooked = f->hook;
     RULE(route.num <= FSDPI_ROUTE_STEPS && route.held == held);
     if (!(held & FSDPI_HELD_SLOTS)) { /* written where they end */
         RULE(route.done && route.num == 0);
@@ -228,17 +230,18 @@ static void follow(const fsdpi_facts *f, int held) {
         if (s->at[i].has) at = i, places++;
     if (route.done) { /* all has ended, once */
         RULE(f->sync && (!R || f->all_reduce) && places == 0);
-        RULE(s->at[FSDP_POOL_SGRAD].sources == held && s->at[FSDP_POOL_SGRAD].dtype == f->grad);
-        RULE(s->at[FSDP_POOL_SGRAD].divided == s->factor);
+        RULE(s->at[FSDP_POOL_SHARD_GRAD].sources == held &&
+             s->at[FSDP_POOL_SHARD_GRAD].dtype == f->grad);
+        RULE(s->at[FSDP_POOL_SHARD_GRAD].divided == s->factor);
     } else if (f->sync && W) { /* sums wait */
-        RULE(R && !f->all_reduce && places == 1 && at == FSDP_POOL_ROUT);
+        RULE(R && !f->all_reduce && places == 1 && at == FSDP_POOL_REDUCE_OUT);
         RULE(s->at[at].sources == (held & ~FSDPI_HELD_SHARD) && s->at[at].over_shards);
         RULE(s->at[at].divided == expected_sums(f));
     } else { /* kept on this rank: in one place, in the reduction's dtype */
         int waits = (held & FSDPI_HELD_OUT) != 0;
         RULE(!f->sync || (!W && R && !f->all_reduce));
-        RULE(places == (input != 0) + waits && s->at[FSDP_POOL_ROUT].has == waits);
-        at = s->at[FSDP_POOL_GRAD].has ? FSDP_POOL_GRAD : FSDP_POOL_RIN;
+        RULE(places == (input != 0) + waits && s->at[FSDP_POOL_REDUCE_OUT].has == waits);
+        at = s->at[FSDP_POOL_GRAD].has ? FSDP_POOL_GRAD : FSDP_POOL_REDUCE_IN;
         if (input) RULE(s->at[at].sources == input && s->at[at].dtype == f->reduce);
         /* and not copied without need */
         if (input == FSDPI_HELD_GRAD && f->gathered == f->reduce && f->one_train)
@@ -288,7 +291,8 @@ TEST(route, every_combination, SECONDS(120)) {
                             for (int held = 0; held < 16; held++) {
                                 if ((held & FSDPI_HELD_OUT) && (w == 1 || replicas == 1)) continue;
                                 /* nothing to reduce: only where gradients are where they end */
-                                if (!(held & FSDPI_HELD_SLOTS) && !fsdpi_facts_write_shard(&f, held))
+                                if (!(held & FSDPI_HELD_SLOTS) &&
+                                    !fsdpi_facts_write_shard(&f, held))
                                     continue;
                                 follow(&f, held);
                                 combinations++;
