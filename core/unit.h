@@ -206,7 +206,9 @@ static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
     return FSDP_OK;
 }
 
-static FSDPI_NOINLINE void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
+static FSDPI_NOINLINE void fsdpi_mix(uint64_t *h, uint64_t x) {
+    *h = fsdpi_hash_words(*h, &x, 1);
+}
 
 // All that ranks must have given alike: it is part of what every collective compares.
 static void fsdpi_unit_agree(fsdp_unit *u) {
