@@ -260,7 +260,7 @@ enum { // what the shard gradient holds
 // What a step changes.
 typedef struct fsdpi_state {
     uint8_t training, storage, stale;
-    uint8_t ahead;                // gathered by a prefetch that nobody waited for yet
+    uint8_t ahead;                // gathered by a prefetch, and not waited for yet
     uint8_t shard_grad;           // FSDPI_SHARD_GRAD_*
     int32_t forwards;             // grad-enabled ones that have not run backward: n of the table
     int32_t last_order;           // newest entry in the record of forwards, or -1

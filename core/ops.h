@@ -52,7 +52,7 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
     op->num_waits = num;
 }
 
-// Somebody watches: `seen`, a copy, is shown and may come back changed. NULL: it does not run.
+// Extensions see `seen`, a copy, and may change it. Returns what runs; NULL: the record does not run.
 static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
                                                    fsdp_op *seen) {
     int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;

@@ -184,7 +184,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
 // `stream` is a slot's last consumer. But for gradients, REDUCE writes again what it gives back.
 static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
     int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
-    if (buf->avail.seq == 0) // else nobody has written it meanwhile
+    if (buf->avail.seq == 0) // else no record has written it since the last release
         fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
 }
 

@@ -72,7 +72,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
 // A device without memory: all that is asked of it while no record runs.
 static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
     (void)device, (void)kind, (void)size;
-    *ptr = (void *)(uintptr_t)FSDPI_ALIGN; // an address that nobody reads or writes
+    *ptr = (void *)(uintptr_t)FSDPI_ALIGN; // an address that is never read or written
     return FSDP_OK;
 }
 static void fsdpi_none_free(fsdp_device *device, int kind, void *ptr, size_t size) {

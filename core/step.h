@@ -31,7 +31,7 @@
 // an action fills op records and never calls a backend. Invariants: a call without a row changes
 // nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
 
-// Bound of the record of forwards; behind it prefetches are lost, nothing else.
+// Bound of the record of forwards. If it is full, prefetches are lost, nothing else.
 #define FSDPI_ORDER_PER_UNIT 64
 
 // Remember a forward: its backward is due, and the forward before it is what to prefetch then.
@@ -152,7 +152,7 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
     return fsdpi_row_at(&at, call);
 }
 
-// The first of the hooks, at most `depth` of them, behind which a call is possible; or -1.
+// The first of at most `depth` hooks after which a call is possible; or -1.
 static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                 FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,

@@ -115,20 +115,15 @@ static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_part *part, 
     }
 }
 
-static void fsdpi_template_group(const fsdp_unit *u, int group, fsdp_op *op) {
-    const int sizes[] = {0, fsdpi_shards(u), u->desc.slices, fsdpi_shards(u), fsdpi_replicas(u)};
-    fsdp_comm *const comms[] = {NULL, u->desc.info.shard_comm, u->desc.slice_comm,
-                                u->desc.reduce_comm, u->desc.replicate_comm};
-    op->group_size = sizes[group];
-    op->comm = comms[group];
-}
-
 // Makes a record at `t`, for a part or (NULL) the unit. Returns the next place: `t` if there is
 // nothing to do.
 static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
                                            fsdpi_template *t) {
     const fsdpi_step_row *row = &fsdpi_step_rows[kind];
     const char *owner = part ? (const char *)part : (const char *)&u->layout;
+    const int sizes[] = {0, fsdpi_shards(u), u->desc.slices, fsdpi_shards(u), fsdpi_replicas(u)};
+    fsdp_comm *const comms[] = {NULL, u->desc.info.shard_comm, u->desc.slice_comm,
+                                u->desc.reduce_comm, u->desc.replicate_comm};
     const int calls = row->call && (!part || part->extended);
     int label = row->label;
     memset(t, 0, sizeof *t);
@@ -139,7 +134,8 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     t->part = part;
     t->from = t->to = FSDPI_NOWHERE + 1; // not aimed yet
     t->agrees = row->group >= FSDPI_SUMS;
-    fsdpi_template_group(u, row->group, &t->op);
+    t->op.group_size = sizes[row->group];
+    t->op.comm = comms[row->group];
     if (row->group && t->op.group_size < 2) return t;
     if (calls) {
         t->op.call = row->call;
