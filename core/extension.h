@@ -37,7 +37,8 @@ typedef struct fsdp_extension {
     // about to change options of a unit (NULL: of all), and does so whatever you return. Or, in the
     // same way, zero_grad, params_changed or load is about to write gradients or shards. Return
     // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
-    // the library calls no further extension. Calls of a step that you make go to the extensions after you.
+    // the library calls no further extension. Calls of a step that you make go to the extensions
+    // after you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,

@@ -101,8 +101,8 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// A gather that is still in flight was a prefetch without a use. After the last backward it is given
-// up. Before that it goes on, and a hook that writes the shard waits for it.
+// A gather that is still in flight was a prefetch without a use. After the last backward it is
+// given up. Before that it goes on, and a hook that writes the shard waits for it.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int flies = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
     if (flies ? u->model->is_last_backward : u->options.reshard_after_backward)

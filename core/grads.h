@@ -38,8 +38,8 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any != 0;
 }
 
-// With reduce_unused a backward gives all trainables a gradient: zeros where the caller writes none.
-// In a rehearsal all count as used, since no caller asks where gradients are written.
+// With reduce_unused a backward gives all trainables a gradient: zeros where the caller writes
+// none. In a rehearsal all count as used, since no caller asks where gradients are written.
 static void fsdpi_usage_begin(fsdp_unit *u) {
     if (!u->options.reduce_unused && !u->model->rehearsing) return;
     for (int i = 0; i < u->desc.num_params; i++)

@@ -52,7 +52,7 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
     op->num_waits = num;
 }
 
-// Extensions see `seen`, a copy, and may change it. Returns what runs; NULL: the record does not run.
+// Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
 static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
                                                    fsdp_op *seen) {
     int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
