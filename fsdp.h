@@ -928,6 +928,7 @@ struct fsdp_param_view {
     int32_t index;                      // its index in the unit
     fsdp_dtype dtype, grad_dtype;       // of data and shard; of shard_grad
     int32_t ndim, shard_dim, requires_grad;
+    int32_t has_hook;                   // 1: of fsdp_set_post_accumulate_hook
     int64_t shape[FSDP_MAX_DIMS];       // full
     int64_t start[FSDP_MAX_DIMS];       // first index of the block in the full tensor
     int64_t local_shape[FSDP_MAX_DIMS]; // of the block; in an empty shard 0 along shard_dim
@@ -1135,6 +1136,15 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit);
    Source      torch: Optimizer.zero_grad */
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 
+/* fsdp_set_grad_none - drop the sharded gradient of one parameter: optimizers and clipping leave it
+   out, and fsdp_param_view.shard_grad is NULL. Its memory is zero from here on, so that the next
+   reduction finds nothing to add to. Gradients that are not reduced yet stay
+   Result      FSDP_OK, also if it has none; INVALID_ARG; INVALID_STATE (the unit is not idle, or
+               the model's backward has not ended)
+   Collective  no, but every rank has to do the same      Blocks with cpu_offload: until it is zero
+   Allocates   no      Source torch: param.grad = None */
+FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index);
+
 /* fsdp_clip_grads - find the norm of all gradients over all ranks, and scale them to at most
    max_norm
    fsdp_clip_grad_norm - the same with the 2-norm
@@ -1196,7 +1206,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
                                    finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
-                                   (no_sync). It sets requires_all_reduce to the same value
+                                   (no_sync). It sets requires_all_reduce to the same value.
+                                   fsdp_requires_gradient_sync: 1 if both are set; NULL: 0
    fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard
                                    group; a later one reduces them over the replicas. With one
                                    shard: as without sync. Without replicas: no effect
@@ -1219,6 +1230,7 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
 FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
+FSDP_API int fsdp_requires_gradient_sync(const fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode);
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,

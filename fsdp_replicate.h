@@ -42,8 +42,18 @@
    ORDER OF REDUCTIONS
      Every rank reduces every bucket once in each backward, in the order of their index, whichever
      is complete first. So ranks may use different parameters, leave out whole layers, or get
-     gradients ready in different orders. A parameter that no rank used has no gradient afterwards.
-     If only some ranks used it, the others count as zeros.
+     gradients ready in different orders.
+   UNUSED PARAMETERS
+     A rank uses a parameter if it has called fsdp_replicate_grad for it since the last reduction.
+     If no rank used it, it has no gradient after finalize, or keeps the one that it had before. If
+     only some ranks used it, the others count as zeros. To find that out, a finalize that ends
+     reductions sends one all-reduce, "replicate_used", of one i32 for each parameter. Only a rank
+     that did not use a parameter waits for it.
+     If parameters of a bucket have post-accumulate hooks (fsdp_set_post_accumulate_hook), the
+     bucket sends its numbers before its reduction: a hook does not run if no rank used the
+     parameter. All ranks set hooks in the same buckets, and turn sync on before the backward.
+     The header sets fsdp_set_reduce_scatter_unused_params of its units: 1, or 0 if a bucket has
+     hooks. If you set it to 0, ranks have to use the same parameters.
    OTHER COLLECTIVES BETWEEN THE REDUCTIONS
      A rank starts a bucket when its own gradients are ready. If ranks use different parameters, one
      rank may reduce a bucket in fsdp_replicate_ready, another one in fsdp_replicate_post_backward.
@@ -55,9 +65,8 @@
        - set desc.late = 1: then all buckets are reduced in fsdp_replicate_post_backward.
    THE MESSAGE OF A BUCKET
      has the gradients of the trainable parameters, in the bucket's order. Each one begins at a
-     multiple of as many elements as 64 bytes (GPUs: 256) of the parameter's dtype have. Behind
-     them comes one number for each of these parameters; it is 0 if no rank used it. A group of one
-     rank sends nothing.
+     multiple of as many elements as 64 bytes (GPUs: 256) of the parameter's dtype have. A group of
+     one rank sends nothing.
    ARITHMETIC
      Ranks are summed in f32 (f64 in f64) in rank order, then divided by their number once; NCCL
      sums in an order of its own. The bits do not depend on the buckets. PyTorch divides before it
@@ -67,7 +76,9 @@
      One copy of the parameters, one of the gradients, and the messages of the buckets that are open
      at a time. fsdp_model_predict counts one message for each size of bucket. If a layer's
      parameters are in two buckets of the same size, both are open, and there is one more. If the
-     model also has units that reshard, the prediction counts one message for each bucket. */
+     model also has units that reshard, the prediction counts one message for each bucket.
+     The pool "replicate" has 8 bytes for each parameter, for the record "replicate_used"; a group
+     of one rank has none. fsdp_model_predict does not count them. */
 #include "fsdp.h"
 
 #ifndef FSDP_REPLICATE_H
@@ -215,12 +226,12 @@ FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root);
 typedef struct fsdp_replicate_bucket {
     int32_t index, is_last; // is_last: no other bucket is reduced after it
     int32_t num_params;     // trainable ones
-    int32_t num_flags;      // numbers behind the gradients: they have to become exact sums
+    int32_t reserved;
     const int32_t *params;  // [num_params] index of each in desc.params
     const int64_t *offsets; // [num_params] where each begins in data, elements
     const int64_t *numels;  // [num_params] elements of each
     fsdp_dtype dtype;       // of data
-    void *data;             // numel elements, with padding between parameters; then the flags
+    void *data;             // numel elements, with padding between parameters
     int64_t numel;
 } fsdp_replicate_bucket;
 
@@ -363,13 +374,18 @@ typedef struct fsdpi_rep_unit {
     fsdp_unit *unit;
     int32_t *members; // [num_members] parameters, in order
     int64_t nbytes;
-    int32_t num_members, pending, open, reserved; // of this backward: members that are not ready
-    fsdp_replicate_bucket shown;                  // to hooks
+    int32_t num_members, pending, open; // of this backward: members that are not ready
+    int32_t has_hooks;                  // a trainable member has a post-accumulate hook
+    int32_t due;                 // a backward has ended, and its gradients are not settled
+    int32_t sends;               // nor the numbers sent, which is due with its reduction
+    fsdp_block part;             // of the numbers of all parameters, bytes
+    fsdp_replicate_bucket shown; // to hooks
 } fsdpi_rep_unit;
 
 typedef struct fsdpi_rep_param {
     int32_t bucket, index; // index: in the bucket's unit
-    int32_t ready, reserved;
+    uint8_t ready, had;    // of this backward: had: it began with a gradient
+    uint8_t used;
 } fsdpi_rep_param;
 
 struct fsdp_replicate {
@@ -386,7 +402,15 @@ struct fsdp_replicate {
     int32_t num_params, num_buckets, num_seen, num_order;
     int32_t next;               // the first bucket that is not reduced
     int32_t late, began, moved; // began: a backward; moved: `shown` is to be filled in
+    int32_t inside, changed;    // inside the model's backward; changed: `has_hooks` may be another
+    int32_t witness, each;      // a parameter that has a gradient if any has, or -1; each: not so
     fsdp_status failed;         // the first failure of this backward
+    // Who used what: an i32 for each parameter, bucket after bucket; 1: used.
+    fsdp_buf *mine, *ours; // of this rank, host memory; then the maximum over the replicas
+    int32_t *found;        // what the host has read of `ours`
+    fsdp_block whole;      // all of them, bytes
+    fsdp_comm *comm;       // NULL: one rank
+    int32_t label, sent, copying; // sent: all, for this finalize; copying: a record reads `mine`
 };
 
 static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_param_view *out) {
@@ -408,27 +432,210 @@ static void fsdpi_rep_clear(fsdp_replicate *rep) { // the next backward begins
     rep->failed = FSDP_OK;
 }
 
+/* -------------------------------------------------------------------------------------------- */
+// Owns: which parameters were used. A reduced bucket has gradients of all its trainables, zeros
+// where no rank wrote. When the reductions are on their way, the replicas find the maximum of their
+// numbers, and after finalize the gradients that nobody wrote are dropped. A rank that used all
+// parameters knows what is found. With post-accumulate hooks that is too late: such a bucket finds
+// it before its reduction, and leaves unused parameters out.
+// Source: torch: Reducer.all_reduce_local_used_map, finalize_bucket_dense.
+
+// Ranks compare states of records, and come here behind other calls than each other.
+static fsdp_op fsdpi_rep_op(const fsdp_replicate *rep, int kind, int stream) {
+    fsdp_op op;
+    fsdp_op_init(&op, rep->model, NULL, kind, rep->label, stream);
+    op.state = FSDP_STATE_POST_BACKWARD;
+    return op;
+}
+
+// The numbers of a part are on their way: this rank's to `mine` and `ours`, then their maximum.
+static fsdp_status fsdpi_rep_send(fsdp_replicate *rep, const fsdp_block *part) {
+    int32_t *mine = (int32_t *)fsdp_buf_ptr(rep->mine);
+    int64_t count = part->width / 4, first = part->src / 4;
+    fsdp_status status = FSDP_OK;
+    for (int64_t i = first; i < first + count && !status; i++) {
+        int32_t used = rep->params[rep->members[i]].used;
+        if (mine[i] == used) continue;
+        if (rep->copying) status = fsdp_wait_stream(rep->model, FSDP_STREAM_ALLREDUCE);
+        rep->copying = 0;
+        mine[i] = used;
+    }
+    fsdp_op op = fsdpi_rep_op(rep, FSDP_OP_COPY, FSDP_STREAM_ALLREDUCE);
+    op.dtype = op.out_dtype = FSDP_U8;
+    op.count = (uint64_t)part->width;
+    op.list = part;
+    op.list_count = 1;
+    op.src = rep->mine;
+    op.dst = rep->ours;
+    if (!status) status = fsdp_emit(rep->model, &op);
+    rep->copying = 1;
+    op = fsdpi_rep_op(rep, FSDP_OP_ALL_REDUCE, FSDP_STREAM_ALLREDUCE);
+    op.dtype = op.out_dtype = FSDP_I32;
+    op.count = (uint64_t)count;
+    op.redop = FSDP_MAX;
+    op.in_place = 1;
+    op.comm = rep->comm;
+    op.group_size = fsdp_mesh_size(rep->mesh, 0);
+    op.src = op.dst = rep->ours;
+    op.src_ptr = op.dst_ptr = (char *)fsdp_buf_ptr(rep->ours) + part->dst;
+    return status ? status : fsdp_emit(rep->model, &op);
+}
+
+// This rank waits for what the replicas have found of a part. One rank knows it.
+static fsdp_status fsdpi_rep_receive(fsdp_replicate *rep, const fsdp_block *part) {
+    int64_t first = part->src / 4;
+    for (int64_t i = first; i < first + part->width / 4 && !rep->comm; i++)
+        rep->found[i] = rep->params[rep->members[i]].used;
+    if (!rep->comm) return FSDP_OK;
+    fsdp_op op = fsdpi_rep_op(rep, FSDP_OP_USE, FSDP_STREAM_COMPUTE);
+    op.src = rep->ours;
+    fsdp_status status = fsdp_emit(rep->model, &op);
+    if (!status)
+        status = fsdp_transfer(rep->model, rep->found + first,
+                               (char *)fsdp_buf_ptr(rep->ours) + part->dst, part->width);
+    rep->copying = 0;
+    return status;
+}
+
+// Are there trainable parameters of a bucket that this rank did not use?
+static int fsdpi_rep_lacks(const fsdpi_rep_unit *b) {
+    for (int i = 0; i < b->shown.num_params; i++)
+        if (!b->rep->params[b->shown.params[i]].used) return 1;
+    return 0;
+}
+
+static int32_t fsdpi_rep_found(const fsdpi_rep_unit *b, const fsdpi_rep_param *p) {
+    return b->rep->found[b->members - b->rep->members + p->index];
+}
+
+// Before the reduction of a bucket with hooks: what another rank used counts as used here.
+static fsdp_status fsdpi_rep_join_use(fsdpi_rep_unit *b) {
+    fsdp_replicate *rep = b->rep;
+    if (!rep->comm || !b->has_hooks || !fsdp_requires_gradient_sync(b->unit)) return FSDP_OK;
+    fsdp_status status = fsdpi_rep_send(rep, &b->part);
+    if (status || !fsdpi_rep_lacks(b)) return status;
+    status = fsdpi_rep_receive(rep, &b->part);
+    for (int i = 0; i < b->shown.num_params && !status; i++) {
+        const fsdpi_rep_param *p = &rep->params[b->shown.params[i]];
+        if (!p->used && fsdpi_rep_found(b, p)) (void)fsdp_grad(b->unit, p->index);
+    }
+    return status;
+}
+
+static uint8_t fsdpi_rep_has_grad(const fsdp_replicate *rep, int param) {
+    fsdp_param_view v = FSDP_ZERO;
+    (void)fsdpi_rep_view(rep, param, &v);
+    return v.shard_grad != NULL;
+}
+
+/* The model's backward begins: which parameters have gradients of earlier ones? If zero_grad has
+   dropped that of `witness`, it has dropped all, so that mostly one look is enough. */
+static void fsdpi_rep_enter(fsdp_replicate *rep) {
+    int none = !rep->each && (rep->witness < 0 || !fsdpi_rep_has_grad(rep, rep->witness));
+    rep->witness = -1;
+    for (int i = 0; i < rep->num_params; i++) {
+        rep->params[i].had = none ? 0 : fsdpi_rep_has_grad(rep, i);
+        if (rep->params[i].had) rep->witness = i;
+    }
+    rep->each = 0;
+    rep->inside = 1;
+}
+
+// Since use was settled, a backward of the bucket has ended, and its gradients are reduced.
+static int fsdpi_rep_is_reduced(const fsdpi_rep_unit *b) {
+    fsdp_memory m = FSDP_ZERO;
+    if (!b->due || fsdp_unit_memory(b->unit, &m)) return 0;
+    return !m.pool_slots[FSDP_POOL_GRAD] && !m.pool_slots[FSDP_POOL_RIN] &&
+           !m.pool_slots[FSDP_POOL_ROUT];
+}
+
+// Of reduced buckets, gradients that no rank wrote are dropped.
+static fsdp_status fsdpi_rep_settle(fsdp_replicate *rep) {
+    fsdp_status status = FSDP_OK;
+    int lacks = 0;
+    for (int k = 0; k < rep->num_buckets; k++) {
+        const fsdpi_rep_unit *b = &rep->buckets[k];
+        lacks |= !b->has_hooks && fsdpi_rep_is_reduced(b) && fsdpi_rep_lacks(b);
+    }
+    if (lacks) status = fsdpi_rep_receive(rep, &rep->whole);
+    for (int k = 0; k < rep->num_buckets && !status; k++) {
+        fsdpi_rep_unit *b = &rep->buckets[k];
+        if (!fsdpi_rep_is_reduced(b)) continue;
+        for (int i = 0; i < b->shown.num_params && !status; i++) {
+            fsdpi_rep_param *p = &rep->params[b->shown.params[i]];
+            if (!b->has_hooks && !p->used && !p->had && !fsdpi_rep_found(b, p))
+                status = fsdp_set_grad_none(b->unit, p->index);
+            if (p->used) rep->witness = b->shown.params[i];
+            else rep->each = 1;
+            p->used = 0;
+        }
+        b->due = b->sends = 0;
+    }
+    return status;
+}
+
+/* The numbers are sent before the core finalizes, which waits for all reductions, and which may
+   reduce buckets that have waited since a backward without sync. */
+static fsdp_status fsdpi_rep_finalize(fsdp_replicate *rep) {
+    fsdp_status status = FSDP_OK;
+    int sends = 0;
+    if (!rep->inside) fsdpi_rep_enter(rep);
+    for (int k = 0; k < rep->num_buckets; k++) {
+        fsdpi_rep_unit *b = &rep->buckets[k];
+        b->sends |= b->due && fsdp_requires_gradient_sync(b->unit);
+        sends |= b->sends && !b->has_hooks && b->shown.num_params > 0;
+    }
+    if (sends && rep->comm && !rep->sent) {
+        rep->sent = 1;
+        status = fsdpi_rep_send(rep, &rep->whole);
+    }
+    if (status) return status;
+    status = fsdp_finalize_backward(rep->model); // by later extensions, then by the core
+    int ended = !status; // or it reports a failure of an earlier call
+    for (int k = 0; k < rep->num_buckets; k++)
+        ended |= rep->buckets[k].due && fsdp_unit_state(rep->buckets[k].unit) == FSDP_STATE_IDLE;
+    if (!ended || fsdp_world_status(fsdp_model_world(rep->model))) return status;
+    rep->sent = rep->inside = 0;
+    fsdp_status settled = fsdpi_rep_settle(rep);
+    return status ? status : settled;
+}
+
+static void fsdpi_rep_reset(fsdp_replicate *rep) {
+    fsdpi_rep_clear(rep);
+    rep->inside = rep->sent = 0;
+    for (int i = 0; i < rep->num_params; i++) rep->params[i].used = 0;
+    for (int k = 0; k < rep->num_buckets; k++) rep->buckets[k].due = rep->buckets[k].sends = 0;
+}
+
 static int fsdpi_rep_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                           fsdp_status *status) {
     fsdp_replicate *rep = (fsdp_replicate *)user;
-    (void)unit;
-    if (call == FSDP_CALL_RESET) fsdpi_rep_clear(rep);
-    if (call != FSDP_CALL_FINALIZE || !rep->began) return 0;
-    *status = fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
-                        "[E952] finalize_backward: a backward of unit '%s' and the other buckets "
-                        "has begun, and %d of %d are reduced: call fsdp_replicate_post_backward "
-                        "first",
-                        fsdp_unit_name(rep->buckets[0].unit), rep->next, rep->num_buckets);
+    if (call == FSDP_CALL_RESET) fsdpi_rep_reset(rep);
+    if (call == FSDP_CALL_ZERO_GRAD && unit) rep->each = 1;
+    if (call == FSDP_CALL_SET) rep->changed = 1;
+    if (call == FSDP_CALL_PRE_BACKWARD && !rep->inside) fsdpi_rep_enter(rep);
+    if (call != FSDP_CALL_FINALIZE) return 0;
+    *status = !rep->began
+                  ? fsdpi_rep_finalize(rep)
+                  : fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
+                              "[E952] finalize_backward: a backward of unit '%s' and the other "
+                              "buckets has begun, and %d of %d are reduced: call "
+                              "fsdp_replicate_post_backward first",
+                              fsdp_unit_name(rep->buckets[0].unit), rep->next, rep->num_buckets);
     return 1;
 }
 
 static void fsdpi_rep_relayout(void *user, fsdp_model *model) {
     (void)model;
-    ((fsdp_replicate *)user)->moved = 1;
+    fsdp_replicate *rep = (fsdp_replicate *)user;
+    rep->moved = rep->each = 1;
 }
 
 static void fsdpi_rep_destroy(void *user) {
-    fsdp_free(((fsdp_replicate *)user)->model, FSDP_MEMORY_HOST, user, 0);
+    fsdp_replicate *rep = (fsdp_replicate *)user;
+    fsdp_buf_destroy(rep->model, rep->mine);
+    fsdp_buf_destroy(rep->model, rep->ours);
+    fsdp_free(rep->model, FSDP_MEMORY_HOST, rep, 0);
 }
 
 // The trainable members of each bucket, and where they lie in its message: as their shards do.
@@ -454,11 +661,31 @@ static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
             b->shown.num_params++;
             last = k;
         }
-        b->shown.num_flags = b->shown.num_params;
     }
     rep->buckets[last].shown.is_last = 1;
     rep->moved = 0;
+    rep->changed = 1;
     return FSDP_OK;
+}
+
+// Options have changed, maybe hooks of parameters. Where there is one, the core leaves out what no
+// rank used.
+static fsdp_status fsdpi_rep_find_hooks(fsdp_replicate *rep) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < rep->num_buckets && rep->changed && !status; k++) {
+        fsdpi_rep_unit *b = &rep->buckets[k];
+        int has_hooks = 0;
+        for (int i = 0; i < b->num_members; i++) {
+            fsdp_param_view v = FSDP_ZERO;
+            (void)fsdp_param_view_get(b->unit, i, &v);
+            has_hooks |= v.has_hook && v.requires_grad;
+        }
+        if (has_hooks != b->has_hooks)
+            status = fsdp_set_reduce_scatter_unused_params(rep->model, b->unit, !has_hooks);
+        b->has_hooks = has_hooks;
+    }
+    rep->changed = 0;
+    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -595,6 +822,9 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
         b->nbytes += w->nbytes[i];
         b->num_members++;
     }
+    b->part.src = b->part.dst = 4 * (b->members - rep->members);
+    b->part.width = b->part.src_pitch = b->part.dst_pitch = 4 * (int64_t)b->num_members;
+    b->part.height = 1;
     ud.name = name;
     ud.params = params;
     ud.num_params = b->num_members;
@@ -603,8 +833,24 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
     ud.reduce_dtype = d->reduce_dtype;
     ud.mesh_info = info;
     fsdp_status status = fsdp_fully_shard(rep->model, &ud, &b->unit);
+    if (!status) status = fsdp_set_reduce_scatter_unused_params(rep->model, b->unit, 1);
     // Ranks open a bucket at different times, so that it must not start to gather another unit.
     return status ? status : fsdp_set_modules_to_backward_prefetch(b->unit, &b->unit, 1);
+}
+
+// What the record "replicate_used" needs.
+static fsdp_status fsdpi_rep_exchange(fsdp_replicate *rep, int num_params) {
+    fsdp_model *m = rep->model;
+    int pool = fsdp_pool_register(m, "replicate");
+    int64_t nbytes = 4 * (int64_t)num_params;
+    const fsdp_block whole = {0, 0, nbytes, 1, nbytes, nbytes};
+    rep->whole = whole;
+    rep->label = fsdp_label_register(m, "replicate_used");
+    if (pool < 0 || rep->label < 0) return FSDP_ERR_INVALID_ARG;
+    fsdp_status status = fsdp_mesh_comm(rep->mesh, 0, FSDP_STREAM_ALLREDUCE, &rep->comm);
+    if (status || !rep->comm) return status;
+    status = fsdp_buf_create(m, pool, FSDP_MEMORY_PINNED, nbytes, &rep->mine);
+    return status ? status : fsdp_buf_create(m, pool, FSDP_MEMORY_DEVICE, nbytes, &rep->ours);
 }
 
 static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_desc *d,
@@ -614,10 +860,12 @@ static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_des
     if (!status) status = fsdpi_rep_assign(world, d, w, &rep->num_buckets);
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdpi_rep_bucket_unit(rep, d, info, w, &rep->buckets[k]);
+    if (!status) status = fsdpi_rep_exchange(rep, d->num_params);
     if (status) return status;
     rep->num_params = d->num_params;
     rep->late = d->late != 0;
     rep->moved = 1;
+    rep->witness = -1;
     fsdpi_rep_clear(rep);
     rep->extension.name = "replicate";
     rep->extension.user = rep;
@@ -646,7 +894,7 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
     if (!status) status = fsdpi_rep_mesh(model, &d, &info, &mesh);
     if (status) return status;
     int64_t n = d.num_params,
-            each = (int64_t)(sizeof(fsdpi_rep_unit) + sizeof(fsdpi_rep_param)) + 2 * 8 + 4 * 4;
+            each = (int64_t)(sizeof(fsdpi_rep_unit) + sizeof(fsdpi_rep_param)) + 2 * 8 + 5 * 4;
     int64_t work = n * ((int64_t)(2 * sizeof(fsdp_param_desc) + sizeof *w.names) + 2 * 8 + 4 * 4);
     status = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof **rep + n * each,
                         "replicate_create: no memory for its tables", &room);
@@ -658,13 +906,14 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
         made->model = model;
         made->mesh = mesh;
         made->buckets = (fsdpi_rep_unit *)(void *)(made + 1);
-        made->params = (fsdpi_rep_param *)(void *)(made->buckets + n);
-        made->offsets = (int64_t *)(void *)(made->params + n);
+        made->offsets = (int64_t *)(void *)(made->buckets + n);
         made->numels = made->offsets + n;
-        made->members = (int32_t *)(void *)(made->numels + n);
+        made->params = (fsdpi_rep_param *)(void *)(made->numels + n);
+        made->members = (int32_t *)(void *)(made->params + n);
         made->trainable = made->members + n;
         made->seen = made->trainable + n;
         made->order = made->seen + n;
+        made->found = made->order + n;
         w.params = (fsdp_param_desc *)temporary;
         w.nbytes = (int64_t *)(void *)(w.params + 2 * n);
         w.counts = w.nbytes + n;
@@ -674,10 +923,10 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
         w.place = w.bucket + n;
         w.names = (char(*)[16])(void *)(w.place + n);
         status = fsdpi_rep_build(made, &d, &info, &w);
-        if (!status) *rep = made;
-    }
+        if (status) fsdpi_rep_destroy(made);
+        else *rep = made;
+    } else fsdp_free(model, FSDP_MEMORY_HOST, room, 0);
     fsdp_free(model, FSDP_MEMORY_HOST, temporary, work);
-    if (status) fsdp_free(model, FSDP_MEMORY_HOST, room, 0);
     return status;
 }
 
@@ -695,6 +944,7 @@ FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
     fsdp_status status = rep ? fsdp_model_commit(rep->model) : FSDP_OK;
     if (rep && !rep->began) rep->failed = FSDP_OK;
     if (rep && !status) status = fsdpi_rep_follow(rep);
+    if (rep && !status) status = fsdpi_rep_find_hooks(rep);
     return status ? status : fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
 }
 FSDP_API fsdp_status fsdp_replicate_post_forward(fsdp_replicate *rep) {
@@ -730,7 +980,8 @@ static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, 
 // A bucket's gradients can be written; its message begins.
 static fsdp_status fsdpi_rep_open(fsdpi_rep_unit *b) {
     if (b->open) return FSDP_OK;
-    fsdp_status status = fsdp_pre_backward(b->unit);
+    fsdp_status status = fsdpi_rep_find_hooks(b->rep);
+    if (!status) status = fsdp_pre_backward(b->unit);
     if (status) return status;
     b->open = b->rep->began = 1;
     return FSDP_OK;
@@ -738,10 +989,15 @@ static fsdp_status fsdpi_rep_open(fsdpi_rep_unit *b) {
 
 // The next bucket is complete, or its backward ends as it is.
 static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
-    fsdp_status status = fsdpi_rep_open(&rep->buckets[rep->next]);
-    if (!status) status = fsdp_post_backward(rep->buckets[rep->next].unit);
-    rep->next += !status;
-    return status;
+    fsdpi_rep_unit *b = &rep->buckets[rep->next];
+    fsdp_status status = fsdpi_rep_open(b);
+    if (!status) status = fsdpi_rep_join_use(b);
+    if (!status) status = fsdp_post_backward(b->unit);
+    if (status) return status;
+    b->due = 1;
+    b->sends |= fsdp_requires_gradient_sync(b->unit);
+    rep->next++;
+    return FSDP_OK;
 }
 
 // A getter fails: as those of fsdp.h do.
@@ -760,10 +1016,12 @@ FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
     int alive = rep && !fsdp_world_status(fsdp_model_world(rep->model));
     fsdp_status status = fsdpi_rep_check(rep, "replicate_grad", param, 1, alive);
     if (status) return fsdpi_rep_undefined(rep, status);
-    const fsdpi_rep_param *p = &rep->params[param];
+    fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
     if (alive) (void)fsdpi_rep_keep(rep, fsdpi_rep_open(b)); // if it fails, so does the next one
-    return fsdp_grad(b->unit, p->index);
+    void *grad = fsdp_grad(b->unit, p->index);
+    p->used |= grad != NULL;
+    return grad;
 }
 
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count) {
@@ -854,7 +1112,7 @@ static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_c
     fsdp_replicate_bucket shown = b->shown;
     shown.dtype = (fsdp_dtype)coll->dtype;
     shown.data = coll->dst;
-    shown.numel = (int64_t)coll->count - shown.num_flags;
+    shown.numel = (int64_t)coll->count;
     return b->rep->hook(b->rep->hook_user, &shown, ops, comm, coll);
 }
 

@@ -868,18 +868,20 @@ int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
         Wait wait = {buffer, is_send, Clock::now() + clamped(timeout_ms), false, false, nullptr};
         bool done = false;
         std::exception_ptr error;
+        const auto ask = [&] { return is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS); };
         const bool begins = !is_over(b, is_send);
         if (begins) buffer->context->agent->begin(&wait);
         if (begins) buffer->context->agent->drive(&wait);
         try {
-            done = is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS);
+            done = ask();
         } catch (...) {
             error = std::current_exception();
         }
         if (begins) buffer->context->agent->end(&wait);
         if (error) std::rethrow_exception(error);
-        // It is done and was ended at the same time: the end of a wait is not to be kept.
-        if (done && wait.ended) (void)(is_send ? b->waitSend(TEN_YEARS) : b->waitRecv(TEN_YEARS));
+        // It is done and was ended at the same time: Gloo tells of both, of the end first or last.
+        if (done && wait.ended) (void)ask();
+        else if (wait.ended && is_over(b, is_send)) done = ask();
         if (done) return int(FSDP_GLOO_OK);
         std::lock_guard<std::mutex> lock(buffer->mutex);
         if (buffer->error) std::rethrow_exception(buffer->error);

@@ -428,7 +428,7 @@ static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
                 status = fsdp_transfer(l->ck->model, (char *)x->data + at, l->reader.scratch.ptr,
                                        n);
             }
-        } else if (flag == FSDPI_CK_ZERO) {
+        } else if (flag == FSDPI_CK_ZERO && nbytes > 0) { // an empty shard has no memory
             memset(x->data, 0, (size_t)nbytes);
         } else if (x->file_dtype != x->dtype && flag == FSDPI_CK_READ) {
             double value;

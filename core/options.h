@@ -84,6 +84,9 @@ FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_uni
     FSDPI_TRY(fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, all_reduce), sync));
     return fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, sync), sync);
 }
+FSDP_API int fsdp_requires_gradient_sync(const fsdp_unit *unit) {
+    return unit && unit->options.sync && unit->options.all_reduce;
+}
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
                                                   int required) {
     return fsdpi_set_option(model, unit, "set_requires_all_reduce",

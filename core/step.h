@@ -528,6 +528,25 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
     return model ? fsdpi_keep_status(model, status) : status;
 }
 
+FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_ZERO_GRAD);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (status) return status;
+    fsdp_model *m = unit->model;
+    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
+    if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
+        status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
+    if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED)) return fsdpi_keep_status(m, status);
+    const fsdpi_param *p = &unit->params[index];
+    *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
+    status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
+                             fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad,
+                             fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset,
+                             p->lay.shard_numel, 0);
+    if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    return fsdpi_keep_status(m, status);
+}
+
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);

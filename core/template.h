@@ -39,6 +39,7 @@ static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     v.ndim = p->lay.ndim;
     v.shard_dim = p->lay.shard_dim;
     v.requires_grad = p->requires_grad;
+    v.has_hook = p->grad_hook != NULL;
     memcpy(v.shape, p->lay.shape, sizeof v.shape);
     memcpy(v.local_shape, p->lay.shape, sizeof v.local_shape);
     v.start[v.shard_dim] = p->lay.start;

@@ -1239,6 +1239,58 @@ TEST_P(long_gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks, SECONDS(
     run_last_words(row, MOST_ROUNDS);
 }
 
+/* ---- a thread that does not get to run while its message comes and the sender leaves ---------- */
+
+static struct {
+    fsdp_gloo_context *context;
+    pthread_t thread;
+    long id;
+} held; /* who waits */
+
+/* In the thread that waits: until Gloo's has read all, and has looked for ends once more. */
+static void hold(int number) {
+    long ns = 0;
+    (void)number;
+    while (fsdp_gloo_context_first_lost(held.context) < 0) h_nap(&ns);
+    usleep(100000);
+}
+
+static int is_asleep(long id) {
+    char path[64], state = 0;
+    snprintf(path, sizeof path, "/proc/self/task/%ld/stat", id);
+    FILE *f = fopen(path, "r");
+    CHECK(f && fscanf(f, "%*d (%*[^)]) %c", &state) == 1);
+    (void)fclose(f);
+    return state == 'S';
+}
+
+static void waits_and_is_held(member *m) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of((fsdpi_comm *)(void *)m->comm);
+    shape s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, 1);
+    fsdp_coll op = coll_of(&s, m->src, m->dst, "held");
+    op.src = op.dst;
+    *(float *)(void *)m->dst = (float)(1 + m->rank);
+    if (m->rank == 0) { /* Gloo's thread reads */
+        CHECK(signal(SIGUSR1, hold) != SIG_ERR);
+        held.thread = pthread_self(), held.id = syscall(SYS_gettid);
+        fsdp_gloo_context_overlap(c->context, 1);
+        __atomic_store_n(&held.context, c->context, __ATOMIC_SEQ_CST);
+    } else {
+        for (int asleep = 0; asleep < 20; usleep(1000))
+            asleep = __atomic_load_n(&held.context, __ATOMIC_SEQ_CST) && is_asleep(held.id)
+                         ? asleep + 1
+                         : 0;
+        CHECK_EQ_INT(pthread_kill(held.thread, SIGUSR1), 0);
+    }
+    OK_ON(m->comm, ops()->run(m->comm, &op));
+    CHECK(*(float *)(void *)m->dst == 3);
+    if (m->rank == 0) fsdp_gloo_context_overlap(c->context, 0);
+}
+TEST(gloo, what_has_arrived_when_its_sender_leaves_counts) {
+    static const ranks two = {"threads/W=2", 1, 2, 1};
+    run_ranks(&two, waits_and_is_held, NULL, 64);
+}
+
 /* ---- many small worlds at once, of which each fails ------------------------------------------ */
 
 enum { TRIO = 3, TEXT = 1400 };

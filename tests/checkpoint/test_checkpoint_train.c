@@ -183,8 +183,8 @@ TEST_P(checkpoint_run, resumes, runs) {
 /* ---- saves beside training ------------------------------------------------------------------- */
 
 static const ck_param large_rows[] = {{0, "w", FSDP_F32, 2, {6001, 100}, 0, 0, 0},
-                                      {0, "b", FSDP_BF16, 1, {77}, 0, 0, 0},
-                                      {1, "w", FSDP_F32, 2, {50, 100}, 1, 0, 0}};
+                                      {1, "b", FSDP_BF16, 1, {77}, 0, 0, 0},
+                                      {2, "w", FSDP_F32, 2, {50, 100}, 1, 0, 0}};
 static const ck_net large = {large_rows, 3};
 static const ck_net small = {net_rows, 5};
 

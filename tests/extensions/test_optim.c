@@ -717,6 +717,81 @@ static void two_optimizers(job *j) {
 }
 TEST(optim, two_optimizers) { launch(2, 0, 0, 0, two_optimizers); }
 
+/* A gradient that is dropped: optimizers and clipping leave it out, the others stay, and what comes
+   later begins at zero. Gradients that wait for a reduction stay. */
+static void ones(const job *j, fsdp_unit *unit, int sync) {
+    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, sync));
+    lab_forward(j->w, unit);
+    CALL(j->w, fsdp_pre_backward(unit));
+    for (int i = 0; i < 3; i++) {
+        float *grad = (float *)fsdp_grad(unit, i);
+        for (int k = 0; k < 12; k++) grad[k] += 1;
+    }
+    CALL(j->w, fsdp_post_backward(unit));
+}
+static void check_ones(const job *j, fsdp_unit *unit, float first, float second) {
+    for (int i = 0; i < 3; i++) {
+        const fsdp_param_view v = lab_view(j->w, unit, i);
+        const float want = i == 1 ? second : first;
+        W_CHECK((v.shard_grad != NULL) == (want != 0), "parameter %d", i);
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++)
+            W_CHECK(((const float *)v.shard_grad)[k] == want, "parameter %d: %g, expected %g", i,
+                    (double)((const float *)v.shard_grad)[k], (double)want);
+    }
+}
+static void grad_none(job *j) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc d[3] = {fsdp_mat("a", 4, 3), fsdp_vec("b", 12), fsdp_mat("c", 3, 4)};
+    float before[12], after[12];
+    double norm = 0;
+    md.cpu_offload = j->offload;
+    j->m.model = lab_model(j->w, &md);
+    fsdp_unit *unit = lab_unit(j->w, j->m.model, NULL, d, 3);
+    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &j->o.adamw));
+    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* it has none, nor has the model a layout */
+    ones(j, unit, 1);
+    CHECK_STATUS(fsdp_set_grad_none(unit, 1), FSDP_ERR_INVALID_STATE);
+    CHECK_MSG(strstr(fsdp_last_error(j->w), "set_grad_none"), "%s", fsdp_last_error(j->w));
+    CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE); /* of that call */
+    check_ones(j, unit, 1, 1);
+    CHECK_STATUS(fsdp_set_grad_none(NULL, 0), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_grad_none(unit, -1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_grad_none(unit, 3), FSDP_ERR_INVALID_ARG);
+    check_ones(j, unit, 1, 1);
+    CALL(j->w, fsdp_set_grad_none(unit, 1));
+    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* nothing is left */
+    check_ones(j, unit, 1, 0);
+    CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1e9, &norm));
+    CHECK(fabs(norm - sqrt(24.0)) < 1e-12);
+    CALL(j->w, fsdp_param_full(unit, 1, before));
+    CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.5));
+    CALL(j->w, fsdp_param_full(unit, 1, after));
+    CHECK_EQ_MEM(before, after, sizeof before);
+    CALL(j->w, fsdp_param_full(unit, 0, after));
+    CHECK(after[0] != 0);
+    ones(j, unit, 1);
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    check_ones(j, unit, 2, 1);
+    ones(j, unit, 0);
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    CALL(j->w, fsdp_set_grad_none(unit, 1));
+    ones(j, unit, 1);
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    check_ones(j, unit, 4, 2);
+    CALL(j->w, fsdp_zero_grad(j->m.model));
+    CALL(j->w, fsdp_set_grad_none(unit, 0));
+    ones(j, unit, 1);
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    check_ones(j, unit, 1, 1);
+}
+TEST(optim, grad_none) {
+    static start more;
+    for (more.offload = 0; more.offload < 2; more.offload++)
+        for (int world = 1; world <= 3; world++)
+            for (int lanes = 0; lanes < 3; lanes++)
+                launch_as(world, 0, 0, lanes, &more, grad_none);
+}
+
 /* Neighbours without padding between them are one loop. */
 static __thread int64_t loops, looped;
 static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, double lr, fsdp_update *u) {

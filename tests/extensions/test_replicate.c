@@ -797,12 +797,12 @@ static void counts(job *j) {
         CALL(j->w, fsdp_model_counters(j->m.model, &c[1]));
         CHECK_EQ_INT(c[1].calls[FSDP_OP_ALL_GATHER] + c[1].calls[FSDP_OP_REDUCE_SCATTER], 0);
         CHECK_EQ_INT(c[1].calls[FSDP_OP_ALL_REDUCE] - c[0].calls[FSDP_OP_ALL_REDUCE],
-                     NET_BUCKETS - 1);
-        bytes = 0;
+                     NET_BUCKETS - 1 + 1); /* who used what */
+        bytes = lib_coll_bytes(FSDP_OP_ALL_REDUCE, (uint64_t)j->r->size, 4 * ALL);
         for (int k = 0, op = from; k < NET_BUCKETS - 1; k++, op++) {
             int32_t in[ALL];
             const int count = fsdp_replicate_members(j->rep, k, in, NULL);
-            int64_t numel = count; /* flags */
+            int64_t numel = 0;
             for (int i = 0; i < count; i++) numel += padded(j, in[i]);
             op = lab_next_op(&j->log, op, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
             CHECK(op >= 0);
@@ -826,6 +826,17 @@ TEST_P(replicate, counts, worlds) {
     conf c = conf_of(counts);
     c.in_turn = 1; /* as many buckets are open in each step */
     if (row->ranks > 1) run(&c, row->ranks, row->lanes);
+}
+
+/* What the record of use needs, which is not predicted: two buffers of one i32 per parameter. */
+static int64_t bytes_of_use(fsdp_world *w, fsdp_model *m, int params) {
+    fsdp_memory measured;
+    const int pool = fsdp_pool_register(m, "replicate");
+    CALL(w, fsdp_model_memory(m, &measured));
+    CHECK_EQ_INT(measured.pool_slots[pool], fsdp_world_size(w) > 1 ? 2 : 0);
+    CHECK(measured.pool_bytes[pool] >= measured.pool_slots[pool] * 4 * params);
+    CHECK(measured.pool_bytes[pool] <= measured.pool_slots[pool] * (4 * params + 512));
+    return measured.pool_bytes[pool];
 }
 
 /* Buckets are opened one after the other; ways of computing. */
@@ -852,7 +863,8 @@ static void in_turn(job *j) {
             W_CHECK(measured.pool_bytes[pool] == predicted.pool_bytes[pool],
                     "%s: %lld bytes, predicted %lld", fsdp_pool_name(pool),
                     (long long)measured.pool_bytes[pool], (long long)predicted.pool_bytes[pool]);
-        CHECK_EQ_INT(measured.total_bytes, predicted.total_bytes);
+        CHECK_EQ_INT(measured.total_bytes,
+                     predicted.total_bytes + bytes_of_use(j->w, j->m.model, ALL));
         if (n >= 2) CHECK_EQ_INT(allocated(j), before);
     }
 }
@@ -899,7 +911,7 @@ static void straddles(lab_rank *r) {
         CALL(r->w, fsdp_finalize_backward(m));
         CALL(r->w, fsdp_unit_memory(unit, &of_unit));
         CALL(r->w, fsdp_model_memory(m, &measured));
-        CHECK_EQ_INT(measured.total_bytes - predicted.total_bytes,
+        CHECK_EQ_INT(measured.total_bytes - predicted.total_bytes - bytes_of_use(r->w, m, 4),
                      inline_runs ? of_unit.pool_bytes[FSDP_POOL_GRAD] : 0);
         CALL(r->w, fsdp_zero_grad(m));
     }
@@ -985,6 +997,149 @@ TEST(replicate, unused) {
     conf c = conf_of(unused);
     run(&c, 2, 0);
     run(&c, 3, 2);
+}
+
+/* One record a step says who used what, and only a rank that left out a parameter waits for it. */
+static void used_once(job *j) {
+    enum { NO, YES, LATE }; /* late: before finalize, which then reduces */
+    static const struct {   /* -1: all ranks, -2: none; else the rank that writes */
+        int sync, writes[2], sends, lacks; /* the writer of two parameters; who lacks one of them */
+    } steps[] = {{YES, {-1, -1}, 1, -2}, {YES, {0, -1}, 1, 1},  {YES, {-2, -1}, 1, -1},
+                 {NO, {-1, -2}, 0, -2},  {NO, {-2, -2}, 0, -2}, {YES, {-2, -1}, 1, -2},
+                 {YES, {-1, -1}, 1, -2}, {YES, {-1, 1}, 1, 0},  {LATE, {-2, -1}, 1, -1}};
+    static const int chosen[2] = {0, 8}; /* of the last bucket, of the first one */
+    const int label = fsdp_label_register(j->m.model, "replicate_used");
+    CHECK(label >= 0);
+    lab_watch(&j->log, j->w, j->m.model);
+    for (size_t n = 0; n < sizeof steps / sizeof *steps; n++) {
+        const int from = j->log.num, several = j->r->size > 1;
+        snprintf(w_case, sizeof w_case, "step %d of rank %d", (int)n, j->r->rank);
+        CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, steps[n].sync == YES));
+        CALL(j->w, fsdp_replicate_pre_forward(j->rep));
+        CALL(j->w, fsdp_replicate_post_forward(j->rep));
+        for (int p = 0; p < ALL; p++) {
+            int who = -1;
+            for (int i = 0; i < 2; i++)
+                if (p == chosen[i]) who = steps[n].writes[i];
+            if (!j->m.frozen[p] && (who == -1 || who == j->r->rank)) write_grad(j, p);
+        }
+        CALL(j->w, fsdp_replicate_post_backward(j->rep));
+        CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, steps[n].sync != NO));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        const int waits = steps[n].lacks == -1 ||
+                          (steps[n].lacks >= 0 &&
+                           (steps[n].lacks == j->r->rank || j->r->rank > 1)); /* of two ranks one */
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
+                     several && steps[n].sends);
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_USE, label, NULL), several && waits);
+        for (int i = 0; i < 2 && steps[n].sync; i++) { /* the first steps left no gradient */
+            const int kept = n == 5; /* of the step without sync before */
+            const int has = steps[n].writes[i] == -1 || steps[n].writes[i] >= 0 || kept;
+            if (several) CHECK_EQ_INT(view_of(j, chosen[i]).shard_grad != NULL, has);
+        }
+        if (steps[n].sync) CALL(j->w, fsdp_zero_grad(j->m.model));
+        j->step++;
+    }
+}
+TEST_P(replicate, used_once, worlds) {
+    conf c = conf_of(used_once);
+    run(&c, row->ranks, row->lanes);
+}
+
+/* A parameter that nobody used keeps the gradient of an earlier step, and has none after
+   zero_grad; what comes then begins at zero. */
+static void keeps_earlier(job *j) {
+    static const struct {
+        int writes, zero; /* first */
+        int sums, has;    /* of gradients of all ranks, since it was dropped */
+    } steps[] = {{1, 0, 1, 1}, {0, 0, 1, 1}, {1, 0, 2, 1}, {0, 1, 0, 0},
+                 {0, 0, 0, 0}, {1, 0, 1, 1}, {0, 0, 1, 1}, {0, 1, 0, 0}};
+    enum { CHOSEN = 3 };
+    for (size_t n = 0; n < sizeof steps / sizeof *steps; n++) {
+        snprintf(w_case, sizeof w_case, "step %d of rank %d", (int)n, j->r->rank);
+        if (steps[n].zero) CALL(j->w, fsdp_zero_grad(j->m.model));
+        CALL(j->w, fsdp_replicate_pre_forward(j->rep));
+        CALL(j->w, fsdp_replicate_post_forward(j->rep));
+        for (int p = 0; p < ALL; p++) {
+            float *grad = j->m.frozen[p] || (p == CHOSEN && !steps[n].writes)
+                              ? NULL
+                              : (float *)fsdp_replicate_grad(j->rep, p);
+            for (int64_t k = 0; grad && k < lab_numel_of(&net, p); k++) grad[k] += 1;
+        }
+        CALL(j->w, fsdp_replicate_post_backward(j->rep));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        const fsdp_param_view v = view_of(j, CHOSEN);
+        CHECK_EQ_INT(v.shard_grad != NULL, steps[n].has);
+        if (v.shard_grad) lab_check_float("gradient", CHOSEN, 0, *(const float *)v.shard_grad,
+                                          (float)steps[n].sums);
+    }
+}
+TEST_P(replicate, unused_keeps_earlier, worlds) {
+    conf c = conf_of(keeps_earlier);
+    run(&c, row->ranks, row->lanes);
+}
+
+/* Hooks of parameters run where a rank used the parameter, with the mean over all, and not else. */
+typedef struct post_hooked {
+    const job *j;
+    int calls[ALL];
+    float first[ALL]; /* the gradient's first element */
+} post_hooked;
+static fsdp_status post_hook(void *user, const fsdp_param_view *v, void *stream) {
+    post_hooked *h = (post_hooked *)user;
+    const int p = lab_row_of(&net, v);
+    lib_wait(stream);
+    h->calls[p]++;
+    CHECK(v->shard_grad != NULL && v->has_hook);
+    if (v->numel) h->first[p] = *(const float *)v->shard_grad;
+    return FSDP_OK;
+}
+static void post_hooks(job *j) {
+    static const int chosen[] = {8, 6, 2, 4, 5}; /* of the first bucket, the third, the second */
+    const int label = fsdp_label_register(j->m.model, "replicate_used");
+    post_hooked h;
+    memset(&h, 0, sizeof h);
+    h.j = j;
+    lab_watch(&j->log, j->w, j->m.model);
+    for (int n = 0; n < 40; n++) {
+        const int sync = n % 4 != 1, from = j->log.num, count = n < 20 ? 4 : 5;
+        int calls[ALL];
+        memcpy(calls, h.calls, sizeof calls);
+        if (n == 0 || n == 20)
+            for (int i = 0; i < count; i++) {
+                int index = -1;
+                fsdp_unit *unit = unit_of(j, chosen[i], &index);
+                CHECK(!view_of(j, chosen[i]).has_hook);
+                CALL(j->w, fsdp_set_post_accumulate_hook(unit, index, post_hook, &h));
+            }
+        if (n == 16) /* for a while none */
+            for (int i = 0; i < 4; i++) {
+                int index = -1;
+                fsdp_unit *unit = unit_of(j, chosen[i], &index);
+                CALL(j->w, fsdp_set_post_accumulate_hook(unit, index, NULL, NULL));
+            }
+        const int hooked = n < 16 || n >= 20;
+        step(j, sync);
+        for (int i = 0; i < count; i++) {
+            const int p = chosen[i];
+            const int runs = sync && hooked && j->t.has[p];
+            W_CHECK(h.calls[p] == calls[p] + runs, "parameter %d: %d calls, expected %d", p,
+                    h.calls[p], calls[p] + runs);
+            if (runs && lab_numel_of(&net, p))
+                lab_check_float("gradient of a hook", p, 0, h.first[p], j->t.grad[p][0]);
+        }
+        /* A record for each bucket with hooks, and one at the end if there is another bucket. */
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
+                     j->r->size > 1 && sync ? (hooked ? 3 : 1) : 0);
+        if (sync) CALL(j->w, fsdp_zero_grad(j->m.model));
+        if (sync) memset(j->t.has, 0, sizeof j->t.has);
+    }
+}
+TEST_P(replicate, post_accumulate_hooks, worlds) {
+    conf c = conf_of(post_hooks);
+    run(&c, row->ranks, row->lanes);
+    c.d.late = 1;
+    run(&c, row->ranks, row->lanes);
 }
 
 /* The order in which gradients got ready, and the buckets that follow from it. */
@@ -1765,17 +1920,16 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
         trained++;
     }
     CHECK_EQ_INT(b->num_params, trained);
-    CHECK_EQ_INT(b->num_flags, trained);
     CHECK_EQ_INT(b->numel, end);
     CHECK_EQ_INT(b->dtype, FSDP_F32);
-    CHECK_EQ_INT(coll->count, end + trained);
+    CHECK_EQ_INT(coll->count, end);
     CHECK(b->data == coll->dst && coll->kind == FSDP_OP_ALL_REDUCE);
-    if (h->split) { /* in three parts */
+    if (h->split) { /* in two parts */
         fsdp_status status = hook_part(ops, comm, coll, data, FSDP_F32, end / 3);
-        if (!status) status = hook_part(ops, comm, coll, data + end / 3, FSDP_F32, end - end / 3);
-        return status ? status : hook_part(ops, comm, coll, data + end, FSDP_F32, b->num_flags);
+        return status ? status
+                      : hook_part(ops, comm, coll, data + end / 3, FSDP_F32, end - end / 3);
     }
-    if (h->compress) { /* the gradients as bf16, in the same memory; the flags as they are */
+    if (h->compress) { /* the gradients as bf16, in the same memory */
         uint16_t half[1024];
         CHECK(end <= 1024);
         lib_wait(coll->stream);
@@ -1785,7 +1939,7 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
         lib_wait(coll->stream);
         memcpy(half, data, (size_t)end * sizeof *half);
         CHECK_OK(fsdp_convert(data, FSDP_F32, half, FSDP_BF16, end));
-        return status ? status : hook_part(ops, comm, coll, data + end, FSDP_F32, b->num_flags);
+        return status;
     }
     return ops->run(comm, coll);
 }

@@ -443,17 +443,18 @@ static uint64_t digest(const net *n, int grads) {
     return hash;
 }
 
-/* Elements of the message of a unit: parameters from aligned places on, and a flag for each. */
+/* Elements of the message of a unit: parameters from aligned places on. */
 static uint64_t message_of(const net *n, int k) {
     const int64_t align = (lib_on_streams(n->w) ? 256 : 64) /
                           (int64_t)fsdp_dtype_size(full_dtype(n));
-    int64_t count = n->num_members[k];
+    int64_t count = 0;
     for (int i = 0; i < n->num_members[k]; i++)
         count += (numel_of(n, n->members[k][i]) + align - 1) / align * align;
     return (uint64_t)count;
 }
 
-/* One all-reduce for each unit, in their order, and no other collective. */
+/* One all-reduce for each unit, in their order; for buckets one that says who used what, behind
+   them; and no other collective. */
 static void check_messages(const net *n, int reduced, const fsdp_counters *was) {
     const int from = n->back[n->it];
     const uint64_t size = fsdp_dtype_size(message_dtype(n));
@@ -472,12 +473,15 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
                 op->what, fsdp_dtype_name((fsdp_dtype)op->dtype), op->group_size);
         nbytes += lib_coll_bytes(FSDP_OP_ALL_REDUCE, (uint64_t)n->size, elements * size);
     }
+    const uint64_t used = n->rep && count ? 1 : 0;
     CALL(n->w, fsdp_model_counters(n->m, &now));
-    if (n->dim == DIM && !lib_on_streams(n->w)) /* all parameters, and eight flags */
-        W_CHECK(n->o->param || nbytes == (n->o->reduce ? 32016016 : 64032032), "%llu bytes",
+    if (n->dim == DIM && !lib_on_streams(n->w)) /* all parameters */
+        W_CHECK(n->o->param || nbytes == (n->o->reduce ? 32016000 : 64032000), "%llu bytes",
                 (unsigned long long)nbytes);
     CHECK_EQ_INT(reductions(n, from), count);
-    CHECK_EQ_INT(now.calls[FSDP_OP_ALL_REDUCE] - was->calls[FSDP_OP_ALL_REDUCE], count);
+    CHECK_EQ_INT(now.calls[FSDP_OP_ALL_REDUCE] - was->calls[FSDP_OP_ALL_REDUCE],
+                 (uint64_t)count + used);
+    nbytes += used * lib_coll_bytes(FSDP_OP_ALL_REDUCE, (uint64_t)n->size, 4 * PARAMS);
     CHECK_EQ_INT(now.bytes[FSDP_OP_ALL_REDUCE] - was->bytes[FSDP_OP_ALL_REDUCE], nbytes);
     for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_RECV; kind++)
         if (kind != FSDP_OP_ALL_REDUCE) CHECK_EQ_INT(now.calls[kind] - was->calls[kind], 0);
@@ -513,16 +517,18 @@ static void check_streams(const net *n) {
     const int end = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
     for (int k = 0; k < n->units && n->size > 1; k++) {
         const int wrote = lab_next_op(&n->log, from, FSDP_OP_WROTE, -1, n->unit[k]);
-        const int next = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, -1, n->unit[k]);
-        const int sum = lab_next_op(&n->log, next, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
+        const int sum = lab_next_op(&n->log, wrote + 1, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
                                     n->unit[k]);
-        W_CHECK(from < wrote && wrote < next && next < sum && sum < end,
-                "bucket %d: %d, %d, %d, %d", k, wrote, next, sum, end);
+        const int acc = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, FSDP_LABEL_ACC, n->unit[k]);
+        const int copies = acc >= 0 && acc < sum, first = copies ? acc : sum; /* reads gradients */
+        W_CHECK(from < wrote && wrote < first && sum < end, "bucket %d: %d, %d, %d, %d", k, wrote,
+                first, sum, end);
         CHECK_EQ_INT(ops[wrote].stream, FSDP_STREAM_COMPUTE);
-        CHECK_EQ_INT(ops[next].stream, FSDP_STREAM_REDUCE);
+        CHECK_EQ_INT(ops[first].stream, copies ? FSDP_STREAM_REDUCE : FSDP_STREAM_ALLREDUCE);
         CHECK_EQ_INT(ops[sum].stream, FSDP_STREAM_ALLREDUCE);
-        W_CHECK(waits_for(&ops[next], FSDP_STREAM_COMPUTE), "bucket %d waits for no gradients", k);
-        W_CHECK(waits_for(&ops[sum], FSDP_STREAM_REDUCE), "bucket %d waits for no message", k);
+        W_CHECK(waits_for(&ops[first], FSDP_STREAM_COMPUTE), "bucket %d waits for no gradients", k);
+        W_CHECK(!copies || waits_for(&ops[sum], FSDP_STREAM_REDUCE),
+                "bucket %d waits for no message", k);
         for (int i = 0; i < k && !n->o->param && !n->o->reduce && !n->o->unsynced; i++) {
             const int mine = lab_next_op(&n->log, from, FSDP_OP_ACQUIRE, -1, n->unit[k]);
             const int other = lab_next_op(&n->log, from, FSDP_OP_ACQUIRE, -1, n->unit[i]);
@@ -716,7 +722,7 @@ static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode
                 (unsigned long long)n->log.ops[at].count, (unsigned long long)elements);
         W_CHECK(n->log.ops[at].dtype == message_dtype(n) && n->log.ops[at].group_size == n->size,
                 "all-reduce %d: %s", k, n->log.ops[at].what);
-        if (n->dim == DIM && !lib_on_streams(n->w)) /* parameters, and flags at the next place */
+        if (n->dim == DIM && !lib_on_streams(n->w))
             W_CHECK(elements / 1000 == (k == 1 ? 8004 : 4002), "%llu",
                     (unsigned long long)elements);
     }
@@ -902,8 +908,8 @@ TEST_P(replicate_with_compiler, test_compile_backward_only, settings) {
 static void check_bucketing(const net *n, int copies) {
     static const int members[PARAMS] = {7, 6, 5, 4, 3, 2, 1, 0}, nums[BUCKETS] = {2, 4, 2};
     /* a bias of bf16 takes 16 elements more, so that it has a multiple of 64 bytes */
-    static const uint64_t large[2][BUCKETS] = {{4002002, 8004004, 4002002},
-                                               {4002018, 8004036, 4002018}};
+    static const uint64_t large[2][BUCKETS] = {{4002000, 8004000, 4002000},
+                                               {4002016, 8004032, 4002016}};
     const int from = n->back[n->it],
               final = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
     for (int k = 0, at = 0; k < BUCKETS; at += nums[k++]) {
@@ -1065,13 +1071,13 @@ static void tp_backward(tp_rank *x) {
     CALL(x->w, fsdp_finalize_backward(x->m));
 }
 
-/* Two all-reduces over dp; three over tp, which are the world's. In the first step the replicas of
-   both buckets compare their parameters, and where a plan is made the ranks agree on it, by some more
-   of the world's. */
+/* Two all-reduces over dp, and one that says who used what; three over tp, which are the world's.
+   In the first step the replicas of both buckets compare their parameters, and where a plan is made
+   the ranks agree on it, by some more of the world's. */
 static void tp_counts(const tp_rank *x, int from, int first, int makes) {
     CHECK_EQ_INT(x->sums, 3);
     const int worlds = lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, NULL);
-    CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, -1, NULL), 2 + worlds);
+    CHECK_EQ_INT(lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, -1, NULL), 3 + worlds);
     const int own = first ? 3 + 2 : 3;
     CHECK(makes ? worlds > own : worlds == own);
     for (int k = 0, at = from; k < 2; k++, at++) {
@@ -1202,7 +1208,7 @@ static void tp_alone(void) {
     tp_forward(x);
     tp_backward(x);
     tp_counts(x, 0, 1, 0);
-    CHECK_EQ_INT(s.colls[FSDP_OP_ALL_REDUCE], 2 + 3 + 2);
+    CHECK_EQ_INT(s.colls[FSDP_OP_ALL_REDUCE], 3 + 3 + 2);
     CHECK_EQ_INT(s.colls[FSDP_OP_ALL_GATHER] + s.colls[FSDP_OP_REDUCE_SCATTER], 0);
     tp_end(x);
     CHECK_EQ_INT(sim_close(&s), 0);
