@@ -145,12 +145,6 @@ static uint64_t fsdpi_hash_words(uint64_t h, const uint64_t *x, int count) {
 }
 static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { return fsdpi_hash_words(h, &x, 1); }
 
-static uint64_t fsdpi_bits(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 static uint64_t fsdpi_hash_text(const char *text) {
     uint64_t h = 0;
     for (; *text; text++) h = fsdpi_hash(h, (uint64_t)(unsigned char)*text);

@@ -53,6 +53,12 @@ static uint64_t fsdpi_plan_mix_bytes(uint64_t h, const char *bytes, size_t size)
     return fsdpi_plan_mix(h, size);
 }
 
+static uint64_t fsdpi_plan_bits(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 static int fsdpi_plan_is_collective(int kind) {
     return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER ||
            kind == FSDP_OP_ALL_REDUCE;

@@ -17,6 +17,7 @@
 #include "../core/run.h"
 #include "../core/template.h"
 #include "../core/unit.h"
+#include "memory.h"
 #include "objects.h"
 
 // Writes into a record of a tape what differs from step to step.
@@ -24,7 +25,7 @@ static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->timed = 0;
     op->step = m->step;
     op->given = m->given;
-    if (!fsdpi_bits(op->factor)) return; // most have none
+    if (!fsdpi_plan_bits(op->factor)) return; // most have none
     op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
     if (op->comm && op->what == op->unit->desc.name) // a joined one has a name of its own

@@ -12,12 +12,13 @@
 #include "../core/os.h"
 #include "../core/route.h"
 #include "../core/unit.h"
+#include "memory.h"
 
 // The options `o` of a unit, and those of its parameters, as a number. A hook counts as whether
 // there is one.
 static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *o) {
     uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
-#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_bits((double)o->name));
+#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_plan_bits((double)o->name));
     FSDPI_OPTIONS(FSDP_X)
 #undef FSDP_X
     for (int back = 0; back < 2; back++) {
