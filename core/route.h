@@ -197,7 +197,7 @@ static void fsdpi_route_add(fsdpi_route *r, int kind, int from, int to, int how,
 // What this rank has written is brought together. Returns where it is then.
 static int fsdpi_route_collect(const fsdpi_facts *f, double before, int due, fsdpi_route *r) {
     int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
-    if (!(r->held & FSDPI_HELD_GRAD)) return adds ? FSDP_POOL_REDUCE_IN : FSDPI_NOWHERE;
+    if (!(r->held & FSDPI_HELD_GRAD)) return adds ? (int)FSDP_POOL_REDUCE_IN : FSDPI_NOWHERE;
     if (!adds && !fsdpi_facts_convert(f, f->hook) && (due || f->gathered == f->reduce))
         return FSDP_POOL_GRAD;
     if (!adds)
@@ -227,7 +227,8 @@ static int fsdpi_route_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int 
         return FSDP_POOL_SHARD_GRAD;
     }
     int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
-    int to = waits && !fused ? FSDPI_FRESH : FSDP_POOL_REDUCE_OUT; // FRESH: the backend cannot add
+    int to = FSDP_POOL_REDUCE_OUT;
+    if (waits && !fused) to = FSDPI_FRESH; // the backend cannot add
     int how = waits && fused ? FSDPI_ADDS : FSDPI_TAKES;
     fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_GIVES | divides, 1 / s->sums);
     if (to == FSDPI_FRESH)

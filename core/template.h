@@ -129,7 +129,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     memset(t, 0, sizeof *t);
     if (calls && kind == FSDPI_STEP_COPY_IN) label = FSDP_LABEL_PRE_GATHER;
     if (calls && kind == FSDPI_STEP_COPY_OUT) label = FSDP_LABEL_POST_GATHER;
-    t->op = fsdpi_op(u->model, u, calls ? FSDP_OP_CALL : row->op, label,
+    t->op = fsdpi_op(u->model, u, calls ? (int)FSDP_OP_CALL : row->op, label,
                      fsdpi_step_stream(u, kind));
     t->part = part;
     t->from = t->to = FSDPI_NOWHERE + 1; // not aimed yet
@@ -226,9 +226,10 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
     if (t == end && !s->how) return FSDP_OK;
     const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
     const double factor = u->facts.divide_factor;
-    if (s->how & FSDPI_TAKES)
-        FSDPI_TRY(fsdpi_acquire(u, s->to == FSDPI_FRESH ? FSDP_POOL_REDUCE_OUT : s->to,
-                                &u->state.slot[s->to]));
+    if (s->how & FSDPI_TAKES) {
+        int pool = s->to == FSDPI_FRESH ? (int)FSDP_POOL_REDUCE_OUT : s->to;
+        FSDPI_TRY(fsdpi_acquire(u, pool, &u->state.slot[s->to]));
+    }
     for (; t != end; t++) {
         fsdp_op *op = &t->op;
         if (t->from != s->from || t->to != s->to) fsdpi_template_aim(u, t, s);
