@@ -250,9 +250,11 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
     memset(r->agree, 0, sizeof r->agree);
-    r->unused[0] = 0;
     if (!op) return;
-    if (op->unused) fsdpi_copy_name(r->unused, sizeof r->unused, op->unused);
+    if (op->unused) {
+        const size_t at = strlen(r->what) + 1;
+        if (at < sizeof r->what) fsdpi_copy_name(r->what + at, sizeof r->what - at, op->unused);
+    }
     r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
     r->state = op->state;
     r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
@@ -419,7 +421,9 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
     if (r->kind < FSDP_OP_COUNT)
         fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
                   fsdp_dtype_name(r->dtype));
-    if (r->unused[0]) fsdpi_say(t, ", without a gradient of '%s'", r->unused);
+    const size_t at = strlen(r->what) + 1;
+    if (at < sizeof r->what && r->what[at])
+        fsdpi_say(t, ", without a gradient of '%s'", r->what + at);
 }
 
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."

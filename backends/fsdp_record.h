@@ -53,8 +53,8 @@ typedef struct fsdpi_record {
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
-    char what[48], comm[16];         // cut if they are longer
-    char unused[32];                 // the first parameter without a gradient, likewise; "": none
+    // Cut if they are longer. what: the name, and after its end the parameter without a gradient.
+    char what[48], comm[16];
 } fsdpi_record;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
