@@ -63,7 +63,7 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
         size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 1, 1};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
-                                               &part->divide,  &part->sum,      &part->last,
+                                               &part->divide,  &part->to_in,    &part->to_shard,
                                                &part->rescale};
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
@@ -109,7 +109,7 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_part *part = &u->layout.parts[k];
-        part->copy_in = part->divide = part->sum = part->last = part->rescale = none;
+        part->copy_in = part->divide = part->to_in = part->to_shard = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;
     }

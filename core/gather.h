@@ -22,10 +22,10 @@ static const fsdpi_step
     fsdpi_gather_shards = {FSDPI_STEP_GATHER, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
     fsdpi_gather_staged = {FSDPI_STEP_GATHER, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
     fsdpi_copy_out = {FSDPI_STEP_COPY_OUT, FSDP_POOL_GATHER, FSDP_POOL_GATHER, 0, 1},
-    fsdpi_slice = {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE, FSDPI_TAKES | FSDPI_GIVES,
-                   1},
-    fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER, FSDPI_GIVES,
-                           1},
+    fsdpi_slice = {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE,
+                   FSDPI_ACQUIRES | FSDPI_RELEASES, 1},
+    fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER,
+                           FSDPI_RELEASES, 1},
     fsdpi_wait_gather = {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
     fsdpi_wait_shards = {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1};
 
@@ -104,10 +104,10 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
 // A gather that is still in flight was a prefetch without a use. After the last backward it is
 // given up. Before that it goes on, and a hook that writes the shard waits for it.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    int flies = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
-    if (flies ? u->model->is_last_backward : u->options.reshard_after_backward)
+    int in_flight = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
+    if (in_flight ? u->model->is_last_backward : u->options.reshard_after_backward)
         return fsdpi_do_reshard(u);
-    return flies && u->model->grad_hooks ? fsdpi_emit_wait(u) : FSDP_OK;
+    return in_flight && u->model->grad_hooks ? fsdpi_emit_wait(u) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
@@ -142,9 +142,9 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
         fsdp_unit *target = m->units[u->options.prefetch[1][i]];
         if (target->options.unshard_in_backward) status = fsdpi_prefetch(target);
     }
-    int hides = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
-                                                : policy == FSDP_PREFETCH_ALWAYS;
-    if (u->options.num_prefetch[1] || at <= 0 || !hides ||
+    int overlaps = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
+                                                   : policy == FSDP_PREFETCH_ALWAYS;
+    if (u->options.num_prefetch[1] || at <= 0 || !overlaps ||
         !m->order[at - 1].unit->options.unshard_in_backward)
         return status;
     return fsdpi_prefetch(m->order[at - 1].unit);

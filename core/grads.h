@@ -119,7 +119,7 @@ static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
 // Where gradients will be written: zeros, or what earlier microbatches left.
 static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     static const fsdpi_step zero = {FSDPI_STEP_ZERO_GRAD, FSDPI_NOWHERE, FSDP_POOL_GRAD,
-                                    FSDPI_TAKES, 1};
+                                    FSDPI_ACQUIRES, 1};
     const int held = fsdpi_held(u);
     if (u->layout.num_train == 0) return FSDP_OK;
     fsdpi_usage_begin(u);
@@ -188,7 +188,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     u->state.shard_grad = FSDPI_SHARD_GRAD_REDUCED;
     fsdpi_usage_reduced(u);
     if (!u->model->grad_hooks) return FSDP_OK;
-    return fsdpi_tell_hooks(u, route->num ? fsdpi_step_stream(u, FSDPI_STEP_LAST)
+    return fsdpi_tell_hooks(u, route->num ? fsdpi_step_stream(u, FSDPI_STEP_TO_SHARD)
                                           : (int)FSDP_STREAM_COMPUTE);
 }
 

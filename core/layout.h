@@ -231,7 +231,7 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
         else
             u->layout.pad_in |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
     }
-    fsdpi_add_block(&part->last, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->to_shard, fsdpi_run(part->reduce, part->train.base, numel));
     fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
 }
 
@@ -285,9 +285,9 @@ static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
         while (at >= s->shard + s->count) s++;
         full.full_offset = p->grad_offset;
         if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
-        fsdp_block *blocks = part->sum.blocks + part->sum.num;
+        fsdp_block *blocks = part->to_in.blocks + part->to_in.num;
         int num = fsdpi_layout_blocks(&lay, &full, at + s->full - s->shard, s->count, blocks);
-        for (int k = 0; k < num; k++) fsdpi_add_block(&part->sum, fsdpi_reversed(blocks[k]));
+        for (int k = 0; k < num; k++) fsdpi_add_block(&part->to_in, fsdpi_reversed(blocks[k]));
     }
 }
 

@@ -179,7 +179,7 @@ typedef struct fsdpi_part {
     int64_t slot, grad; // where it begins in GATHER and GRAD
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
-    fsdpi_work copy_in, copy_out, chunk_cat, divide, sum, last, rescale; // blocks
+    fsdpi_work copy_in, copy_out, chunk_cat, divide, to_in, to_shard, rescale; // blocks
 } fsdpi_part;
 
 // What fully_shard was told.
@@ -224,7 +224,8 @@ typedef struct fsdpi_template {
     const fsdpi_work *work;   // blocks or segments; NULL: none
     fsdp_buf **src, **dst;    // the unit's slots that it reads and writes; NULL: no slots
     int64_t begin;            // of what is read, in bytes of its buffer
-    uint8_t from, to, agrees; // places it was last aimed at; agrees: ranks compare what was used
+    uint8_t from, to;         // the places that are set
+    uint8_t is_compared;      // ranks compare which parameters are used
 } fsdpi_template;
 
 // Where everything lies. Measured by arrange, with lists and records from commit on.

@@ -1,7 +1,8 @@
 /* core/route.h - what is done with a unit's memory: a list of steps, and the function that chooses
 
-   The functions here are pure: they know no unit and no memory. Facts go in, steps come out. After
-   fsdpi_route_of nothing about a reduction is decided again; template.h makes records of its steps.
+   The functions here are pure: they know no unit and no memory. Facts go in, steps come out. Which
+   steps a reduction takes is decided here alone; whether a unit is reduced at all, by
+   fsdpi_do_reduce. template.h makes records of steps; a step without work has none.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -36,7 +37,8 @@ typedef struct fsdpi_facts {
     uint8_t fuses;   // the backend's reduce_scatter casts, scales and adds
     uint8_t debug;   // what is given back becomes NaN, or is poisoned
     // Options. divide_factor is the number that divides, never 0.
-    uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
+    uint8_t hook;              // an all-reduce hook is set
+    uint8_t custom_all_reduce; // a function of the user all-reduces; it may not scale
 #define FSDP_X(type, name, initial) type name;
     FSDPI_ROUTE_OPTIONS(FSDP_X)
 #undef FSDP_X
@@ -62,7 +64,7 @@ enum {                   // where a gather reads
     X(WAIT, USE, GATHER, COMPUTE, NO_GROUP, NO_WORK, NULL, "wait")                                 \
     X(ZERO_GRAD, ZERO, GRADS, COMPUTE, NO_GROUP, UNIT(whole_grad), NULL, "zero")                   \
     X(ZERO_IN, ZERO, ACC, REDUCE, NO_GROUP, UNIT(padded_in), NULL, "zero the padding")             \
-    X(SUM, COPY, ACC, REDUCE, NO_GROUP, PART(sum), NULL, "add up in the reduce input")             \
+    X(TO_IN, COPY, ACC, REDUCE, NO_GROUP, PART(to_in), NULL, "add up in the reduce input")         \
     X(FOLD, COPY, ACC, REDUCE, NO_GROUP, PART(chunk_cat), NULL, "chunk_cat in the slot")           \
     X(DIVIDE, COPY, ACC, REDUCE, NO_GROUP, PART(divide), NULL, "chunk_cat and divide in the slot") \
     X(SCATTER, REDUCE_SCATTER, REDUCE, REDUCE, SUMS, UNIT(reduce_scatter), NULL,                   \
@@ -75,7 +77,7 @@ enum {                   // where a gather reads
       "all_reduce over the replicas")                                                              \
     X(HOOK, CALL, ALL_REDUCE_HOOK, COUNT, NO_GROUP, NO_WORK, fsdpi_call_all_reduce_hook,           \
       "all_reduce_hook")                                                                           \
-    X(LAST, COPY, RED_OUT, COUNT, NO_GROUP, PART(last), NULL,                                      \
+    X(TO_SHARD, COPY, RED_OUT, COUNT, NO_GROUP, PART(to_shard), NULL,                              \
       "divide, cast and add to the shard gradient")
 
 enum { // those from ZERO_GRAD on are of gradients
@@ -86,16 +88,17 @@ enum { // those from ZERO_GRAD on are of gradients
 };
 
 enum { // the places of a unit: FSDP_POOL_SHARD .. FSDP_POOL_REDUCE_OUT, and
-    FSDPI_FRESH = FSDP_POOL_REDUCE_OUT + 1, // a second REDUCE_OUT within a call: sums to be added
+    FSDPI_FRESH = FSDP_POOL_REDUCE_OUT + 1, // a second REDUCE_OUT within a call: sums that are
+                                            // added to those that wait
     FSDPI_PLACES,
     FSDPI_NOWHERE = FSDPI_PLACES
 };
 
-enum {                // how a step works
-    FSDPI_ADDS = 1,   // it adds to what is in `to`
-    FSDPI_TAKES = 2,  // it acquires the slot `to`
-    FSDPI_GIVES = 4,  // it releases the slot `from`
-    FSDPI_DIVIDES = 8 // it divides by the gradient divide factor
+enum {                  // how a step works
+    FSDPI_ADDS = 1,     // it adds to what is in `to`
+    FSDPI_ACQUIRES = 2, // it acquires the slot `to`
+    FSDPI_RELEASES = 4, // it releases the slot `from`
+    FSDPI_DIVIDES = 8   // it divides by the gradient divide factor
 };
 
 typedef struct fsdpi_step {
@@ -106,19 +109,21 @@ typedef struct fsdpi_step {
 /* Where gradients of a unit are: of microbatches that are not reduced yet, in a slot; reduced ones,
    in the shard gradient. All other state of a reduction follows from this set.
 
-             pre_backward            post_backward
-                  |        +-------- no sync: kept as written ---------------------+
-                  v        v                                                       |
-     {} -------> GRAD --------- SUM, if it is cast or divided ---> REDUCE_IN ------+ no sync: kept
-      |           |                                                  |
-      | one rank  | SCATTER or LAST                                  | SCATTER or LAST
-      v           v                                                  |
-   SHARD_GRAD <---+--------------------------------------------------+
-       ^                                                             | TO_OUT, ADD: also from GRAD
-       +------- REPLICAS, LAST ------- REDUCE_OUT <------------------+
-                                       no all_reduce: kept
+     pre_backward           post_backward
+          |
+          v
+        GRAD  ---- TO_IN, if it is cast, divided or of several parts ---->  REDUCE_IN
+        kept without sync                                                   kept without sync
+          |                                                                     |
+          +--------------------------------+------------------------------------+
+                                           |
+              one rank: TO_SHARD           |  replicas: TO_OUT, ADD; on one shard it stays there
+              shards alone: SCATTER        v
+          +----------------------------  REDUCE_OUT   kept without all_reduce
+          v                                |
+     SHARD_GRAD  <------ TO_SHARD  <------ REPLICAS, HOOK
 
-   Outside of a backward GRAD and REDUCE_IN are never held both. REDUCE_OUT is held only if W > 1
+   After a unit's backward GRAD and REDUCE_IN are never held both. REDUCE_OUT is held only if W > 1
    and R > 1. fsdpi_unit_check (grads.h) asserts what else holds. */
 enum {
     FSDPI_HELD_GRAD = 1,
@@ -149,9 +154,10 @@ static int fsdpi_facts_gather(const fsdpi_facts *f) {
                                            : FSDPI_GATHER_ALIAS;
 }
 
-/* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
-   ones: as a fused reduction does, or the last copy of a single rank where no hook looks on. */
-static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
+/* Must gradients be copied to REDUCE_IN before they are reduced? Yes, to another dtype or from
+   several parts. Not if the reduction can read narrower ones: a fused one can, and so can the last
+   copy of a single rank, if no hook is shown the reduce input. */
+static int fsdpi_facts_copy_first(const fsdpi_facts *f, int hook) {
     if (!f->one_train) return 1;
     if (f->gathered == f->reduce) return 0;
     int widens = f->reduce == FSDP_F32 && fsdp_dtype_size(f->gathered) == 2;
@@ -166,21 +172,24 @@ static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
            !f->hook;
 }
 
+enum { FSDPI_AT_THE_END = FSDPI_STEP_COUNT };
+
 /* How a reduction divides: what goes in by `before`, sums of the shard group by `sums`, both powers
-   of two, and in the step `divides` by the rest of the factor. The first two follow from ranks and
-   dtypes alone, so that the factor may change while sums wait.
+   of two, and in the step `divides` by the rest of the factor. The first two do not depend on the
+   factor, so that it may change while gradients wait. They follow from ranks, dtypes, the backend
+   and custom_all_reduce, which may not change meanwhile (fsdp_set_custom_all_reduce).
    An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores; for
    another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
 typedef struct fsdpi_scales {
     double before, sums;
-    int divides; // FSDPI_STEP_*; LAST: in the last step, whichever it is
+    int divides; // FSDPI_STEP_TO_OUT, FSDPI_STEP_REPLICAS; FSDPI_AT_THE_END: the last step
 } fsdpi_scales;
 
 static fsdpi_scales fsdpi_facts_scales(const fsdpi_facts *f) {
-    fsdpi_scales s = {1, 1, FSDPI_STEP_LAST};
+    fsdpi_scales s = {1, 1, FSDPI_AT_THE_END};
     int ranks = f->shards * f->replicas;
     if (f->reduce != FSDP_F16 || ranks == 1) return s;
-    if (!f->fuses || f->custom) {
+    if (!f->fuses || f->custom_all_reduce) {
         while (fmod(ranks, s.before) == 0 && ranks / s.before > s.before) s.before *= 2;
         return s;
     }
@@ -194,15 +203,16 @@ static void fsdpi_route_add(fsdpi_route *r, int kind, int from, int to, int how,
     r->steps[r->num++] = step;
 }
 
-// What this rank has written is brought together. Returns where it is then.
-static int fsdpi_route_collect(const fsdpi_facts *f, double before, int due, fsdpi_route *r) {
+// Brings this rank's gradients, old and new, into one slot. Returns which.
+static int fsdpi_route_local(const fsdpi_facts *f, double before, int reduces, fsdpi_route *r) {
     int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
     if (!(r->held & FSDPI_HELD_GRAD)) return adds ? (int)FSDP_POOL_REDUCE_IN : FSDPI_NOWHERE;
-    if (!adds && !fsdpi_facts_convert(f, f->hook) && (due || f->gathered == f->reduce))
+    if (!adds && !fsdpi_facts_copy_first(f, f->hook) && (reduces || f->gathered == f->reduce))
         return FSDP_POOL_GRAD;
     if (!adds)
-        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_REDUCE_IN, FSDPI_TAKES, 1);
-    fsdpi_route_add(r, FSDPI_STEP_SUM, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN, adds | FSDPI_GIVES,
+        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_REDUCE_IN, FSDPI_ACQUIRES,
+                        1);
+    fsdpi_route_add(r, FSDPI_STEP_TO_IN, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN, adds | FSDPI_RELEASES,
                     1 / before);
     return FSDP_POOL_REDUCE_IN;
 }
@@ -217,34 +227,35 @@ static int fsdpi_route_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int 
     const int adds = r->held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0, waits = r->held & FSDPI_HELD_OUT;
     if (is_last && fused) {
         fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD,
-                        adds | FSDPI_GIVES | FSDPI_DIVIDES, s->before);
+                        adds | FSDPI_RELEASES | FSDPI_DIVIDES, s->before);
         return FSDP_POOL_SHARD_GRAD;
     }
     if (is_last && !f->fuses && f->reduce == f->grad && !adds) {
-        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD, FSDPI_GIVES, 1);
+        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD, FSDPI_RELEASES, 1);
         fsdpi_route_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SHARD_GRAD, FSDP_POOL_SHARD_GRAD,
                         FSDPI_DIVIDES, s->before);
         return FSDP_POOL_SHARD_GRAD;
     }
     int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
     int to = FSDP_POOL_REDUCE_OUT;
-    if (waits && !fused) to = FSDPI_FRESH; // the backend cannot add
-    int how = waits && fused ? FSDPI_ADDS : FSDPI_TAKES;
-    fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_GIVES | divides, 1 / s->sums);
+    if (waits && !fused) to = FSDPI_FRESH; // a copy adds them
+    int how = waits && fused ? FSDPI_ADDS : FSDPI_ACQUIRES;
+    fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_RELEASES | divides, 1 / s->sums);
     if (to == FSDPI_FRESH)
-        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_REDUCE_OUT, FSDPI_ADDS | FSDPI_GIVES, 1);
+        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_REDUCE_OUT, FSDPI_ADDS | FSDPI_RELEASES,
+                        1);
     return FSDP_POOL_REDUCE_OUT;
 }
 
 // The steps for these facts, where `held` is what the unit holds.
 static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int held) {
     const fsdpi_scales s = fsdpi_facts_scales(f);
-    const int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
+    const int reduces = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
     fsdpi_route r;
     memset(&r, 0, sizeof r);
     r.held = (uint8_t)held;
-    int at = fsdpi_route_collect(f, s.before, due, &r);
-    if (!due) return r;
+    int at = fsdpi_route_local(f, s.before, reduces, &r);
+    if (!reduces) return r;
     if (at == FSDP_POOL_GRAD)
         fsdpi_route_add(&r, s.before == 1 ? FSDPI_STEP_FOLD : FSDPI_STEP_DIVIDE, at, at, 0,
                         1 / s.before);
@@ -257,9 +268,9 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int held) {
         fsdpi_route_add(&r, FSDPI_STEP_REPLICAS, at, at,
                         s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);
     if (f->hook) fsdpi_route_add(&r, FSDPI_STEP_HOOK, at, at, 0, 1);
-    fsdpi_route_add(&r, FSDPI_STEP_LAST, at, FSDP_POOL_SHARD_GRAD,
-                    FSDPI_GIVES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
-                        (s.divides == FSDPI_STEP_LAST ? FSDPI_DIVIDES : 0),
+    fsdpi_route_add(&r, FSDPI_STEP_TO_SHARD, at, FSDP_POOL_SHARD_GRAD,
+                    FSDPI_RELEASES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
+                        (s.divides == FSDPI_AT_THE_END ? FSDPI_DIVIDES : 0),
                     s.before);
     return r;
 }

@@ -59,10 +59,10 @@ static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
 }
 
 enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
-enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // of backward
+enum { FSDPI_OUTSIDE = 1, FSDPI_INSIDE = 2, FSDPI_BOTH = 3 };                // of backward
 enum { FSDPI_KEEP = 255 };                                                   // next: as it is
 
-enum { // what a row asks of a unit beside its state
+enum {                // what a row asks of a unit beside its state
     FSDPI_DUE = 1,    // a forward that has not run backward
     FSDPI_REFUSE = 2, // no gradients that are not reduced: with some the call fails
     FSDPI_TELL = 4    // likewise; with some it logs that, and goes on
@@ -71,7 +71,7 @@ enum { // what a row asks of a unit beside its state
 typedef struct fsdpi_row {
     uint8_t from, phase;
     uint8_t asks;
-    uint8_t next; // training state
+    uint8_t next;                            // training state
     fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
 } fsdpi_row;
 
@@ -80,27 +80,27 @@ typedef struct fsdpi_row {
 static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
 //   from               phase       asks next           actions
     { // pre_forward
-        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
+        {FSDPI_I | FSDPI_F, FSDPI_OUTSIDE, 0, FSDP_STATE_FORWARD,
             {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
         // recompute: of a unit nested in others' backward, of the unit whose backward it is
-        {FSDPI_I | FSDPI_B, FSDPI_IN,   FSDPI_DUE, FSDP_STATE_FORWARD,
+        {FSDPI_I | FSDPI_B, FSDPI_INSIDE, FSDPI_DUE, FSDP_STATE_FORWARD,
             {fsdpi_do_unshard, fsdpi_do_wait}},
-        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
     },
     { // post_forward
-        {FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
+        {FSDPI_F,           FSDPI_OUTSIDE, 0, FSDP_STATE_IDLE,
             {fsdpi_do_record, fsdpi_do_reshard_forward}},
-        {FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE, {NULL}},
-        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+        {FSDPI_F,           FSDPI_INSIDE, 0, FSDP_STATE_IDLE, {NULL}},
+        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}},
     },
     { // pre_backward
         {FSDPI_I | FSDPI_B, FSDPI_BOTH, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
             {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
              fsdpi_do_prefetch_backward, fsdpi_do_enter}},
-        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}},
     },
     { // post_backward
-        {FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
+        {FSDPI_P,           FSDPI_INSIDE, 0, FSDP_STATE_POST_BACKWARD,
             {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
     },
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
@@ -113,13 +113,13 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
             {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
     },
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
-    {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
-    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
-    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
-    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
-    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
-    {{FSDPI_I,           FSDPI_OUT,  FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
-    {{FSDPI_I,           FSDPI_OUT,  FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}}}, // grad
+    {{FSDPI_I, FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{FSDPI_I,           FSDPI_OUTSIDE, 0, FSDPI_KEEP, {NULL}}}, // full
+    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
@@ -137,7 +137,7 @@ typedef struct fsdpi_point {
 } fsdpi_point;
 
 static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
-    int phase = at->backward ? FSDPI_IN : FSDPI_OUT;
+    int phase = at->backward ? FSDPI_INSIDE : FSDPI_OUTSIDE;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
         if ((row->from & (1 << at->training)) && (row->phase & phase) &&
@@ -173,7 +173,8 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
 
 // Where in a step a unit is, in words.
 static const char *fsdpi_place_of(const fsdpi_point *at) {
-    static const char *const idle[2][2] = { // [inside of backward][a forward is due]
+    static const char *const idle[2][2] = {
+        // [inside of backward][a forward is due]
         {"is idle, and no forward of it waits for a backward",
          "has run forward, and its backward has not begun"},
         {"has no forward that waits for a backward, and the model's backward has not ended",
@@ -226,9 +227,7 @@ static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
 }
 
 // Outside of backward: gradients of microbatches that wait for a reduction.
-static int fsdpi_holds_grads(const fsdp_unit *u) {
-    return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0;
-}
+static int fsdpi_holds_grads(const fsdp_unit *u) { return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0; }
 
 static FSDPI_NOINLINE fsdp_status fsdpi_refuse_waiting(const fsdp_unit *u, const char *what) {
     return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
@@ -542,8 +541,8 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
                              fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad,
-                             fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset,
-                             p->lay.shard_numel, 0);
+                             fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset, p->lay.shard_numel,
+                             0);
     if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     return fsdpi_keep_status(m, status);
 }
@@ -573,8 +572,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
         return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
-    return status ? status
-                  : fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
+    return status ? status : fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
 }
 
 #endif // FSDPI_CORE_STEP_H

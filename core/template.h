@@ -20,7 +20,8 @@
 #include <stddef.h>
 #include <string.h>
 
-// Owns: a unit's templates. fsdpi_emit_step alone writes them after commit.
+// Owns: a unit's templates. After commit only fsdpi_emit_step changes them; fsdpi_emit writes the
+// number and the waits of a record.
 
 // A view but for the gradient, whose presence is known to the caller's thread only.
 static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
@@ -132,8 +133,8 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     t->op = fsdpi_op(u->model, u, calls ? (int)FSDP_OP_CALL : row->op, label,
                      fsdpi_step_stream(u, kind));
     t->part = part;
-    t->from = t->to = FSDPI_NOWHERE + 1; // not aimed yet
-    t->agrees = row->group >= FSDPI_SUMS;
+    t->from = t->to = FSDPI_NOWHERE + 1; // no places are set yet
+    t->is_compared = row->group == FSDPI_SUMS || row->group == FSDPI_REPLICAS;
     t->op.group_size = sizes[row->group];
     t->op.comm = comms[row->group];
     if (row->group && t->op.group_size < 2) return t;
@@ -180,8 +181,8 @@ static void fsdpi_template_place(fsdp_unit *u, const fsdpi_template *t, int plac
 }
 
 // Writes what depends on the places that a step reads and writes, which seldom change.
-static FSDPI_NOINLINE void fsdpi_template_aim(fsdp_unit *u, fsdpi_template *t,
-                                              const fsdpi_step *s) {
+static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_template *t,
+                                                     const fsdpi_step *s) {
     fsdp_op *op = &t->op;
     const int group = fsdpi_step_rows[s->kind].group;
     // REDUCE_IN has segments of its own, the second ones: in GRAD parameters lie as wholes.
@@ -201,7 +202,7 @@ static FSDPI_NOINLINE void fsdpi_template_aim(fsdp_unit *u, fsdpi_template *t,
 
 /* What ranks compare in a reduction: the unit, what it held when the reduction began, and the
    parameters that have no gradient, whose first one is named if ranks differ. */
-static void fsdpi_agree_use(const fsdp_unit *u, int held, fsdp_op *op) {
+static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
     uint64_t unused = 0;
     int used = 0;
     op->unused = NULL;
@@ -226,13 +227,13 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
     if (t == end && !s->how) return FSDP_OK;
     const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
     const double factor = u->facts.divide_factor;
-    if (s->how & FSDPI_TAKES) {
+    if (s->how & FSDPI_ACQUIRES) {
         int pool = s->to == FSDPI_FRESH ? (int)FSDP_POOL_REDUCE_OUT : s->to;
         FSDPI_TRY(fsdpi_acquire(u, pool, &u->state.slot[s->to]));
     }
     for (; t != end; t++) {
         fsdp_op *op = &t->op;
-        if (t->from != s->from || t->to != s->to) fsdpi_template_aim(u, t, s);
+        if (t->from != s->from || t->to != s->to) fsdpi_template_set_places(u, t, s);
         if (t->src) op->src = *t->src;
         if (t->dst) op->dst = *t->dst;
         if (op->src) op->src_ptr = op->src->ptr + t->begin;
@@ -240,16 +241,16 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
         if (of_grads) {
             op->scale = divides ? s->scale / factor : s->scale;
             op->share = divides ? s->scale : 0;
-            op->factor = divides || t->agrees ? factor : 0;
+            op->factor = divides || t->is_compared ? factor : 0;
             op->accumulate = s->how & FSDPI_ADDS;
         }
         op->state = m->call_state;
         op->step = m->step;
         op->given = m->given;
-        if (t->agrees) fsdpi_agree_use(u, held, op);
+        if (t->is_compared) fsdpi_set_compared(u, held, op);
         FSDPI_TRY(fsdpi_emit(m, op));
     }
-    if (!(s->how & FSDPI_GIVES)) return FSDP_OK;
+    if (!(s->how & FSDPI_RELEASES)) return FSDP_OK;
     return fsdpi_release(u, &u->state.slot[s->from], fsdpi_step_stream(u, s->kind));
 }
 

@@ -260,7 +260,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.hook = u->options.all_reduce_hook != NULL;
-    f.custom = u->options.custom[2] != NULL;
+    f.custom_all_reduce = u->options.custom[2] != NULL;
 #define FSDP_X(type, name, initial) f.name = u->options.name;
     FSDPI_ROUTE_OPTIONS(FSDP_X)
 #undef FSDP_X
@@ -268,7 +268,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     u->facts = f;
     u->route = fsdpi_route_of(&f, 0);
     l->gather = (uint8_t)fsdpi_facts_gather(&f);
-    l->grads_ahead = (uint8_t)!fsdpi_facts_convert(&f, 0);
+    l->grads_ahead = (uint8_t)!fsdpi_facts_copy_first(&f, 0);
 }
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.

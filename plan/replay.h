@@ -29,7 +29,7 @@ static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
     if (op->comm && op->what == op->unit->desc.name) // a joined one has a name of its own
-        fsdpi_agree_use(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
+        fsdpi_set_compared(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
 }
 
 // A replay reduces as if all parameters were used. If one has no gradient, its hook is not called.
@@ -47,7 +47,7 @@ static void fsdpi_plan_agree_joined(const fsdp_plan *p, const fsdpi_plan_tape *t
     op->unused = NULL;
     for (int i = 0; i < joined->num_members; i++) {
         const fsdp_unit *u = p->units[t->members[joined->members + i].unit];
-        fsdpi_agree_use(u, op->agree[FSDP_AGREE_ACCUMULATE], &one);
+        fsdpi_set_compared(u, op->agree[FSDP_AGREE_ACCUMULATE], &one);
         op->what_hash = fsdpi_hash(op->what_hash, one.what_hash);
         op->agree[FSDP_AGREE_USED] = (uint8_t)fsdpi_hash(op->agree[FSDP_AGREE_USED],
                                                          one.agree[FSDP_AGREE_USED]);

@@ -108,7 +108,7 @@ static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
 
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_RESTORE};
-    fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_drain(m->world); // worker threads may still run records
     fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
     fsdpi_hold_slots(m, 1);

@@ -21,6 +21,8 @@
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
 
+  names      what docs/architecture.md and docs/internals.md name exists
+
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
 A program is also an indented block with a main() in the first comment of a header.
@@ -381,6 +383,28 @@ def check_extensions():
             if os.path.dirname(path) == "plan" and owner[name] in PARTS:
                 continue
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
+
+
+def check_names():
+    """Names of the library in docs/architecture.md and docs/internals.md exist; so do the words in
+    capital letters of the picture, which are steps, pools, streams and marks."""
+    code = "\n".join(code_of(path) for path in HEADERS + PARTS + PLAN + BACKENDS)
+    names = set(re.findall(r"\w+", code))
+    words = set()
+    for path in PARTS + ["fsdp.h"]:
+        words |= set(re.findall(r"\b(?:X\(|FSDP_STREAM_|FSDPI_USE_)(\w+)", read(path)))
+    for path in ["docs/architecture.md", "docs/internals.md"]:
+        picture = False
+        for number, line in enumerate(lines_of(path), 1):
+            if line.startswith("```"):
+                picture = not picture
+            for name in re.findall(r"\b(?:fsdpi?|FSDPI?)_\w+", line):
+                if name not in names and not name.endswith("_"):
+                    yield f"{path}:{number}: no such name: {name}"
+            if picture and path.endswith("architecture.md"):
+                for word in re.findall(r"\b[A-Z][A-Z_]{2,}\b", line):
+                    if word not in words:
+                        yield f"{path}:{number}: no such step, pool, stream or mark: {word}"
 
 
 def known_tests():

@@ -44,7 +44,7 @@ static const char *told(const story *s, const char *what) {
         what, f->shards, f->replicas, f->one_part, f->one_train, f->extended,
         fsdp_dtype_name(f->stored), fsdp_dtype_name(f->gathered), fsdp_dtype_name(f->grad),
         fsdp_dtype_name(f->reduce), f->offload, f->fuses, f->sync, f->all_reduce, f->hook,
-        f->custom, f->divide_factor, s->held);
+        f->custom_all_reduce, f->divide_factor, s->held);
     for (int i = 0; i < s->r->num; i++)
         used += snprintf(text + used, sizeof text - (size_t)used, " %d(%d>%d %g how %d)",
                          s->r->steps[i].kind, s->r->steps[i].from, s->r->steps[i].to,
@@ -86,7 +86,7 @@ static void arrives(story *s, const fsdpi_step *e, content made) {
 static content scatters(story *s, const fsdpi_step *e, content c) {
     const fsdpi_facts *f = s->f;
     int ends = e->to == FSDP_POOL_SHARD_GRAD;
-    RULE(f->shards > 1 && !c.over_shards && (e->how & FSDPI_GIVES));
+    RULE(f->shards > 1 && !c.over_shards && (e->how & FSDPI_RELEASES));
     RULE(e->from == FSDP_POOL_REDUCE_IN || (e->from == FSDP_POOL_GRAD && c.folded));
     RULE(c.dtype == f->reduce || (f->fuses && widens(s, &c)));
     RULE((e->scale == 1 && !(e->how & FSDPI_DIVIDES)) || f->fuses);
@@ -103,7 +103,7 @@ static content scatters(story *s, const fsdpi_step *e, content c) {
 static void stores(story *s, const content *c) {
     const fsdpi_facts *f = s->f;
     int bits, goes_on = f->replicas > 1 && !c->over_replicas;
-    if (!f->fuses || f->custom || f->reduce != FSDP_F16) RULE(c->divided == s->before);
+    if (!f->fuses || f->custom_all_reduce || f->reduce != FSDP_F16) RULE(c->divided == s->before);
     else if (goes_on) RULE(frexp(c->divided, &bits) == 0.5 && c->divided >= f->shards);
     else RULE(c->divided == s->factor);
 }
@@ -113,15 +113,15 @@ static void step(story *s, const fsdpi_step *e) {
     const content none = {NOTHING, 0, 0, 0, 0, 0, 0, 0};
     content c = e->from < FSDPI_PLACES ? s->at[e->from] : none;
     if (e->from < FSDPI_PLACES) RULE(c.has == GRADIENTS);
-    if (e->how & FSDPI_TAKES) RULE(!s->at[e->to].has);
+    if (e->how & FSDPI_ACQUIRES) RULE(!s->at[e->to].has);
     else if (e->to != FSDP_POOL_SHARD_GRAD) RULE(s->at[e->to].has);
     switch (e->kind) {
     case FSDPI_STEP_ZERO_IN:
-        RULE(e->from == FSDPI_NOWHERE && e->to == FSDP_POOL_REDUCE_IN && e->how == FSDPI_TAKES);
+        RULE(e->from == FSDPI_NOWHERE && e->to == FSDP_POOL_REDUCE_IN && e->how == FSDPI_ACQUIRES);
         s->at[e->to].has = ZEROS;
         return;
-    case FSDPI_STEP_SUM:
-        RULE(e->from == FSDP_POOL_GRAD && e->to == FSDP_POOL_REDUCE_IN && (e->how & FSDPI_GIVES));
+    case FSDPI_STEP_TO_IN:
+        RULE(e->from == FSDP_POOL_GRAD && e->to == FSDP_POOL_REDUCE_IN && (e->how & FSDPI_RELEASES));
         c = scaled(s, e, c);
         c.dtype = f->reduce;
         break;
@@ -160,8 +160,8 @@ static void step(story *s, const fsdpi_step *e) {
         RULE(c.over_shards == (f->shards > 1) && c.over_replicas == (f->replicas > 1));
         c.hooked = 1;
         break;
-    case FSDPI_STEP_LAST:
-        RULE(e->to == FSDP_POOL_SHARD_GRAD && widens(s, &c) && (e->how & FSDPI_GIVES));
+    case FSDPI_STEP_TO_SHARD:
+        RULE(e->to == FSDP_POOL_SHARD_GRAD && widens(s, &c) && (e->how & FSDPI_RELEASES));
         RULE(f->shards > 1 ? e->from == FSDP_POOL_REDUCE_OUT
                            : (c.folded || e->from == FSDP_POOL_REDUCE_IN));
         RULE(c.hooked == f->hook);
@@ -171,7 +171,7 @@ static void step(story *s, const fsdpi_step *e) {
     default: CHECK_MSG(0, "%s", told(s, "a step that is none of a reduction"));
     }
     arrives(s, e, c);
-    if (e->how & FSDPI_GIVES) s->at[e->from].has = NOTHING;
+    if (e->how & FSDPI_RELEASES) s->at[e->from].has = NOTHING;
 }
 
 /* One rank whose caller may write the shard gradient itself: then it has to, and else it must not. */
@@ -186,7 +186,7 @@ static int writes_shard(const story *s) {
 /* It must not depend on the divide factor, which may change while gradients wait. */
 static double expected_before(const fsdpi_facts *f) {
     double p = 1, ranks = f->shards * f->replicas;
-    if (f->reduce != FSDP_F16 || ranks < 2 || (f->fuses && !f->custom)) return 1;
+    if (f->reduce != FSDP_F16 || ranks < 2 || (f->fuses && !f->custom_all_reduce)) return 1;
     while (ranks / p == floor(ranks / p) && p * p < ranks) p += p;
     return p;
 }
@@ -194,7 +194,7 @@ static double expected_before(const fsdpi_facts *f) {
 /* By what sums of the shard group that wait are divided. */
 static double expected_sums(const fsdpi_facts *f) {
     double p = 1;
-    if (f->reduce != FSDP_F16 || !f->fuses || f->custom) return expected_before(f);
+    if (f->reduce != FSDP_F16 || !f->fuses || f->custom_all_reduce) return expected_before(f);
     while (p < f->shards) p += p;
     return p;
 }
@@ -254,7 +254,7 @@ static void follow(const fsdpi_facts *f, int held) {
     /* Slots of gradients are two where a reduction reads what was written, while the next unit's
        are written. */
     if (route.done && input == FSDPI_HELD_GRAD && !f->hook)
-        RULE(!fsdpi_facts_convert(f, 0) == (route.steps[0].kind != FSDPI_STEP_ZERO_IN));
+        RULE(!fsdpi_facts_copy_first(f, 0) == (route.steps[0].kind != FSDPI_STEP_ZERO_IN));
 }
 
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
@@ -264,7 +264,7 @@ static const double factors[] = {0, 3, 1}; /* 1: for one rank */
 static void flags_of(fsdpi_facts *f, int bits) {
     f->offload = bits & 1, f->debug = bits >> 1 & 1, f->fuses = bits >> 2 & 1;
     f->sync = bits >> 3 & 1, f->all_reduce = bits >> 4 & 1, f->hook = bits >> 5 & 1;
-    f->extended = bits >> 6 & 1, f->custom = bits >> 7 & 1;
+    f->extended = bits >> 6 & 1, f->custom_all_reduce = bits >> 7 & 1;
 }
 
 /* parts: 0: one part; 1: several, of which one has trainables; 2: several of them. */

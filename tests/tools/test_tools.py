@@ -64,6 +64,8 @@ GOOD = {
                                   "TEST(fully_shard_a, done) {}\n"
                                   "TEST(long_fully_shard_a, large, NIGHT | SECONDS(9)) {}\n",
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
+    "docs/architecture.md": "`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
+    "docs/internals.md": "| a | `fsdpi_b`, core/b.h |\n",
     "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
     "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
@@ -246,6 +248,14 @@ def test_docs():
     finds("docs", "fsdp_new: no field Result\n", fsdp_more_h=declares("", status + "int x)"))
     finds("docs", "fsdp_new: no field Allocates\n", fsdp_more_h=declares(
         "\n   Result  OK", status + "fsdp_mesh **out)"))
+
+
+def test_names():
+    finds("names", "docs/internals.md:1: no such name: fsdpi_c", docs_internals_md="| a | `fsdpi_c` |\n")
+    finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
+          docs_architecture_md="\n```\nfsdp_invented\n```\n")
+    finds("names", "docs/architecture.md:3: no such step, pool, stream or mark: GATHER",
+          docs_architecture_md="\n```\nfsdpi_a GATHER\n```\n")
 
 
 def test_tests():
