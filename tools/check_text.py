@@ -20,7 +20,6 @@
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
-
   names      what docs/architecture.md and docs/internals.md name exists
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a

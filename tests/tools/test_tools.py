@@ -149,15 +149,17 @@ def test_amalgamate_text():
 
 
 def test_amalgamate_extension():
-    """Extensions are files beside the one header: without parts as they are, else with them."""
+    """Extensions are files beside the one header: without parts as they are, else with them. Parts
+    of the core are in the one header already."""
     with tree() as root:
         check(amalgamate(root, "fsdp_more.h") == GOOD["fsdp_more.h"], "an extension without parts")
-    more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n'
+    more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n#include "backends/fsdp_base.h"\n'
     with tree(fsdp_more_h=more) as root:
         text = amalgamate(root, "fsdp_more.h")
-        check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, core/"), text)
+        check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, backends/"), text)
         check("\n#include \"fsdp.h\"\n" in text and "#include \"core" not in text, "its includes")
-        check(text.count("static int fsdpi_b(") == 1, text)
+        check(text.count("static int fsdpi_base(") == 1, text)
+        check("static int fsdpi_b(" not in text, "the core's are in fsdp.h")
 
 
 def test_amalgamate_changes():
