@@ -119,6 +119,25 @@ static void many_parameters(lab_rank *r) {
             fsdp_model_destroy(x.m);
         }
 }
+/* What a reset drops in the middle of a backward is in no later gradient. */
+static void reset_in_backward(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int step = 0; step < 3; step++) {
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        float *grad = (float *)fsdp_grad(x.u, 0);
+        for (int i = 0; i < 8; i++) CHECK(lab_same(grad[i], 0));
+        for (int i = 0; i < 8; i++) grad[i] += 5;
+        CALL(x.w, fsdp_model_reset(x.m));
+    }
+}
+TEST(edges, reset_in_backward) {
+    lab_run(1, NULL, reset_in_backward, NULL);
+    lab_run(2, NULL, reset_in_backward, NULL);
+}
+
 TEST(edges, marks_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
 
 /* Trainables of a unit have one stored dtype, from the beginning and when one is thawed. A refused

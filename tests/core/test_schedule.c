@@ -258,7 +258,7 @@ typedef struct {
 #define ASYNC  0, 1, 0, 0
 #define INLINE 0, 0, 0, 0
 #define CONF(mode, layers, root, inner)                                                            \
-    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0, 0 }
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0 }
 
 /* clang-format off */
 static const schedule schedules[] = {
