@@ -156,6 +156,7 @@ static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like
     op.what_hash = like->what_hash;
     op.factor = like->factor;
     memcpy(op.agree, like->agree, sizeof op.agree);
+    op.unused = like->unused;
     op.count = like->count;
     op.src = op.dst = c->room;
     op.dtype = FSDP_BF16;

@@ -440,13 +440,13 @@ static const struct {
     int world, expected[COUNTED];
 } budgets[] = {
     {"f32,W=1", "f32", 1, {8, 5, 5, 6, 6, 0, 0, 0, 0}},
-    {"f32,W=2", "f32", 2, {21, 4, 5, 59, 18, 15, 16, 11, 0}},
-    {"bf16_f32,W=2", "bf16_f32", 2, {34, 0, 5, 61, 19, 15, 16, 11, 0}},
-    {"keeps,W=2", "keeps", 2, {19, 2, 5, 38, 12, 10, 8, 11, 0}},
-    {"accumulates,W=2", "accumulates", 2, {72, 0, 20, 159, 57, 35, 48, 11, 0}},
+    {"f32,W=2", "f32", 2, {16, 4, 5, 59, 18, 15, 16, 6, 0}},
+    {"bf16_f32,W=2", "bf16_f32", 2, {29, 0, 5, 61, 19, 15, 16, 6, 0}},
+    {"keeps,W=2", "keeps", 2, {14, 2, 5, 38, 12, 10, 8, 6, 0}},
+    {"accumulates,W=2", "accumulates", 2, {67, 0, 20, 159, 57, 35, 48, 6, 0}},
     {"clip,W=1", "clip", 1, {20, 5, 5, 6, 6, 0, 0, 0, 0}},
-    {"clip,W=2", "clip", 2, {33, 4, 5, 63, 20, 16, 16, 11, 1}},
-    {"hsdp,W=4", "hsdp", 4, {53, 0, 15, 129, 43, 30, 32, 11, 5}},
+    {"clip,W=2", "clip", 2, {28, 4, 5, 63, 20, 16, 16, 6, 1}},
+    {"hsdp,W=4", "hsdp", 4, {48, 0, 15, 129, 43, 30, 32, 6, 5}},
 };
 
 static const variant *variant_of(const char *name) {
@@ -582,10 +582,10 @@ static const struct {
     int64_t direct_min;
     int expected[COUNTED];
 } layers[] = {
-    {"f32", 0, 0, 0, {5, 0, 1, 11, 6, 3, 10, 6, 0}},
-    {"bf16_f32", FSDP_BF16, FSDP_F32, 0, {7, 0, 1, 13, 6, 3, 10, 2, 0}},
-    {"f32_packed", 0, 0, FSDP_DIRECT_NEVER, {5, 0, 1, 11, 6, 3, 2, 2, 0}},
-    {"bf16_f32_packed", FSDP_BF16, FSDP_F32, FSDP_DIRECT_NEVER, {7, 0, 1, 13, 6, 3, 2, 2, 0}},
+    {"f32", 0, 0, 0, {4, 0, 1, 11, 6, 3, 10, 5, 0}},
+    {"bf16_f32", FSDP_BF16, FSDP_F32, 0, {6, 0, 1, 13, 6, 3, 10, 1, 0}},
+    {"f32_packed", 0, 0, FSDP_DIRECT_NEVER, {4, 0, 1, 11, 6, 3, 2, 1, 0}},
+    {"bf16_f32_packed", FSDP_BF16, FSDP_F32, FSDP_DIRECT_NEVER, {6, 0, 1, 13, 6, 3, 2, 1, 0}},
 };
 
 static fsdp_status make_layers(job *j, int count, size_t row, lab_built *m) {
