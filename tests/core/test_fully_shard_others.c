@@ -42,22 +42,22 @@ static void freeze(fs_run *x) {
     fs_watch(x);
 }
 
-/* What is reduced is what can be trained: biases, and a count of users for each. */
+/* What is reduced is what can be trained: biases. */
 static void biases_are_reduced(fs_run *x, int it, int m) {
     (void)it, (void)m;
     for (int u = 0; u < x->net->count; u++) {
         const fsdp_op *sum = fs_find(x, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, u);
         const fsdp_op *gather = fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u);
-        int64_t biases = 0, users = 0, all = 0;
+        int64_t biases = 0, all = 0;
         for (int p = 0; p < x->net->units[u].count; p++) {
             const fs_param *q = &x->net->units[u].params[p];
             int64_t stored = (q->shape[0] + x->size - 1) / x->size * (q->numel / q->shape[0]);
             all += stored;
             if (q->frozen) continue;
-            biases += stored, users++;
+            biases += stored;
         }
-        CHECK(sum && gather && users);
-        CHECK_EQ_INT(sum->count, biases + users);
+        CHECK(sum && gather && biases);
+        CHECK_EQ_INT(sum->count, biases);
         CHECK_EQ_INT(gather->count, all);
         CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, u), 1);
     }
