@@ -170,13 +170,14 @@ static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsd
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !whole || !buf) return fsdpi_null_of(model, "buf_part", "model, whole or buf");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
-        offset + nbytes > (int64_t)whole->bytes)
+        offset + nbytes > fsdp_buf_nbytes(whole))
         return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
-                         (long long)nbytes, (long long)offset, (long long)whole->bytes);
-    FSDPI_TRY(fsdpi_buf_place(model, whole->ptr + offset, nbytes, buf));
+                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
+    FSDPI_TRY(fsdpi_buf_place(model, whole ? whole->ptr + offset : NULL, nbytes, buf));
+    if (!whole) return FSDP_OK;
     (*buf)->pool = (*buf)->as = whole->pool;
     (*buf)->pinned = whole->pinned;
     return FSDP_OK;

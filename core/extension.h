@@ -141,7 +141,8 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 /* fsdp_buf_create - zeroed memory for records, with the two events that order them
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
-   fsdp_buf_part - a part of another buffer: own events, no own memory, not counted
+   fsdp_buf_part - a part of another buffer: own events, no own memory, not counted. whole NULL: of
+               no bytes, for its events alone
    buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
