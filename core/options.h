@@ -255,6 +255,8 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     FSDPI_TRY(fsdpi_set_hook(u, what));
+    // An all-reduce of the user decides how sums that wait have been divided.
+    if (which == 2 && fsdpi_holds_grads(u)) return fsdpi_refuse_waiting(u, what);
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
     fsdpi_option_changed(u);
@@ -271,8 +273,6 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
 }
 FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
                                                 void *user) {
-    // It decides how sums that wait have been divided.
-    if (unit && fsdpi_holds_grads(unit)) return fsdpi_refuse_waiting(unit, "set_custom_all_reduce");
     return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
 }
 

@@ -281,7 +281,6 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
             double *slot = o->slot[r][unit][i];
             for (int64_t e = 0; e < u->params[i].numel; e++)
                 slot[e] = lab_round(dtype, o_mid(dtype, 0, slot[e] + dp[i][e]));
-            o->used[unit][i] = 1;
         }
     }
 }
@@ -290,6 +289,8 @@ static void o_begin(o_model *o, int unit) {
     const o_unit *u = &o->net->units[unit];
     o_dtypes d = o->dtypes[unit];
     o->open[unit] = 1;
+    // With fsdp_set_reduce_scatter_unused_params 1.
+    for (int i = 0; i < u->count; i++) o->used[unit][i] = !u->params[i].frozen;
     if (o->slot_live[unit]) return;
     o->alias[unit] = o->world == 1 && d.param == d.stored && d.reduce == d.stored &&
                      o->sync[unit] && !o->kept_live[unit];

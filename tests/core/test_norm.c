@@ -278,22 +278,24 @@ static void several_dtypes(lab_rank *r) {
     fsdp_model *m = lab_model(r->w, NULL);
     double norm = 0, want = 0;
     for (int i = 0; i < 3; i++) p[i] = fsdp_vec(NULL, 3 + i), p[i].dtype = dtypes[i];
-    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 3);
-    lab_forward(r->w, u);
-    CALL(r->w, fsdp_pre_backward(u));
-    for (int i = 0; i < 3; i++)
+    fsdp_unit *u[3];
+    for (int i = 0; i < 3; i++) u[i] = lab_unit(r->w, m, NULL, &p[i], 1);
+    for (int i = 0; i < 3; i++) lab_forward(r->w, u[i]);
+    for (int i = 0; i < 3; i++) {
+        CALL(r->w, fsdp_pre_backward(u[i]));
         for (int k = 0; k < 3 + i; k++) {
             const double g = (i + 1) * (k % 2 ? -1 : 1);
-            lab_put(fsdp_grad(u, i), dtypes[i], k, g);
+            lab_put(fsdp_grad(u[i], 0), dtypes[i], k, g);
             want += g * g;
         }
-    CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_post_backward(u[i]));
+    }
     CALL(r->w, fsdp_finalize_backward(m));
     CALL(r->w, fsdp_clip_grad_norm(m, 1e9, &norm));
     CHECK_NEAR(norm, sqrt(want), 1e-12);
     CALL(r->w, fsdp_clip_grad_norm(m, norm / 2, &norm));
     for (int i = 0; i < 3; i++) { /* all are scaled */
-        const fsdp_param_view v = lab_view(r->w, u, i);
+        const fsdp_param_view v = lab_view(r->w, u[i], 0);
         for (int64_t k = 0; k < v.numel; k++)
             CHECK_NEAR(fabs(lab_get(v.shard_grad, v.grad_dtype, k)), 0.5 * (i + 1), 1e-2);
     }

@@ -288,6 +288,7 @@ static void build(run *x, const task *t, const place *p) {
         if ((t->flags & T_AROUND) && u == 0) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
         x->unit[u] = lab_unit(x->world, x->model, &ud, pd, spec->count);
     }
+    CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 1)); /* see o_uses */
     CALL(x->world, fsdp_init_params(x->model, fill, x));
     if (t->flags & T_STAY) CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, 0));
     fsdp_param_view v = FSDP_ZERO;
