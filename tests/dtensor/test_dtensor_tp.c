@@ -422,8 +422,8 @@ static const tensor tensors[] = {
 };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
-/* Exact in every dtype, and no two neighbours are equal. */
-static double value_of(int seed, int64_t i) { return (double)((i * 7 + seed * 13) % 127 + 1); }
+/* Exact in every dtype, and so are sums of three; no two neighbours are equal. */
+static double value_of(int seed, int64_t i) { return (double)((i * 7 + seed * 13) % 61 + 1); }
 
 static void check_whole(const tensor *t, fsdp_dtype dtype, const void *full, int seed,
                         const char *what) {
@@ -489,21 +489,24 @@ typedef struct trip {
 
 static void round_trips(lab_rank *r) {
     const trip *c = (const trip *)r->arg;
-    fsdp_param_desc params[2][TENSORS];
-    fsdp_placement tp[2][TENSORS];
-    fsdp_unit *unit[2];
-    int count[2] = {0, 0}, of[TENSORS], index[TENSORS];
+    enum { SETS = 2 * FSDP_DTYPE_COUNT }; /* units: cut or not, by dtype */
+    fsdp_param_desc params[SETS][TENSORS];
+    fsdp_placement tp[SETS][TENSORS];
+    fsdp_unit *unit[SETS];
+    int count[SETS] = {0}, of[TENSORS], index[TENSORS];
     bed b;
     bed_open(&b, r->w, c->sizes[0], c->sizes[1], c->grad);
     memset(tp, 0, sizeof tp);
     for (int i = 0; i < TENSORS; i++) {
         const tensor *t = &tensors[i];
-        int cut = of[i] = t->tp_dim != NOT_CUT, k = index[i] = count[cut]++;
-        params[cut][k] = lab_desc(t->ndim, t->shape, t->shard_dim, t->dtype, 0);
-        params[cut][k].user = (void *)(uintptr_t)t;
-        if (cut) tp[1][k].kind = FSDP_SHARD, tp[1][k].dim = (int8_t)t->tp_dim;
+        int cut = t->tp_dim != NOT_CUT, set = of[i] = 2 * (int)t->dtype + cut;
+        int k = index[i] = count[set]++;
+        params[set][k] = lab_desc(t->ndim, t->shape, t->shard_dim, t->dtype, 0);
+        params[set][k].user = (void *)(uintptr_t)t;
+        if (cut) tp[set][k].kind = FSDP_SHARD, tp[set][k].dim = (int8_t)t->tp_dim;
     }
-    for (int u = 0; u < 2; u++) unit[u] = bed_unit(&b, params[u], tp[u], count[u], 0);
+    for (int u = 0; u < SETS; u++)
+        if (count[u]) unit[u] = bed_unit(&b, params[u], tp[u], count[u], 0);
     CALL(r->w, fsdp_init_params(b.model, fill_view, &b));
     for (int i = 0; i < TENSORS; i++) {
         const tensor *t = &tensors[i];
@@ -517,8 +520,10 @@ static void round_trips(lab_rank *r) {
         whole_is(&b, unit[of[i]], index[i], t, 2, 0, i % r->size);
         whole_is(&b, unit[of[i]], index[i], t, 2, 0, -1);
     }
-    for (int u = 0; u < 2; u++) lab_forward(r->w, unit[u]);
-    for (int u = 0; u < 2; u++) {
+    for (int u = 0; u < SETS; u++)
+        if (count[u]) lab_forward(r->w, unit[u]);
+    for (int u = 0; u < SETS; u++) {
+        if (!count[u]) continue;
         CALL(r->w, fsdp_pre_backward(unit[u]));
         for (int i = 0; i < TENSORS; i++)
             if (of[i] == u) write_grad(&b, unit[u], index[i], &tensors[i]);
