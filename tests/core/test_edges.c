@@ -128,7 +128,7 @@ static void reset_in_backward(lab_rank *r) {
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
         float *grad = (float *)fsdp_grad(x.u, 0);
-        for (int i = 0; i < 8; i++) CHECK(lab_same(grad[i], 0));
+        for (int i = 0; i < 8; i++) CHECK(lab_same((double)grad[i], 0));
         for (int i = 0; i < 8; i++) grad[i] += 5;
         CALL(x.w, fsdp_model_reset(x.m));
     }
