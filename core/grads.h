@@ -101,7 +101,9 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     FSDPI_HOLDS(writes || !used || (held & FSDPI_HELD_SLOTS));
     // A plan keeps and reduces as if every parameter were used.
     FSDPI_HOLDS(writes || used || !(held & FSDPI_HELD_SLOTS) || u->model->watch);
-    FSDPI_HOLDS(!fsdpi_usage_any(u, FSDPI_USE_REDUCED) || (held & FSDPI_HELD_SHARD));
+    // A rehearsal begins with the marks of the step before.
+    FSDPI_HOLDS(!fsdpi_usage_any(u, FSDPI_USE_REDUCED) || (held & FSDPI_HELD_SHARD) ||
+                u->model->rehearsing);
     for (int place = FSDP_POOL_GATHER; place < FSDPI_PLACES; place++)
         FSDPI_HOLDS(!s->slot[place] || s->slot[place]->held);
     return FSDP_OK;
