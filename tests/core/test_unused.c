@@ -87,16 +87,16 @@ static void step_ends(lab_rank *r, fsdp_model *m, fsdp_unit *u, fsdp_sgd *sgd, i
                   v.shard_grad ? "a" : "no");
         for (int64_t i = 0; i < v.numel && v.shard_grad; i++)
             CHECK_NEAR(((const float *)v.shard_grad)[i], mean, 1e-6);
-        if (v.numel) before[p] = ((const float *)v.shard)[0];
+        if (v.numel) before[p] = (double)((const float *)v.shard)[0];
         want += NUMEL * mean * mean;
     }
-    CALL(r->w, fsdp_clip_grad_norm(m, INFINITY, &norm));
+    CALL(r->w, fsdp_clip_grad_norm(m, (double)INFINITY, &norm));
     CHECK_NEAR(norm, sqrt(want), 1e-5 * sqrt(want));
     CALL(r->w, fsdp_sgd_step(sgd, 0.5));
     for (int p = 0; p < PARAMS; p++) {
         const fsdp_param_view v = lab_view(r->w, u, p);
         if (!v.numel) continue;
-        const double after = ((const float *)v.shard)[0];
+        const double after = (double)((const float *)v.shard)[0];
         const double mean = sum[p] / r->size, step = 0.5 * (mean + 0.25 * before[p]);
         CHECK_NEAR(after, has >> p & 1 ? before[p] - step : before[p], 1e-5);
     }
