@@ -179,7 +179,6 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
     // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
     const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;
-    if (!(fsdpi_held(u) & FSDPI_HELD_SHARD)) fsdpi_usage_clear(u, FSDPI_USE_REDUCED);
     if (s->training == FSDP_STATE_PRE_BACKWARD || (m->rehearsing && waits)) fsdpi_usage_begin(u);
     else if (!waits) fsdpi_usage_reduced(u);
 }
