@@ -341,7 +341,10 @@ static void check_nothing_live(void) {
         W_CHECK(stub_live(k) == 0, "%lld %s are left", (long long)stub_live(k), names[k]);
 }
 
+/* Ranks come together first: communicators of a rank that shuts down long before its peers are left
+   alone. */
 static void finish(job *j) {
+    CALL(j->w, fsdp_barrier(j->w));
     CALL(j->w, fsdp_shutdown(j->w));
     if (j->native) CHECK_EQ_INT(cudaFree(j->sums), 0);
     else free(j->sums);
@@ -633,14 +636,14 @@ static void layer(int rank, int world, void *arg) {
 
 TEST_P(nccl, layer, layers) { h_ranks_proc(2, layer, (void *)(uintptr_t)(row - layers)); }
 
-/* Flags of use travel with the launch that spreads them: no kernel of a step waits for the bus. */
-static void flags(int rank, int world, void *arg) {
+/* What a kernel needs travels with its launch: none of a step waits for the bus. */
+static void arguments(int rank, int world, void *arg) {
     job j;
     lab_built m;
     (void)arg;
     memset(&m, 0, sizeof m);
     stub_checks(1);
-    open_plainly(&j, rank, world, "flags");
+    open_plainly(&j, rank, world, "arguments");
     CALL(j.w, make_layers(&j, 2, 1, &m));
     for (int step = 0; step < 3; step++) {
         stub_count_reset();
@@ -651,7 +654,7 @@ static void flags(int rank, int world, void *arg) {
     finish(&j);
 }
 
-TEST(nccl, flags_travel_with_launches) { h_ranks_proc(2, flags, NULL); }
+TEST(nccl, arguments_travel_with_launches) { h_ranks_proc(2, arguments, NULL); }
 
 /* ---- times ----------------------------------------------------------------------------------- */
 

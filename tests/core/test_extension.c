@@ -2281,6 +2281,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
         CHECK_EQ_INT(x->avail.stream, y->avail.stream);
         CHECK_EQ_INT(y->held, 0);
     }
+    for (int i = 0; i < NUM_UNITS; i++) fsdpi_usage_clear(b.units[i], FSDPI_USE_USED);
     step(&b);
     tape_close(&t);
     for (int k = 0; k < 2; k++) tape_close(&seen[k]);
