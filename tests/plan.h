@@ -136,6 +136,9 @@ static sim *plan_sim;          /* for functions that the library calls: of this 
 static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, reductions, strings */
 
 H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATOMIC_SEQ_CST); }
+H_FN int64_t plan_counted(int what) { /* by all ranks of this process */
+    return __atomic_load_n(&plan_called[what], __ATOMIC_SEQ_CST);
+}
 
 H_FN fsdp_status plan_sum_hook(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                fsdp_dtype dtype, void *stream) {

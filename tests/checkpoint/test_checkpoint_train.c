@@ -588,7 +588,8 @@ static void stalled(lab_rank *r) {
     CHECK_OK(fsdp_shutdown(w));
     if (!is_load && r->rank) end_hang();
 }
-TEST_P(checkpoint_slow, stalled, stalls, SLOW | AT_NIGHT(ASAN)) { on_hasty(2, stalled, row); }
+/* Not with AddressSanitizer: what a stuck thread holds stays allocated. */
+TEST_P(checkpoint_slow, stalled, stalls, SLOW | NO(ASAN)) { on_hasty(2, stalled, row); }
 
 /* ---- state dicts through files: PyTorch's test_fully_shard_state_dict ------------------------- */
 

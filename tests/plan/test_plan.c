@@ -448,18 +448,18 @@ static void with_sets(fsdp_world *w, pjob *j, int rank) {
     snprintf(w_case, sizeof w_case, "%s, %s, W=%d, by calls", j->named->name, mode_names[j->mode],
              j->size);
     int64_t by_calls[3], before[3];
-    memcpy(before, plan_called, sizeof before);
+    for (int i = 0; i < 3; i++) before[i] = plan_counted(i);
     plan_train(w, &j->net, NULL, 0, j->steps, a);
-    for (int i = 0; i < 3; i++) by_calls[i] = plan_called[i] - before[i];
+    for (int i = 0; i < 3; i++) by_calls[i] = plan_counted(i) - before[i];
     for (int set = 0; set < (j->quick ? 2 : SETS); set++) {
         fsdp_plan_desc d = desc_of(set, a);
         snprintf(w_case, sizeof w_case, "%s, %s, W=%d, %s", j->named->name, mode_names[j->mode],
                  j->size, sets[set].name);
-        memcpy(before, plan_called, sizeof before);
+        for (int i = 0; i < 3; i++) before[i] = plan_counted(i);
         plan_train(w, &j->net, &d, 1, j->steps, b);
         for (int i = 0; i < 3 && plan_sim; i++) /* functions of the user: once for each unit */
-            W_CHECK(plan_called[i] - before[i] == by_calls[i], "%d calls of %d, by calls %d",
-                    (int)(plan_called[i] - before[i]), i, (int)by_calls[i]);
+            W_CHECK(plan_counted(i) - before[i] == by_calls[i], "%d calls of %d, by calls %d",
+                    (int)(plan_counted(i) - before[i]), i, (int)by_calls[i]);
         int may_not = j->named->refused == 3 && sets[set].tight &&
                       (j->mode != INLINE || lib_on_streams(w) || sets[set].without) &&
                       b->mode[j->steps - 1] == FSDP_PLAN_REFUSED;
