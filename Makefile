@@ -33,7 +33,7 @@ EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c)
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := tools/fsdprun
-TOOLS    := tools/fsdpck $(FSDPRUN)
+TOOLS    := tools/fsdpck tools/fsdptrace $(FSDPRUN)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
 

@@ -187,7 +187,9 @@ ENVIRONMENT
     FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: over Gloo
                       1 or 2 if ranks are on several hosts, else 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
-    FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
+    FSDP_FLIGHT_RECORD  a directory: each rank keeps its last operations in a file there, which
+                      outlives the process: docs/see.md
+    FSDP_NCCL_* FSDP_CUDA_MANAGED   GPUs: docs/gpu.md
 
 ERRORS
     Functions return fsdp_status. The text of an error names the rank, the unit, the operation, the
@@ -557,6 +559,8 @@ typedef struct fsdp_world_desc {
     const fsdp_comm_ops *comm_ops;     // NULL: those of the backend
     const fsdp_device_ops *device_ops; // NULL: the host
     void *user;                        // argument of comm_ops->open and device_ops->open
+    const char *flight_record; // directory of the flight record (docs/see.md), made if it is
+                               // missing. NULL: FSDP_FLIGHT_RECORD; if it is not set, none
     uint64_t end_canary;
 } fsdp_world_desc;
 

@@ -14,9 +14,9 @@
      and so for the peer that does not come). A second thread, the monitor, does not call CUDA: it
      sees that the watchdog hangs, or that a call of NCCL does not return. It is the one that
      aborts.
-   - NCCL does not compare what ranks call, and hangs if they disagree. So each rank keeps a flight
-     record: what was enqueued, when, and whether it is done. After a deadline, members show each
-     other their operations: the text names a rank that has called something else (MISMATCH), or has
+   - NCCL does not compare what ranks call, and hangs if they disagree. So each rank keeps a list
+     of what was enqueued, when, and whether it is done. After a deadline, members show each other
+     their operations: the text names a rank that has called something else (MISMATCH), or has
      not come (TIMEOUT). FSDP_NCCL_CHECK=1 compares before every collective, which waits for it.
    - Calls of NCCL that may wait for other ranks (making, splitting and closing communicators) run
      in a thread, which is given up after the deadline.
@@ -34,7 +34,6 @@
                           is made, in which NCCL connects the ranks in the ways that a training
                           uses; 0: the first steps do that
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
-     FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
                           each other's room on the GPU. Where it is not set, fsdprun sets it to 1,
                           and so does fsdp_init while the process has one thread; else it warns
@@ -114,7 +113,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_NCCL_FLIGHTS     1024                  // operations of the flight record
+#define FSDPI_NCCL_FLIGHTS     1024                  // operations that are watched
 #define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // bytes from which on memory is registered
 #define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
 #define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // if no operation is under way; the monitor
@@ -145,6 +144,7 @@ typedef struct fsdpi_flight {
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
     fsdpi_nccl_comm *comm;      // as long as it is ISSUED
     cudaEvent_t begin, event;   // before it, and after it
+    int64_t *ended_ns;          // of the fsdp_coll
     uint32_t state;
 } fsdpi_flight;
 
@@ -168,7 +168,7 @@ typedef struct fsdpi_nccl_world {
     int64_t patience_ns;  // the time left to close all comms together
     uint32_t issue;       // lock: one thread at a time calls NCCL
     uint32_t lock;        // guards comms and registrations
-    uint32_t flight_lock; // guards entries of the flight record
+    uint32_t flight_lock; // guards entries of `flights`
     int64_t inside_ns;    // when a thread has begun a call that should only enqueue, or 0
     int64_t asking_ns;    // when the watchdog has begun to ask CUDA for an event, or 0
     fsdpi_nccl_comm *comms;
@@ -498,7 +498,7 @@ static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind)
 
 /* -------------------------------------------------------------------------------------------- */
 // >>nccl_watch
-// Owns: the flight record, and the thread that polls operations under way. The enqueuing thread
+// Owns: operations under way, and the thread that polls them. The enqueuing thread
 // writes an entry, and then `issued`. Only the watchdog marks it done.
 
 static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
@@ -521,6 +521,7 @@ static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
         if (f->comm_seq > f->comm->done) f->comm->done = f->comm_seq; // not in order
         f->comm->idle_ns = now;
     }
+    if (f->ended_ns) __atomic_store_n(f->ended_ns, now, __ATOMIC_RELAXED);
     FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
 }
 
@@ -685,6 +686,7 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // the poll may have taken long
     fsdpi_lock(&w->lock);                             // no comm is closed meanwhile
+    if (is_done && FSDPI_LOAD(&w->aborting)) f->ended_ns = NULL; // an abort may have ended it
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -770,8 +772,6 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
 }
 
 static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
-    static const char *const states[] = {"", "not done", "done"};
-    uint32_t state = FSDPI_LOAD(&f->state);
     // Two comms of one mesh have one name; ids are equal on all ranks.
     fsdpi_say(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
               (unsigned long long)f->comm_seq);
@@ -780,40 +780,26 @@ static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t 
         fsdpi_say(t, ", %llu elements of %s in %u segments, key %016llx",
                   (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
                   f->record.num_segs, (unsigned long long)f->record.key);
-    fsdpi_say(t, ", %.3f s ago: %s", (double)(now - f->record.since_ns) * 1e-9, states[state]);
+    fsdpi_say(t, ", for %.3f s", (double)(now - f->record.since_ns) * 1e-9);
 }
 
-/* The world has failed: logs operations that are not done, and writes the flight record to a file
-   if the user wants one. */
+// The world has failed: logs operations that are not done.
 static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
-    const char *path = fsdpi_env("FSDP_FLIGHT_RECORD");
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     char text[500];
-    FILE *file = NULL;
     int said = 0;
-    if (path &&
-        snprintf(text, sizeof text, "%s.%d", path, fsdpi_nccl_boot(w)->rank) < (int)sizeof text)
-        file = fopen(text, "w");
-    fsdpi_verdict v;
-    memset(&v, 0, sizeof v);
-    (void)fsdpi_store_verdict(w->base.store, &v);
-    if (file)
-        (void)fprintf(file, "rank %d of %d: %s\n", fsdpi_nccl_boot(w)->rank,
-                      fsdpi_nccl_boot(w)->size, v.reason);
     uint64_t i = issued > FSDPI_NCCL_FLIGHTS ? issued - FSDPI_NCCL_FLIGHTS : 0;
     fsdpi_lock(&w->flight_lock);
     for (; i < issued; i++) {
         const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED || said++ >= FSDPI_NCCL_SHOWN) continue;
         fsdpi_text t = {text, sizeof text, 0};
-        fsdpi_say(&t, "flight record: ");
+        fsdpi_say(&t, "under way: ");
         fsdpi_nccl_say_flight(&t, f, now);
-        if (file) (void)fprintf(file, "%s\n", text);
-        if (FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED && said++ < FSDPI_NCCL_SHOWN)
-            fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_INFO, text);
+        fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_INFO, text);
     }
     fsdpi_unlock(&w->flight_lock);
-    if (file) (void)fclose(file);
 }
 
 /* Takes the lock `issue`. It waits only a moment for a thread that is inside NCCL, which may hang:
@@ -1091,7 +1077,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->issue);
 }
 
-// The next entry of the flight record. It waits until the entry's old operation is done.
+// The next entry of the list of operations. It waits until the entry's old operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_FLIGHTS) {
@@ -1102,7 +1088,7 @@ static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     return fsdpi_nccl_flight(w, w->issued);
 }
 
-static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f) {
+static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, const fsdp_coll *op, fsdpi_flight *f) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     c->base.now.since_ns = fsdpi_boot_now(fsdpi_nccl_boot(w));
     fsdpi_lock(&w->flight_lock);
@@ -1110,6 +1096,7 @@ static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f) {
     f->comm_id = c->base.id;
     f->comm = c;
     f->comm_seq = ++c->seq;
+    f->ended_ns = op->ended_ns;
     FSDPI_STORE(&f->state, FSDPI_FLIGHT_ISSUED);
     __atomic_store_n(&w->issued, w->issued + 1, __ATOMIC_RELEASE);
     fsdpi_unlock(&w->flight_lock);
@@ -1163,7 +1150,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;
-    fsdpi_nccl_publish(c, f);
+    fsdpi_nccl_publish(c, op, f);
     *out = f;
     return FSDP_OK;
 }
@@ -1232,7 +1219,10 @@ static fsdp_status fsdpi_nccl_move(fsdpi_comm *base, const fsdp_coll *op, const 
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_flight *f = NULL;
-    if (span->high <= span->low) return FSDP_OK;
+    if (span->high <= span->low) {
+        if (op->ended_ns) *op->ended_ns = fsdpi_boot_now(fsdpi_nccl_boot(w));
+        return FSDP_OK;
+    }
     fsdpi_lock(&w->issue);
     fsdp_status status = fsdpi_nccl_enqueue(c, op,
                                             op->stream ? (cudaStream_t)op->stream : c->stream, &f);

@@ -10,6 +10,7 @@
 #ifndef FSDPI_BACKENDS_RECORD_H
 #define FSDPI_BACKENDS_RECORD_H
 
+#include "../core/flight.h" // operations that are no collective
 #include "../core/macros.h"
 #include "../core/os.h"
 
@@ -35,9 +36,6 @@ static FSDPI_UNUSED int fsdpi_same_user(int fd) {
     return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
            (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
 }
-
-// Operations without an fsdp_coll.
-enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 
 /* What a rank is about to do. Ranks compare `key`, a hash of all that has to be equal. The other
    fields serve to say what differs. It is sent as it is: it has no pointers and no padding. */

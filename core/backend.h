@@ -83,6 +83,7 @@ struct fsdp_coll {
     const char *what;     // unit or call, for texts
     const char *unused;   // the first parameter that has no gradient here, for texts; NULL: none
     void *stream;         // native stream, or NULL: block until complete
+    int64_t *ended_ns;    // not NULL: write the time of boot.clock here when `stream` has ended it
 };
 
 #define FSDP_COMM_VERSION 3

@@ -7,6 +7,7 @@
 #ifndef FSDPI_CORE_ERROR_H
 #define FSDPI_CORE_ERROR_H
 
+#include "flight.h"
 #include "macros.h"
 #include "objects.h"
 #include "os.h"
@@ -72,13 +73,19 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     char text[FSDPI_TEXT];
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text, sizeof text, fmt, args);
+    int used = vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
     if (fsdpi_is_child(w)) return fsdpi_failed(w); // the lock may be held by a thread of the parent
+    int asks = status == FSDP_ERR_TIMEOUT || status == FSDP_ERR_PEER_LOST ||
+               status == FSDP_ERR_MISMATCH;
+    if (w->flight && asks && used >= 0 && (size_t)used < sizeof text)
+        snprintf(text + used, sizeof text - (size_t)used,
+                 " (flight record %s: see fsdptrace hang)", w->flight->path);
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
+        if (w->flight) fsdpi_flight_fail(w->flight, fsdpi_now(w), status, text);
         FSDPI_STORE(w->state, 1 + (uint32_t)status);
     }
     fsdpi_unlock(&w->fail_lock);

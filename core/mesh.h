@@ -140,8 +140,16 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
         name ? name : "mesh"};
+    fsdp_op op = FSDP_ZERO;
+    op.kind = FSDPI_SPLIT;
+    op.what = group.name;
+    op.comm = parent;
     w->num_comms++;
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op, 0) : NULL;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
+    if (flight && !status) fsdpi_flight_end(w, flight);
+    if (!status && me >= 0)
+        fsdpi_flight_add(w, *out, w->num_comms, group.name, group.ranks, size, group.index);
     fsdpi_free(&w->boot.allocator, members);
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }

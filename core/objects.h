@@ -20,6 +20,7 @@ enum { // ops run at once, in threads, on the device: FSDP_RUN_*
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
+typedef struct fsdpi_flight_record fsdpi_flight_record;
 
 // A recorded event of a device's stream. behind: of each stream, and of its own, the number of the
 // last mark before it.
@@ -60,6 +61,7 @@ struct fsdp_world {
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     fsdpi_timeline *timeline;             // FSDPI_NATIVE: records whose times are awaited, or NULL
+    fsdpi_flight_record *flight;          // the flight record, or NULL
     int32_t num_comms;                    // numbers given to communicators so far
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;

@@ -9,6 +9,7 @@
 
 #include "alloc.h"
 #include "error.h"
+#include "flight.h"
 #include "host.h"
 #include "macros.h"
 #include "objects.h"
@@ -89,8 +90,11 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, op, c.fingerprint) : NULL;
+    c.ended_ns = flight && stream ? &flight->end_ns : NULL;
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
                                 : w->comm_ops->run(op->comm, &c);
+    if (flight && !stream && !status) fsdpi_flight_end(w, flight); // else it stays in the record
     const char *text = status ? w->comm_ops->error_text(op->comm) : "";
     if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
     return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;

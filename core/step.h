@@ -10,6 +10,7 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
+#include "flight.h"
 #include "gather.h"
 #include "grads.h"
 #include "guard.h"
@@ -298,6 +299,7 @@ static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
 // Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
+    if (m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
     if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
@@ -325,6 +327,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
+    if (m->world->flight) fsdpi_flight_call(m->world, call, u->desc.name);
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
@@ -412,10 +415,10 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
+static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
+    fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
-    if (model && (model->watch & FSDPI_CALLS) &&
+    if (model->watch & FSDPI_CALLS &&
         fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status))
         return status;
     status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
@@ -425,6 +428,14 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     status = model->hook_status;
     model->hook_status = FSDP_OK;
     fsdpi_set_error(model->world, model->hook_error);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
+    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_FINALIZE, NULL);
+    fsdp_status status = fsdpi_finalize_call(model);
+    if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
     return status;
 }
 
@@ -566,6 +577,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
     if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
+    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)

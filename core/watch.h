@@ -112,8 +112,6 @@ static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int
     return 0;
 }
 
-static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
-
 /* -------------------------------------------------------------------------------------------- */
 // Names of records, labels and pools.
 

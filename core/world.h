@@ -10,6 +10,7 @@
 #include "alloc.h"
 #include "backends.h"
 #include "error.h"
+#include "flight.h"
 #include "host.h"
 #include "launch.h"
 #include "mesh.h"
@@ -113,7 +114,12 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     if (!w->comm_ops) return FSDP_OK;
     FSDPI_TRY(fsdpi_table_check(w, "a backend's", w->comm_ops->version, w->comm_ops->size,
                                 FSDP_COMM_VERSION, sizeof *w->comm_ops));
+    fsdp_op op = FSDP_ZERO;
+    op.kind = FSDPI_OPEN;
+    op.what = w->job;
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op, 0) : NULL;
     fsdp_status status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
+    if (flight && !status) fsdpi_flight_end(w, flight);
     if (status) {
         const char *text = w->comm_ops->error_text(NULL);
         w->comm = NULL;
@@ -123,6 +129,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     }
     w->reduce_comm = w->comm;
     w->num_comms = 2; // comm and reduce_comm
+    if (w->flight) fsdpi_flight_add(w, w->comm, 1, "world", NULL, w->size, w->rank);
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
@@ -136,6 +143,17 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
         return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
     }
     return FSDP_OK;
+}
+
+// A training goes on without a record.
+static void fsdpi_world_open_flight(fsdp_world *w, const fsdp_world_desc *d) {
+    const char *dir = d->flight_record ? d->flight_record : fsdpi_env("FSDP_FLIGHT_RECORD");
+    const char *why = dir ? fsdpi_flight_open(w, dir) : NULL;
+    if (why)
+        fsdp_warn(w,
+                  "[E553] there is no flight record in directory '%s': %s: make the directory, "
+                  "on a disk with %u KiB free for each rank",
+                  dir, why, (unsigned)(sizeof(fsdpi_flight_record) >> 10));
 }
 
 static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
@@ -183,6 +201,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of lanes"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
+    if (!status) fsdpi_flight_add(w, w->reduce_comm, 2, group.name, NULL, w->size, w->rank);
     fsdpi_free(&w->boot.allocator, ranks);
     if (!status) return FSDP_OK;
     w->reduce_comm = w->comm;
@@ -202,6 +221,7 @@ static void fsdpi_world_close(fsdp_world *w) {
     if (w->bounce) w->comm_ops->free(w->comm, w->bounce, FSDPI_BOUNCE);
     if (w->comm) w->comm_ops->close(w->comm);
     if (w->device) w->device_ops->close(w->device);
+    fsdpi_flight_close(w);
     fsdp_allocator allocator = w->boot.allocator;
     (void)munmap(w->state, sizeof *w->state);
     fsdpi_free(&allocator, w);
@@ -245,6 +265,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status && !d->timeout_ms) // on GPUs, first compilations and connections take long
         d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
     w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
+    if (!status) fsdpi_world_open_flight(w, d);
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);

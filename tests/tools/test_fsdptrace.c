@@ -1,0 +1,240 @@
+/* test_fsdptrace.c - flight records and `fsdptrace hang`: jobs in which one rank is killed, stopped,
+   late, or makes another call, at random places, on each backend. From the files alone the tool
+   names the rank, its last call and the operation that the others wait in; while the job lives, and
+   after all of it was killed. The program under test is $FSDPTRACE, or tools/fsdptrace.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS GLOO | NCCL | SLOW | SECONDS(300)
+#include "harness.h"
+#include "library.c"
+
+enum { RANKS = 4, UNITS = 3, CALLS = 4 * UNITS, STEPS = 6 };
+enum { LATE, KILLED, STOPPED, OTHER_CALL, OTHER_COUNT, QUITS, NO_FAULT };
+
+/* What the ranks of a job tell the test. */
+typedef struct {
+    int fault, rank, step, call; /* the fault comes before this call of this rank */
+    int faulty;                  /* 1: it has come */
+    char last[64];               /* the call before it */
+    char next[64];               /* the first operation of a group from there on */
+} plan_of_job;
+
+static plan_of_job *board;
+
+static const char *tool(void) {
+    const char *path = getenv("FSDPTRACE");
+    if (!path || !*path) path = "tools/fsdptrace";
+    if (access(path, X_OK)) SKIP("no tools/fsdptrace here: make tools/fsdptrace");
+    return path;
+}
+
+/* ---- the job --------------------------------------------------------------------------------- */
+
+static struct {
+    int call;                       /* of this step, so far */
+    char ops[CALLS + 1][64];        /* the first operation of a group that each call issued */
+    char names[CALLS + 1][64];
+} own;
+
+static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model;
+    if (op->kind >= FSDP_OP_ALL_GATHER && op->kind <= FSDP_OP_ALL_REDUCE && own.call <= CALLS &&
+        !own.ops[own.call][0])
+        snprintf(own.ops[own.call], sizeof own.ops[0], "%s of '%s'", fsdp_op_name(op->kind),
+                 op->what);
+    return 0;
+}
+
+static void show(char *to, const char *text) { snprintf(to, 64, "%s", text); }
+
+static int fault(fsdp_world *w) {
+    double value[2] = {1, 1};
+    int next = own.call;
+    while (next < CALLS && !own.ops[next][0]) next++;
+    show(board->next, next < CALLS ? own.ops[next] : own.ops[0]);
+    show(board->last, own.names[own.call ? own.call - 1 : CALLS]);
+    __atomic_store_n(&board->faulty, 1, __ATOMIC_SEQ_CST);
+    switch (board->fault) {
+    case LATE:
+        for (;;) pause();
+    case KILLED: (void)raise(SIGKILL); break;
+    case STOPPED: (void)raise(SIGSTOP); break;
+    case OTHER_CALL: (void)fsdp_barrier(w); break;
+    case QUITS: return 1;
+    default: (void)fsdp_all_reduce(w, NULL, value, 2, FSDP_F64, FSDP_SUM);
+    }
+    return 0;
+}
+
+/* Before a call of a unit; 1: this rank ends. If counts are to differ, the others sum, too. */
+static int before(fsdp_world *w, int step, const char *what, int unit) {
+    int is_place = board->fault != NO_FAULT && step == board->step && own.call == board->call;
+    int is_me = fsdp_rank(w) == board->rank;
+    if (is_place && is_me && fault(w)) return 1;
+    if (is_place && !is_me && board->fault == OTHER_COUNT) {
+        double value = 1;
+        (void)fsdp_all_reduce(w, NULL, &value, 1, FSDP_F64, FSDP_SUM);
+    }
+    snprintf(own.names[own.call], sizeof own.names[0], "%s of 'h.%d'", what, unit);
+    return 0;
+}
+
+static int rank_main(fsdp_world *w, void *arg) {
+    fsdp_model *m;
+    fsdp_unit *u[UNITS];
+    fsdp_extension e = FSDP_ZERO;
+    (void)arg;
+    e.op = on_op;
+    if (fsdp_model_create(w, NULL, &m)) return 1;
+    for (int i = 0; i < UNITS; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "h.%d", i);
+        fsdp_param_desc p[2] = {fsdp_mat("w", 8 + i, 16), fsdp_vec("b", 5)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.name = name, ud.params = p, ud.num_params = 2;
+        if (fsdp_fully_shard(m, &ud, &u[i])) return 1;
+    }
+    if (fsdp_attach(m, &e)) return 1;
+    for (int step = 0; step < STEPS; step++) {
+        own.call = 0;
+        if (step < 2) memset(own.ops, 0, sizeof own.ops);
+        for (int half = 0; half < 2; half++)
+            for (int k = 0; k < UNITS; k++) {
+                int i = half ? UNITS - 1 - k : k;
+                if (before(w, step, half ? "pre_backward" : "pre_forward", i)) return FSDP_OK;
+                if (half ? fsdp_pre_backward(u[i]) : fsdp_pre_forward(u[i])) return 1;
+                own.call++;
+                for (int p = 0; p < 2 && half; p++)
+                    if (!fsdp_grad(u[i], p)) return 1;
+                if (before(w, step, half ? "post_backward" : "post_forward", i)) return FSDP_OK;
+                if (half ? fsdp_post_backward(u[i]) : fsdp_post_forward(u[i])) return 1;
+                own.call++;
+            }
+        show(own.names[CALLS], "finalize_backward");
+        if (fsdp_finalize_backward(m)) return 1;
+    }
+    return FSDP_OK;
+}
+
+/* ---- the tool -------------------------------------------------------------------------------- */
+
+static char output[16384];
+
+/* What `fsdptrace hang` prints about the directory; its exit status. */
+static int hang(const char *dir, const char *options) {
+    char command[1200];
+    snprintf(command, sizeof command, "%s hang %s %s 2>&1", tool(), dir, options);
+    FILE *f = popen(command, "r");
+    CHECK(f != NULL);
+    size_t got = fread(output, 1, sizeof output - 1, f);
+    output[got] = 0;
+    int status = pclose(f);
+    CHECK_MSG(WIFEXITED(status), "%s", output);
+    return WEXITSTATUS(status);
+}
+
+static int says(const char *text) { return strstr(output, text) != NULL; }
+
+/* The line that begins so; "" if there is none. */
+static const char *line(const char *begin) {
+    static char text[2048];
+    const char *at = output;
+    while (at && strncmp(at, begin, strlen(begin)) != 0) at = (at = strchr(at, '\n')) ? at + 1 : NULL;
+    snprintf(text, sizeof text, "%.*s", at ? (int)strcspn(at, "\n") : 0, at ? at : "");
+    return text;
+}
+
+static void others_of(int rank, char *out, size_t cap) { /* as the tool writes ranks */
+    static const char *const lists[RANKS] = {"1-3", "0, 2, 3", "0, 1, 3", "0-2"};
+    snprintf(out, cap, "ranks %s wait in ", lists[rank]);
+}
+
+static pid_t start(const char *dir) {
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid) return pid;
+    fsdp_spawn_desc d = FSDP_ZERO;
+    fsdp_world_desc wd = FSDP_ZERO;
+    (void)setpgid(0, 0);
+    wd.flight_record = dir;
+    wd.log_level = FSDP_LOG_NONE;
+    wd.timeout_ms = 600000;
+    d.num_ranks = RANKS;
+    d.grace_ms = 600000; /* the others end by themselves, or stay as they are */
+    d.world = &wd;
+    _exit(fsdp_spawn(&d, rank_main, NULL) != FSDP_OK);
+}
+
+/* Has the tool found it? The line of a rank that has not come, and what the others wait in. */
+static int found(void) {
+    char begin[64], text[160];
+    const char *differs = "";
+    const char *call = board->fault == OTHER_CALL ? "fsdp_barrier" : "fsdp_all_reduce";
+    if (board->fault == OTHER_CALL || board->fault == OTHER_COUNT) {
+        differs = line("operation ");
+        snprintf(text, sizeof text, "rank %d: all_reduce of '%s'", board->rank, call);
+        if (strstr(differs, text))
+            return strstr(differs, board->fault == OTHER_CALL ? board->next : "1 elements of f64")
+                   != NULL;
+        /* A reduction has a communicator of its own: so each side waits for the other. */
+        if (board->fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
+        snprintf(text, sizeof text, "rank %d waits in all_reduce of '%s'", board->rank, call);
+        if (!says(text)) return 0;
+    }
+    others_of(board->rank, begin, sizeof begin);
+    snprintf(text, sizeof text, "%s%s", begin, board->next);
+    if (board->fault == OTHER_CALL) return !strncmp(line(begin), text, strlen(text));
+    if (strncmp(line(begin), text, strlen(text)) != 0) return 0;
+    snprintf(begin, sizeof begin, "rank %d: it", board->rank);
+    if (board->fault == QUITS) return strstr(line(begin), "it has called fsdp_shutdown") != NULL;
+    snprintf(text, sizeof text, "its last call was %s, ", board->last);
+    return strstr(line(begin), text) != NULL;
+}
+
+static void one_job(uint64_t *random, int kind) {
+    char dir[400];
+    int status;
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    h_remove_tree(dir);
+    memset(board, 0, sizeof *board);
+    board->fault = kind;
+    board->rank = (int)(h_rand64(random) % RANKS);
+    board->step = 2 + (int)(h_rand64(random) % (STEPS - 3));
+    board->call = (int)(h_rand64(random) % CALLS);
+    pid_t pid = start(dir);
+    while (!__atomic_load_n(&board->faulty, __ATOMIC_SEQ_CST)) usleep(1000);
+    int rc = -1;
+    do { /* until the others are there */
+        CHECK_MSG(h_now_ms() < h_deadline_ms, "fault %d of rank %d before call %d of step %d: "
+                  "expected %s; last %s: %s", kind, board->rank, board->call, board->step,
+                  board->next, board->last, output);
+        rc = hang(dir, "--after 0");
+        usleep(20000);
+    } while (!found() || rc != 1);
+    if (kind == STOPPED) CHECK_MSG(says("is stopped (SIGSTOP)"), "%s", output);
+    (void)kill(-pid, SIGKILL);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    do CHECK_EQ_INT(hang(dir, ""), 1); /* from the files alone */
+    while (!says("No process runs here") && h_now_ms() < h_deadline_ms);
+    CHECK_MSG(found(), "afterwards: %s", output);
+}
+
+static const struct {
+    const char *name;
+    int kind;
+} kinds[] = {{"late", LATE},
+             {"killed", KILLED},
+             {"stopped", STOPPED},
+             {"other_call", OTHER_CALL},
+             {"other_count", OTHER_COUNT},
+             {"quits", QUITS}};
+
+TEST_P(fsdptrace, hang, kinds) {
+    uint64_t random = h_seed() + (uint64_t)row->kind;
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != MAP_FAILED);
+    (void)tool();
+    for (int i = 0; i < 12; i++) one_job(&random, row->kind);
+}

@@ -1,0 +1,731 @@
+/* fsdptrace.c - which ranks of a job wait, for what, and for whom
+
+       cc -O2 -o fsdptrace tools/fsdptrace.c -pthread -lm
+       ./fsdptrace hang DIR
+
+   `hang` reads the flight records that FSDP_FLIGHT_RECORD=DIR has left: of a job that runs, hangs,
+   has failed or was killed. docs/see.md explains what it prints. Linux.
+
+   SPDX-License-Identifier: MIT */
+#define _GNU_SOURCE
+#define FSDP_IMPLEMENTATION
+#define FSDP_STATIC
+#define FSDP_NO_BACKEND
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
+#include "../fsdp.h"
+#pragma GCC diagnostic pop
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { EXIT_WAITS = 1, EXIT_UNREADABLE = 2 };
+enum { MOST_RANKS = 1 << 20, LINES = 12, PENDING = 4, TURNS = 64 };
+
+static int fail(const char *what, const char *why) {
+    fprintf(stderr, "fsdptrace: %s: %s\n", what, why);
+    return EXIT_UNREADABLE;
+}
+static void *room(size_t bytes) { // zero-filled; a tool ends without it
+    void *at = calloc(1, bytes ? bytes : 1);
+    if (!at) exit(fail("no memory", strerror(errno)));
+    return at;
+}
+
+/* ---- ranks as text --------------------------------------------------------------------------- */
+
+typedef struct set { // of ranks, in ascending order
+    int *ranks, num, cap;
+} set;
+
+static void add(set *s, int rank) {
+    if (s->num && s->ranks[s->num - 1] == rank) return;
+    if (s->num == s->cap) {
+        s->cap = s->cap ? 2 * s->cap : 16;
+        int *more = (int *)realloc(s->ranks, (size_t)s->cap * sizeof *more);
+        if (!more) exit(fail("no memory", strerror(errno)));
+        s->ranks = more;
+    }
+    s->ranks[s->num++] = rank;
+}
+
+// "0-2, 4-7", "0-4088 in steps of 8"
+static const char *ranges(const set *s, char *out, size_t cap) {
+    fsdpi_text t = {out, cap, 0};
+    int said = 0;
+    *out = 0;
+    for (int i = 0, next; i < s->num; i = next) {
+        int by = i + 1 < s->num ? s->ranks[i + 1] - s->ranks[i] : 1;
+        for (next = i + 1; next < s->num && s->ranks[next] - s->ranks[next - 1] == by;) next++;
+        if (by > 1 && next - i < 4) next = i + 1;
+        if (said == 8 && next < s->num) {
+            fsdpi_say(&t, " and %d more", s->num - i);
+            break;
+        }
+        fsdpi_say(&t, "%s%d", said++ ? ", " : "", s->ranks[i]);
+        if (next - i > 1) fsdpi_say(&t, "%s%d", next - i == 2 ? ", " : "-", s->ranks[next - 1]);
+        if (next - i > 2 && by > 1) fsdpi_say(&t, " in steps of %d", by);
+    }
+    return out;
+}
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+enum { RUNS, STOPPED, ENDED, ELSEWHERE }; // a process; ELSEWHERE: on a host that is not this one
+
+typedef struct record {
+    const fsdpi_flight_record *f;
+    int64_t shift;   // the world's clock + shift = CLOCK_REALTIME
+    int64_t last_ns; // the last sign of life, CLOCK_REALTIME
+    int process, num;
+    fsdpi_flight_op op[PENDING]; // that have not ended, the oldest first
+    int group[FSDPI_FLIGHT_COMMS];
+} record;
+
+typedef struct group {
+    uint64_t members;
+    int32_t number, size, first, stride;
+    uint32_t ended, least; // the last operation that has ended on a rank; that all have begun
+    char name[24];
+} group;
+
+static struct {
+    record *of; // [size]; f NULL: there is no file
+    int size, num_groups;
+    group *groups;
+    int64_t now;  // CLOCK_REALTIME, or the last sign of life of all ranks
+    int is_over;  // no process of the job runs any more
+    int lacks;    // a member has not come to an operation that others have begun
+    char job[128], backend[16];
+} job;
+
+// Of an entry that its rank may be writing: a copy, if it is whole.
+static int entry(const fsdpi_flight_record *f, uint32_t i, fsdpi_flight_op *out) {
+    const fsdpi_flight_op *o = &f->op[i];
+    uint32_t number = __atomic_load_n(&o->number, __ATOMIC_ACQUIRE);
+    if (!number || (number - 1) % FSDPI_FLIGHT_OPS != i) return 0;
+    *out = *o;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&o->number, __ATOMIC_RELAXED) == number &&
+           out->comm < FSDPI_FLIGHT_COMMS;
+}
+
+static const char *name_of(const fsdpi_flight_record *f, uint32_t at) {
+    return at < FSDPI_FLIGHT_NAMES && f->name[at].text[0] ? f->name[at].text : "?";
+}
+
+// The state of a process of this host. A process that began after the record has taken its number.
+static int process_of(const fsdpi_flight_record *f) {
+    char path[64], text[512], host[64] = "";
+    (void)gethostname(host, sizeof host - 1);
+    if (strcmp(host, f->host)) return ELSEWHERE;
+    snprintf(path, sizeof path, "/proc/%d/stat", f->pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return ENDED;
+    size_t got = fread(text, 1, sizeof text - 1, file);
+    (void)fclose(file);
+    text[got] = 0;
+    const char *at = strrchr(text, ')');
+    char state = '?';
+    unsigned long long began = 0;
+    if (!at || sscanf(at + 1,
+                      " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
+                      "%*s %llu",
+                      &state, &began) != 2)
+        return ENDED;
+    struct timespec boot, real;
+    clock_gettime(CLOCK_BOOTTIME, &boot);
+    clock_gettime(CLOCK_REALTIME, &real);
+    double up = (double)(real.tv_sec - boot.tv_sec);
+    double at_s = up + (double)began / (double)sysconf(_SC_CLK_TCK);
+    if (at_s > (double)f->real_ns * 1e-9 + 2) return ENDED;
+    return state == 'Z' || state == 'X' ? ENDED : state == 'T' || state == 't' ? STOPPED : RUNS;
+}
+
+static void latest(record *r, int64_t ns) {
+    if (ns && ns + r->shift > r->last_ns) r->last_ns = ns + r->shift;
+}
+
+/* Is it one that has not ended? A backend on streams notes an end some time later, or not at all if
+   the process is killed. So what has ended on another rank has ended here, too. And if members lack
+   at operations, the others wait in these alone: what all members have begun ends. */
+static int is_pending(const record *r, const fsdpi_flight_op *o) {
+    const group *g = r->group[o->comm] ? &job.groups[r->group[o->comm] - 1] : NULL;
+    if (o->end_ns || r->f->state == FSDPI_FLIGHT_SHUT_DOWN) return 0;
+    return !g || !o->turn || (o->turn > g->ended && (!job.lacks || o->turn > g->least));
+}
+
+static int is_lacking(const record *r) {
+    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
+        fsdpi_flight_op o;
+        if (entry(r->f, i, &o) && r->group[o.comm] && o.turn && is_pending(r, &o) &&
+            o.turn > job.groups[r->group[o.comm] - 1].least)
+            return 1;
+    }
+    return 0;
+}
+
+// Keeps the oldest ones.
+static void find_pending(record *r) {
+    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
+        fsdpi_flight_op o;
+        if (!entry(r->f, i, &o) || !is_pending(r, &o)) continue;
+        int at = r->num < PENDING ? r->num : PENDING - 1;
+        if (r->num == PENDING && r->op[at].begin_ns <= o.begin_ns) continue;
+        for (; at > 0 && r->op[at - 1].begin_ns > o.begin_ns; at--) r->op[at] = r->op[at - 1];
+        r->op[at] = o;
+        r->num += r->num < PENDING;
+    }
+}
+
+// A whole file is mapped. One that is cut is read: what is missing counts as zeros.
+static const fsdpi_flight_record *load(const char *path, const char **why) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const fsdpi_flight_record *f = NULL;
+    *why = fd < 0 || fstat(fd, &st) ? strerror(errno) : "it is no flight record of this version";
+    if (fd >= 0 && (size_t)st.st_size >= sizeof *f) {
+        void *at = mmap(NULL, sizeof *f, PROT_READ, MAP_SHARED, fd, 0);
+        if (at != MAP_FAILED) f = (const fsdpi_flight_record *)at;
+    } else if (fd >= 0 && (size_t)st.st_size > offsetof(fsdpi_flight_record, comm)) {
+        char *copy = (char *)room(sizeof *f);
+        ssize_t got = read(fd, copy, (size_t)st.st_size);
+        if (got == st.st_size) f = (const fsdpi_flight_record *)(void *)copy;
+    }
+    if (fd >= 0) (void)close(fd);
+    if (!f || memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) || f->bytes != sizeof *f ||
+        f->rank < 0 || f->rank >= f->size || f->size > MOST_RANKS)
+        return NULL;
+    return f;
+}
+
+static int group_of(const fsdpi_flight_comm *c) {
+    for (int i = 0; i < job.num_groups; i++)
+        if (job.groups[i].members == c->members && job.groups[i].number == c->number) return i;
+    group *more = (group *)realloc(job.groups, (size_t)(job.num_groups + 1) * sizeof *more);
+    if (!more) exit(fail("no memory", strerror(errno)));
+    job.groups = more;
+    group *g = &more[job.num_groups];
+    memset(g, 0, sizeof *g);
+    g->members = c->members, g->number = c->number, g->size = c->size;
+    g->first = c->first, g->stride = c->stride;
+    g->least = UINT32_MAX;
+    snprintf(g->name, sizeof g->name, "%s", c->name);
+    return job.num_groups++;
+}
+
+// Reads the records of the job in DIR that began last, or of the one that is named.
+static int read_all(const char *dir, const char *wanted) {
+    DIR *d = opendir(dir);
+    struct dirent *e;
+    const fsdpi_flight_record **files = NULL;
+    int num = 0, newest = -1;
+    if (!d) return fail(dir, strerror(errno));
+    while ((e = readdir(d)) != NULL) {
+        char path[PATH_MAX];
+        const char *why, *dot = strrchr(e->d_name, '.');
+        if (!dot || strcmp(dot, ".flight")) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        const fsdpi_flight_record *f = load(path, &why);
+        if (!f) (void)fail(path, why);
+        if (!f || (wanted && strcmp(f->job, wanted))) continue;
+        files = (const fsdpi_flight_record **)realloc(files, (size_t)(num + 1) * sizeof *files);
+        if (!files) exit(fail("no memory", strerror(errno)));
+        files[num++] = f;
+        if (newest < 0 || f->real_ns > files[newest]->real_ns) newest = num - 1;
+    }
+    (void)closedir(d);
+    if (newest < 0) return fail(dir, "there is no flight record: set FSDP_FLIGHT_RECORD=DIR");
+    const fsdpi_flight_record *last = files[newest];
+    job.size = last->size;
+    job.of = (record *)room((size_t)job.size * sizeof *job.of);
+    snprintf(job.job, sizeof job.job, "%s", last->job);
+    snprintf(job.backend, sizeof job.backend, "%s", last->backend);
+    for (int i = 0; i < num; i++) {
+        record *r = &job.of[files[i]->rank < job.size ? files[i]->rank : 0];
+        if (strcmp(files[i]->job, last->job) || files[i]->size != last->size) continue;
+        r->f = files[i];
+    }
+    free(files);
+    return 0;
+}
+
+// The groups, how far each has come, and whether the job still runs.
+static void find_groups(void) {
+    struct timespec real;
+    clock_gettime(CLOCK_REALTIME, &real);
+    job.is_over = 1;
+    for (int k = 0; k < job.size; k++) {
+        record *r = &job.of[k];
+        if (!r->f) continue;
+        r->shift = r->f->real_ns - r->f->opened_ns;
+        r->process = process_of(r->f);
+        latest(r, r->f->opened_ns);
+        latest(r, r->f->call_ns);
+        latest(r, r->f->ended_ns);
+        for (uint32_t c = 1; c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++) {
+            r->group[c] = 1 + group_of(&r->f->comm[c]);
+            group *g = &job.groups[r->group[c] - 1];
+            if (r->f->comm[c].turns < g->least) g->least = r->f->comm[c].turns;
+        }
+        for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
+            fsdpi_flight_op o;
+            if (!entry(r->f, i, &o)) continue;
+            latest(r, o.begin_ns);
+            latest(r, o.end_ns);
+            group *g = r->group[o.comm] ? &job.groups[r->group[o.comm] - 1] : NULL;
+            if (g && o.end_ns && o.turn > g->ended) g->ended = o.turn;
+        }
+        if (r->process == RUNS || r->process == STOPPED) job.is_over = 0;
+        if (r->last_ns > job.now) job.now = r->last_ns;
+    }
+    if (!job.is_over) job.now = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
+    int lacks = 0;
+    for (int k = 0; k < job.size && !lacks; k++) lacks = job.of[k].f && is_lacking(&job.of[k]);
+    job.lacks = lacks;
+    for (int k = 0; k < job.size; k++)
+        if (job.of[k].f) find_pending(&job.of[k]);
+}
+
+/* ---- what ranks do --------------------------------------------------------------------------- */
+
+static double seconds(const record *r, int64_t ns) {
+    double s = (double)(job.now - (ns + r->shift)) * 1e-9;
+    return s > 0 ? s : 0;
+}
+
+// "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)"
+static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op *o) {
+    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
+                                                         "post_backward, "};
+    const char *what = name_of(r->f, o->what);
+    if (o->kind == FSDPI_OPEN) fsdpi_say(t, "fsdp_init");
+    else if (o->kind == FSDPI_SPLIT) fsdpi_say(t, "the making of group '%s'", what);
+    else fsdpi_say(t, "%s of '%s'", fsdp_op_name(o->kind), what);
+    if (o->kind == FSDP_OP_SEND || o->kind == FSDP_OP_RECV)
+        fsdpi_say(t, " %s member %d", o->kind == FSDP_OP_SEND ? "to" : "from", (int)o->root);
+    if (o->kind >= FSDP_OP_COUNT) return;
+    if (o->comm > 0 && r->f->comm[o->comm].number > 2)
+        fsdpi_say(t, " in '%s'", r->f->comm[o->comm].name);
+    fsdpi_say(t, " (%sstep %u, op %u)", o->state < FSDP_STATE_COUNT ? states[o->state] : "",
+              o->step, o->seq);
+}
+
+static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
+    snprintf(out, cap, "%llu elements of %s", (unsigned long long)o->count,
+             fsdp_dtype_name((fsdp_dtype)o->dtype));
+    return out;
+}
+
+// Are two ranks in the same operation, perhaps of different groups of the same kind?
+static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
+                 const fsdpi_flight_op *y) {
+    return x->kind == y->kind && x->state == y->state && x->step == y->step &&
+           x->turn == y->turn && a->f->comm[x->comm].number == b->f->comm[y->comm].number &&
+           !strcmp(name_of(a->f, x->what), name_of(b->f, y->what));
+}
+
+// The unit's or the extension's call that a rank made last.
+static void say_call(fsdpi_text *t, const record *r) {
+    const fsdpi_flight_record *f = r->f;
+    int has_what = f->call_what < FSDPI_FLIGHT_NAMES;
+    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
+    if (!f->calls) fsdpi_say(t, "it has made no call of a model yet");
+    else if (f->call == FSDP_CALL_EXTENSION && has_what)
+        fsdpi_say(t, "its last call was %s", name_of(f, f->call_what));
+    else
+        fsdpi_say(t, "its last call was %s%s%s%s",
+                  f->call < FSDP_CALL_COUNT ? names[f->call] : "?", has_what ? " of '" : "",
+                  has_what ? name_of(f, f->call_what) : "", has_what ? "'" : "");
+    fsdpi_say(t, ", %.1f s ago", seconds(r, f->call_ns));
+}
+
+// Why a rank is not in the operation that others wait in.
+static void say_situation(fsdpi_text *t, int rank) {
+    const record *r = &job.of[rank];
+    if (!r->f) {
+        fsdpi_say(t, "there is no record of it in the directory");
+        return;
+    }
+    if (r->f->state == FSDPI_FLIGHT_SHUT_DOWN) {
+        fsdpi_say(t, "it has called fsdp_shutdown, %.1f s ago", seconds(r, r->f->ended_ns));
+        return;
+    }
+    if (r->num) {
+        fsdpi_say(t, "it %s in ", r->process == ENDED ? "was" : "is");
+        say_operation(t, r, &r->op[0]);
+        fsdpi_say(t, ", for %.1f s", seconds(r, r->op[0].begin_ns));
+    } else say_call(t, r);
+    if (r->process == STOPPED) fsdpi_say(t, "; process %d is stopped (SIGSTOP)", (int)r->f->pid);
+    if (r->process == ENDED && !job.is_over)
+        fsdpi_say(t, "; process %d has ended", (int)r->f->pid);
+}
+
+/* ---- findings -------------------------------------------------------------------------------- */
+
+typedef struct finding {
+    set ranks;
+    char text[512];
+    double seconds;         // the longest of its ranks
+    const record *r;        // of `waits`: the first rank and its operation
+    const fsdpi_flight_op *o;
+} finding;
+
+typedef struct findings {
+    finding *list;
+    int num, cap;
+} findings;
+
+static finding *find_more(findings *all) {
+    if (all->num == all->cap) {
+        all->cap = all->cap ? 2 * all->cap : 16;
+        finding *more = (finding *)realloc(all->list, (size_t)all->cap * sizeof *more);
+        if (!more) exit(fail("no memory", strerror(errno)));
+        all->list = more;
+    }
+    memset(&all->list[all->num], 0, sizeof *all->list);
+    return &all->list[all->num++];
+}
+
+static findings waits, others, parts;
+static uint8_t *is_out; // [size] this rank is not in an operation that others wait in
+
+// All ranks in an operation that has not ended.
+static void find_waits(void) {
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        for (int i = 0; r->f && i < r->num; i++) {
+            const fsdpi_flight_op *o = &r->op[i];
+            finding *w = NULL;
+            for (int n = 0; n < waits.num && !w; n++)
+                if (alike(waits.list[n].r, waits.list[n].o, r, o)) w = &waits.list[n];
+            if (!w) {
+                w = find_more(&waits);
+                w->r = r, w->o = o;
+                fsdpi_text t = {w->text, sizeof w->text, 0};
+                say_operation(&t, r, o);
+            }
+            add(&w->ranks, k);
+            double s = seconds(r, o->begin_ns);
+            if (s > w->seconds) w->seconds = s;
+        }
+    }
+}
+
+static void find_other(int rank) {
+    char text[sizeof waits.list->text];
+    fsdpi_text t = {text, sizeof text, 0};
+    if (is_out[rank]) return;
+    is_out[rank] = 1;
+    say_situation(&t, rank);
+    for (int i = 0; i < others.num; i++)
+        if (!strcmp(others.list[i].text, text)) {
+            add(&others.list[i].ranks, rank);
+            return;
+        }
+    finding *o = find_more(&others);
+    snprintf(o->text, sizeof o->text, "%s", text);
+    add(&o->ranks, rank);
+}
+
+// Operations of a rank in a group so far; -1: it is no member. Group 0: the ranks that join the job.
+static int64_t turns_of(int rank, int g) {
+    const record *r = &job.of[rank];
+    const group *x = g ? &job.groups[g - 1] : NULL;
+    if (!x) return r->f ? r->f->comm[0].turns : 0;
+    for (uint32_t c = 1; r->f && c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++)
+        if (r->group[c] == g) return r->f->comm[c].turns;
+    int at = x->stride ? (rank - x->first) / x->stride : -1;
+    int would_be = at >= 0 && at < x->size && x->first + at * x->stride == rank;
+    return r->f || !would_be ? -1 : 0;
+}
+
+// Members that have not come to an operation in which others wait, and ranks that cannot go on.
+static void find_missing(void) {
+    for (int g = 0; g <= job.num_groups; g++) {
+        uint32_t turn = 0; // the first operation of the group that has not ended
+        for (int k = 0; k < job.size; k++)
+            for (int i = 0; i < job.of[k].num; i++) {
+                const fsdpi_flight_op *o = &job.of[k].op[i];
+                int of = o->kind == FSDPI_OPEN ? 0 : o->comm ? job.of[k].group[o->comm] : -1;
+                if (of == g && o->turn && (!turn || o->turn < turn)) turn = o->turn;
+            }
+        for (int k = 0; k < job.size && turn; k++) {
+            int64_t turns = turns_of(k, g);
+            if (turns >= 0 && turns < (int64_t)turn) find_other(k);
+        }
+    }
+    for (int k = 0; k < job.size && waits.num && !job.is_over; k++)
+        if (job.of[k].f && job.of[k].f->state == FSDPI_FLIGHT_RUNS &&
+            (job.of[k].process == ENDED || job.of[k].process == STOPPED))
+            find_other(k);
+}
+
+// What an operation is, as ranks have to agree about it.
+static uint64_t signature(const record *r, const fsdpi_flight_op *o) {
+    const uint64_t words[] = {o->kind,     o->dtype,       o->out_dtype,
+                              o->redop,    o->count,       (uint64_t)(uint32_t)o->root,
+                              o->state,    o->fingerprint, fsdpi_hash_text(name_of(r->f, o->what))};
+    return fsdpi_hash_words(1, words, 9);
+}
+
+static const fsdpi_flight_op *turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
+    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++)
+        if (entry(r->f, i, out) && out->turn == turn && r->group[out->comm] == g) return out;
+    return NULL;
+}
+
+// The first of the last operations of a group that its members do not make alike.
+static void find_parting(int g) {
+    uint64_t seen[TURNS], from = 0, first = 0;
+    int who[TURNS], differs = -1;
+    memset(seen, 0, sizeof seen);
+    for (int pass = 0; pass < 2; pass++)
+        for (int k = 0; k < job.size; k++) {
+            const record *r = &job.of[k];
+            if (!r->f) continue;
+            for (uint32_t c = 1; c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++) {
+                if (r->group[c] != g) continue;
+                if (pass == 0) {
+                    if (r->f->comm[c].turns > from) from = r->f->comm[c].turns;
+                    continue;
+                }
+                for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
+                    fsdpi_flight_op o;
+                    if (!entry(r->f, i, &o) || o.comm != c || !o.turn || o.turn + TURNS <= from)
+                        continue;
+                    uint64_t s = signature(r, &o), *had = &seen[o.turn % TURNS];
+                    if (!*had) *had = s, who[o.turn % TURNS] = k;
+                    else if (*had != s && (differs < 0 || o.turn < first))
+                        differs = k, first = o.turn;
+                }
+            }
+        }
+    if (differs < 0) return;
+    // Both sides, and what all have done before.
+    fsdpi_flight_op a, b, o;
+    const record *ra = &job.of[who[first % TURNS]], *rb = &job.of[differs];
+    if (!turn_of(ra, g, (uint32_t)first, &a) || !turn_of(rb, g, (uint32_t)first, &b)) return;
+    set sides[2] = {{NULL, 0, 0}, {NULL, 0, 0}};
+    for (int k = 0; k < job.size; k++)
+        if (job.of[k].f && turn_of(&job.of[k], g, (uint32_t)first, &o))
+            add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
+    finding *p = find_more(&parts);
+    fsdpi_text t = {p->text, sizeof p->text, 0};
+    char ranks[160], count[64];
+    fsdpi_say(&t, "operation %u of group '%s' differs: ", (unsigned)first, job.groups[g - 1].name);
+    for (int side = 0; side < 2; side++) {
+        const fsdpi_flight_op *x = side ? &b : &a;
+        fsdpi_say(&t, "%srank%s %s: ", side ? "; " : "", sides[side].num > 1 ? "s" : "",
+                  ranges(&sides[side], ranks, sizeof ranks));
+        say_operation(&t, side ? rb : ra, x);
+        fsdpi_say(&t, ", %s", count_of(x, count, sizeof count));
+    }
+    if (first > 1 && turn_of(ra, g, (uint32_t)first - 1, &o)) {
+        fsdpi_say(&t, ". Before it: ");
+        say_operation(&t, ra, &o);
+    }
+    p->ranks = sides[sides[1].num <= sides[0].num]; // the smaller side
+}
+
+static int by_seconds(const void *a, const void *b) {
+    double x = ((const finding *)a)->seconds, y = ((const finding *)b)->seconds;
+    return (x < y) - (x > y);
+}
+
+/* ---- what is printed ------------------------------------------------------------------------- */
+
+static void put_json(const char *text) {
+    putchar('"');
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if (*c == '"' || *c == '\\') printf("\\%c", *c);
+        else if (*c >= 0x20 && *c < 0x7f) putchar(*c);
+        else printf("\\u%04x", *c);
+    }
+    putchar('"');
+}
+static void put_safe(const char *text) { // names are of strangers: no control characters
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
+        if (*c >= 0x20 && *c < 0x7f) putchar(*c);
+        else printf("\\x%02x", *c);
+}
+
+static void put_ranks(const set *s) {
+    putchar('[');
+    for (int i = 0; i < s->num; i++) printf("%s%d", i ? ", " : "", s->ranks[i]);
+    putchar(']');
+}
+
+static void put_findings(const char *key, const findings *all) {
+    printf(",\n \"%s\": [", key);
+    for (int i = 0; i < all->num; i++) {
+        printf("%s\n  {\"ranks\": ", i ? "," : "");
+        put_ranks(&all->list[i].ranks);
+        if (all->list[i].r) printf(", \"seconds\": %.3f", all->list[i].seconds);
+        printf(", \"text\": ");
+        put_json(all->list[i].text);
+        putchar('}');
+    }
+    putchar(']');
+}
+
+static const record *first_failure(int *rank) {
+    const record *first = NULL;
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        if (!r->f || r->f->state != FSDPI_FLIGHT_FAILED) continue;
+        if (first && first->f->ended_ns + first->shift <= r->f->ended_ns + r->shift) continue;
+        first = r;
+        *rank = k;
+    }
+    return first;
+}
+
+static void print_json(const set *missing, const char *advice) {
+    int rank = -1;
+    const record *failed = first_failure(&rank);
+    printf("{\"job\": ");
+    put_json(job.job);
+    printf(", \"backend\": ");
+    put_json(job.backend);
+    printf(", \"ranks\": %d, \"is_over\": %s, \"no_record\": ", job.size,
+           job.is_over ? "true" : "false");
+    put_ranks(missing);
+    if (failed) {
+        printf(",\n \"failure\": {\"rank\": %d, \"text\": ", rank);
+        put_json(failed->f->failure);
+        putchar('}');
+    }
+    put_findings("waits", &waits);
+    put_findings("missing", &others);
+    put_findings("differ", &parts);
+    printf(",\n \"advice\": ");
+    put_json(advice);
+    printf("}\n");
+}
+
+static void print_findings(const findings *all, const char *verb) {
+    char text[256];
+    for (int i = 0; i < all->num && i < LINES; i++) {
+        const finding *x = &all->list[i];
+        if (verb) {
+            printf("rank%s %s %s ", x->ranks.num > 1 ? "s" : "",
+                   ranges(&x->ranks, text, sizeof text), x->ranks.num > 1 ? verb : "waits in");
+            put_safe(x->text);
+            printf(" for %.1f s\n", x->seconds);
+        } else {
+            if (x->ranks.num && all == &others)
+                printf("rank%s %s: ", x->ranks.num > 1 ? "s" : "",
+                       ranges(&x->ranks, text, sizeof text));
+            put_safe(x->text);
+            putchar('\n');
+        }
+    }
+    if (all->num > LINES) printf("... and %d more\n", all->num - LINES);
+}
+
+static void print_text(const set *missing, const char *advice) {
+    static const char *const names[] = {"run", "stopped", "ended", "on other hosts"};
+    int num[4] = {0, 0, 0, 0}, said = 0, rank = -1;
+    char text[256];
+    for (int k = 0; k < job.size; k++) num[job.of[k].process] += job.of[k].f != NULL;
+    printf("job '");
+    put_safe(job.job);
+    printf("' over %s, %d rank%s. Processes:", job.backend, job.size, job.size > 1 ? "s" : "");
+    for (int i = 0; i < 4; i++)
+        if (num[i]) printf("%s %d %s", said++ ? "," : "", num[i], names[i]);
+    if (missing->num) printf("; no record of ranks %s", ranges(missing, text, sizeof text));
+    printf("\n");
+    if (job.is_over) {
+        time_t at = (time_t)(job.now / 1000000000);
+        struct tm tm;
+        (void)strftime(text, sizeof text, "%Y-%m-%d %H:%M:%S", localtime_r(&at, &tm));
+        printf("No process runs here: times are those at the last sign of life, %s\n", text);
+    }
+    const record *failed = first_failure(&rank);
+    if (failed) {
+        printf("rank %d failed first, %.1f s ago: ", rank, seconds(failed, failed->f->ended_ns));
+        put_safe(failed->f->failure);
+        putchar('\n');
+    }
+    print_findings(&waits, "wait in");
+    print_findings(&others, NULL);
+    print_findings(&parts, NULL);
+    printf("%s\n", advice);
+}
+
+static int hang(const char *dir, const char *wanted, double after, int json) {
+    int status = read_all(dir, wanted);
+    if (status) return status;
+    set missing = {NULL, 0, 0};
+    is_out = (uint8_t *)room((size_t)job.size);
+    find_groups();
+    for (int k = 0; k < job.size; k++)
+        if (!job.of[k].f) add(&missing, k);
+    find_waits();
+    find_missing();
+    for (int g = 1; g <= job.num_groups && waits.num; g++) find_parting(g);
+    qsort(waits.list, (size_t)waits.num, sizeof *waits.list, by_seconds);
+    double longest = waits.num ? waits.list[0].seconds : 0;
+    int rank, hangs = waits.num && (longest > after || job.is_over);
+    int is_lost = first_failure(&rank) != NULL;
+    for (int k = 0; k < job.size; k++)
+        is_lost |= job.of[k].f && job.of[k].f->state == FSDPI_FLIGHT_RUNS &&
+                   job.of[k].process == ENDED;
+    int all_wait = others.num > 1; // for each other
+    for (int i = 0; i < others.num; i++)
+        for (int k = 0; k < others.list[i].ranks.num; k++)
+            all_wait &= job.of[others.list[i].ranks.ranks[k]].num > 0;
+    const char *advice =
+        parts.num || all_wait
+                      ? "The ranks make different calls: look at what the program does before them."
+        : others.num  ? "The others wait for these ranks: look at what they do."
+        : waits.num   ? "All ranks of the group are in it: look at the transport: network, GPUs, load."
+        : is_lost     ? "No rank waits. Processes have ended without fsdp_shutdown."
+                      : "No rank waits.";
+    if (json) print_json(&missing, advice);
+    else print_text(&missing, advice);
+    return hangs || is_lost ? EXIT_WAITS : 0;
+}
+
+/* ---- arguments ------------------------------------------------------------------------------- */
+
+static void usage(FILE *to) {
+    fputs("usage: fsdptrace hang DIR [--after SECONDS] [--job NAME] [--json]\n"
+          "Says which ranks wait in which operation and for whom, from the flight records in DIR:\n"
+          "run the job with FSDP_FLIGHT_RECORD=DIR. Without --job: of the job that began last.\n"
+          "Exit status: 0: no rank waits longer than --after (10) seconds; 1: some do, or the job\n"
+          "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n",
+          to);
+}
+
+int main(int argc, char **argv) {
+    const char *dir = NULL, *wanted = NULL;
+    double after = 10;
+    int json = 0;
+    if (argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"))) {
+        usage(stdout);
+        return 0;
+    }
+    int bad = argc < 3 || strcmp(argv[1], "hang");
+    for (int i = 2; i < argc && !bad; i++) {
+        char *end = NULL;
+        if (!strcmp(argv[i], "--json")) json = 1;
+        else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
+        else if (!strcmp(argv[i], "--after") && i + 1 < argc) {
+            after = strtod(argv[++i], &end);
+            bad = *end || end == argv[i] || !(after >= 0);
+        } else if (argv[i][0] != '-' && !dir) dir = argv[i];
+        else bad = 1;
+    }
+    if (bad || !dir) {
+        usage(stderr);
+        return EXIT_UNREADABLE;
+    }
+    int status = hang(dir, wanted, after, json);
+    return fflush(stdout) || ferror(stdout) ? fail("standard output", strerror(errno)) : status;
+}
