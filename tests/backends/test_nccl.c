@@ -50,6 +50,7 @@ static cudaError_t slow_malloc(void **ptr, size_t size) {
     if (size == (size_t)32 << 20) usleep((useconds_t)dawdle_ms * 1000);
     return cudaMalloc(ptr, size);
 }
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)10000000000)
 #define cudaMalloc             slow_malloc
 #define ncclAllGather          noted_gather
 #define cudaEventQuery         counted_query
@@ -341,8 +342,7 @@ static void check_nothing_live(void) {
         W_CHECK(stub_live(k) == 0, "%lld %s are left", (long long)stub_live(k), names[k]);
 }
 
-/* Ranks come together first: communicators of a rank that shuts down long before its peers are left
-   alone. */
+/* Communicators of a rank that shuts down long before its peers are left alone. */
 static void finish(job *j) {
     CALL(j->w, fsdp_barrier(j->w));
     CALL(j->w, fsdp_shutdown(j->w));
