@@ -6,7 +6,7 @@
 
    Numbers. Parameters, their gradients, activations and the gradients of activations are all of one
    type E: float, or gpt_bf16 (gpt_cuda.bf16). So nothing is converted between two kernels: each one
-   loads E, computes in f32 registers and stores E. f32 remain the residual stream (a bf16 of 8 bits
+   loads E, computes in f32 registers and stores E. f32 remain the residual stream (bf16, of 8 bits,
    would lose what a layer adds to it), logits, statistics of norms, and all sums, those of cuBLAS
    included. Sums have a fixed order, no atomics: two runs give the same bits.
 
@@ -492,12 +492,12 @@ template <class E> struct gpt_gelu_slope {
 
 /* ---- causal self-attention ------------------------------------------------------------------- */
 
-// Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are one
-// batched product, and datt is (B, H, T, T).
+// Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are
+// one batched product, and datt is (B, H, T, T).
 //
-// Scores of the future are not needed. As in gpt.h, positions are computed in spans: those of a span
-// look at the columns up to its end, and what is right of them is neither written nor read. With a
-// context of 1,024 that leaves out 3/8 of the bytes and of the arithmetic.
+// Scores of the future are not needed. As in gpt.h, positions are computed in spans: those of a
+// span look at the columns up to its end, and what is right of them is neither written nor read.
+// With a context of 1,024 that leaves out 3/8 of the bytes and of the arithmetic.
 enum { GPT_SPAN = 256 };
 
 // Where the columns of position t end.
@@ -1022,13 +1022,12 @@ static void gpt_cuda_destroy(gpt_cuda *gpu) {
     memset(gpu, 0, sizeof *gpu);
 }
 
-/* On the current device. tf32: products of f32 on tensor cores, which take 10 of the 23 bits. 0 on
-   success; else gpu->failed and ->error tell, and destroy frees.
+/* On the current device. tf32: products of f32 on tensor cores, which take 10 of its 23 bits of
+   mantissa. 0 on success; else gpu->failed and ->error tell, and destroy frees.
 
-   gpu->nbytes of device memory, all that a training needs beside parameters, for each of B*T
-   positions about 2*L*(14*C + H*T) + 4*L*2*C bytes with bf16, and
-   4*L*(16*C + H*T) with f32. cuBLAS takes some MiB of its own (32 on a GPU of compute capability
-   9.0). */
+   It takes gpu->nbytes of device memory, all that a training needs beside parameters, gradients and
+   moments. With a long context most of it are the probabilities of attention: for each of the B*T
+   positions L*H*T numbers, beside L*16*C of the other activations. cuBLAS takes some MiB more. */
 static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream_t stream,
                            gpt_cuda *gpu) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
