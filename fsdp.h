@@ -1356,7 +1356,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* calls a function of the user, in the stream's order */   \
-    X(UPDATE, "update")               /* list: one fsdp_update, by `call` or by the device */     \
+    X(UPDATE, "update")               /* list: fsdp_updates, by `call` or by the device */        \
     X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
     X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
     X(RELEASE, "release")             /* marker: `stream` has used src for the last time */       \
@@ -1461,7 +1461,7 @@ typedef struct fsdp_op {
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none
     const void *list;         // prebuilt: fsdp_block[] (COPY, NORM), fsdp_seg[] (collectives), or
-                              // one fsdp_update (UPDATE)
+                              // fsdp_update[] (UPDATE)
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
     fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL; UPDATE by the host

@@ -497,9 +497,10 @@ static fsdp_status fsdpi_cuda_norm(fsdp_device *device, void *stream, const fsdp
     return fsdpi_cuda_done(d, stream, result, "norm");
 }
 
-static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fsdp_update *update) {
+static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fsdp_update *runs,
+                                     uint32_t num) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
-    int result = fsdp_cuda_update((void *)fsdpi_cuda_on(d, stream), update);
+    int result = fsdp_cuda_update((void *)fsdpi_cuda_on(d, stream), runs, num);
     return fsdpi_cuda_done(d, stream, result, "update");
 }
 

@@ -113,7 +113,7 @@ static int call_norm(kernels *k) {
 static int call_norm_in_pairs(kernels *k) {
     return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, 1, k->partials);
 }
-static int call_update(kernels *k) { return fsdp_cuda_update(NULL, &k->update); }
+static int call_update(kernels *k) { return fsdp_cuda_update(NULL, &k->update, 1); }
 static int call_memcpy(kernels *k) {
     return (int)cudaMemcpyAsync(k->b, k->a, k->moved / 2, cudaMemcpyDeviceToDevice, NULL);
 }
