@@ -1152,7 +1152,12 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index);
    norm        out: the norm before clipping, the same on every rank. NULL: on GPUs the host does
                not wait; call fsdp_grad_norm later, for example where you read a step's loss
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: every
-               layout gives the same bits. The coefficient is max_norm/(norm + 1e-6), at most 1
+               layout gives the same bits. The coefficient is max_norm/(norm + 1e-6), at most 1.
+               A GPU adds in another order, which is fixed, too: sums differ from the host's by at
+               most 1e-13 (relative), or 1e-12 if f64 is slow there. If p is none of 1, 2 and
+               infinity, the root is taken by pow, which differs between processors: clipped
+               gradients then differ, after equal sums, by at most one unit in the last place of
+               bf16 and f16, two of f32 and eight of f64; otherwise by none
    Meshes      the norm counts each element of all ranks of the model's mesh once. Ranks along a
                unit's replicate dim hold copies, so one of them counts. All other ranks hold other
                elements and count: along the shard dim, along dims that do neither, and ranks that

@@ -68,7 +68,7 @@
      keeps its value and its state if it is frozen, if no rank used it in this step, or if its group
      is negative: no weight decay, and t stays. Padding is never touched. Neighbouring parameters
      with equal group and t are one run. A step is one record of all runs, and on a GPU one launch
-     for each pair of dtypes of parameters and gradients (of up to 200 runs, with an old driver 24).
+     for each dtype of parameters (of up to 200 runs; with drivers before 530 of 24).
    FREEZE AND THAW (fsdp_set_requires_grad)
      The next step or fsdp_*_state moves the states to the new places of the shards. The state of a
      frozen parameter survives until you thaw it, as in torch. A parameter that you thaw for the
@@ -1152,10 +1152,10 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     if (status) return status;
     int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
     snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
-    status = fsdp_alloc(m, FSDP_MEMORY_HOST,
-                        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) +
-                                       (int64_t)sizeof(fsdp_update) + 1),
-                        text, &room);
+    status = fsdp_alloc(
+        m, FSDP_MEMORY_HOST,
+        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + (int64_t)sizeof(fsdp_update) + 1),
+        text, &room);
     if (status) return status;
     fsdpi_optim *o = (fsdpi_optim *)room;
     *o = *settings;
@@ -1491,12 +1491,12 @@ struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_extension extension;
     fsdp_grad_scaler_state state;
-    double saved[5];  // the state as a checkpoint writes it, in the order of its fields
-    int lent;         // 1: a checkpoint has the address of `saved`, and may write there
-    int memory;       // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int found;        // -1: no unscale in this step
+    double saved[5];      // the state as a checkpoint writes it, in the order of its fields
+    int lent;             // 1: a checkpoint has the address of `saved`, and may write there
+    int memory;           // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int found;            // -1: no unscale in this step
     fsdp_update *updates; // of an unscale: at most one for each parameter
-    int32_t *verdict; // in device memory: the `found` of its updates, 0 between steps; or NULL
+    int32_t *verdict;     // in device memory: the `found` of its updates, 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -1654,8 +1654,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     snprintf(text, sizeof text, "%s: no memory", name);
     int64_t most = fsdp_num_params(model), head = (int64_t)(sizeof **scaler + 63) / 64 * 64;
     if (!status)
-        status = fsdp_alloc(model, FSDP_MEMORY_HOST, head + most * (int64_t)sizeof(fsdp_update), text,
-                            &room);
+        status = fsdp_alloc(model, FSDP_MEMORY_HOST, head + most * (int64_t)sizeof(fsdp_update),
+                            text, &room);
     if (status) return status;
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)room;
     g->model = model;

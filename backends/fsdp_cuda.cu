@@ -669,9 +669,10 @@ template <class In, unsigned N> struct NormTiles {
         const uint32_t vectors = run.vectors ? tile.count / V : 0;
         for (uint32_t at = t; at < vectors; at += FSDPI_ITEMS * FSDPI_THREADS) {
             Chunk<Bits, V> chunk[FSDPI_ITEMS];
-            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++)
-                if (at + k * FSDPI_THREADS < vectors)
-                    fetch(&chunk[k], begin + (at + k * FSDPI_THREADS) * 16, true);
+            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
+                uint32_t next = at + k * FSDPI_THREADS;
+                if (next < vectors) fetch(&chunk[k], begin + next * 16, true);
+            }
             FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
                 if (at + k * FSDPI_THREADS >= vectors) continue;
                 FSDPI_UNROLL for (uint32_t j = 0; j < V; j++)
@@ -811,8 +812,8 @@ template <class In> static int norm_list(const NormJob &job) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Optimizers. Operation by operation as fsdp_optim.h, in the same order. A launch has a list of runs
-// of one dtype: src is the gradient, and dst the parameter.
+/* Optimizers. Operation by operation as fsdp_optim.h, in the same order. A launch has a list of
+   runs of one dtype: src is the gradient, and dst the parameter. */
 
 template <class T> struct AdamW {
     T decay, weight, beta2, gain, bias, eps, rate;
@@ -837,8 +838,7 @@ template <class T> struct Sgd {
     T rate, momentum, gain, decay;
     bool decays, has_buffer, nesterov, fresh;
     static Sgd of(const double *s) {
-        Sgd a = {(T)-s[0], (T)s[1],  (T)s[2],   (T)s[3],
-                 s[3] > 0, s[1] > 0, s[4] != 0, s[5] != 0};
+        Sgd a = {(T)-s[0], (T)s[1], (T)s[2], (T)s[3], s[3] > 0, s[1] > 0, s[4] != 0, s[5] != 0};
         return a;
     }
     int states() const { return has_buffer; }
@@ -874,7 +874,8 @@ template <> struct Rounding<BF16> { // stochastically, or if `row` is 0, to near
         int64_t rows = i < row ? 0 : i / row;
         uint64_t index = (uint64_t)(at + rows * pitch + (i - rows * row));
         uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
-        return (uint16_t)((bits + (stir(stir((uint32_t)index + (uint32_t)key) ^ high) >> 16)) >> 16);
+        uint32_t chance = stir(stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
+        return (uint16_t)((bits + chance) >> 16);
     }
 };
 
@@ -885,8 +886,9 @@ FSDPI_DEVICE void fetch_as(Chunk<Number, V> *numbers, const void *from, int64_t 
                            bool is_vector) {
     Chunk<typename G::Bits, V> chunk;
     fetch(&chunk, (const typename G::Bits *)from + column, is_vector);
-    FSDPI_UNROLL for (unsigned j = 0; j < V; j++)
+    FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
         if (j == 0 || is_vector) numbers->bits[j] = to<Number>(G::number(chunk.bits[j]));
+    }
 }
 template <class Number, unsigned V>
 FSDPI_DEVICE void fetch_any(Chunk<Number, V> *numbers, const void *from, int dtype, int64_t column,

@@ -276,10 +276,10 @@ TEST(copy, in_place) {
     }
 }
 
-/* The largest difference of two clipped elements where `pow` gives the root of a norm: its last bits
-   differ from processor to processor. Relative, and of the smallest numbers of the dtype. */
+/* What fsdp.h promises where `pow` gives the root of a norm, whose last bits differ from processor to
+   processor: relative, and for the smallest numbers of the dtype. */
 static int nearly(double x, double y, fsdp_dtype dtype) {
-    const double units[] = {0x1p-23, 0x1p-50, 0x1p-10, 0x1p-7},
+    const double units[] = {0x1p-22, 0x1p-49, 0x1p-10, 0x1p-7},
                  least[] = {0x1p-149, 0x1p-1074, 0x1p-24, 0x1p-133};
     int k = 0;
     while (floats[k] != dtype) k++;
@@ -470,7 +470,7 @@ static const struct {
 
 /* Against the sum in the order of elements, and the same bits wherever the elements lie. */
 TEST_P(norm, of_one_block, norms) {
-    static const int64_t counts[] = {0,    1,    2,    3,    7,    8,    9,     63,   255,
+    static const int64_t counts[] = {0,    1,    2,    3,    7,     8,     9,     63,   255,
                                      1000, 2048, 4097, 8191, 16383, 16384, 16385, 70001};
     uint64_t seed = h_seed();
     char *values = (char *)memory(8 * 80000), *moved = (char *)memory(8 * 80000);
