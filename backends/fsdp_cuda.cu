@@ -25,6 +25,7 @@
 #define FSDPI_CALLED
 #define FSDPI_SHARED
 #define FSDPI_UNROLL
+#define FSDPI_ROLLED
 #define FSDPI_EACH_THREAD(t) for (uint32_t t = 0; t < FSDPI_THREADS; t++)
 #define FSDPI_SYNC()
 #else
@@ -32,6 +33,7 @@
 #define FSDPI_CALLED                        __device__ __noinline__
 #define FSDPI_SHARED                        __shared__
 #define FSDPI_UNROLL                        _Pragma("unroll")
+#define FSDPI_ROLLED                        _Pragma("unroll 1")
 #define FSDPI_EACH_THREAD(t)            for (uint32_t t = threadIdx.x, once_ = 1; once_; once_ = 0)
 #define FSDPI_SYNC()                        __syncthreads()
 #define fsdp_stub_touch(ptr, nbytes, write) ((void)(ptr), (void)(nbytes), (void)(write))
@@ -128,6 +130,7 @@ template <class T> T times(T a, T b) { return a * b; }
 template <class T> T over(T a, T b) { return a / b; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline double add_exact(double a, double b, double c) { return a * b + c; }
+inline float plain_f16(uint16_t h) { return fsdpi_f16_to_f32(h); }
 inline double plain(float x) { return (double)x; }
 inline double plain(double x) { return x; }
 inline float root(float x) { return sqrtf(x); }
@@ -172,7 +175,13 @@ FSDPI_DEVICE double add_exact(double a, double b, double c) { // a * b + c, if a
     asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(r) : "d"(a), "d"(b), "d"(c));
     return r;
 }
-FSDPI_DEVICE double plain(float x) { // as widen, where the bits of a NaN do not matter
+// As conversions elsewhere, where the bits of a NaN do not matter.
+FSDPI_DEVICE float plain_f16(uint16_t h) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
+    return r;
+}
+FSDPI_DEVICE double plain(float x) {
     double r;
     asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(x));
     return r;
@@ -250,11 +259,13 @@ template <class T> FSDPI_DEVICE T to(double x);
 template <> FSDPI_DEVICE float to<float>(double x) { return narrow(x); }
 template <> FSDPI_DEVICE double to<double>(double x) { return x; }
 
-// Element types: what is stored, and what it is calculated with.
+// Element types: what is stored, and what it is calculated with. plain: a number, if the bits of a
+// NaN do not matter.
 struct F32 {
     typedef float Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(float x) { return x; }
+    static FSDPI_DEVICE float plain(float x) { return x; }
     static FSDPI_DEVICE float bits(float x) { return x; }
     static FSDPI_DEVICE float bits(double x) { return narrow(x); }
 };
@@ -262,12 +273,14 @@ struct F64 {
     typedef double Bits;
     typedef double Number;
     static FSDPI_DEVICE double number(double x) { return x; }
+    static FSDPI_DEVICE double plain(double x) { return x; }
     static FSDPI_DEVICE double bits(double x) { return x; }
 };
 struct F16 {
     typedef uint16_t Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(uint16_t h) { return fsdpi_f16_to_f32(h); }
+    static FSDPI_DEVICE float plain(uint16_t h) { return plain_f16(h); }
     static FSDPI_DEVICE uint16_t bits(float x) { return fsdpi_f32_to_f16(x); }
     static FSDPI_DEVICE uint16_t bits(double x) { return fsdpi_f32_to_f16(narrow_odd(x)); }
 };
@@ -275,6 +288,7 @@ struct BF16 {
     typedef uint16_t Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(uint16_t h) { return fsdpi_bf16_to_f32(h); }
+    static FSDPI_DEVICE float plain(uint16_t h) { return fsdpi_f32_of((uint32_t)h << 16); }
     static FSDPI_DEVICE uint16_t bits(float x) { return fsdpi_f32_to_bf16(x); }
     static FSDPI_DEVICE uint16_t bits(double x) { return fsdpi_f32_to_bf16(narrow_odd(x)); }
 };
@@ -660,13 +674,12 @@ template <class In, unsigned N> struct NormTiles {
     typedef typename In::Bits Bits;
     static const unsigned SIZE = sizeof(Bits), V = 16 / SIZE; // of a vector
 
-    // V elements each by turns: as a vector, or where there is none, one by one.
+    // V elements each by turns: so many as vectors, the others one by one.
     template <class Sum>
-    static FSDPI_DEVICE Sum sum_of(const fsdpi_cuda_run &run, const fsdpi_cuda_tile &tile, double p,
-                                   uint32_t t) {
+    static FSDPI_DEVICE Sum sum_of(const fsdpi_cuda_run &run, const fsdpi_cuda_tile &tile,
+                                   uint32_t vectors, double p, uint32_t t) {
         Sum sum;
         const char *begin = run.src + tile.item * SIZE; // if it has vectors, it is one row
-        const uint32_t vectors = run.vectors ? tile.count / V : 0;
         for (uint32_t at = t; at < vectors; at += FSDPI_ITEMS * FSDPI_THREADS) {
             Chunk<Bits, V> chunk[FSDPI_ITEMS];
             FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
@@ -676,41 +689,42 @@ template <class In, unsigned N> struct NormTiles {
             FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
                 if (at + k * FSDPI_THREADS >= vectors) continue;
                 FSDPI_UNROLL for (uint32_t j = 0; j < V; j++)
-                    sum.add(In::number(chunk[k].bits[j]), p);
+                    sum.add(In::plain(chunk[k].bits[j]), p);
             }
         }
         uint32_t at = vectors / FSDPI_THREADS * FSDPI_THREADS + t; // the first that is no vector
         for (at += at < vectors ? FSDPI_THREADS : 0; at * V < tile.count; at += FSDPI_THREADS)
-            for (uint32_t i = at * V; i < at * V + V && i < tile.count; i++) {
+            FSDPI_ROLLED for (uint32_t i = at * V; i < at * V + V && i < tile.count; i++) {
                 int64_t row, column;
                 Chunk<Bits, 1> one;
                 fsdpi_cuda_item(&tile, i, &row, &column);
                 fetch(&one, run.src + row * run.src_pitch + column * SIZE, false);
-                sum.add(In::number(one.bits[0]), p);
+                sum.add(In::plain(one.bits[0]), p);
             }
         return sum;
     }
 
     template <int NORM>
     static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
-                                      const fsdpi_cuda_tile &tile, uint32_t t) {
+                                      const fsdpi_cuda_tile &tile, uint32_t vectors, uint32_t t) {
         if (SIZE < sizeof(double) && p.in_pairs) {
-            Pair<NORM> pair = sum_of<Pair<NORM>>(run, tile, p.p, t);
+            Pair<NORM> pair = sum_of<Pair<NORM>>(run, tile, vectors, p.p, t);
             if (pair.holds()) return pair.value();
         }
-        return sum_of<Wide<NORM>>(run, tile, p.p, t).value();
+        return sum_of<Wide<NORM>>(run, tile, vectors, p.p, t).value();
     }
 
     static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
                                       const fsdpi_cuda_tile &tile, uint32_t t) {
+        const uint32_t vectors = run.vectors ? tile.count / V : 0;
         switch (p.norm) {
-        case SQUARES: return thread<SQUARES>(p, run, tile, t);
-        case MAGNITUDES: return thread<MAGNITUDES>(p, run, tile, t);
-        case POWERS: return sum_of<Wide<POWERS>>(run, tile, p.p, t).value();
-        default:
-            return SIZE < sizeof(double) ? sum_of<Most>(run, tile, p.p, t).value()
-                                         : sum_of<Wide<LARGEST>>(run, tile, p.p, t).value();
+        case SQUARES: return thread<SQUARES>(p, run, tile, vectors, t);
+        case MAGNITUDES: return thread<MAGNITUDES>(p, run, tile, vectors, t);
+        case POWERS: return sum_of<Wide<POWERS>>(run, tile, 0, p.p, t).value(); // little code
+        default: break;
         }
+        if (SIZE < sizeof(double)) return sum_of<Most>(run, tile, vectors, p.p, t).value();
+        return sum_of<Wide<LARGEST>>(run, tile, vectors, p.p, t).value();
     }
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
