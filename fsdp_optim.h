@@ -775,9 +775,9 @@ static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
 // record names the first run.
 static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
                                     const fsdp_update *runs, int num) {
-    int param = num && runs->param;
     fsdp_op op;
     if (num == 0) return FSDP_OK;
+    const int param = runs->param != NULL;
     fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
                  FSDP_STREAM_COMPUTE);
     op.what = what;
