@@ -132,7 +132,6 @@ inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
 inline double add_exact(double a, double b, double c) { return a * b + c; }
 inline float plain_f16(uint16_t h) { return fsdpi_f16_to_f32(h); }
 inline double plain(float x) { return (double)x; }
-inline double plain(double x) { return x; }
 inline float root(float x) { return sqrtf(x); }
 inline double root(double x) { return sqrt(x); }
 inline float narrow(double x) { return (float)x; }
@@ -186,7 +185,6 @@ FSDPI_DEVICE double plain(float x) {
     asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(x));
     return r;
 }
-FSDPI_DEVICE double plain(double x) { return x; }
 FSDPI_DEVICE float root(float x) {
     float r;
     asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(x));
