@@ -449,7 +449,7 @@ static void plain_update(gpu_rank *rank, int64_t at, int64_t count, double lr, d
     u.scalars[5] = eps;
     u.scalars[6] = -(lr / (1.0 - pow(beta1, update)));
     if (rank->gpu.error) return;
-    gpt_cuda_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u), "AdamW");
+    gpt_cuda_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u, 1), "AdamW");
 }
 
 static fsdp_status plain_step(trainer *t, int step, int look, double *loss, double *norm) {
