@@ -1156,7 +1156,12 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index);
    norm        out: the norm before clipping, the same on every rank. NULL: on GPUs the host does
                not wait; call fsdp_grad_norm later, for example where you read a step's loss
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: every
-               layout gives the same bits. The coefficient is max_norm/(norm + 1e-6), at most 1
+               layout gives the same bits. The coefficient is max_norm/(norm + 1e-6), at most 1.
+               A GPU adds in another order, which is fixed, too: sums differ from the host's by at
+               most 1e-13 (relative), or 1e-12 if f64 is slow there. If p is none of 1, 2 and
+               infinity, the root is taken by pow, which differs between processors: clipped
+               gradients then differ, after equal sums, by at most one unit in the last place of
+               bf16 and f16, two of f32 and eight of f64; otherwise by none
    Meshes      the norm counts each element of all ranks of the model's mesh once. Ranks along a
                unit's replicate dim hold copies, so one of them counts. All other ranks hold other
                elements and count: along the shard dim, along dims that do neither, and ranks that
@@ -1360,7 +1365,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* calls a function of the user, in the stream's order */   \
-    X(UPDATE, "update")               /* list: one fsdp_update, by `call` or by the device */     \
+    X(UPDATE, "update")               /* list: fsdp_updates, by `call` or by the device */        \
     X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
     X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
     X(RELEASE, "release")             /* marker: `stream` has used src for the last time */       \
@@ -1465,7 +1470,7 @@ typedef struct fsdp_op {
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none
     const void *list;         // prebuilt: fsdp_block[] (COPY, NORM), fsdp_seg[] (collectives), or
-                              // one fsdp_update (UPDATE)
+                              // fsdp_update[] (UPDATE)
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
     fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL; UPDATE by the host

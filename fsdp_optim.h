@@ -62,12 +62,13 @@
      checkpoint. A checkpoint has t, but not the seed: give the same one again. In a unit that
      tensor parallelism cuts (fsdp_dtensor.h), the whole parameter is this rank's part of it, so the
      bits depend on the number of ranks of tp. f16, f32 and f64 parameters are rounded to nearest.
-     Each bf16 parameter is updated by a loop of its own.
+     Each bf16 parameter is a run of its own.
    UPDATED PARAMETERS
      A step updates the parameters that have a gradient (fsdp_param_view.shard_grad). A parameter
      keeps its value and its state if it is frozen, if no rank used it in this step, or if its group
-     is negative: no weight decay, and t stays. Padding is never touched. One loop updates
-     neighbouring parameters with equal group and t.
+     is negative: no weight decay, and t stays. Padding is never touched. Neighbouring parameters
+     with equal group and t are one run. A step is one record of all runs, and on a GPU one launch
+     for each dtype of parameters (of up to 200 runs; with drivers before 530 of 24).
    FREEZE AND THAW (fsdp_set_requires_grad)
      The next step or fsdp_*_state moves the states to the new places of the shards. The state of a
      frozen parameter survives until you thaw it, as in torch. A parameter that you thaw for the
@@ -77,7 +78,7 @@
      shards in its own memory, in the order of the stream COMPUTE: a step does not wait, and the
      scaler waits only for found_inf. The bits are the same.
    MEMORY
-     Creation allocates two blocks: a table, and the states. AdamW keeps two numbers for each
+     Creation allocates two blocks: tables, and the states. AdamW keeps two numbers for each
      element of this rank's rows, SGD with momentum one. The states are where the updates run.
      fsdp_memory.host_bytes counts host memory only; fsdp_*_nbytes counts both. A step allocates
      nothing, except the first one after a freeze or thaw: it allocates the states again, and for a
@@ -764,27 +765,33 @@ static void fsdpi_optim_host_update(const fsdp_update *u) {
 }
 
 static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
+    const fsdp_update *runs = (const fsdp_update *)op->list;
     (void)stream;
-    fsdpi_optim_host_update((const fsdp_update *)op->list);
+    for (uint32_t i = 0; i < op->list_count; i++) fsdpi_optim_host_update(&runs[i]);
     return FSDP_OK;
 }
 
-// Emits an update: the device makes it in the order of COMPUTE, or the loops do.
+// Emits the runs of a step: the device updates them in the order of COMPUTE, or the loops do. The
+// record names the first run.
 static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
-                                    const fsdp_update *u) {
-    int param = u->param != NULL;
+                                    const fsdp_update *runs, int num) {
     fsdp_op op;
+    if (num == 0) return FSDP_OK;
+    const int param = runs->param != NULL;
     fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
                  FSDP_STREAM_COMPUTE);
     op.what = what;
-    op.dtype = u->grad_dtype;
-    op.out_dtype = param ? u->dtype : u->grad_dtype;
-    op.count = (uint64_t)u->count;
-    op.bytes = op.count * fsdp_dtype_size(op.out_dtype);
-    op.src_ptr = u->grad;
-    op.dst_ptr = param ? u->param : u->grad;
-    op.list = u;
-    op.list_count = 1;
+    op.dtype = runs->grad_dtype;
+    op.out_dtype = param ? runs->dtype : runs->grad_dtype;
+    op.src_ptr = runs->grad;
+    op.dst_ptr = param ? runs->param : runs->grad;
+    op.list = runs;
+    op.list_count = (uint32_t)num;
+    for (int i = 0; i < num; i++) {
+        op.count += (uint64_t)runs[i].count;
+        op.bytes += (uint64_t)runs[i].count *
+                    fsdp_dtype_size(param ? runs[i].dtype : runs[i].grad_dtype);
+    }
     if (memory == FSDP_MEMORY_HOST) op.call = fsdpi_optim_call;
     return fsdp_emit(m, &op);
 }
@@ -811,7 +818,7 @@ static int fsdpi_optim_is_nan(double x) { // by bits: correct with -Ofast, too
 // >>optim
 // Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
 // order of addresses, and states lie in the order of the table, without padding. So if the shards
-// of neighbours touch, their gradients and states touch, too, and one loop updates all. Table and
+// of neighbours touch, their gradients and states touch, too, and one run has all. Table and
 // states fit the model's layout unless it has `moved`. It is still between the pragmas, since
 // comparisons of settings have to know infinity.
 
@@ -841,6 +848,7 @@ typedef struct fsdpi_optim {
     int moved;                         // 1: the model was laid out anew after the table was made
     int warned;                        // 1: it has warned that no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
+    fsdp_update *updates;              // of a step: at most one for each parameter
     char *held;                        // by parameter; 1: frozen, and has a state all the same
     char *states[2][2];                // [first, second][of f32, of f64]; one block
     int64_t state_bytes;               // of that block
@@ -860,7 +868,7 @@ struct fsdp_sgd {
     fsdp_sgd_hyper hyper;
 };
 
-// A run of elements that one loop updates.
+// A run of elements.
 typedef struct fsdpi_optim_run {
     fsdpi_optim_param *first;
     char *grad;
@@ -1134,7 +1142,7 @@ static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
     return o->nbytes + (o->memory == FSDP_MEMORY_DEVICE ? o->state_bytes : 0);
 }
 
-// Makes an optimizer of `size` bytes, with settings, two tables and the states.
+// Makes an optimizer of `size` bytes, with settings, tables and the states.
 static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
     int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
@@ -1144,8 +1152,10 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     if (status) return status;
     int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
     snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
-    status = fsdp_alloc(m, FSDP_MEMORY_HOST,
-                        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + 1), text, &room);
+    status = fsdp_alloc(
+        m, FSDP_MEMORY_HOST,
+        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + (int64_t)sizeof(fsdp_update) + 1),
+        text, &room);
     if (status) return status;
     fsdpi_optim *o = (fsdpi_optim *)room;
     *o = *settings;
@@ -1155,7 +1165,8 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->user = user;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
     o->spare = o->params + most;
-    o->held = (char *)(o->spare + most);
+    o->updates = (fsdp_update *)(void *)(o->spare + most);
+    o->held = (char *)(o->updates + most);
     o->moved = 1;
     o->extension.user = o;
     o->extension.relayout = fsdpi_optim_relayout;
@@ -1198,26 +1209,23 @@ static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_ru
     return status;
 }
 
-static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, const char *what,
-                                     fsdpi_optim_fn fill, double lr) {
-    fsdp_update u;
+// Appends a run to the updates of a step, unless it is empty.
+static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_run *run,
+                                      fsdpi_optim_fn fill, double lr, int *num) {
     if (run->numel == 0) return FSDP_OK;
+    fsdp_update *u = &o->updates[(*num)++];
     int wide = fsdpi_optim_wide(run->first);
     size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
-    memset(&u, 0, sizeof u);
-    u.dtype = (uint8_t)run->first->dtype;
-    u.grad_dtype = (uint8_t)run->grad_dtype;
-    u.count = run->numel;
-    u.param = run->first->shard;
-    u.grad = run->grad;
-    if (o->states[0][wide]) u.first = o->states[0][wide] + offset;
-    if (o->states[1][wide]) u.second = o->states[1][wide] + offset;
-    fill(o, run, lr * o->groups[run->first->group].lr_scale, &u);
-    if (o->rounds && u.dtype == FSDP_BF16) {
-        fsdp_status status = fsdpi_optim_rounds(o, run, &u);
-        if (status) return status;
-    }
-    return fsdpi_optim_emit(o->model, o->memory, what, &u);
+    memset(u, 0, sizeof *u);
+    u->dtype = (uint8_t)run->first->dtype;
+    u->grad_dtype = (uint8_t)run->grad_dtype;
+    u->count = run->numel;
+    u->param = run->first->shard;
+    u->grad = run->grad;
+    if (o->states[0][wide]) u->first = o->states[0][wide] + offset;
+    if (o->states[1][wide]) u->second = o->states[1][wide] + offset;
+    fill(o, run, lr * o->groups[run->first->group].lr_scale, u);
+    return o->rounds && u->dtype == FSDP_BF16 ? fsdpi_optim_rounds(o, run, u) : FSDP_OK;
 }
 
 // Does the parameter begin where the run ends, so that the run may have both?
@@ -1257,6 +1265,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
     fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
+    int num = 0; // of updates
     for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];
         fsdp_param_view v = FSDP_ZERO;
@@ -1264,7 +1273,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         if (status || !v.shard_grad) continue;
         p->step++;
         if (!fsdpi_optim_joins(&run, p, &v) || (o->rounds && p->dtype == FSDP_BF16)) {
-            status = fsdpi_optim_flush(o, &run, what, fill, lr);
+            status = fsdpi_optim_append(o, &run, fill, lr, &num);
             run.first = p;
             run.grad = (char *)v.shard_grad;
             run.grad_dtype = v.grad_dtype;
@@ -1273,7 +1282,8 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         }
         run.numel += p->numel;
     }
-    if (!status) status = fsdpi_optim_flush(o, &run, what, fill, lr);
+    if (!status) status = fsdpi_optim_append(o, &run, fill, lr, &num);
+    if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
     if (!status && o->num_params && !run.first) fsdpi_optim_tell(o, what);
     return status ? status : fsdp_params_changed(o->model);
 }
@@ -1481,11 +1491,12 @@ struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_extension extension;
     fsdp_grad_scaler_state state;
-    double saved[5];  // the state as a checkpoint writes it, in the order of its fields
-    int lent;         // 1: a checkpoint has the address of `saved`, and may write there
-    int memory;       // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int found;        // -1: no unscale in this step
-    int32_t *verdict; // in device memory: the `found` of its updates, 0 between steps; or NULL
+    double saved[5];      // the state as a checkpoint writes it, in the order of its fields
+    int lent;             // 1: a checkpoint has the address of `saved`, and may write there
+    int memory;           // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int found;            // -1: no unscale in this step
+    fsdp_update *updates; // of an unscale: at most one for each parameter
+    int32_t *verdict;     // in device memory: the `found` of its updates, 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -1521,6 +1532,32 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
 }
 
 enum { FSDPI_VERDICT = 8 }; // bytes
+
+// Lists the gradients; neighbours are one run. *any: there is a gradient, if without elements.
+static int fsdpi_scaler_list(const fsdp_grad_scaler *g, int32_t *found, int32_t *any) {
+    fsdp_param_view v = FSDP_ZERO;
+    const char *end = NULL; // of the last run
+    int num = 0;
+    while (fsdp_next_param(g->model, &v)) {
+        if (v.shard_grad) *any = 1;
+        if (!v.shard_grad || v.numel == 0) continue;
+        int joins = end == (char *)v.shard_grad && g->updates[num - 1].grad_dtype == v.grad_dtype;
+        fsdp_update *u = &g->updates[joins ? num - 1 : num++];
+        end = (char *)v.shard_grad + v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype);
+        if (joins) {
+            u->count += v.numel;
+            continue;
+        }
+        memset(u, 0, sizeof *u);
+        u->kind = FSDP_UPDATE_UNSCALE;
+        u->dtype = u->grad_dtype = (uint8_t)v.grad_dtype;
+        u->count = v.numel;
+        u->grad = v.shard_grad;
+        u->found = found;
+        u->scalars[0] = (double)(float)(1 / g->state.scale);
+    }
+    return num;
+}
 
 static void fsdpi_scaler_free(void *user) {
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
@@ -1615,10 +1652,14 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     status = fsdpi_scaler_check(w, name, &s);
     if (!status) status = fsdp_update_place(model, name, &memory);
     snprintf(text, sizeof text, "%s: no memory", name);
-    if (!status) status = fsdp_alloc(model, FSDP_MEMORY_HOST, sizeof **scaler, text, &room);
+    int64_t most = fsdp_num_params(model), head = (int64_t)(sizeof **scaler + 63) / 64 * 64;
+    if (!status)
+        status = fsdp_alloc(model, FSDP_MEMORY_HOST, head + most * (int64_t)sizeof(fsdp_update),
+                            text, &room);
     if (status) return status;
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)room;
     g->model = model;
+    g->updates = (fsdp_update *)(void *)((char *)room + head);
     g->memory = memory;
     g->state = s;
     g->state.scale = (double)(float)s.scale;
@@ -1654,7 +1695,6 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     if (!scaler) return fsdpi_optim_null(name, "the scaler");
     fsdp_model *m = scaler->model;
     fsdp_world *w = fsdp_model_world(m);
-    fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdp_call_begin(m, FSDP_CALL_CLIP, name);
     if (status) return status;
     if (scaler->found >= 0)
@@ -1664,18 +1704,9 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
             name);
     if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
     int32_t seen[2] = {0, 0};                               // not finite; any
-    fsdp_update u;
-    memset(&u, 0, sizeof u);
-    u.kind = FSDP_UPDATE_UNSCALE;
-    u.found = scaler->verdict ? scaler->verdict : &seen[0];
-    u.scalars[0] = (double)(float)(1 / scaler->state.scale);
-    while (!status && fsdp_next_param(m, &v)) {
-        if (!v.shard_grad) continue;
-        u.dtype = u.grad_dtype = (uint8_t)v.grad_dtype;
-        u.count = v.numel;
-        u.grad = v.shard_grad;
-        if (u.count > 0) status = fsdpi_optim_emit(m, scaler->memory, name, &u);
-        seen[1] = 1;
+    if (!status) {
+        int num = fsdpi_scaler_list(scaler, scaler->verdict ? scaler->verdict : &seen[0], &seen[1]);
+        status = fsdpi_optim_emit(m, scaler->memory, name, scaler->updates, num);
     }
     if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
     if (!status) status = fsdpi_scaler_meet(scaler, name, &seen[0], &seen[1]);

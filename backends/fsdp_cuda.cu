@@ -22,14 +22,18 @@
 
 #ifdef FSDP_CUDA_EMULATION
 #define FSDPI_DEVICE
+#define FSDPI_CALLED
 #define FSDPI_SHARED
 #define FSDPI_UNROLL
+#define FSDPI_ROLLED
 #define FSDPI_EACH_THREAD(t) for (uint32_t t = 0; t < FSDPI_THREADS; t++)
 #define FSDPI_SYNC()
 #else
 #define FSDPI_DEVICE                        __device__ __forceinline__
+#define FSDPI_CALLED                        __device__ __noinline__
 #define FSDPI_SHARED                        __shared__
 #define FSDPI_UNROLL                        _Pragma("unroll")
+#define FSDPI_ROLLED                        _Pragma("unroll 1")
 #define FSDPI_EACH_THREAD(t)            for (uint32_t t = threadIdx.x, once_ = 1; once_; once_ = 0)
 #define FSDPI_SYNC()                        __syncthreads()
 #define fsdp_stub_touch(ptr, nbytes, write) ((void)(ptr), (void)(nbytes), (void)(write))
@@ -57,7 +61,7 @@ enum {
     FSDPI_THREADS = 256,
     FSDPI_ITEMS = 4,                          // of a thread in a tile, at work at the same time
     FSDPI_TILE = FSDPI_THREADS * FSDPI_ITEMS, // items
-    FSDPI_NORM_TILE = 8192,                   // elements
+    FSDPI_NORM_TILE = 16384,                  // elements
     FSDPI_GRID = 16384,                       // thread blocks at most
 #if CUDART_VERSION >= 12010
     FSDPI_PARAMS = 32764, // bytes that travel with a launch
@@ -125,6 +129,9 @@ template <class T> T minus(T a, T b) { return a - b; }
 template <class T> T times(T a, T b) { return a * b; }
 template <class T> T over(T a, T b) { return a / b; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
+inline double add_exact(double a, double b, double c) { return a * b + c; }
+inline float plain_f16(uint16_t h) { return fsdpi_f16_to_f32(h); }
+inline double plain(float x) { return (double)x; }
 inline float root(float x) { return sqrtf(x); }
 inline double root(double x) { return sqrt(x); }
 inline float narrow(double x) { return (float)x; }
@@ -160,6 +167,22 @@ FSDPI_BINARY(over, "div")
 FSDPI_DEVICE float fused(float a, float b, float c) { // a * b + c
     float r;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+FSDPI_DEVICE double add_exact(double a, double b, double c) { // a * b + c, if a * b is exact
+    double r;
+    asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(r) : "d"(a), "d"(b), "d"(c));
+    return r;
+}
+// As conversions elsewhere, where the bits of a NaN do not matter.
+FSDPI_DEVICE float plain_f16(uint16_t h) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
+    return r;
+}
+FSDPI_DEVICE double plain(float x) {
+    double r;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(x));
     return r;
 }
 FSDPI_DEVICE float root(float x) {
@@ -234,11 +257,13 @@ template <class T> FSDPI_DEVICE T to(double x);
 template <> FSDPI_DEVICE float to<float>(double x) { return narrow(x); }
 template <> FSDPI_DEVICE double to<double>(double x) { return x; }
 
-// Element types: what is stored, and what it is calculated with.
+// Element types: what is stored, and what it is calculated with. plain: a number, if the bits of a
+// NaN do not matter.
 struct F32 {
     typedef float Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(float x) { return x; }
+    static FSDPI_DEVICE float plain(float x) { return x; }
     static FSDPI_DEVICE float bits(float x) { return x; }
     static FSDPI_DEVICE float bits(double x) { return narrow(x); }
 };
@@ -246,12 +271,14 @@ struct F64 {
     typedef double Bits;
     typedef double Number;
     static FSDPI_DEVICE double number(double x) { return x; }
+    static FSDPI_DEVICE double plain(double x) { return x; }
     static FSDPI_DEVICE double bits(double x) { return x; }
 };
 struct F16 {
     typedef uint16_t Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(uint16_t h) { return fsdpi_f16_to_f32(h); }
+    static FSDPI_DEVICE float plain(uint16_t h) { return plain_f16(h); }
     static FSDPI_DEVICE uint16_t bits(float x) { return fsdpi_f32_to_f16(x); }
     static FSDPI_DEVICE uint16_t bits(double x) { return fsdpi_f32_to_f16(narrow_odd(x)); }
 };
@@ -259,6 +286,7 @@ struct BF16 {
     typedef uint16_t Bits;
     typedef float Number;
     static FSDPI_DEVICE float number(uint16_t h) { return fsdpi_bf16_to_f32(h); }
+    static FSDPI_DEVICE float plain(uint16_t h) { return fsdpi_f32_of((uint32_t)h << 16); }
     static FSDPI_DEVICE uint16_t bits(float x) { return fsdpi_f32_to_bf16(x); }
     static FSDPI_DEVICE uint16_t bits(double x) { return fsdpi_f32_to_bf16(narrow_odd(x)); }
 };
@@ -274,6 +302,13 @@ template <class Bits, unsigned V> struct Chunk { Bits bits[V]; };
 // Bytes that the address of a vector is a multiple of.
 constexpr size_t alignment(size_t nbytes) { return nbytes < 16 ? nbytes : 16; }
 
+#ifndef FSDP_CUDA_EMULATION
+// What one instruction moves of a vector of so many bytes.
+template <size_t NBYTES> struct Word { typedef uint4 Type; };
+template <> struct Word<4> { typedef uint32_t Type; };
+template <> struct Word<8> { typedef uint2 Type; };
+#endif
+
 template <class Bits, unsigned V>
 FSDPI_DEVICE void fetch(Chunk<Bits, V> *chunk, const void *from, bool is_vector) {
 #ifdef FSDP_CUDA_EMULATION
@@ -281,16 +316,14 @@ FSDPI_DEVICE void fetch(Chunk<Bits, V> *chunk, const void *from, bool is_vector)
     if ((uintptr_t)from % alignment(nbytes)) __builtin_trap(); // as on a GPU
     memcpy(chunk->bits, from, nbytes);
 #else
+    typedef typename Word<sizeof *chunk>::Type W;
     if (!is_vector) {
         chunk->bits[0] = *(const Bits *)from;
-    } else if (sizeof *chunk == sizeof(uint2)) {
-        uint2 word = *(const uint2 *)from;
-        memcpy(chunk, &word, sizeof word);
-    } else {
-        FSDPI_UNROLL for (int i = 0; i < (int)(sizeof *chunk / sizeof(uint4)); i++) {
-            uint4 word = ((const uint4 *)from)[i];
-            memcpy((char *)chunk + i * sizeof word, &word, sizeof word);
-        }
+        return;
+    }
+    FSDPI_UNROLL for (int i = 0; i < (int)(sizeof *chunk / sizeof(W)); i++) {
+        W word = ((const W *)from)[i];
+        memcpy((char *)chunk + i * sizeof word, &word, sizeof word);
     }
 #endif
 }
@@ -303,18 +336,15 @@ FSDPI_DEVICE void put(void *to, const Chunk<Bits, V> &chunk, bool is_vector) {
     if ((uintptr_t)to % alignment(nbytes)) __builtin_trap();
     memcpy(to, chunk.bits, nbytes);
 #else
+    typedef typename Word<sizeof chunk>::Type W;
     if (!is_vector) {
         __stcs((Bits *)to, chunk.bits[0]);
-    } else if (sizeof chunk == sizeof(uint2)) {
-        uint2 word;
-        memcpy(&word, &chunk, sizeof word);
-        __stcs((uint2 *)to, word);
-    } else {
-        FSDPI_UNROLL for (int i = 0; i < (int)(sizeof chunk / sizeof(uint4)); i++) {
-            uint4 word;
-            memcpy(&word, (const char *)&chunk + i * sizeof word, sizeof word);
-            __stcs((uint4 *)to + i, word);
-        }
+        return;
+    }
+    FSDPI_UNROLL for (int i = 0; i < (int)(sizeof chunk / sizeof(W)); i++) {
+        W word;
+        memcpy(&word, (const char *)&chunk + i * sizeof word, sizeof word);
+        __stcs((W *)to + i, word);
     }
 #endif
 }
@@ -407,13 +437,16 @@ template <class In, class Out> struct Cast {
     }
 };
 
+// A call of its own: in the loops of norms it would take registers that other powers need.
+FSDPI_CALLED double power(double x, double p) { return pow(x, p); }
+
 // In place; scale is a largest norm.
 template <class P> struct Clip : Cast<P, P> {
     static FSDPI_DEVICE bool begin(Terms *terms) {
         fsdp_stub_touch(terms->sum, sizeof *terms->sum, 0);
         double p = terms->norm_type, norm = *terms->sum;
         if (p == 2) norm = root(norm);
-        else if (p < (double)INFINITY) norm = pow(norm, over(1.0, p));
+        else if (p < (double)INFINITY) norm = power(norm, over(1.0, p));
         terms->scale = over(terms->scale, plus(norm, 1e-6));
         return !(terms->scale >= 1); // NaN, too
     }
@@ -427,8 +460,8 @@ template <class Op, unsigned N> struct Copy {
     typedef typename Op::InBits InBits;
     typedef typename Op::OutBits OutBits;
     static const unsigned IN = sizeof(InBits), OUT = sizeof(OutBits);
-    static const unsigned SMALL = IN < OUT ? IN : OUT, LARGE = IN < OUT ? OUT : IN;
-    static const unsigned V = 16 / SMALL * LARGE > 32 ? 32 / LARGE : 16 / SMALL; // of a vector
+    // Of a vector: neighbouring threads move neighbouring words, on the wider side of 16 bytes.
+    static const unsigned V = 16 / (IN < OUT ? OUT : IN);
 
     static FSDPI_DEVICE void thread(const Terms &terms, const fsdpi_cuda_run &run,
                                     const fsdpi_cuda_tile &tile, uint32_t t) {
@@ -542,8 +575,9 @@ static int copy_any(const CopyJob &job) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-/* Norms. Three launches: one number of each tile, then of each run, then the whole. Which elements
-   a thread adds up depends on their places in the run alone, so that bits do.                    */
+/* Norms. Launches that make one number of each tile, and one that adds up these. Which elements a
+   thread adds up depends on their places in the run alone, and which tiles on their places in the
+   list: so the bits depend on neither the GPU nor the number of thread blocks or launches. */
 
 enum Norm { SQUARES, MAGNITUDES, POWERS, LARGEST };
 
@@ -565,14 +599,6 @@ FSDPI_DEVICE double join(double a, double b, int norm) {
     return magnitude_bits(b) > magnitude_bits(a) ? b : a;
 }
 
-FSDPI_DEVICE double term(double x, int norm, double p) {
-    switch (norm) {
-    case SQUARES: return times(x, x);
-    case POWERS: return pow(magnitude(x), p);
-    default: return magnitude(x);
-    }
-}
-
 // lanes[0] = all of them, by a tree.
 FSDPI_DEVICE void join_lanes(double *lanes, int norm) {
     for (uint32_t half = FSDPI_THREADS / 2; half; half /= 2) {
@@ -583,44 +609,59 @@ FSDPI_DEVICE void join_lanes(double *lanes, int norm) {
     }
 }
 
-// What a thread adds up.
-struct Wide {
+// What a thread adds up. The product of two numbers that were f32 is exact in f64.
+template <int NORM> struct Wide {
     double sum;
     FSDPI_DEVICE Wide() : sum(0) {}
-    template <class T> FSDPI_DEVICE void add(T x, int norm, double p) {
-        sum = join(sum, term(to<double>(x), norm, p), norm);
+    FSDPI_DEVICE void add(float number, double p) {
+        double x = plain(number);
+        if (NORM == SQUARES) sum = add_exact(x, x, sum);
+        else add(x, p);
     }
+    FSDPI_DEVICE void add(double x, double p) {
+        double next = NORM == SQUARES  ? times(x, x)
+                      : NORM == POWERS ? power(magnitude(x), p)
+                                       : magnitude(x);
+        sum = join(sum, next, NORM);
+    }
+    FSDPI_DEVICE double value() const { return sum; }
 };
 
-/* The same of f32 for a device that has few units for f64: `rest` is what was rounded off `sum`.
-   `most` is the largest magnitude; as integers they are in their order. */
-struct Pair {
-    float sum, rest;
+// The largest magnitude of f32: as integers they are in their order.
+struct Most {
     uint32_t most;
-    FSDPI_DEVICE Pair() : sum(0), rest(0), most(0) {}
-    template <class T> FSDPI_DEVICE void add(T number, int norm, double) {
+    FSDPI_DEVICE Most() : most(0) {}
+    template <class T> FSDPI_DEVICE void add(T x, double) {
+        uint32_t magnitude = fsdpi_f32_bits(to<float>(x)) & 0x7FFFFFFFu;
+        if (magnitude > most) most = magnitude;
+    }
+    FSDPI_DEVICE double value() const { return plain(fsdpi_f32_of(most)); }
+};
+
+// A sum in f32 for a device that has few units for f64: `rest` is what was rounded off `sum`.
+template <int NORM> struct Pair : Most {
+    float sum, rest;
+    FSDPI_DEVICE Pair() : sum(0), rest(0) {}
+    template <class T> FSDPI_DEVICE void add(T number, double p) {
         float x = to<float>(number);
-        uint32_t magnitude = fsdpi_f32_bits(x) & 0x7FFFFFFFu;
-        float next = norm == SQUARES ? times(x, x) : fsdpi_f32_of(magnitude);
-        float lost = norm == SQUARES ? fused(x, x, -next) : 0;
+        float next = NORM == SQUARES ? times(x, x) : fsdpi_f32_of(fsdpi_f32_bits(x) & 0x7FFFFFFFu);
+        float lost = NORM == SQUARES ? fused(x, x, -next) : 0;
         float whole = plus(sum, next), came = minus(whole, sum);
         lost = plus(lost, plus(minus(sum, minus(whole, came)), minus(next, came)));
         rest = plus(rest, lost);
         sum = whole;
-        if (magnitude > most) most = magnitude;
+        Most::add(x, p);
     }
     // From 2^-40 to 2^60: no square overflows, and what vanishes is too small to matter.
-    FSDPI_DEVICE bool holds(int norm) const {
-        return norm == LARGEST || most == 0 || (most >= 87u << 23 && most <= 187u << 23);
+    FSDPI_DEVICE bool holds() const {
+        return most == 0 || (most >= 87u << 23 && most <= 187u << 23);
     }
-    FSDPI_DEVICE double value(int norm) const {
-        return norm == LARGEST ? widen(fsdpi_f32_of(most)) : plus(widen(sum), widen(rest));
-    }
+    FSDPI_DEVICE double value() const { return plus(plain(sum), plain(rest)); }
 };
 
 template <unsigned N> struct NormParams {
     double p;
-    double *tiles, *sums; // of every tile, of every run
+    double *tiles; // a number of each
     int norm;
     bool in_pairs;
     Runs<N> runs;
@@ -631,52 +672,57 @@ template <class In, unsigned N> struct NormTiles {
     typedef typename In::Bits Bits;
     static const unsigned SIZE = sizeof(Bits), V = 16 / SIZE; // of a vector
 
-    // Elements from the i-th of a tile on. Returns how many: at most a vector, which has vectors.
-    static FSDPI_DEVICE uint32_t load(Chunk<Bits, V> *chunk, const fsdpi_cuda_run &run,
-                                      const fsdpi_cuda_tile &tile, uint32_t i) {
-        int64_t row, column;
-        if (i >= tile.count) return 0;
-        uint32_t count = tile.count - i < V ? tile.count - i : V;
-        if (run.vectors && count == V) {
-            fsdpi_cuda_item(&tile, i, &row, &column);
-            fetch(chunk, run.src + row * run.src_pitch + column * SIZE, true);
-            return V;
-        }
-        FSDPI_UNROLL for (uint32_t j = 0; j < V; j++) {
-            Chunk<Bits, 1> one;
-            if (j >= count) continue;
-            fsdpi_cuda_item(&tile, i + j, &row, &column);
-            fetch(&one, run.src + row * run.src_pitch + column * SIZE, false);
-            chunk->bits[j] = one.bits[0];
-        }
-        return count;
-    }
-
+    // V elements each by turns: so many as vectors, the others one by one.
     template <class Sum>
-    static FSDPI_DEVICE Sum sum_of(const Params &p, const fsdpi_cuda_run &run,
-                                   const fsdpi_cuda_tile &tile, uint32_t t) {
+    static FSDPI_DEVICE Sum sum_of(const fsdpi_cuda_run &run, const fsdpi_cuda_tile &tile,
+                                   uint32_t vectors, double p, uint32_t t) {
         Sum sum;
-        for (uint32_t i = t * V; i < tile.count; i += FSDPI_THREADS * V * FSDPI_ITEMS) {
+        const char *begin = run.src + tile.item * SIZE; // if it has vectors, it is one row
+        for (uint32_t at = t; at < vectors; at += FSDPI_ITEMS * FSDPI_THREADS) {
             Chunk<Bits, V> chunk[FSDPI_ITEMS];
-            uint32_t count[FSDPI_ITEMS];
-            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++)
-                count[k] = load(&chunk[k], run, tile, i + k * FSDPI_THREADS * V);
-            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++)
-                FSDPI_UNROLL for (uint32_t j = 0; j < V; j++) {
-                if (j >= count[k]) continue;
-                sum.add(In::number(chunk[k].bits[j]), p.norm, p.p);
+            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
+                uint32_t next = at + k * FSDPI_THREADS;
+                if (next < vectors) fetch(&chunk[k], begin + next * 16, true);
+            }
+            FSDPI_UNROLL for (uint32_t k = 0; k < FSDPI_ITEMS; k++) {
+                if (at + k * FSDPI_THREADS >= vectors) continue;
+                FSDPI_UNROLL for (uint32_t j = 0; j < V; j++)
+                    sum.add(In::plain(chunk[k].bits[j]), p);
             }
         }
+        uint32_t at = vectors / FSDPI_THREADS * FSDPI_THREADS + t; // the first that is no vector
+        for (at += at < vectors ? FSDPI_THREADS : 0; at * V < tile.count; at += FSDPI_THREADS)
+            FSDPI_ROLLED for (uint32_t i = at * V; i < at * V + V && i < tile.count; i++) {
+                int64_t row, column;
+                Chunk<Bits, 1> one;
+                fsdpi_cuda_item(&tile, i, &row, &column);
+                fetch(&one, run.src + row * run.src_pitch + column * SIZE, false);
+                sum.add(In::plain(one.bits[0]), p);
+            }
         return sum;
+    }
+
+    template <int NORM>
+    static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
+                                      const fsdpi_cuda_tile &tile, uint32_t vectors, uint32_t t) {
+        if (SIZE < sizeof(double) && p.in_pairs) {
+            Pair<NORM> pair = sum_of<Pair<NORM>>(run, tile, vectors, p.p, t);
+            if (pair.holds()) return pair.value();
+        }
+        return sum_of<Wide<NORM>>(run, tile, vectors, p.p, t).value();
     }
 
     static FSDPI_DEVICE double thread(const Params &p, const fsdpi_cuda_run &run,
                                       const fsdpi_cuda_tile &tile, uint32_t t) {
-        if (p.in_pairs) {
-            Pair pair = sum_of<Pair>(p, run, tile, t);
-            if (pair.holds(p.norm)) return pair.value(p.norm);
+        const uint32_t vectors = run.vectors ? tile.count / V : 0;
+        switch (p.norm) {
+        case SQUARES: return thread<SQUARES>(p, run, tile, vectors, t);
+        case MAGNITUDES: return thread<MAGNITUDES>(p, run, tile, vectors, t);
+        case POWERS: return sum_of<Wide<POWERS>>(run, tile, 0, p.p, t).value(); // little code
+        default: break;
         }
-        return sum_of<Wide>(p, run, tile, t).sum;
+        if (SIZE < sizeof(double)) return sum_of<Most>(run, tile, vectors, p.p, t).value();
+        return sum_of<Wide<LARGEST>>(run, tile, vectors, p.p, t).value();
     }
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
@@ -698,57 +744,32 @@ template <class In, unsigned N> struct NormTiles {
     }
 };
 
-template <unsigned N> struct NormRuns {
-    typedef NormParams<N> Params;
-    static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
+// One thread block: the numbers of all tiles, by turns and by a tree.
+struct NormWhole {
+    struct Params {
+        const double *tiles;
+        double *out;
+        int64_t num;
+        int norm, accumulate;
+    };
+    static FSDPI_DEVICE void block(const Params &p, uint32_t) {
+        enum { AHEAD = 8 }; // of a thread, under way at the same time
         FSDPI_SHARED double lanes[FSDPI_THREADS];
-        int64_t first = p.runs.run[index].first;
-        int64_t end = index + 1 < p.runs.num ? p.runs.run[index + 1].first : p.runs.tiles;
-        fsdp_stub_touch(&p.tiles[first], (size_t)(end - first) * sizeof(double), 0);
-        fsdp_stub_touch(&p.sums[index], sizeof(double), 1);
+        fsdp_stub_touch(p.tiles, (size_t)p.num * sizeof(double), 0);
+        fsdp_stub_touch(p.out, sizeof(double), 1);
         FSDPI_EACH_THREAD(t) {
-            double sum = 0;
-            for (int64_t at = first + t; at < end; at += FSDPI_THREADS)
-                sum = join(sum, p.tiles[at], p.norm);
+            double sum = 0, next[AHEAD];
+            for (int64_t at = t; at < p.num; at += AHEAD * FSDPI_THREADS) {
+                FSDPI_UNROLL for (int k = 0; k < AHEAD; k++)
+                    next[k] = at + k * FSDPI_THREADS < p.num ? p.tiles[at + k * FSDPI_THREADS] : 0;
+                FSDPI_UNROLL for (int k = 0; k < AHEAD; k++) sum = join(sum, next[k], p.norm);
+            }
             lanes[t] = sum;
         }
         FSDPI_SYNC();
         join_lanes(lanes, p.norm);
         FSDPI_EACH_THREAD(t) {
-            if (t == 0) p.sums[index] = lanes[0];
-        }
-    }
-};
-
-// One thread block: the sums of the runs, in their order.
-struct NormWhole {
-    struct Params {
-        const double *sums;
-        double *out;
-        uint32_t num;
-        int norm, accumulate;
-    };
-    static FSDPI_DEVICE void block(const Params &p, uint32_t) {
-        FSDPI_SHARED double lanes[FSDPI_THREADS];
-        FSDPI_SHARED double whole[1];
-        fsdp_stub_touch(p.sums, p.num * sizeof(double), 0);
-        fsdp_stub_touch(p.out, sizeof(double), 1);
-        FSDPI_EACH_THREAD(t) {
-            if (t == 0) whole[0] = p.accumulate ? *p.out : 0;
-        }
-        for (uint32_t at = 0; at < p.num; at += FSDPI_THREADS) {
-            FSDPI_EACH_THREAD(t) {
-                if (at + t < p.num) lanes[t] = p.sums[at + t];
-            }
-            FSDPI_SYNC();
-            FSDPI_EACH_THREAD(t) {
-                for (uint32_t k = 0; t == 0 && k < FSDPI_THREADS && at + k < p.num; k++)
-                    whole[0] = join(whole[0], lanes[k], p.norm);
-            }
-            FSDPI_SYNC();
-        }
-        FSDPI_EACH_THREAD(t) {
-            if (t == 0) *p.out = whole[0];
+            if (t == 0) *p.out = p.accumulate ? join(*p.out, lanes[0], p.norm) : lanes[0];
         }
     }
 };
@@ -764,68 +785,58 @@ struct NormJob {
     double p;
 };
 
-template <class In, unsigned N> static int norm_part(NormJob *job, uint32_t *next) {
+template <class In, unsigned N>
+static int norm_part(const NormJob &job, uint32_t *next, int64_t *tiles) {
     typedef NormTiles<In, N> Kernel;
     static const size_t size = Kernel::SIZE;
     static const unsigned V = Kernel::V;
     NormParams<N> p;
-    p.p = job->p;
-    p.norm = job->norm;
-    p.in_pairs = job->in_pairs;
+    p.p = job.p;
+    p.norm = job.norm;
+    p.in_pairs = job.in_pairs;
+    p.tiles = job.partials + *tiles;
     p.runs.tiles = p.runs.grid = p.runs.num = 0;
-    for (; *next < job->num && p.runs.num < N; ++*next) {
+    for (; *next < job.num && p.runs.num < N; ++*next) {
         fsdpi_cuda_run run;
-        fsdp_block b = job->blocks[*next];
+        fsdp_block b = job.blocks[*next];
         b.dst_pitch = b.src_pitch;
-        if (!run_of(&run, b, job->src, size, NULL, size)) continue;
+        if (!run_of(&run, b, job.src, size, NULL, size)) continue;
         const void *src = run.src;
         if (run.height == 1 && head_of(&src, &size, 1, V) == 0) cut(&run, 0, V);
         append(&p.runs, run, fsdpi_cuda_tiles(run.width, run.height, FSDPI_NORM_TILE));
     }
-    NormWhole::Params whole = {job->partials + p.runs.tiles, job->out, p.runs.num, job->norm,
-                               job->accumulate};
-    p.tiles = job->partials;
-    p.sums = job->partials + p.runs.tiles;
-    job->partials = p.sums + p.runs.num;
-    job->accumulate = 1;
-    int error = 0;
-    if (p.runs.num) error = launch<Kernel>(job->stream, p.runs.grid, p);
-    if (p.runs.num && !error) error = launch<NormRuns<N>>(job->stream, p.runs.num, p);
-    return error ? error : launch<NormWhole>(job->stream, 1, whole);
+    *tiles += p.runs.tiles;
+    return p.runs.num ? launch<Kernel>(job.stream, p.runs.grid, p) : 0;
 }
 
 // An empty list, too, gives a number: 0.
-template <class In> static int norm_list(NormJob job) {
+template <class In> static int norm_list(const NormJob &job) {
     uint32_t next = 0;
+    int64_t tiles = 0;
     int error = 0;
     bool is_few = job.num <= FSDPI_FEW || !has_large_params();
-    do {
-        error = is_few || job.num - next <= FSDPI_FEW ? norm_part<In, FSDPI_FEW>(&job, &next)
-                                                      : norm_part<In, FSDPI_MANY>(&job, &next);
-    } while (next < job.num && !error);
-    return error;
+    while (next < job.num && !error)
+        error = is_few || job.num - next <= FSDPI_FEW
+                    ? norm_part<In, FSDPI_FEW>(job, &next, &tiles)
+                    : norm_part<In, FSDPI_MANY>(job, &next, &tiles);
+    NormWhole::Params whole = {job.partials, job.out, tiles, job.norm, job.accumulate};
+    return error ? error : launch<NormWhole>(job.stream, 1, whole);
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Optimizers. Operation by operation as fsdp_optim.h, in the same order.
-
-enum { FSDPI_UPDATE_VECTOR = 4 };
-
-struct UpdateParams {
-    fsdp_update update;
-    fsdpi_cuda_run run; // elements of all arrays
-    int64_t tiles;
-    uint32_t grid;
-};
+/* Optimizers. Operation by operation as fsdp_optim.h, in the same order. A launch has a list of
+   runs of one dtype: src is the gradient, and dst the parameter. */
 
 template <class T> struct AdamW {
     T decay, weight, beta2, gain, bias, eps, rate;
     bool from_g; // lerp from its nearer end
-    FSDPI_DEVICE AdamW(const double *s)
-        : decay(to<T>(s[0])), weight(to<T>(s[1])), beta2(to<T>(s[2])), gain(to<T>(s[3])),
-          bias(to<T>(s[4])), eps(to<T>(s[5])), rate(to<T>(s[6])), from_g(weight >= (T)0.5) {
-        if (from_g) weight = minus(weight, (T)1);
+    static AdamW of(const double *s) {
+        AdamW a = {(T)s[0], (T)s[1], (T)s[2], (T)s[3], (T)s[4], (T)s[5], (T)s[6], false};
+        a.from_g = a.weight >= (T)0.5;
+        if (a.from_g) a.weight -= (T)1;
+        return a;
     }
+    int states() const { return 2; }
     FSDPI_DEVICE void step(T *p, T g, T *m, T *v) const {
         T to_m = times(minus(g, *m), weight), to_v = times(times(gain, g), g);
         *m = plus(from_g ? g : *m, to_m);
@@ -838,9 +849,11 @@ template <class T> struct AdamW {
 template <class T> struct Sgd {
     T rate, momentum, gain, decay;
     bool decays, has_buffer, nesterov, fresh;
-    FSDPI_DEVICE Sgd(const double *s)
-        : rate(to<T>(-s[0])), momentum(to<T>(s[1])), gain(to<T>(s[2])), decay(to<T>(s[3])),
-          decays(s[3] > 0), has_buffer(s[1] > 0), nesterov(s[4] != 0), fresh(s[5] != 0) {}
+    static Sgd of(const double *s) {
+        Sgd a = {(T)-s[0], (T)s[1], (T)s[2], (T)s[3], s[3] > 0, s[1] > 0, s[4] != 0, s[5] != 0};
+        return a;
+    }
+    int states() const { return has_buffer; }
     FSDPI_DEVICE void step(T *p, T d, T *b, T *) const {
         if (decays) d = plus(d, times(decay, *p));
         if (has_buffer) *b = fresh ? d : plus(times(*b, momentum), times(gain, d));
@@ -855,68 +868,122 @@ FSDPI_DEVICE uint32_t stir(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-// A result as element i of a run stores it.
-template <class P> struct Rounded {
-    static FSDPI_DEVICE typename P::Bits bits(const fsdp_update &, typename P::Number x, int64_t) {
-        return P::bits(x);
-    }
+// How a run stores results.
+template <class P> struct Rounding {
+    static Rounding of(const fsdp_update &) { return Rounding(); }
+    FSDPI_DEVICE typename P::Bits bits(typename P::Number x, int64_t) const { return P::bits(x); }
 };
-template <> struct Rounded<BF16> { // stochastically, if `rounds` says so
-    static FSDPI_DEVICE uint16_t bits(const fsdp_update &u, float x, int64_t i) {
+template <> struct Rounding<BF16> { // stochastically, or if `row` is 0, to nearest
+    uint64_t key;
+    int64_t at, row, pitch;
+    static Rounding of(const fsdp_update &u) {
+        Rounding r = {u.key, u.at, u.rounds ? u.row : 0, u.pitch};
+        return r;
+    }
+    FSDPI_DEVICE uint16_t bits(float x, int64_t i) const { // of element i
         uint32_t bits = fsdpi_f32_bits(x);
-        if (!u.rounds || (bits & 0x7FFFFFFFu) > 0x7F7F0000u) return BF16::bits(x);
-        int64_t row = i < u.row ? 0 : i / u.row;
-        uint64_t index = (uint64_t)(u.at + row * u.pitch + (i - row * u.row));
-        uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(u.key >> 32);
-        return (uint16_t)((bits + (stir(stir((uint32_t)index + (uint32_t)u.key) ^ high) >> 16)) >>
-                          16);
+        if (!row || (bits & 0x7FFFFFFFu) > 0x7F7F0000u) return BF16::bits(x);
+        int64_t rows = i < row ? 0 : i / row;
+        uint64_t index = (uint64_t)(at + rows * pitch + (i - rows * row));
+        uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
+        uint32_t chance = stir(stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
+        return (uint16_t)((bits + chance) >> 16);
     }
 };
 
-template <template <class> class Rule, class P, class G> struct Update {
-    typedef UpdateParams Params;
-    typedef typename P::Number Number;
-    static const unsigned V = FSDPI_UPDATE_VECTOR;
+// A chunk of numbers of a dtype that is known at run time: a kernel for each would be four times as
+// many.
+template <class G, class Number, unsigned V>
+FSDPI_DEVICE void fetch_as(Chunk<Number, V> *numbers, const void *from, int64_t column,
+                           bool is_vector) {
+    Chunk<typename G::Bits, V> chunk;
+    fetch(&chunk, (const typename G::Bits *)from + column, is_vector);
+    FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
+        if (j == 0 || is_vector) numbers->bits[j] = to<Number>(G::number(chunk.bits[j]));
+    }
+}
+template <class Number, unsigned V>
+FSDPI_DEVICE void fetch_any(Chunk<Number, V> *numbers, const void *from, int dtype, int64_t column,
+                            bool is_vector) {
+    switch (dtype) {
+    case FSDP_F32: fetch_as<F32>(numbers, from, column, is_vector); break;
+    case FSDP_F64: fetch_as<F64>(numbers, from, column, is_vector); break;
+    case FSDP_F16: fetch_as<F16>(numbers, from, column, is_vector); break;
+    default: fetch_as<BF16>(numbers, from, column, is_vector); break;
+    }
+}
 
-    static FSDPI_DEVICE void item(const fsdp_update &u, const Rule<Number> &rule, int64_t column,
+// What a run has beside parameters and gradients.
+template <template <class> class Rule, class P> struct Update {
+    typedef typename P::Number Number;
+    Number *first, *second; // states, or NULL
+    int grad_dtype;
+    Rule<Number> rule;
+    Rounding<P> rounding;
+};
+
+template <template <class> class Rule, class P, unsigned N> struct Updates {
+    struct Params {
+        Runs<N> runs;
+        Update<Rule, P> update[N];
+    };
+    typedef typename P::Bits Bits;
+    typedef typename P::Number Number;
+    static const unsigned ROOM = N, V = 16 / sizeof(Number);
+
+    static void set(Params *p, const fsdp_update &u, fsdpi_cuda_run *run) {
+        const Rule<Number> rule = Rule<Number>::of(u.scalars);
+        Update<Rule, P> one = {rule.states() > 0 ? (Number *)u.first : NULL,
+                               rule.states() > 1 ? (Number *)u.second : NULL, u.grad_dtype, rule,
+                               Rounding<P>::of(u)};
+        const void *arrays[] = {u.grad, u.param, one.first, one.second};
+        const size_t sizes[] = {fsdpi_cuda_size_of(u.grad_dtype), sizeof(Bits), sizeof(Number),
+                                sizeof(Number)};
+        p->update[p->runs.num] = one;
+        run->src = (const char *)u.grad;
+        run->dst = (char *)u.param;
+        cut(run, head_of(arrays, sizes, 4, V), V);
+    }
+
+    static FSDPI_DEVICE void item(const fsdpi_cuda_run &run, const Update<Rule, P> &u, int64_t at,
                                   bool is_vector) {
-        Chunk<typename P::Bits, V> p;
-        Chunk<typename G::Bits, V> g;
-        Chunk<Number, V> first, second;
-        fetch(&g, (typename G::Bits *)u.grad + column, is_vector);
-        fetch(&p, (typename P::Bits *)u.param + column, is_vector);
-        if (u.first) fetch(&first, (Number *)u.first + column, is_vector);
-        if (u.second) fetch(&second, (Number *)u.second + column, is_vector);
+        Chunk<Bits, V> p;
+        Chunk<Number, V> g, first, second;
+        fetch(&p, (const Bits *)run.dst + at, is_vector);
+        if (u.first) fetch(&first, u.first + at, is_vector);
+        if (u.second) fetch(&second, u.second + at, is_vector);
+        fetch_any(&g, run.src, u.grad_dtype, at, is_vector); // last: it may have to wait for it
         FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
             if (j > 0 && !is_vector) continue;
             Number x = to<Number>(P::number(p.bits[j]));
-            rule.step(&x, to<Number>(G::number(g.bits[j])), &first.bits[j], &second.bits[j]);
-            p.bits[j] = Rounded<P>::bits(u, x, column + j);
+            u.rule.step(&x, g.bits[j], &first.bits[j], &second.bits[j]);
+            p.bits[j] = u.rounding.bits(x, at + j);
         }
-        put((typename P::Bits *)u.param + column, p, is_vector);
-        if (u.first) put((Number *)u.first + column, first, is_vector);
-        if (u.second) put((Number *)u.second + column, second, is_vector);
+        put((Bits *)run.dst + at, p, is_vector);
+        if (u.first) put(u.first + at, first, is_vector);
+        if (u.second) put(u.second + at, second, is_vector);
     }
 
-    static FSDPI_DEVICE void touch(const fsdp_update &u) {
-        size_t count = (size_t)u.count;
-        fsdp_stub_touch(u.grad, count * sizeof(typename G::Bits), 0);
-        fsdp_stub_touch(u.param, count * sizeof(typename P::Bits), 1);
-        if (u.first) fsdp_stub_touch(u.first, count * sizeof(Number), 1);
-        if (u.second) fsdp_stub_touch(u.second, count * sizeof(Number), 1);
+    static FSDPI_DEVICE void touch(const fsdpi_cuda_run &run, const Update<Rule, P> &u) {
+        size_t grad = u.grad_dtype == FSDP_F64 ? 8 : u.grad_dtype == FSDP_F32 ? 4 : 2;
+        touch_rows(run, run.src, 0, grad, 0);
+        touch_rows(run, run.dst, 0, sizeof(Bits), 1);
+        if (u.first) touch_rows(run, (const char *)u.first, 0, sizeof(Number), 1);
+        if (u.second) touch_rows(run, (const char *)u.second, 0, sizeof(Number), 1);
     }
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
-        const Rule<Number> rule(p.update.scalars);
-        if (index == 0) touch(p.update);
-        for (int64_t at = index; at < p.tiles; at += p.grid) {
-            fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&p.run, V), 1, at,
-                                                      FSDPI_TILE);
+        for (int64_t at = index; at < p.runs.tiles; at += p.runs.grid) {
+            uint32_t which = fsdpi_cuda_find(p.runs.run, p.runs.num, at);
+            const fsdpi_cuda_run &run = p.runs.run[which]; // copied, they would take registers
+            const Update<Rule, P> &update = p.update[which];
+            fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&run, V), 1,
+                                                      at - run.first, FSDPI_TILE);
+            if (at == run.first) touch(run, update);
             FSDPI_EACH_THREAD(t) {
                 for (uint32_t i = t; i < tile.count; i += FSDPI_THREADS) {
                     int64_t place = tile.item + i;
-                    item(p.update, rule, fsdpi_cuda_column(&p.run, place, V),
-                         place < p.run.vectors);
+                    item(run, update, fsdpi_cuda_column(&run, place, V), place < run.vectors);
                 }
             }
         }
@@ -926,11 +993,24 @@ template <template <class> class Rule, class P, class G> struct Update {
 FSDPI_DEVICE bool is_finite(float x) { return (fsdpi_f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
 FSDPI_DEVICE bool is_finite(double x) { return magnitude_bits(x) < 0x7FF0000000000000ull; }
 
-template <class G> struct Unscale {
-    typedef UpdateParams Params;
+template <class G, unsigned N> struct Unscale {
     typedef typename G::Number Number;
     typedef typename G::Bits Bits;
-    static const unsigned V = FSDPI_UPDATE_VECTOR;
+    struct Params {
+        Number factor;
+        int32_t *found;
+        Runs<N> runs;
+    };
+    static const unsigned ROOM = N, V = 16 / sizeof(Bits);
+
+    static void set(Params *p, const fsdp_update &u, fsdpi_cuda_run *run) {
+        const void *grad = u.grad;
+        const size_t size = sizeof(Bits);
+        p->factor = (Number)u.scalars[0];
+        p->found = u.found;
+        run->dst = (char *)u.grad;
+        cut(run, head_of(&grad, &size, 1, V), V);
+    }
 
     // Whether all were finite.
     static FSDPI_DEVICE bool item(Bits *at, Number factor, bool is_vector) {
@@ -949,81 +1029,77 @@ template <class G> struct Unscale {
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
         FSDPI_SHARED int found[1];
-        const Number factor = to<Number>(p.update.scalars[0]);
-        if (index == 0) {
-            fsdp_stub_touch(p.update.grad, (size_t)p.update.count * sizeof(Bits), 1);
-            fsdp_stub_touch(p.update.found, sizeof *p.update.found, 1);
-        }
+        if (index == 0) fsdp_stub_touch(p.found, sizeof *p.found, 1);
         FSDPI_EACH_THREAD(t) {
             if (t == 0) found[0] = 0;
         }
         FSDPI_SYNC();
-        for (int64_t at = index; at < p.tiles; at += p.grid) {
-            fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&p.run, V), 1, at,
-                                                      FSDPI_TILE);
+        for (int64_t at = index; at < p.runs.tiles; at += p.runs.grid) {
+            const fsdpi_cuda_run run = p.runs.run[fsdpi_cuda_find(p.runs.run, p.runs.num, at)];
+            fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&run, V), 1,
+                                                      at - run.first, FSDPI_TILE);
+            if (at == run.first) touch_rows(run, run.dst, 0, sizeof(Bits), 1);
             FSDPI_EACH_THREAD(t) {
                 for (uint32_t i = t; i < tile.count; i += FSDPI_THREADS) {
                     int64_t place = tile.item + i;
-                    Bits *grad = (Bits *)p.update.grad + fsdpi_cuda_column(&p.run, place, V);
-                    if (!item(grad, factor, place < p.run.vectors)) found[0] = 1;
+                    Bits *grad = (Bits *)run.dst + fsdpi_cuda_column(&run, place, V);
+                    if (!item(grad, p.factor, place < run.vectors)) found[0] = 1;
                 }
             }
         }
         FSDPI_SYNC();
         FSDPI_EACH_THREAD(t) {
-            if (t == 0 && found[0]) join_flag(p.update.found);
+            if (t == 0 && found[0]) join_flag(p.found);
         }
     }
 };
 
-// Arrays that the kind has none of are NULL.
-static UpdateParams update_params(const fsdp_update &update) {
-    UpdateParams p;
-    size_t state = update.dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
-    const void *arrays[] = {update.grad, update.param, update.first, update.second};
-    const size_t sizes[] = {fsdpi_cuda_size_of(update.grad_dtype), fsdpi_cuda_size_of(update.dtype),
-                            state, state};
-    const fsdp_block row = {0, 0, update.count, 1, 0, 0};
-    p.update = update;
-    (void)run_of(&p.run, row, NULL, 0, NULL, 0);
-    cut(&p.run, head_of(arrays, sizes, 4, FSDPI_UPDATE_VECTOR), FSDPI_UPDATE_VECTOR);
-    p.tiles = fsdpi_cuda_tiles(fsdpi_cuda_row_items(&p.run, FSDPI_UPDATE_VECTOR), 1, FSDPI_TILE);
-    p.grid = grid_of(p.tiles);
-    return p;
+struct UpdateJob {
+    void *stream;
+    const fsdp_update *updates;
+    uint32_t num;
+    bool is_few;
+};
+
+static int dtype_of(const fsdp_update &u) {
+    return u.kind == FSDP_UPDATE_UNSCALE ? u.grad_dtype : u.dtype;
+}
+
+// Launches for as many updates of this dtype from *next on as there is room for.
+template <class Kernel> static int update_part(const UpdateJob &job, int dtype, uint32_t *next) {
+    typename Kernel::Params p;
+    p.runs.tiles = p.runs.grid = p.runs.num = 0;
+    for (; *next < job.num && p.runs.num < Kernel::ROOM; ++*next) {
+        const fsdp_update &u = job.updates[*next];
+        const fsdp_block row = {0, 0, u.count, 1, 0, 0};
+        fsdpi_cuda_run run;
+        if (dtype_of(u) != dtype || !run_of(&run, row, NULL, 0, NULL, 0)) continue;
+        Kernel::set(&p, u, &run);
+        append(&p.runs, run,
+               fsdpi_cuda_tiles(fsdpi_cuda_row_items(&run, Kernel::V), 1, FSDPI_TILE));
+    }
+    return p.runs.num ? launch<Kernel>(job.stream, p.runs.grid, p) : 0;
+}
+
+template <class Few, class Many> static int update_list(const UpdateJob &job, int dtype) {
+    int error = 0;
+    for (uint32_t next = 0; next < job.num && !error;)
+        error = job.is_few ? update_part<Few>(job, dtype, &next)
+                           : update_part<Many>(job, dtype, &next);
+    return error;
 }
 
 template <template <class> class Rule, class P>
-static int update_as(void *stream, const UpdateParams &p) {
-    switch (p.update.grad_dtype) {
-    case FSDP_F32: return launch<Update<Rule, P, F32>>(stream, p.grid, p);
-    case FSDP_F64: return launch<Update<Rule, P, F64>>(stream, p.grid, p);
-    case FSDP_F16: return launch<Update<Rule, P, F16>>(stream, p.grid, p);
-    case FSDP_BF16: return launch<Update<Rule, P, BF16>>(stream, p.grid, p);
-    default: return cudaErrorInvalidValue;
-    }
+static int update_by(const UpdateJob &job, int dtype) {
+    const unsigned many = (FSDPI_PARAMS - 128) / (sizeof(fsdpi_cuda_run) + sizeof(Update<Rule, P>));
+    return update_list<Updates<Rule, P, FSDPI_FEW>, Updates<Rule, P, many>>(job, dtype);
 }
 
-template <template <class> class Rule>
-static int update_by(void *stream, const fsdp_update &update) {
-    UpdateParams p = update_params(update);
-    switch (update.dtype) {
-    case FSDP_F32: return update_as<Rule, F32>(stream, p);
-    case FSDP_F64: return update_as<Rule, F64>(stream, p);
-    case FSDP_F16: return update_as<Rule, F16>(stream, p);
-    case FSDP_BF16: return update_as<Rule, BF16>(stream, p);
-    default: return cudaErrorInvalidValue;
-    }
-}
-
-static int unscale(void *stream, fsdp_update update) {
-    update.param = update.first = update.second = NULL;
-    UpdateParams p = update_params(update);
-    switch (update.grad_dtype) {
-    case FSDP_F32: return launch<Unscale<F32>>(stream, p.grid, p);
-    case FSDP_F64: return launch<Unscale<F64>>(stream, p.grid, p);
-    case FSDP_F16: return launch<Unscale<F16>>(stream, p.grid, p);
-    case FSDP_BF16: return launch<Unscale<BF16>>(stream, p.grid, p);
-    default: return cudaErrorInvalidValue;
+template <class P> static int update_as(const UpdateJob &job, int dtype) {
+    switch (job.updates->kind) {
+    case FSDP_UPDATE_ADAMW: return update_by<AdamW, P>(job, dtype);
+    case FSDP_UPDATE_SGD: return update_by<Sgd, P>(job, dtype);
+    default: return update_list<Unscale<P, FSDPI_FEW>, Unscale<P, FSDPI_MANY>>(job, dtype);
     }
 }
 
@@ -1058,7 +1134,7 @@ FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t 
     for (uint32_t i = 0; i < num; i++) {
         int64_t tiles = fsdpi_cuda_tiles(blocks[i].width, blocks[i].height,
                                          fsdpi_cuda::FSDPI_NORM_TILE);
-        count += tiles ? tiles + 1 : 0;
+        count += tiles;
     }
     return (size_t)count;
 }
@@ -1068,7 +1144,7 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
                                  int in_pairs, double *partials) {
     using namespace fsdpi_cuda;
     int norm = p == (double)INFINITY ? LARGEST : p == 2 ? SQUARES : p == 1 ? MAGNITUDES : POWERS;
-    bool pairs = in_pairs && dtype != FSDP_F64 && norm != POWERS;
+    bool pairs = in_pairs != 0;
     NormJob job = {stream, out, partials, src, dtype, norm, accumulate, pairs, blocks, num, p};
     switch (dtype) {
     case FSDP_F32: return norm_list<F32>(job);
@@ -1079,21 +1155,21 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
     }
 }
 
-FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update) {
-    fsdp_update u = *update;
-    if (!fsdpi_cuda_is_float(u.grad_dtype)) return cudaErrorInvalidValue;
-    if (u.kind != FSDP_UPDATE_UNSCALE && !fsdpi_cuda_is_float(u.dtype))
-        return cudaErrorInvalidValue;
-    if (u.count <= 0) return 0;
-    switch (u.kind) {
-    case FSDP_UPDATE_ADAMW: return fsdpi_cuda::update_by<fsdpi_cuda::AdamW>(stream, u);
-    case FSDP_UPDATE_SGD:
-        u.second = NULL;
-        if (!(u.scalars[1] > 0)) u.first = NULL;
-        return fsdpi_cuda::update_by<fsdpi_cuda::Sgd>(stream, u);
-    case FSDP_UPDATE_UNSCALE: return fsdpi_cuda::unscale(stream, u);
-    default: return cudaErrorInvalidValue;
+FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uint32_t num) {
+    using namespace fsdpi_cuda;
+    UpdateJob job = {stream, updates, num, num <= FSDPI_FEW || !has_large_params()};
+    for (uint32_t i = 0; i < num; i++) {
+        int kind = updates[i].kind;
+        if (kind < FSDP_UPDATE_ADAMW || kind > FSDP_UPDATE_UNSCALE || kind != updates->kind ||
+            !fsdpi_cuda_is_float(updates[i].grad_dtype) ||
+            !fsdpi_cuda_is_float(dtype_of(updates[i])))
+            return cudaErrorInvalidValue;
     }
+    int error = num ? update_as<F32>(job, FSDP_F32) : 0;
+    if (num && !error) error = update_as<F64>(job, FSDP_F64);
+    if (num && !error) error = update_as<F16>(job, FSDP_F16);
+    if (num && !error) error = update_as<BF16>(job, FSDP_BF16);
+    return error;
 }
 
 } // extern "C"
@@ -1116,23 +1192,21 @@ static int load_lists(int dtype, const fsdp_block *blocks, uint32_t num) {
     return error;
 }
 
-static int load_updates(int dtype) {
+// Of one dtype, for `num` updates.
+static int load_updates(int dtype, uint32_t num) {
     void *at = (void *)(uintptr_t)4096;
-    fsdp_update u;
+    fsdp_update u[FSDPI_FEW + 1];
     int error = 0;
-    memset(&u, 0, sizeof u);
-    u.param = u.grad = u.first = u.second = at;
-    u.found = (int32_t *)at;
-    u.count = 1;
-    u.dtype = (uint8_t)dtype;
-    for (int grad = 0; grad < 4 && !error; grad++) {
-        u.grad_dtype = (uint8_t)floats[grad];
-        u.kind = FSDP_UPDATE_ADAMW;
-        error = fsdp_cuda_update(FSDPI_LOADS, &u);
-        u.kind = FSDP_UPDATE_SGD;
-        if (!error) error = fsdp_cuda_update(FSDPI_LOADS, &u);
-        u.kind = FSDP_UPDATE_UNSCALE;
-        if (!error) error = fsdp_cuda_update(FSDPI_LOADS, &u);
+    memset(u, 0, sizeof u);
+    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_UNSCALE && !error; kind++) {
+        for (uint32_t i = 0; i < num; i++) {
+            u[i].kind = (uint8_t)kind;
+            u[i].dtype = u[i].grad_dtype = (uint8_t)dtype;
+            u[i].count = 1;
+            u[i].param = u[i].grad = u[i].first = u[i].second = at;
+            u[i].found = (int32_t *)at;
+        }
+        error = fsdp_cuda_update(FSDPI_LOADS, u, num);
     }
     return error;
 }
@@ -1154,8 +1228,8 @@ FSDP_CUDA_API int fsdp_cuda_load(void) {
         for (int i = 0; i < 4 && !error; i++) {
             error = fsdp_cuda_copy(FSDPI_LOADS, at, sizes[i], at, sizes[i], blocks, num, 1, 0);
             if (!error) error = load_lists(floats[i], blocks, num);
+            if (!error) error = load_updates(floats[i], num);
         }
-    for (int i = 0; i < 4 && !error; i++) error = load_updates(floats[i]);
     return error;
 }
 

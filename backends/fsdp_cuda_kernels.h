@@ -46,9 +46,9 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
                                  int accumulate);
 
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
-   NaN being larger than infinity. accumulate: joined with the value in *out. The sum of a block
-   depends only on its elements, and blocks are added in their order: a list gives the same bits
-   wherever its blocks lie, and in one call or several.
+   NaN being larger than infinity. accumulate: joined with the value in *out. What is added to what
+   depends on the sizes of the blocks and on their order alone: a list gives the same bits wherever
+   its blocks lie, with or without gaps between rows, on every GPU and driver.
    in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
                up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
                given; elements of which a square leaves the range of f32 are added up in f64
@@ -64,14 +64,16 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
 FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
                                  uint32_t num, double max_norm, double p, const double *sum);
 
-// The bits of fsdp_optim.h on the CPU, except which NaN it is.
-FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update);
+/* The runs of a step, all of one kind: the bits of fsdp_optim.h on the CPU, except which NaN it is.
+   Runs of one dtype of parameters (UNSCALE: of gradients) are one launch, if they are at most 200;
+   if the driver takes less than 32 KiB with a launch, at most 24.                                */
+FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uint32_t num);
 
 /* -------------------------------------------------------------------------------------------- */
 /* How kernels cut up their work. A run is a block whose rows are sequences of items: first whole
    vectors, which begin `head` elements into the row, then the single elements before and after
    them. A tile is a fixed number of items, in the order of rows; a thread block does one at a time.
-   64-bit divisions are done once for a tile, its threads do with 32 bits.                        */
+   64-bit divisions are done once for a tile of several rows, its threads do with 32 bits.        */
 
 typedef struct fsdpi_cuda_run {
     const char *src;
@@ -114,7 +116,7 @@ FSDPI_CUDA_INLINE fsdpi_cuda_tile fsdpi_cuda_tile_at(int64_t row_items, int64_t 
                                                      int64_t index, uint32_t size) {
     fsdpi_cuda_tile t;
     int64_t begin = index * size, left = row_items * height - begin, room;
-    t.row = begin / row_items;
+    t.row = height == 1 ? 0 : begin / row_items;
     t.item = begin - t.row * row_items;
     room = row_items - t.item;
     t.count = left < size ? (uint32_t)left : size;

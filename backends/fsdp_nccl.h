@@ -63,7 +63,7 @@ extern "C" {
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for peers to close it too, about two seconds for
+   close       groups before their world. Waits for peers to close it too, about half a second for
                all comms together, and then for NCCL to end it, at most five seconds; if the world
                fails meanwhile, some seconds more. If peers keep a comm, it stays until the
                process ends
@@ -120,7 +120,9 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for late members to show their operations
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for data of a rank that has shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)2000000000) // for peers to close a comm, too
+#ifndef FSDPI_NCCL_PATIENCE_NS // a test waits longer: its machine may be slow
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
+#endif
 #define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
 #define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
 #define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000)  // for the store to know why NCCL has failed

@@ -115,12 +115,15 @@ enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
-/* What an optimizer does to a run of elements, or a scaler to their gradients. All pointers are
-   into the device's memory. fsdp_optim.h defines the arithmetic, and computes the scalars.
+/* What an optimizer does to a run of elements, or a scaler to their gradients. A step is a list of
+   runs, which do not overlap and have the same kind; each has its own scalars and dtypes. All
+   pointers are into the device's memory. fsdp_optim.h defines the arithmetic, and computes the
+   scalars.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1
+   UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1.
+               factor and found are the same in all runs
    rounds      1: the parameters are bf16 and are rounded stochastically. The bits come from key and
                the element's index in the whole parameter: at + i / row * pitch + i % row         */
 typedef struct fsdp_update {
@@ -133,7 +136,7 @@ typedef struct fsdp_update {
     int64_t at, row, pitch;
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 6
+#define FSDP_DEVICE_VERSION 7
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
@@ -159,7 +162,8 @@ struct fsdp_device_ops {
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);
-    fsdp_status (*update)(fsdp_device *device, void *stream, const fsdp_update *update); // optional
+    fsdp_status (*update)(fsdp_device *device, void *stream, const fsdp_update *runs,
+                          uint32_t num); // optional
     // Optional: text of the last failure; device NULL: of this thread's failed open.
     const char *(*error_text)(fsdp_device *device);
 };

@@ -70,7 +70,8 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     if (op->model != m) return "model is not this model: make the record with fsdp_op_init";
     if (!op->what) return "what is NULL, expected the name of a unit or a call";
     if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
-    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected an fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && (!op->list || !op->list_count))
+        return "list is empty, expected fsdp_updates";
     if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
         return "call is NULL, and the device has no function for updates";
     if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&

@@ -156,7 +156,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
         return status ? fsdpi_user_fail(w, op, status) : FSDP_OK;
     case FSDP_OP_UPDATE:
         status = op->call ? op->call(op, stream)
-                          : d->update(w->device, stream, (const fsdp_update *)op->list);
+                          : d->update(w->device, stream, (const fsdp_update *)op->list,
+                                      op->list_count);
         break;
     case FSDP_OP_USE: break;
     default: return fsdpi_run_collective(w, op, stream);

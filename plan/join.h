@@ -271,9 +271,10 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
         step->num_ops = t->ops_at[i + 1] - t->ops_at[i];
         step->states = t->states + t->states_at[i];
         step->num_states = t->states_at[i + 1] - t->states_at[i];
-        step->joined = t->groups + group;
+        const int first = group;
         while (group < t->num_groups && t->groups[group].op < t->ops_at[i + 1]) group++;
-        step->num_joined = (int32_t)(t->groups + group - step->joined);
+        step->num_joined = group - first;
+        if (step->num_joined) step->joined = t->groups + first;
     }
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);

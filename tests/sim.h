@@ -417,12 +417,9 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
     return s->moves ? lib_host_ops()->norm(NULL, NULL, &real) : FSDP_OK;
 }
 
-SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fsdp_update *u) {
-    sim *s = sim_of(device);
-    int actor = sim_actor(stream);
+SIM_FN void sim_update(sim *s, int actor, const fsdp_update *u) {
     int64_t state = u->count * (u->dtype == FSDP_F64 ? 8 : 4),
             grads = u->count * (int64_t)fsdp_dtype_size(u->grad_dtype);
-    s->updates++;
     s->updated += (uint64_t)u->count;
     sim_work(s, actor, 0, sim_cost((uint64_t)grads, s->copy_bytes_per_ns));
     sim_touch(s, actor, "update", u->grad, grads, u->kind == FSDP_UPDATE_UNSCALE);
@@ -438,6 +435,13 @@ SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fs
     real.second = sim_host(s, u->second);
     real.found = (int32_t *)sim_host(s, u->found);
     if (s->moves) lib_host_update(&real);
+}
+
+SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fsdp_update *runs,
+                                     uint32_t num) {
+    sim *s = sim_of(device);
+    s->updates++;
+    for (uint32_t i = 0; i < num; i++) sim_update(s, sim_actor(stream), &runs[i]);
     return FSDP_OK;
 }
 

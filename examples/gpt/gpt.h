@@ -622,22 +622,21 @@ static inline float *gpt_block_acts_place(const gpt_config *cfg, gpt_block_acts 
     return at;
 }
 
-/* Everything but the array of blocks; `datt_numel`: room for gradients of scores */
-static inline size_t gpt_acts_numel(const gpt_config *cfg, size_t datt_numel) {
+/* Everything but the array of blocks */
+static inline size_t gpt_acts_numel(const gpt_config *cfg) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
     const size_t C = (size_t)cfg->channels, L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
     return BT * C * (L + 1) + L * gpt_block_acts_numel(cfg) + BT * (C + 2) + BT * V + BT * C * 7 +
-           datt_numel;
+           (size_t)GPT_ATT_ROWS * (size_t)cfg->context;
 }
 
-/* Divide memory of gpt_acts_numel floats, which may be a device's, among the arrays */
-static inline void gpt_acts_place(const gpt_config *cfg, gpt_acts *acts, float *memory,
-                                  size_t datt_numel) {
+/* Divide memory of gpt_acts_numel floats among the arrays */
+static inline void gpt_acts_place(const gpt_config *cfg, gpt_acts *acts, float *memory) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
     const size_t C = (size_t)cfg->channels, L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
     float *at = memory;
     acts->memory = memory;
-    acts->nbytes = gpt_acts_numel(cfg, datt_numel) * sizeof(float);
+    acts->nbytes = gpt_acts_numel(cfg) * sizeof(float);
     acts->x = gpt_take(&at, BT * C * (L + 1));
     for (size_t l = 0; l < L; l++) at = gpt_block_acts_place(cfg, &acts->blocks[l], at);
     acts->lnf = gpt_take(&at, BT * C);
@@ -648,13 +647,12 @@ static inline void gpt_acts_place(const gpt_config *cfg, gpt_acts *acts, float *
     acts->dx = gpt_take(&at, BT * C);
     acts->d1 = gpt_take(&at, BT * C);
     acts->d4 = gpt_take(&at, BT * 4 * C);
-    acts->datt = gpt_take(&at, datt_numel);
+    acts->datt = gpt_take(&at, (size_t)GPT_ATT_ROWS * (size_t)cfg->context);
 }
 
 /* 0 on success; nothing is allocated on failure */
 static inline int gpt_acts_create(const gpt_config *cfg, gpt_acts *acts) {
-    const size_t datt_numel = (size_t)GPT_ATT_ROWS * (size_t)cfg->context;
-    float *memory = (float *)malloc(gpt_acts_numel(cfg, datt_numel) * sizeof(float));
+    float *memory = (float *)malloc(gpt_acts_numel(cfg) * sizeof(float));
     memset(acts, 0, sizeof *acts);
     acts->blocks = (gpt_block_acts *)malloc((size_t)cfg->layers * sizeof *acts->blocks);
     if (!memory || !acts->blocks) {
@@ -663,7 +661,7 @@ static inline int gpt_acts_create(const gpt_config *cfg, gpt_acts *acts) {
         memset(acts, 0, sizeof *acts);
         return -1;
     }
-    gpt_acts_place(cfg, acts, memory, datt_numel);
+    gpt_acts_place(cfg, acts, memory);
     return 0;
 }
 

@@ -1,23 +1,27 @@
 /* gpt_cuda.h - the functions of gpt.h on a GPU: products by cuBLAS, all else by simple kernels
 
-   Same pieces, same order, same arrays (gpt_acts, in device memory), with a gpt_cuda in front that
-   says on which stream. Nothing here waits for the GPU, and nothing but create and destroy
-   allocates. A failure is kept in the gpt_cuda; what is called after it does nothing.
+   Same pieces, same order, with a gpt_cuda in front that says on which stream. Nothing here waits
+   for the GPU, and nothing but create and destroy allocates. A failure is kept in the gpt_cuda;
+   what is called after it does nothing.
 
-   Parameters and their gradients are f32, or bf16 (gpt_cuda.bf16): then both sides of a product
-   with a parameter are bf16, its sums f32. Activations are f32. Sums have a fixed order: no
-   atomics, so that two runs give the same bits.
+   Numbers. Parameters, their gradients, activations and the gradients of activations are all of one
+   type E: float, or gpt_bf16 (gpt_cuda.bf16). So nothing is converted between two kernels: each one
+   loads E, computes in f32 registers and stores E. f32 remain the residual stream (bf16, of 8 bits,
+   would lose what a layer adds to it), logits, statistics of norms, and all sums, those of cuBLAS
+   included. Sums have a fixed order, no atomics: two runs give the same bits.
+
+   Memory. A kernel takes less time for its arithmetic than for its bytes. Therefore it loads and
+   stores 16 bytes at once, does all that is to be done between two products (bias and GELU; bias,
+   residual and norm; bias and the order of heads), and attention leaves out the future: see there.
 
    Gradients of parameters are stored (=), where gpt.h adds (+=): a step is one backward, so that
    nothing is there to add to. wte alone is used twice: the head stores its gradient, and the
    embedding, whose backward is the last one, adds to it.
 
-   Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are
-   one batched product, and datt is (B, H, T, T).
-
-   A kernel is a struct: its members are the arguments, and run() is what one block of threads does.
-   Without a GPU (the stand-in headers of tests/stubs) run() is an ordinary function, and a block
-   has one thread.
+   A kernel is a struct: its members are the arguments, and run() is what one warp of 32 threads
+   does, most often with one row. Lanes of a warp join their sums by shuffles; warps know nothing of
+   each other. Without a GPU (the stand-in headers of tests/stubs) run() is an ordinary function,
+   and a warp has one lane.
 
    SPDX-License-Identifier: MIT */
 #ifndef GPT_CUDA_H
@@ -29,18 +33,25 @@
 
 #include "examples/gpt/gpt.h"
 
+#ifndef FSDP_CUDA_EMULATION
+#include <cuda_bf16.h> // __float2bfloat16_rn
+#endif
+
+struct gpt_bf16 {
+    uint16_t bits;
+};
+
 typedef struct gpt_cuda {
     cublasHandle_t blas;
+    cublasComputeType_t compute;
     cudaStream_t stream;
-    int bf16;
+    int bf16;                   // 1: E is gpt_bf16; 0: float
     const char *failed, *error; // the first failure: of what, and its text; NULL: none
-    char *memory;               // what follows, in one allocation
-    uint8_t *inputs, *targets;  // (B, T)
-    double *loss;               // (1), mean of the rows
-    float *row_loss;            // (B, T)
-    float *sums;                // partial sums of columns
-    float *dqkv;                // (B, T, 3C)
-    uint16_t *half[2];          // (B, T, 4C or V) in bf16: the two sides of a product
+    char *memory;               // one allocation: what follows, and behind it gpt_arrays
+    size_t nbytes;
+    uint8_t *inputs, *targets; // (B, T)
+    double *loss;              // (1), mean of the rows
+    char *arrays;
 } gpt_cuda;
 
 static inline void gpt_cuda_check(gpt_cuda *gpu, cudaError_t error, const char *what) {
@@ -53,121 +64,150 @@ static inline void gpt_cuda_check(gpt_cuda *gpu, cudaError_t error, const char *
 
 #ifdef FSDP_CUDA_EMULATION
 #define GPT_DEVICE static inline
+#define GPT_SHARED static inline // host and device
 #define GPT_RUN    inline
-enum { GPT_THREADS = 1 };
-GPT_DEVICE int gpt_thread() { return 0; }
+enum { GPT_LANES = 1 };
+GPT_DEVICE int gpt_lane() { return 0; }
 
-template <class Kernel> static void gpt_kernel(const void *kernel, unsigned block) {
-    ((const Kernel *)kernel)->run((int)block);
+template <class Kernel> static void gpt_kernel(const void *kernel, unsigned warp) {
+    ((const Kernel *)kernel)->run(warp);
 }
 #else
 #define GPT_DEVICE static __device__ __forceinline__
+#define GPT_SHARED static __host__ __device__ __forceinline__
 #define GPT_RUN    __device__ __forceinline__
-enum { GPT_THREADS = 256 };
-GPT_DEVICE int gpt_thread() { return (int)threadIdx.x; }
+enum { GPT_LANES = 32, GPT_WARPS = 8 }; // of a warp, of a block of threads
+GPT_DEVICE int gpt_lane() { return (int)(threadIdx.x % GPT_LANES); }
 
-template <class Kernel> static __global__ void gpt_kernel(const Kernel kernel) {
-    kernel.run((int)blockIdx.x);
+template <class Kernel>
+static __global__ void __launch_bounds__(GPT_LANES *GPT_WARPS)
+    gpt_kernel(const Kernel kernel, int64_t warps) {
+    const int64_t warp = (int64_t)blockIdx.x * GPT_WARPS + threadIdx.x / GPT_LANES;
+    if (warp < warps) kernel.run(warp);
 }
 #endif
 
-template <class Kernel>
-static void gpt_launch(gpt_cuda *gpu, int64_t blocks, const Kernel &kernel) {
-    if (blocks > INT32_MAX) gpt_cuda_check(gpu, cudaErrorInvalidConfiguration, "a kernel");
-    if (blocks == 0 || gpu->error) return;
+template <class Kernel> static void gpt_launch(gpt_cuda *gpu, int64_t warps, const Kernel &kernel) {
+    if (warps > INT32_MAX) gpt_cuda_check(gpu, cudaErrorInvalidConfiguration, "a kernel");
+    if (warps == 0 || gpu->error) return;
 #ifdef FSDP_CUDA_EMULATION
     gpt_cuda_check(
         gpu,
-        fsdp_stub_launch(gpt_kernel<Kernel>, &kernel, sizeof kernel, (unsigned)blocks, gpu->stream),
+        fsdp_stub_launch(gpt_kernel<Kernel>, &kernel, sizeof kernel, (unsigned)warps, gpu->stream),
         "a kernel");
 #else
-    gpt_kernel<Kernel><<<(unsigned)blocks, GPT_THREADS, 0, gpu->stream>>>(kernel);
+    const unsigned blocks = (unsigned)((warps + GPT_WARPS - 1) / GPT_WARPS);
+    gpt_kernel<Kernel><<<blocks, GPT_LANES * GPT_WARPS, 0, gpu->stream>>>(kernel, warps);
     gpt_cuda_check(gpu, cudaGetLastError(), "a kernel");
 #endif
 }
 
-// Elements of an array, or columns of a matrix, that one block of threads does.
-enum { GPT_CHUNK = 1024, GPT_COLUMNS = 256, GPT_SUM_ROWS = 64 };
-
 static inline int64_t gpt_pieces(int64_t count, int size) { return (count + size - 1) / size; }
 
-GPT_DEVICE int64_t gpt_end(int64_t begin, int size, int64_t count) {
-    return begin + size < count ? begin + size : count;
-}
-
-struct gpt_sum_of {
-    template <class T> static GPT_RUN T join(T a, T b) { return a + b; }
-};
-struct gpt_max_of {
-    template <class T> static GPT_RUN T join(T a, T b) { return a > b ? a : b; }
-};
-
-// x of all threads of the block, joined: the same in every thread. All of them call it.
-template <class How, class T> GPT_DEVICE T gpt_join(T x) {
+// x of all lanes, joined: the same in every lane. All of them call it.
+template <class X> GPT_DEVICE X gpt_join_sum(X x) {
 #ifndef FSDP_CUDA_EMULATION
-    __shared__ T warps[GPT_THREADS / 32];
-    for (int apart = 16; apart > 0; apart /= 2) {
-        x = How::join(x, __shfl_xor_sync(0xffffffffu, x, apart));
-    }
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = warps[0];
-    for (int w = 1; w < GPT_THREADS / 32; w++) x = How::join(x, warps[w]);
-    __syncthreads(); // before the next call writes
+    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
 #endif
     return x;
 }
 
-GPT_DEVICE uint32_t gpt_word(float x) {
-    uint32_t word;
-    memcpy(&word, &x, sizeof word);
-    return word;
-}
+GPT_DEVICE float gpt_larger(float a, float b) { return a > b ? a : b; }
 
-// To the nearest bf16, ties to even; a NaN stays one.
-GPT_DEVICE uint16_t gpt_narrow(float x) {
-    const uint32_t word = gpt_word(x);
-    if ((word & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(word >> 16 | 0x40u);
-    return (uint16_t)((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
-}
-
-// Element i of a parameter.
-GPT_DEVICE float gpt_get(const void *w, int64_t i, int bf16) {
-    if (!bf16) return ((const float *)w)[i];
-    const uint32_t word = (uint32_t)((const uint16_t *)w)[i] << 16;
-    float x;
-    memcpy(&x, &word, sizeof x);
+GPT_DEVICE float gpt_join_max(float x) {
+#ifndef FSDP_CUDA_EMULATION
+    for (int apart = 16; apart > 0; apart /= 2) {
+        x = gpt_larger(x, __shfl_xor_sync(0xffffffffu, x, apart));
+    }
+#endif
     return x;
 }
 
-// Element i of a gradient = x
-GPT_DEVICE void gpt_put(void *g, int64_t i, float x, int bf16) {
-    if (bf16) ((uint16_t *)g)[i] = gpt_narrow(x);
-    else ((float *)g)[i] = x;
+/* ---- numbers, eight at a time ---------------------------------------------------------------- */
+
+GPT_DEVICE float gpt_wide(float x) { return x; }
+
+GPT_DEVICE float gpt_wide(gpt_bf16 x) {
+    const uint32_t word = (uint32_t)x.bits << 16;
+    float wide;
+    memcpy(&wide, &word, sizeof wide);
+    return wide;
+}
+
+GPT_DEVICE void gpt_set(float *to, float x) { *to = x; }
+
+// To the nearest bf16, ties to even; a NaN stays one.
+GPT_DEVICE void gpt_set(gpt_bf16 *to, float x) {
+#ifdef FSDP_CUDA_EMULATION
+    uint32_t word;
+    memcpy(&word, &x, sizeof word);
+    const int is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    to->bits = (uint16_t)(is_nan ? word >> 16 | 0x40u : (word + 0x7fffu + (word >> 16 & 1u)) >> 16);
+#else
+    to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); // one instruction
+#endif
+}
+
+// What a lane has in registers: 16 bytes of bf16, or twice 16 of f32.
+enum { GPT_8 = 8, GPT_STRIDE = GPT_8 * GPT_LANES };
+
+struct gpt_8 {
+    float at[GPT_8];
+};
+
+// Where loads and stores of 16 bytes may be used: with every size that a GPU is good at. Odd sizes
+// take the same code, one number after the other.
+template <class E> GPT_DEVICE bool gpt_is_whole(const E *row, int i, int end) {
+    return i + GPT_8 <= end && (uintptr_t)(row + i) % 16 == 0;
+}
+
+// Elements i to i+7 of a row that ends before `end`: zeros behind it.
+template <class E> GPT_DEVICE gpt_8 gpt_load(const E *row, int i, int end) {
+    E raw[GPT_8];
+    gpt_8 x;
+    if (gpt_is_whole(row, i, end)) {
+        memcpy(raw, __builtin_assume_aligned(row + i, 16), sizeof raw);
+    } else {
+        for (int k = 0; k < GPT_8; k++) gpt_set(&raw[k], i + k < end ? gpt_wide(row[i + k]) : 0.0f);
+    }
+    for (int k = 0; k < GPT_8; k++) x.at[k] = gpt_wide(raw[k]);
+    return x;
+}
+
+template <class E> GPT_DEVICE void gpt_store(E *row, int i, int end, const gpt_8 &x) {
+    E raw[GPT_8];
+    for (int k = 0; k < GPT_8; k++) gpt_set(&raw[k], x.at[k]);
+    if (gpt_is_whole(row, i, end)) {
+        memcpy(__builtin_assume_aligned(row + i, 16), raw, sizeof raw);
+    } else {
+        for (int k = 0; k < GPT_8 && i + k < end; k++) row[i + k] = raw[k];
+    }
+}
+
+GPT_DEVICE gpt_8 gpt_add(gpt_8 a, const gpt_8 &b) {
+    for (int k = 0; k < GPT_8; k++) a.at[k] += b.at[k];
+    return a;
 }
 
 /* ---- matrix product -------------------------------------------------------------------------- */
 
 typedef struct {
-    void *data;       // f32, or bf16
-    int bf16;         // of a parameter, its gradient, or what is multiplied with one
+    void *data;
+    cudaDataType type;
     int row;          // elements from one row to the next
     long long matrix; // and from one matrix of a batch to the next
 } gpt_operand;
 
-static inline gpt_operand gpt_matrix(const void *data, int row, int bf16) {
-    gpt_operand x;
-    x.data = const_cast<void *>(data);
-    x.bf16 = bf16;
-    x.row = row;
-    x.matrix = 0;
-    return x;
-}
+static inline cudaDataType gpt_type_of(const float *) { return CUDA_R_32F; }
+static inline cudaDataType gpt_type_of(const gpt_bf16 *) { return CUDA_R_16BF; }
 
-// Matrices of f32 that follow each other without gaps.
-static inline gpt_operand gpt_matrices(const float *data, int rows, int row) {
-    gpt_operand x = gpt_matrix(data, row, 0);
-    x.matrix = (long long)rows * row;
+template <class E>
+static inline gpt_operand gpt_matrix(const E *data, int row, long long matrix = 0) {
+    gpt_operand x;
+    x.data = const_cast<E *>(data);
+    x.type = gpt_type_of(data);
+    x.row = row;
+    x.matrix = matrix;
     return x;
 }
 
@@ -179,429 +219,511 @@ static void gpt_cuda_matmul(gpt_cuda *gpu, int flags, int m, int n, int k, gpt_o
     if (gpu->error) return;
     const cublasStatus_t status = cublasGemmStridedBatchedEx(
         gpu->blas, flags & GPT_TRANS_B ? CUBLAS_OP_T : CUBLAS_OP_N,
-        flags & GPT_TRANS_A ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b.data,
-        b.bf16 ? CUDA_R_16BF : CUDA_R_32F, b.row, b.matrix, a.data,
-        a.bf16 ? CUDA_R_16BF : CUDA_R_32F, a.row, a.matrix, &keep, c.data,
-        c.bf16 ? CUDA_R_16BF : CUDA_R_32F, c.row, c.matrix, count, CUBLAS_COMPUTE_32F,
-        CUBLAS_GEMM_DEFAULT);
+        flags & GPT_TRANS_A ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b.data, b.type, b.row,
+        b.matrix, a.data, a.type, a.row, a.matrix, &keep, c.data, c.type, c.row, c.matrix, count,
+        gpu->compute, CUBLAS_GEMM_DEFAULT);
     if (status == CUBLAS_STATUS_SUCCESS) return;
     gpu->failed = "cuBLAS";
     gpu->error = cublasGetStatusString(status);
 }
 
-struct gpt_to_half {
-    uint16_t *out;
-    const float *x;
-    int64_t count;
-    GPT_RUN void run(int block) const {
-        const int64_t begin = (int64_t)block * GPT_CHUNK, end = gpt_end(begin, GPT_CHUNK, count);
-        for (int64_t i = begin + gpt_thread(); i < end; i += GPT_THREADS) out[i] = gpt_narrow(x[i]);
-    }
-};
+/* out(BT, OC) = x(BT, IC) * w(OC, IC)^T. Whoever uses it adds the bias. */
+template <class E, class Out>
+static void gpt_product_forward(gpt_cuda *gpu, Out *out, const E *x, const E *w, int BT, int IC,
+                                int OC) {
+    gpt_cuda_matmul(gpu, GPT_TRANS_B, BT, OC, IC, gpt_matrix(x, IC), gpt_matrix(w, IC),
+                    gpt_matrix(out, OC), 1);
+}
 
-// x(rows, cols) as it is multiplied with a parameter: in bf16 if those are. side: 0 or 1, which of
-// the two places it gets until the next one comes.
-static gpt_operand gpt_beside_param(gpt_cuda *gpu, const float *x, int rows, int cols, int side) {
-    if (!gpu->bf16) return gpt_matrix(x, cols, 0);
-    const gpt_to_half kernel = {gpu->half[side], x, (int64_t)rows * cols};
-    gpt_launch(gpu, gpt_pieces(kernel.count, GPT_CHUNK), kernel);
-    return gpt_matrix(gpu->half[side], cols, 1);
+/* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) = dout^T * x */
+template <class E>
+static void gpt_product_backward(gpt_cuda *gpu, E *dx, E *dw, const E *dout, const E *x, const E *w,
+                                 int BT, int IC, int OC) {
+    gpt_cuda_matmul(gpu, 0, BT, IC, OC, gpt_matrix(dout, OC), gpt_matrix(w, IC), gpt_matrix(dx, IC),
+                    1);
+    gpt_cuda_matmul(gpu, GPT_TRANS_A, OC, IC, BT, gpt_matrix(dout, OC), gpt_matrix(x, IC),
+                    gpt_matrix(dw, IC), 1);
 }
 
 /* ---- sums of columns ------------------------------------------------------------------------- */
 
-// Of d(rows, cols), and with x also of d * (x - mean) * rstd: first of 64 rows at a time.
-struct gpt_sum_some {
-    float *sums; // (2, groups of rows, cols)
-    const float *d, *x, *mean, *rstd;
+// Gradients of biases and norms are sums over all rows: first of 16 rows each, where a lane has
+// eight columns and a warp 256, then of these groups. 16: so that there are warps enough.
+enum { GPT_SUM_ROWS = 16, GPT_SUM_COLUMNS = 256 };
+
+// Which part of a matrix a warp has.
+struct gpt_tile_of {
+    int group, top, bottom, left, right;
+    GPT_RUN gpt_tile_of(int64_t warp, int rows, int cols) {
+        const int wide = (cols + GPT_SUM_COLUMNS - 1) / GPT_SUM_COLUMNS;
+        group = (int)(warp / wide);
+        top = group * GPT_SUM_ROWS;
+        bottom = top + GPT_SUM_ROWS < rows ? top + GPT_SUM_ROWS : rows;
+        left = (int)(warp % wide) * GPT_SUM_COLUMNS;
+        right = left + GPT_SUM_COLUMNS < cols ? left + GPT_SUM_COLUMNS : cols;
+    }
+};
+
+static inline int64_t gpt_tiles(int rows, int cols) {
+    return gpt_pieces(rows, GPT_SUM_ROWS) * gpt_pieces(cols, GPT_SUM_COLUMNS);
+}
+
+// sums(groups, cols): of d
+template <class E> struct gpt_sum_bias {
+    float *sums;
+    const E *d;
+    int rows, cols;
+    GPT_RUN void run(int64_t warp) const {
+        const gpt_tile_of tile(warp, rows, cols);
+        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
+            gpt_8 sum = {};
+            for (int i = tile.top; i < tile.bottom; i++) {
+                sum = gpt_add(sum, gpt_load(d + (int64_t)i * cols, c, cols));
+            }
+            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
+        }
+    }
+};
+
+// sums(2, groups, cols): of d, and of d times the normed x
+template <class E> struct gpt_sum_norm {
+    float *sums;
+    const E *d;
+    const float *x, *mean, *rstd;
     int rows, cols, groups;
-    GPT_RUN void run(int block) const {
-        const int group = block % groups;
-        const int64_t left = (int64_t)(block / groups) * GPT_COLUMNS;
-        const int64_t top = (int64_t)group * GPT_SUM_ROWS, end = gpt_end(top, GPT_SUM_ROWS, rows);
-        for (int64_t c = left + gpt_thread(); c < gpt_end(left, GPT_COLUMNS, cols);
-             c += GPT_THREADS) {
-            float sum = 0.0f, sum_n = 0.0f;
-            for (int64_t i = top; i < end; i++) {
-                const float di = d[i * cols + c];
-                sum += di;
-                if (x) sum_n += di * ((x[i * cols + c] - mean[i]) * rstd[i]);
+    GPT_RUN void run(int64_t warp) const {
+        const gpt_tile_of tile(warp, rows, cols);
+        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
+            gpt_8 sum = {}, sum_n = {};
+            for (int i = tile.top; i < tile.bottom; i++) {
+                const gpt_8 di = gpt_load(d + (int64_t)i * cols, c, cols);
+                const gpt_8 xi = gpt_load(x + (int64_t)i * cols, c, cols);
+                const float m = mean[i], s = rstd[i];
+                sum = gpt_add(sum, di);
+                for (int k = 0; k < GPT_8; k++) sum_n.at[k] += di.at[k] * ((xi.at[k] - m) * s);
             }
-            sums[(int64_t)group * cols + c] = sum;
-            if (x) sums[((int64_t)groups + group) * cols + c] = sum_n;
+            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
+            gpt_store(sums + ((int64_t)groups + tile.group) * cols, c, cols, sum_n);
         }
     }
 };
 
-// Then of all groups of rows; these are gradients.
-struct gpt_sum_all {
-    void *g, *g_n; // g_n NULL: none
+// g(cols) = sum over the groups of the first sums, g_n(cols) of the second ones; a warp has eight
+// columns of one.
+template <class E> struct gpt_sum_groups {
+    E *g, *g_n;
     const float *sums;
-    int cols, groups, bf16;
-    GPT_RUN void run(int block) const {
-        const int64_t left = (int64_t)block * GPT_COLUMNS, end = gpt_end(left, GPT_COLUMNS, cols);
-        for (int64_t c = left + gpt_thread(); c < end; c += GPT_THREADS) {
-            float sum = 0.0f, sum_n = 0.0f;
-            for (int64_t i = 0; i < groups; i++) {
-                sum += sums[i * cols + c];
-                if (g_n) sum_n += sums[(groups + i) * cols + c];
-            }
-            gpt_put(g, c, sum, bf16);
-            if (g_n) gpt_put(g_n, c, sum_n, bf16);
+    int cols, groups;
+    GPT_RUN void run(int64_t warp) const {
+        const int64_t pieces = (cols + GPT_8 - 1) / GPT_8;
+        const int which = (int)(warp / pieces), c = (int)(warp % pieces) * GPT_8;
+        const float *of = sums + (int64_t)which * groups * cols;
+        gpt_8 sum = {};
+        for (int i = gpt_lane(); i < groups; i += GPT_LANES) {
+            sum = gpt_add(sum, gpt_load(of + (int64_t)i * cols, c, cols));
         }
+        for (int k = 0; k < GPT_8; k++) sum.at[k] = gpt_join_sum(sum.at[k]);
+        if (gpt_lane() == 0) gpt_store(which ? g_n : g, c, cols, sum);
     }
 };
 
-static void gpt_cuda_columns(gpt_cuda *gpu, void *g, void *g_n, const float *d, const float *x,
-                             const float *mean, const float *rstd, int rows, int cols) {
-    const int groups = (int)gpt_pieces(rows, GPT_SUM_ROWS);
-    const int64_t pieces = gpt_pieces(cols, GPT_COLUMNS);
-    const gpt_sum_some some = {gpu->sums, d, x, mean, rstd, rows, cols, groups};
-    const gpt_sum_all all = {g, g_n, gpu->sums, cols, groups, gpu->bf16};
-    gpt_launch(gpu, pieces * groups, some);
-    gpt_launch(gpu, pieces, all);
+/* g(cols) and, unless NULL, g_n(cols) from the sums of groups of `rows` rows */
+template <class E>
+static void gpt_join_groups(gpt_cuda *gpu, E *g, E *g_n, const float *sums, int rows, int cols) {
+    const gpt_sum_groups<E> kernel = {g, g_n, sums, cols, (int)gpt_pieces(rows, GPT_SUM_ROWS)};
+    gpt_launch(gpu, gpt_pieces(cols, GPT_8) * (g_n ? 2 : 1), kernel);
 }
 
-/* ---- matmul with bias ------------------------------------------------------------------------ */
+/* dbias(cols) = columns of d(rows, cols) */
+template <class E>
+static void gpt_bias_backward(gpt_cuda *gpu, float *sums, E *dbias, const E *d, int rows,
+                              int cols) {
+    const gpt_sum_bias<E> some = {sums, d, rows, cols};
+    gpt_launch(gpu, gpt_tiles(rows, cols), some);
+    gpt_join_groups(gpu, dbias, (E *)NULL, sums, rows, cols);
+}
 
-struct gpt_bias {
-    float *out;
-    const void *bias;
-    const float *add; // NULL: none
-    int cols, bf16;
-    GPT_RUN void run(int row) const {
-        const int64_t at = (int64_t)row * cols;
-        for (int c = gpt_thread(); c < cols; c += GPT_THREADS) {
-            out[at + c] = gpt_get(bias, c, bf16) + (add ? add[at + c] : 0.0f);
-        }
+/* ---- residual and layer norm ----------------------------------------------------------------- */
+
+// x = add + branch + bias: the end of a branch
+template <class E> struct gpt_residual {
+    float *x;
+    const float *add;
+    const E *branch, *bias;
+    int C;
+    GPT_RUN gpt_8 part(int64_t row, int c) const {
+        const gpt_8 b = gpt_add(gpt_load(branch + row * C, c, C), gpt_load(bias, c, C));
+        const gpt_8 sum = gpt_add(gpt_load(add + row * C, c, C), b);
+        gpt_store(x + row * C, c, C, sum);
+        return sum;
+    }
+    GPT_RUN void run(int64_t row) const {
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) part(row, c);
     }
 };
 
-/* out(BT, OC) = add + x(BT, IC) * w(OC, IC)^T + bias(OC); add may be NULL */
-static void gpt_cuda_linear_forward(gpt_cuda *gpu, float *out, const float *add, const float *x,
-                                    const void *w, const void *bias, int BT, int IC, int OC) {
-    const gpt_bias kernel = {out, bias, add, OC, gpu->bf16};
-    gpt_launch(gpu, BT, kernel);
-    gpt_cuda_matmul(gpu, GPT_TRANS_B | GPT_ADD, BT, OC, IC, gpt_beside_param(gpu, x, BT, IC, 0),
-                    gpt_matrix(w, IC, gpu->bf16), gpt_matrix(out, OC, 0), 1);
-}
-
-/* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) = dout^T * x */
-static void gpt_cuda_product_backward(gpt_cuda *gpu, float *dx, void *dw, const float *dout,
-                                      const float *x, const void *w, int BT, int IC, int OC) {
-    const gpt_operand d = gpt_beside_param(gpu, dout, BT, OC, 0);
-    const gpt_operand in = gpt_beside_param(gpu, x, BT, IC, 1);
-    gpt_cuda_matmul(gpu, 0, BT, IC, OC, d, gpt_matrix(w, IC, gpu->bf16), gpt_matrix(dx, IC, 0), 1);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A, OC, IC, BT, d, in, gpt_matrix(dw, IC, gpu->bf16), 1);
-}
-
-/* The same, and dbias(OC) = columns of dout */
-static void gpt_cuda_linear_backward(gpt_cuda *gpu, float *dx, void *dw, void *dbias,
-                                     const float *dout, const float *x, const void *w, int BT,
-                                     int IC, int OC) {
-    gpt_cuda_product_backward(gpu, dx, dw, dout, x, w, BT, IC, OC);
-    gpt_cuda_columns(gpu, dbias, NULL, dout, NULL, NULL, NULL, BT, OC);
-}
-
-/* ---- layer norm ------------------------------------------------------------------------------ */
-
-struct gpt_norm_rows {
-    float *out, *mean, *rstd;
+// The norm of the rows of x; if there is a branch, x is made of it first.
+template <class E> struct gpt_norm_rows {
+    E *out;
+    float *mean, *rstd;
     const float *x;
-    const void *w, *b;
-    int C, bf16;
-    GPT_RUN void run(int row) const {
-        const float *xi = x + (int64_t)row * C;
-        float *oi = out + (int64_t)row * C;
+    const E *w, *b;
+    int C;
+    gpt_residual<E> residual; // its x is x; x NULL: none
+    GPT_RUN void run(int64_t row) const {
+        const float *xi = x + row * C;
         float sum = 0.0f, squares = 0.0f;
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) sum += xi[c];
-        const float m = gpt_join<gpt_sum_of>(sum) / (float)C;
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) squares += (xi[c] - m) * (xi[c] - m);
-        const float s = 1.0f / sqrtf(gpt_join<gpt_sum_of>(squares) / (float)C + GPT_LN_EPS);
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
-            oi[c] = (xi[c] - m) * s * gpt_get(w, c, bf16) + gpt_get(b, c, bf16);
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            const gpt_8 v = residual.x ? residual.part(row, c) : gpt_load(xi, c, C);
+            for (int k = 0; k < GPT_8; k++) sum += v.at[k];
         }
-        if (gpt_thread() == 0) mean[row] = m, rstd[row] = s;
+        const float m = gpt_join_sum(sum) / (float)C;
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            const gpt_8 v = gpt_load(xi, c, C);
+            for (int k = 0; k < GPT_8; k++) {
+                if (c + k < C) squares += (v.at[k] - m) * (v.at[k] - m);
+            }
+        }
+        const float s = 1.0f / sqrtf(gpt_join_sum(squares) / (float)C + GPT_LN_EPS);
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            const gpt_8 wc = gpt_load(w, c, C), bc = gpt_load(b, c, C);
+            gpt_8 v = gpt_load(xi, c, C);
+            for (int k = 0; k < GPT_8; k++) v.at[k] = (v.at[k] - m) * s * wc.at[k] + bc.at[k];
+            gpt_store(out + row * C, c, C, v);
+        }
+        if (gpt_lane() == 0) mean[row] = m, rstd[row] = s;
     }
 };
 
-struct gpt_norm_rows_backward {
-    float *dx;
-    const float *dout, *x, *mean, *rstd;
-    const void *w;
-    int add, C, bf16;
-    GPT_RUN void run(int row) const {
-        const float *doi = dout + (int64_t)row * C, *xi = x + (int64_t)row * C;
-        float *dxi = dx + (int64_t)row * C;
+template <class E> struct gpt_norm_rows_backward {
+    E *dx;
+    const E *dout;
+    const float *x, *mean, *rstd;
+    const E *w;
+    int add, C;
+    GPT_RUN void run(int64_t row) const {
+        const E *doi = dout + row * C;
+        const float *xi = x + row * C;
+        E *dxi = dx + row * C;
         const float m = mean[row], s = rstd[row];
         float sum_g = 0.0f, sum_gn = 0.0f; // as in gpt.h
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
-            const float g = doi[c] * gpt_get(w, c, bf16);
-            sum_g += g;
-            sum_gn += g * ((xi[c] - m) * s);
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            const gpt_8 d = gpt_load(doi, c, C), wc = gpt_load(w, c, C), v = gpt_load(xi, c, C);
+            for (int k = 0; k < GPT_8; k++) {
+                const float g = d.at[k] * wc.at[k];
+                sum_g += g;
+                sum_gn += g * ((v.at[k] - m) * s);
+            }
         }
-        const float mean_g = gpt_join<gpt_sum_of>(sum_g) / (float)C;
-        const float mean_gn = gpt_join<gpt_sum_of>(sum_gn) / (float)C;
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
-            const float g = doi[c] * gpt_get(w, c, bf16);
-            const float d = s * (g - mean_g - (xi[c] - m) * s * mean_gn);
-            dxi[c] = add ? dxi[c] + d : d;
+        const float mean_g = gpt_join_sum(sum_g) / (float)C;
+        const float mean_gn = gpt_join_sum(sum_gn) / (float)C;
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            const gpt_8 d = gpt_load(doi, c, C), wc = gpt_load(w, c, C), v = gpt_load(xi, c, C);
+            gpt_8 sum = {};
+            if (add) sum = gpt_load(dxi, c, C);
+            for (int k = 0; k < GPT_8; k++) {
+                sum.at[k] += s * (d.at[k] * wc.at[k] - mean_g - (v.at[k] - m) * s * mean_gn);
+            }
+            gpt_store(dxi, c, C, sum);
         }
     }
 };
-
-static void gpt_cuda_layernorm_forward(gpt_cuda *gpu, float *out, float *mean, float *rstd,
-                                       const float *x, const void *w, const void *b, int BT,
-                                       int C) {
-    const gpt_norm_rows kernel = {out, mean, rstd, x, w, b, C, gpu->bf16};
-    gpt_launch(gpu, BT, kernel);
-}
 
 /* dx(BT, C) = or += the gradient; dw(C) and db(C) = */
-static void gpt_cuda_layernorm_backward(gpt_cuda *gpu, float *dx, int add, void *dw, void *db,
-                                        const float *dout, const float *x, const void *w,
-                                        const float *mean, const float *rstd, int BT, int C) {
-    const gpt_norm_rows_backward kernel = {dx, dout, x, mean, rstd, w, add, C, gpu->bf16};
-    gpt_cuda_columns(gpu, db, dw, dout, x, mean, rstd, BT, C);
-    gpt_launch(gpu, BT, kernel);
+template <class E>
+static void gpt_norm_backward(gpt_cuda *gpu, float *sums, E *dx, int add, E *dw, E *db,
+                              const E *dout, const float *x, const E *w, const float *mean,
+                              const float *rstd, int BT, int C) {
+    const int groups = (int)gpt_pieces(BT, GPT_SUM_ROWS);
+    const gpt_sum_norm<E> some = {sums, dout, x, mean, rstd, BT, C, groups};
+    const gpt_norm_rows_backward<E> rows = {dx, dout, x, mean, rstd, w, add, C};
+    gpt_launch(gpu, gpt_tiles(BT, C), some);
+    gpt_join_groups(gpu, db, dw, sums, BT, C);
+    gpt_launch(gpu, BT, rows);
 }
 
-/* ---- GELU ------------------------------------------------------------------------------------ */
+/* ---- bias and GELU --------------------------------------------------------------------------- */
 
-struct gpt_gelu {
-    float *out;
-    const float *x;
-    int64_t count;
-    int backward; // out: gradient of the output, becomes that of the input
-    GPT_RUN void run(int block) const {
-        const int64_t begin = (int64_t)block * GPT_CHUNK, end = gpt_end(begin, GPT_CHUNK, count);
-        for (int64_t i = begin + gpt_thread(); i < end; i += GPT_THREADS) {
-            const float v = x[i];
-            const float s = 1.0f / (1.0f + expf(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
-            const float slope = GPT_GELU_A * (1.0f + 3.0f * GPT_GELU_B * v * v);
-            if (backward) out[i] *= s + v * s * (1.0f - s) * slope;
-            else out[i] = v * s;
+// out = gelu(fc + bias). The sum is not stored: the backward adds once more.
+template <class E> struct gpt_gelu {
+    E *out;
+    const E *fc, *bias;
+    int cols;
+    GPT_RUN void run(int64_t row) const {
+        for (int c = GPT_8 * gpt_lane(); c < cols; c += GPT_STRIDE) {
+            gpt_8 x = gpt_add(gpt_load(fc + row * cols, c, cols), gpt_load(bias, c, cols));
+            for (int k = 0; k < GPT_8; k++) {
+                const float v = x.at[k];
+                x.at[k] = v / (1.0f + expf(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
+            }
+            gpt_store(out + row * cols, c, cols, x);
         }
     }
 };
 
-static void gpt_cuda_gelu(gpt_cuda *gpu, float *out, const float *x, int64_t count, int backward) {
-    const gpt_gelu kernel = {out, x, count, backward};
-    gpt_launch(gpu, gpt_pieces(count, GPT_CHUNK), kernel);
-}
+// d: gradient of the output, becomes that of the input; its columns are summed on the way.
+template <class E> struct gpt_gelu_slope {
+    E *d;
+    float *sums;
+    const E *fc, *bias;
+    int rows, cols;
+    GPT_RUN void run(int64_t warp) const {
+        const gpt_tile_of tile(warp, rows, cols);
+        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
+            const gpt_8 b = gpt_load(bias, c, cols);
+            gpt_8 sum = {};
+            for (int i = tile.top; i < tile.bottom; i++) {
+                const gpt_8 x = gpt_add(gpt_load(fc + (int64_t)i * cols, c, cols), b);
+                gpt_8 di = gpt_load(d + (int64_t)i * cols, c, cols);
+                for (int k = 0; k < GPT_8; k++) {
+                    const float v = x.at[k];
+                    const float s = 1.0f /
+                                    (1.0f + expf(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
+                    const float slope = GPT_GELU_A * (1.0f + 3.0f * GPT_GELU_B * v * v);
+                    di.at[k] *= s + v * s * (1.0f - s) * slope;
+                }
+                sum = gpt_add(sum, di);
+                gpt_store(d + (int64_t)i * cols, c, cols, di);
+            }
+            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
+        }
+    }
+};
 
 /* ---- causal self-attention ------------------------------------------------------------------- */
 
-// rows(B, T, parts, H, S) <-> heads(parts, B, H, T, S)
-struct gpt_heads {
-    float *rows, *heads;
+// Two arrays differ from gpt.h: qkv of a block is kept as (3, B, H, T, S), so that all heads are
+// one batched product, and datt is (B, H, T, T).
+//
+// Scores of the future are not needed. As in gpt.h, positions are computed in spans: those of a
+// span look at the columns up to its end, and what is right of them is neither written nor read.
+// With a context of 1,024 that leaves out 3/8 of the bytes and of the arithmetic.
+enum { GPT_SPAN = 256 };
+
+// Where the columns of position t end.
+GPT_SHARED int gpt_span_end(int t, int T) {
+    const int end = (t / GPT_SPAN + 1) * GPT_SPAN;
+    return end < T ? end : T;
+}
+
+// rows(B, T, parts, H, S) <-> heads(parts, B, H, T, S); to heads with the bias, if there is one
+template <class E> struct gpt_heads {
+    E *rows, *heads;
+    const E *bias;               // (parts, H, S)
     int B, T, H, S, parts, join; // join: from heads to rows
-    GPT_RUN void run(int row) const {
-        const int C = H * S, b = row / T, t = row % T;
-        for (int i = gpt_thread(); i < parts * C; i += GPT_THREADS) {
-            const int part = i / C, h = i % C / S, s = i % S;
-            const int64_t head = ((int64_t)part * B + b) * H + h;
-            float *in_heads = heads + (head * T + t) * S + s;
-            float *in_row = rows + (int64_t)row * parts * C + i;
-            if (join) *in_row = *in_heads;
-            else *in_heads = *in_row;
+    GPT_RUN void run(int64_t row) const {
+        const int C = H * S, t = (int)(row % T), pieces = (S + GPT_8 - 1) / GPT_8;
+        for (int i = gpt_lane(); i < parts * H * pieces; i += GPT_LANES) {
+            const int part = i / pieces / H, h = i / pieces % H, s = i % pieces * GPT_8;
+            const int64_t head = ((int64_t)part * B + row / T) * H + h;
+            E *in_heads = heads + (head * T + t) * S,
+              *in_row = rows + row * parts * C + i / pieces * S;
+            gpt_8 x = gpt_load(join ? in_heads : in_row, s, S);
+            if (bias) x = gpt_add(x, gpt_load(bias + i / pieces * S, s, S));
+            gpt_store(join ? in_row : in_heads, s, S, x);
         }
     }
 };
 
-// Scores (T, T) of every head become probabilities; zero in the future.
-struct gpt_softmax {
-    float *att;
+// Scores of a row become probabilities; zero in the future of its span. The largest score and the
+// sum of the exponentials are found in one pass: the sum follows when a larger score comes.
+template <class E> struct gpt_softmax {
+    E *att;
     int T;
     float scale;
-    GPT_RUN void run(int row) const {
-        float *p = att + (int64_t)row * T;
-        const int seen = row % T + 1;
-        float max = p[0], sum = 0.0f;
-        for (int j = gpt_thread(); j < seen; j += GPT_THREADS) max = gpt_max_of::join(max, p[j]);
-        max = gpt_join<gpt_max_of>(max);
-        for (int j = gpt_thread(); j < seen; j += GPT_THREADS) sum += expf((p[j] - max) * scale);
-        const float norm = 1.0f / gpt_join<gpt_sum_of>(sum);
-        for (int j = gpt_thread(); j < T; j += GPT_THREADS) {
-            p[j] = j < seen ? expf((p[j] - max) * scale) * norm : 0.0f;
+    GPT_RUN void run(int64_t row) const {
+        E *p = att + row * T;
+        const int t = (int)(row % T), seen = t + 1, end = gpt_span_end(t, T);
+        float max = gpt_wide(p[0]), sum = 0.0f;
+        for (int j = GPT_8 * gpt_lane(); j < seen; j += GPT_STRIDE) {
+            const gpt_8 x = gpt_load(p, j, end);
+            const float before = max;
+            for (int k = 0; k < GPT_8; k++) {
+                if (j + k < seen) max = gpt_larger(max, x.at[k]);
+            }
+            sum *= expf((before - max) * scale);
+            for (int k = 0; k < GPT_8; k++) {
+                if (j + k < seen) sum += expf((x.at[k] - max) * scale);
+            }
+        }
+        const float top = gpt_join_max(max);
+        const float norm = 1.0f / gpt_join_sum(sum * expf((max - top) * scale));
+        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
+            gpt_8 x = gpt_load(p, j, end);
+            for (int k = 0; k < GPT_8; k++) {
+                x.at[k] = j + k < seen ? expf((x.at[k] - top) * scale) * norm : 0.0f;
+            }
+            gpt_store(p, j, end, x);
         }
     }
 };
 
-// Gradients of probabilities become those of the unscaled scores; zero in the future.
-struct gpt_softmax_backward {
-    float *datt;
-    const float *att;
+// Gradients of probabilities become those of the unscaled scores: zero where a probability is.
+template <class E> struct gpt_softmax_backward {
+    E *datt;
+    const E *att;
     int T;
     float scale;
-    GPT_RUN void run(int row) const {
-        float *d = datt + (int64_t)row * T;
-        const float *p = att + (int64_t)row * T;
-        const int seen = row % T + 1;
+    GPT_RUN void run(int64_t row) const {
+        E *d = datt + row * T;
+        const E *p = att + row * T;
+        const int end = gpt_span_end((int)(row % T), T);
         float sum = 0.0f;
-        for (int j = gpt_thread(); j < seen; j += GPT_THREADS) sum += p[j] * d[j];
-        const float mean = gpt_join<gpt_sum_of>(sum);
-        for (int j = gpt_thread(); j < T; j += GPT_THREADS) {
-            d[j] = j < seen ? p[j] * (d[j] - mean) * scale : 0.0f;
+        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
+            const gpt_8 pj = gpt_load(p, j, end), dj = gpt_load(d, j, end);
+            for (int k = 0; k < GPT_8; k++) sum += pj.at[k] * dj.at[k];
+        }
+        const float mean = gpt_join_sum(sum);
+        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
+            const gpt_8 pj = gpt_load(p, j, end);
+            gpt_8 dj = gpt_load(d, j, end);
+            for (int k = 0; k < GPT_8; k++) dj.at[k] = pj.at[k] * (dj.at[k] - mean) * scale;
+            gpt_store(d, j, end, dj);
         }
     }
 };
 
-static void gpt_cuda_heads(gpt_cuda *gpu, const gpt_config *cfg, float *rows, float *heads,
+template <class E>
+static void gpt_move_heads(gpt_cuda *gpu, const gpt_config *cfg, E *rows, E *heads, const E *bias,
                            int parts, int join) {
     const int B = cfg->batch, T = cfg->context, H = cfg->heads, S = cfg->channels / H;
-    const gpt_heads kernel = {rows, heads, B, T, H, S, parts, join};
+    const gpt_heads<E> kernel = {rows, heads, bias, B, T, H, S, parts, join};
     gpt_launch(gpu, (int64_t)B * T, kernel);
 }
 
-/* out(B, T, C) from qkv(3, B, H, T, S); att(B, H, T, T) keeps the probabilities;
-   y(B, T, C): room */
-static void gpt_cuda_attention_forward(gpt_cuda *gpu, const gpt_config *cfg, float *out, float *att,
-                                       const float *qkv, float *y) {
-    const int B = cfg->batch, T = cfg->context, C = cfg->channels, H = cfg->heads, S = C / H;
-    const float *q = qkv, *k = q + (int64_t)B * T * C, *v = k + (int64_t)B * T * C;
-    const gpt_operand p = gpt_matrices(att, T, T);
-    const gpt_softmax softmax = {att, T, 1.0f / sqrtf((float)S)};
-    gpt_cuda_matmul(gpu, GPT_TRANS_B, T, T, S, gpt_matrices(q, T, S), gpt_matrices(k, T, S), p,
-                    B * H);
-    gpt_launch(gpu, (int64_t)B * H * T, softmax);
-    gpt_cuda_matmul(gpu, 0, T, S, T, p, gpt_matrices(v, T, S), gpt_matrices(y, T, S), B * H);
-    gpt_cuda_heads(gpu, cfg, out, y, 1, 1);
+/* y(B, H, T, S) from qkv(3, B, H, T, S); att(B, H, T, T) keeps the probabilities */
+template <class E>
+static void gpt_attention_forward_on(gpt_cuda *gpu, const gpt_config *cfg, E *y, E *att,
+                                     const E *qkv) {
+    const int T = cfg->context, S = cfg->channels / cfg->heads, BH = cfg->batch * cfg->heads;
+    const long long TS = (long long)T * S, TT = (long long)T * T; // of a head
+    const E *q = qkv, *k = q + BH * TS, *v = k + BH * TS;
+    const gpt_softmax<E> softmax = {att, T, 1.0f / sqrtf((float)S)};
+    for (int t = 0; t < T; t += GPT_SPAN) {
+        const int end = gpt_span_end(t, T), rows = end - t;
+        gpt_cuda_matmul(gpu, GPT_TRANS_B, rows, end, S, gpt_matrix(q + (long long)t * S, S, TS),
+                        gpt_matrix(k, S, TS), gpt_matrix(att + (long long)t * T, T, TT), BH);
+    }
+    gpt_launch(gpu, (int64_t)BH * T, softmax);
+    for (int t = 0; t < T; t += GPT_SPAN) {
+        const int end = gpt_span_end(t, T), rows = end - t;
+        gpt_cuda_matmul(gpu, 0, rows, S, end, gpt_matrix(att + (long long)t * T, T, TT),
+                        gpt_matrix(v, S, TS), gpt_matrix(y + (long long)t * S, S, TS), BH);
+    }
 }
 
-/* dqkv(3, B, H, T, S) from dout(B, T, C); datt(B, H, T, T) and dy(B, T, C): room */
-static void gpt_cuda_attention_backward(gpt_cuda *gpu, const gpt_config *cfg, float *dqkv,
-                                        float *datt, float *dout, const float *qkv,
-                                        const float *att, float *dy) {
-    const int B = cfg->batch, T = cfg->context, C = cfg->channels, H = cfg->heads, S = C / H;
-    const int64_t BTC = (int64_t)B * T * C;
-    const gpt_operand q = gpt_matrices(qkv, T, S), k = gpt_matrices(qkv + BTC, T, S);
-    const gpt_operand v = gpt_matrices(qkv + 2 * BTC, T, S), dq = gpt_matrices(dqkv, T, S);
-    const gpt_operand dk = gpt_matrices(dqkv + BTC, T, S), dv = gpt_matrices(dqkv + 2 * BTC, T, S);
-    const gpt_operand p = gpt_matrices(att, T, T), dp = gpt_matrices(datt, T, T);
-    const gpt_operand d = gpt_matrices(dy, T, S);
-    const gpt_softmax_backward softmax = {datt, att, T, 1.0f / sqrtf((float)S)};
-    gpt_cuda_heads(gpu, cfg, dout, dy, 1, 0);
-    gpt_cuda_matmul(gpu, GPT_TRANS_B, T, T, S, d, v, dp, B * H);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A, T, S, T, p, d, dv, B * H);
-    gpt_launch(gpu, (int64_t)B * H * T, softmax);
-    gpt_cuda_matmul(gpu, 0, T, S, T, dp, k, dq, B * H);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A, T, S, T, dp, q, dk, B * H);
+/* dqkv(3, B, H, T, S) from dy(B, H, T, S); datt(B, H, T, T): room. A span of rows has all that its
+   queries need; a span of columns, from its own rows down, what its keys and values need. */
+template <class E>
+static void gpt_attention_backward_on(gpt_cuda *gpu, const gpt_config *cfg, E *dqkv, E *datt,
+                                      const E *dy, const E *qkv, const E *att) {
+    const int T = cfg->context, S = cfg->channels / cfg->heads, BH = cfg->batch * cfg->heads;
+    const long long TS = (long long)T * S, TT = (long long)T * T;
+    const E *q = qkv, *k = q + BH * TS, *v = k + BH * TS;
+    E *dq = dqkv, *dk = dq + BH * TS, *dv = dk + BH * TS;
+    const gpt_softmax_backward<E> softmax = {datt, att, T, 1.0f / sqrtf((float)S)};
+    for (int t = 0; t < T; t += GPT_SPAN) {
+        const int end = gpt_span_end(t, T), rows = end - t;
+        gpt_cuda_matmul(gpu, GPT_TRANS_B, rows, end, S, gpt_matrix(dy + (long long)t * S, S, TS),
+                        gpt_matrix(v, S, TS), gpt_matrix(datt + (long long)t * T, T, TT), BH);
+    }
+    gpt_launch(gpu, (int64_t)BH * T, softmax);
+    for (int t = 0; t < T; t += GPT_SPAN) {
+        const int end = gpt_span_end(t, T), span = end - t, below = T - t;
+        const long long at = (long long)t * S, row = (long long)t * T, corner = row + t;
+        gpt_cuda_matmul(gpu, 0, span, S, end, gpt_matrix(datt + row, T, TT), gpt_matrix(k, S, TS),
+                        gpt_matrix(dq + at, S, TS), BH);
+        gpt_cuda_matmul(gpu, GPT_TRANS_A, span, S, below, gpt_matrix(datt + corner, T, TT),
+                        gpt_matrix(q + at, S, TS), gpt_matrix(dk + at, S, TS), BH);
+        gpt_cuda_matmul(gpu, GPT_TRANS_A, span, S, below, gpt_matrix(att + corner, T, TT),
+                        gpt_matrix(dy + at, S, TS), gpt_matrix(dv + at, S, TS), BH);
+    }
 }
 
-/* ---- one transformer block ------------------------------------------------------------------- */
+/* ---- embedding and loss ---------------------------------------------------------------------- */
 
-/* x_out(B, T, C) from x_in(B, T, C). w: GPT_BLOCK_PARAM_COUNT pointers. acts: for its scratch. */
-static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
-                                   gpt_block_acts *a, gpt_acts *acts, const float *x_in,
-                                   float *x_out) {
-    const int C = cfg->channels, BT = cfg->batch * cfg->context;
-    gpt_cuda_layernorm_forward(gpu, a->ln1, a->ln1_mean, a->ln1_rstd, x_in, w[GPT_LN1W],
-                               w[GPT_LN1B], BT, C);
-    gpt_cuda_linear_forward(gpu, acts->d4, NULL, a->ln1, w[GPT_QKVW], w[GPT_QKVB], BT, C, 3 * C);
-    gpt_cuda_heads(gpu, cfg, acts->d4, a->qkv, 3, 0);
-    gpt_cuda_attention_forward(gpu, cfg, a->atty, a->att, a->qkv, acts->tmp);
-    gpt_cuda_linear_forward(gpu, a->mid, x_in, a->atty, w[GPT_ATTPROJW], w[GPT_ATTPROJB], BT, C, C);
-    gpt_cuda_layernorm_forward(gpu, a->ln2, a->ln2_mean, a->ln2_rstd, a->mid, w[GPT_LN2W],
-                               w[GPT_LN2B], BT, C);
-    gpt_cuda_linear_forward(gpu, a->fc, NULL, a->ln2, w[GPT_FCW], w[GPT_FCB], BT, C, 4 * C);
-    gpt_cuda_gelu(gpu, a->gelu, a->fc, (int64_t)BT * 4 * C, 0);
-    gpt_cuda_linear_forward(gpu, x_out, a->mid, a->gelu, w[GPT_FCPROJW], w[GPT_FCPROJB], BT, 4 * C,
-                            C);
-}
-
-/* acts->dx(B, T, C) holds the gradient of x_out and becomes that of x_in; g[...] = the gradients
-   of w[...] */
-static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
-                                    void *const *g, const gpt_block_acts *a, gpt_acts *acts,
-                                    const float *x_in) {
-    const int C = cfg->channels, BT = cfg->batch * cfg->context;
-    float *dx = acts->dx, *d1 = acts->d1, *d4 = acts->d4;
-    // MLP; dx passes through the residual connection, the branch is added to it
-    gpt_cuda_linear_backward(gpu, d4, g[GPT_FCPROJW], g[GPT_FCPROJB], dx, a->gelu, w[GPT_FCPROJW],
-                             BT, 4 * C, C);
-    gpt_cuda_gelu(gpu, d4, a->fc, (int64_t)BT * 4 * C, 1);
-    gpt_cuda_linear_backward(gpu, d1, g[GPT_FCW], g[GPT_FCB], d4, a->ln2, w[GPT_FCW], BT, C, 4 * C);
-    gpt_cuda_layernorm_backward(gpu, dx, 1, g[GPT_LN2W], g[GPT_LN2B], d1, a->mid, w[GPT_LN2W],
-                                a->ln2_mean, a->ln2_rstd, BT, C);
-    // attention
-    gpt_cuda_linear_backward(gpu, d1, g[GPT_ATTPROJW], g[GPT_ATTPROJB], dx, a->atty,
-                             w[GPT_ATTPROJW], BT, C, C);
-    gpt_cuda_attention_backward(gpu, cfg, d4, acts->datt, d1, a->qkv, a->att, acts->tmp);
-    gpt_cuda_heads(gpu, cfg, gpu->dqkv, d4, 3, 1);
-    gpt_cuda_linear_backward(gpu, d1, g[GPT_QKVW], g[GPT_QKVB], gpu->dqkv, a->ln1, w[GPT_QKVW], BT,
-                             C, 3 * C);
-    gpt_cuda_layernorm_backward(gpu, dx, 1, g[GPT_LN1W], g[GPT_LN1B], d1, x_in, w[GPT_LN1W],
-                                a->ln1_mean, a->ln1_rstd, BT, C);
-}
-
-/* ---- embedding, head and loss ---------------------------------------------------------------- */
-
-struct gpt_embed {
+template <class E> struct gpt_embed {
     float *x;
-    const void *wte, *wpe;
+    const E *wte, *wpe;
     const uint8_t *tokens;
-    int T, C, bf16;
-    GPT_RUN void run(int row) const {
-        const int64_t te = (int64_t)tokens[row] * C, pe = (int64_t)(row % T) * C;
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
-            x[(int64_t)row * C + c] = gpt_get(wte, te + c, bf16) + gpt_get(wpe, pe + c, bf16);
+    int T, C;
+    GPT_RUN void run(int64_t row) const {
+        const E *te = wte + (int64_t)tokens[row] * C, *pe = wpe + row % T * C;
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            gpt_store(x + row * C, c, C, gpt_add(gpt_load(te, c, C), gpt_load(pe, c, C)));
         }
     }
 };
 
-// One block of threads for 256 columns of a token: it finds its rows in their order.
-struct gpt_embed_tokens_backward {
-    void *g;
+// A row of zeros with a one at its token.
+template <class E> struct gpt_one_hot {
+    E *rows;
     const uint8_t *tokens;
-    const float *dx;
-    int BT, C, V, bf16;
-    GPT_RUN void run(int block) const {
-        const int token = block % V;
-        const int64_t left = (int64_t)(block / V) * GPT_COLUMNS;
-        for (int64_t c = left + gpt_thread(); c < gpt_end(left, GPT_COLUMNS, C); c += GPT_THREADS) {
-            float sum = 0.0f;
-            for (int64_t i = 0; i < BT; i++) {
-                if (tokens[i] == token) sum += dx[i * C + c];
+    int V;
+    GPT_RUN void run(int64_t row) const {
+        const int token = tokens[row];
+        for (int v = GPT_8 * gpt_lane(); v < V; v += GPT_STRIDE) {
+            gpt_8 x;
+            for (int k = 0; k < GPT_8; k++) x.at[k] = v + k == token ? 1.0f : 0.0f;
+            gpt_store(rows + row * V, v, V, x);
+        }
+    }
+};
+
+template <class E> struct gpt_positions_backward {
+    E *g;
+    const E *dx;
+    int B, T, C;
+    GPT_RUN void run(int64_t t) const {
+        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
+            gpt_8 sum = {};
+            for (int b = 0; b < B; b++) {
+                sum = gpt_add(sum, gpt_load(dx + ((int64_t)b * T + t) * C, c, C));
             }
-            const int64_t at = (int64_t)token * C + c;
-            gpt_put(g, at, gpt_get(g, at, bf16) + sum, bf16);
+            gpt_store(g + t * C, c, C, sum);
         }
     }
 };
 
-struct gpt_embed_positions_backward {
-    void *g;
-    const float *dx;
-    int B, T, C, bf16;
-    GPT_RUN void run(int t) const {
-        for (int c = gpt_thread(); c < C; c += GPT_THREADS) {
-            float sum = 0.0f;
-            for (int64_t b = 0; b < B; b++) sum += dx[(b * T + t) * C + c];
-            gpt_put(g, (int64_t)t * C + c, sum, bf16);
-        }
-    }
-};
+// Loss of a row, and the gradients of its logits in the mean loss. A token is a byte, so that the
+// registers of a warp have room for the row: it is read once.
+enum { GPT_HELD = 256 / GPT_STRIDE };
 
-// Loss of a row; its logits become gradients of the mean loss.
-struct gpt_cross_entropy {
-    float *logits, *row_loss;
+template <class E> struct gpt_cross_entropy {
+    E *dlogits;
+    float *row_loss;
+    const float *logits;
     const uint8_t *targets;
     int V;
     float share;
-    GPT_RUN void run(int row) const {
-        float *p = logits + (int64_t)row * V;
-        const int target = targets[row];
-        float max = p[0], sum = 0.0f;
-        for (int v = gpt_thread(); v < V; v += GPT_THREADS) max = gpt_max_of::join(max, p[v]);
-        max = gpt_join<gpt_max_of>(max);
-        for (int v = gpt_thread(); v < V; v += GPT_THREADS) sum += expf(p[v] - max);
-        const float logit = p[target] - max; // before the join: after it p is overwritten
-        const float total = gpt_join<gpt_sum_of>(sum);
-        for (int v = gpt_thread(); v < V; v += GPT_THREADS) {
-            p[v] = (expf(p[v] - max) / total - (v == target ? 1.0f : 0.0f)) * share;
+    GPT_RUN void run(int64_t row) const {
+        const float *of = logits + row * V;
+        const int target = targets[row], first = GPT_8 * gpt_lane();
+        gpt_8 p[GPT_HELD];
+        float max = of[target], sum = 0.0f;
+        for (int i = 0; i < GPT_HELD; i++) {
+            const int v = first + i * GPT_STRIDE;
+            p[i] = gpt_load(of, v, V);
+            for (int k = 0; k < GPT_8; k++) {
+                if (v + k < V) max = gpt_larger(max, p[i].at[k]);
+            }
         }
-        if (gpt_thread() == 0) row_loss[row] = logf(total) - logit;
+        max = gpt_join_max(max);
+        for (int i = 0; i < GPT_HELD; i++) {
+            for (int k = 0; k < GPT_8; k++) {
+                p[i].at[k] = expf(p[i].at[k] - max);
+                if (first + i * GPT_STRIDE + k < V) sum += p[i].at[k];
+            }
+        }
+        const float total = gpt_join_sum(sum);
+        for (int i = 0; i < GPT_HELD; i++) {
+            const int v = first + i * GPT_STRIDE;
+            for (int k = 0; k < GPT_8; k++) {
+                p[i].at[k] = (p[i].at[k] / total - (v + k == target ? 1.0f : 0.0f)) * share;
+            }
+            gpt_store(dlogits + row * V, v, V, p[i]);
+        }
+        if (gpt_lane() == 0) row_loss[row] = logf(total) - (of[target] - max);
     }
 };
 
@@ -609,114 +731,326 @@ struct gpt_mean_loss {
     double *loss;
     const float *row_loss;
     int BT;
-    GPT_RUN void run(int) const {
+    GPT_RUN void run(int64_t) const {
         double sum = 0.0;
-        for (int i = gpt_thread(); i < BT; i += GPT_THREADS) sum += (double)row_loss[i];
-        sum = gpt_join<gpt_sum_of>(sum);
-        if (gpt_thread() == 0) *loss = sum / BT;
+        for (int i = GPT_8 * gpt_lane(); i < BT; i += GPT_STRIDE) {
+            const gpt_8 x = gpt_load(row_loss, i, BT);
+            for (int k = 0; k < GPT_8; k++) sum += (double)x.at[k];
+        }
+        sum = gpt_join_sum(sum);
+        if (gpt_lane() == 0) *loss = sum / BT;
     }
 };
 
-/* x(B, T, C) = wte[token] + wpe[position]; of gpu->inputs */
-static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w, float *x) {
-    const gpt_embed kernel = {
-        x, w[GPT_WTE], w[GPT_WPE], gpu->inputs, cfg->context, cfg->channels, gpu->bf16};
+/* ---- arrays ---------------------------------------------------------------------------------- */
+
+// Those of gpt_block_acts have the layers of the model as their first dimension.
+template <class E> struct gpt_arrays {
+    float *x, *mid;                                   // (L+1, B, T, C), (L, B, T, C)
+    float *ln1_mean, *ln1_rstd, *ln2_mean, *ln2_rstd; // (L, B, T)
+    E *ln1, *atty, *ln2;                              // (L, B, T, C)
+    E *qkv;                                           // (L, 3, B, H, T, S)
+    E *att;                                           // (L, B, H, T, T)
+    E *fc, *gelu;                                     // (L, B, T, 4C); fc without the bias
+    float *lnf_mean, *lnf_rstd, *row_loss;            // (B, T)
+    E *lnf;                                           // (B, T, C)
+    float *logits;                                    // (B, T, V)
+    E *dlogits;                                       // (B, T, V)
+    // scratch
+    float *sums; // (2, groups of rows, 4C)
+    E *dx, *d1;  // (B, T, C); dx: gradient of the residual stream
+    E *d3, *d4;  // (B, T, 3C), (B, T, 4C)
+    E *datt;     // (B, H, T, T)
+};
+
+// Takes numel elements, aligned for every access; at NULL: it only counts.
+template <class E> static void gpt_take_array(E **array, char *at, size_t *used, size_t numel) {
+    *array = at ? (E *)(at + *used) : NULL;
+    *used += (numel * sizeof(E) + 255) / 256 * 256;
+}
+
+/* Divides the memory at `at` among the arrays; the bytes. */
+template <class E> static size_t gpt_place(const gpt_config *cfg, char *at, gpt_arrays<E> *a) {
+    const size_t BT = (size_t)cfg->batch * (size_t)cfg->context, C = (size_t)cfg->channels;
+    const size_t L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
+    const size_t scores = BT * (size_t)cfg->heads * (size_t)cfg->context;
+    const size_t groups = (BT + GPT_SUM_ROWS - 1) / GPT_SUM_ROWS;
+    size_t used = 0;
+    gpt_take_array(&a->x, at, &used, (L + 1) * BT * C);
+    gpt_take_array(&a->mid, at, &used, L * BT * C);
+    gpt_take_array(&a->ln1_mean, at, &used, L * BT);
+    gpt_take_array(&a->ln1_rstd, at, &used, L * BT);
+    gpt_take_array(&a->ln2_mean, at, &used, L * BT);
+    gpt_take_array(&a->ln2_rstd, at, &used, L * BT);
+    gpt_take_array(&a->ln1, at, &used, L * BT * C);
+    gpt_take_array(&a->atty, at, &used, L * BT * C);
+    gpt_take_array(&a->ln2, at, &used, L * BT * C);
+    gpt_take_array(&a->qkv, at, &used, L * BT * 3 * C);
+    gpt_take_array(&a->att, at, &used, L * scores);
+    gpt_take_array(&a->fc, at, &used, L * BT * 4 * C);
+    gpt_take_array(&a->gelu, at, &used, L * BT * 4 * C);
+    gpt_take_array(&a->lnf_mean, at, &used, BT);
+    gpt_take_array(&a->lnf_rstd, at, &used, BT);
+    gpt_take_array(&a->row_loss, at, &used, BT);
+    gpt_take_array(&a->lnf, at, &used, BT * C);
+    gpt_take_array(&a->logits, at, &used, BT * V);
+    gpt_take_array(&a->dlogits, at, &used, BT * V);
+    gpt_take_array(&a->sums, at, &used, 2 * groups * 4 * C);
+    gpt_take_array(&a->dx, at, &used, BT * C);
+    gpt_take_array(&a->d1, at, &used, BT * C);
+    gpt_take_array(&a->d3, at, &used, BT * 3 * C);
+    gpt_take_array(&a->d4, at, &used, BT * 4 * C);
+    gpt_take_array(&a->datt, at, &used, scores);
+    return used;
+}
+
+template <class E> static gpt_arrays<E> gpt_arrays_of(const gpt_cuda *gpu, const gpt_config *cfg) {
+    gpt_arrays<E> a;
+    gpt_place(cfg, gpu->arrays, &a);
+    return a;
+}
+
+// Parameters, or their gradients, as what they are.
+template <class E> struct gpt_params {
+    void *const *at;
+    E *operator[](int i) const { return (E *)at[i]; }
+};
+
+// Where layer l begins in an array of (L, B, T, width).
+static inline size_t gpt_layer(const gpt_config *cfg, int l, int width = 1) {
+    return (size_t)l * (size_t)cfg->batch * (size_t)cfg->context * (size_t)width;
+}
+
+/* ---- the pieces of gpt.h, of either type ----------------------------------------------------- */
+
+template <class E>
+static void gpt_cuda_norm_forward(gpt_cuda *gpu, E *out, float *mean, float *rstd, const float *x,
+                                  const E *w, const E *b, int BT, int C) {
+    const gpt_norm_rows<E> kernel = {out, mean, rstd, x, w, b, C, {NULL, NULL, NULL, NULL, 0}};
+    gpt_launch(gpu, BT, kernel);
+}
+
+template <class E>
+static void gpt_cuda_attention_forward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                       int l, const E *bias) {
+    const int C = cfg->channels;
+    E *qkv = a.qkv + gpt_layer(cfg, l, 3 * C);
+    E *att = a.att + gpt_layer(cfg, l, cfg->heads * cfg->context);
+    gpt_move_heads(gpu, cfg, a.d4, qkv, bias, 3, 0);
+    gpt_attention_forward_on(gpu, cfg, a.d3, att, qkv);
+    gpt_move_heads(gpu, cfg, a.atty + gpt_layer(cfg, l, C), a.d3, (const E *)NULL, 1, 1);
+}
+
+template <class E>
+static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                   void *const *w, int l) {
+    const gpt_params<E> p = {w};
+    const int C = cfg->channels, BT = cfg->batch * cfg->context;
+    const size_t row = gpt_layer(cfg, l), at = gpt_layer(cfg, l, C);
+    float *x_in = a.x + at, *x_out = a.x + gpt_layer(cfg, l + 1, C), *mid = a.mid + at;
+    E *ln2 = a.ln2 + at, *fc = a.fc + 4 * at, *gelu = a.gelu + 4 * at;
+    gpt_cuda_norm_forward(gpu, a.ln1 + at, a.ln1_mean + row, a.ln1_rstd + row, x_in, p[GPT_LN1W],
+                          p[GPT_LN1B], BT, C);
+    gpt_product_forward(gpu, a.d4, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
+    gpt_cuda_attention_forward(gpu, cfg, a, l, p[GPT_QKVB]);
+    gpt_product_forward(gpu, a.d1, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
+    const gpt_residual<E> middle = {mid, x_in, a.d1, p[GPT_ATTPROJB], C};
+    const gpt_norm_rows<E> norm = {
+        ln2, a.ln2_mean + row, a.ln2_rstd + row, mid, p[GPT_LN2W], p[GPT_LN2B], C, middle};
+    gpt_launch(gpu, BT, norm);
+    gpt_product_forward(gpu, fc, ln2, p[GPT_FCW], BT, C, 4 * C);
+    const gpt_gelu<E> activation = {gelu, fc, p[GPT_FCB], 4 * C};
+    gpt_launch(gpu, BT, activation);
+    gpt_product_forward(gpu, a.d1, gelu, p[GPT_FCPROJW], BT, 4 * C, C);
+    // The norm of the next block is not taken along: its parameters are another unit's.
+    const gpt_residual<E> end = {x_out, mid, a.d1, p[GPT_FCPROJB], C};
+    gpt_launch(gpu, BT, end);
+}
+
+template <class E>
+static void gpt_cuda_attention_backward(gpt_cuda *gpu, const gpt_config *cfg,
+                                        const gpt_arrays<E> &a, int l) {
+    const int C = cfg->channels;
+    const E *qkv = a.qkv + gpt_layer(cfg, l, 3 * C);
+    const E *att = a.att + gpt_layer(cfg, l, cfg->heads * cfg->context), *none = NULL;
+    E *dqkv = a.d4, *dy = a.d4 + gpt_layer(cfg, 1, 3 * C); // of heads: 3C and C
+    gpt_move_heads(gpu, cfg, a.d1, dy, none, 1, 0);
+    gpt_attention_backward_on(gpu, cfg, dqkv, a.datt, dy, qkv, att);
+    gpt_move_heads(gpu, cfg, a.d3, dqkv, none, 3, 1);
+}
+
+template <class E>
+static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                    void *const *w, void *const *grads, int l) {
+    const gpt_params<E> p = {w}, g = {grads};
+    const int C = cfg->channels, BT = cfg->batch * cfg->context;
+    const size_t row = gpt_layer(cfg, l), at = gpt_layer(cfg, l, C);
+    // MLP; dx passes through the residual connection, the branch is added to it
+    gpt_bias_backward(gpu, a.sums, g[GPT_FCPROJB], a.dx, BT, C);
+    gpt_product_backward(gpu, a.d4, g[GPT_FCPROJW], a.dx, a.gelu + 4 * at, p[GPT_FCPROJW], BT,
+                         4 * C, C);
+    const gpt_gelu_slope<E> activation = {a.d4, a.sums, a.fc + 4 * at, p[GPT_FCB], BT, 4 * C};
+    gpt_launch(gpu, gpt_tiles(BT, 4 * C), activation);
+    gpt_join_groups(gpu, g[GPT_FCB], (E *)NULL, a.sums, BT, 4 * C);
+    gpt_product_backward(gpu, a.d1, g[GPT_FCW], a.d4, a.ln2 + at, p[GPT_FCW], BT, C, 4 * C);
+    gpt_norm_backward(gpu, a.sums, a.dx, 1, g[GPT_LN2W], g[GPT_LN2B], a.d1, a.mid + at, p[GPT_LN2W],
+                      a.ln2_mean + row, a.ln2_rstd + row, BT, C);
+    // attention
+    gpt_bias_backward(gpu, a.sums, g[GPT_ATTPROJB], a.dx, BT, C);
+    gpt_product_backward(gpu, a.d1, g[GPT_ATTPROJW], a.dx, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
+    gpt_cuda_attention_backward(gpu, cfg, a, l);
+    gpt_bias_backward(gpu, a.sums, g[GPT_QKVB], a.d3, BT, 3 * C);
+    gpt_product_backward(gpu, a.d1, g[GPT_QKVW], a.d3, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
+    gpt_norm_backward(gpu, a.sums, a.dx, 1, g[GPT_LN1W], g[GPT_LN1B], a.d1, a.x + at, p[GPT_LN1W],
+                      a.ln1_mean + row, a.ln1_rstd + row, BT, C);
+}
+
+template <class E>
+static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                   void *const *w) {
+    const gpt_params<E> p = {w};
+    const gpt_embed<E> kernel = {a.x,         p[GPT_WTE],   p[GPT_WPE],
+                                 gpu->inputs, cfg->context, cfg->channels};
     gpt_launch(gpu, (int64_t)cfg->batch * cfg->context, kernel);
 }
 
-/* g[GPT_WTE] += and g[GPT_WPE] = from dx(B, T, C) */
-static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *g,
-                                    const float *dx) {
+// The sum over the rows of each token is a product, too: with rows of zeros that have a one at
+// their token. The gradients of the logits have been used, and leave them their place.
+template <class E>
+static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                    void *const *grads) {
+    const gpt_params<E> g = {grads};
     const int B = cfg->batch, T = cfg->context, C = cfg->channels, V = cfg->vocab;
-    const gpt_embed_tokens_backward tokens = {g[GPT_WTE], gpu->inputs, dx, B * T, C, V, gpu->bf16};
-    const gpt_embed_positions_backward positions = {g[GPT_WPE], dx, B, T, C, gpu->bf16};
-    gpt_launch(gpu, V * gpt_pieces(C, GPT_COLUMNS), tokens);
+    const gpt_one_hot<E> ones = {a.dlogits, gpu->inputs, V};
+    const gpt_positions_backward<E> positions = {g[GPT_WPE], a.dx, B, T, C};
+    gpt_launch(gpu, (int64_t)B * T, ones);
+    gpt_cuda_matmul(gpu, GPT_TRANS_A | GPT_ADD, V, C, B * T, gpt_matrix(a.dlogits, V),
+                    gpt_matrix(a.dx, C), gpt_matrix(g[GPT_WTE], C), 1);
     gpt_launch(gpu, T, positions);
 }
 
-/* acts->logits(B, T, V) from x(B, T, C): final norm, then the product with wte */
-static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
-                                  gpt_acts *acts, const float *x) {
-    const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
-    gpt_cuda_layernorm_forward(gpu, acts->lnf, acts->lnf_mean, acts->lnf_rstd, x, w[GPT_LNFW],
-                               w[GPT_LNFB], BT, C);
-    gpt_cuda_matmul(gpu, GPT_TRANS_B, BT, V, C, gpt_beside_param(gpu, acts->lnf, BT, C, 0),
-                    gpt_matrix(w[GPT_WTE], C, gpu->bf16), gpt_matrix(acts->logits, V, 0), 1);
+template <class E>
+static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                  void *const *w) {
+    const gpt_params<E> p = {w};
+    const int BT = cfg->batch * cfg->context, C = cfg->channels;
+    gpt_cuda_norm_forward(gpu, a.lnf, a.lnf_mean, a.lnf_rstd, a.x + gpt_layer(cfg, cfg->layers, C),
+                          p[GPT_LNFW], p[GPT_LNFB], BT, C);
+    gpt_product_forward(gpu, a.logits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
 }
 
-/* acts->dx(B, T, C) = gradient of x from that of the logits; g = but for wpe, which is not used */
-static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
-                                   void *const *g, gpt_acts *acts, const float *x) {
-    const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
-    gpt_cuda_product_backward(gpu, acts->d1, g[GPT_WTE], acts->logits, acts->lnf, w[GPT_WTE], BT, C,
-                              V);
-    gpt_cuda_layernorm_backward(gpu, acts->dx, 0, g[GPT_LNFW], g[GPT_LNFB], acts->d1, x,
-                                w[GPT_LNFW], acts->lnf_mean, acts->lnf_rstd, BT, C);
-}
-
-/* *gpu->loss = mean cross-entropy in nats; acts->logits become its gradients. Of gpu->targets */
-static void gpt_cuda_loss(gpt_cuda *gpu, const gpt_config *cfg, gpt_acts *acts) {
+template <class E>
+static void gpt_cuda_loss(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a) {
     const int BT = cfg->batch * cfg->context;
-    const gpt_cross_entropy rows = {acts->logits, gpu->row_loss, gpu->targets, cfg->vocab,
-                                    1.0f / (float)BT};
-    const gpt_mean_loss mean = {gpu->loss, gpu->row_loss, BT};
+    const gpt_cross_entropy<E> rows = {a.dlogits,    a.row_loss, a.logits,
+                                       gpu->targets, cfg->vocab, 1.0f / (float)BT};
+    const gpt_mean_loss mean = {gpu->loss, a.row_loss, BT};
     gpt_launch(gpu, BT, rows);
     gpt_launch(gpu, 1, mean);
 }
 
-/* ---- memory ---------------------------------------------------------------------------------- */
-
-// Takes nbytes of memory, aligned for every access; with at->memory NULL it only counts.
-static void *gpt_cuda_take(const gpt_cuda *gpu, size_t *used, size_t nbytes) {
-    char *at = gpu->memory ? gpu->memory + *used : NULL;
-    *used += (nbytes + 255) / 256 * 256;
-    return at;
+template <class E>
+static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays<E> &a,
+                                   void *const *w, void *const *grads) {
+    const gpt_params<E> p = {w}, g = {grads};
+    const int BT = cfg->batch * cfg->context, C = cfg->channels;
+    gpt_product_backward(gpu, a.d1, g[GPT_WTE], a.dlogits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
+    gpt_norm_backward(gpu, a.sums, a.dx, 0, g[GPT_LNFW], g[GPT_LNFB], a.d1,
+                      a.x + gpt_layer(cfg, cfg->layers, C), p[GPT_LNFW], a.lnf_mean, a.lnf_rstd, BT,
+                      C);
 }
 
-static size_t gpt_cuda_place(const gpt_config *cfg, gpt_cuda *gpu, gpt_acts *acts) {
-    const size_t BT = (size_t)cfg->batch * (size_t)cfg->context, T = (size_t)cfg->context;
-    const size_t C = (size_t)cfg->channels, V = (size_t)cfg->vocab;
-    const size_t widest = 4 * C > V ? 4 * C : V, datt = BT * (size_t)cfg->heads * T;
-    const size_t groups = (BT + GPT_SUM_ROWS - 1) / GPT_SUM_ROWS;
-    size_t used = 0;
-    float *at = (float *)gpt_cuda_take(gpu, &used, gpt_acts_numel(cfg, datt) * sizeof(float));
-    if (at) gpt_acts_place(cfg, acts, at, datt);
-    gpu->inputs = (uint8_t *)gpt_cuda_take(gpu, &used, BT);
-    gpu->targets = (uint8_t *)gpt_cuda_take(gpu, &used, BT);
-    gpu->loss = (double *)gpt_cuda_take(gpu, &used, sizeof(double));
-    gpu->row_loss = (float *)gpt_cuda_take(gpu, &used, BT * sizeof(float));
-    gpu->sums = (float *)gpt_cuda_take(gpu, &used, groups * 4 * C * sizeof(float));
-    gpu->dqkv = (float *)gpt_cuda_take(gpu, &used, BT * 3 * C * sizeof(float));
-    for (int side = 0; side < 2 && gpu->bf16; side++) {
-        gpu->half[side] = (uint16_t *)gpt_cuda_take(gpu, &used, BT * widest * sizeof(uint16_t));
-    }
-    return used;
+/* ---- what a trainer calls -------------------------------------------------------------------- */
+
+// w and g: GPT_BLOCK_PARAM_COUNT or GPT_EMBED_PARAM_COUNT pointers. The batch is in gpu->inputs and
+// gpu->targets; x of layer l is what block l has as its input, x of layer L what the head has.
+
+/* x of layer 0 = wte[token] + wpe[position] */
+static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w) {
+    if (gpu->bf16) gpt_cuda_embed_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w);
+    else gpt_cuda_embed_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w);
 }
 
-static void gpt_cuda_destroy(gpt_cuda *gpu, gpt_acts *acts) {
+/* x of layer l+1 from x of layer l */
+static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w, int l) {
+    if (gpu->bf16) gpt_cuda_block_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, l);
+    else gpt_cuda_block_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, l);
+}
+
+/* Logits from x of layer L: final norm, then the product with wte */
+static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w) {
+    if (gpu->bf16) gpt_cuda_head_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w);
+    else gpt_cuda_head_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w);
+}
+
+/* *gpu->loss = mean cross-entropy in nats, and its gradients by the logits */
+static void gpt_cuda_loss(gpt_cuda *gpu, const gpt_config *cfg) {
+    if (gpu->bf16) gpt_cuda_loss(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg));
+    else gpt_cuda_loss(gpu, cfg, gpt_arrays_of<float>(gpu, cfg));
+}
+
+/* dx = gradient of x of layer L; g = but for wpe, which is not used */
+static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
+                                   void *const *g) {
+    if (gpu->bf16) gpt_cuda_head_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, g);
+    else gpt_cuda_head_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, g);
+}
+
+/* dx of layer l+1 becomes that of layer l; g[...] = the gradients of w[...] */
+static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
+                                    void *const *g, int l) {
+    if (gpu->bf16) gpt_cuda_block_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, g, l);
+    else gpt_cuda_block_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, g, l);
+}
+
+/* g[GPT_WTE] += and g[GPT_WPE] = from dx of layer 0 */
+static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *g) {
+    if (gpu->bf16) gpt_cuda_embed_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), g);
+    else gpt_cuda_embed_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), g);
+}
+
+/* Logits of the last position of the first sequence, on the device, (V) */
+static const float *gpt_cuda_last_logits(const gpt_cuda *gpu, const gpt_config *cfg) {
+    const float *logits = gpu->bf16 ? gpt_arrays_of<gpt_bf16>(gpu, cfg).logits
+                                    : gpt_arrays_of<float>(gpu, cfg).logits;
+    return logits + (size_t)(cfg->context - 1) * (size_t)cfg->vocab;
+}
+
+static void gpt_cuda_destroy(gpt_cuda *gpu) {
     if (gpu->blas) (void)cublasDestroy(gpu->blas);
     if (gpu->memory) (void)cudaFree(gpu->memory);
-    free(acts->blocks);
     memset(gpu, 0, sizeof *gpu);
-    memset(acts, 0, sizeof *acts);
 }
 
-/* On the current device. 0 on success; else gpu->failed and ->error tell, and destroy frees */
-static int gpt_cuda_create(const gpt_config *cfg, int bf16, cudaStream_t stream, gpt_cuda *gpu,
-                           gpt_acts *acts) {
+/* On the current device. tf32: products of f32 on tensor cores, which take 10 of its 23 bits of
+   mantissa. 0 on success; else gpu->failed and ->error tell, and destroy frees.
+
+   It takes gpu->nbytes of device memory, all that a training needs beside parameters, gradients and
+   moments. With a long context most of it are the probabilities of attention: for each of the B*T
+   positions L*H*T numbers, beside L*16*C of the other activations. cuBLAS takes some MiB more. */
+static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream_t stream,
+                           gpt_cuda *gpu) {
+    const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
+    gpt_arrays<gpt_bf16> half;
+    gpt_arrays<float> single;
+    size_t used = 0;
     memset(gpu, 0, sizeof *gpu);
-    memset(acts, 0, sizeof *acts);
     gpu->bf16 = bf16;
+    gpu->compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     gpu->stream = stream;
-    acts->blocks = (gpt_block_acts *)calloc((size_t)cfg->layers, sizeof *acts->blocks);
-    if (!acts->blocks) gpt_cuda_check(gpu, cudaErrorMemoryAllocation, "activations");
-    const size_t nbytes = gpt_cuda_place(cfg, gpu, acts);
-    if (!gpu->error) gpt_cuda_check(gpu, cudaMalloc((void **)&gpu->memory, nbytes), "activations");
+    const size_t arrays = bf16 ? gpt_place(cfg, NULL, &half) : gpt_place(cfg, NULL, &single);
+    gpu->nbytes = arrays + 2 * gpt_pieces(BT, 256) * 256 + 256;
+    gpt_cuda_check(gpu, cudaMalloc((void **)&gpu->memory, gpu->nbytes), "activations");
     if (gpu->error) return -1;
-    gpt_cuda_place(cfg, gpu, acts);
-    acts->nbytes = nbytes;
+    gpt_take_array(&gpu->inputs, gpu->memory, &used, BT);
+    gpt_take_array(&gpu->targets, gpu->memory, &used, BT);
+    gpt_take_array(&gpu->loss, gpu->memory, &used, 1);
+    gpu->arrays = gpu->memory + used;
+    // Of a sum that cuBLAS cuts in parts, the parts stay f32, too, where the result is bf16.
     if (cublasCreate(&gpu->blas) != CUBLAS_STATUS_SUCCESS ||
-        cublasSetStream(gpu->blas, stream) != CUBLAS_STATUS_SUCCESS) {
+        cublasSetStream(gpu->blas, stream) != CUBLAS_STATUS_SUCCESS ||
+        cublasSetMathMode(gpu->blas, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION) !=
+            CUBLAS_STATUS_SUCCESS) {
         gpu->failed = "cuBLAS";
         gpu->error = "it could not be started";
         return -1;

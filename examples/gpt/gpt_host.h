@@ -51,7 +51,8 @@ typedef struct {
     int reshard;
     double lr;
     int log_every; // steps from one look at the loss to the next
-    int bf16;      // these three: GPT_ON_GPU
+    int bf16;      // these four: GPT_ON_GPU
+    int tf32;
     int plain;
     int graph;
     int tp;               // ranks that cut each block; behind fsdp_dtensor.h
@@ -277,7 +278,8 @@ static const char HELP[] =
 #endif
 #ifdef GPT_ON_GPU
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
-    "  --bf16           gather parameters and multiply in bf16\n"
+    "  --bf16           parameters, activations and gradients in bf16; sums and shards stay f32\n"
+    "  --tf32           multiply f32 on tensor cores, which take 10 of its 23 bits\n"
     "  --plain          without the library, one rank: what the library costs\n"
     "  --graph          forward and backward as one CUDA graph from the third step on; one rank\n"
 #endif
@@ -379,6 +381,7 @@ static int check_options(const options *opt) {
         return impossible("--graph is without --bf16: gathers and reductions that convert have "
                           "streams of their own, which are not captured");
     }
+    if (opt->tf32 && opt->bf16) return impossible("--tf32 is for f32: leave out --bf16 or it");
     if (opt->graph && opt->plain) return impossible("--graph captures calls that --plain has not");
     return EXIT_DONE;
 }
@@ -429,7 +432,8 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"save", 1, NULL, 'w'}, {"resume", 0, NULL, 'u'},   {"async", 0, NULL, 'a'},
 #endif
 #ifdef GPT_ON_GPU
-        {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},    {"graph", 0, NULL, 'g'},
+        {"bf16", 0, NULL, 'b'}, {"tf32", 0, NULL, 'f'},     {"plain", 0, NULL, 'p'},
+        {"graph", 0, NULL, 'g'},
 #endif
         {NULL, 0, NULL, 0},
     };
@@ -465,6 +469,8 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
             opt->threads = 1;
         } else if (c == 'b') {
             opt->bf16 = 1;
+        } else if (c == 'f') {
+            opt->tf32 = 1;
         } else if (c == 'p') {
             opt->plain = 1;
         } else if (c == 'g') {
@@ -1003,7 +1009,8 @@ static int ranks_agree(fsdp_world *world, const job *j) {
                               (uint64_t)g->channels,   (uint64_t)j->opt.steps,
                               j->text_nbytes,          (uint64_t)j->opt.reshard,
                               (uint64_t)j->opt.sample, (uint64_t)(j->opt.lr * 1e12),
-                              (uint64_t)j->opt.bf16,   (uint64_t)j->opt.log_every,
+                              (uint64_t)j->opt.bf16,   (uint64_t)j->opt.tf32,
+                              (uint64_t)j->opt.log_every,
                               (uint64_t)j->opt.plan,   (uint64_t)j->opt.tp,
                               (uint64_t)j->opt.keep,   (uint64_t)j->opt.save_every,
                               (uint64_t)j->opt.resume, (uint64_t)j->opt.async};

@@ -110,7 +110,8 @@ static fsdp_status open_math(trainer *t) {
     const fsdp_status status = j->opt.graph ? open_stream(t) : FSDP_OK;
     if (status) return status;
     const cudaStream_t stream = rank->stream ? rank->stream : cudaStreamLegacy;
-    if (gpt_cuda_create(&t->cfg, j->opt.bf16, stream, &rank->gpu, &t->acts) == 0) {
+    if (gpt_cuda_create(&t->cfg, j->opt.bf16, j->opt.tf32, stream, &rank->gpu) == 0) {
+        t->acts.nbytes = rank->gpu.nbytes;
         rank->text = (uint8_t *)gpu_alloc(&rank->gpu, j->text_nbytes, "the text");
     }
     if (rank->text) {
@@ -131,7 +132,7 @@ static void close_math(trainer *t) {
                              rank->m,          rank->v,      rank->half_params,
                              rank->half_grads, rank->norm,   rank->partials};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) (void)cudaFree(buffers[i]);
-    gpt_cuda_destroy(&rank->gpu, &t->acts);
+    gpt_cuda_destroy(&rank->gpu);
     // The library gets its own one back first; where it cannot, it may still use this one.
     if (rank->stream && !fsdp_set_stream(t->world, NULL)) (void)cudaStreamDestroy(rank->stream);
     free(rank->w);
@@ -184,10 +185,11 @@ struct take_batch {
     size_t text_nbytes;
     uint64_t seed;
     int step, first, context;
-    GPT_RUN void run(int b) const {
-        const uint8_t *from = text + sequence_start(seed, step, first + b, text_nbytes, context);
-        const int64_t to = (int64_t)b * context;
-        for (int i = gpt_thread(); i < context; i += GPT_THREADS) {
+    GPT_RUN void run(int64_t b) const {
+        const uint8_t *from =
+            text + sequence_start(seed, step, first + (int)b, text_nbytes, context);
+        const int64_t to = b * context;
+        for (int i = gpt_lane(); i < context; i += GPT_LANES) {
             inputs[to + i] = from[i];
             targets[to + i] = from[i + 1];
         }
@@ -207,41 +209,38 @@ static void fill_batch(const trainer *t, int step) {
 static void forward(trainer *t) {
     gpt_cuda *gpu = gpu_of(t);
     const gpt_config *cfg = &t->cfg;
-    gpt_acts *acts = &t->acts;
     void *we[GPT_EMBED_PARAM_COUNT], *w[GPT_BLOCK_PARAM_COUNT];
     fsdp_pre_forward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
-    gpt_cuda_embed_forward(gpu, cfg, we, gpt_x(cfg, acts, 0));
+    gpt_cuda_embed_forward(gpu, cfg, we);
     for (int l = 0; l < cfg->layers; l++) {
         fsdp_pre_forward(t->blocks[l]);
         unit_data(t->blocks[l], GPT_BLOCK_PARAM_COUNT, w);
-        gpt_cuda_block_forward(gpu, cfg, w, &acts->blocks[l], acts, gpt_x(cfg, acts, l),
-                               gpt_x(cfg, acts, l + 1));
+        gpt_cuda_block_forward(gpu, cfg, w, l);
         fsdp_post_forward(t->blocks[l]);
     }
-    gpt_cuda_head_forward(gpu, cfg, we, acts, gpt_x(cfg, acts, cfg->layers));
+    gpt_cuda_head_forward(gpu, cfg, we);
     fsdp_post_forward(t->embed);
-    gpt_cuda_loss(gpu, cfg, acts);
+    gpt_cuda_loss(gpu, cfg);
 }
 
 static fsdp_status backward(trainer *t) {
     gpt_cuda *gpu = gpu_of(t);
     const gpt_config *cfg = &t->cfg;
-    gpt_acts *acts = &t->acts;
     void *we[GPT_EMBED_PARAM_COUNT], *ge[GPT_EMBED_PARAM_COUNT];
     void *w[GPT_BLOCK_PARAM_COUNT], *g[GPT_BLOCK_PARAM_COUNT];
     fsdp_pre_backward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
     unit_grad(t->embed, GPT_EMBED_PARAM_COUNT, ge);
-    gpt_cuda_head_backward(gpu, cfg, we, ge, acts, gpt_x(cfg, acts, cfg->layers));
+    gpt_cuda_head_backward(gpu, cfg, we, ge);
     for (int l = cfg->layers - 1; l >= 0; l--) {
         fsdp_pre_backward(t->blocks[l]);
         unit_data(t->blocks[l], GPT_BLOCK_PARAM_COUNT, w);
         unit_grad(t->blocks[l], GPT_BLOCK_PARAM_COUNT, g);
-        gpt_cuda_block_backward(gpu, cfg, w, g, &acts->blocks[l], acts, gpt_x(cfg, acts, l));
+        gpt_cuda_block_backward(gpu, cfg, w, g, l);
         fsdp_post_backward(t->blocks[l]);
     }
-    gpt_cuda_embed_backward(gpu, cfg, ge, acts->dx);
+    gpt_cuda_embed_backward(gpu, cfg, ge);
     fsdp_post_backward(t->embed);
     return fsdp_finalize_backward(t->model);
 }
@@ -393,22 +392,19 @@ static void plain_forward_backward(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
     gpt_cuda *gpu = &rank->gpu;
     const gpt_config *cfg = &t->cfg;
-    gpt_acts *acts = &t->acts;
     void **w = rank->w + GPT_EMBED_PARAM_COUNT, **g = rank->g + GPT_EMBED_PARAM_COUNT; // of blocks
-    gpt_cuda_embed_forward(gpu, cfg, rank->w, gpt_x(cfg, acts, 0));
+    gpt_cuda_embed_forward(gpu, cfg, rank->w);
     for (int l = 0; l < cfg->layers; l++) {
-        gpt_cuda_block_forward(gpu, cfg, w + l * GPT_BLOCK_PARAM_COUNT, &acts->blocks[l], acts,
-                               gpt_x(cfg, acts, l), gpt_x(cfg, acts, l + 1));
+        gpt_cuda_block_forward(gpu, cfg, w + l * GPT_BLOCK_PARAM_COUNT, l);
     }
-    gpt_cuda_head_forward(gpu, cfg, rank->w, acts, gpt_x(cfg, acts, cfg->layers));
-    gpt_cuda_loss(gpu, cfg, acts);
-    gpt_cuda_head_backward(gpu, cfg, rank->w, rank->g, acts, gpt_x(cfg, acts, cfg->layers));
+    gpt_cuda_head_forward(gpu, cfg, rank->w);
+    gpt_cuda_loss(gpu, cfg);
+    gpt_cuda_head_backward(gpu, cfg, rank->w, rank->g);
     for (int l = cfg->layers - 1; l >= 0; l--) {
         gpt_cuda_block_backward(gpu, cfg, w + l * GPT_BLOCK_PARAM_COUNT,
-                                g + l * GPT_BLOCK_PARAM_COUNT, &acts->blocks[l], acts,
-                                gpt_x(cfg, acts, l));
+                                g + l * GPT_BLOCK_PARAM_COUNT, l);
     }
-    gpt_cuda_embed_backward(gpu, cfg, rank->g, acts->dx);
+    gpt_cuda_embed_backward(gpu, cfg, rank->g);
 }
 
 /* Gradients of all, f32, scaled to a norm of at most MAX_GRAD_NORM. */
@@ -453,7 +449,7 @@ static void plain_update(gpu_rank *rank, int64_t at, int64_t count, double lr, d
     u.scalars[5] = eps;
     u.scalars[6] = -(lr / (1.0 - pow(beta1, update)));
     if (rank->gpu.error) return;
-    gpt_cuda_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u), "AdamW");
+    gpt_cuda_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u, 1), "AdamW");
 }
 
 static fsdp_status plain_step(trainer *t, int step, int look, double *loss, double *norm) {
@@ -481,8 +477,6 @@ static fsdp_status plain_step(trainer *t, int step, int look, double *loss, doub
 static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     gpt_cuda *gpu = gpu_of(t);
     gpt_config cfg = t->cfg;
-    gpt_acts *acts = &t->acts;
-    const size_t vocab = (size_t)cfg.vocab;
     void *we[GPT_EMBED_PARAM_COUNT], *w[GPT_BLOCK_PARAM_COUNT];
     cfg.batch = 1;
     cfg.context = length;
@@ -492,22 +486,19 @@ static fsdp_status next_logits(trainer *t, int length, const float **logits) {
                    "the text");
     fsdp_status status = fsdp_pre_forward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
-    if (t->rank == 0) gpt_cuda_embed_forward(gpu, &cfg, we, gpt_x(&cfg, acts, 0));
+    if (t->rank == 0) gpt_cuda_embed_forward(gpu, &cfg, we);
     for (int l = 0; l < cfg.layers && !status; l++) {
         status = fsdp_pre_forward(t->blocks[l]);
         unit_data(t->blocks[l], GPT_BLOCK_PARAM_COUNT, w);
-        if (t->rank == 0) {
-            gpt_cuda_block_forward(gpu, &cfg, w, &acts->blocks[l], acts, gpt_x(&cfg, acts, l),
-                                   gpt_x(&cfg, acts, l + 1));
-        }
+        if (t->rank == 0) gpt_cuda_block_forward(gpu, &cfg, w, l);
         fsdp_post_forward(t->blocks[l]);
     }
-    if (t->rank == 0) gpt_cuda_head_forward(gpu, &cfg, we, acts, gpt_x(&cfg, acts, cfg.layers));
+    if (t->rank == 0) gpt_cuda_head_forward(gpu, &cfg, we);
     fsdp_post_forward(t->embed);
     *logits = gpu_rank_of(t)->logits;
     if (t->rank != 0 || status) return status;
-    gpu_read(gpu, gpu_rank_of(t)->logits, acts->logits + (size_t)(length - 1) * vocab,
-             vocab * sizeof(float));
+    gpu_read(gpu, gpu_rank_of(t)->logits, gpt_cuda_last_logits(gpu, &cfg),
+             (size_t)cfg.vocab * sizeof(float));
     return gpu_status(t);
 }
 

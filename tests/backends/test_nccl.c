@@ -44,12 +44,15 @@ static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclD
     num_gathers++;
     return ncclAllGather(src, dst, count, type, comm, stream);
 }
+/* On a slow machine ranks that end well close late. */
+static int64_t patience_ns = 1500000000;
 /* Where told, a rank dawdles before it has memory of 32 MiB. */
 static int dawdle_ms;
 static cudaError_t slow_malloc(void **ptr, size_t size) {
     if (size == (size_t)32 << 20) usleep((useconds_t)dawdle_ms * 1000);
     return cudaMalloc(ptr, size);
 }
+#define FSDPI_NCCL_PATIENCE_NS patience_ns
 #define cudaMalloc             slow_malloc
 #define ncclAllGather          noted_gather
 #define cudaEventQuery         counted_query
@@ -341,8 +344,7 @@ static void check_nothing_live(void) {
         W_CHECK(stub_live(k) == 0, "%lld %s are left", (long long)stub_live(k), names[k]);
 }
 
-/* Ranks come together first: communicators of a rank that shuts down long before its peers are left
-   alone. */
+/* Communicators of a rank that shuts down long before its peers are left alone. */
 static void finish(job *j) {
     CALL(j->w, fsdp_barrier(j->w));
     CALL(j->w, fsdp_shutdown(j->w));
@@ -442,14 +444,14 @@ static const struct {
     const char *name, *variant;
     int world, expected[COUNTED];
 } budgets[] = {
-    {"f32,W=1", "f32", 1, {8, 5, 5, 6, 6, 0, 0, 0, 0}},
-    {"f32,W=2", "f32", 2, {16, 4, 5, 59, 18, 15, 16, 6, 0}},
-    {"bf16_f32,W=2", "bf16_f32", 2, {29, 0, 5, 61, 19, 15, 16, 6, 0}},
-    {"keeps,W=2", "keeps", 2, {14, 2, 5, 38, 12, 10, 8, 6, 0}},
-    {"accumulates,W=2", "accumulates", 2, {67, 0, 20, 159, 57, 35, 48, 6, 0}},
-    {"clip,W=1", "clip", 1, {20, 5, 5, 6, 6, 0, 0, 0, 0}},
-    {"clip,W=2", "clip", 2, {28, 4, 5, 63, 20, 16, 16, 6, 1}},
-    {"hsdp,W=4", "hsdp", 4, {48, 0, 15, 129, 43, 30, 32, 6, 5}},
+    {"f32,W=1", "f32", 1, {3, 5, 5, 6, 6, 0, 0, 0, 0}},
+    {"f32,W=2", "f32", 2, {14, 4, 5, 59, 18, 15, 16, 6, 0}},
+    {"bf16_f32,W=2", "bf16_f32", 2, {27, 0, 5, 61, 19, 15, 16, 6, 0}},
+    {"keeps,W=2", "keeps", 2, {12, 2, 5, 38, 12, 10, 8, 6, 0}},
+    {"accumulates,W=2", "accumulates", 2, {65, 0, 20, 159, 57, 35, 48, 6, 0}},
+    {"clip,W=1", "clip", 1, {12, 5, 5, 6, 6, 0, 0, 0, 0}},
+    {"clip,W=2", "clip", 2, {23, 4, 5, 63, 20, 16, 16, 6, 1}},
+    {"hsdp,W=4", "hsdp", 4, {46, 0, 15, 129, 43, 30, 32, 6, 5}},
 };
 
 static const variant *variant_of(const char *name) {
@@ -546,6 +548,7 @@ static fsdp_status one_unit_step(job *j, int count) { return step_of_units(&j->m
 static void open_plainly(job *j, int rank, int world, const char *name) {
     begin(j, &variants[0], rank, world, 1);
     snprintf(w_case, sizeof w_case, "%s, rank %d of %d", name, rank, world);
+    patience_ns = 20000000000;
     CALL(NULL, open_world(j, name, 0));
     make_sums(j);
 }
@@ -1375,7 +1378,7 @@ static void loads(int rank, int world, void *arg) {
     job j;
     start(&j, variant_of(loaded[(size_t)(uintptr_t)arg].variant), rank, world, 1);
     for (int step = 0; step < 2; step++) CALL(j.w, train_step(&j, step));
-    CHECK(stub_count("load") > 100);
+    CHECK(stub_count("load") > 80);
     CHECK_EQ_INT(stub_count("first launch"), 2); /* the caller's own */
     finish(&j);
 }

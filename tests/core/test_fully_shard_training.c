@@ -753,7 +753,7 @@ static void accumulate_all(int64_t d, int all) {
         accumulate(FS_SHARD, &net, 2, 2, sync | PARTIAL, all);
     }
 }
-TEST(fully_shard_training, gradient_accumulation, SLOW | AT_NIGHT(GLOO | NCCL)) {
+TEST(fully_shard_training, gradient_accumulation, SLOW | AT_NIGHT(GLOO | NCCL) | SECONDS(300)) {
     accumulate_all(16, 0);
 }
 TEST(long_fully_shard_training, gradient_accumulation, SECONDS(300) | NIGHT) {

@@ -668,7 +668,7 @@ static void played_chains(int count) {
 TEST(mesh, random_forms, SLOW | AT_NIGHT(GLOO)) { played_chains(W_SLOW ? 100 : 800); }
 TEST(long_mesh, random_forms, SECONDS(300) | NIGHT) { played_chains(20000); }
 
-TEST(mesh, random_forms_talk, SLOW | AT_NIGHT(GLOO)) {
+TEST(mesh, random_forms_talk, SLOW | AT_NIGHT(GLOO) | SECONDS(300)) {
     static chain c;
     for (int n = 0; n < (W_SLOW ? 15 : 60); n++) {
         random_chain(h_seed() * 7919 + (uint64_t)n, 10, &c);

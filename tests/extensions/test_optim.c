@@ -791,7 +791,7 @@ TEST(optim, grad_none) {
                 launch_as(world, 0, 0, lanes, &more, grad_none);
 }
 
-/* Neighbours without padding between them are one loop. */
+/* Neighbours without padding between them are one loop; all loops of a step are one record. */
 static __thread int64_t loops, looped;
 static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, double lr, fsdp_update *u) {
     loops++;
@@ -802,6 +802,7 @@ static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, double lr, fsdp
 static void one_loop(job *j) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_unit *unit[3] = {NULL, NULL, NULL};
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     md.direct_min = 1;
     md.grad_dtype = j->grad_dtype;
     CALL(j->w, fsdp_model_create(j->w, &md, &j->m.model));
@@ -821,9 +822,12 @@ static void one_loop(job *j) {
         }
         CALL(j->w, fsdp_finalize_backward(j->m.model));
         loops = looped = 0;
+        CALL(j->w, fsdp_model_counters(j->m.model, &before));
         CALL(j->w, fsdpi_optim_step(&j->o.adamw->base, 0.1, "test", count_loop));
         CHECK_EQ_INT(looped, (3 * 2080 - (step ? 1024 : 0)) / j->world);
         CHECK_EQ_INT(loops, step ? 2 : 1);
+        CALL(j->w, fsdp_model_counters(j->m.model, &after));
+        CHECK_EQ_INT(after.calls[FSDP_OP_UPDATE] - before.calls[FSDP_OP_UPDATE], 1);
         CALL(j->w, fsdp_zero_grad(j->m.model));
     }
 }

@@ -389,8 +389,9 @@ static fsdp_status no_memory(fsdp_device *device, int kind, size_t size, void **
     *ptr = NULL;
     return FSDP_ERR_OUT_OF_MEMORY;
 }
-static fsdp_status bad_update(fsdp_device *device, void *stream, const fsdp_update *u) {
-    (void)device, (void)stream, (void)u;
+static fsdp_status bad_update(fsdp_device *device, void *stream, const fsdp_update *runs,
+                              uint32_t num) {
+    (void)device, (void)stream, (void)runs, (void)num;
     return FSDP_ERR_BACKEND;
 }
 static fsdp_status bad_copy(fsdp_device *device, void *stream, const fsdp_op *op) {

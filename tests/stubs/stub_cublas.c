@@ -1,6 +1,8 @@
 /* stub_cublas.c - cublas_v2.h of this folder: products as plain loops in the order of a stream
 
-   What cuBLAS refuses is refused here: shapes, and types that do not go together. Sums are f32.
+   What cuBLAS refuses is refused here: shapes, and types that do not go together. So is what gives
+   no product there: elements that are not aligned, and results of a batch on top of each other.
+   Sums are f32, with every math mode.
 
    SPDX-License-Identifier: MIT */
 #include "cublas_v2.h"
@@ -16,6 +18,7 @@ struct cublasContext {
 typedef struct {
     const char *data;
     cudaDataType type;
+    int tf32;                  /* 1: is read as TF32 */
     int trans, rows, cols, ld; /* rows, cols: as it is stored, by columns */
     long long stride;
 } operand;
@@ -28,6 +31,20 @@ typedef struct {
 
 static size_t type_size(cudaDataType type) { return type == CUDA_R_16BF ? 2 : 4; }
 
+/* Without the last `bits` bits: to nearest, ties to even; a NaN stays one. */
+static float round_off(float value, int bits) {
+    const uint32_t rest = (1u << bits) - 1;
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    if ((word & 0x7fffffffu) > 0x7f800000u) word |= 0x400000u;
+    else word += (rest >> 1) + (word >> bits & 1u);
+    word &= ~rest;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+enum { NOT_IN_BF16 = 16, NOT_IN_TF32 = 13 }; /* bits */
+
 static float get(const operand *x, const char *matrix, int row, int col) {
     const long long at = x->trans ? (long long)row * x->ld + col : (long long)col * x->ld + row;
     float value;
@@ -39,21 +56,19 @@ static float get(const operand *x, const char *matrix, int row, int col) {
     } else {
         memcpy(&value, matrix + 4 * at, sizeof value);
     }
-    return value;
+    return x->tf32 ? round_off(value, NOT_IN_TF32) : value;
 }
 
-/* bf16: rounded to nearest, ties to even; a NaN stays one */
 static void put(const operand *x, char *matrix, int row, int col, float value) {
     const long long at = (long long)col * x->ld + row;
     uint32_t word;
-    memcpy(&word, &value, sizeof word);
     if (x->type == CUDA_R_16BF) {
-        const int is_nan = (word & 0x7fffffffu) > 0x7f800000u;
-        const uint16_t half = (uint16_t)(is_nan ? word >> 16 | 0x40u
-                                                : (word + 0x7fffu + (word >> 16 & 1u)) >> 16);
+        value = round_off(value, NOT_IN_BF16);
+        memcpy(&word, &value, sizeof word);
+        const uint16_t half = (uint16_t)(word >> 16);
         memcpy(matrix + 2 * at, &half, sizeof half);
     } else {
-        memcpy(matrix + 4 * at, &word, sizeof word);
+        memcpy(matrix + 4 * at, &value, sizeof value);
     }
 }
 
@@ -110,6 +125,14 @@ cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
+cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
+    if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
+    if (mode != CUBLAS_DEFAULT_MATH && mode != CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION) {
+        return CUBLAS_STATUS_INVALID_VALUE;
+    }
+    return CUBLAS_STATUS_SUCCESS;
+}
+
 const char *cublasGetStatusString(cublasStatus_t status) {
     switch (status) {
     case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
@@ -127,6 +150,7 @@ static operand operand_of(const void *data, cudaDataType type, cublasOperation_t
     operand x;
     x.data = (const char *)data;
     x.type = type;
+    x.tf32 = 0;
     x.trans = op == CUBLAS_OP_T;
     x.rows = x.trans ? cols : rows;
     x.cols = x.trans ? rows : cols;
@@ -135,7 +159,20 @@ static operand operand_of(const void *data, cudaDataType type, cublasOperation_t
     return x;
 }
 
-static int is_bad(const operand *x) { return x->ld < 1 || x->ld < x->rows || !x->data; }
+static int is_bad(const operand *x) {
+    return x->ld < 1 || x->ld < x->rows || !x->data || (uintptr_t)x->data % type_size(x->type) != 0;
+}
+
+/* As the table of cublasGemmEx has them. */
+static int go_together(cudaDataType type_a, cudaDataType type_b, cudaDataType type_c,
+                       cublasComputeType_t compute) {
+    if (type_a != type_b) return 0;
+    if (type_a == CUDA_R_32F && type_c == CUDA_R_32F) {
+        return compute == CUBLAS_COMPUTE_32F || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+    }
+    return type_a == CUDA_R_16BF && (type_c == CUDA_R_16BF || type_c == CUDA_R_32F) &&
+           compute == CUBLAS_COMPUTE_32F;
+}
 
 cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t op_a,
                                           cublasOperation_t op_b, int m, int n, int k,
@@ -148,20 +185,22 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
     product p;
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (m < 0 || n < 0 || k < 0 || count < 0 || !alpha || !beta) return CUBLAS_STATUS_INVALID_VALUE;
-    if (type_a != type_b || (type_a == CUDA_R_32F && type_c != CUDA_R_32F) ||
-        compute != CUBLAS_COMPUTE_32F || algo != CUBLAS_GEMM_DEFAULT) {
+    if (!go_together(type_a, type_b, type_c, compute) || algo != CUBLAS_GEMM_DEFAULT) {
         return CUBLAS_STATUS_NOT_SUPPORTED;
     }
     memset(&p, 0, sizeof p);
     p.a = operand_of(a, type_a, op_a, m, k, lda, stride_a);
     p.b = operand_of(b, type_b, op_b, k, n, ldb, stride_b);
     p.c = operand_of(c, type_c, CUBLAS_OP_N, m, n, ldc, stride_c);
+    p.a.tf32 = p.b.tf32 = compute == CUBLAS_COMPUTE_32F_FAST_TF32;
     memcpy(&p.alpha, alpha, sizeof p.alpha);
     memcpy(&p.beta, beta, sizeof p.beta);
     p.m = m;
     p.n = n;
     p.k = k;
-    if (is_bad(&p.a) || is_bad(&p.b) || is_bad(&p.c)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (is_bad(&p.a) || is_bad(&p.b) || is_bad(&p.c) || (count > 1 && stride_c == 0)) {
+        return CUBLAS_STATUS_INVALID_VALUE;
+    }
     if (m == 0 || n == 0 || count == 0) return CUBLAS_STATUS_SUCCESS;
     if (fsdp_stub_launch(multiply, &p, sizeof p, (unsigned)count, handle->stream) != cudaSuccess) {
         return CUBLAS_STATUS_EXECUTION_FAILED;
