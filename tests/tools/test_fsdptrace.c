@@ -7,6 +7,8 @@
 #define TAGS GLOO | NCCL | SLOW | SECONDS(300)
 #include "harness.h"
 #include "library.c"
+#include <glob.h>
+#include <sys/prctl.h>
 
 enum { RANKS = 4, UNITS = 3, CALLS = 4 * UNITS, STEPS = 6 };
 enum { LATE, KILLED, STOPPED, OTHER_CALL, OTHER_COUNT, QUITS, NO_FAULT };
@@ -84,6 +86,7 @@ static int rank_main(fsdp_world *w, void *arg) {
     fsdp_unit *u[UNITS];
     fsdp_extension e = FSDP_ZERO;
     (void)arg;
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* nothing is left if the test fails */
     e.op = on_op;
     if (fsdp_model_create(w, NULL, &m)) return 1;
     for (int i = 0; i < UNITS; i++) {
@@ -157,6 +160,7 @@ static pid_t start(const char *dir) {
     fsdp_spawn_desc d = FSDP_ZERO;
     fsdp_world_desc wd = FSDP_ZERO;
     (void)setpgid(0, 0);
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
     wd.flight_record = dir;
     wd.log_level = FSDP_LOG_NONE;
     wd.timeout_ms = 600000;
@@ -215,8 +219,9 @@ static void one_job(uint64_t *random, int kind) {
     if (kind == STOPPED) CHECK_MSG(says("is stopped (SIGSTOP)"), "%s", output);
     (void)kill(-pid, SIGKILL);
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
-    do CHECK_EQ_INT(hang(dir, ""), 1); /* from the files alone */
+    do rc = hang(dir, ""); /* from the files alone, once all have died */
     while (!says("No process runs here") && h_now_ms() < h_deadline_ms);
+    CHECK_EQ_INT(rc, 1);
     CHECK_MSG(found(), "afterwards: %s", output);
 }
 
@@ -237,4 +242,173 @@ TEST_P(fsdptrace, hang, kinds) {
     CHECK(board != MAP_FAILED);
     (void)tool();
     for (int i = 0; i < 12; i++) one_job(&random, row->kind);
+}
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+/* Files of a job whose rank 2 is late, after all was killed. */
+static void make_files(char *dir, size_t cap) {
+    uint64_t random = 5;
+    snprintf(dir, cap, "%s/record", h_tmpdir());
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != MAP_FAILED);
+    do one_job(&random, LATE);
+    while (board->rank != 2);
+}
+
+static void path_of(const char *dir, int rank, char *path, size_t cap) {
+    glob_t found;
+    char pattern[420];
+    snprintf(pattern, sizeof pattern, "%s/*.%d.flight", dir, rank);
+    CHECK_EQ_INT(glob(pattern, 0, NULL, &found), 0);
+    CHECK_EQ_INT(found.gl_pathc, 1);
+    snprintf(path, cap, "%s", found.gl_pathv[0]);
+    globfree(&found);
+}
+
+/* A file may be cut at any byte: what is left is read, and what is no record is named. */
+TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
+    char dir[400], path[600], name[64];
+    const long whole = (long)sizeof(fsdpi_flight_record);
+    const long head = (long)offsetof(fsdpi_flight_record, comm);
+    make_files(dir, sizeof dir);
+    path_of(dir, 0, path, sizeof path);
+    for (long size = whole - 1; size >= 0; size -= size > whole - 130 ? 1 : size > head + 64 ? 4099 : 7) {
+        CHECK_EQ_INT(truncate(path, size), 0);
+        CHECK_EQ_INT(hang(dir, ""), 1);
+        CHECK_MSG(says("rank 2: its last call was "), "%ld bytes: %s", size, output);
+        snprintf(name, sizeof name, "no record of ranks 0");
+        CHECK_MSG(says(name) == (size <= head), "%ld bytes: %s", size, output);
+        if (size <= head) CHECK_MSG(says("it is no flight record of this version"), "%s", output);
+    }
+}
+
+/* Garbage anywhere in a file moves no memory of the tool, and hides no other rank. */
+TEST(fsdptrace, garbage, NO(GLOO | NCCL) | SLOW) {
+    char dir[400], path[600];
+    uint64_t random = h_seed();
+    make_files(dir, sizeof dir);
+    path_of(dir, 1, path, sizeof path);
+    for (int n = 0; n < 100; n++) {
+        FILE *f = fopen(path, "r+");
+        CHECK(f != NULL);
+        for (int k = 0; k < 200; k++) {
+            uint64_t word = h_rand64(&random);
+            long at = (long)(h_rand64(&random) % (sizeof(fsdpi_flight_record) - 40)) + 32;
+            if (n % 2) at = 32 + at % 2400;
+            CHECK_EQ_INT(fseek(f, at, SEEK_SET), 0);
+            CHECK_EQ_INT(fwrite(&word, 1, sizeof word, f), sizeof word);
+        }
+        CHECK_EQ_INT(fclose(f), 0);
+        int rc = hang(dir, n % 3 ? "" : "--json");
+        CHECK_MSG(rc == 0 || rc == 1, "%d: %s", rc, output);
+    }
+}
+
+TEST(fsdptrace, usage, NO(GLOO | NCCL)) {
+    char dir[400], command[900];
+    snprintf(dir, sizeof dir, "%s/none", h_tmpdir());
+    CHECK_EQ_INT(hang(dir, ""), 2);
+    CHECK_MSG(says("No such file or directory"), "%s", output);
+    CHECK_EQ_INT(mkdir(dir, 0700), 0);
+    CHECK_EQ_INT(hang(dir, ""), 2);
+    CHECK_MSG(says("there is no flight record: set FSDP_FLIGHT_RECORD=DIR"), "%s", output);
+    static const char *const wrong[] = {"--after", "--after x", "--after -1", "--what", "another"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        CHECK_EQ_INT(hang(dir, wrong[i]), 2);
+        CHECK_MSG(says("usage: fsdptrace hang DIR"), "%s: %s", wrong[i], output);
+    }
+    snprintf(command, sizeof command, "%s --help >%s/help", tool(), dir);
+    CHECK_EQ_INT(system(command), 0);
+}
+
+/* A world without a directory to write to goes on, and says so once. */
+static char logged[2048];
+static void on_log(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)code, (void)rank, (void)user;
+    snprintf(logged + strlen(logged), sizeof logged - strlen(logged), "%s\n", text);
+}
+TEST(fsdptrace, no_directory, NO(GLOO | NCCL)) {
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    char file[400];
+    snprintf(file, sizeof file, "%s/file", h_tmpdir());
+    FILE *f = fopen(file, "w");
+    CHECK(f && !fclose(f));
+    d.world_size = 1;
+    d.flight_record = file;
+    d.logger.log = on_log;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_MSG(strstr(logged, "[E553] there is no flight record in directory '") &&
+              strstr(logged, "Not a directory"), "%s", logged);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* A job's name becomes a file's name. Another job of this name takes the file over. */
+TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
+    char dir[400], path[600];
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    for (int again = 0; again < 2; again++) {
+        fsdp_world_desc d = FSDP_ZERO;
+        fsdp_world *w;
+        d.world_size = 1;
+        d.flight_record = dir;
+        d.job = "tcp://host:1/a";
+        CHECK_OK(fsdp_init(&d, &w));
+        CHECK_OK(fsdp_shutdown(w));
+    }
+    path_of(dir, 0, path, sizeof path);
+    CHECK_EQ_STR(strrchr(path, '/'), "/tcp---host-1-a.0.flight");
+    CHECK_EQ_INT(hang(dir, "--job tcp://host:1/a"), 0);
+    CHECK_EQ_INT(hang(dir, "--job other"), 2);
+}
+
+/* Steps, with what they spent in collectives; names and groups; an end by fsdp_shutdown. */
+static int steps_of(fsdp_world *w, void *arg) {
+    board->fault = NO_FAULT;
+    return rank_main(w, arg);
+}
+TEST(fsdptrace, contents, NO(NCCL)) {
+    char dir[400], path[600];
+    fsdp_spawn_desc d = FSDP_ZERO;
+    fsdp_world_desc wd = FSDP_ZERO;
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    wd.flight_record = dir;
+    d.num_ranks = RANKS, d.world = &wd;
+    CHECK_OK(fsdp_spawn(&d, steps_of, NULL));
+    for (int rank = 0; rank < RANKS; rank++) {
+        const char *why;
+        path_of(dir, rank, path, sizeof path);
+        int fd = open(path, O_RDONLY);
+        const fsdpi_flight_record *f = (const fsdpi_flight_record *)mmap(
+            NULL, sizeof *f, PROT_READ, MAP_SHARED, fd, 0);
+        CHECK(f != MAP_FAILED);
+        (void)close(fd), (void)why;
+        CHECK_EQ_INT(f->state, FSDPI_FLIGHT_SHUT_DOWN);
+        CHECK_EQ_INT(f->rank, rank);
+        CHECK_EQ_INT(f->size, RANKS);
+        CHECK_EQ_STR(f->comm[1].name, "world");
+        CHECK_EQ_INT(f->comm[1].size, RANKS);
+        CHECK_EQ_INT(f->comm[1].index, rank);
+        CHECK_EQ_INT(f->comm[1].stride, 1);
+        CHECK_EQ_INT(f->steps, STEPS);
+        CHECK_EQ_INT(f->begun, 1 + (uint32_t)f->comm[1].turns); /* fsdp_init is in no group */
+        for (int s = 0; s < STEPS; s++) {
+            CHECK_EQ_INT(f->last[s].step, s + 1);
+            CHECK(f->last[s].begin_ns > 0 && f->last[s].end_ns >= f->last[s].begin_ns);
+            CHECK(f->last[s].comm_ns > 0);
+            CHECK(f->last[s].comm_ns <= f->last[s].end_ns - f->opened_ns);
+            CHECK(!s || f->last[s].begin_ns >= f->last[s - 1].end_ns);
+        }
+        for (uint64_t i = 0; i < f->begun; i++) {
+            CHECK_EQ_INT(f->op[i].number, i + 1);
+            CHECK(f->op[i].end_ns >= f->op[i].begin_ns && f->op[i].begin_ns >= f->opened_ns);
+        }
+        CHECK_EQ_INT(munmap((void *)(uintptr_t)f, sizeof *f), 0);
+    }
+    CHECK_EQ_INT(hang(dir, ""), 0);
+    CHECK_MSG(says("No rank waits."), "%s", output);
 }
