@@ -64,7 +64,7 @@ extern "C" {
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for peers to close it too, about two seconds for
+   close       groups before their world. Waits for peers to close it too, about half a second for
                all comms together, and then for NCCL to end it, at most five seconds; if the world
                fails meanwhile, some seconds more. If peers keep a comm, it stays until the
                process ends
@@ -121,10 +121,9 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for late members to show their operations
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for data of a rank that has shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)2000000000) // for peers to close a comm, too
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
 #define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
 #define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000)  // for the store to know why NCCL has failed
 #define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
 #define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // so long the watchdog may act first
 #define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and so long the watchdogs of peers
@@ -222,21 +221,27 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
     fsdpi_say(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
-// If a rank has died, the store will say so in a moment, with a better text than NCCL.
-static void fsdpi_nccl_await_verdict(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
-    while (!fsdpi_nccl_failed(w) &&
-           fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ERROR_NS)
-        fsdpi_sleep_ns(1000000);
+// Of a connection that broke NCCL says no more than that: it may be a rank that has died or left.
+static int fsdpi_nccl_is_anonymous(ncclResult_t result) {
+    return result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError;
+}
+
+static void fsdpi_nccl_say_left(fsdpi_text *t, const fsdpi_nccl_comm *c, int k) {
+    fsdpi_say(t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
 }
 
 static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, const char *what) {
     char text[FSDPI_REASON];
     fsdpi_text t = {text, sizeof text, 0};
+    int left = -1;
     if (result == ncclSuccess) return FSDP_OK;
-    if (result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError)
-        fsdpi_nccl_await_verdict(fsdpi_nccl_world_of(c));
+    if (fsdpi_nccl_is_anonymous(result))
+        left = fsdpi_store_world_await_cause(&c->base, -1, FSDPI_STORE_CAUSE_NS);
     if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // it is why
+    if (left >= 0) {
+        fsdpi_nccl_say_left(&t, c, left);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", text);
+    }
     if (result == ncclInProgress)
         fsdpi_say(
             &t,
@@ -660,19 +665,22 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
                            reason);
 }
 
-// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
-static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
-    int k = 0;
-    fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
-    while (k < c->base.size && !fsdpi_store_has_left(store, (int)c->base.ranks[k])) k++;
-    if (k == c->base.size) return 0;
-    if (!c->left_ns) c->left_ns = now;
-    if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
+// Member k has shut down, and so an operation cannot end.
+static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_record *record) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
-    fsdpi_say(&t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
-    fsdpi_say_op(&s, &f->record);
+    fsdpi_nccl_say_left(&t, c, k);
+    fsdpi_say_op(&s, record);
     fsdpi_store_world_tell(&c->base, FSDP_ERR_PEER_LOST, subject, reason);
+}
+
+// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
+static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
+    int k = fsdpi_store_world_cause(&c->base, -1, now);
+    if (k < 0) return 0;
+    if (!c->left_ns) c->left_ns = now;
+    if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
+    fsdpi_nccl_tell_left(c, k, &f->record);
     return 1;
 }
 
@@ -721,26 +729,39 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-/* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. If a rank has
-   died, the store will say so in a moment, with a better text. Returns 1 if there is an error. It
-   asks only if no other thread calls NCCL, because to ask may complete a call in progress. */
+/* NCCL reports an error of a comm. If a member has left, its data will not come any more: the
+   operation under way has lost it, and a comm without one has lost nothing. */
+static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_record record;
+    if (!c->error_ns) c->error_ns = fsdpi_boot_now(c->base.boot);
+    int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
+    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
+    if (cause >= 0 && c->done < c->seq) {
+        (void)fsdpi_nccl_doing(w, &record);
+        fsdpi_nccl_tell_left(c, cause, &record);
+    }
+    if (cause != FSDPI_CAUSE_UNKNOWN) return;
+    fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
+    fsdpi_nccl_say(&t, result, "NCCL reports");
+    fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
+}
+
+/* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. Returns 1 if
+   there is an error. It asks only if no other thread calls NCCL, because to ask may complete a call
+   in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
-    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int any = 0;
     if (!fsdpi_try_lock(&w->issue)) return 0;
     fsdpi_lock(&w->lock);
-    for (fsdpi_nccl_comm *c = w->comms; c && !any; c = c->next) {
+    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) {
         ncclResult_t result = ncclSuccess;
         if (!c->nccl || ncclCommGetAsyncError(c->nccl, &result) != ncclSuccess) continue;
         if (result == ncclSuccess || result == ncclInProgress) continue;
         any = 1;
-        if (!c->error_ns) c->error_ns = now;
-        if (now - c->error_ns < FSDPI_NCCL_ERROR_NS) continue;
-        char reason[FSDPI_REASON];
-        fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
-        fsdpi_nccl_say(&t, result, "NCCL reports");
-        fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
+        fsdpi_nccl_error(c, result);
     }
     fsdpi_unlock(&w->lock);
     fsdpi_unlock(&w->issue);
@@ -1519,6 +1540,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     if (!call) return fsdpi_comm_no_memory(base, "a call of NCCL", sizeof *call);
     memset(&none, 0, sizeof none);
     none.base = *base;
+    if (child) child->base.now.since_ns = base->now.since_ns; // one deadline is for all of a split
     fsdpi_lock(&w->lock);
     call->parent = parent->nccl;
     fsdpi_unlock(&w->lock);
@@ -1601,6 +1623,7 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     fsdp_status status = FSDP_OK;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_MAKE);
     if (!call) return fsdpi_comm_no_memory(&c->base, "a call of NCCL", sizeof *call);
+    c->base.now.since_ns = c->base.world->open_ns;
     if (c->base.boot->rank == 0) {
         status = fsdpi_nccl_result(c, ncclGetUniqueId(&call->id), "ncclGetUniqueId");
         if (!status) status = fsdpi_store_set(w->base.store, key, &call->id, sizeof call->id);
