@@ -99,9 +99,9 @@ static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *m
     return fsdpi_comm_failed(c);
 }
 
-/* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer aborted.
-   The store learns on its own way who has died or left. So a verdict, or a member that has left,
-   wins over the transport's error, also if it comes later; but not later than `until`.
+/* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer
+   aborted. The store learns on its own way who has died or left. So a verdict, or a member that has
+   left, wins over the transport's error, also if it comes later; but not later than `until`.
    who: the only member that counts, or -1. Returns a member that has left, or one of these. */
 enum { FSDPI_CAUSE_VERDICT = -1, FSDPI_CAUSE_AWAITED = -2, FSDPI_CAUSE_UNKNOWN = -3 };
 static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) {
