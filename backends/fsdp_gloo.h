@@ -1590,7 +1590,7 @@ static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subje
 // clang-format off
 static const fsdpi_transport fsdpi_gloo_transport = {
     sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
-    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
+    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
     fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,

@@ -497,7 +497,7 @@ list_nightly() { # the rest of every language, compiler and version
         clang++.c++{11,14,17}
     printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
-    printf 'nccl_header.%s\n' 22304 22703 22809 23003
+    printf 'nccl_header.%s\n' 22304 22703 22809 23003 23102
     printf 'nvcc.%s\n' c++{11,20}
     echo single_tests
     echo gpu_scripts
