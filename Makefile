@@ -67,8 +67,8 @@ include $(NCCL_MK)
 CPPFLAGS += $(NCCL_FLAGS) $(CUDA_FLAGS)
 CUDA_GPT := $(if $(CUBLAS_LIBS),$(CUDA_GPT))# without cuBLAS it is left out
 LDLIBS   += $(CUDA_OBJ) $(NCCL_LIBS) $(CUDA_LIBS) -lstdc++
-CUDA_CC   = $(NVCC) -std=c++14 $(if $(filter -%,$(NVCC_ARCH)),,-arch=)$(NVCC_ARCH) $(NVCC_FLAGS) \
-            -I. $(CUDA_ONLY) $(CUBLAS_FLAGS) -Xcompiler -fPIC,-Wall
+CUDA_CC   = $(NVCC) -std=c++14 $(if $(filter -%,$(NVCC_ARCH)),,-arch=)$(NVCC_ARCH) $(NVCC_JOBS) \
+            $(NVCC_FLAGS) -I. $(CUDA_ONLY) $(CUBLAS_FLAGS) -Xcompiler -fPIC,-Wall
 CUDA_LINK = $(CXX) -o $@ $@.o $(LDFLAGS) $(NCCL_LIBS) $(CUBLAS_LIBS) $(CUDA_LIBS) -pthread -lm
 endif
 ifeq ($(NCCL),stub)
@@ -90,14 +90,15 @@ GPT_BLAS := $(if $(filter-out x86_64,$(shell uname -m)),$(shell \
 Q := $(if $(V),,@)# V=1 shows the commands
 COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@
-BUILD_ONE = $(COMPILE) $< $(filter %/library.a,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
+BUILD_ONE = $(COMPILE) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
-        bench-gloo gloo run-gloo nccl gpu-test gpu-bench quick test nightly torchrun golden check \
+        gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-bench quick test nightly torchrun golden check \
         check-san probes shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
+gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
 single: ## build/single/*.h: each header as one file, to drop into a program
 	tools/amalgamate.py $(BUILD)/single
@@ -128,7 +129,7 @@ $(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) 
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -c -o $@ $<
 $(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backends/*.cu) \
-    $(HEADERS) $(PARTS) $(CUDA_OBJ) Makefile | $(BUILD)/examples
+    $(HEADERS) $(PARTS) $(if $(STUB_OBJ),$(CUDA_OBJ)) Makefile | $(BUILD)/examples
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@.o $<
 	$Q$(CUDA_LINK)
@@ -186,9 +187,13 @@ $(LIBRARY).o: tests/library.c Makefile | $(BUILD)/tests
 $(LIBRARY).a: $(LIBRARY).o
 	$Qrm -f $@ && ar rc $@ $<
 vpath %.c $(wildcard tests/*/)
-$(BUILD)/tests/%: %.c Makefile $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/tests
+# In two steps, so that programs are compiled beside the library and the kernels.
+.PRECIOUS: $(BUILD)/tests/%.o
+$(BUILD)/tests/%.o: %.c Makefile | $(BUILD)/tests
 	@echo "  CC $@"
-	$Q$(BUILD_ONE)
+	$Q$(COMPILE) -c $<
+$(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
+	$Q$(CC) $(CFLAGS) $(SANFLAGS) -o $@ $< $(LIBRARY).a $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 run: ## train a small GPT on 4 ranks; 3 ranks go on from its checkpoint
 	@$(SUBMAKE) $(GPT)
@@ -208,14 +213,14 @@ run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk
 	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes examples gpt-cuda $(BUILD)/nccl/tests/conformance
-gpu-test: $(FSDPRUN) ## the tests on this machine's GPU; PART=first|kernels|ranks|... only those
-	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
-	@$(SUBMAKE) build-nccl examples/gpt/train_gpt
-	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes $(BUILD)/nccl/bench/bench_gpu
-	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh $(PART)
+gpu-test: ## the tests on this machine's GPU; PART=first|ranks|... only those, MINUTES=n what fits
+	@since=$$(date +%s) && tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk && \
+	    $(SUBMAKE) build-nccl examples/gpt/train_gpt $(FSDPRUN) && \
+	    echo "built within $$(($$(date +%s) - since)) s" && FSDP_GPU_SINCE=$$since \
+	    FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh $(MINUTES:%=--minutes=%) $(PART)
 gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
-	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes gpt-cuda $(BUILD)/nccl/bench/bench_gpu
+	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes gpu-all
 	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_bench.sh
 
 # ---- tests ---------------------------------------------------------------------------------------

@@ -1542,6 +1542,8 @@ typedef struct fsdp_memory {
     int64_t total_bytes;     // of all pools
     int64_t host_bytes;      // host memory: the library's tables for this model, and what its
                              // extensions have from fsdp_alloc (an optimizer's state)
+    int64_t comm_bytes;      // device memory of the world's communicators, beside all this, when
+                             // they were made; 0: the backend does not know (NCCL before 2.29.7)
     int64_t unsharded_bytes; // parameters and gradients of the whole model, for comparison
 } fsdp_memory;
 

@@ -231,7 +231,7 @@ static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsd
 // clang-format off
 static const fsdpi_transport fsdpi_fake_transport = {
     sizeof(fsdpi_comm), sizeof(fsdpi_fake_world), FSDPI_FAKE_RANKS,
-    {FSDPI_FAKE_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
+    {FSDPI_FAKE_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_fake_open_world, NULL, fsdpi_fake_connect, fsdpi_fake_leave, fsdpi_fake_close,
     NULL, NULL, fsdpi_fake_move, NULL,
     fsdpi_fake_tell, fsdpi_fake_verdict, NULL,

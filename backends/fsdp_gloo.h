@@ -110,7 +110,6 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000  // for goodbyes of groups, and then of the world
 #define FSDPI_GLOO_GRACE      20         // ms for messages that were sent before a verdict
-#define FSDPI_GLOO_VERDICT_NS 1000000000 // for the store to say why a connection has ended
 #define FSDPI_GLOO_ALONE_NS   200000000  // without a store: for others to see the same end
 #define FSDPI_GLOO_CALLERS    64         // most connections at a time that have proven nothing
 #define FSDPI_GLOO_AGAIN_NS   20000000   // until a member that could not be reached is called again
@@ -242,7 +241,6 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
     for (int j = 0; j < c->base.size && gone >= 0 && !fsdpi_is_pair(c->base.now.kind); j++)
         if (c->at[j] == gone) k = j, how = "it has ended";
-    int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
     for (int turn = 0; turn < 2 && c->messages; turn++) { // send and recv do not count as turns
@@ -252,14 +250,10 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
     // If the store has ended in order, it does not say why. Then the others should see the same end
     // before they see that this rank closes its connections, too.
-    int64_t until = fsdpi_boot_now(c->base.boot);
-    until += fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_GLOO_VERDICT_NS;
-    while (!fsdpi_gloo_failed(c) && !fsdpi_store_has_left(store, rank) &&
-           fsdpi_boot_now(c->base.boot) < until)
-        fsdpi_sleep_ns(1000000);
-    if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
-    int left = fsdpi_store_has_left(store, rank);
-    return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
+    int cause = fsdpi_store_world_await_cause(
+        &c->base, k, fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_STORE_CAUSE_NS);
+    if (cause == FSDPI_CAUSE_VERDICT) return fsdpi_comm_report(&c->base);
+    return fsdpi_gloo_gone(c, k, cause == k ? "has shut down" : text, cause != k);
 }
 
 // The deadline has passed while this rank waited for member k: names all missing members.
@@ -1596,7 +1590,7 @@ static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subje
 // clang-format off
 static const fsdpi_transport fsdpi_gloo_transport = {
     sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
-    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
+    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
     fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,

@@ -35,8 +35,9 @@
                           uses; 0: the first steps do that
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
-                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1,
-                          and so does fsdp_init while the process has one thread; else it warns
+                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1.
+                          From 2.31 on communicators are made so. Before, fsdp_init sets it, too,
+                          while the process has one thread; else it warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -125,7 +126,6 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #endif
 #define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
 #define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000)  // for the store to know why NCCL has failed
 #define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
 #define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // so long the watchdog may act first
 #define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and so long the watchdogs of peers
@@ -133,6 +133,19 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // bytes of a warm-up's largest operation
 
 #define FSDPI_NCCL_ORDER       "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+// From 2.31 on a collective can have a configuration of its own, and a communicator an order of
+// launches. Without: how is NULL.
+#if NCCL_VERSION_CODE >= 23102
+typedef ncclCollConfig_t fsdpi_nccl_how;
+#define FSDPI_NCCL_CONFIGURES(version) ((version) >= 23102)
+#define FSDPI_NCCL_RUN(name, how, ...)                                                             \
+    ((how) ? name##Config(__VA_ARGS__, how) : name(__VA_ARGS__))
+#else
+typedef struct fsdpi_nccl_how fsdpi_nccl_how;
+#define FSDPI_NCCL_CONFIGURES(version) ((void)(version), 0)
+#define FSDPI_NCCL_RUN(name, how, ...) ((void)(how), name(__VA_ARGS__))
+#endif
 
 // Strict C99 hides it.
 extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) __asm__("setenv");
@@ -165,6 +178,7 @@ typedef struct fsdpi_nccl_world {
     fsdpi_store_world base;
     int version; // of the library
     int registers, warms_up;
+    int64_t comm_bytes; // of all comms: caps.comm_bytes
     fsdpi_cuda_place place;
     int is_left;          // 1: the watchdog hangs and uses this block; do not call CUDA
     int64_t patience_ns;  // the time left to close all comms together
@@ -193,6 +207,8 @@ struct fsdpi_nccl_comm {
     int64_t error_ns;    // when NCCL first reported an error, or 0
     int64_t left_ns;     // when a member was first seen to have left, or 0
     void *made_by;       // the call that made the communicator
+    int64_t bytes;       // of the device, when it was made
+    int has_told;        // 1: of its registrations has been told
     uint32_t is_cold;    // 1: its ranks are connecting
     // To compare the calls of members: device memory for this rank's record and for all records,
     // and the host's copy of all records.
@@ -224,21 +240,27 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
     fsdpi_say(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
-// If a rank has died, the store will say so in a moment, with a better text than NCCL.
-static void fsdpi_nccl_await_verdict(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
-    while (!fsdpi_nccl_failed(w) &&
-           fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ERROR_NS)
-        fsdpi_sleep_ns(1000000);
+// Of a connection that broke NCCL says no more than that: it may be a rank that has died or left.
+static int fsdpi_nccl_is_anonymous(ncclResult_t result) {
+    return result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError;
+}
+
+static void fsdpi_nccl_say_left(fsdpi_text *t, const fsdpi_nccl_comm *c, int k) {
+    fsdpi_say(t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
 }
 
 static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, const char *what) {
     char text[FSDPI_REASON];
     fsdpi_text t = {text, sizeof text, 0};
+    int left = -1;
     if (result == ncclSuccess) return FSDP_OK;
-    if (result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError)
-        fsdpi_nccl_await_verdict(fsdpi_nccl_world_of(c));
+    if (fsdpi_nccl_is_anonymous(result))
+        left = fsdpi_store_world_await_cause(&c->base, -1, FSDPI_STORE_CAUSE_NS);
     if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // it is why
+    if (left >= 0) {
+        fsdpi_nccl_say_left(&t, c, left);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", text);
+    }
     if (result == ncclInProgress)
         fsdpi_say(
             &t,
@@ -663,19 +685,22 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
                            reason);
 }
 
-// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
-static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
-    int k = 0;
-    fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
-    while (k < c->base.size && !fsdpi_store_has_left(store, (int)c->base.ranks[k])) k++;
-    if (k == c->base.size) return 0;
-    if (!c->left_ns) c->left_ns = now;
-    if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
+// Member k has shut down, and so an operation cannot end.
+static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_record *record) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
-    fsdpi_say(&t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
-    fsdpi_say_op(&s, &f->record);
+    fsdpi_nccl_say_left(&t, c, k);
+    fsdpi_say_op(&s, record);
     fsdpi_store_world_tell(&c->base, FSDP_ERR_PEER_LOST, subject, reason);
+}
+
+// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
+static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
+    int k = fsdpi_store_world_cause(&c->base, -1, now);
+    if (k < 0) return 0;
+    if (!c->left_ns) c->left_ns = now;
+    if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
+    fsdpi_nccl_tell_left(c, k, &f->record);
     return 1;
 }
 
@@ -725,26 +750,39 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-/* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. If a rank has
-   died, the store will say so in a moment, with a better text. Returns 1 if there is an error. It
-   asks only if no other thread calls NCCL, because to ask may complete a call in progress. */
+/* NCCL reports an error of a comm. If a member has left, its data will not come any more: the
+   operation under way has lost it, and a comm without one has lost nothing. */
+static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_record record;
+    if (!c->error_ns) c->error_ns = fsdpi_boot_now(c->base.boot);
+    int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
+    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
+    if (cause >= 0 && c->done < c->seq) {
+        (void)fsdpi_nccl_doing(w, &record);
+        fsdpi_nccl_tell_left(c, cause, &record);
+    }
+    if (cause != FSDPI_CAUSE_UNKNOWN) return;
+    fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
+    fsdpi_nccl_say(&t, result, "NCCL reports");
+    fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
+}
+
+/* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. Returns 1 if
+   there is an error. It asks only if no other thread calls NCCL, because to ask may complete a call
+   in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
-    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int any = 0;
     if (!fsdpi_try_lock(&w->issue)) return 0;
     fsdpi_lock(&w->lock);
-    for (fsdpi_nccl_comm *c = w->comms; c && !any; c = c->next) {
+    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) {
         ncclResult_t result = ncclSuccess;
         if (!c->nccl || ncclCommGetAsyncError(c->nccl, &result) != ncclSuccess) continue;
         if (result == ncclSuccess || result == ncclInProgress) continue;
         any = 1;
-        if (!c->error_ns) c->error_ns = now;
-        if (now - c->error_ns < FSDPI_NCCL_ERROR_NS) continue;
-        char reason[FSDPI_REASON];
-        fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
-        fsdpi_nccl_say(&t, result, "NCCL reports");
-        fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
+        fsdpi_nccl_error(c, result);
     }
     fsdpi_unlock(&w->lock);
     fsdpi_unlock(&w->issue);
@@ -933,37 +971,52 @@ static ncclResult_t fsdpi_nccl_all_to_all(const fsdpi_nccl_comm *c, const fsdp_c
     return result;
 }
 
+#if NCCL_VERSION_CODE >= 23102
+/* What NCCL tells profilers of a collective: the kind in the highest byte, then the last seven
+   characters of the unit's name. */
+static uint64_t fsdpi_nccl_tag(const fsdp_coll *op) {
+    const size_t length = op->what ? strlen(op->what) : 0;
+    uint64_t tag = 0;
+    for (size_t i = length > 7 ? length - 7 : 0; i < length; i++)
+        tag = tag << 8 | (unsigned char)op->what[i];
+    return (uint64_t)op->kind << 56 | tag;
+}
+#endif
+
 // One segment of a gather or scatter.
 static ncclResult_t fsdpi_nccl_segment(const fsdpi_nccl_comm *c, const fsdp_coll *op,
-                                       const fsdp_seg *seg, cudaStream_t stream) {
+                                       const fsdp_seg *seg, cudaStream_t stream,
+                                       const fsdpi_nccl_how *how) {
     size_t size = fsdp_dtype_size(op->dtype), count = (size_t)seg->count;
     ncclDataType_t type = fsdpi_nccl_dtype(op->dtype);
     char *dst = (char *)op->dst;
     const char *src = (const char *)op->src;
     if (op->kind == FSDP_OP_REDUCE_SCATTER)
-        return ncclReduceScatter(src + (size_t)seg->full * size, dst + (size_t)seg->shard * size,
-                                 count, type, ncclSum, c->nccl, stream);
+        return FSDPI_NCCL_RUN(ncclReduceScatter, how, src + (size_t)seg->full * size,
+                              dst + (size_t)seg->shard * size, count, type, ncclSum, c->nccl,
+                              stream);
     dst += (size_t)seg->full * size;
     src = op->in_place ? dst + (size_t)c->base.index * count * size
                        : src + (size_t)seg->shard * size;
-    return ncclAllGather(src, dst, count, type, c->nccl, stream);
+    return FSDPI_NCCL_RUN(ncclAllGather, how, src, dst, count, type, c->nccl, stream);
 }
 
 // Beside the collectives: a send to and a recv from one peer at the same time.
 enum { FSDPI_NCCL_SWAP = FSDP_OP_COUNT };
 
 static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_coll *op,
-                                         cudaStream_t stream) {
+                                         cudaStream_t stream, const fsdpi_nccl_how *how) {
     ncclDataType_t type = fsdpi_nccl_dtype(op->dtype);
     size_t count = (size_t)op->count;
     int peer = (int)op->root;
     ncclResult_t result = ncclSuccess;
     switch (op->kind) {
     case FSDP_OP_ALL_REDUCE:
-        return ncclAllReduce(op->dst, op->dst, count, type, fsdpi_nccl_redop(op->redop), c->nccl,
-                             stream);
+        return FSDPI_NCCL_RUN(ncclAllReduce, how, op->dst, op->dst, count, type,
+                              fsdpi_nccl_redop(op->redop), c->nccl, stream);
     case FSDP_OP_BROADCAST:
-        return ncclBroadcast(op->dst, op->dst, count, type, peer, c->nccl, stream);
+        return FSDPI_NCCL_RUN(ncclBroadcast, how, op->dst, op->dst, count, type, peer, c->nccl,
+                              stream);
     case FSDP_OP_ALL_TO_ALL: return fsdpi_nccl_all_to_all(c, op, stream);
     case FSDP_OP_SEND: return ncclSend(op->src, count, type, peer, c->nccl, stream);
     case FSDP_OP_RECV: return ncclRecv(op->dst, count, type, peer, c->nccl, stream);
@@ -973,8 +1026,30 @@ static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_co
                                      : ncclRecv(op->dst, count, type, peer, c->nccl, stream);
     default:
         for (uint32_t i = 0; i < op->num_segs && result == ncclSuccess; i++)
-            if (op->segs[i].count > 0) result = fsdpi_nccl_segment(c, op, &op->segs[i], stream);
+            if (op->segs[i].count > 0)
+                result = fsdpi_nccl_segment(c, op, &op->segs[i], stream, how);
         return result;
+    }
+}
+
+/* Says once what NCCL has made of the first registration. It tells whether it registers; it does
+   not tell whether it then runs gathers by copy engines. */
+static void fsdpi_nccl_tell_path(fsdpi_nccl_comm *c, const void *handle) {
+    const fsdp_boot *boot = c->base.boot;
+    char text[FSDPI_REASON];
+    if (c->has_told++ || c->base.index != 0) return;
+    if (!handle) {
+        (void)snprintf(text, sizeof text,
+                       "[E839] NCCL registers no buffers of '%s', which FSDP_NCCL_REGISTER asks "
+                       "for: its collectives go through NCCL's own",
+                       c->base.now.comm);
+        fsdpi_boot_log(boot, FSDP_LOG_WARN, text);
+    } else if (fsdpi_nccl_world_of(c)->registers == 2) {
+        (void)snprintf(text, sizeof text,
+                       "buffers of '%s' are symmetric windows, and its gathers ask for copy "
+                       "engines; whether NCCL uses them is unknown (NCCL_DEBUG=INFO)",
+                       c->base.now.comm);
+        fsdpi_boot_log(boot, FSDP_LOG_INFO, text);
     }
 }
 
@@ -1019,6 +1094,7 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
     r->next = w->registrations;
     w->registrations = r;
     fsdpi_unlock(&w->lock);
+    if (result == ncclSuccess) fsdpi_nccl_tell_path(c, r->handle);
     return result;
 #else
     (void)c, (void)p;
@@ -1126,9 +1202,17 @@ static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cud
     }
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(begin, stream), "cudaEventRecord");
     if (status) return status;
+    const fsdpi_nccl_how *how = NULL;
+#if NCCL_VERSION_CODE >= 23102
+    ncclCollConfig_t config = NCCL_COLLCONFIG_INITIALIZER;
+    config.userProfilerTag = fsdpi_nccl_tag(op);
+    if (fsdpi_nccl_world_of(c)->registers == 2 && op->kind == FSDP_OP_ALL_GATHER)
+        config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    if (FSDPI_NCCL_CONFIGURES(fsdpi_nccl_world_of(c)->version)) how = &config;
+#endif
     *result = ncclGroupStart();
     if (*result != ncclSuccess) return FSDP_OK;
-    *result = fsdpi_nccl_operation(c, op, stream);
+    *result = fsdpi_nccl_operation(c, op, stream, how);
     ncclResult_t end = ncclGroupEnd();
     if (*result == ncclSuccess || *result == ncclInProgress) *result = end;
     return FSDP_OK;
@@ -1244,8 +1328,12 @@ static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call
     config.commName = call->name; // NCCL's own logs and tools show it
 #endif
 #if NCCL_VERSION_CODE >= 22803
-    if (w->registers == 2 && gathers && w->version >= 22803)
-        config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    if (w->registers == 2 && gathers && w->version >= 22803 && !FSDPI_NCCL_CONFIGURES(w->version))
+        config.CTAPolicy = NCCL_CTA_POLICY_ZERO; // else each gather asks for it
+#endif
+#if NCCL_VERSION_CODE >= 23102
+    if (FSDPI_NCCL_CONFIGURES(w->version) && !fsdpi_env(FSDPI_NCCL_ORDER))
+        config.launchOrderImplicit = 1;
 #endif
     (void)w, (void)gathers;
     return config;
@@ -1337,6 +1425,22 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     return FSDP_OK;
 }
 
+// From NCCL 2.29.7 on it tells what a communicator takes of the device.
+static void fsdpi_nccl_count_bytes(fsdpi_nccl_comm *c) {
+#if NCCL_VERSION_CODE >= 22907
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    uint64_t bytes = 0;
+    fsdpi_lock(&w->issue);
+    if (w->version >= 22907 && c->nccl &&
+        ncclCommMemStats(c->nccl, ncclStatGpuMemTotal, &bytes) == ncclSuccess)
+        c->bytes = (int64_t)bytes;
+    fsdpi_unlock(&w->issue);
+    __atomic_add_fetch(&w->comm_bytes, c->bytes, __ATOMIC_SEQ_CST);
+#else
+    (void)c;
+#endif
+}
+
 // After a communicator was made: memory to compare calls, and the first meeting.
 static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     size_t members = (size_t)c->base.size;
@@ -1350,7 +1454,9 @@ static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     fsdp_status status = fsdpi_nccl_cuda(c, e, "a stream and memory of a communicator");
     if (!status && !c->shown)
         status = fsdpi_comm_no_memory(&c->base, "records", members * sizeof *c->shown);
-    return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
+    if (!status && members > 1) status = fsdpi_nccl_warm_up(c);
+    if (!status) fsdpi_nccl_count_bytes(c);
+    return status;
 }
 
 // Waits until the monitor has aborted the communicators of a failed world.
@@ -1476,6 +1582,7 @@ static void fsdpi_nccl_leave(fsdpi_comm *base) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_nccl_unregister_all(w, c, NULL);
     fsdpi_nccl_end(c);
+    __atomic_sub_fetch(&w->comm_bytes, c->bytes, __ATOMIC_SEQ_CST);
     // If the world has failed after a copy of records, the copy ends, as the communicator has
     // ended.
     if (c->records && fsdpi_cuda_idle(base->boot, c->stream, FSDPI_NCCL_ABORT_NS))
@@ -1511,6 +1618,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     if (!call) return fsdpi_comm_no_memory(base, "a call of NCCL", sizeof *call);
     memset(&none, 0, sizeof none);
     none.base = *base;
+    if (child) child->base.now.since_ns = base->now.since_ns; // one deadline is for all of a split
     fsdpi_lock(&w->lock);
     call->parent = parent->nccl;
     fsdpi_unlock(&w->lock);
@@ -1550,7 +1658,8 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
                            "[E837] this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER "
                            "asks for: buffers are registered in a lesser way, or not");
         if (w->version >= 22602 && c->base.size > 1 && c->base.boot->rank == 0 &&
-            c->base.world->caps.lanes > 1 && !fsdpi_env(FSDPI_NCCL_ORDER))
+            c->base.world->caps.lanes > 1 && !fsdpi_env(FSDPI_NCCL_ORDER) &&
+            !FSDPI_NCCL_CONFIGURES(w->version))
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
                            "[E838] two communicators can wait for each other's room on the GPU: "
                            "set " FSDPI_NCCL_ORDER
@@ -1593,6 +1702,7 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     fsdp_status status = FSDP_OK;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_MAKE);
     if (!call) return fsdpi_comm_no_memory(&c->base, "a call of NCCL", sizeof *call);
+    c->base.now.since_ns = c->base.world->open_ns;
     if (c->base.boot->rank == 0) {
         status = fsdpi_nccl_result(c, ncclGetUniqueId(&call->id), "ncclGetUniqueId");
         if (!status) status = fsdpi_store_set(w->base.store, key, &call->id, sizeof call->id);
@@ -1633,6 +1743,7 @@ static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
+    w->base.base.caps.comm_bytes = &w->comm_bytes;
     fsdp_status status = fsdpi_nccl_read_environment(base);
     if (status) return status;
     status = fsdpi_cuda_place_open(&w->place, base->boot);
@@ -1697,17 +1808,21 @@ static void fsdpi_nccl_tell(fsdpi_comm *base, fsdp_status status, const char *su
 // clang-format off
 static const fsdpi_transport fsdpi_nccl_transport = {
     sizeof(fsdpi_nccl_comm), sizeof(fsdpi_nccl_world), FSDPI_MAX_RANKS,
-    {FSDPI_NCCL_KINDS, 0, 2, 0, NULL},
+    {FSDPI_NCCL_KINDS, 0, 2, 0, NULL, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
     fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 
-/* NCCL reads the variable at the first launch. The user's own value stays. The environment must not
-   change while another thread may read it: so this has to be the only thread. */
+/* NCCL before 2.31 reads the variable at the first launch. The user's own value stays. The
+   environment must not change while another thread may read it: so this has to be the only one. */
 static void fsdpi_nccl_order_launches(void) {
     struct stat tasks;
+#if NCCL_VERSION_CODE >= 23102
+    int version = 0;
+    if (ncclGetVersion(&version) == ncclSuccess && FSDPI_NCCL_CONFIGURES(version)) return;
+#endif
     if (!stat("/proc/self/task", &tasks) && tasks.st_nlink == 3) // ".", ".." and this thread
         (void)fsdpi_nccl_setenv(FSDPI_NCCL_ORDER, "1", 0);
 }

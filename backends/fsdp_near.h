@@ -104,7 +104,7 @@ static void fsdpi_near_wake(fsdpi_comm *base) {
 // clang-format off
 static const fsdpi_transport fsdpi_near_transport = {
     sizeof(fsdpi_shm_comm), sizeof(fsdpi_near_world), FSDPI_MAX_SRCS,
-    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
     fsdpi_near_tell, fsdpi_near_verdict, fsdpi_shm_say_last,

@@ -70,7 +70,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {
     sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
-    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL},
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
     fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,

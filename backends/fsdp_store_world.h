@@ -21,7 +21,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#define FSDPI_STORE_ASK_NS 80000000 // for the store to answer about a rank
+#define FSDPI_STORE_ASK_NS   ((int64_t)80000000)   // for the store to answer about a rank
+#define FSDPI_STORE_CAUSE_NS ((int64_t)1000000000) // for it to know why a connection has ended
 
 typedef struct fsdpi_store_world {
     fsdpi_comm_world base;
@@ -96,6 +97,32 @@ static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *m
     }
     for (int i = 0; i < 100 && all_busy && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
     return fsdpi_comm_failed(c);
+}
+
+/* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer
+   aborted. The store learns on its own way who has died or left. So a verdict, or a member that has
+   left, wins over the transport's error, also if it comes later; but not later than `until`.
+   who: the only member that counts, or -1. Returns a member that has left, or one of these. */
+enum { FSDPI_CAUSE_VERDICT = -1, FSDPI_CAUSE_AWAITED = -2, FSDPI_CAUSE_UNKNOWN = -3 };
+static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) {
+    fsdpi_store *store = fsdpi_store_world_of(c)->store;
+    if (fsdpi_comm_failed(c)) return FSDPI_CAUSE_VERDICT;
+    for (int k = 0; k < c->size; k++)
+        if ((who < 0 ? k != c->index : k == who) && fsdpi_store_has_left(store, (int)c->ranks[k]))
+            return k;
+    return c->size > 1 && fsdpi_boot_now(c->boot) < until ? FSDPI_CAUSE_AWAITED
+                                                         : FSDPI_CAUSE_UNKNOWN;
+}
+
+// The same in a call of this comm, whose deadline it keeps: it waits, and never returns AWAITED.
+static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
+    int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
+    int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
+    int cause;
+    while ((cause = fsdpi_store_world_cause(c, who, until < deadline ? until : deadline)) ==
+           FSDPI_CAUSE_AWAITED)
+        fsdpi_sleep_ns(1000000);
+    return cause;
 }
 
 // The deadline has passed: names the members that are missing. verb: what they have not done.

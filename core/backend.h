@@ -47,6 +47,7 @@ typedef struct fsdp_caps {
     int lanes;           // streams that may run collectives at the same time: 1 or more
     int default_lanes;   // lanes if the caller gives no number; equal on all ranks. 0: inline
     const char *because; // why so many, as a part of a text ("as ..."), or NULL
+    const int64_t *comm_bytes; // of the device, which all comms took when they were made; or NULL
 } fsdp_caps;
 
 /* One collective, as data. There are three such structs, because each has another reader. An

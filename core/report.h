@@ -46,6 +46,7 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
     }
     for (int i = 0; i < m->num_units; i++) out->unsharded_bytes += fsdpi_unsharded(m->units[i]);
     out->host_bytes = m->host_bytes;
+    if (m->world->caps.comm_bytes) out->comm_bytes = FSDPI_LOAD(m->world->caps.comm_bytes);
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
@@ -155,7 +156,9 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
         if (mem.pool_bytes[pool])
             fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
                       (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
-    fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
+    fsdpi_say(&t, " total %lld bytes", (long long)mem.total_bytes);
+    if (mem.comm_bytes) fsdpi_say(&t, "; communicators %lld", (long long)mem.comm_bytes);
+    fsdpi_say(&t, "\n");
     return t.used;
 }
 

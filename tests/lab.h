@@ -321,7 +321,9 @@ H_FN int lab_divides(void) {
 
 /* Do ranks share a GPU (tools/one_gpu.sh)? Then each is a process: to NCCL, those of one process are
    of one host, which must have a GPU for each. */
-H_FN int lab_shares_gpu(void) { return !lab_divides() && getenv("NCCL_HOSTID") != NULL; }
+H_FN int lab_shares_gpu(void) {
+    return !lab_divides() && (getenv("NCCL_HOSTID") || getenv("NCCL_MULTI_RANK_GPU_ENABLE"));
+}
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 

@@ -93,15 +93,24 @@ include() { case $1 in /usr/include) ;; *) echo "-isystem $1" ;; esac; }
 
 # Code for the GPUs of data centres that the toolkit knows, and for those that are to come. (Flags
 # as all-major ask for GPUs that are too old for the kernels; native, without a GPU, too.)
-find_archs() { # [ARCH...]: besides
+find_archs() { # ARCH...
     local known arch last=''
     known=$("$nvcc" --list-gpu-arch 2>/dev/null) nvcc_arch=''
-    for arch in "$@" 80 90 100; do
+    for arch; do
         grep -qx "compute_$arch" <<<"$known" || continue
         nvcc_arch+="-gencode arch=compute_$arch,code=sm_$arch " last=$arch
     done
     nvcc_arch+=${last:+-gencode arch=compute_$last,code=compute_$last}
     nvcc_arch=${nvcc_arch:--arch=sm_80}
+}
+
+# What lets nvcc use several cores, as far as it knows it: for several GPUs, and within one.
+find_jobs() {
+    local option help
+    help=$("$nvcc" --help 2>/dev/null) nvcc_jobs=''
+    for option in threads split-compile; do
+        ! grep -q -- "^--$option " <<<"$help" || nvcc_jobs+="--$option 0 "
+    done
 }
 
 # Sets nvcc, nvcc_arch, cuda_version, cuda_flags, cuda_libs.
@@ -114,7 +123,8 @@ cuda_at() { # PLACE ROOT [NVCC]
         failed "$1" 'no include/cuda_runtime_api.h (the part cuda-cudart-dev)' || return
     dir=$(library_dir "$2" cudart) || failed "$1" 'no libcudart.so in its lib64 or lib' || return
     cuda_version=$("$nvcc" --version 2>&1 | sed -n 's/.*release \([0-9.]*\).*/\1/p')
-    find_archs
+    find_archs 80 90 100
+    find_jobs
     echo '__global__ void kernel() {}' >"$tmp/kernel.cu"
     "$nvcc" $nvcc_arch -c -o "$tmp/kernel.o" "$tmp/kernel.cu" >"$tmp/log" 2>&1 ||
         failed "$1" "nvcc does not compile: $(excerpt)" || return
@@ -306,6 +316,7 @@ report() {
     fi
     echo "NVCC = $nvcc"
     echo "NVCC_ARCH ?= $nvcc_arch"
+    echo "NVCC_JOBS = $nvcc_jobs"
     echo "CUDA_FLAGS = $cuda_flags"
     echo "CUDA_LIBS = $cuda_libs"
     echo "CUBLAS_FLAGS = $cublas_flags"
@@ -326,9 +337,11 @@ find_nccl || give_up "NCCL $(version "$oldest") or newer" 'Install one of:' \
 tried=''
 [ -z "$need_gpu" ] || find_gpu || give_up GPU 'Run this where one is, with its driver installed:' \
     'nvidia-smi lists it. A container is started with --gpus all.'
-# Older GPUs than those that code is made for, if the toolkit knows them.
-older=$(sed -n 's/^# GPU.* 7\.\([0-9]\)$/7\1/p' <<<"${gpus:-}" | sort -u)
-[ -z "$older" ] || find_archs $older
+# Code for the GPUs that are here alone, and for newer ones, if the toolkit does not know these.
+here=$(sed -n 's/^# GPU.* \([0-9]*\)\.\([0-9]\)$/\1\2/p' <<<"${gpus:-}" | sort -un)
+# shellcheck disable=SC2086
+[ -z "$here" ] || find_archs $here
+[ -z "$here" ] || [ "$nvcc_arch" != -arch=sm_80 ] || find_archs 80 90 100
 [ -n "$output" ] || { report && exit; }
 report >"$tmp/report"
 mkdir -p "$(dirname "$output")"

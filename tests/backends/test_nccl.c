@@ -1968,7 +1968,7 @@ static const struct {
 static const struct {
     const char *name;
     int world, code[2];
-} quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 3}}};
+} quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 5}}}; /* 2 and 3 wait for a cause */
 
 static void make_board(void) {
     board = (fault_board *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,

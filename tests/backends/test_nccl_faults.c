@@ -478,12 +478,115 @@ TEST_P(nccl_faults, error_ends_all_ranks, errors) {
     J_CHECK(j, !finish(j, 8000), "a rank hangs");
     all_got(j, -1, row->status, row->said);
     all_name(j, -1, 1);
+    /* NCCL does not say that nobody has gone: for a second the store might. */
+    int limit_ms = 300 + (row->status == FSDP_ERR_BACKEND ? 1000 : 0);
     for (int k = 0; k < 3; k++) {
         int is_asleep = row->other < 0 ? k == 1 : k == row->other;
-        J_CHECK(j, took_ms(j, k) <= (is_asleep ? row->sleeps_ms : 0) + allowed_ms(j, 300),
+        J_CHECK(j, took_ms(j, k) <= (is_asleep ? row->sleeps_ms : 0) + allowed_ms(j, limit_ms),
                 "rank %d: after %d ms", k, took_ms(j, k));
     }
-    all_in_time(j, -1, 300 + row->sleeps_ms);
+    all_in_time(j, -1, limit_ms + row->sleeps_ms);
+}
+
+/* ---- NCCL's error, which names nobody, and the store's word of who has left ------------------- */
+
+/* Time stands still from when a rank waits: only events decide, and the test moves the clock. */
+static int64_t stopped_ns; /* 0: it runs */
+static int64_t stopped_clock(void *user) {
+    int64_t at = __atomic_load_n(&stopped_ns, __ATOMIC_SEQ_CST);
+    (void)user;
+    return at ? at : now_ns();
+}
+
+typedef struct {
+    const char *name;
+    int in_call, left_first; /* a call of NCCL fails; else its watchdog is told */
+    int deadline_ms;         /* not 0: of the call */
+    int passes_ms;           /* after the error, before anybody leaves */
+    int leaves;
+    fsdp_status status;
+    const char *said;
+} blame;
+static const blame blames[] = {
+    {"watchdog/error_first", 0, 0, 0, 150, 1, FSDP_ERR_PEER_LOST, "rank 2 has shut down"},
+    {"watchdog/left_first", 0, 1, 0, 0, 1, FSDP_ERR_PEER_LOST, "rank 2 has shut down"},
+    {"watchdog/nobody_leaves", 0, 0, 0, 1100, 0, FSDP_ERR_BACKEND, "remote error"},
+    {"call/error_first", 1, 0, 0, 150, 1, FSDP_ERR_PEER_LOST, "rank 2 has shut down"},
+    {"call/nobody_leaves", 1, 0, 0, 1100, 0, FSDP_ERR_BACKEND, "remote error"},
+    {"call/deadline", 1, 0, 300, 400, 0, FSDP_ERR_BACKEND, "remote error"}};
+
+static fsdpi_nccl_comm *comm_of(const fsdp_world *world) {
+    return (fsdpi_nccl_comm *)(void *)world->comm;
+}
+
+/* The watchdog has looked, and looked again. */
+static void await_looks(const fsdpi_comm *c) {
+    int64_t before = stub_count("ncclCommGetAsyncError");
+    for (long ns = 0; stub_count("ncclCommGetAsyncError") < before + 3 && !fsdpi_comm_failed(c);)
+        h_nap(&ns);
+}
+
+static void await_left(const fsdpi_comm *c) {
+    __atomic_add_fetch(&my_job->gate, 1, __ATOMIC_SEQ_CST);
+    for (long ns = 0; !fsdpi_store_has_left(fsdpi_store_world_of(c)->store, my_job->victim) &&
+                      !fsdpi_comm_failed(c);)
+        h_nap(&ns);
+}
+
+/* Beside a rank that waits for the victim. */
+static void *is_told(void *arg) {
+    const blame *b = (const blame *)my_job->extra;
+    const fsdpi_comm *c = (const fsdpi_comm *)arg;
+    long ns = 0;
+    if (b->left_first) await_left(c);
+    if (!b->in_call) stub_async_error(NULL, ncclRemoteError);
+    while (b->in_call && !stub_failed() && !fsdpi_comm_failed(c)) h_nap(&ns);
+    if (b->left_first) return NULL;
+    if (!b->in_call) await_looks(c);
+    do { /* if nobody leaves, patience may begin after the first time */
+        __atomic_add_fetch(&stopped_ns, (int64_t)b->passes_ms * 1000000, __ATOMIC_SEQ_CST);
+        h_nap(&ns);
+    } while (!b->leaves && !b->deadline_ms && !fsdpi_comm_failed(c));
+    if (!b->in_call) await_looks(c);
+    if (b->leaves) await_left(c);
+    return NULL;
+}
+
+static void one_is_to_blame(job *j, int rank) {
+    const blame *b = (const blame *)j->extra;
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    pthread_t thread;
+    double sum = 1;
+    if (rank != j->victim) d.clock.now_ns = stopped_clock;
+    fsdp_status status = fsdp_init(&d, &world);
+    if (!status) status = fsdp_barrier(world);
+    CHECK_MSG(!status, "%s", fsdp_last_error(NULL));
+    if (rank == j->victim && b->leaves) {
+        for (long ns = 0; __atomic_load_n(&j->gate, __ATOMIC_SEQ_CST) < j->world - 1;) h_nap(&ns);
+        shuts_down(j, world);
+    }
+    if (rank == j->victim) {
+        for (long ns = 0; !fsdpi_comm_failed(&comm_of(world)->base);) h_nap(&ns);
+    } else {
+        __atomic_store_n(&stopped_ns, now_ns(), __ATOMIC_SEQ_CST);
+        if (b->deadline_ms)
+            comm_of(world)->base.world->boot.timeout_ns = (int64_t)b->deadline_ms * 1000000;
+        if (b->in_call) stub_fail("ncclAllReduce", 1, ncclRemoteError);
+        CHECK_EQ_INT(pthread_create(&thread, NULL, is_told, &comm_of(world)->base), 0);
+    }
+    status = fsdp_all_reduce(world, NULL, &sum, 1, FSDP_F64, FSDP_SUM);
+    if (rank != j->victim) (void)pthread_join(thread, NULL);
+    __atomic_store_n(&stopped_ns, 0, __ATOMIC_SEQ_CST);
+    leave(j, rank, world, status);
+}
+
+TEST_P(nccl_faults, error_and_who_has_left, blames) {
+    job *j = make_job(3, 100000000, one_is_to_blame); /* nearly no deadline */
+    j->victim = 2, j->extra = row;
+    start(j);
+    J_CHECK(j, !finish(j, 8000), "a rank hangs");
+    all_got(j, row->leaves ? j->victim : -1, row->status, row->said);
 }
 
 /* ---- the device fails ------------------------------------------------------------------------ */
@@ -754,7 +857,7 @@ typedef struct {
 } cycle;
 static const cycle cycles[] = {{"in_order", no_quirk, 2, CYCLES, 20000, FSDP_OK, 24 << 10},
                                {"aborted", one_aborts, 3, 20, 20000, FSDP_ERR_ABORTED, 24 << 10},
-                               {"broken", one_breaks, 2, 20, 20000, FSDP_ERR_BACKEND, 24 << 10},
+                               {"broken", one_breaks, 2, 6, 20000, FSDP_ERR_BACKEND, 24 << 10},
                                {"late", one_is_late, 2, 4, 200, FSDP_ERR_TIMEOUT, 40 << 10}};
 
 static void cycles_main(job *j, int rank) {

@@ -9,6 +9,7 @@
 #define FSDP_STUB_NCCL_H
 #include "cuda_runtime.h"
 #include <limits.h> /* INT_MIN */
+#include <stdint.h> /* uint64_t */
 
 #ifndef FSDP_STUB_NCCL
 #define FSDP_STUB_NCCL 22809
@@ -112,6 +113,9 @@ typedef struct {
 #if FSDP_STUB_NCCL >= 23003
     int maxP2pPeers, graphStreamOrdering;
 #endif
+#if FSDP_STUB_NCCL >= 23102
+    int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode;
+#endif
 } ncclConfig_t;
 
 #define FSDP_STUB_UNDEF NCCL_CONFIG_UNDEF_INT
@@ -141,12 +145,17 @@ typedef struct {
 #else
 #define FSDP_STUB_CONFIG_230
 #endif
+#if FSDP_STUB_NCCL >= 23102
+#define FSDP_STUB_CONFIG_231 , FSDP_STUB_UNDEF, FSDP_STUB_UNDEF, FSDP_STUB_UNDEF, FSDP_STUB_UNDEF
+#else
+#define FSDP_STUB_CONFIG_231
+#endif
 #define NCCL_CONFIG_INITIALIZER                                                                    \
     {                                                                                              \
         sizeof(ncclConfig_t), 0xcafebeefu, NCCL_VERSION_CODE, FSDP_STUB_UNDEF, FSDP_STUB_UNDEF,    \
             FSDP_STUB_UNDEF, FSDP_STUB_UNDEF, NCCL_CONFIG_UNDEF_PTR,                               \
             FSDP_STUB_UNDEF FSDP_STUB_CONFIG_226 FSDP_STUB_CONFIG_227 FSDP_STUB_CONFIG_228         \
-                FSDP_STUB_CONFIG_229 FSDP_STUB_CONFIG_230                                          \
+                FSDP_STUB_CONFIG_229 FSDP_STUB_CONFIG_230 FSDP_STUB_CONFIG_231                     \
     }
 
 ncclResult_t ncclGetVersion(int *version);
@@ -201,6 +210,45 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
 #define NCCL_WIN_REQUIRED_ALIGNMENT 4096
 ncclResult_t ncclAlltoAll(const void *src, void *dst, size_t count, ncclDataType_t type,
                           ncclComm_t comm, cudaStream_t stream);
+#endif
+#if FSDP_STUB_NCCL >= 22907
+typedef enum {
+    ncclStatGpuMemSuspend = 0,
+    ncclStatGpuMemSuspended = 1,
+    ncclStatGpuMemPersist = 2,
+    ncclStatGpuMemTotal = 3
+} ncclCommMemStat_t;
+ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t *value);
+#endif
+#if FSDP_STUB_NCCL >= 23102
+/* Of one collective; equal on all ranks. */
+typedef struct {
+    size_t size;
+    unsigned magic, version;
+    struct ncclConfigExt *ext;
+    int minCTAs, maxCTAs, nvlsCTAs, cgaClusterSize;
+    const char *algSelection;
+    int forceAlgSelection, CTAPolicy;
+    uint64_t userProfilerTag;
+} ncclCollConfig_t;
+#define NCCL_COLLCONFIG_INITIALIZER                                                                \
+    {                                                                                              \
+        sizeof(ncclCollConfig_t), 0xcafebeefu, NCCL_VERSION_CODE, NCCL_CONFIG_UNDEF_PTR,           \
+            FSDP_STUB_UNDEF, FSDP_STUB_UNDEF, FSDP_STUB_UNDEF, FSDP_STUB_UNDEF,                    \
+            NCCL_CONFIG_UNDEF_PTR, 1, FSDP_STUB_UNDEF, 0                                           \
+    }
+ncclResult_t ncclAllGatherConfig(const void *src, void *dst, size_t sendcount, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config);
+ncclResult_t ncclReduceScatterConfig(const void *src, void *dst, size_t recvcount,
+                                     ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                                     cudaStream_t stream, const ncclCollConfig_t *config);
+ncclResult_t ncclAllReduceConfig(const void *src, void *dst, size_t count, ncclDataType_t type,
+                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config);
+ncclResult_t ncclBroadcastConfig(const void *src, void *dst, size_t count, ncclDataType_t type,
+                                 int root, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config);
 #endif
 
 #ifdef __cplusplus

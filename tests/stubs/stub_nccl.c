@@ -10,7 +10,7 @@
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif
 #undef FSDP_STUB_NCCL
-#define FSDP_STUB_NCCL 23003 /* this library knows all there is */
+#define FSDP_STUB_NCCL 23102 /* this library knows all there is */
 #include "stub_core.h"
 
 #define FSDP_STATIC
@@ -1092,6 +1092,16 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
     return ncclSuccess;
 }
 
+/* Of the device: 1 MiB for each rank. */
+ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t *value) {
+    ENTER("ncclCommMemStats");
+    if (stub_get(STUB_NCCL_VERSION) < 22907) stub_die("this NCCL has no ncclCommMemStats");
+    if (is_busy(comm) || stat != ncclStatGpuMemTotal)
+        return refuse(ncclInvalidArgument, "statistics: in progress, or of another kind");
+    *value = (uint64_t)comm->size << 20;
+    return ncclSuccess;
+}
+
 const char *ncclGetErrorString(ncclResult_t result) {
     static const char *const texts[] = {
         "no error",       "unhandled cuda error",       "unhandled system error",
@@ -1290,6 +1300,44 @@ ncclResult_t ncclBroadcast(const void *src, void *dst, size_t count, ncclDataTyp
 ncclResult_t ncclAlltoAll(const void *src, void *dst, size_t count, ncclDataType_t type,
                           ncclComm_t comm, cudaStream_t stream) {
     return issue(ALL_TO_ALL, src, dst, count, (int)type, 0, 0, comm, stream);
+}
+
+/* What a configuration asks for changes nothing here; but it has to be one, of a library that has. */
+static ncclResult_t check_config(const ncclCollConfig_t *config) {
+    if (!config) return ncclSuccess;
+    if (config->magic != 0xcafebeefu || config->size < sizeof *config ||
+        config->userProfilerTag >> 63)
+        return refuse(ncclInvalidArgument, "the configuration of a collective is wrong");
+    if (stub_get(STUB_NCCL_VERSION) < 23102) stub_die("this NCCL has no ncclCollConfig_t");
+    return ncclSuccess;
+}
+
+ncclResult_t ncclAllGatherConfig(const void *src, void *dst, size_t sendcount, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config) {
+    ncclResult_t result = check_config(config);
+    return result ? result : ncclAllGather(src, dst, sendcount, type, comm, stream);
+}
+
+ncclResult_t ncclReduceScatterConfig(const void *src, void *dst, size_t recvcount,
+                                     ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                                     cudaStream_t stream, const ncclCollConfig_t *config) {
+    ncclResult_t result = check_config(config);
+    return result ? result : ncclReduceScatter(src, dst, recvcount, type, op, comm, stream);
+}
+
+ncclResult_t ncclAllReduceConfig(const void *src, void *dst, size_t count, ncclDataType_t type,
+                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config) {
+    ncclResult_t result = check_config(config);
+    return result ? result : ncclAllReduce(src, dst, count, type, op, comm, stream);
+}
+
+ncclResult_t ncclBroadcastConfig(const void *src, void *dst, size_t count, ncclDataType_t type,
+                                 int root, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t *config) {
+    ncclResult_t result = check_config(config);
+    return result ? result : ncclBroadcast(src, dst, count, type, root, comm, stream);
 }
 
 ncclResult_t ncclSend(const void *src, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,

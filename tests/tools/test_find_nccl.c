@@ -41,8 +41,8 @@ static const char prelude[] =
     "    echo 'const char *cublasGetStatusString(int s) { return s ? \"\" : \"ok\"; }' |\n"
     "        shared $2/$3 $3\n"
     "}\n"
-    "archs() { printf '#!/bin/sh\\ncase $1 in --list*) printf \"%s\" ;; *) echo release 12.4 "
-    ";;'\\\n"
+    "archs() { printf '#!/bin/sh\\ncase $1 in --list*) printf \"%s\" ;; --help) echo \"--threads "
+    "n\" ;; *) echo release 12.4 ;;'\\\n"
     "' esac\\n' \"$(printf 'compute_%s\\\\n' \"$@\")\" >cuda/bin/nvcc; }\n"
     "command python3 'exit 1'; command pkg-config 'exit 1'; cuda cuda\n";
 
@@ -295,6 +295,19 @@ TEST_P(find_nccl, gpu, gpus) {
     check_has(row->word);
     CHECK((strstr(output, "No GPU was found") != NULL) == row->status);
     CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", ""), 0); // a build needs none
+}
+
+/* Where there are GPUs, code is made for them alone, on all cores. */
+TEST(find_nccl, code_for_the_gpus_that_are_here) {
+    char made[4096];
+    snprintf(made, sizeof made, "%sarchs 12 23 80; gpu 2 0\n", gpu);
+    make(made);
+    CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", "-g"), 0);
+    check_has("NVCC_ARCH ?= -gencode arch=compute_12,code=sm_12 "
+              "-gencode arch=compute_23,code=sm_23 -gencode arch=compute_23,code=compute_23\n");
+    check_has("NVCC_JOBS = --threads 0 \n");
+    CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", ""), 0);
+    check_has("NVCC_ARCH ?= -gencode arch=compute_80,code=sm_80 ");
 }
 
 /* ---- its file -------------------------------------------------------------------------------- */

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
 from harness import Skip, check, run, sh
 
@@ -497,6 +498,96 @@ def test_with_torchrun():
         says("venv: torch 2.15", os.path.join(root, "venv/only/torchrun"))
         script("torchrun", "exit 0")
         says(f"torchrun: {root}/torchrun", os.path.join(root, "torchrun"))
+
+
+def script(path, text):
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("#!/bin/sh\n" + text + "\n")
+    os.chmod(path, 0o755)
+
+
+def test_gpu_test_plans():
+    """What ends in time runs, in the order of the table; those beside others share the time."""
+    table = "first a 10 alone x\nnets b 30 beside x y\nnets c 100 beside x\nlast d 5 alone x\n"
+
+    def plan(seconds, jobs):
+        return subprocess.run(["tools/gpu_test.sh", "--plan", str(seconds), str(jobs)], input=table,
+                              stdout=subprocess.PIPE, universal_newlines=True, check=True,
+                              cwd=os.path.dirname(TOOLS)).stdout
+    check(plan(0, 1) == "left first a\nleft nets b\nleft nets c\nleft last d\n")
+    check(plan(20, 1) == "run first a\nleft nets b\nleft nets c\nrun last d\n")
+    check(plan(40, 1) == "run first a\nrun nets b\nleft nets c\nleft last d\n")
+    check(plan(20, 3) == "run first a\nrun nets b\nleft nets c\nleft last d\n")
+    check(plan(145, 1) == "run first a\nrun nets b\nrun nets c\nrun last d\n")
+    out = sh("tools/gpu_test.sh --table", env={**os.environ, "FSDP_GPUS": "1"},
+             cwd=os.path.dirname(TOOLS))
+    lines = [line.split() for line in out.splitlines()]
+    check(lines[0][:2] == ["first", "cuda"] and all(len(line) > 4 for line in lines), out)
+    check(all(line[2].isdigit() and line[3] in ("alone", "beside") for line in lines), out)
+    wanted = {"first", "kernels", "parity", "ranks", "faults", "nets"}
+    seconds = sum(float(line[2]) / (1 if line[3] == "alone" else 4) for line in lines
+                  if line[0] in wanted)
+    check(seconds <= 440, f"{seconds} s, beside a build of 40 s more than eight minutes")
+    check([line[0] for line in lines if line[0] not in wanted][0] == "sanitizer", out)
+    out = sh("tools/gpu_test.sh --list", env={**os.environ, "FSDP_GPUS": "2"},
+             cwd=os.path.dirname(TOOLS))
+    check(out.index("multi/conformance.W=2") < out.index("ranks/"), "two GPUs come first")
+
+
+def test_gpu_test_runs():
+    """Names run side by side, and what is over its time is left out and told."""
+    with tempfile.TemporaryDirectory() as root:
+        os.mkdir(f"{root}/tests")
+        script(f"{root}/tests/test_gpu_first", 'echo "[       OK ] $2"')
+        # each waits until the other is there, too
+        script(f"{root}/tests/conformance",
+               f'case $2 in *W=2:*) me=a you=b ;; *) me=b you=a ;; esac; touch {root}/$me\n'
+               f'while [ ! -e {root}/$you ]; do sleep 0.01; done; echo "[       OK ] $2"; '
+               "[ $me = a ]")
+        env = {**os.environ, "FSDP_BUILD": root, "FSDP_GPUS": "1", "FSDP_GPU_JOBS": "2"}
+
+        def runs(words, status):
+            out = subprocess.run(f"tools/gpu_test.sh {words}", shell=True, env=env,
+                                 stdout=subprocess.PIPE, universal_newlines=True, check=False,
+                                 cwd=os.path.dirname(TOOLS))
+            check(out.returncode == status, out.stdout)
+            return out.stdout
+        out = runs("first/cuda ranks/conformance.W=2 ranks/conformance.W=3", 1)
+        check("PASS first/cuda (" in out and "PASS ranks/conformance.W=2 (" in out, out)
+        check("FAIL ranks/conformance.W=3 (" in out, out)
+        check("2 passed, 1 failed, 0 skipped, 0 left out for time" in out, out)
+        out = runs("--minutes=0 first/cuda ranks/conformance.W=1", 0)
+        check("left out for time: first/cuda ranks/conformance.W=1" in out, out)
+        check("0 passed, 0 failed, 0 skipped, 2 left out for time" in out, out)
+        env["FSDP_GPU_SINCE"] = str(int(time.time()) - 180)  # a build took so long
+        out = runs("--minutes=5 nets/test_replicate nets/test_plan", 0)
+        check("SKIP nets/test_replicate (no " in out and "LEFT nets/test_plan" in out, out)
+
+
+def test_one_gpu():
+    """From NCCL 2.30 on ranks share a GPU as they are; before, each seems to be a host."""
+    with tempfile.TemporaryDirectory() as root:
+        script(f"{root}/ldd", f'echo "\tlibnccl.so.2 => {root}/libnccl.so.2 (0x0)"')
+
+        def gives(version, expected, missing, **more):
+            with open(f"{root}/libnccl.so.2", "w", encoding="utf-8") as f:
+                f.write(f"\0NCCL version {version}\0\n")
+            out = sh("tools/one_gpu.sh env", cwd=os.path.dirname(TOOLS), env={
+                "PATH": f"{root}:{os.environ['PATH']}", "RANK": "3", **more})
+            for line in expected:
+                check(line in out.splitlines(), f"{version}: no {line}: {out}")
+            for name in missing:
+                check(name not in out, f"{version}: {name}: {out}")
+        new = ["NCCL_MULTI_RANK_GPU_ENABLE=1", "NCCL_MAX_CTAS=2", "CUDA_VISIBLE_DEVICES=0"]
+        old = ["NCCL_HOSTID=fsdp3", "NCCL_P2P_DISABLE=1", "NCCL_MAX_CTAS=2"]
+        for version in ("2.30.3", "2.31.2", "3.1.0"):
+            gives(version, new, ["HOSTID", "P2P_DISABLE"])
+        for version in ("2.28.9", "2.9.6"):
+            gives(version, old, ["MULTI_RANK"])
+        gives("2.30.3", old, [], NCCL_MULTI_RANK_GPU_ENABLE="0")
+        os.remove(f"{root}/ldd")
+        check("NCCL_HOSTID=fsdp" in sh("tools/one_gpu.sh env", cwd=os.path.dirname(TOOLS)),
+              "a program without NCCL")
 
 
 FAILS = """static int fsdpi_fails(int x) {
