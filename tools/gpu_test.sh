@@ -53,7 +53,7 @@ table() {
         [ "$gpus" -lt 2 ] || multi $w
     done
     for w in 2 3; do echo "ranks parity.W=$w 8 beside parity $w"; done
-    for w in plain graph; do echo "parity $w 6 beside parity 1 $w"; done
+    for w in plain graph bf16 tf32; do echo "parity $w 6 beside parity 1 $w"; done
     for w in 2 3 1 4; do
         of=nccl/processes/W=$w only='' but=''
         for t in absent abort lost mismatch; do only+=":*$t*/$of" but+=":-*$t*/$of"; done
