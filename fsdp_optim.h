@@ -68,7 +68,7 @@
      keeps its value and its state if it is frozen, if no rank used it in this step, or if its group
      is negative: no weight decay, and t stays. Padding is never touched. Neighbouring parameters
      with equal group and t are one run. A step is one record of all runs, and on a GPU one launch
-     for each dtype of parameters (of up to 200 runs; with drivers before 530 of 24).
+     for each dtype of parameters (of up to 190 runs; with drivers before 530 of 24).
    FREEZE AND THAW (fsdp_set_requires_grad)
      The next step or fsdp_*_state moves the states to the new places of the shards. The state of a
      frozen parameter survives until you thaw it, as in torch. A parameter that you thaw for the

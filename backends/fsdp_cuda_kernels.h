@@ -65,7 +65,7 @@ FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp
                                  uint32_t num, double max_norm, double p, const double *sum);
 
 /* The runs of a step, all of one kind: the bits of fsdp_optim.h on the CPU, except which NaN it is.
-   Runs of one dtype of parameters (UNSCALE: of gradients) are one launch, if they are at most 200;
+   Runs of one dtype of parameters (UNSCALE: of gradients) are one launch, if they are at most 190;
    if the driver takes less than 32 KiB with a launch, at most 24.                                */
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uint32_t num);
 
