@@ -27,6 +27,7 @@ CONTENTS
     core/os.h           the operating system's calls, a lock, a hash, a text, the environment
     core/route.h        what is done with a unit's memory: a list of steps, a function that chooses
     core/objects.h      the structs of a world, a mesh, a model and a unit
+    core/flight.h       the flight record: a file for each rank that outlives its process
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
     core/launch.h       rank, size and job from a launcher's environment

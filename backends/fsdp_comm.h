@@ -23,6 +23,7 @@
 #include "fsdp_record.h" // what a rank is about to do, as a record and in words
 #include "../core/alloc.h"
 #include "../core/error.h"
+#include "../core/flight.h"
 #include "../core/macros.h"
 #include "../core/os.h"
 

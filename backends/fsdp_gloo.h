@@ -88,6 +88,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
 #include "../core/alloc.h"
+#include "../core/flight.h"
 #include "../core/os.h"
 #include "../core/reduce.h"
 

@@ -154,7 +154,8 @@ static void fsdpi_flight_close(fsdp_world *w) {
 }
 
 // The world has failed.
-static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status status, const char *text) {
+static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status status,
+                              const char *text) {
     f->ended_ns = now;
     f->status = (int32_t)status;
     snprintf(f->failure, sizeof f->failure, "%s", text);

@@ -9,6 +9,7 @@
 
 #include "alloc.h"
 #include "error.h"
+#include "flight.h"
 #include "objects.h"
 
 #include <string.h>

@@ -8,6 +8,7 @@
 #define FSDPI_CORE_TIMELINE_H
 
 #include "alloc.h"
+#include "flight.h"
 #include "objects.h"
 #include "watch.h"
 

@@ -432,7 +432,7 @@ static void find_other(int rank) {
     add(&o->ranks, rank);
 }
 
-// Operations of a rank in a group so far; -1: it is no member. Group 0: the ranks that join the job.
+// Operations of a rank in a group so far; -1: it is no member. Group 0: ranks that join the job.
 static int64_t turns_of(int rank, int g) {
     const record *r = &job.of[rank];
     const group *x = g ? &job.groups[g - 1] : NULL;
@@ -684,7 +684,7 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
         parts.num || all_wait
                       ? "The ranks make different calls: look at what the program does before them."
         : others.num  ? "The others wait for these ranks: look at what they do."
-        : waits.num   ? "All ranks of the group are in it: look at the transport: network, GPUs, load."
+        : waits.num   ? "All ranks of the group are in it: look at network, GPUs and load."
         : is_lost     ? "No rank waits. Processes have ended without fsdp_shutdown."
                       : "No rank waits.";
     if (json) print_json(&missing, advice);
