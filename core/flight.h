@@ -203,7 +203,7 @@ static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, c
 }
 
 // An operation begins. One thread at a time is in a group.
-static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op, uint64_t fingerprint) {
+static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     fsdpi_flight_record *f = w->flight;
     uint64_t key = (uint64_t)(uintptr_t)op->comm;
     uint32_t at = FSDPI_LOAD(&f->num_comms) - 1;
@@ -215,7 +215,7 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op, uin
     __atomic_store_n(&o->end_ns, 0, __ATOMIC_RELAXED);
     o->begin_ns = fsdpi_now(w);
     o->count = op->count;
-    o->fingerprint = fingerprint;
+    o->fingerprint = 0;
     o->seq = (uint32_t)op->seq;
     int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV; // two members make it
     o->turn = is_pair ? 0 : __atomic_add_fetch(&f->comm[at].turns, 1, __ATOMIC_RELAXED);

@@ -146,7 +146,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     op.what = group.name;
     op.comm = parent;
     w->num_comms++;
-    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op, 0) : NULL;
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op) : NULL;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
     if (flight && !status) fsdpi_flight_end(w, flight);
     if (!status && me >= 0)

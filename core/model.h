@@ -102,6 +102,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
     m->next = world->models;
     world->models = m;
+    fsdpi_watch(m);
     *model = m;
     return FSDP_OK;
 }

@@ -52,7 +52,9 @@ static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     return op->unit->options.custom[which];
 }
 
-static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
+// recorded: its entry in the flight record, or NULL.
+FSDPI_MERGED fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream,
+                                              fsdpi_flight_op *recorded) {
     fsdp_coll c; // every field is set here
     c.kind = op->kind;
     c.dtype = op->dtype;
@@ -90,14 +92,22 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.agree[FSDP_AGREE_GIVEN] = (uint8_t)given;
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
-    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, op, c.fingerprint) : NULL;
-    c.ended_ns = flight && stream ? &flight->end_ns : NULL;
+    c.ended_ns = recorded && stream ? &recorded->end_ns : NULL;
+    if (recorded) recorded->fingerprint = c.fingerprint;
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
                                 : w->comm_ops->run(op->comm, &c);
-    if (flight && !stream && !status) fsdpi_flight_end(w, flight); // else it stays in the record
     const char *text = status ? w->comm_ops->error_text(op->comm) : "";
     if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
     return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;
+}
+
+// What fails stays in the record as an operation that has not ended.
+static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_op *op,
+                                                     void *stream) {
+    fsdpi_flight_op *recorded = fsdpi_flight_begin(w, op);
+    fsdp_status status = fsdpi_run_collective(w, op, stream, recorded);
+    if (!stream && !status) fsdpi_flight_end(w, recorded);
+    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -160,7 +170,9 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
                                       op->list_count);
         break;
     case FSDP_OP_USE: break;
-    default: return fsdpi_run_collective(w, op, stream);
+    default:
+        return w->flight ? fsdpi_run_recorded(w, op, stream)
+                         : fsdpi_run_collective(w, op, stream, NULL);
     }
     if (status == FSDP_OK) return FSDP_OK;
     return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",

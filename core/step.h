@@ -327,7 +327,6 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
-    if (m->world->flight) fsdpi_flight_call(m->world, call, u->desc.name);
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))

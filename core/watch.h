@@ -7,18 +7,20 @@
 #ifndef FSDPI_CORE_WATCH_H
 #define FSDPI_CORE_WATCH_H
 
+#include "flight.h"
 #include "macros.h"
 #include "objects.h"
 #include "os.h"
 
 // If fsdp_model.watch is 0, none of these functions is called. fsdp_attach is in attach.h.
 
-/* Has an extension answered a call? *status is the result then. If an extension makes calls while
+/* A call begins: the flight record notes it. Has an extension answered? *status is the result then. If an extension makes calls while
    it is asked, only later extensions are asked about these. */
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
     const fsdpi_attached *asker = m->asked;
     int answered = 0;
+    if (m->world->flight) fsdpi_flight_call(m->world, call, u ? u->desc.name : NULL);
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
         if (!a->e.call) continue;
@@ -79,9 +81,9 @@ static void fsdpi_tell_layout(fsdp_model *m) {
         if (a->e.relayout) a->e.relayout(a->e.user, m);
 }
 
-// Sets fsdp_model.watch: what the extensions of a model listen to.
+// Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
 static void fsdpi_watch(fsdp_model *m) {
-    int watch = 0;
+    int watch = m->world->flight ? FSDPI_CALLS : 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
         if (a->e.call) watch |= FSDPI_CALLS;
         if (a->e.op) watch |= FSDPI_OPS;

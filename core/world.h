@@ -117,7 +117,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     fsdp_op op = FSDP_ZERO;
     op.kind = FSDPI_OPEN;
     op.what = w->job;
-    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op, 0) : NULL;
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op) : NULL;
     fsdp_status status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
     if (flight && !status) fsdpi_flight_end(w, flight);
     if (status) {
