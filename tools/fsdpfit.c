@@ -32,7 +32,7 @@ enum { EXIT_FULL = 1, MOST_RANKS = FSDPI_FAKE_RANKS };
 typedef struct setting {
     int replicas, shards, tp; // ranks of each dim of the mesh
     fsdp_dtype param;
-    int root_reshards, offload;
+    int reshard, offload;
 } setting;
 
 typedef struct outcome {            // bytes of one rank
@@ -45,7 +45,7 @@ typedef struct outcome {            // bytes of one rank
 static struct {
     setting s;
     fsdp_dtype store, reduce;
-    int ranks, lanes, streams, reshard, search;
+    int ranks, lanes, streams, search;
     int64_t limit, reserve, activations;
     int optimizer; // of optimizers
     name_rules rules;
@@ -101,8 +101,7 @@ static fsdp_status add_unit(run *x, int begin, int end, int cut, const char *nam
     }
     d.unit.name = *name ? name : "root", d.tp = x->cuts;
     d.unit.params = x->params, d.unit.num_params = n;
-    if (!x->s->root_reshards && (!*name || (x->dm && !cut)))
-        d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
+    if (!*name || (x->dm && !cut)) d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
     if (!n) return FSDP_OK;
     return x->dm ? fsdp_tp_fully_shard(x->dm, &d, &unit) : fsdp_fully_shard(x->m, &d.unit, &unit);
 }
@@ -126,7 +125,7 @@ static fsdp_status make_model(run *x) {
     mesh.shape[0] = s->replicas, mesh.shape[1] = s->shards, mesh.shape[2] = s->tp;
     mesh.names[0] = "dp_replicate", mesh.names[1] = "dp_shard", mesh.names[2] = "tp";
     md.param_dtype = s->param, md.reduce_dtype = want.reduce, md.mesh_info = &info;
-    md.reshard_after_forward = want.reshard, md.cpu_offload = s->offload;
+    md.reshard_after_forward = s->reshard, md.cpu_offload = s->offload;
     fsdp_status status = fsdp_init(&wd, &x->w);
     if (!status) status = fsdp_mesh_create(x->w, &mesh, &made);
     if (!status)
@@ -286,15 +285,14 @@ static int search(option found[256], int *n) { // no number up to MOST_RANKS has
 
 // 0, or an exit status.
 static int show_what_fits(void) {
-    static const char *const words[] = {"reshard_after_forward on 'root'", "--param bf16",
-                                        "cpu_offload", "", ""};
+    static const char *const words[] = {"--reshard 1", "--param bf16", "cpu_offload", "", ""};
     option found[5], meshes[256];
     int n = 0, bad = search(meshes, &n);
     found[n = 0] = meshes[0];
     for (int way = 0; way < 5 && !bad; way++) {
         option *x = &found[n];
         if (way) x->s = want.s, snprintf(x->what, sizeof x->what, "%s", words[way - 1]);
-        if (way == 1) x->s.root_reshards = !*list.at[0].unit && want.reshard > 0;
+        if (way == 1) x->s.reshard = FSDP_RESHARD_ALWAYS;
         if (way == 2) x->s.param = FSDP_BF16;
         if (way == 3) x->s.offload = 1;
         if (way < 4 && !memcmp(&x->s, &want.s, sizeof x->s)) continue;
@@ -364,7 +362,7 @@ static const struct known {
     {"--store", "dtype of shards and their gradients: f32 (default), f64, f16, bf16", 'd', &want.store},
     {"--param", "dtype of gathered parameters, one of these; default as stored", 'd', &want.s.param},
     {"--reduce", "dtype that is reduced, one of these; default as stored", 'd', &want.reduce},
-    {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.reshard},
+    {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
     {"--optimizer", "adamw (default), sgd or none", 'o', &want.optimizer},
     {"--cpu-offload", "shards and their gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
@@ -456,14 +454,14 @@ static int read_arguments(int argc, char **argv, int *paths) {
 
 int main(int argc, char **argv) {
     int paths = 0;
-    want.s.tp = want.reshard = 1, want.store = FSDP_F32, want.optimizer = 2;
+    want.s.tp = want.s.reshard = 1, want.store = FSDP_F32, want.optimizer = 2;
     int bad = regcomp(&want.rules.unit, LAYERS, REG_EXTENDED) |
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
     const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
     if (!bad && !asks) bad = read_arguments(argc, argv, &paths);
     if (!want.s.param) want.s.param = want.store;
-    if (!want.reshard) want.reshard = FSDP_RESHARD_NEVER;
+    if (!want.s.reshard) want.s.reshard = FSDP_RESHARD_NEVER;
     for (int i = 1; i <= paths && !bad; i++) bad = read_path(argv[i], &want.rules);
     if (!bad && !asks) bad = sort_shapes();
     if (!bad) bad = asks ? help() : want.search ? show_meshes() : show();

@@ -6,7 +6,9 @@
 #define FSDPFIT_SHAPES_H
 
 #include "../fsdp_checkpoint.h"
+#include <errno.h>
 #include <regex.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,6 +36,7 @@ static int complain(const char *format, ...) {
     fputs("\n", stderr);
     return EXIT_UNREADABLE;
 }
+
 typedef struct name_rules {
     regex_t unit, skip; // where the name of a unit ends; tensors that are no parameters
 } name_rules;
@@ -64,23 +67,25 @@ static int add_shape(const char *unit, size_t length, const char *name, int ndim
 
 // Lines "unit NAME: param NAME ROWS COLS ... param ...". The unit root is in no layer.
 static int read_lines(const char *path, FILE *file) {
-    char *line = NULL, *end, unit[256], name[256];
+    char *line = NULL, *end, unit[200], name[200], whole[404];
     size_t cap = 0;
     int bad = 0;
     for (int number = 1; !bad && getline(&line, &cap, file) >= 0; number++) {
         char *at = line + strspn(line, " \t\r\n");
-        int used = 0, ndim = 1;
+        int used = 0, ndim = 0;
         if (!*at || *at == '#') continue;
-        if (sscanf(at, "unit %255[^: \t]:%n", unit, &used) != 1 || !used) ndim = 0;
-        for (at += used; !bad && ndim && sscanf(at, " param %255s%n", name, &used) == 1;) {
+        if (sscanf(at, "unit %199[^: \t]:%n", unit, &used) == 1) at += used;
+        while (!bad && used && sscanf(at, " param %199s%n", name, &used) == 1) {
             int64_t dims[FSDP_MAX_DIMS];
+            const int is_root = !strcmp(unit, "root");
             at += used;
             for (ndim = 0; ndim < FSDP_MAX_DIMS; at = end, ndim++) {
                 dims[ndim] = strtoll(at, &end, 10);
                 if (end == at) break;
             }
-            if (ndim)
-                bad = add_shape(unit, strcmp(unit, "root") ? strlen(unit) : 0, name, ndim, dims);
+            snprintf(whole, sizeof whole, "%s%s%s", is_root ? "" : unit, is_root ? "" : ".", name);
+            if (!ndim) break;
+            bad = add_shape(unit, is_root ? 0 : strlen(unit), whole, ndim, dims);
         }
         if (!bad && (!ndim || at[strspn(at, " \t\r\n")]))
             bad = complain("[E492] %s, line %d: expected unit NAME: param NAME ROWS COLS ...", path,
@@ -126,10 +131,19 @@ static int read_path(const char *path, const name_rules *rules) {
     return is_text ? bad : read_headers(index && !index[11] ? dir : path, rules);
 }
 
+// Numbers in names count as numbers: layers.2 comes before layers.10.
+static int by_name(const char *a, const char *b) {
+    for (; *a && *b; a++, b++) {
+        const size_t na = strspn(a, "0123456789"), nb = strspn(b, "0123456789");
+        if (na && nb && na != nb) return na < nb ? -1 : 1;
+        if (*a != *b) return (unsigned char)*a < (unsigned char)*b ? -1 : 1;
+    }
+    return (*a != 0) - (*b != 0);
+}
 static int by_unit(const void *a, const void *b) {
     const shape *x = (const shape *)a, *y = (const shape *)b;
-    const int order = strcmp(x->unit, y->unit); // the root is the first one
-    return order ? order : strcmp(x->name, y->name);
+    const int order = by_name(x->unit, y->unit); // the root is the first one
+    return order ? order : by_name(x->name, y->name);
 }
 
 // Sorts the shapes, and says what there is.
