@@ -110,6 +110,19 @@ static void fsdpi_dry_free(fsdp_model *dry) {
     fsdpi_free(&allocator, dry);
 }
 
+// What a prediction has otherwise than the model. All zero: nothing, but a failure has no text.
+typedef struct fsdpi_change {
+    int shards;             // ranks that shard each unit; 0: as many as now
+    int reshards, offloads; // 1: reshard_after_forward of all units; cpu_offload
+} fsdpi_change;
+
+static fsdp_status fsdpi_change_unit(fsdp_unit *u, const fsdpi_change *change) {
+    if (change->reshards) u->options.reshard_after_forward = FSDP_RESHARD_ALWAYS;
+    if (change->reshards) u->desc.slices = 0;
+    if (change->shards) u->desc.info.shard_mesh_size = change->shards;
+    return fsdpi_unit_arrange(u);
+}
+
 static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->world.boot = w->boot;
     r->world.rank = w->rank;
@@ -131,17 +144,23 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->model.watch = FSDPI_OPS;
 }
 
-// A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
-static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
+// A copy of the model that has run a step and counted the memory. change: NULL: none, and failures
+// have texts. *out: to be freed in any case.
+static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change,
+                                 fsdp_model **out) {
     fsdp_world *w = m->world;
-    if (m->num_units == 0)
+    if (m->num_units == 0 && !change)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E205] prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    if (!r && change) return FSDP_ERR_OUT_OF_MEMORY;
     if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
+    if (change) r->world.log_level = 0;
     dry->desc = m->desc;
+    dry->desc.cpu_offload |= change && change->offloads;
+    if (change && change->reshards) dry->desc.reshard_after_forward = FSDP_RESHARD_ALWAYS;
     dry->info = m->info;
     dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
@@ -152,10 +171,12 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
         if (dry->units[i]) dry->num_units++;
         else status = FSDP_ERR_OUT_OF_MEMORY;
+        if (!status && change) status = fsdpi_change_unit(dry->units[i], change);
     }
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
+    if (!status || change) return status;
+    return fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status));
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -163,7 +184,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     fsdp_model *dry = NULL;
     fsdp_status status = fsdpi_commit(m);
     if (status) return status;
-    status = fsdpi_dry_run(m, &dry);
+    status = fsdpi_dry_run(m, NULL, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
@@ -182,7 +203,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
     if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
-    fsdp_status status = fsdpi_dry_run(model, &dry);
+    fsdp_status status = fsdpi_dry_run(model, NULL, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
         out->host_bytes = model->host_bytes;
