@@ -52,8 +52,7 @@ CONTENTS
     core/step.h         the calls of a step: the transition table, and the end
     core/clip.h         the norm of all gradients, and clipping
     core/params.h       parameters as the caller sees them: init, load, full, broadcast
-    core/predict.h      a prediction of memory: a step of a copy that runs nothing
-    core/explain.h      why memory is short: what holds it, with what less is needed
+    core/predict.h      a prediction of memory: a step of a copy that runs nothing; why it is short
     core/options.h      setters
     core/attach.h       extensions are attached and detached
     core/extend.h       what extensions call: records, buffers, memory, copies
@@ -1629,7 +1628,7 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 #include "core/clip.h"
 #include "core/extend.h"
 #include "core/options.h"
-#include "core/explain.h"
+#include "core/predict.h"
 #include "core/spawn.h"
 #endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION

@@ -95,7 +95,9 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 #define FSDP_FAKE_IMPLEMENTED
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_memory.h"
 #include "fsdp_record.h"
+#include "../core/alloc.h"
 #include "../core/os.h"
 #include "../core/reduce.h"
 #include "../core/run.h"
@@ -232,7 +234,7 @@ static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsd
         return fsdpi_comm_fail(c, FSDP_ERR_UNSUPPORTED,
                                "[E545] fsdp_fake.refuse is set, so that nothing communicates: set "
                                "it to 0, or find out who calls");
-    const int kind = fake->addresses ? FSDP_OP_COUNT : op->kind; // nothing moves
+    const int kind = fake->addresses ? (int)FSDP_OP_COUNT : op->kind; // nothing moves
     if (kind == FSDP_OP_ALL_GATHER) fsdpi_fake_all_gather(c, op);
     if (kind == FSDP_OP_REDUCE_SCATTER) fsdpi_fake_reduce_scatter(c, op, ranks);
     if (kind == FSDP_OP_ALL_REDUCE)
@@ -359,10 +361,13 @@ static fsdp_status fsdpi_fake_update(fsdp_device *device, void *stream, const fs
 
 FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams) {
 #define FSDPI_FAKE_DEVICE(flags)                                                                   \
-    {FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), flags, "addresses", fsdpi_fake_device_open,     \
-     fsdpi_fake_device_close, fsdpi_fake_device_alloc, fsdpi_fake_device_free, fsdpi_fake_stream,  \
-     fsdpi_fake_event, fsdpi_fake_destroy, fsdpi_fake_order, fsdpi_fake_order, fsdpi_fake_sync,    \
-     NULL, NULL, fsdpi_fake_work, fsdpi_fake_work, fsdpi_fake_work, fsdpi_fake_update, NULL}
+    {                                                                                              \
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), flags, "addresses", fsdpi_fake_device_open,  \
+            fsdpi_fake_device_close, fsdpi_fake_device_alloc, fsdpi_fake_device_free,              \
+            fsdpi_fake_stream, fsdpi_fake_event, fsdpi_fake_destroy, fsdpi_fake_order,             \
+            fsdpi_fake_order, fsdpi_fake_sync, NULL, NULL, fsdpi_fake_work, fsdpi_fake_work,       \
+            fsdpi_fake_work, fsdpi_fake_update, NULL                                               \
+    }
     static const fsdp_device_ops ops[2] = {FSDPI_FAKE_DEVICE(0),
                                            FSDPI_FAKE_DEVICE(FSDP_DEVICE_ASYNC)};
 #undef FSDPI_FAKE_DEVICE

@@ -66,7 +66,7 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     return FSDP_OK;
 }
 
-// The public function is in explain.h.
+// The public function is in predict.h.
 static fsdp_status fsdpi_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                       fsdp_model **model) {
     fsdp_model_desc d;

@@ -14,6 +14,7 @@
 #include "macros.h"
 #include "objects.h"
 #include "ops.h"
+#include "os.h"
 #include "route.h"
 #include "run.h"
 #include "watch.h"

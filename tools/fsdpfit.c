@@ -55,7 +55,7 @@ static struct {
 /* ---- what is printed ------------------------------------------------------------------------- */
 
 static int expected(const char *where, const char *what) {
-    return complain("[E490] %s: expected %s; --help explains", where, what);
+    return complain("[E470] %s: expected %s; --help explains", where, what);
 }
 
 // "12.40 GiB", in one of four buffers that take turns.
@@ -188,7 +188,7 @@ static int run_it(const setting *s, outcome *out, int show) {
     x.s = s;
     x.params = (fsdp_param_desc *)calloc((size_t)list.count, sizeof *x.params);
     x.cuts = (fsdp_placement *)calloc((size_t)list.count, sizeof *x.cuts);
-    if (!x.params || !x.cuts) return complain("[E491] no memory for the shapes");
+    if (!x.params || !x.cuts) return no_memory();
     const int64_t *given = x.fake.given;
     fsdp_status status = make_model(&x);
     out->world = given[0];
@@ -206,7 +206,7 @@ static int run_it(const setting *s, outcome *out, int show) {
         if (!status) status = fsdp_zero_grad(x.m);
     }
     if (!status) status = fsdp_model_predict(x.m, &predicted);
-    if (status) return complain("[E497] the library refuses: %s", fsdp_last_error(x.w));
+    if (status) return complain("[E477] the library refuses: %s", fsdp_last_error(x.w));
     (void)fsdp_model_counters(x.m, &after);
     (void)fsdp_model_memory(x.m, &out->memory);
     out->moved = (int64_t)x.fake.bus_bytes;
@@ -216,7 +216,7 @@ static int run_it(const setting *s, outcome *out, int show) {
     out->need = given[0] + want.activations;
     if (memcmp(predicted.pool_bytes, out->memory.pool_bytes, sizeof predicted.pool_bytes) ||
         out->memory.total_bytes + out->optimizer + out->world != given[0] + given[1])
-        return complain("[E498] %lld bytes are predicted, %lld allocated: please report",
+        return complain("[E478] %lld bytes are predicted, %lld allocated: please report",
                         (long long)predicted.total_bytes, (long long)out->memory.total_bytes);
     if (show) show_padding(&x);
     free(x.params), free(x.cuts);
@@ -359,12 +359,12 @@ static const struct known {
     {"--ranks", "N of the job", 'n', &want.ranks},
     {"--mesh", "RxS: R replicas of S shards; default 1xN", 'm', &want.s},
     {"--tp", "T ranks cut the matrices; then RxS is of N / T ranks", 'n', &want.s.tp},
-    {"--store", "dtype of shards and their gradients: f32 (default), f64, f16, bf16", 'd', &want.store},
-    {"--param", "dtype of gathered parameters, one of these; default as stored", 'd', &want.s.param},
-    {"--reduce", "dtype that is reduced, one of these; default as stored", 'd', &want.reduce},
+    {"--store", "dtype of shards: f32 (default), f64, f16 or bf16", 'd', &want.store},
+    {"--param", "dtype of gathered parameters; default as stored", 'd', &want.s.param},
+    {"--reduce", "dtype that is reduced; default as stored", 'd', &want.reduce},
     {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
     {"--optimizer", "adamw (default), sgd or none", 'o', &want.optimizer},
-    {"--cpu-offload", "shards and their gradients are in memory of the host", 'f', &want.s.offload},
+    {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
     {"--lanes", "1 or 2 worker threads run collectives", 'n', &want.lanes},
     {"--limit", "bytes of a device, as 80GiB or 80GB", 'b', &want.limit},
@@ -439,7 +439,7 @@ static int read_arguments(int argc, char **argv, int *paths) {
         while (o < options_end && (strncmp(argv[i], o->name, length) || o->name[length])) o++;
         const int is_flag = o < options_end && o->kind == 'f';
         if (o == options_end || (is_flag && argv[i][length]))
-            return complain("[E499] unknown option '%s'; --help explains", argv[i]);
+            return complain("[E479] unknown option '%s'; --help explains", argv[i]);
         if (is_flag || argv[i][length]) bad = read_value(o, argv[i] + length + !is_flag);
         else bad = read_value(o, i + 1 < argc ? argv[++i] : "");
     }
@@ -466,6 +466,6 @@ int main(int argc, char **argv) {
     if (!bad && !asks) bad = sort_shapes();
     if (!bad) bad = asks ? help() : want.search ? show_meshes() : show();
     if (fflush(stdout) || ferror(stdout))
-        bad = complain("[E489] standard output: %s", strerror(errno));
+        bad = complain("[E480] standard output: %s", strerror(errno));
     return bad;
 }

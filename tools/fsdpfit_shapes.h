@@ -37,6 +37,8 @@ static int complain(const char *format, ...) {
     return EXIT_UNREADABLE;
 }
 
+static int no_memory(void) { return complain("[E471] no memory for the shapes"); }
+
 typedef struct name_rules {
     regex_t unit, skip; // where the name of a unit ends; tensors that are no parameters
 } name_rules;
@@ -58,8 +60,7 @@ static int add_shape(const char *unit, size_t length, const char *name, int ndim
         list.at = (shape *)realloc(list.at, (size_t)list.cap * sizeof *list.at);
     }
     shape *s = list.at ? &list.at[list.count++] : NULL;
-    if (!s || !(s->unit = strndup(unit, length)) || !(s->name = strdup(name)))
-        return complain("[E491] no memory for the shapes");
+    if (!s || !(s->unit = strndup(unit, length)) || !(s->name = strdup(name))) return no_memory();
     s->ndim = ndim ? ndim : 1, s->dims[0] = 1; // a scalar is a vector of one element
     for (int d = 0; d < ndim && d < FSDP_MAX_DIMS; d++) s->dims[d] = dims[d];
     return 0;
@@ -88,7 +89,7 @@ static int read_lines(const char *path, FILE *file) {
             bad = add_shape(unit, is_root ? 0 : strlen(unit), whole, ndim, dims);
         }
         if (!bad && (!ndim || at[strspn(at, " \t\r\n")]))
-            bad = complain("[E492] %s, line %d: expected unit NAME: param NAME ROWS COLS ...", path,
+            bad = complain("[E472] %s, line %d: expected unit NAME: param NAME ROWS COLS ...", path,
                            number);
     }
     free(line);
@@ -102,7 +103,7 @@ static int read_headers(const char *path, const name_rules *rules) {
     regmatch_t match;
     int bad = 0;
     if (fsdp_checkpoint_open(path, NULL, NULL, &r, text, sizeof text))
-        return complain("[E493] %s", text);
+        return complain("[E473] %s", text);
     for (int64_t i = 0; !bad && !fsdp_checkpoint_tensor_at(r, i, &t); i++) {
         // Dtypes that the library lacks, too: F8_E4M3, ... are floating, I64, U8, BOOL, ... are not.
         const char *dtype = fsdp_safetensors_dtype_name(t.file_dtype);
@@ -122,7 +123,7 @@ static int read_path(const char *path, const name_rules *rules) {
     char dir[FSDP_CHECKPOINT_PATH], begin[5] = "";
     const char *slash = strrchr(path, '/'), *index = strstr(path, ".index.json");
     FILE *file = fopen(path, "rb");
-    if (!file) return complain("[E494] %s: %s", path, strerror(errno));
+    if (!file) return complain("[E474] %s: %s", path, strerror(errno));
     const int is_text = fread(begin, 1, 4, file) && (*begin == '#' || !strcmp(begin, "unit"));
     rewind(file);
     const int bad = is_text ? read_lines(path, file) : 0;
@@ -149,12 +150,12 @@ static int by_unit(const void *a, const void *b) {
 // Sorts the shapes, and says what there is.
 static int sort_shapes(void) {
     int units = 0, root = 0;
-    if (!list.count) return complain("[E495] there are no parameters");
+    if (!list.count) return complain("[E475] there are no parameters");
     qsort(list.at, (size_t)list.count, sizeof *list.at, by_unit);
     for (int i = 0; i < list.count; i++) {
         const shape *s = &list.at[i];
         if (i && !by_unit(s - 1, s))
-            return complain("[E496] parameter '%s' is there twice", s->name);
+            return complain("[E476] parameter '%s' is there twice", s->name);
         units += !i || strcmp(s[-1].unit, s->unit) != 0;
         root += !*s->unit;
     }

@@ -591,10 +591,10 @@ TEST(fsdpfit, hostile_files) {
     tensor(FSDP_I64, 1, 4, 0, "ids");
     write_headers("none.safetensors");
     CHECK_EQ_INT(fit("%s --ranks 2", path_of("none.safetensors")), 2);
-    fails("[E495] there are no parameters");
+    fails("[E475] there are no parameters");
     CHECK_EQ_INT(fit("%s %s --ranks 2", path_of("name.safetensors"), path_of("name.safetensors")),
                  2);
-    fails("[E496] parameter 'evil\\x1b[2J\\\\' is there twice");
+    fails("[E476] parameter 'evil\\x1b[2J\\\\' is there twice");
 }
 
 TEST(fsdpfit, directories_and_indices) {
@@ -632,8 +632,8 @@ static const struct {
              {"no parameter", "unit h.0:\n", "line 1"},
              {"negative", "unit h.0: param w -2 3\n", "[E143]"},
              {"huge", "unit h.0: param w 99999999999999999999 9\n", "[E"},
-             {"twice", "unit h.0: param w 2\nunit h.0: param w 2\n", "[E496]"},
-             {"only a comment", "# nothing\n", "[E495]"}};
+             {"twice", "unit h.0: param w 2\nunit h.0: param w 2\n", "[E476]"},
+             {"only a comment", "# nothing\n", "[E475]"}};
 TEST_P(fsdpfit, lines_that_are_wrong, lines) {
     store("lines", row->text);
     CHECK_EQ_INT(fit("%s --ranks 2", path_of("lines")), 2);
@@ -642,37 +642,37 @@ TEST_P(fsdpfit, lines_that_are_wrong, lines) {
 
 static const struct {
     const char *words, *why;
-} wrong[] = {{"--ranks 2 --what", "[E499] unknown option '--what'"},
-             {"--ranks", "[E490] --ranks"},
-             {"--ranks 0", "[E490] --ranks"},
-             {"", "[E490] --ranks"},
-             {"--ranks -1", "[E490] --ranks"},
-             {"--ranks 1048577", "[E490] --ranks"},
-             {"--ranks 2x", "[E490] --ranks"},
-             {"--ranks 6 --mesh 2x2", "[E490] --mesh"},
-             {"--ranks 6 --mesh 6", "[E490] --mesh"},
-             {"--ranks 6 --mesh 0x6", "[E490] --mesh"},
-             {"--ranks 6 --mesh 2x3x", "[E490] --mesh"},
-             {"--ranks 6 --mesh -2x-3", "[E490] --mesh"},
-             {"--ranks 6 --tp 4", "[E490] --tp"},
-             {"--ranks 6 --tp 0", "[E490] --tp"},
-             {"--ranks 6 --tp 2 --mesh 2x3", "[E490] --mesh"},
-             {"--ranks 2 --param u8", "[E490] --param"},
-             {"--ranks 2 --store f", "[E490] --store"},
-             {"--ranks 2 --reduce=", "[E490] --reduce"},
-             {"--ranks 2 --optimizer lion", "[E490] --optimizer"},
-             {"--ranks 2 --lanes 3", "[E497]"},
-             {"--ranks 6 --reshard 4", "[E497]"},
-             {"--ranks 2 --limit 8XB", "[E490] --limit"},
-             {"--ranks 2 --limit -8", "[E490] --limit"},
-             {"--ranks 2 --limit 9999999TiB", "[E490] --limit"},
-             {"--ranks 2 --limit", "[E490] --limit"},
-             {"--ranks 2 --reserve 1.5.GiB", "[E490] --reserve"},
-             {"--ranks 2 --activations GiB", "[E490] --activations"},
-             {"--ranks 2 --unit ((", "[E490] --unit"},
-             {"--ranks 2 --skip [", "[E490] --skip"},
-             {"--ranks 2 --streams=1", "[E499]"},
-             {"--ranks 2 --search=", "[E499]"}};
+} wrong[] = {{"--ranks 2 --what", "[E479] unknown option '--what'"},
+             {"--ranks", "[E470] --ranks"},
+             {"--ranks 0", "[E470] --ranks"},
+             {"", "[E470] --ranks"},
+             {"--ranks -1", "[E470] --ranks"},
+             {"--ranks 1048577", "[E470] --ranks"},
+             {"--ranks 2x", "[E470] --ranks"},
+             {"--ranks 6 --mesh 2x2", "[E470] --mesh"},
+             {"--ranks 6 --mesh 6", "[E470] --mesh"},
+             {"--ranks 6 --mesh 0x6", "[E470] --mesh"},
+             {"--ranks 6 --mesh 2x3x", "[E470] --mesh"},
+             {"--ranks 6 --mesh -2x-3", "[E470] --mesh"},
+             {"--ranks 6 --tp 4", "[E470] --tp"},
+             {"--ranks 6 --tp 0", "[E470] --tp"},
+             {"--ranks 6 --tp 2 --mesh 2x3", "[E470] --mesh"},
+             {"--ranks 2 --param u8", "[E470] --param"},
+             {"--ranks 2 --store f", "[E470] --store"},
+             {"--ranks 2 --reduce=", "[E470] --reduce"},
+             {"--ranks 2 --optimizer lion", "[E470] --optimizer"},
+             {"--ranks 2 --lanes 3", "[E477]"},
+             {"--ranks 6 --reshard 4", "[E477]"},
+             {"--ranks 2 --limit 8XB", "[E470] --limit"},
+             {"--ranks 2 --limit -8", "[E470] --limit"},
+             {"--ranks 2 --limit 9999999TiB", "[E470] --limit"},
+             {"--ranks 2 --limit", "[E470] --limit"},
+             {"--ranks 2 --reserve 1.5.GiB", "[E470] --reserve"},
+             {"--ranks 2 --activations GiB", "[E470] --activations"},
+             {"--ranks 2 --unit ((", "[E470] --unit"},
+             {"--ranks 2 --skip [", "[E470] --skip"},
+             {"--ranks 2 --streams=1", "[E479]"},
+             {"--ranks 2 --search=", "[E479]"}};
 TEST(fsdpfit, wrong_use) {
     store("lines", "unit h.0: param w 4 4\n");
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -681,7 +681,7 @@ TEST(fsdpfit, wrong_use) {
                   output);
     }
     CHECK_EQ_INT(fit("--ranks 2"), 2);
-    fails("[E490] fsdpfit");
+    fails("[E470] fsdpfit");
     CHECK_EQ_INT(fit("%s --ranks=2 --param=bf16 --mesh=1x2", path_of("lines")), 0);
     CHECK_EQ_INT(fit("--ranks 2 %s", path_of("lines")), 0);
     CHECK_EQ_INT(fit("--help"), 0);
