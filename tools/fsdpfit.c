@@ -345,7 +345,7 @@ static int show(void) {
     printf("%s: %s %s %s (%s less a reserve of %s)\n", left < 0 ? "does not fit" : "fits",
            gib(left < 0 ? -left : left), left < 0 ? "too much for" : "are left of", gib(room),
            gib(want.limit), gib(want.reserve));
-    return left >= 0 ? 0 : show_what_fits() ? EXIT_UNREADABLE : EXIT_FULL;
+    return fits(&o) ? 0 : show_what_fits() ? EXIT_UNREADABLE : EXIT_FULL;
 }
 
 /* ---- what the user wants --------------------------------------------------------------------- */

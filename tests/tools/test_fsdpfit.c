@@ -559,6 +559,19 @@ TEST(fsdpfit, options_by_what_they_move) {
     CHECK_EQ_INT(fit("%s --ranks 360 --limit 1GiB --search", path_of("8b.safetensors")), 1);
 }
 
+/* Units run in the order of their names, with numbers as numbers. */
+TEST(fsdpfit, order_of_units) {
+    store("lines", "unit h.10: param w 30 8\nunit root: param e 10 8\nunit h.9: param w 20 8\n"
+                   "# a layer in two lines\nunit h.1: param w 40 8\nunit h.1: param v 8\n");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("lines")), 0);
+    says("5 parameters in 4 units;");
+    const char *at = output, *const order[] = {"x  root\n", "x  h.1\n", "x  h.9\n", "x  h.10\n"};
+    for (int i = 0; i < 4; i++) {
+        at = strstr(at, order[i]);
+        CHECK_MSG(at != NULL, "%s is not behind the one before: %s", order[i], output);
+    }
+}
+
 /* ---- files that are not right, and wrong use -------------------------------------------------- */
 
 TEST(fsdpfit, hostile_files) {
