@@ -305,27 +305,34 @@ static void count_lines(int level, fsdp_status code, int rank, const char *text,
     lines_logged++;
 }
 TEST(explain, without_a_prediction) {
-    for (int way = 0; way < 2; way++) {
+    int with = 0, n = 1;
+    for (; !with; n++) { /* of what is allocated after the failure, all from the n-th on fails */
         fsdp_world_desc d = w_desc(0, 8, NULL, "explain", 0);
         fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
         fsdp_comm_ops comm = *fsdp_fake_comm_ops();
         fsdp_fake fake = FSDP_ZERO;
         fsdp_world *w;
+        w_heap heap;
         fake.addresses = 1;
         comm.alloc = world_alloc, comm.error_text = world_text;
+        w_heap_use(&heap, &d);
         d.comm_ops = &comm, d.user = &fake, d.device_ops = fsdp_fake_device_ops(0);
-        d.allocator.alloc = small_alloc, d.allocator.free = w_free;
         d.logger.log = count_lines, d.log_level = FSDP_LOG_INFO;
-        budget = INT64_MAX, largest = (size_t)-1;
+        budget = INT64_MAX;
         CALL(NULL, fsdp_init(&d, &w));
         fsdp_model *m = lab_model(w, NULL);
         fsdp_unit *unit = lab_unit(w, m, NULL, &p, 1);
         CALL(w, fsdp_model_commit(m));
-        lines_logged = 0, budget = 0, largest = way ? (size_t)-1 : 2048;
+        lines_logged = 0, budget = 0, heap.persistent = 1;
+        w_fail(&heap, 2 + n); /* behind the list of slots and the slot */
         CHECK_STATUS(fsdp_pre_forward(unit), FSDP_ERR_OUT_OF_MEMORY);
         CHECK_EQ_INT(lines_logged, 2); /* the error, and that the world has failed */
-        CHECK_MSG(!strstr(fsdp_last_error(w), "the model needs") == !way, "%s", fsdp_last_error(w));
-        largest = (size_t)-1;
+        const char *text = fsdp_last_error(w);
+        CHECK_MSG(strstr(text, "[E305]") && strstr(text, reason), "%s", text);
+        with = heap.failures == 0;
+        CHECK_MSG(!with || strstr(text, ". It needs less with "), "%s", text);
         (void)fsdp_shutdown(w);
+        CHECK_EQ_INT(heap.live, 0);
     }
+    CHECK(n > 10);
 }
