@@ -33,7 +33,7 @@ EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c)
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := tools/fsdprun
-TOOLS    := tools/fsdpck tools/fsdptrace $(FSDPRUN)
+TOOLS    := tools/fsdpck tools/fsdpfit tools/fsdptrace $(FSDPRUN)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
 
@@ -147,7 +147,7 @@ $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step $(BUILD)/bench/bench_replicate: \
     private CFLAGS += -O3 -march=native -ffp-contract=fast
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step: private LDLIBS := $(GPT_BLAS) $(LDLIBS)
-$(TOOLS): %: %.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
+$(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 # The trainer for this processor, beside the library, so that both are compiled at the same time.

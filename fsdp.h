@@ -53,7 +53,7 @@ CONTENTS
     core/step.h         the calls of a step: the transition table, and the end
     core/clip.h         the norm of all gradients, and clipping
     core/params.h       parameters as the caller sees them: init, load, full, broadcast
-    core/predict.h      a prediction of memory: a step of a copy that runs nothing
+    core/predict.h      a prediction of memory: a step of a copy that runs nothing; why it is short
     core/options.h      setters
     core/attach.h       extensions are attached and detached
     core/extend.h       what extensions call: records, buffers, memory, copies

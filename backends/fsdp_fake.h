@@ -20,6 +20,9 @@
    Arguments are checked as in every backend. Since no rank is late and none disagrees, a call
    completes at once, and there are no deadlines.
 
+   With fsdp_fake.addresses and the device of fsdp_fake_device_ops memory is addresses only, so that
+   the model may be of any size, too: records run, and move nothing (tools/fsdpfit).
+
    Source: torch: torch/csrc/distributed/c10d/FakeProcessGroup.hpp,
    torch/testing/_internal/distributed/fake_pg.py (FakeStore).
 
@@ -43,6 +46,11 @@ typedef struct fsdp_fake {
     uint32_t size, start_canary;
     int32_t sum_all; // 1: sums are as if every rank held this rank's data: size times as much
     int32_t refuse;  // 1: every collective fails with UNSUPPORTED, which ends the world
+    int32_t addresses; // 1: memory of alloc is addresses, and nothing moves. Set it before the
+                       // world begins, as the next one
+    int32_t plain;   // 1: reductions neither cast, scale nor accumulate, as NCCL's
+    int64_t given[FSDP_MEMORY_PINNED + 1]; // with addresses: bytes by FSDP_MEMORY_* that are in use
+    uint64_t bus_bytes; // of copies between pinned memory and the device's. You may set it to 0
     // Calls and bytes on all comms of the world together, by FSDP_OP_*. Bytes are what a rank has
     // to receive: n ranks, b bytes of a part: (n-1)*b of all_gather, reduce_scatter and all_to_all;
     // 2*(n-1)/n of the bytes of an all_reduce; those of a broadcast and a recv; none of a send. You
@@ -68,6 +76,13 @@ typedef struct fsdp_fake {
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
 
+/* fsdp_fake_device_ops - the table of a device whose memory is addresses: its records do nothing
+   streams     1: it orders them on streams, as a GPU does; 0: the host waits for each
+   Result      never NULL; static
+   open        with fsdp_world_desc.user: a fsdp_fake, whose given it counts
+   Thread      any */
+FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
+
 #ifdef __cplusplus
 }
 #endif
@@ -80,7 +95,9 @@ FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
 #define FSDP_FAKE_IMPLEMENTED
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_memory.h"
 #include "fsdp_record.h"
+#include "../core/alloc.h"
 #include "../core/os.h"
 #include "../core/reduce.h"
 #include "../core/run.h"
@@ -97,6 +114,7 @@ typedef struct fsdpi_fake_world {
     fsdp_fake *fake, none; // the user's, or our own
     uint32_t failed, lock; // of the verdict
     fsdpi_verdict why;
+    uintptr_t next; // with addresses: of the next allocation
 } fsdpi_fake_world;
 
 static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
@@ -121,6 +139,7 @@ static fsdp_status fsdpi_fake_open_world(fsdpi_comm *c) {
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
                                 "[E544] fsdp_world_desc.user: a canary of the fsdp_fake is not 0: "
                                 "zero the struct before use");
+    if (w->fake->plain) w->base.caps.flags = 0;
     return FSDP_OK;
 }
 
@@ -215,17 +234,42 @@ static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsd
         return fsdpi_comm_fail(c, FSDP_ERR_UNSUPPORTED,
                                "[E545] fsdp_fake.refuse is set, so that nothing communicates: set "
                                "it to 0, or find out who calls");
-    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_fake_all_gather(c, op);
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_fake_reduce_scatter(c, op, ranks);
-    if (op->kind == FSDP_OP_ALL_REDUCE)
+    const int kind = fake->addresses ? (int)FSDP_OP_COUNT : op->kind; // nothing moves
+    if (kind == FSDP_OP_ALL_GATHER) fsdpi_fake_all_gather(c, op);
+    if (kind == FSDP_OP_REDUCE_SCATTER) fsdpi_fake_reduce_scatter(c, op, ranks);
+    if (kind == FSDP_OP_ALL_REDUCE)
         fsdpi_fake_sum(op->dst, (fsdp_dtype)op->dtype, (const char *)op->dst, (fsdp_dtype)op->dtype,
                        count, ranks, op->scale, 0);
-    if (op->kind == FSDP_OP_ALL_TO_ALL && count && op->dst != op->src)
+    if (kind == FSDP_OP_ALL_TO_ALL && count && op->dst != op->src)
         memmove(op->dst, op->src, count * (size_t)c->size * size);
     const uint64_t bytes = fsdpi_coll_bytes(op->kind, (uint64_t)c->size, (uint64_t)(count * size));
     __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // lanes count, too
     __atomic_add_fetch(&fake->wire_bytes[op->kind], bytes, __ATOMIC_RELAXED);
     return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Memory: of the host, or addresses. Those of the world, of the device and pinned ones do not meet.
+
+static uintptr_t fsdpi_fake_addresses(uintptr_t *next, int place, size_t size) {
+    if (!*next) *next = (uintptr_t)1 << 40 << 10 * place;
+    const uintptr_t at = *next;
+    *next += (size + 4095) / 4096 * 4096;
+    return at;
+}
+
+static fsdp_status fsdpi_fake_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
+    fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
+    if (!w->fake->addresses) return fsdpi_take_host(base, chunk, why);
+    chunk->base = (char *)fsdpi_fake_addresses(&w->next, 0, chunk->size);
+    w->fake->given[FSDP_MEMORY_DEVICE] += (int64_t)chunk->size;
+    return FSDP_OK;
+}
+
+static void fsdpi_fake_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdp_fake *fake = ((fsdpi_fake_world *)(void *)base)->fake;
+    if (fake->addresses) fake->given[FSDP_MEMORY_DEVICE] -= (int64_t)chunk->size;
+    else fsdpi_give_host(base, chunk);
 }
 
 // clang-format off
@@ -235,7 +279,7 @@ static const fsdpi_transport fsdpi_fake_transport = {
     fsdpi_fake_open_world, NULL, fsdpi_fake_connect, fsdpi_fake_leave, fsdpi_fake_close,
     NULL, NULL, fsdpi_fake_move, NULL,
     fsdpi_fake_tell, fsdpi_fake_verdict, NULL,
-    fsdpi_take_host, fsdpi_give_host, fsdpi_advise_host};
+    fsdpi_fake_take, fsdpi_fake_give, fsdpi_advise_host};
 // clang-format on
 
 static fsdp_status fsdpi_fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
@@ -249,5 +293,84 @@ FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void) {
         fsdpi_comm_free,   fsdpi_comm_error_text, fsdpi_comm_abort, fsdpi_comm_poll,
     };
     return &ops;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The device.
+
+typedef struct fsdpi_fake_device {
+    fsdp_allocator allocator;
+    fsdp_fake *fake;
+    uintptr_t next[FSDP_MEMORY_PINNED + 1];
+} fsdpi_fake_device;
+
+static fsdpi_fake_device *fsdpi_fake_device_of(fsdp_device *device) {
+    return (fsdpi_fake_device *)(void *)device;
+}
+static fsdp_status fsdpi_fake_device_open(const fsdp_boot *boot, fsdp_device **out) {
+    fsdpi_fake_device *d = (fsdpi_fake_device *)fsdpi_alloc(&boot->allocator, sizeof *d);
+    *out = (fsdp_device *)(void *)d;
+    if (!d) return FSDP_ERR_OUT_OF_MEMORY;
+    d->allocator = boot->allocator;
+    d->fake = (fsdp_fake *)boot->user;
+    return d->fake ? FSDP_OK : (fsdpi_free(&boot->allocator, d), FSDP_ERR_INVALID_ARG);
+}
+static void fsdpi_fake_device_close(fsdp_device *device) {
+    fsdp_allocator allocator = fsdpi_fake_device_of(device)->allocator;
+    fsdpi_free(&allocator, device);
+}
+static fsdp_status fsdpi_fake_device_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    fsdpi_fake_device *d = fsdpi_fake_device_of(device);
+    *ptr = (void *)fsdpi_fake_addresses(&d->next[kind], 1 + kind, size);
+    d->fake->given[kind] += (int64_t)size;
+    return FSDP_OK;
+}
+static void fsdpi_fake_device_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    if (ptr) fsdpi_fake_device_of(device)->fake->given[kind] -= (int64_t)size;
+}
+static fsdp_status fsdpi_fake_stream(fsdp_device *device, int stream, void **native) {
+    *native = (char *)device + stream; // a handle that nobody reads through
+    return FSDP_OK;
+}
+static fsdp_status fsdpi_fake_event(fsdp_device *device, void **native) {
+    *native = device;
+    return FSDP_OK;
+}
+static void fsdpi_fake_destroy(fsdp_device *device, void *stream, void *event) {
+    (void)device, (void)stream, (void)event;
+}
+static fsdp_status fsdpi_fake_order(fsdp_device *device, void *stream, void *event) {
+    (void)device, (void)stream, (void)event;
+    return FSDP_OK;
+}
+static fsdp_status fsdpi_fake_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
+    (void)device, (void)event, (void)timeout_ns;
+    return FSDP_OK;
+}
+static fsdp_status fsdpi_fake_work(fsdp_device *device, void *stream, const fsdp_op *op) {
+    const int crosses = op->kind == FSDP_OP_COPY && op->src && op->dst;
+    (void)stream;
+    if (crosses && op->src->pinned != op->dst->pinned)
+        fsdpi_fake_device_of(device)->fake->bus_bytes += op->bytes;
+    return FSDP_OK;
+}
+static fsdp_status fsdpi_fake_update(fsdp_device *device, void *stream, const fsdp_update *update) {
+    (void)device, (void)stream, (void)update;
+    return FSDP_OK;
+}
+
+FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams) {
+#define FSDPI_FAKE_DEVICE(flags)                                                                   \
+    {                                                                                              \
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), flags, "addresses", fsdpi_fake_device_open,  \
+            fsdpi_fake_device_close, fsdpi_fake_device_alloc, fsdpi_fake_device_free,              \
+            fsdpi_fake_stream, fsdpi_fake_event, fsdpi_fake_destroy, fsdpi_fake_order,             \
+            fsdpi_fake_order, fsdpi_fake_sync, NULL, NULL, fsdpi_fake_work, fsdpi_fake_work,       \
+            fsdpi_fake_work, fsdpi_fake_update, NULL                                               \
+    }
+    static const fsdp_device_ops ops[2] = {FSDPI_FAKE_DEVICE(0),
+                                           FSDPI_FAKE_DEVICE(FSDP_DEVICE_ASYNC)};
+#undef FSDPI_FAKE_DEVICE
+    return &ops[streams != 0];
 }
 #endif // FSDP_IMPLEMENTATION

@@ -151,12 +151,21 @@ static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *wh
     return fsdpi_null(m ? m->world : NULL, call, which);
 }
 
-// The host's allocator has failed. name: that of a unit or an extension, or "".
-static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
-                                   size_t bytes) {
+// The host's allocator has failed. name: that of a unit or an extension, or "". The text says what
+// the models of this rank hold of its memory; what would help takes memory to find out.
+static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
+                                                  size_t bytes) {
+    int64_t tables = 0, buffers = 0;
+    for (const fsdp_model *m = w ? w->models : NULL; m; m = m->next) {
+        tables += m->host_bytes;
+        for (int pool = 0; pool < FSDP_POOL_MAX && !w->comm; pool++)
+            buffers += w->device_ops->flags & FSDP_DEVICE_HOST ? m->pool_bytes[pool] : 0;
+    }
     return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
-                     "[E301] %s%s%s%s: the allocator has returned NULL for %llu bytes of memory",
-                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes);
+                     "[E301] %s%s%.64s%s: the allocator has returned NULL for %llu bytes of "
+                     "memory; it has given %lld bytes for tables of models, %lld for their buffers",
+                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes,
+                     (long long)tables, (long long)buffers);
 }
 
 // A call of all ranks ends with `status` on this rank. If it failed, the world fails: the other

@@ -20,6 +20,7 @@
 #include "step.h"
 #include "watch.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -245,9 +246,11 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdp_fail(w, status, "[E304] %s of %lld bytes%s%s: %s", what, (long long)nbytes,
-                     device ? " on device " : "", device ? w->device_ops->name : "",
-                     device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
+    char text[160];
+    snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
+             device ? " on device " : "", device ? w->device_ops->name : "");
+    return fsdpi_short(model, status, !device || fsdpi_is_host(w), nbytes, nbytes, text,
+                       device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {

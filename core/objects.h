@@ -7,6 +7,7 @@
 #ifndef FSDPI_CORE_OBJECTS_H
 #define FSDPI_CORE_OBJECTS_H
 
+#include "os.h"
 #include "route.h"
 
 #define FSDPI_TEXT 1024
@@ -351,6 +352,7 @@ struct fsdp_model {
     fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
     fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
+    void (*explain)(const fsdp_model *m, int64_t extra, fsdpi_text *t); // see predict.h
     uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since

@@ -14,10 +14,12 @@
 #include "macros.h"
 #include "objects.h"
 #include "ops.h"
+#include "os.h"
 #include "route.h"
 #include "run.h"
 #include "watch.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,6 +44,20 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
+// A failure to get memory, with what holds it and what would help, in 400 characters with
+// the rank. is_host: the host's allocator did not give it, so that it is asked for the tables of a
+// prediction only if these are smaller.
+static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status, int is_host,
+                                              int64_t wanted, int64_t extra, const char *what,
+                                              const char *reason) {
+    char text[390];
+    fsdpi_text t = {text, sizeof text, 0};
+    fsdpi_say(&t, "%s", what);
+    if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
+    fsdpi_say(&t, "; %s", reason);
+    return fsdp_fail(m->world, status, "%s", text);
+}
+
 // Device memory, where peers can read it.
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
@@ -51,10 +67,15 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     size_t room = fsdpi_room(w, buf);
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
                                 : w->device_ops->alloc(w->device, kind, room, &ptr);
-    if (status)
-        return fsdp_fail(w, status, "[E305] the library could not allocate %llu bytes for %s: %s",
-                         (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
-                         shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+    if (status) {
+        const int64_t bytes = (int64_t)buf->bytes;
+        char what[100];
+        snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
+                 (long long)bytes, fsdp_model_pool_name(m, buf->pool));
+        return fsdpi_short(
+            m, status, !shared && fsdpi_is_host(w), bytes, buf->pool < FSDP_POOL_COUNT ? 0 : bytes,
+            what, shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+    }
     buf->ptr = (char *)ptr;
     fsdpi_close_room(w, buf);
     return FSDP_OK;
@@ -76,13 +97,13 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     buf->pool = buf->as = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;
-    m->pool_slots[pool]++;
-    m->pool_bytes[pool] += (int64_t)buf->bytes;
     fsdp_status status = fsdpi_buf_alloc(m, buf);
     if (status) {
-        fsdpi_buf_free(m, buf);
+        fsdpi_model_free(m, buf);
         return status;
     }
+    m->pool_slots[pool]++;
+    m->pool_bytes[pool] += (int64_t)buf->bytes;
     m->counters.allocations++;
     *out = buf;
     return FSDP_OK;

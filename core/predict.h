@@ -1,4 +1,4 @@
-/* core/predict.h - a prediction of memory: a step of a copy that runs nothing
+/* core/predict.h - a prediction of memory: a step of a copy that runs nothing; why memory is short
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -10,9 +10,12 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
+#include "model.h"
 #include "objects.h"
+#include "os.h"
 #include "pool.h"
 #include "report.h"
+#include "run.h"
 #include "step.h"
 #include "unit.h"
 
@@ -110,6 +113,22 @@ static void fsdpi_dry_free(fsdp_model *dry) {
     fsdpi_free(&allocator, dry);
 }
 
+// What a prediction has otherwise than the model. All zero: nothing, but a failure has no text.
+typedef struct fsdpi_change {
+    int shards;             // ranks that shard each unit; 0: as many as now
+    int reshards, offloads; // 1: reshard_after_forward of all units; cpu_offload
+} fsdpi_change;
+
+static fsdp_status fsdpi_change_unit(fsdp_unit *u, const fsdpi_change *change) {
+    int fixed = u->desc.slices && !change->reshards; // sizes that belong to the number of ranks
+    for (int k = 0; k < u->desc.num_params; k++) fixed |= u->params[k].num_strings;
+    if (change->shards && fixed) return FSDP_ERR_UNSUPPORTED;
+    if (change->shards) u->desc.info.shard_mesh_size = change->shards;
+    if (change->reshards) u->options.reshard_after_forward = FSDP_RESHARD_ALWAYS;
+    if (change->reshards) u->desc.slices = 0;
+    return fsdpi_unit_arrange(u);
+}
+
 static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->world.boot = w->boot;
     r->world.rank = w->rank;
@@ -131,17 +150,23 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
     r->model.watch = FSDPI_OPS;
 }
 
-// A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
-static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
+// A copy of the model that has run a step and counted the memory. change: NULL: none, and failures
+// have texts. *out: to be freed in any case.
+static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change,
+                                 fsdp_model **out) {
     fsdp_world *w = m->world;
-    if (m->num_units == 0)
+    if (m->num_units == 0 && !change)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E205] prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    if (!r && change) return FSDP_ERR_OUT_OF_MEMORY;
     if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
+    if (change) r->world.log_level = 0;
     dry->desc = m->desc;
+    dry->desc.cpu_offload |= change && change->offloads;
+    if (change && change->reshards) dry->desc.reshard_after_forward = FSDP_RESHARD_ALWAYS;
     dry->info = m->info;
     dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
@@ -152,10 +177,12 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
         if (dry->units[i]) dry->num_units++;
         else status = FSDP_ERR_OUT_OF_MEMORY;
+        if (!status && change) status = fsdpi_change_unit(dry->units[i], change);
     }
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
+    if (!status || change) return status;
+    return fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status));
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -163,7 +190,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     fsdp_model *dry = NULL;
     fsdp_status status = fsdpi_commit(m);
     if (status) return status;
-    status = fsdpi_dry_run(m, &dry);
+    status = fsdpi_dry_run(m, NULL, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
@@ -182,12 +209,90 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
     if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
-    fsdp_status status = fsdpi_dry_run(model, &dry);
+    fsdp_status status = fsdpi_dry_run(model, NULL, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
         out->host_bytes = model->host_bytes;
     }
     fsdpi_dry_free(dry);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: the text about memory in errors of allocation. It stands on the parts that allocate, so a
+// model has its address.
+
+// Bytes of the model itself on the device, without those of extensions.
+static int64_t fsdpi_on_device(const fsdp_model *m) {
+    int64_t bytes = 0;
+    for (int pool = m->desc.cpu_offload ? (int)FSDP_POOL_GATHER : 0; pool < FSDP_POOL_COUNT; pool++)
+        bytes += m->pool_bytes[pool];
+    return bytes;
+}
+
+// What it needs with a change; INT64_MAX: that cannot be predicted.
+static int64_t fsdpi_need(const fsdp_model *m, const fsdpi_change *change) {
+    fsdp_model *dry = NULL;
+    int64_t bytes = fsdpi_dry_run(m, change, &dry) ? INT64_MAX : fsdpi_on_device(dry);
+    fsdpi_dry_free(dry);
+    return bytes;
+}
+
+// A change in words, or "": there is none. Of more ranks so many, in steps of an eighth, that it
+// needs at most `most`, or twice as many. A world of one rank does not know their backend.
+static fsdpi_change fsdpi_find_change(const fsdp_model *m, int which, int64_t most, fsdpi_text *t) {
+    fsdpi_change change = FSDP_ZERO;
+    const fsdp_unit *open = NULL;
+    const int now = m->info.shard_mesh_size, replicas = m->info.replicate_mesh_size;
+    int opens = 0;
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->options.reshard_after_forward != FSDP_RESHARD_ALWAYS)
+            open = m->units[i], opens++;
+    change.reshards = which == 0, change.offloads = which == 1;
+    if (which == 0 && open) fsdpi_say(t, "with reshard_after_forward");
+    if (which == 0 && opens == 1) fsdpi_say(t, " on '%.32s'", open->desc.name);
+    if (which == 1 && !fsdpi_is_host(m->world) && !m->desc.cpu_offload)
+        fsdpi_say(t, "with cpu_offload");
+    if (which < 2 || m->world->size == 1 || m->mixed) return change;
+    do change.shards += change.shards ? (now + 7) / 8 : now + (now + 7) / 8;
+    while (change.shards < 2 * now && fsdpi_need(m, &change) > most);
+    fsdpi_say(t, "with %d ranks in place of %d", change.shards * replicas, now * replicas);
+    return change;
+}
+
+/* What the model needs, what it has, and with what it would need less. extra: bytes that somebody
+   else wants. What the model has it can have again: so a change fits if that is enough. */
+static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
+    const fsdpi_change none = FSDP_ZERO;
+    const int64_t held = fsdpi_on_device(m);
+    fsdp_model *dry = NULL;
+    const double gib = 1024.0 * 1024 * 1024;
+    const fsdp_status status = fsdpi_dry_run(m, &none, &dry);
+    const int64_t need = status ? 0 : fsdpi_on_device(dry);
+    if (!status) fsdpi_say(t, ": the model needs %.4g GiB", (double)need / gib);
+    for (int pool = 0, said = 0; pool < FSDP_POOL_SCRATCH && !status; pool++)
+        if (dry->pool_bytes[pool])
+            fsdpi_say(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
+                      (double)dry->pool_bytes[pool] / gib);
+    fsdpi_dry_free(dry);
+    if (status) return;
+    fsdpi_say(t, ") and has %.4g", (double)held / gib);
+    for (int fits = 1; fits >= 0; fits--)
+        for (int which = 0, said = 0; which < 3; which++) {
+            char what[80];
+            fsdpi_text words = {what, sizeof what, 0};
+            const fsdpi_change change = fsdpi_find_change(m, which, held - extra, &words);
+            const int64_t less = words.used ? need - fsdpi_need(m, &change) : 0;
+            if (less <= 0 || (less >= need - held + extra) != fits) continue;
+            const char *begin = fits ? ". It would fit " : ". It needs less ";
+            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what, (double)less / gib);
+        }
+}
+
+FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+                                       fsdp_model **model) {
+    fsdp_status status = fsdpi_model_create(world, desc, model);
+    if (!status) (*model)->explain = fsdpi_explain;
     return status;
 }
 

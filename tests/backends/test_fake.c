@@ -527,6 +527,59 @@ TEST(fake, prediction_is_what_is_allocated) {
     for (int i = 0; i < (W_SLOW ? 8 : 30); i++) predict_one(&state, i);
 }
 
+/* Memory that is addresses: a model of 64 TiB, and all that is given is counted. */
+static const struct {
+    const char *name;
+    int size, streams;
+} of_addresses[] = {{"1", 1, 0}, {"1, streams", 1, 1}, {"8", 8, 0}, {"8, streams", 8, 1}};
+TEST_P(fake, memory_that_is_addresses, of_addresses) {
+    fsdp_fake fake = FSDP_ZERO;
+    fsdp_world_desc d = fake_desc(&fake, 0, row->size);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit *units[4];
+    fsdp_memory memory;
+    fsdp_adamw *opt;
+    fsdp_world *w;
+    fake.addresses = 1, fake.plain = row->streams;
+    d.device_ops = fsdp_fake_device_ops(row->streams);
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK_EQ_INT(fsdp_model_run(NULL), 0);
+    const int64_t world = fake.given[FSDP_MEMORY_DEVICE];
+    CHECK((world > 0) == (row->size > 1));
+    md.cpu_offload = row->streams;
+    fsdp_model *m = lab_model(w, &md);
+    CHECK_EQ_INT(fsdp_model_run(m), row->streams ? FSDP_RUN_STREAMS : FSDP_RUN_INLINE);
+    for (int u = 0; u < 4; u++) {
+        fsdp_param_desc p = fsdp_mat("w", 1 << 22, 1 << 20); /* 16 TiB */
+        units[u] = lab_unit(w, m, NULL, &p, 1);
+    }
+    for (int step = 0; step < 2; step++) {
+        for (int u = 0; u < 4; u++) lab_forward(w, units[u]);
+        for (int u = 3; u >= 0; u--) {
+            CALL(w, fsdp_pre_backward(units[u]));
+            CHECK(fsdp_grad(units[u], 0) != NULL);
+            CALL(w, fsdp_post_backward(units[u]));
+        }
+        CALL(w, fsdp_finalize_backward(m));
+        CALL(w, fsdp_zero_grad(m));
+    }
+    CALL(w, fsdp_model_memory(m, &memory));
+    const int64_t shards = (INT64_C(1) << 46) / row->size;
+    CHECK_EQ_INT(memory.pool_bytes[FSDP_POOL_SHARD], shards);
+    CHECK_EQ_INT(fake.given[FSDP_MEMORY_DEVICE] + fake.given[FSDP_MEMORY_PINNED],
+                 memory.total_bytes + world);
+    CHECK_EQ_INT(fake.given[FSDP_MEMORY_PINNED], row->streams ? 2 * shards : 0);
+    CHECK((fake.bus_bytes > 0) == row->streams); /* shards go to the device, gradients come back */
+    if (!row->streams) {
+        const int64_t had = fake.given[FSDP_MEMORY_DEVICE];
+        CALL(w, fsdp_adamw_create(m, NULL, &opt));
+        CALL(w, fsdp_adamw_step(opt, 1e-3));
+        CHECK_EQ_INT(fake.given[FSDP_MEMORY_DEVICE] - had, 2 * shards);
+    }
+    CALL(NULL, fsdp_shutdown(w));
+    CHECK(fake.given[FSDP_MEMORY_DEVICE] == 0 && fake.given[FSDP_MEMORY_PINNED] == 0);
+}
+
 /* ---- steps ----------------------------------------------------------------------------------- */
 
 static const lab_param rows[] = {{0, "embedding", FSDP_F32, 0, 0, 2, 0, {48, 4, 0}},

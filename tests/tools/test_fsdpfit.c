@@ -1,0 +1,703 @@
+/* test_fsdpfit.c - tools/fsdpfit: what it says is what a job allocates, to the byte; published models
+   as headers; verdicts, options that make a model fit, meshes; hostile files and wrong use. The tool
+   under test is $FSDPFIT, or tools/fsdpfit.
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#include "lab.h"
+#include "sim.h"
+#include "fsdp_checkpoint.h"
+#include "fsdp_dtensor.h"
+#include "fsdp_optim.h"
+#include <sys/resource.h> /* struct rusage */
+
+static char output[65536]; /* of the last command, both streams */
+static long resident_kib;  /* that it took at most */
+
+static const char *path_of(const char *leaf) {
+    static char path[256][500]; /* they take turns */
+    static unsigned turn;
+    char *out = path[turn++ % 256];
+    snprintf(out, sizeof path[0], "%s/%s", h_tmpdir(), leaf);
+    return out;
+}
+
+/* Runs fsdpfit with these words, that blanks separate; its exit status. */
+static int fit(const char *format, ...) H_PRINTF(1, 2);
+static int fit(const char *format, ...) {
+    static char words[8192];
+    char *argv[64], *save = NULL;
+    int n = 1, status = 0;
+    struct rusage used;
+    const char *tool = getenv("FSDPFIT");
+    va_list args;
+    va_start(args, format);
+    CHECK(vsnprintf(words, sizeof words, format, args) < (int)sizeof words);
+    va_end(args);
+    argv[0] = (char *)(uintptr_t)(tool && *tool ? tool : "tools/fsdpfit");
+    if (access(argv[0], X_OK)) SKIP("no tools/fsdpfit here: make tools/fsdpfit");
+    for (char *w = strtok_r(words, " ", &save); w && n < 63; w = strtok_r(NULL, " ", &save))
+        argv[n++] = w;
+    argv[n] = NULL;
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        int file = open(path_of("out"), O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
+        dup2(file, STDOUT_FILENO);
+        dup2(file, STDERR_FILENO);
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    CHECK_EQ_INT(wait4(pid, &status, 0, &used), pid);
+    resident_kib = used.ru_maxrss;
+    FILE *f = fopen(path_of("out"), "r");
+    CHECK(f != NULL);
+    output[fread(output, 1, sizeof output - 1, f)] = 0;
+    fclose(f);
+    CHECK_MSG(WIFEXITED(status), "fsdpfit died of signal %d: %s", WTERMSIG(status), output);
+    return WEXITSTATUS(status);
+}
+static void says(const char *part) {
+    CHECK_MSG(strstr(output, part), "\"%s\" does not say \"%s\"", output, part);
+}
+static void fails(const char *part) {
+    says("fsdpfit: [E4");
+    says(part);
+}
+
+/* The number at the begin of the line that ends with `name`; 0: there is none. */
+static int64_t bytes_of(const char *name) {
+    char line[160];
+    snprintf(line, sizeof line, "  %s\n", name);
+    const char *end = strstr(output, line);
+    if (!end) return 0;
+    while (end > output && end[-1] != '\n') end--;
+    return strtoll(end, NULL, 10);
+}
+
+static void store(const char *leaf, const char *text) {
+    FILE *f = fopen(path_of(leaf), "w");
+    CHECK(f && fputs(text, f) >= 0 && !fclose(f));
+}
+
+/* ---- what a job allocates -------------------------------------------------------------------- */
+
+enum { MAX_UNITS = 12, MAX_PARAMS = 5 };
+
+typedef struct net {
+    int units, root, never; /* units: with the root, which is the first one if there is one */
+    int params[MAX_UNITS], ndim[MAX_UNITS][MAX_PARAMS];
+    int64_t shape[MAX_UNITS][MAX_PARAMS][3];
+    fsdp_dtype store, param, reduce;
+    int lanes, tp, replicas;
+} net;
+
+static net random_net(uint64_t *state) {
+    static const fsdp_dtype kinds[7][3] = {{FSDP_F32, 0, 0},
+                                           {FSDP_F32, FSDP_BF16, FSDP_F32},
+                                           {FSDP_F32, FSDP_BF16, FSDP_BF16},
+                                           {FSDP_F32, FSDP_F32, FSDP_BF16},
+                                           {FSDP_F64, 0, 0},
+                                           {FSDP_BF16, 0, 0},
+                                           {FSDP_F64, FSDP_F32, FSDP_F32}};
+    net n = FSDP_ZERO;
+    const fsdp_dtype *kind = kinds[lab_pick(state, 7)];
+    n.store = kind[0], n.param = kind[1], n.reduce = kind[2];
+    n.units = 1 + lab_pick(state, MAX_UNITS), n.root = lab_pick(state, 2);
+    n.never = lab_pick(state, 4) == 0, n.lanes = lab_pick(state, 3);
+    n.tp = n.replicas = 1;
+    const int alike = lab_pick(state, 2);
+    for (int u = 0; u < n.units; u++) {
+        n.params[u] = 1 + lab_pick(state, MAX_PARAMS);
+        for (int i = 0; i < n.params[u]; i++) {
+            n.ndim[u][i] = 1 + lab_pick(state, 3);
+            for (int d = 0; d < 3; d++)
+                n.shape[u][i][d] = lab_pick(state, 15) ? 1 + lab_pick(state, 40) : 0;
+            if (lab_pick(state, 4) == 0) /* gathered in place */
+                n.ndim[u][i] = 2, n.shape[u][i][0] = 256, n.shape[u][i][1] = 64;
+        }
+        if (u > n.root && alike) {
+            n.params[u] = n.params[u - 1];
+            memcpy(n.ndim[u], n.ndim[u - 1], sizeof n.ndim[u]);
+            memcpy(n.shape[u], n.shape[u - 1], sizeof n.shape[u]);
+        }
+    }
+    return n;
+}
+
+/* As lines for the tool; those of the units backwards: it brings them into the order of names. */
+static void write_net(const net *n) {
+    FILE *f = fopen(path_of("net"), "w");
+    CHECK(f != NULL);
+    fprintf(f, "# a net\n\n");
+    for (int u = n->units - 1; u >= 0; u--) {
+        if (u < n->root) fprintf(f, "unit root:");
+        else fprintf(f, "unit h.%d:", u);
+        for (int i = 0; i < n->params[u]; i++) {
+            fprintf(f, " param p%d", i);
+            for (int d = 0; d < n->ndim[u][i]; d++)
+                fprintf(f, " %lld", (long long)n->shape[u][i][d]);
+        }
+        fprintf(f, "\n");
+    }
+    CHECK_EQ_INT(fclose(f), 0);
+}
+static int fit_net(const net *n, int ranks, const char *more) {
+    write_net(n);
+    return fit("%s --ranks %d --mesh %dx%d --tp %d --store %s --reshard %d %s%s %s%s %s%s %s",
+               path_of("net"), ranks, n->replicas, ranks / n->replicas / n->tp, n->tp,
+               fsdp_dtype_name(n->store), !n->never, n->param ? "--param " : "",
+               n->param ? fsdp_dtype_name(n->param) : "", n->reduce ? "--reduce " : "",
+               n->reduce ? fsdp_dtype_name(n->reduce) : "", n->lanes ? "--lanes=" : "",
+               n->lanes == 2 ? "2"
+               : n->lanes    ? "1"
+                             : "",
+               more);
+}
+
+typedef struct built {
+    fsdp_model *m;
+    fsdp_unit *units[2 * MAX_UNITS];
+    int is_open[2 * MAX_UNITS], params[2 * MAX_UNITS], count;
+} built;
+
+static void build_unit(built *b, fsdp_world *w, fsdp_dmesh *dm, const net *n, int u, int cut) {
+    fsdp_param_desc p[MAX_UNITS * MAX_PARAMS];
+    fsdp_placement by[MAX_UNITS * MAX_PARAMS];
+    fsdp_tp_unit_desc d = FSDP_ZERO;
+    int count = 0;
+    memset(by, 0, sizeof by);
+    for (int v = u < 0 ? 0 : u; v < (u < 0 ? n->units : u + 1); v++)
+        for (int i = 0; i < n->params[v]; i++) {
+            if (dm && (n->ndim[v][i] > 1) != cut) continue;
+            if (cut) by[count].kind = FSDP_SHARD;
+            p[count++] = lab_desc(n->ndim[v][i], n->shape[v][i], 0, n->store, 0);
+        }
+    if (!count) return;
+    const int is_open = u < n->root; /* what tensor parallelism does not cut is, too */
+    d.unit.params = p, d.unit.num_params = count, d.tp = by;
+    d.unit.reshard_after_forward = is_open ? FSDP_RESHARD_NEVER : FSDP_RESHARD_DEFAULT;
+    b->is_open[b->count] = is_open && !n->never;
+    b->params[b->count] = count;
+    if (dm) CALL(w, fsdp_tp_fully_shard(dm, &d, &b->units[b->count++]));
+    else CALL(w, fsdp_fully_shard(b->m, &d.unit, &b->units[b->count++]));
+}
+
+/* The model of the net, after two steps of a trainer. */
+static void train_net(built *b, fsdp_world *w, const net *n) {
+    static const char *const names[3] = {"dp_replicate", "dp_shard", "tp"};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_dmesh_desc dd = FSDP_ZERO;
+    fsdp_mesh_info info;
+    fsdp_dmesh *dm = NULL;
+    const int32_t shape[3] = {n->replicas, fsdp_world_size(w) / n->replicas / n->tp, n->tp};
+    memset(b, 0, sizeof *b);
+    md.param_dtype = n->param, md.reduce_dtype = n->reduce;
+    if (n->never) md.reshard_after_forward = FSDP_RESHARD_NEVER;
+    if (n->replicas * n->tp > 1) {
+        dd.mesh = lab_mesh(w, 3, shape, names, NULL), md.mesh_info = &info;
+        CALL(w, fsdp_mesh_info_init(dd.mesh,
+                                    n->replicas > 1 ? FSDP_MESH_INFO_HSDP : FSDP_MESH_INFO_FSDP, 1,
+                                    n->replicas > 1 ? 0 : -1, &info));
+    }
+    b->m = lab_model(w, &md);
+    if (n->tp > 1) CALL(w, fsdp_dmesh_create(b->m, &dd, &dm));
+    if (dm) build_unit(b, w, dm, n, -1, 0);
+    for (int u = 0; u < n->units; u++) build_unit(b, w, dm, n, u, dm != NULL);
+    int reshards = 0;
+    for (int u = 0; u < b->count; u++) reshards |= !b->is_open[u];
+    for (int k = 0; k < 4; k++, reshards &= 1) { /* forward, backward, twice */
+        for (int pass = 0; pass < 3; pass++)
+            for (int i = 0; i < b->count; i++) {
+                const int u = k % 2 ? b->count - 1 - i : i;
+                if ((reshards && b->is_open[u]) != (pass != 1)) continue;
+                if (pass < 2)
+                    CALL(w, k % 2 ? fsdp_pre_backward(b->units[u]) : fsdp_pre_forward(b->units[u]));
+                for (int p = 0; pass < 2 && k % 2 && p < b->params[u]; p++)
+                    CHECK(fsdp_grad(b->units[u], p) != NULL);
+                if (pass > 0)
+                    CALL(w,
+                         k % 2 ? fsdp_post_backward(b->units[u]) : fsdp_post_forward(b->units[u]));
+            }
+        if (k % 2) CALL(w, fsdp_finalize_backward(b->m));
+        if (k % 2) CALL(w, fsdp_zero_grad(b->m));
+    }
+}
+
+/* Each pool of the model is what the tool says, and so is what the optimizer takes. */
+static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer) {
+    int64_t sum = optimizer + bytes_of("world: collectives on host data");
+    for (int p = 0; p < FSDP_POOL_COUNT; p++) {
+        CHECK_MSG(bytes_of(fsdp_pool_name(p)) == m->pool_bytes[p],
+                  "%s: %s: a job has %lld bytes, fsdpfit says:\n%s", w_case, fsdp_pool_name(p),
+                  (long long)m->pool_bytes[p], output);
+        sum += m->pool_bytes[p];
+    }
+    CHECK_EQ_INT(bytes_of("adamw"), optimizer);
+    CHECK_EQ_INT(bytes_of("on the device"), sum);
+}
+
+typedef struct nets {
+    int count;
+    net *net;
+    fsdp_memory *memory;
+    int64_t *optimizer;
+} nets;
+
+static void on_ranks(lab_rank *r) {
+    const nets *n = (const nets *)r->arg;
+    fsdp_world *worlds[3];
+    for (int i = 0; i < 3; i++) worlds[i] = lab_world(r, i, i, NULL);
+    for (int i = 0; i < n->count; i++) {
+        fsdp_world *w = worlds[n->net[i].lanes];
+        fsdp_adamw *adamw;
+        fsdp_memory before, after;
+        built b;
+        train_net(&b, w, &n->net[i]);
+        CALL(w, fsdp_model_memory(b.m, &before));
+        CALL(w, fsdp_adamw_create(b.m, NULL, &adamw));
+        if (r->rank == 0) {
+            CALL(w, fsdp_model_memory(b.m, &after));
+            n->memory[i] = before;
+            n->optimizer[i] = 0;
+            for (fsdp_param_view v = FSDP_ZERO; fsdp_next_param(b.m, &v);)
+                n->optimizer[i] += v.numel; /* of a state; rounded below */
+        }
+        fsdp_adamw_destroy(adamw);
+        fsdp_model_destroy(b.m);
+    }
+    for (int i = 0; i < 3; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
+}
+
+/* Two states of f32, or of f64 for parameters in f64; a row of them takes multiples of 16. */
+static int64_t states_of(const net *n, int64_t numel) {
+    return (numel + 15) / 16 * 16 * (n->store == FSDP_F64 ? 8 : 4) * 2;
+}
+
+static void predict_all(int ranks, int count, int tp, int replicas) {
+    uint64_t state = h_seed() * 31 + (uint64_t)ranks;
+    nets n = {count, (net *)lab_zeros((size_t)count, sizeof(net)),
+              (fsdp_memory *)lab_zeros((size_t)count, sizeof(fsdp_memory)),
+              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t))};
+    for (int i = 0; i < count; i++) {
+        n.net[i] = random_net(&state);
+        n.net[i].tp = tp, n.net[i].replicas = replicas;
+    }
+    lab_how how = FSDP_ZERO;
+    how.job = "fit", how.bare = 1;
+    lab_run(ranks, &how, on_ranks, &n);
+    for (int i = 0; i < count; i++) {
+        snprintf(w_case, sizeof w_case, "net %d of %d ranks, lanes %d", i, ranks, n.net[i].lanes);
+        CHECK_MSG(fit_net(&n.net[i], ranks, "") == 0, "%s: %s", w_case, output);
+        as_the_tool_says(&n.memory[i], states_of(&n.net[i], n.optimizer[i]));
+    }
+    free(n.net), free(n.memory), free(n.optimizer);
+}
+
+static const struct {
+    const char *name;
+    int ranks, tp, replicas;
+} jobs[] = {{"1", 1, 1, 1},         {"2", 2, 1, 1},         {"3", 3, 1, 1},
+            {"4", 4, 1, 1},         {"2x2", 4, 1, 2},       {"3x1", 3, 1, 3},
+            {"1x2, tp 2", 4, 2, 1}, {"1x1, tp 2", 2, 2, 1}, {"2x1, tp 2", 4, 2, 2}};
+TEST_P(fsdpfit, says_what_a_job_allocates, jobs) {
+    predict_all(row->ranks, 12, row->tp, row->replicas);
+}
+
+/* A device with streams, over a backend that neither casts nor scales, as NCCL. */
+static const struct {
+    const char *name;
+    int ranks, replicas;
+} streams[] = {{"1", 1, 1}, {"2", 2, 1}, {"3", 3, 1}, {"4", 4, 1}, {"2x2", 4, 2}, {"3x1", 3, 3}};
+TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
+    uint64_t state = h_seed() + 5;
+    for (int i = 0; i < 12; i++) {
+        net n = random_net(&state);
+        fsdp_memory memory;
+        built b;
+        sim s;
+        n.replicas = row->replicas, n.lanes = 0;
+        sim_init(&s, row->ranks, 0);
+        s.fused = 0;
+        CHECK(sim_open(&s));
+        train_net(&b, s.world, &n);
+        CALL(s.world, fsdp_model_memory(b.m, &memory));
+        CHECK_EQ_INT(sim_close(&s), 0);
+        snprintf(w_case, sizeof w_case, "net %d of %d ranks", i, row->ranks);
+        CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer none") == 0, "%s", output);
+        as_the_tool_says(&memory, 0);
+    }
+}
+
+/* ---- published models, as headers ------------------------------------------------------------ */
+
+static struct {
+    fsdp_safetensors_entry at[1024];
+    char names[1024][80];
+    int count;
+} headers;
+
+static void tensor(fsdp_dtype dtype, int ndim, int64_t rows, int64_t cols, const char *format, ...)
+    H_PRINTF(5, 6);
+static void tensor(fsdp_dtype dtype, int ndim, int64_t rows, int64_t cols, const char *format,
+                   ...) {
+    fsdp_safetensors_entry *e = &headers.at[headers.count];
+    va_list args;
+    CHECK(headers.count < 1024);
+    va_start(args, format);
+    vsnprintf(headers.names[headers.count], sizeof headers.names[0], format, args);
+    va_end(args);
+    memset(e, 0, sizeof *e);
+    e->name = headers.names[headers.count++], e->dtype = dtype, e->ndim = ndim;
+    e->shape[0] = rows;
+    if (ndim > 1) e->shape[1] = cols;
+}
+
+/* The file has a header, and a hole for the data: nobody reads it. */
+static void write_headers(const char *leaf) {
+    fsdp_safetensors_entry *e = headers.at;
+    const int n = headers.count;
+    const int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, NULL, 0);
+    CHECK(need > 0);
+    const int64_t data = e[n - 1].end;
+    char *room = (char *)malloc((size_t)need);
+    CHECK(room && fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, room, need) == need);
+    FILE *f = fopen(path_of(leaf), "wb");
+    CHECK(f != NULL);
+    for (int i = 0; i < 8; i++) fputc((int)((uint64_t)need >> 8 * i & 255), f);
+    CHECK(fwrite(room, 1, (size_t)need, f) == (size_t)need);
+    CHECK(!fclose(f) && !truncate(path_of(leaf), 8 + need + data));
+    free(room);
+    headers.count = 0;
+}
+
+static void llama(const char *leaf, int64_t hidden, int64_t wide, int64_t kv, int layers) {
+    tensor(FSDP_BF16, 2, 128256, hidden, "model.embed_tokens.weight");
+    for (int i = 0; i < layers; i++) {
+        tensor(FSDP_BF16, 1, hidden, 0, "model.layers.%d.input_layernorm.weight", i);
+        tensor(FSDP_BF16, 1, hidden, 0, "model.layers.%d.post_attention_layernorm.weight", i);
+        tensor(FSDP_BF16, 2, hidden, hidden, "model.layers.%d.self_attn.q_proj.weight", i);
+        tensor(FSDP_BF16, 2, kv, hidden, "model.layers.%d.self_attn.k_proj.weight", i);
+        tensor(FSDP_BF16, 2, kv, hidden, "model.layers.%d.self_attn.v_proj.weight", i);
+        tensor(FSDP_BF16, 2, hidden, hidden, "model.layers.%d.self_attn.o_proj.weight", i);
+        tensor(FSDP_BF16, 2, wide, hidden, "model.layers.%d.mlp.gate_proj.weight", i);
+        tensor(FSDP_BF16, 2, wide, hidden, "model.layers.%d.mlp.up_proj.weight", i);
+        tensor(FSDP_BF16, 2, hidden, wide, "model.layers.%d.mlp.down_proj.weight", i);
+    }
+    tensor(FSDP_BF16, 1, hidden, 0, "model.norm.weight");
+    tensor(FSDP_BF16, 2, 128256, hidden, "lm_head.weight");
+    write_headers(leaf);
+}
+static void llama_8b(void) { llama("8b.safetensors", 4096, 14336, 1024, 32); }
+static void llama_70b(void) { llama("70b.safetensors", 8192, 28672, 1024, 80); }
+
+static void gpt2(const char *leaf) {
+    tensor(FSDP_F32, 2, 50257, 768, "wte.weight");
+    tensor(FSDP_F32, 2, 1024, 768, "wpe.weight");
+    for (int i = 0; i < 12; i++) {
+        static const struct {
+            const char *name;
+            int64_t rows, cols;
+        } parts[] = {{"ln_1.weight", 768, 0},           {"ln_1.bias", 768, 0},
+                     {"attn.c_attn.weight", 768, 2304}, {"attn.c_attn.bias", 2304, 0},
+                     {"attn.c_proj.weight", 768, 768},  {"attn.c_proj.bias", 768, 0},
+                     {"ln_2.weight", 768, 0},           {"ln_2.bias", 768, 0},
+                     {"mlp.c_fc.weight", 768, 3072},    {"mlp.c_fc.bias", 3072, 0},
+                     {"mlp.c_proj.weight", 3072, 768},  {"mlp.c_proj.bias", 768, 0},
+                     {"attn.bias", 1024, 1024}};
+        for (int k = 0; k < 13; k++)
+            tensor(FSDP_F32, parts[k].cols ? 2 : 1, parts[k].rows, parts[k].cols, "h.%d.%s", i,
+                   parts[k].name);
+    }
+    tensor(FSDP_F32, 1, 768, 0, "ln_f.weight");
+    tensor(FSDP_F32, 1, 768, 0, "ln_f.bias");
+    tensor(FSDP_I64, 1, 10, 0, "position_ids");
+    write_headers(leaf);
+}
+
+TEST(fsdpfit, published_models) {
+    gpt2("gpt2.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 1 --skip \\.attn\\.bias$", path_of("gpt2.safetensors")), 0);
+    says("148 parameters in 13 units; 13 tensors are left out\n");
+    says("around the others: ln_f.bias ln_f.weight wpe.weight wte.weight\n");
+    says("h.0, and 11 alike\n");
+    CHECK_EQ_INT(bytes_of("shards"), 4 * 124439808); /* its published number of parameters */
+    CHECK_EQ_INT(bytes_of("adamw"), 8 * 124439808);
+    CHECK_EQ_INT(
+        fit("%s --ranks 1 --unit=c_[a-z]+\\. --skip \\.attn\\.bias$", path_of("gpt2.safetensors")),
+        0);
+    says(" in 49 units;");
+    llama_8b();
+    CHECK_EQ_INT(fit("%s --ranks 8", path_of("8b.safetensors")), 0);
+    says("291 parameters in 33 units; 0 tensors");
+    CHECK_EQ_INT(bytes_of("shards"), 4 * (int64_t)8030261248 / 8); /* likewise: all rows divide */
+    /* The root, and a layer, whose two vectors are gathered side by side and then copied. */
+    const int64_t root = 2 * 128256LL * 4096 + 4096;
+    CHECK_EQ_INT(bytes_of("gathered parameters"), 4 * (root + (8030261248 - root) / 32 + 2 * 4096));
+    CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --optimizer sgd", path_of("8b.safetensors")), 0);
+    CHECK_EQ_INT(bytes_of("shards"), 2 * (int64_t)8030261248 / 8);
+    CHECK_EQ_INT(bytes_of("sgd") + bytes_of("adamw"), 0);
+}
+
+TEST(fsdpfit, llama_70b_on_131072_ranks) {
+    llama_70b();
+    const char *path = path_of("70b.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 131072 --param bf16 --reduce f32 --streams --limit 80GiB", path),
+                 1);
+    says("723 parameters in 81 units;");
+    /* A row of each matrix and an element of each vector, as each has fewer rows than ranks. */
+    CHECK_EQ_INT(4 * (2 + 6 * 8192 + 28672), 311304);
+    says("          311304    11.92x  model.layers.0, and 79 alike\n");
+    says("131072 shards are more than there are rows: up to 11.9 times the memory.");
+    says("--mesh 512x256\n");
+    if (!W_ASAN) CHECK_MSG(resident_kib < 64 * 1024, "%ld KiB are resident", resident_kib);
+    CHECK_EQ_INT(fit("%s --ranks 131072 --param bf16 --streams --limit 80GiB --search", path), 0);
+    says("the best of 18 meshes, replicas x shards:\n");
+    int lines = 0;
+    for (const char *p = output; (p = strstr(p, "  --mesh ")) != NULL; p++) lines++;
+    CHECK_EQ_INT(lines, 10);
+    if (!W_ASAN) CHECK_MSG(resident_kib < 64 * 1024, "%ld KiB are resident", resident_kib);
+}
+
+/* ---- verdicts, and what would make it fit ---------------------------------------------------- */
+
+TEST(fsdpfit, verdict_at_the_last_byte) {
+    llama_8b();
+    const char *path = path_of("8b.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 8", path), 0);
+    const int64_t need = bytes_of("on the device");
+    CHECK(!strstr(output, "fit"));
+    CHECK_EQ_INT(fit("%s --ranks 8 --limit %lld", path, (long long)need), 0);
+    says("\nfits: 0 bytes are left of ");
+    CHECK_EQ_INT(fit("%s --ranks 8 --limit %lld", path, (long long)need - 1), 1);
+    says("\ndoes not fit: 1 bytes too much for ");
+    CHECK_EQ_INT(fit("%s --ranks 8 --reserve 2GiB --activations 3KB --limit %lld", path,
+                     (long long)need + (2LL << 30) + 3000),
+                 0);
+    CHECK_EQ_INT(bytes_of("on the device"), need + 3000);
+    CHECK_EQ_INT(bytes_of("activations, as you say"), 3000);
+    CHECK_EQ_INT(fit("%s --ranks 8 --reserve 2GiB --activations 3KB --limit %lld", path,
+                     (long long)need + (2LL << 30) + 2999),
+                 1);
+    CHECK_EQ_INT(fit("%s --ranks 8 --limit 10GiB --reserve 20GiB", path),
+                 1); /* less than nothing */
+    CHECK_EQ_INT(fit("%s --ranks 8 --limit 1TiB", path), 0);
+    CHECK_EQ_INT(fit("%s --ranks 8 --limit 25MB", path), 1);
+    says("no single change that is tried makes it fit\n");
+}
+
+/* The words behind `before` in the output, up to the end of the line; "": it is not there. */
+static const char *words_behind(const char *before) {
+    static char words[200];
+    const char *at = strstr(output, before);
+    snprintf(words, sizeof words, "%.*s", at ? (int)strcspn(at + strlen(before), "\n") : 0,
+             at ? at + strlen(before) : "");
+    return words;
+}
+
+TEST(fsdpfit, what_is_said_to_fit_fits) {
+    llama_8b();
+    const char *path = path_of("8b.safetensors");
+    char mesh[200], all[sizeof output];
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 26GiB --reshard 0", path), 1);
+    says("  --reshard 1\n");
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 26GiB --reshard 1", path), 0);
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB", path), 1);
+    says("it fits with one of these:\n on the device  moved in a step\n");
+    says("  --param bf16\n");
+    says("  cpu_offload\n");
+    CHECK(!strstr(output, "--reshard"));
+    snprintf(all, sizeof all, "%s", output);
+    snprintf(mesh, sizeof mesh, "%s", words_behind("  --mesh "));
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh %s --limit 24GiB", path, mesh), 0);
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --param bf16", path), 0);
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --cpu-offload", path), 0);
+    says(", and the optimizer's states on the host\n");
+    CHECK_EQ_INT(bytes_of("of this in pinned memory of the host"),
+                 bytes_of("shards") + bytes_of("shard gradients"));
+    /* So many ranks, and not one shard less. */
+    const char *more = strstr(all, " ranks in place of 16\n");
+    CHECK_MSG(more != NULL, "%s", all);
+    while (more[-1] != ' ') more--;
+    const int enough = atoi(more);
+    CHECK(enough > 16 && enough % 2 == 0);
+    CHECK_EQ_INT(fit("%s --ranks %d --mesh 2x%d --limit 24GiB", path, enough, enough / 2), 0);
+    CHECK_EQ_INT(fit("%s --ranks %d --mesh 2x%d --limit 24GiB", path, enough - 2, enough / 2 - 1),
+                 1);
+}
+
+/* "12.40 GiB" as a number of bytes, about. */
+static double amount(const char *at) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    char unit[8] = "";
+    double x = 0, scale = 1;
+    CHECK_EQ_INT(sscanf(at, "%lf %7s", &x, unit), 2);
+    for (int u = 0; u < 6; u++, scale *= 1024)
+        if (!strcmp(unit, units[u])) return x * scale;
+    return -1;
+}
+
+/* Those that fit come first, by what is moved. */
+TEST(fsdpfit, options_by_what_they_move) {
+    llama_8b();
+    CHECK_EQ_INT(fit("%s --ranks 360 --limit 21GiB --search", path_of("8b.safetensors")), 0);
+    says("the best of 24 meshes");
+    double last[2] = {0, 0};
+    int lines = 0, refused = 0;
+    for (char *line = strstr(output, "step\n") + 5; *line; lines++) {
+        char *end = strchr(line, '\n');
+        *end = 0;
+        const int fits = !strstr(line, "does not fit");
+        const double moved = amount(line + 14);
+        CHECK_MSG((amount(line) <= 21.005 * (1 << 30)) == fits, "%s", line);
+        CHECK_MSG(moved >= last[!fits] && !(fits && refused), "%s", line);
+        last[!fits] = moved, refused += !fits;
+        line = end + 1;
+    }
+    CHECK_EQ_INT(lines, 10);
+    CHECK_EQ_INT(fit("%s --ranks 360 --limit 1GiB --search", path_of("8b.safetensors")), 1);
+}
+
+/* Units run in the order of their names, with numbers as numbers. */
+TEST(fsdpfit, order_of_units) {
+    store("lines", "unit h.10: param w 30 8\nunit root: param e 10 8\nunit h.9: param w 20 8\n"
+                   "# a layer in two lines\nunit h.1: param w 40 8\nunit h.1: param v 8\n");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("lines")), 0);
+    says("5 parameters in 4 units;");
+    const char *at = output, *const order[] = {"x  root\n", "x  h.1\n", "x  h.9\n", "x  h.10\n"};
+    for (int i = 0; i < 4; i++) {
+        at = strstr(at, order[i]);
+        CHECK_MSG(at != NULL, "%s is not behind the one before: %s", order[i], output);
+    }
+}
+
+/* ---- files that are not right, and wrong use -------------------------------------------------- */
+
+TEST(fsdpfit, hostile_files) {
+    char bytes[3000];
+    gpt2("model.safetensors");
+    const char *path = path_of("model.safetensors");
+    FILE *f = fopen(path, "rb");
+    CHECK(f != NULL);
+    const size_t got = fread(bytes, 1, sizeof bytes, f);
+    fclose(f);
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("nothing")), 2);
+    fails("nothing: No such file");
+    for (size_t cut = 0; cut < got; cut += 97) {
+        f = fopen(path_of("cut.safetensors"), "wb");
+        CHECK(f && fwrite(bytes, 1, cut, f) == cut && !fclose(f));
+        CHECK_EQ_INT(fit("%s --ranks 2 --limit 1TiB", path_of("cut.safetensors")), 2);
+        fails("cut.safetensors");
+    }
+    CHECK(!truncate(path, 1 << 20));
+    CHECK_EQ_INT(fit("%s --ranks 2", path), 2);
+    fails("model.safetensors");
+    store("strange.safetensors", "\x10\x01\x01\x01\x01\x01\x01\x7f{}");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("strange.safetensors")), 2);
+    fails("strange.safetensors");
+    tensor(FSDP_F32, 1, 4, 0, "evil\x1b[2J\\");
+    write_headers("name.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("name.safetensors")), 0);
+    says("evil\\x1b[2J\\\\");
+    CHECK(!strchr(output, '\x1b'));
+    tensor(FSDP_I64, 1, 4, 0, "ids");
+    write_headers("none.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("none.safetensors")), 2);
+    fails("[E475] there are no parameters");
+    CHECK_EQ_INT(fit("%s %s --ranks 2", path_of("name.safetensors"), path_of("name.safetensors")),
+                 2);
+    fails("[E476] parameter 'evil\\x1b[2J\\\\' is there twice");
+}
+
+TEST(fsdpfit, directories_and_indices) {
+    tensor(FSDP_F32, 2, 8, 4, "h.0.w");
+    write_headers("model-00001-of-00002.safetensors");
+    tensor(FSDP_F32, 2, 8, 4, "h.1.w");
+    write_headers("model-00002-of-00002.safetensors");
+    CHECK_EQ_INT(fit("%s %s --ranks 2", path_of("model-00001-of-00002.safetensors"),
+                     path_of("model-00002-of-00002.safetensors")),
+                 0);
+    says("2 parameters in 2 units;");
+    unlink(path_of("out")); /* a directory of others has nothing else */
+    store("model.safetensors.index.json", "{\"metadata\": {\"total_size\": 256}, \"weight_map\": "
+                                          "{\"h.0.w\": \"model-00001-of-00002.safetensors\", "
+                                          "\"h.1.w\": \"model-00002-of-00002.safetensors\"}}");
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("model.safetensors.index.json")), 0);
+    says("2 parameters in 2 units;");
+    const int64_t need = bytes_of("on the device");
+    CHECK_EQ_INT(fit("%s --ranks 2", h_tmpdir()), 0);
+    CHECK_EQ_INT(bytes_of("on the device"), need);
+    CHECK(!unlink(path_of("model-00002-of-00002.safetensors")));
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("model.safetensors.index.json")), 2);
+    fails("model-00002-of-00002.safetensors");
+}
+
+static const struct {
+    const char *name, *text, *why;
+} lines[] = {{"no colon", "unit h.0 param w 2 3\n", "line 1"},
+             {"no name", "unit : param w 2\n", "line 1"},
+             {"no size", "unit h.0: param w\n", "line 1"},
+             {"no unit", "# comment\nunit h.0: param v 2\nparam w 2\n", "line 3"},
+             {"a word", "unit h.0: param w 2 x\n", "line 1"},
+             {"part of a number", "unit h.0: param w 2x3\n", "line 1"},
+             {"nine dims", "unit h.0: param w 1 1 1 1 1 1 1 1 1\n", "line 1"},
+             {"no parameter", "unit h.0:\n", "line 1"},
+             {"negative", "unit h.0: param w -2 3\n", "[E143]"},
+             {"huge", "unit h.0: param w 99999999999999999999 9\n", "[E"},
+             {"twice", "unit h.0: param w 2\nunit h.0: param w 2\n", "[E476]"},
+             {"only a comment", "# nothing\n", "[E475]"}};
+TEST_P(fsdpfit, lines_that_are_wrong, lines) {
+    store("lines", row->text);
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of("lines")), 2);
+    fails(row->why);
+}
+
+static const struct {
+    const char *words, *why;
+} wrong[] = {{"--ranks 2 --what", "[E479] unknown option '--what'"},
+             {"--ranks", "[E470] --ranks"},
+             {"--ranks 0", "[E470] --ranks"},
+             {"", "[E470] --ranks"},
+             {"--ranks -1", "[E470] --ranks"},
+             {"--ranks 1048577", "[E470] --ranks"},
+             {"--ranks 2x", "[E470] --ranks"},
+             {"--ranks 6 --mesh 2x2", "[E470] --mesh"},
+             {"--ranks 6 --mesh 6", "[E470] --mesh"},
+             {"--ranks 6 --mesh 0x6", "[E470] --mesh"},
+             {"--ranks 6 --mesh 2x3x", "[E470] --mesh"},
+             {"--ranks 6 --mesh -2x-3", "[E470] --mesh"},
+             {"--ranks 6 --tp 4", "[E470] --tp"},
+             {"--ranks 6 --tp 0", "[E470] --tp"},
+             {"--ranks 6 --tp 2 --mesh 2x3", "[E470] --mesh"},
+             {"--ranks 2 --param u8", "[E470] --param"},
+             {"--ranks 2 --store f", "[E470] --store"},
+             {"--ranks 2 --reduce=", "[E470] --reduce"},
+             {"--ranks 2 --optimizer lion", "[E470] --optimizer"},
+             {"--ranks 2 --lanes 3", "[E477]"},
+             {"--ranks 6 --reshard 4", "[E477]"},
+             {"--ranks 2 --limit 8XB", "[E470] --limit"},
+             {"--ranks 2 --limit -8", "[E470] --limit"},
+             {"--ranks 2 --limit 9999999TiB", "[E470] --limit"},
+             {"--ranks 2 --limit", "[E470] --limit"},
+             {"--ranks 2 --reserve 1.5.GiB", "[E470] --reserve"},
+             {"--ranks 2 --activations GiB", "[E470] --activations"},
+             {"--ranks 2 --unit ((", "[E470] --unit"},
+             {"--ranks 2 --skip [", "[E470] --skip"},
+             {"--ranks 2 --streams=1", "[E479]"},
+             {"--ranks 2 --search=", "[E479]"}};
+TEST(fsdpfit, wrong_use) {
+    store("lines", "unit h.0: param w 4 4\n");
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        const int status = fit("%s %s", path_of("lines"), wrong[i].words);
+        CHECK_MSG(status == 2 && strstr(output, wrong[i].why), "%s: %d, %s", wrong[i].words, status,
+                  output);
+    }
+    CHECK_EQ_INT(fit("--ranks 2"), 2);
+    fails("[E470] fsdpfit");
+    CHECK_EQ_INT(fit("%s --ranks=2 --param=bf16 --mesh=1x2", path_of("lines")), 0);
+    CHECK_EQ_INT(fit("--ranks 2 %s", path_of("lines")), 0);
+    CHECK_EQ_INT(fit("--help"), 0);
+    says("Exit status: 0 fits, or no limit is given; 1 does not; 2 cannot read, or wrong use\n");
+    CHECK_EQ_INT(fit("-h"), 0);
+}

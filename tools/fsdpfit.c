@@ -1,0 +1,471 @@
+/* fsdpfit.c - does a model fit? The bytes that each rank needs, before anything runs: one process,
+   without a job and without the memory.
+
+       cc -O2 -o fsdpfit tools/fsdpfit.c -pthread -lm
+       ./fsdpfit model.safetensors --ranks 8 --param bf16 --streams --limit 80GiB
+
+   It has no formula. In a world without peers (backends/fsdp_fake.h), whose memory is addresses
+   only, the library commits the model, makes the optimizer and runs two steps. See help for the
+   rest. Names in files are of strangers: what is not printable ASCII is printed as \xNN. Linux.
+
+   SPDX-License-Identifier: MIT */
+#define _GNU_SOURCE
+#define FSDP_IMPLEMENTATION
+#define FSDP_STATIC
+#define FSDP_NO_BACKEND
+#define FSDP_BACKEND_FAKE
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
+#include "../fsdp_dtensor.h"
+#include "../fsdp_optim.h"
+#include "fsdpfit_shapes.h"
+#pragma GCC diagnostic pop
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { EXIT_FULL = 1, MOST_RANKS = FSDPI_FAKE_RANKS };
+#define LAYERS     "(^|\\.)(layers|h|blocks)\\.[0-9]+\\."
+#define BY_COLUMNS "(o_proj|down_proj|out_proj|wo|w2)\\.[a-z]+$" // tp cuts dim 1, else dim 0
+
+// What one run may have otherwise than another.
+typedef struct setting {
+    int replicas, shards, tp; // ranks of each dim of the mesh
+    fsdp_dtype param;
+    int reshard, offload;
+} setting;
+
+typedef struct outcome {            // bytes of one rank
+    fsdp_memory memory;             // as fsdp_model_memory tells it after two steps
+    int64_t optimizer, world, host; // host: of memory.total_bytes
+    int64_t need;                   // on the device, with activations
+    int64_t moved; // in a step: received from other ranks, or copied to or from pinned memory
+} outcome;
+
+static struct {
+    setting s;
+    fsdp_dtype store, reduce;
+    int ranks, lanes, streams, search;
+    int64_t limit, reserve, activations;
+    int optimizer; // of optimizers
+    name_rules rules;
+    regex_t by_columns;
+} want;
+
+/* ---- what is printed ------------------------------------------------------------------------- */
+
+static int expected(const char *where, const char *what) {
+    return complain("[E470] %s: expected %s; --help explains", where, what);
+}
+
+// "12.40 GiB", in one of four buffers that take turns.
+static const char *gib(int64_t bytes) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    static char texts[4][24];
+    static unsigned turn;
+    char *out = texts[turn++ % 4];
+    double x = (double)bytes;
+    int u = 0;
+    for (; x >= 1024 && u < 5; u++) x /= 1024;
+    snprintf(out, sizeof texts[0], u ? "%.2f %s" : "%.0f %s", x, units[u]);
+    return out;
+}
+
+/* ---- a run ----------------------------------------------------------------------------------- */
+
+typedef struct run {
+    const setting *s;
+    fsdp_fake fake;
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_dmesh *dm;          // NULL: no tensor parallelism
+    fsdp_param_desc *params; // [list.count]
+    fsdp_placement *cuts;    // likewise
+} run;
+
+// A unit of [begin, end). With tensor parallelism: of those that are cut, or are not.
+static fsdp_status add_unit(run *x, int begin, int end, int cut, const char *name) {
+    fsdp_tp_unit_desc d = FSDP_ZERO;
+    fsdp_unit *unit;
+    regmatch_t match;
+    int n = 0;
+    for (int i = begin; i < end; i++) {
+        const shape *s = &list.at[i];
+        fsdp_param_desc *p = &x->params[n];
+        if (x->dm && (s->ndim > 1) != cut) continue;
+        memset(p, 0, sizeof *p);
+        p->name = s->name, p->ndim = s->ndim, p->dtype = want.store;
+        memcpy(p->shape, s->dims, sizeof p->shape);
+        x->cuts[n].kind = cut ? FSDP_SHARD : FSDP_REPLICATE;
+        x->cuts[n++].dim = (int8_t)(cut && !regexec(&want.by_columns, s->name, 1, &match, 0));
+    }
+    d.unit.name = *name ? name : "root", d.tp = x->cuts;
+    d.unit.params = x->params, d.unit.num_params = n;
+    if (!*name || (x->dm && !cut)) d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
+    if (!n) return FSDP_OK;
+    return x->dm ? fsdp_tp_fully_shard(x->dm, &d, &unit) : fsdp_fully_shard(x->m, &d.unit, &unit);
+}
+
+// The world, the model and its units.
+static fsdp_status make_model(run *x) {
+    const setting *s = x->s;
+    const int replicates = s->replicas > 1, cut = s->tp > 1;
+    fsdp_world_desc wd = FSDP_ZERO;
+    fsdp_mesh_desc mesh = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_dmesh_desc dd = FSDP_ZERO;
+    fsdp_mesh_info info;
+    fsdp_mesh *made = NULL;
+    x->fake.addresses = 1, x->fake.plain = want.streams; // a GPU has NCCL
+    wd.world_size = s->replicas * s->shards * s->tp;
+    wd.lanes = want.lanes ? want.lanes : -1;
+    wd.backend = "fake", wd.user = &x->fake, wd.log_level = FSDP_LOG_NONE;
+    wd.device_ops = fsdp_fake_device_ops(want.streams);
+    mesh.ndim = 3;
+    mesh.shape[0] = s->replicas, mesh.shape[1] = s->shards, mesh.shape[2] = s->tp;
+    mesh.names[0] = "dp_replicate", mesh.names[1] = "dp_shard", mesh.names[2] = "tp";
+    md.param_dtype = s->param, md.reduce_dtype = want.reduce, md.mesh_info = &info;
+    md.reshard_after_forward = s->reshard, md.cpu_offload = s->offload;
+    fsdp_status status = fsdp_init(&wd, &x->w);
+    if (!status) status = fsdp_mesh_create(x->w, &mesh, &made);
+    if (!status)
+        status = fsdp_mesh_info_init(made, replicates ? FSDP_MESH_INFO_HSDP : FSDP_MESH_INFO_FSDP,
+                                     1, replicates ? 0 : -1, &info);
+    dd.mesh = made;
+    if (!status) status = fsdp_model_create(x->w, &md, &x->m);
+    if (!status && cut) status = fsdp_dmesh_create(x->m, &dd, &x->dm);
+    if (!status && cut) status = add_unit(x, 0, list.count, 0, "not cut by tp");
+    for (int i = 0, end = 0; i < list.count && !status; i = end) {
+        while (end < list.count && !strcmp(list.at[end].unit, list.at[i].unit)) end++;
+        status = add_unit(x, i, end, cut, list.at[i].unit);
+    }
+    return status;
+}
+
+static void measure(const fsdp_unit *u, int64_t *whole, int64_t *shard) {
+    fsdp_memory memory = FSDP_ZERO;
+    (void)fsdp_unit_memory(u, &memory);
+    *shard = memory.pool_bytes[FSDP_POOL_SHARD], *whole = 0;
+    for (int k = 0; k < u->desc.num_params; k++)
+        *whole += fsdpi_bytes(u->params[k].lay.numel, want.store);
+}
+
+// Padding of the units, those alike in one line.
+static void show_padding(const run *x) {
+    fsdp_unit *const *units = x->m->units;
+    double most = 0;
+    printf("bytes of a unit    a rank's shard    stored\n");
+    for (int i = 0, end; i < x->m->num_units; i = end) {
+        int64_t whole, shard, next_whole, next_shard;
+        measure(units[i], &whole, &shard);
+        for (end = i + 1; end < x->m->num_units; end++) {
+            measure(units[end], &next_whole, &next_shard);
+            if (next_whole != whole || next_shard != shard) break;
+        }
+        const double times = whole ? (double)x->s->shards * (double)shard / (double)whole : 1;
+        printf("%15lld  %16lld  %7.2fx  ", (long long)whole, (long long)shard, times);
+        put_safe(stdout, units[i]->desc.name);
+        if (end > i + 1) printf(", and %d alike", end - i - 1);
+        printf("\n");
+        if (times > most) most = times;
+    }
+    if (most >= 2)
+        printf(
+            "%d shards are more than there are rows: up to %.1f times the memory. --search finds "
+            "meshes that pad less\n",
+            x->s->shards, most);
+}
+
+// 0, or an exit status.
+static int run_it(const setting *s, outcome *out, int show) {
+    run x;
+    fsdp_memory predicted;
+    fsdp_adamw *adamw;
+    fsdp_sgd *sgd;
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    memset(out, 0, sizeof *out);
+    memset(&x, 0, sizeof x);
+    x.s = s;
+    x.params = (fsdp_param_desc *)calloc((size_t)list.count, sizeof *x.params);
+    x.cuts = (fsdp_placement *)calloc((size_t)list.count, sizeof *x.cuts);
+    if (!x.params || !x.cuts) return no_memory();
+    const int64_t *given = x.fake.given;
+    fsdp_status status = make_model(&x);
+    out->world = given[0];
+    if (!status) status = fsdp_model_commit(x.m);
+    out->optimizer = -given[0];
+    // Offloaded, its states are in memory of the host.
+    if (!status && want.optimizer == 1 && !s->offload) status = fsdp_sgd_create(x.m, NULL, &sgd);
+    if (!status && want.optimizer == 2 && !s->offload)
+        status = fsdp_adamw_create(x.m, NULL, &adamw);
+    out->optimizer += given[0];
+    for (int step = 0; step < 2 && !status; step++) {
+        (void)fsdp_model_counters(x.m, &before);
+        x.fake.bus_bytes = 0;
+        status = fsdpi_rehearse(x.m);
+        if (!status) status = fsdp_zero_grad(x.m);
+    }
+    if (!status) status = fsdp_model_predict(x.m, &predicted);
+    if (status) return complain("[E477] the library refuses: %s", fsdp_last_error(x.w));
+    (void)fsdp_model_counters(x.m, &after);
+    (void)fsdp_model_memory(x.m, &out->memory);
+    out->moved = (int64_t)x.fake.bus_bytes;
+    for (int k = FSDP_OP_ALL_GATHER; k <= FSDP_OP_RECV; k++)
+        out->moved += (int64_t)(after.bytes[k] - before.bytes[k]);
+    out->host = given[FSDP_MEMORY_PINNED];
+    out->need = given[0] + want.activations;
+    if (memcmp(predicted.pool_bytes, out->memory.pool_bytes, sizeof predicted.pool_bytes) ||
+        out->memory.total_bytes + out->optimizer + out->world != given[0] + given[1])
+        return complain("[E478] %lld bytes are predicted, %lld allocated: please report",
+                        (long long)predicted.total_bytes, (long long)out->memory.total_bytes);
+    if (show) show_padding(&x);
+    free(x.params), free(x.cuts);
+    return fsdp_shutdown(x.w) ? EXIT_UNREADABLE : 0;
+}
+
+static const char *const optimizers[] = {"none", "sgd", "adamw"};
+
+static int fits(const outcome *o) { return !want.limit || o->need <= want.limit - want.reserve; }
+
+/* ---- what would make it fit ------------------------------------------------------------------ */
+
+typedef struct option {
+    setting s;
+    outcome o;
+    char what[60];
+} option;
+
+static int by_moved(const void *a, const void *b) {
+    const outcome *x = &((const option *)a)->o, *y = &((const option *)b)->o;
+    if (fits(x) != fits(y)) return fits(y) - fits(x);
+    if (x->moved != y->moved) return x->moved < y->moved ? -1 : 1;
+    return (x->need > y->need) - (x->need < y->need);
+}
+static void show_options(option *options, int n) {
+    qsort(options, (size_t)n, sizeof *options, by_moved);
+    printf(" on the device  moved in a step\n");
+    for (int i = 0; i < n && i < 10; i++)
+        printf("%14s  %15s  %s%s\n", gib(options[i].o.need), gib(options[i].o.moved),
+               options[i].what, fits(&options[i].o) ? "" : ": does not fit");
+}
+
+// The least number of shards, above that of x, with which it fits. 0, or an exit status.
+static int more_shards(option *x) {
+    int low, high = x->s.shards, bad = 0;
+    do {
+        low = high;
+        if (high > MOST_RANKS / x->s.replicas / x->s.tp / 2) return bad;
+        x->s.shards = high *= 2;
+        bad = run_it(&x->s, &x->o, 0);
+    } while (!bad && !fits(&x->o));
+    while (!bad && high - low > 1) {
+        x->s.shards = low + (high - low) / 2;
+        bad = run_it(&x->s, &x->o, 0);
+        *(fits(&x->o) ? &high : &low) = x->s.shards;
+    }
+    x->s.shards = high;
+    return bad ? bad : run_it(&x->s, &x->o, 0);
+}
+
+// All meshes of so many ranks, the best first. 0, or an exit status.
+static int search(option found[256], int *n) { // no number up to MOST_RANKS has more divisors
+    const int ranks = want.ranks / want.s.tp;
+    int bad = 0;
+    *n = 0;
+    for (int shards = 1; shards <= ranks && !bad; shards++) {
+        if (ranks % shards) continue;
+        option *x = &found[(*n)++];
+        x->s = want.s, x->s.shards = shards, x->s.replicas = ranks / shards;
+        snprintf(x->what, sizeof x->what, "--mesh %dx%d", ranks / shards, shards);
+        bad = run_it(&x->s, &x->o, 0);
+    }
+    qsort(found, (size_t)*n, sizeof *found, by_moved);
+    return bad;
+}
+
+// 0, or an exit status.
+static int show_what_fits(void) {
+    static const char *const words[] = {"--reshard 1", "--param bf16", "cpu_offload", "", ""};
+    option found[5], meshes[256];
+    int n = 0, bad = search(meshes, &n);
+    found[n = 0] = meshes[0];
+    for (int way = 0; way < 5 && !bad; way++) {
+        option *x = &found[n];
+        if (way) x->s = want.s, snprintf(x->what, sizeof x->what, "%s", words[way - 1]);
+        if (way == 1) x->s.reshard = FSDP_RESHARD_ALWAYS;
+        if (way == 2) x->s.param = FSDP_BF16;
+        if (way == 3) x->s.offload = 1;
+        if (way < 4 && !memcmp(&x->s, &want.s, sizeof x->s)) continue;
+        if (way) bad = way < 4 ? run_it(&x->s, &x->o, 0) : more_shards(x);
+        if (way == 4)
+            snprintf(x->what, sizeof x->what, "%d ranks in place of %d",
+                     x->s.replicas * x->s.shards * x->s.tp, want.ranks);
+        n += fits(&x->o);
+    }
+    if (bad) return bad;
+    printf(n ? "it fits with one of these:\n" : "no single change that is tried makes it fit\n");
+    if (n) show_options(found, n);
+    return 0;
+}
+
+static void line(const char *what, int64_t bytes) {
+    if (bytes) printf("%15lld  %10s  %s\n", (long long)bytes, gib(bytes), what);
+}
+
+static int show_meshes(void) {
+    option found[256];
+    int n, bad = search(found, &n);
+    if (bad) return bad;
+    printf("the best of %d meshes, replicas x shards:\n", n);
+    show_options(found, n);
+    return fits(&found[0].o) ? 0 : EXIT_FULL;
+}
+
+static int show(void) {
+    outcome o;
+    const int bad = run_it(&want.s, &o, 1);
+    if (bad) return bad;
+    printf("bytes of a rank: %d replicas x %d shards x %d tp, stored %s, gathered %s, %s\n",
+           want.s.replicas, want.s.shards, want.s.tp, fsdp_dtype_name(want.store),
+           fsdp_dtype_name(want.s.param),
+           want.streams ? "streams"
+           : want.lanes ? "lanes"
+                        : "inline");
+    for (int p = 0; p < FSDP_POOL_COUNT; p++) line(fsdp_pool_name(p), o.memory.pool_bytes[p]);
+    line(optimizers[want.optimizer], o.optimizer);
+    line("world: collectives on host data", o.world);
+    line("activations, as you say", want.activations);
+    line("of this in pinned memory of the host", o.host);
+    line("on the device", o.need);
+    line("moved in a step: received from other ranks, or copied to or from the host", o.moved);
+    printf("not counted: gradients without sync, fsdp_param_full, extensions, drivers and NCCL%s\n",
+           want.s.offload && want.optimizer ? ", and the optimizer's states on the host" : "");
+    const int64_t room = want.limit - want.reserve, left = room - o.need;
+    if (!want.limit) return 0;
+    printf("%s: %s %s %s (%s less a reserve of %s)\n", left < 0 ? "does not fit" : "fits",
+           gib(left < 0 ? -left : left), left < 0 ? "too much for" : "are left of", gib(room),
+           gib(want.limit), gib(want.reserve));
+    return fits(&o) ? 0 : show_what_fits() ? EXIT_UNREADABLE : EXIT_FULL;
+}
+
+/* ---- what the user wants --------------------------------------------------------------------- */
+
+// clang-format off
+static const struct known {
+    const char *name, *help;
+    char kind; // a number, bytes, a dtype, an optimizer, a mesh, a regex; a flag has no value
+    void *to;
+} options[] = {
+    {"--ranks", "N of the job", 'n', &want.ranks},
+    {"--mesh", "RxS: R replicas of S shards; default 1xN", 'm', &want.s},
+    {"--tp", "T ranks cut the matrices; then RxS is of N / T ranks", 'n', &want.s.tp},
+    {"--store", "dtype of shards: f32 (default), f64, f16 or bf16", 'd', &want.store},
+    {"--param", "dtype of gathered parameters; default as stored", 'd', &want.s.param},
+    {"--reduce", "dtype that is reduced; default as stored", 'd', &want.reduce},
+    {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
+    {"--optimizer", "adamw (default), sgd or none", 'o', &want.optimizer},
+    {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
+    {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
+    {"--lanes", "1 or 2 worker threads run collectives", 'n', &want.lanes},
+    {"--limit", "bytes of a device, as 80GiB or 80GB", 'b', &want.limit},
+    {"--reserve", "bytes of it that others need", 'b', &want.reserve},
+    {"--activations", "bytes of yours: they are not guessed", 'b', &want.activations},
+    {"--unit", "regex: where the name of a unit ends; default " LAYERS, 'r', &want.rules.unit},
+    {"--skip", "regex: tensors that are no parameters", 'r', &want.rules.skip},
+    {"--search", "the ten best of all meshes RxS", 'f', &want.search}};
+static const struct known *const options_end = options + sizeof options / sizeof *options;
+// clang-format on
+
+static int help(void) {
+    printf("usage: fsdpfit FILE|DIR|NAME.index.json... --ranks N [OPTION...]\n\n"
+           "The bytes that each rank needs for a model, before anything runs. Shapes are those of\n"
+           "safetensors headers, or of lines of a text file: unit NAME: param NAME ROWS COLS ...\n"
+           "What is in no layer is in the unit 'root', which is open around the others.\n\n");
+    for (const struct known *o = options; o < options_end; o++)
+        printf("  %-14s %s\n", o->name, o->help);
+    printf(
+        "\nExit status: 0 fits, or no limit is given; 1 does not; 2 cannot read, or wrong use\n");
+    return 0;
+}
+
+static int read_bytes(const char *text, int64_t *out) {
+    static const char *const units[] = {"",  "KiB", "MiB", "GiB", "TiB",
+                                        "B", "KB",  "MB",  "GB",  "TB"};
+    char unit[5] = "";
+    long long value = -1, scale = 1;
+    if (sscanf(text, "%18lld%4s", &value, unit) < 1 || value < 0) return 0;
+    for (int i = 0; i < 10; i++, scale *= i < 5 ? 1024 : 1000) {
+        if (i == 5) scale = 1;
+        if (strcmp(unit, units[i]) || value > INT64_MAX / 4 / scale) continue;
+        *out = value * scale;
+        return 1;
+    }
+    return 0;
+}
+
+static int read_value(const struct known *o, const char *v) {
+    char more;
+    int *n = (int *)o->to, good = 0;
+    switch (o->kind) {
+    case 'f': good = *n = 1; break;
+    case 'b': good = read_bytes(v, (int64_t *)o->to); break;
+    case 'm':
+        good = sscanf(v, "%7dx%7d%c", &n[0], &n[1], &more) == 2 && n[0] > 0 && n[1] > 0;
+        break;
+    case 'n': good = sscanf(v, "%8d%c", n, &more) == 1 && *n >= 0 && *n <= MOST_RANKS; break;
+    case 'r':
+        regfree((regex_t *)o->to);
+        good = !regcomp((regex_t *)o->to, v, REG_EXTENDED);
+        break;
+    case 'd':
+        for (*n = FSDP_F32; !good && *n <= FSDP_BF16; *n += !good)
+            good = !strcmp(v, fsdp_dtype_name(*n));
+        break;
+    default:
+        for (*n = 0; !good && *n < 3; *n += !good) good = !strcmp(v, optimizers[*n]);
+    }
+    return good ? 0 : expected(o->name, o->help);
+}
+
+static int read_arguments(int argc, char **argv, int *paths) {
+    int bad = 0;
+    for (int i = 1; i < argc && !bad; i++) {
+        const struct known *o = options;
+        const size_t length = strcspn(argv[i], "=");
+        if (argv[i][0] != '-') {
+            argv[++*paths] = argv[i];
+            continue;
+        }
+        while (o < options_end && (strncmp(argv[i], o->name, length) || o->name[length])) o++;
+        const int is_flag = o < options_end && o->kind == 'f';
+        if (o == options_end || (is_flag && argv[i][length]))
+            return complain("[E479] unknown option '%s'; --help explains", argv[i]);
+        if (is_flag || argv[i][length]) bad = read_value(o, argv[i] + length + !is_flag);
+        else bad = read_value(o, i + 1 < argc ? argv[++i] : "");
+    }
+    if (!bad && !*paths) bad = expected("fsdpfit", "a file of shapes");
+    if (!bad && !want.ranks) bad = expected("--ranks", "N");
+    if (!bad && (!want.s.tp || want.ranks % want.s.tp)) bad = expected("--tp", "a divisor of N");
+    if (!bad && !want.s.shards) want.s.shards = want.ranks / want.s.tp, want.s.replicas = 1;
+    if (!bad && (int64_t)want.s.replicas * want.s.shards * want.s.tp != want.ranks)
+        bad = expected("--mesh", "a mesh of N ranks, with --tp N / T");
+    return bad;
+}
+
+int main(int argc, char **argv) {
+    int paths = 0;
+    want.s.tp = want.s.reshard = 1, want.store = FSDP_F32, want.optimizer = 2;
+    int bad = regcomp(&want.rules.unit, LAYERS, REG_EXTENDED) |
+              regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
+              regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
+    const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
+    if (!bad && !asks) bad = read_arguments(argc, argv, &paths);
+    if (!want.s.param) want.s.param = want.store;
+    if (!want.s.reshard) want.s.reshard = FSDP_RESHARD_NEVER;
+    for (int i = 1; i <= paths && !bad; i++) bad = read_path(argv[i], &want.rules);
+    if (!bad && !asks) bad = sort_shapes();
+    if (!bad) bad = asks ? help() : want.search ? show_meshes() : show();
+    if (fflush(stdout) || ferror(stdout))
+        bad = complain("[E480] standard output: %s", strerror(errno));
+    return bad;
+}
