@@ -14,8 +14,8 @@
 
 // If fsdp_model.watch is 0, none of these functions is called. fsdp_attach is in attach.h.
 
-/* A call begins: the flight record notes it. Has an extension answered? *status is the result then. If an extension makes calls while
-   it is asked, only later extensions are asked about these. */
+/* A call begins: the flight record notes it. Has an extension answered? *status is the result then.
+   If an extension makes calls while it is asked, only later extensions are asked about these. */
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
     const fsdpi_attached *asker = m->asked;
