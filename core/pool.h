@@ -54,7 +54,9 @@ static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status,
     fsdpi_text t = {text, sizeof text, 0};
     fsdpi_say(&t, "%s", what);
     if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
-    fsdpi_say(&t, "; %s", reason);
+    const size_t room = t.used + 3 < sizeof text ? sizeof text - t.used - 3 : 0;
+    const size_t length = strlen(reason); // its end says how much memory is left
+    fsdpi_say(&t, "; %s", reason + (length > room ? length - room : 0));
     return fsdp_fail(m->world, status, "%s", text);
 }
 
