@@ -354,8 +354,9 @@ static fsdp_status fsdpi_fake_work(fsdp_device *device, void *stream, const fsdp
         fsdpi_fake_device_of(device)->fake->bus_bytes += op->bytes;
     return FSDP_OK;
 }
-static fsdp_status fsdpi_fake_update(fsdp_device *device, void *stream, const fsdp_update *update) {
-    (void)device, (void)stream, (void)update;
+static fsdp_status fsdpi_fake_update(fsdp_device *device, void *stream, const fsdp_update *runs,
+                                     uint32_t num) {
+    (void)device, (void)stream, (void)runs, (void)num;
     return FSDP_OK;
 }
 

@@ -81,10 +81,19 @@ static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// Closes a slot of parameters or gradients. If `shows`, it opens those parameters or gradients.
+// Has the last record of those that gave the slot back run? A lane runs records later than they are
+// issued.
+static inline int fsdpi_is_given_back(const fsdp_model *m, const fsdp_buf *buf) {
+    const fsdpi_lane *lane = m->world->lanes[buf->avail.stream];
+    return !buf->avail.seq || !lane ||
+           (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) >= 0;
+}
+
+// Closes a slot of parameters or gradients. If `shows`, it opens those parameters or gradients. A
+// unit without elements writes nothing into its slot, and so has not waited for earlier records.
 static inline void fsdpi_close(const fsdp_unit *u, int pool, int shows) {
     const fsdp_buf *slot = u->state.slot[pool];
-    if (!fsdpi_guards(u->model, slot)) return;
+    if (!fsdpi_guards(u->model, slot) || !fsdpi_is_given_back(u->model, slot)) return;
     fsdpi_poison(slot->ptr, slot->bytes);
     for (int i = 0; i < u->desc.num_params && shows; i++) {
         const fsdpi_param *p = &u->params[i];
@@ -107,16 +116,14 @@ static inline void fsdpi_close_unit(const fsdp_unit *u) {
     fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
 }
 
-// Closes free slots whose last record is done: a lane runs records later than they are issued. In a
-// world that has failed, peers may still read slots that this rank has given back.
+// Closes free slots whose last record is done. In a world that has failed, peers may still read
+// slots that this rank has given back.
 static inline void fsdpi_close_free(const fsdp_model *m) {
     for (int i = 0; FSDPI_ASAN && i < m->num_classes && !fsdpi_failed(m->world); i++)
         for (int k = 0; k < m->classes[i].count; k++) {
             fsdp_buf *buf = m->classes[i].slots[k];
-            const fsdpi_lane *lane = m->world->lanes[buf->avail.stream];
             if (!fsdpi_guards(m, buf) || buf->held || buf->guard == FSDPI_IS_CLOSED ||
-                (buf->avail.seq && lane &&
-                 (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) < 0))
+                !fsdpi_is_given_back(m, buf))
                 continue;
             fsdpi_poison(buf->ptr, buf->bytes);
             buf->guard = FSDPI_IS_CLOSED;

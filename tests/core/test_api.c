@@ -22,4 +22,4 @@ static void inputs(uint64_t seed, int count) {
 
 TEST(api, one) { inputs(h_seed(), 1); }
 TEST(api, random_calls, SLOW) { inputs(1000 * h_seed(), W_SLOW ? 300 : 1000); }
-TEST(long_api, many_calls, SECONDS(1800) | NIGHT) { inputs(1000000 * h_seed(), W_SLOW ? 10000 : 100000); }
+TEST(long_api, many_calls, SECONDS(1800) | NIGHT) { inputs(1000000 * h_seed(), W_SLOW ? 5000 : 50000); }

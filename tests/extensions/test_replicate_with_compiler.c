@@ -492,9 +492,10 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
     CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL), 1);
 }
 
-/* Without a cast a forward is nothing but calls, and a wait for nothing. */
+/* Without a cast a forward is nothing but calls, and a wait for nothing; but with AddressSanitizer a
+   rank gathers copies. */
 static void check_forward(const net *n) {
-    for (int i = n->begin[n->it]; i < n->back[n->it] && !n->o->param; i++) {
+    for (int i = n->begin[n->it]; i < n->back[n->it] && !n->o->param && !W_ASAN; i++) {
         const fsdp_op *op = &n->log.ops[i];
         W_CHECK(op->kind >= FSDP_OP_HOOK || (op->kind == FSDP_OP_USE && !op->num_waits),
                 "forward: %s %s", fsdp_op_name(op->kind), fsdp_label_name(op->label));
