@@ -94,8 +94,8 @@ BUILD_ONE = $(COMPILE) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
-        gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-bench quick test nightly torchrun golden check \
-        check-san probes shared deps install uninstall format clean help quiet-deps
+        gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
+        torchrun golden check check-san probes shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
@@ -181,12 +181,9 @@ $(BUILD)/examples/%: private CFLAGS += $(if $(GLOO)$(NCCL),$(LEAN))
 # see private names, has defined it all, and the linker takes nothing from there.
 LIBRARY := $(BUILD)/tests/library
 $(LIBRARY).o: private CFLAGS += $(if $(GLOO)$(NCCL)$(SAN)$(filter-out file,$(origin CFLAGS)),,-O2)
-$(LIBRARY).o: tests/library.c Makefile | $(BUILD)/tests
-	@echo "  CC $@"
-	$Q$(COMPILE) -c $<
 $(LIBRARY).a: $(LIBRARY).o
 	$Qrm -f $@ && ar rc $@ $<
-vpath %.c $(wildcard tests/*/)
+vpath %.c tests $(wildcard tests/*/)
 # In two steps, so that programs are compiled beside the library and the kernels.
 .PRECIOUS: $(BUILD)/tests/%.o
 $(BUILD)/tests/%.o: %.c Makefile | $(BUILD)/tests
@@ -208,19 +205,17 @@ gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
 	FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt \
 	    --steps 300
-
 # What is missing, GPU included, find_nccl.sh tells at once.
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk
 	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes examples gpt-cuda $(BUILD)/nccl/tests/conformance
 gpu-test: ## the tests on this machine's GPU; PART=first|ranks|... only those, MINUTES=n what fits
-	@since=$$(date +%s) && tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk && \
-	    $(SUBMAKE) build-nccl examples/gpt/train_gpt $(FSDPRUN) && \
-	    echo "built within $$(($$(date +%s) - since)) s" && FSDP_GPU_SINCE=$$since \
-	    FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh $(MINUTES:%=--minutes=%) $(PART)
-gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
+	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh --build $(MINUTES:%=--minutes=%) $(PART)
+gpu-goals: ## which goals for GPUs hold on this machine's GPU, within six minutes
+	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_goals.sh
+gpu-bench: ## numbers of this machine's GPU, into build/nccl/*.csv
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
-	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes gpu-all
+	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes gpu-all $(FSDPRUN)
 	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_bench.sh
 
 # ---- tests ---------------------------------------------------------------------------------------

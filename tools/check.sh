@@ -444,6 +444,9 @@ gate_gpu_scripts() {
         die 'a part failed, was skipped or left out'
     cmp <(tail -n 1 "$gpu/gpu_test/summary.txt") <(tail -n 1 "$work/gpu.log")
     ! FSDP_BUILD=$gpu tools/gpu_test.sh nothing || die 'an unknown part is no failure'
+    FSDP_BUILD=$gpu FSDP_STUB_DEVICES=1 FSDP_GPUS=1 tools/gpu_goals.sh --small >"$work/goals.log"
+    [ "$(grep -c '^holds .*\(copy.clipped\|PEER_LOST\)' "$work/goals.log")" = 2 ] &&
+        [ "$(grep -c ', goal ' "$work/goals.log")" -ge 12 ] || die 'gpu_goals.sh is not as expected'
 }
 # The GPT learns the same on 1 rank, on 3 processes and on 3 threads.
 gate_gpt() {

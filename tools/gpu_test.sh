@@ -3,8 +3,8 @@
 # gpu_test.sh - the tests of `make gpu-test`: first those that tell most of a GPU. Goes on behind a
 # failure; needs no network.
 #
-#   tools/gpu_test.sh [--minutes=N] [PART[/NAME]...]   the parts, or what of a part begins with
-#                               NAME; none: all. N: only what ends within N minutes
+#   tools/gpu_test.sh [--build] [--minutes=N] [PART[/NAME]...]   the parts, or what of a part
+#                               begins with NAME; none: all. N: only what ends within N minutes
 #   tools/gpu_test.sh --list    their names
 #   tools/gpu_test.sh --table   lines PART NAME SECONDS HOW KIND ARGUMENT...; SECONDS are guessed
 #                               for an H200; HOW: alone, or beside others
@@ -208,10 +208,16 @@ if [ "${1-}" = --one ]; then # a job with a limit: runs a kind
     shift && "kind_$@"
     exit
 fi
+since=${FSDP_GPU_SINCE:-$(date +%s)}
+if [ "${1-}" = --build ]; then
+    tools/find_nccl.sh -g -o "$dir/nccl.mk" && make -s -j "$(nproc)" --no-print-directory \
+        BUILD="${dir%/nccl}" build-nccl examples/gpt/train_gpt tools/fsdprun || exit
+    echo "built within $(($(date +%s) - since)) s" && shift
+fi
 minutes=''
 [[ ${1-} != --minutes=* ]] || { minutes=${1#*=} && shift; }
 [[ $minutes =~ ^[0-9]*$ ]] || die "--minutes=$minutes: expected a number"
-since=${FSDP_GPU_SINCE:-$(date +%s)} jobs=${FSDP_GPU_JOBS:-$(jobs_here)} hang=480
+jobs=${FSDP_GPU_JOBS:-$(jobs_here)} hang=480
 now() { echo $(($(date +%s) - since)); }
 seconds=$((${minutes:-100000} * 60 - $(now)))
 say() { echo "$*" | tee -a "$summary"; }
