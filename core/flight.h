@@ -240,7 +240,8 @@ static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char
     fsdpi_flight_record *f = w->flight;
     int64_t now = fsdpi_now(w);
     f->call = (uint32_t)call;
-    f->call_what = what ? fsdpi_flight_name_of(f, what) : FSDPI_FLIGHT_NAMES;
+    f->call_what = FSDPI_FLIGHT_NAMES; // no name
+    if (what) f->call_what = fsdpi_flight_name_of(f, what);
     __atomic_store_n(&f->call_ns, now, __ATOMIC_RELAXED);
     __atomic_store_n(&f->calls, f->calls + 1, __ATOMIC_RELEASE);
     if (!f->step_begin_ns) f->step_begin_ns = now;
