@@ -44,19 +44,18 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// A failure to get memory, with what holds it and what would help, in 400 characters with
-// the rank. is_host: the host's allocator did not give it, so that it is asked for the tables of a
+// A failure to get memory, with what holds it and what would help, in 400 characters with the rank,
+// and the reason of who did not give it. is_host: the host's allocator did not give it, so that it is asked for the tables of a
 // prediction only if these are smaller.
 static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status, int is_host,
                                               int64_t wanted, int64_t extra, const char *what,
                                               const char *reason) {
-    char text[390];
-    fsdpi_text t = {text, sizeof text, 0};
+    char text[FSDPI_TEXT];
+    fsdpi_text t = {text, 390, 0};
     fsdpi_say(&t, "%s", what);
     if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
-    const size_t room = t.used + 3 < sizeof text ? sizeof text - t.used - 3 : 0;
-    const size_t length = strlen(reason); // its end says how much memory is left
-    fsdpi_say(&t, "; %s", reason + (length > room ? length - room : 0));
+    const size_t used = strlen(text);
+    snprintf(text + used, sizeof text - used, "; %s", reason);
     return fsdp_fail(m->world, status, "%s", text);
 }
 

@@ -266,17 +266,20 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
     const fsdpi_change none = FSDP_ZERO;
     const int64_t held = fsdpi_on_device(m);
     fsdp_model *dry = NULL;
-    const double gib = 1024.0 * 1024 * 1024;
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
     const fsdp_status status = fsdpi_dry_run(m, &none, &dry);
     const int64_t need = status ? 0 : fsdpi_on_device(dry);
-    if (!status) fsdpi_say(t, ": the model needs %.4g GiB", (double)need / gib);
+    double unit = 1;
+    int k = 0; // of all numbers of the text
+    for (; k < 4 && (double)need >= 1024 * unit; k++) unit *= 1024;
+    if (!status) fsdpi_say(t, ": the model needs %.4g %s", (double)need / unit, units[k]);
     for (int pool = 0, said = 0; pool < FSDP_POOL_SCRATCH && !status; pool++)
         if (dry->pool_bytes[pool])
             fsdpi_say(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
-                      (double)dry->pool_bytes[pool] / gib);
+                      (double)dry->pool_bytes[pool] / unit);
     fsdpi_dry_free(dry);
     if (status) return;
-    fsdpi_say(t, ") and has %.4g", (double)held / gib);
+    fsdpi_say(t, ") and has %.4g", (double)held / unit);
     for (int fits = 1; fits >= 0; fits--)
         for (int which = 0, said = 0; which < 3; which++) {
             char what[80];
@@ -285,7 +288,7 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
             const int64_t less = words.used ? need - fsdpi_need(m, &change) : 0;
             if (less <= 0 || (less >= need - held + extra) != fits) continue;
             const char *begin = fits ? ". It would fit " : ". It needs less ";
-            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what, (double)less / gib);
+            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what, (double)less / unit);
         }
 }
 
