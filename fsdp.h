@@ -560,7 +560,7 @@ typedef struct fsdp_world_desc {
     const fsdp_comm_ops *comm_ops;     // NULL: those of the backend
     const fsdp_device_ops *device_ops; // NULL: the host
     void *user;                        // argument of comm_ops->open and device_ops->open
-    const char *flight_record; // directory of the flight record (docs/see.md), made if it is
+    const char *flight_record; // directory of the flight record (docs/see.md), made if only it is
                                // missing. NULL: FSDP_FLIGHT_RECORD; if it is not set, none
     uint64_t end_canary;
 } fsdp_world_desc;

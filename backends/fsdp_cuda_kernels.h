@@ -47,8 +47,8 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
 
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
    NaN being larger than infinity. accumulate: joined with the value in *out. What is added to what
-   depends on the sizes of the blocks and on their order alone: a list gives the same bits wherever
-   its blocks lie, with or without gaps between rows, on every GPU and driver.
+   depends on the sizes of the blocks and on their order alone: with the same in_pairs a list gives
+   the same bits wherever its blocks lie, with or without gaps between rows, on every GPU and driver.
    in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
                up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
                given; elements of which a square leaves the range of f32 are added up in f64
@@ -66,14 +66,16 @@ FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp
 
 /* The runs of a step, all of one kind: the bits of fsdp_optim.h on the CPU, except which NaN it is.
    Runs of one dtype of parameters (UNSCALE: of gradients) are one launch, if they are at most 190;
-   if the driver takes less than 32 KiB with a launch, at most 24.                                */
+   with an nvcc before 12.1 or a driver before 530, at most 24. Runs of UNSCALE have one scale and
+   one `found`.                                                                                   */
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uint32_t num);
 
 /* -------------------------------------------------------------------------------------------- */
 /* How kernels cut up their work. A run is a block whose rows are sequences of items: first whole
    vectors, which begin `head` elements into the row, then the single elements before and after
    them. A tile is a fixed number of items, in the order of rows; a thread block does one at a time.
-   64-bit divisions are done once for a tile of several rows, its threads do with 32 bits.        */
+   If a run has several rows, a thread does one 64-bit division for a tile, and 32-bit ones for its
+   items.                                                                                         */
 
 typedef struct fsdpi_cuda_run {
     const char *src;

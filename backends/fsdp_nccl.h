@@ -36,8 +36,8 @@
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
                           each other's room on the GPU. Where it is not set, fsdprun sets it to 1.
-                          From 2.31 on communicators are made so. Before, fsdp_init sets it, too,
-                          while the process has one thread; else it warns
+                          If header and library are 2.31.2 or newer, communicators are made so.
+                          Else fsdp_init sets it, too, while the process has one thread, or warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -133,6 +133,18 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // bytes of a warm-up's largest operation
 
 #define FSDPI_NCCL_ORDER       "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+// A library that is older than the header has not got these. Its version is compared before they
+// are called.
+#if NCCL_VERSION_CODE >= 22907
+#pragma weak ncclCommMemStats
+#endif
+#if NCCL_VERSION_CODE >= 23102
+#pragma weak ncclAllGatherConfig
+#pragma weak ncclReduceScatterConfig
+#pragma weak ncclAllReduceConfig
+#pragma weak ncclBroadcastConfig
+#endif
 
 // From 2.31 on a collective can have a configuration of its own, and a communicator an order of
 // launches. Without: how is NULL.
@@ -713,7 +725,8 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // the poll may have taken long
     fsdpi_lock(&w->lock);                             // no comm is closed meanwhile
-    if (is_done && FSDPI_LOAD(&w->aborting)) f->ended_ns = NULL; // an abort may have ended it
+    if (is_done && (FSDPI_LOAD(&w->aborting) || FSDPI_LOAD(&w->stop)))
+        f->ended_ns = NULL; // an abort may have ended it; the record may be closed
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -750,6 +763,19 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
+// The oldest operation of a comm that is not done.
+static void fsdpi_nccl_doing_on(fsdpi_nccl_comm *c, fsdpi_record *out) {
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    memset(out, 0, sizeof *out);
+    fsdpi_lock(&w->flight_lock);
+    for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued && !out->kind;
+         i++) {
+        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        if (f->comm == c && FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED) *out = f->record;
+    }
+    fsdpi_unlock(&w->flight_lock);
+}
+
 /* NCCL reports an error of a comm. If a member has left, its data will not come any more: the
    operation under way has lost it, and a comm without one has lost nothing. */
 static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
@@ -761,7 +787,7 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
     int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
     if (cause >= 0 && c->done < c->seq) {
-        (void)fsdpi_nccl_doing(w, &record);
+        fsdpi_nccl_doing_on(c, &record);
         fsdpi_nccl_tell_left(c, cause, &record);
     }
     if (cause != FSDPI_CAUSE_UNKNOWN) return;

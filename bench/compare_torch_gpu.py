@@ -213,7 +213,7 @@ def show(times, goals):
 def write(path, args, shape, device, times):
     limits = {who: most for who, _, _, most in GOALS}
     with open(path, "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
+        table = csv.writer(file, lineterminator="\n")
         table.writerow(["date", "device", "command", "what", "value", "unit", "beside", "ratio",
                         "goal"])
         for numbers, who in times:

@@ -21,7 +21,8 @@
    process is killed. tools/fsdptrace reads it at any moment, also while the rank writes. If
    fsdp_world.flight is NULL, nobody has asked for a record.
    Worker threads and backends write operations beside the caller's thread: each has its own entry.
-   A reader takes an entry only if its number is that of its place, which is written last. */
+   A reader takes an entry only if its number, which is written after the other fields but for
+   fingerprint, on_stream and end_ns, is that of its place. */
 
 enum {
     FSDPI_FLIGHT_OPS = 4096, // the last operations; the others: names, groups and steps
@@ -36,12 +37,13 @@ enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 // An operation. Times are of the world's clock, in ns. end_ns 0: it has not ended.
 typedef struct fsdpi_flight_op {
     int64_t begin_ns, end_ns;
-    uint64_t count, fingerprint; // elements; what ranks compare beside the fields below
+    uint64_t count, fingerprint; // elements; what ranks compare, 0: not known
     uint32_t number, seq;        // 1 + the operations before it; fsdp_op.seq; low bits of both
     uint32_t turn, step;         // 1 + its group's operations before it, 0: send, recv; the step
     int32_t root;
     uint16_t what, comm; // its places in name and comm
-    uint8_t kind, dtype, out_dtype, label, state, redop, reserved[2];
+    uint8_t kind, dtype, out_dtype, label, state, redop;
+    uint8_t on_stream, reserved; // 1: a backend on streams notes its end, some time later
 } fsdpi_flight_op;
 
 typedef struct fsdpi_flight_name {
@@ -58,7 +60,8 @@ typedef struct fsdpi_flight_comm {
 } fsdpi_flight_comm;
 
 typedef struct fsdpi_flight_step {
-    int64_t begin_ns, end_ns, comm_ns; // first call, end of finalize; in collectives meanwhile
+    int64_t begin_ns, end_ns; // first call, end of finalize
+    int64_t comm_ns;          // in collectives meanwhile, of all worker threads; on streams 0
     uint64_t step;
 } fsdpi_flight_step;
 
@@ -66,6 +69,7 @@ struct fsdpi_flight_record {
     char magic[8];
     uint32_t bytes, state; // of this struct; FSDPI_FLIGHT_RUNS, ...
     int32_t rank, size, pid, status;
+    int64_t pid_began; // field 22 of /proc/PID/stat: another process may get the number
     int64_t real_ns, opened_ns; // one moment on CLOCK_REALTIME and on the world's clock
     int64_t ended_ns;
     char host[64], job[128], backend[16], path[512], failure[FSDPI_TEXT];
@@ -92,6 +96,26 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 extern int fsdpi_fallocate(int fd, long at, long bytes) __asm__("posix_fallocate");
 extern int fsdpi_gethostname(char *name, size_t size) __asm__("gethostname");
 
+// When a process of this host began, in ticks after the host, and *state, a letter of
+// /proc/PID/stat. -1: there is no such process.
+static int64_t fsdpi_process_began(int pid, char *state) {
+    char path[40], text[640], letter = 0;
+    unsigned long long began = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) (void)close(fd);
+    text[got > 0 ? got : 0] = 0;
+    const char *at = strrchr(text, ')'); // the end of the program's name
+    if (!at || sscanf(at + 1,
+                      " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
+                      "%*s %llu",
+                      &letter, &began) != 2)
+        return -1;
+    if (state) *state = letter;
+    return (int64_t)began;
+}
+
 // A job's name as a part of a file's name.
 static void fsdpi_flight_path(const char *dir, const char *job, int rank, char *out, size_t cap) {
     fsdpi_text t = {out, cap, 0};
@@ -109,7 +133,7 @@ static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
     char path[sizeof w->flight->path];
     void *at = MAP_FAILED;
     if (strlen(dir) + strlen(w->job) + 32 > sizeof path) return "the path is too long";
-    (void)mkdir(dir, 0777);
+    if (mkdir(dir, 0777) && errno != EEXIST) return strerror(errno);
     fsdpi_flight_path(dir, w->job, w->rank, path, sizeof path);
     (void)unlink(path);
     int fd = fsdpi_fd(open(path, O_RDWR | O_CREAT | O_EXCL | FSDPI_CLOEXEC, 0644));
@@ -131,6 +155,7 @@ static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
     f->rank = w->rank;
     f->size = w->size;
     f->pid = (int32_t)getpid();
+    f->pid_began = fsdpi_process_began(f->pid, NULL);
     f->real_ns = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     f->opened_ns = f->call_ns = fsdpi_now(w);
     (void)fsdpi_gethostname(f->host, sizeof f->host - 1);
@@ -147,8 +172,10 @@ static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
 static void fsdpi_flight_close(fsdp_world *w) {
     fsdpi_flight_record *f = w->flight;
     if (!f) return;
-    f->ended_ns = fsdpi_now(w);
-    if (f->state == FSDPI_FLIGHT_RUNS) FSDPI_STORE(&f->state, (uint32_t)FSDPI_FLIGHT_SHUT_DOWN);
+    if (f->state == FSDPI_FLIGHT_RUNS) {
+        f->ended_ns = fsdpi_now(w);
+        FSDPI_STORE(&f->state, (uint32_t)FSDPI_FLIGHT_SHUT_DOWN);
+    }
     w->flight = NULL;
     (void)munmap(f, sizeof *f);
 }
@@ -165,12 +192,12 @@ static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status s
 /* -------------------------------------------------------------------------------------------- */
 // What happens.
 
-// The place of a name, found by its address: a later text may lie at the same one. Several threads
-// may bring a new name at the same time.
+// The place of a name, which is found by its address and its text: a later text may lie at the same
+// address. Several threads may bring a new name at the same time.
 static uint16_t fsdpi_flight_name_of(fsdpi_flight_record *f, const char *text) {
     uint64_t key = (uint64_t)(uintptr_t)text;
     for (uint64_t i = 0; i < 16; i++) {
-        uint16_t at = (uint16_t)((key / 16 + i) % FSDPI_FLIGHT_NAMES);
+        uint16_t at = (uint16_t)(((key * 0x9E3779B97F4A7C15u >> 32) + i) % FSDPI_FLIGHT_NAMES);
         fsdpi_flight_name *name = &f->name[at];
         uint64_t had = FSDPI_LOAD(&name->key);
         if (!had && __atomic_compare_exchange_n(&name->key, &had, key, 0, __ATOMIC_ACQ_REL,
@@ -202,7 +229,7 @@ static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, c
     FSDPI_STORE(&f->num_comms, f->num_comms + 1);
 }
 
-// An operation begins. One thread at a time is in a group.
+// An operation begins. One thread at a time is in a group. Who runs it writes the fingerprint.
 static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     fsdpi_flight_record *f = w->flight;
     uint64_t key = (uint64_t)(uintptr_t)op->comm;
@@ -225,6 +252,7 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     o->root = op->root;
     o->kind = op->kind, o->dtype = op->dtype, o->out_dtype = op->out_dtype;
     o->label = (uint8_t)op->label, o->state = op->state, o->redop = op->redop;
+    o->on_stream = 0;
     FSDPI_STORE(&o->number, (uint32_t)number);
     return o;
 }
@@ -244,7 +272,9 @@ static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char
     if (what) f->call_what = fsdpi_flight_name_of(f, what);
     __atomic_store_n(&f->call_ns, now, __ATOMIC_RELAXED);
     __atomic_store_n(&f->calls, f->calls + 1, __ATOMIC_RELEASE);
-    if (!f->step_begin_ns) f->step_begin_ns = now;
+    if (f->step_begin_ns) return;
+    f->step_begin_ns = now; // the first call of a step
+    __atomic_store_n(&f->comm_ns, 0, __ATOMIC_RELAXED);
 }
 
 // Finalize has ended a step.

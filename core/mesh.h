@@ -127,6 +127,22 @@ static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int n
     }
 }
 
+// Makes the communicator of a group, with its number (fsdpi_comm_number).
+static fsdp_status fsdpi_split(fsdp_world *w, fsdp_comm *parent, const fsdp_group *group,
+                               int number, fsdp_comm **out) {
+    fsdp_op op = FSDP_ZERO;
+    op.kind = FSDPI_SPLIT;
+    op.what = group->name;
+    op.comm = parent;
+    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op) : NULL;
+    fsdp_status status = w->comm_ops->split(parent, group, out);
+    if (status) return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent));
+    if (flight) fsdpi_flight_end(w, flight);
+    if (group->color >= 0)
+        fsdpi_flight_add(w, *out, number, group->name, group->ranks, group->size, group->index);
+    return FSDP_OK;
+}
+
 // Splits the world along a dim. If `size` is less than the dim's, it splits the dim's group into
 // groups of `size` neighbours.
 static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
@@ -141,18 +157,9 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
         name ? name : "mesh"};
-    fsdp_op op = FSDP_ZERO;
-    op.kind = FSDPI_SPLIT;
-    op.what = group.name;
-    op.comm = parent;
-    w->num_comms++;
-    fsdpi_flight_op *flight = w->flight ? fsdpi_flight_begin(w, &op) : NULL;
-    fsdp_status status = w->comm_ops->split(parent, &group, out);
-    if (flight && !status) fsdpi_flight_end(w, flight);
-    if (!status && me >= 0)
-        fsdpi_flight_add(w, *out, w->num_comms, group.name, group.ranks, size, group.index);
+    fsdp_status status = fsdpi_split(w, parent, &group, ++w->num_comms, out);
     fsdpi_free(&w->boot.allocator, members);
-    return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
+    return status;
 }
 
 // This rank's group of `size` neighbours along a dim, for one stream. The first use makes it.

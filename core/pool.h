@@ -45,8 +45,8 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
 }
 
 // A failure to get memory, with what holds it and what would help, in 400 characters with the rank,
-// and the reason of who did not give it. is_host: the host's allocator did not give it, so that it
-// is asked for the tables of a prediction only if these are smaller.
+// and the reason of who did not give it. is_host: the host's allocator has failed. A
+// prediction takes tables from it, so it is made only if these are smaller than what was wanted.
 static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status, int is_host,
                                               int64_t wanted, int64_t extra, const char *what,
                                               const char *reason) {

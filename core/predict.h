@@ -238,8 +238,8 @@ static int64_t fsdpi_need(const fsdp_model *m, const fsdpi_change *change) {
     return bytes;
 }
 
-// A change in words, or "": there is none. Of more ranks so many, in steps of an eighth, that it
-// needs at most `most`, or twice as many. A world of one rank does not know their backend.
+// A change in words, or "": there is none. More ranks are tried in steps of an eighth, until the
+// model needs at most `most`, or there are twice as many. A world of one rank knows no backend.
 static fsdpi_change fsdpi_find_change(const fsdp_model *m, int which, int64_t most, fsdpi_text *t) {
     fsdpi_change change = FSDP_ZERO;
     const fsdp_unit *open = NULL;
@@ -273,22 +273,27 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
     int k = 0; // of all numbers of the text
     for (; k < 4 && (double)need >= 1024 * unit; k++) unit *= 1024;
     if (!status) fsdpi_say(t, ": the model needs %.4g %s", (double)need / unit, units[k]);
-    for (int pool = 0, said = 0; pool < FSDP_POOL_SCRATCH && !status; pool++)
+    for (int pool = m->desc.cpu_offload ? FSDP_POOL_GATHER : 0, said = 0;
+         pool < FSDP_POOL_SCRATCH && !status; pool++)
         if (dry->pool_bytes[pool])
             fsdpi_say(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
                       (double)dry->pool_bytes[pool] / unit);
     fsdpi_dry_free(dry);
     if (status) return;
     fsdpi_say(t, ") and has %.4g", (double)held / unit);
+    char what[3][80];
+    int64_t less[3];
+    for (int which = 0; which < 3; which++) {
+        fsdpi_text words = {what[which], sizeof what[which], 0};
+        const fsdpi_change change = fsdpi_find_change(m, which, held - extra, &words);
+        less[which] = words.used ? need - fsdpi_need(m, &change) : 0;
+    }
     for (int fits = 1; fits >= 0; fits--)
         for (int which = 0, said = 0; which < 3; which++) {
-            char what[80];
-            fsdpi_text words = {what, sizeof what, 0};
-            const fsdpi_change change = fsdpi_find_change(m, which, held - extra, &words);
-            const int64_t less = words.used ? need - fsdpi_need(m, &change) : 0;
-            if (less <= 0 || (less >= need - held + extra) != fits) continue;
+            if (less[which] <= 0 || (less[which] >= need - held + extra) != fits) continue;
             const char *begin = fits ? ". It would fit " : ". It needs less ";
-            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what, (double)less / unit);
+            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what[which],
+                      (double)less[which] / unit);
         }
 }
 

@@ -105,6 +105,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, 
 static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_op *op,
                                                      void *stream) {
     fsdpi_flight_op *recorded = fsdpi_flight_begin(w, op);
+    recorded->on_stream = stream != NULL;
     fsdp_status status = fsdpi_run_collective(w, op, stream, recorded);
     if (!stream && !status) fsdpi_flight_end(w, recorded);
     return status;

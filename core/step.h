@@ -299,8 +299,8 @@ static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
 // Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
-    if (m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     fsdp_status status = fsdpi_commit(m);
+    if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
     if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
@@ -432,7 +432,6 @@ static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
-    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_FINALIZE, NULL);
     fsdp_status status = fsdpi_finalize_call(model);
     if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
     return status;
@@ -576,9 +575,9 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
     if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
-    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
+    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     if (call < 0 || call >= FSDP_CALL_COUNT)
         return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);

@@ -151,8 +151,8 @@ static void fsdpi_world_open_flight(fsdp_world *w, const fsdp_world_desc *d) {
     const char *why = dir ? fsdpi_flight_open(w, dir) : NULL;
     if (why)
         fsdp_warn(w,
-                  "[E553] there is no flight record in directory '%s': %s: make the directory, "
-                  "on a disk with %u KiB free for each rank",
+                  "[E553] there is no flight record in directory '%s': %s: give a directory that "
+                  "can be written, on a disk with %u KiB free for each rank",
                   dir, why, (unsigned)(sizeof(fsdpi_flight_record) >> 10));
 }
 
@@ -200,12 +200,10 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of lanes"};
-    status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
-    if (!status) fsdpi_flight_add(w, w->reduce_comm, 2, group.name, NULL, w->size, w->rank);
+    status = fsdpi_split(w, w->comm, &group, 2, &w->reduce_comm);
     fsdpi_free(&w->boot.allocator, ranks);
-    if (!status) return FSDP_OK;
-    w->reduce_comm = w->comm;
-    return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
+    if (status) w->reduce_comm = w->comm;
+    return status;
 }
 
 static void fsdpi_world_close(fsdp_world *w) {
@@ -272,6 +270,8 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (status && w->comm) status = fsdpi_fail_together(w, status); // the others have joined, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));
+        if (w->flight && w->flight->state == FSDPI_FLIGHT_RUNS)
+            fsdpi_flight_fail(w->flight, fsdpi_now(w), status, fsdp_last_error(w));
         fsdpi_world_close(w);
         return status;
     }

@@ -26,8 +26,15 @@
 enum { EXIT_WAITS = 1, EXIT_UNREADABLE = 2 };
 enum { MOST_RANKS = 1 << 20, LINES = 12, PENDING = 4, TURNS = 64 };
 
+static void put_safe(FILE *to, const char *text) { // names are of strangers
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
+        if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
+        else fprintf(to, "\\x%02x", *c);
+}
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "fsdptrace: %s: %s\n", what, why);
+    fputs("fsdptrace: ", stderr);
+    put_safe(stderr, what);
+    fprintf(stderr, ": %s\n", why);
     return EXIT_UNREADABLE;
 }
 static void *room(size_t bytes) { // zero-filled; a tool ends without it
@@ -98,19 +105,16 @@ static struct {
     int size, num_groups;
     group *groups;
     int64_t now;  // CLOCK_REALTIME, or the last sign of life of all ranks
-    int is_over;  // no process of the job runs any more
+    int is_over;  // no process of the job runs here any more
+    int elsewhere; // records of processes on other hosts that have not ended
     int lacks;    // a member has not come to an operation that others have begun
     char job[128], backend[16];
 } job;
 
-// Of an entry that its rank may be writing: a copy, if it is whole.
+// An entry, if it was whole when the file was read.
 static int entry(const fsdpi_flight_record *f, uint32_t i, fsdpi_flight_op *out) {
-    const fsdpi_flight_op *o = &f->op[i];
-    uint32_t number = __atomic_load_n(&o->number, __ATOMIC_ACQUIRE);
-    if (!number || (number - 1) % FSDPI_FLIGHT_OPS != i) return 0;
-    *out = *o;
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    return __atomic_load_n(&o->number, __ATOMIC_RELAXED) == number &&
+    *out = f->op[i];
+    return out->number && (out->number - 1) % FSDPI_FLIGHT_OPS == i &&
            out->comm < FSDPI_FLIGHT_COMMS;
 }
 
@@ -118,45 +122,27 @@ static const char *name_of(const fsdpi_flight_record *f, uint32_t at) {
     return at < FSDPI_FLIGHT_NAMES && f->name[at].text[0] ? f->name[at].text : "?";
 }
 
-// The state of a process of this host. A process that began after the record has taken its number.
+// The state of a process. Another one may have got its number.
 static int process_of(const fsdpi_flight_record *f) {
-    char path[64], text[512], host[64] = "";
+    char host[sizeof f->host] = "", state = 0;
     (void)gethostname(host, sizeof host - 1);
     if (strcmp(host, f->host)) return ELSEWHERE;
-    snprintf(path, sizeof path, "/proc/%d/stat", f->pid);
-    FILE *file = fopen(path, "r");
-    if (!file) return ENDED;
-    size_t got = fread(text, 1, sizeof text - 1, file);
-    (void)fclose(file);
-    text[got] = 0;
-    const char *at = strrchr(text, ')');
-    char state = '?';
-    unsigned long long began = 0;
-    if (!at || sscanf(at + 1,
-                      " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
-                      "%*s %llu",
-                      &state, &began) != 2)
-        return ENDED;
-    struct timespec boot, real;
-    clock_gettime(CLOCK_BOOTTIME, &boot);
-    clock_gettime(CLOCK_REALTIME, &real);
-    double up = (double)(real.tv_sec - boot.tv_sec);
-    double at_s = up + (double)began / (double)sysconf(_SC_CLK_TCK);
-    if (at_s > (double)f->real_ns * 1e-9 + 2) return ENDED;
-    return state == 'Z' || state == 'X' ? ENDED : state == 'T' || state == 't' ? STOPPED : RUNS;
+    if (fsdpi_process_began(f->pid, &state) != f->pid_began) return ENDED;
+    return strchr("ZXx", state) ? ENDED : strchr("Tt", state) ? STOPPED : RUNS;
 }
 
 static void latest(record *r, int64_t ns) {
-    if (ns && ns + r->shift > r->last_ns) r->last_ns = ns + r->shift;
+    int is_time = ns > 0 && ns < (int64_t)1 << 61;
+    if (is_time && ns + r->shift > r->last_ns) r->last_ns = ns + r->shift;
 }
 
 /* Is it one that has not ended? A backend on streams notes an end some time later, or not at all if
-   the process is killed. So what has ended on another rank has ended here, too. And if members lack
-   at operations, the others wait in these alone: what all members have begun ends. */
+   the process is killed. So there what has ended on another rank has ended here, too. And if
+   members lack at operations, the others wait in these alone: what all members have begun ends. */
 static int is_pending(const record *r, const fsdpi_flight_op *o) {
     const group *g = r->group[o->comm] ? &job.groups[r->group[o->comm] - 1] : NULL;
     if (o->end_ns || r->f->state == FSDPI_FLIGHT_SHUT_DOWN) return 0;
-    return !g || !o->turn || (o->turn > g->ended && (!job.lacks || o->turn > g->least));
+    return !o->on_stream || !g || !o->turn || (o->turn > g->ended && (!job.lacks || o->turn > g->least));
 }
 
 static int is_lacking(const record *r) {
@@ -182,24 +168,26 @@ static void find_pending(record *r) {
     }
 }
 
-// A whole file is mapped. One that is cut is read: what is missing counts as zeros.
+// A copy of a file, or NULL and *why. What is cut counts as zeros. Texts end, whatever is there.
 static const fsdpi_flight_record *load(const char *path, const char **why) {
-    struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    const fsdpi_flight_record *f = NULL;
-    *why = fd < 0 || fstat(fd, &st) ? strerror(errno) : "it is no flight record of this version";
-    if (fd >= 0 && (size_t)st.st_size >= sizeof *f) {
-        void *at = mmap(NULL, sizeof *f, PROT_READ, MAP_SHARED, fd, 0);
-        if (at != MAP_FAILED) f = (const fsdpi_flight_record *)at;
-    } else if (fd >= 0 && (size_t)st.st_size > offsetof(fsdpi_flight_record, comm)) {
-        char *copy = (char *)room(sizeof *f);
-        ssize_t got = read(fd, copy, (size_t)st.st_size);
-        if (got == st.st_size) f = (const fsdpi_flight_record *)(void *)copy;
-    }
+    fsdpi_flight_record *f = (fsdpi_flight_record *)room(sizeof *f);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t got = fd < 0 ? -1 : pread(fd, f, sizeof *f, 0);
+    *why = got < 0 ? strerror(errno) : "it is no flight record of this version";
     if (fd >= 0) (void)close(fd);
-    if (!f || memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) || f->bytes != sizeof *f ||
-        f->rank < 0 || f->rank >= f->size || f->size > MOST_RANKS)
+    const int64_t far = (int64_t)1 << 61; // so that sums of times do not overflow
+    if (got <= (ssize_t)offsetof(fsdpi_flight_record, comm) ||
+        memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) || f->bytes != sizeof *f ||
+        f->rank < 0 || f->rank >= f->size || f->size > MOST_RANKS || f->real_ns < 0 ||
+        f->real_ns > far || f->opened_ns < 0 || f->opened_ns > far) {
+        free(f);
         return NULL;
+    }
+    f->host[sizeof f->host - 1] = f->job[sizeof f->job - 1] = 0;
+    f->backend[sizeof f->backend - 1] = f->failure[sizeof f->failure - 1] = 0;
+    for (int i = 0; i < FSDPI_FLIGHT_NAMES; i++) f->name[i].text[sizeof f->name[i].text - 1] = 0;
+    for (int i = 0; i < FSDPI_FLIGHT_COMMS; i++) f->comm[i].name[sizeof f->comm[i].name - 1] = 0;
+    if (f->num_comms > FSDPI_FLIGHT_COMMS) f->num_comms = FSDPI_FLIGHT_COMMS;
     return f;
 }
 
@@ -248,7 +236,10 @@ static int read_all(const char *dir, const char *wanted) {
     for (int i = 0; i < num; i++) {
         record *r = &job.of[files[i]->rank < job.size ? files[i]->rank : 0];
         if (strcmp(files[i]->job, last->job) || files[i]->size != last->size) continue;
-        r->f = files[i];
+        const fsdpi_flight_record *f = files[i];
+        const int is_old = f->state != FSDPI_FLIGHT_RUNS && // it ended before the last rank began
+                           f->ended_ns - f->opened_ns + f->real_ns < last->real_ns;
+        if (!is_old) r->f = f;
     }
     free(files);
     return 0;
@@ -281,6 +272,7 @@ static void find_groups(void) {
             if (g && o.end_ns && o.turn > g->ended) g->ended = o.turn;
         }
         if (r->process == RUNS || r->process == STOPPED) job.is_over = 0;
+        job.elsewhere += r->process == ELSEWHERE && r->f->state == FSDPI_FLIGHT_RUNS;
         if (r->last_ns > job.now) job.now = r->last_ns;
     }
     if (!job.is_over) job.now = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
@@ -439,7 +431,7 @@ static int64_t turns_of(int rank, int g) {
     if (!x) return r->f ? r->f->comm[0].turns : 0;
     for (uint32_t c = 1; r->f && c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++)
         if (r->group[c] == g) return r->f->comm[c].turns;
-    int at = x->stride ? (rank - x->first) / x->stride : -1;
+    int64_t at = x->stride ? ((int64_t)rank - x->first) / x->stride : -1;
     int would_be = at >= 0 && at < x->size && x->first + at * x->stride == rank;
     return r->f || !would_be ? -1 : 0;
 }
@@ -465,12 +457,12 @@ static void find_missing(void) {
             find_other(k);
 }
 
-// What an operation is, as ranks have to agree about it.
+// What an operation is, as ranks have to agree about it; 0: that is not known.
 static uint64_t signature(const record *r, const fsdpi_flight_op *o) {
-    const uint64_t words[] = {o->kind,     o->dtype,       o->out_dtype,
-                              o->redop,    o->count,       (uint64_t)(uint32_t)o->root,
-                              o->state,    o->fingerprint, fsdpi_hash_text(name_of(r->f, o->what))};
-    return fsdpi_hash_words(1, words, 9);
+    const uint64_t name = o->fingerprint ? 0 : fsdpi_hash_text(name_of(r->f, o->what));
+    const uint64_t words[] = {o->kind, o->dtype, o->count, o->fingerprint, name};
+    if (o->kind < FSDP_OP_COUNT && !o->fingerprint) return 0; // it is just being written
+    return fsdpi_hash_words(1, words, 5) | 1;
 }
 
 static const fsdpi_flight_op *turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
@@ -496,9 +488,11 @@ static void find_parting(int g) {
                 }
                 for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
                     fsdpi_flight_op o;
-                    if (!entry(r->f, i, &o) || o.comm != c || !o.turn || o.turn + TURNS <= from)
+                    if (!entry(r->f, i, &o) || o.comm != c || !o.turn || o.turn > from ||
+                        (uint64_t)o.turn + TURNS <= from)
                         continue;
                     uint64_t s = signature(r, &o), *had = &seen[o.turn % TURNS];
+                    if (!s) continue;
                     if (!*had) *had = s, who[o.turn % TURNS] = k;
                     else if (*had != s && (differs < 0 || o.turn < first))
                         differs = k, first = o.turn;
@@ -514,6 +508,7 @@ static void find_parting(int g) {
     for (int k = 0; k < job.size; k++)
         if (job.of[k].f && turn_of(&job.of[k], g, (uint32_t)first, &o))
             add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
+    if (!sides[0].num || !sides[1].num) return;
     finding *p = find_more(&parts);
     fsdpi_text t = {p->text, sizeof p->text, 0};
     char ranks[160], count[64];
@@ -548,12 +543,6 @@ static void put_json(const char *text) {
     }
     putchar('"');
 }
-static void put_safe(const char *text) { // names are of strangers: no control characters
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
-        if (*c >= 0x20 && *c < 0x7f) putchar(*c);
-        else printf("\\x%02x", *c);
-}
-
 static void put_ranks(const set *s) {
     putchar('[');
     for (int i = 0; i < s->num; i++) printf("%s%d", i ? ", " : "", s->ranks[i]);
@@ -615,13 +604,13 @@ static void print_findings(const findings *all, const char *verb) {
         if (verb) {
             printf("rank%s %s %s ", x->ranks.num > 1 ? "s" : "",
                    ranges(&x->ranks, text, sizeof text), x->ranks.num > 1 ? verb : "waits in");
-            put_safe(x->text);
+            put_safe(stdout, x->text);
             printf(" for %.1f s\n", x->seconds);
         } else {
             if (x->ranks.num && all == &others)
                 printf("rank%s %s: ", x->ranks.num > 1 ? "s" : "",
                        ranges(&x->ranks, text, sizeof text));
-            put_safe(x->text);
+            put_safe(stdout, x->text);
             putchar('\n');
         }
     }
@@ -634,22 +623,27 @@ static void print_text(const set *missing, const char *advice) {
     char text[256];
     for (int k = 0; k < job.size; k++) num[job.of[k].process] += job.of[k].f != NULL;
     printf("job '");
-    put_safe(job.job);
-    printf("' over %s, %d rank%s. Processes:", job.backend, job.size, job.size > 1 ? "s" : "");
+    put_safe(stdout, job.job);
+    printf("' over ");
+    put_safe(stdout, job.backend);
+    printf(", %d rank%s. Processes:", job.size, job.size > 1 ? "s" : "");
     for (int i = 0; i < 4; i++)
         if (num[i]) printf("%s %d %s", said++ ? "," : "", num[i], names[i]);
-    if (missing->num) printf("; no record of ranks %s", ranges(missing, text, sizeof text));
+    if (missing->num)
+        printf("; no record of rank%s %s", missing->num > 1 ? "s" : "",
+               ranges(missing, text, sizeof text));
     printf("\n");
     if (job.is_over) {
         time_t at = (time_t)(job.now / 1000000000);
         struct tm tm;
         (void)strftime(text, sizeof text, "%Y-%m-%d %H:%M:%S", localtime_r(&at, &tm));
-        printf("No process runs here: times are those at the last sign of life, %s\n", text);
+        printf("%s: times are those at the last sign of life, %s\n",
+               job.elsewhere ? "Processes are on other hosts" : "No process runs here", text);
     }
     const record *failed = first_failure(&rank);
     if (failed) {
         printf("rank %d failed first, %.1f s ago: ", rank, seconds(failed, failed->f->ended_ns));
-        put_safe(failed->f->failure);
+        put_safe(stdout, failed->f->failure);
         putchar('\n');
     }
     print_findings(&waits, "wait in");
@@ -671,7 +665,7 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
     for (int g = 1; g <= job.num_groups && waits.num; g++) find_parting(g);
     qsort(waits.list, (size_t)waits.num, sizeof *waits.list, by_seconds);
     double longest = waits.num ? waits.list[0].seconds : 0;
-    int rank, hangs = waits.num && (longest > after || job.is_over);
+    int rank, hangs = waits.num && (longest > after || (job.is_over && !job.elsewhere));
     int is_lost = first_failure(&rank) != NULL;
     for (int k = 0; k < job.size; k++)
         is_lost |= job.of[k].f && job.of[k].f->state == FSDPI_FLIGHT_RUNS &&

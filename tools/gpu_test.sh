@@ -219,7 +219,7 @@ minutes=''
 [[ $minutes =~ ^[0-9]*$ ]] || die "--minutes=$minutes: expected a number"
 jobs=${FSDP_GPU_JOBS:-$(jobs_here)} hang=480
 now() { echo $(($(date +%s) - since)); }
-seconds=$((${minutes:-100000} * 60 - $(now)))
+seconds=$((${minutes:-100000} * 60 - $(now))) SECONDS=0 # of the tests alone from here on
 say() { echo "$*" | tee -a "$summary"; }
 
 # Runs a name, and says how it went.

@@ -1,7 +1,7 @@
 /* gpt_cuda.h - the functions of gpt.h on a GPU: products by cuBLAS, all else by simple kernels
 
    Same pieces, same order, with a gpt_cuda in front that says on which stream. Nothing here waits
-   for the GPU, and nothing but create and destroy allocates. A failure is kept in the gpt_cuda;
+   for the GPU, and nothing but create and destroy allocates; cuBLAS takes memory of its own. A failure is kept in the gpt_cuda;
    what is called after it does nothing.
 
    Numbers. Parameters, their gradients, activations and the gradients of activations are all of one
@@ -1036,7 +1036,7 @@ static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream
     size_t used = 0;
     memset(gpu, 0, sizeof *gpu);
     gpu->bf16 = bf16;
-    gpu->compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    gpu->compute = tf32 && !bf16 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     gpu->stream = stream;
     const size_t arrays = bf16 ? gpt_place(cfg, NULL, &half) : gpt_place(cfg, NULL, &single);
     gpu->nbytes = arrays + 2 * gpt_pieces(BT, 256) * 256 + 256;

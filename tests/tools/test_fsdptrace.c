@@ -278,7 +278,7 @@ TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
         CHECK_EQ_INT(truncate(path, size), 0);
         CHECK_EQ_INT(hang(dir, ""), 1);
         CHECK_MSG(says("rank 2: its last call was "), "%ld bytes: %s", size, output);
-        snprintf(name, sizeof name, "no record of ranks 0");
+        snprintf(name, sizeof name, "no record of rank 0");
         CHECK_MSG(says(name) == (size <= head), "%ld bytes: %s", size, output);
         if (size <= head) CHECK_MSG(says("it is no flight record of this version"), "%s", output);
     }
@@ -293,10 +293,13 @@ TEST(fsdptrace, garbage, NO(GLOO | NCCL) | SLOW) {
     for (int n = 0; n < 100; n++) {
         FILE *f = fopen(path, "r+");
         CHECK(f != NULL);
+        CHECK_EQ_INT(fseek(f, 64, SEEK_SET), 0);
+        for (size_t k = 64; n == 50 && k < sizeof(fsdpi_flight_record) + 4096; k++)
+            CHECK_EQ_INT(fputc('A', f), 'A'); /* no text ends */
         for (int k = 0; k < 200; k++) {
             uint64_t word = h_rand64(&random);
-            long at = (long)(h_rand64(&random) % (sizeof(fsdpi_flight_record) - 40)) + 32;
-            if (n % 2) at = 32 + at % 2400;
+            long at = (long)(h_rand64(&random) % (sizeof(fsdpi_flight_record) - 20)) + 12;
+            if (n % 2) at = 12 + at % 2400;
             CHECK_EQ_INT(fseek(f, at, SEEK_SET), 0);
             CHECK_EQ_INT(fwrite(&word, 1, sizeof word, f), sizeof word);
         }
@@ -380,13 +383,12 @@ TEST(fsdptrace, contents, NO(NCCL)) {
     d.num_ranks = RANKS, d.world = &wd;
     CHECK_OK(fsdp_spawn(&d, steps_of, NULL));
     for (int rank = 0; rank < RANKS; rank++) {
-        const char *why;
         path_of(dir, rank, path, sizeof path);
         int fd = open(path, O_RDONLY);
         const fsdpi_flight_record *f = (const fsdpi_flight_record *)mmap(
             NULL, sizeof *f, PROT_READ, MAP_SHARED, fd, 0);
         CHECK(f != MAP_FAILED);
-        (void)close(fd), (void)why;
+        (void)close(fd);
         CHECK_EQ_INT(f->state, FSDPI_FLIGHT_SHUT_DOWN);
         CHECK_EQ_INT(f->rank, rank);
         CHECK_EQ_INT(f->size, RANKS);
@@ -400,7 +402,7 @@ TEST(fsdptrace, contents, NO(NCCL)) {
             CHECK_EQ_INT(f->last[s].step, s + 1);
             CHECK(f->last[s].begin_ns > 0 && f->last[s].end_ns >= f->last[s].begin_ns);
             CHECK(f->last[s].comm_ns > 0);
-            CHECK(f->last[s].comm_ns <= f->last[s].end_ns - f->opened_ns);
+            CHECK(f->last[s].comm_ns <= f->last[s].end_ns - f->last[s].begin_ns);
             CHECK(!s || f->last[s].begin_ns >= f->last[s - 1].end_ns);
         }
         for (uint64_t i = 0; i < f->begun; i++) {
@@ -411,4 +413,31 @@ TEST(fsdptrace, contents, NO(NCCL)) {
     }
     CHECK_EQ_INT(hang(dir, ""), 0);
     CHECK_MSG(says("No rank waits."), "%s", output);
+}
+
+/* A job that does not begin, since a rank never comes. */
+TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
+    char dir[400];
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    pid_t pid[3];
+    fflush(NULL);
+    for (int rank = 0; rank < 3; rank++) {
+        pid[rank] = fork();
+        CHECK(pid[rank] >= 0);
+        if (pid[rank]) continue;
+        fsdp_world_desc d = FSDP_ZERO;
+        fsdp_world *w;
+        d.rank = rank, d.world_size = 4, d.timeout_ms = 500;
+        d.job = "alone", d.flight_record = dir, d.log_level = FSDP_LOG_NONE;
+        _exit(fsdp_init(&d, &w) == FSDP_OK);
+    }
+    for (int rank = 0; rank < 3; rank++) {
+        int status;
+        CHECK_EQ_INT(waitpid(pid[rank], &status, 0), pid[rank]);
+        CHECK(WIFEXITED(status) && !WEXITSTATUS(status));
+    }
+    CHECK_EQ_INT(hang(dir, ""), 1);
+    CHECK_MSG(says("no record of rank 3") && says("ranks 0-2 wait in fsdp_init for ") &&
+                  says(" failed first, ") && says("rank 3: there is no record of it"),
+              "%s", output);
 }
