@@ -72,8 +72,8 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #define FSDPI_CUDA_NAP_MAX  80000 //
 #define FSDPI_CUDA_PARTIALS 48
 // f32 operations per second divided by those of f64: 2 on GPUs for data centers, 32 or 64 on
-// others; CUDA tells it of a device. If it is larger than this, norms add up pairs of f32: an element
-// then takes about ten operations of f32, instead of two of f64. The limit is not measured.
+// others; CUDA tells it of a device. If it is larger than this, norms add up pairs of f32: an
+// element then takes about ten operations of f32, instead of two of f64. The limit is not measured.
 #define FSDPI_CUDA_F64_RATIO 8
 #define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
 

@@ -48,7 +48,7 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
    NaN being larger than infinity. accumulate: joined with the value in *out. What is added to what
    depends on the sizes of the blocks and on their order alone: with the same in_pairs a list gives
-   the same bits wherever its blocks lie, with or without gaps between rows, on every GPU and driver.
+   the same bits wherever its blocks lie, with or without gaps between rows, on any GPU and driver.
    in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
                up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
                given; elements of which a square leaves the range of f32 are added up in f64

@@ -142,7 +142,8 @@ static void latest(record *r, int64_t ns) {
 static int is_pending(const record *r, const fsdpi_flight_op *o) {
     const group *g = r->group[o->comm] ? &job.groups[r->group[o->comm] - 1] : NULL;
     if (o->end_ns || r->f->state == FSDPI_FLIGHT_SHUT_DOWN) return 0;
-    return !o->on_stream || !g || !o->turn || (o->turn > g->ended && (!job.lacks || o->turn > g->least));
+    if (!o->on_stream || !g || !o->turn) return 1;
+    return o->turn > g->ended && (!job.lacks || o->turn > g->least);
 }
 
 static int is_lacking(const record *r) {
