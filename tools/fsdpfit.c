@@ -249,9 +249,10 @@ static void show_options(option *options, int n) {
                options[i].what, fits(&options[i].o) ? "" : ": does not fit");
 }
 
-// The least number of shards, above that of x, with which it fits. 0, or an exit status.
+// A number of shards, above that of x, with which it fits: found by halving. 0, or an exit status.
 static int more_shards(option *x) {
     int low, high = x->s.shards, bad = 0;
+    x->o.need = INT64_MAX; // there are not so many ranks
     do {
         low = high;
         if (high > MOST_RANKS / x->s.replicas / x->s.tp / 2) return bad;
@@ -458,6 +459,7 @@ int main(int argc, char **argv) {
     int bad = regcomp(&want.rules.unit, LAYERS, REG_EXTENDED) |
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
+    (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
     const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
     if (!bad && !asks) bad = read_arguments(argc, argv, &paths);
     if (!want.s.param) want.s.param = want.store;

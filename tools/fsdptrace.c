@@ -238,8 +238,11 @@ static int read_all(const char *dir, const char *wanted) {
         record *r = &job.of[files[i]->rank < job.size ? files[i]->rank : 0];
         if (strcmp(files[i]->job, last->job) || files[i]->size != last->size) continue;
         const fsdpi_flight_record *f = files[i];
+        const int64_t lived = f->ended_ns > 0 && f->ended_ns < (int64_t)1 << 61
+                                  ? f->ended_ns - f->opened_ns
+                                  : 0;
         const int is_old = f->state != FSDPI_FLIGHT_RUNS && // it ended before the last rank began
-                           f->ended_ns - f->opened_ns + f->real_ns < last->real_ns;
+                           f->real_ns + lived < last->real_ns;
         if (!is_old) r->f = f;
     }
     free(files);
