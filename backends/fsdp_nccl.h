@@ -1059,8 +1059,8 @@ static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_co
 }
 
 /* Says once what NCCL has made of the first registration. It tells whether it registers; it does
-   not tell whether it then runs gathers by copy engines. */
-static void fsdpi_nccl_tell_path(fsdpi_nccl_comm *c, const void *handle) {
+   not tell whether it then runs gathers by copy engines. NCCL before 2.19 registers nothing. */
+static FSDPI_UNUSED void fsdpi_nccl_tell_path(fsdpi_nccl_comm *c, const void *handle) {
     const fsdp_boot *boot = c->base.boot;
     char text[FSDPI_REASON];
     if (c->has_told++ || c->base.index != 0) return;
