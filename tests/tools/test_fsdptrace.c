@@ -441,3 +441,70 @@ TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
                   says(" failed first, ") && says("rank 3: there is no record of it"),
               "%s", output);
 }
+
+/* Names, groups and entries, one by one. */
+TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
+    enum { MANY = FSDPI_FLIGHT_NAMES + 100 };
+    static char texts[MANY][16];
+    static const int32_t odd[] = {1, 3, 5}, any[] = {0, 1, 3}, one[] = {5};
+    char dir[400], place[16] = "first";
+    int here[3], unknown = 0;
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_op op = FSDP_ZERO;
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    d.world_size = 1, d.flight_record = dir;
+    CHECK_OK(fsdp_init(&d, &w));
+    fsdpi_flight_record *f = w->flight;
+    /* groups: their members as a sequence, if they are one */
+    fsdpi_flight_add(w, (const fsdp_comm *)(const void *)&here[0], 7, "odd", odd, 3, 1);
+    fsdpi_flight_add(w, (const fsdp_comm *)(const void *)&here[1], 8, "any", any, 3, 2);
+    fsdpi_flight_add(w, (const fsdp_comm *)(const void *)&here[2], 9, "one", one, 1, 0);
+    const fsdpi_flight_comm *c = &f->comm[f->num_comms - 3];
+    CHECK_EQ_INT(c[0].number, 7);
+    CHECK_EQ_INT(c[0].size, 3);
+    CHECK_EQ_INT(c[0].index, 1);
+    CHECK_EQ_INT(c[0].first, 1);
+    CHECK_EQ_INT(c[0].stride, 2);
+    CHECK_EQ_INT(c[1].stride, 0);
+    CHECK_EQ_INT(c[2].first, 5);
+    CHECK_EQ_INT(c[2].stride, 1);
+    CHECK(c[0].members != c[1].members);
+    /* entries: of which group, and the how manieth of it */
+    op.kind = FSDP_OP_ALL_GATHER, op.what = "u", op.comm = (fsdp_comm *)(void *)&here[1];
+    const fsdpi_flight_op *o = fsdpi_flight_begin(w, &op);
+    CHECK_EQ_INT(o->comm, &c[1] - f->comm);
+    CHECK_EQ_INT(o->turn, 1);
+    op.comm = (fsdp_comm *)(void *)&here[0];
+    CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->comm, c - f->comm);
+    CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->turn, 2);
+    op.kind = FSDP_OP_SEND;
+    CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->turn, 0);
+    op.comm = (fsdp_comm *)(void *)place;
+    CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->comm, 0);
+    /* an entry that is used again begins anew */
+    fsdpi_flight_op *again = fsdpi_flight_begin(w, &op);
+    again->fingerprint = 5, again->on_stream = 1;
+    fsdpi_flight_end(w, again);
+    for (int i = 1; i < FSDPI_FLIGHT_OPS; i++) (void)fsdpi_flight_begin(w, &op);
+    CHECK(fsdpi_flight_begin(w, &op) == again);
+    CHECK(again->fingerprint == 0 && !again->on_stream && again->end_ns == 0);
+    CHECK_EQ_INT(again->number, f->begun);
+    /* names: by address and text; when there is no room, "?" */
+    const uint16_t first = fsdpi_flight_name_of(f, place);
+    CHECK_EQ_INT(fsdpi_flight_name_of(f, place), first);
+    snprintf(place, sizeof place, "second");
+    const uint16_t second = fsdpi_flight_name_of(f, place);
+    CHECK(second != first);
+    CHECK_EQ_STR(f->name[first].text, "first");
+    CHECK_EQ_STR(f->name[second].text, "second");
+    for (int i = 0; i < MANY; i++) {
+        snprintf(texts[i], sizeof texts[i], "n%d", i);
+        const uint16_t at = fsdpi_flight_name_of(f, texts[i]);
+        unknown += at == FSDPI_FLIGHT_NAMES;
+        CHECK_EQ_INT(fsdpi_flight_name_of(f, texts[i]), at);
+        if (at < FSDPI_FLIGHT_NAMES) CHECK_EQ_STR(f->name[at].text, texts[i]);
+    }
+    CHECK(unknown >= 100);
+    CHECK_OK(fsdp_shutdown(w));
+}
