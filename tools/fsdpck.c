@@ -16,6 +16,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
 #include "../fsdp_checkpoint.h"
 #pragma GCC diagnostic pop
+#include "put_safe.h"
 #include <signal.h> // SIGXFSZ
 #include <stdio.h>  // printf
 #include <stdlib.h> // malloc, strtoll
@@ -46,15 +47,6 @@ typedef struct verb {
 } verb;
 
 /* ---- what is printed ------------------------------------------------------------------------- */
-
-// Text of strangers: it moves no cursor, and looks like nothing that it is not.
-static void put_safe(FILE *to, const char *text) {
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '\\') fputs("\\\\", to);
-        else if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
-        else fprintf(to, "\\x%02x", *c);
-    }
-}
 
 static struct {
     int64_t done, total, shown_ns;

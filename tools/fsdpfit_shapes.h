@@ -6,6 +6,7 @@
 #define FSDPFIT_SHAPES_H
 
 #include "../fsdp_checkpoint.h"
+#include "put_safe.h"
 #include <errno.h>
 #include <regex.h>
 #include <stdarg.h>
@@ -14,14 +15,6 @@
 #include <string.h>
 
 enum { EXIT_UNREADABLE = 2 };
-
-static void put_safe(FILE *to, const char *text) {
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '\\') fputs("\\\\", to);
-        else if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
-        else fprintf(to, "\\x%02x", *c);
-    }
-}
 
 static int complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static int complain(const char *format, ...) {

@@ -15,22 +15,17 @@
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
 #include "../fsdp.h"
 #pragma GCC diagnostic pop
+#include "put_safe.h"
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { EXIT_WAITS = 1, EXIT_UNREADABLE = 2 };
 enum { MOST_RANKS = 1 << 20, LINES = 12, PENDING = 4, TURNS = 64 };
 
-static void put_safe(FILE *to, const char *text) { // names are of strangers
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++)
-        if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
-        else fprintf(to, "\\x%02x", *c);
-}
 static int fail(const char *what, const char *why) {
     fputs("fsdptrace: ", stderr);
     put_safe(stderr, what);
@@ -43,20 +38,23 @@ static void *room(size_t bytes) { // zero-filled; a tool ends without it
     return at;
 }
 
+// A list of `num` with room for one more. It has room for a power of two.
+static void *grow(void *list, int num, size_t size) {
+    if (num & (num - 1)) return list;
+    list = realloc(list, (size_t)(num ? 2 * num : 1) * size);
+    if (!list) exit(fail("no memory", strerror(errno)));
+    return list;
+}
+
 /* ---- ranks as text --------------------------------------------------------------------------- */
 
 typedef struct set { // of ranks, in ascending order
-    int *ranks, num, cap;
+    int *ranks, num;
 } set;
 
 static void add(set *s, int rank) {
     if (s->num && s->ranks[s->num - 1] == rank) return;
-    if (s->num == s->cap) {
-        s->cap = s->cap ? 2 * s->cap : 16;
-        int *more = (int *)realloc(s->ranks, (size_t)s->cap * sizeof *more);
-        if (!more) exit(fail("no memory", strerror(errno)));
-        s->ranks = more;
-    }
+    s->ranks = (int *)grow(s->ranks, s->num, sizeof *s->ranks);
     s->ranks[s->num++] = rank;
 }
 
@@ -195,10 +193,8 @@ static const fsdpi_flight_record *load(const char *path, const char **why) {
 static int group_of(const fsdpi_flight_comm *c) {
     for (int i = 0; i < job.num_groups; i++)
         if (job.groups[i].members == c->members && job.groups[i].number == c->number) return i;
-    group *more = (group *)realloc(job.groups, (size_t)(job.num_groups + 1) * sizeof *more);
-    if (!more) exit(fail("no memory", strerror(errno)));
-    job.groups = more;
-    group *g = &more[job.num_groups];
+    job.groups = (group *)grow(job.groups, job.num_groups, sizeof *job.groups);
+    group *g = &job.groups[job.num_groups];
     memset(g, 0, sizeof *g);
     g->members = c->members, g->number = c->number, g->size = c->size;
     g->first = c->first, g->stride = c->stride;
@@ -222,8 +218,7 @@ static int read_all(const char *dir, const char *wanted) {
         const fsdpi_flight_record *f = load(path, &why);
         if (!f) (void)fail(path, why);
         if (!f || (wanted && strcmp(f->job, wanted))) continue;
-        files = (const fsdpi_flight_record **)realloc(files, (size_t)(num + 1) * sizeof *files);
-        if (!files) exit(fail("no memory", strerror(errno)));
+        files = (const fsdpi_flight_record **)grow(files, num, sizeof *files);
         files[num++] = f;
         if (newest < 0 || f->real_ns > files[newest]->real_ns) newest = num - 1;
     }
@@ -373,16 +368,11 @@ typedef struct finding {
 
 typedef struct findings {
     finding *list;
-    int num, cap;
+    int num;
 } findings;
 
 static finding *find_more(findings *all) {
-    if (all->num == all->cap) {
-        all->cap = all->cap ? 2 * all->cap : 16;
-        finding *more = (finding *)realloc(all->list, (size_t)all->cap * sizeof *more);
-        if (!more) exit(fail("no memory", strerror(errno)));
-        all->list = more;
-    }
+    all->list = (finding *)grow(all->list, all->num, sizeof *all->list);
     memset(&all->list[all->num], 0, sizeof *all->list);
     return &all->list[all->num++];
 }
@@ -508,7 +498,7 @@ static void find_parting(int g) {
     fsdpi_flight_op a, b, o;
     const record *ra = &job.of[who[first % TURNS]], *rb = &job.of[differs];
     if (!turn_of(ra, g, (uint32_t)first, &a) || !turn_of(rb, g, (uint32_t)first, &b)) return;
-    set sides[2] = {{NULL, 0, 0}, {NULL, 0, 0}};
+    set sides[2] = {{NULL, 0}, {NULL, 0}};
     for (int k = 0; k < job.size; k++)
         if (job.of[k].f && turn_of(&job.of[k], g, (uint32_t)first, &o))
             add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
@@ -659,7 +649,7 @@ static void print_text(const set *missing, const char *advice) {
 static int hang(const char *dir, const char *wanted, double after, int json) {
     int status = read_all(dir, wanted);
     if (status) return status;
-    set missing = {NULL, 0, 0};
+    set missing = {NULL, 0};
     is_out = (uint8_t *)room((size_t)job.size);
     find_groups();
     for (int k = 0; k < job.size; k++)

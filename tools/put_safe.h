@@ -1,0 +1,18 @@
+/* put_safe.h - text of strangers, such as names in files, as the tools print it
+
+   SPDX-License-Identifier: MIT */
+#ifndef FSDP_TOOLS_PUT_SAFE_H
+#define FSDP_TOOLS_PUT_SAFE_H
+
+#include <stdio.h>
+
+// It moves no cursor, and looks like nothing that it is not.
+static void put_safe(FILE *to, const char *text) {
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if (*c == '\\') fputs("\\\\", to);
+        else if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
+        else fprintf(to, "\\x%02x", *c);
+    }
+}
+
+#endif // FSDP_TOOLS_PUT_SAFE_H
