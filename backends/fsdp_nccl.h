@@ -99,6 +99,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
 #include "../core/alloc.h"
+#include "../core/macros.h"
 #include "../core/os.h"
 
 #include <nccl.h>
@@ -573,8 +574,8 @@ static int fsdpi_nccl_is_late(const fsdpi_flight *f, int64_t now) {
     return now - since > c->base.boot->timeout_ns;
 }
 
-// This rank's operation: the oldest one that is not done, else the last one.
-static int fsdpi_nccl_doing(fsdpi_nccl_world *w, fsdpi_record *out) {
+// This rank's operation, or that on one comm: the oldest one that is not done, else the last one.
+static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdpi_record *out) {
     int is_busy = 0;
     memset(out, 0, sizeof *out);
     fsdpi_lock(&w->flight_lock);
@@ -582,6 +583,7 @@ static int fsdpi_nccl_doing(fsdpi_nccl_world *w, fsdpi_record *out) {
     if (i == issued && i > 0) i--;
     for (; i < issued && !is_busy; i++) {
         const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        if (on && f->comm != on) continue;
         is_busy = FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED;
         *out = f->record;
     }
@@ -594,7 +596,7 @@ static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
     fsdpi_record record;
     out->text[0] = 0;
-    out->busy = w->flights ? fsdpi_nccl_doing(w, &record) : 0;
+    out->busy = w->flights ? fsdpi_nccl_doing(w, NULL, &record) : 0;
     if (!w->flights || !record.kind) return;
     fsdpi_text t = {out->text, sizeof out->text, 0};
     fsdpi_say_op(&t, &record);
@@ -763,19 +765,6 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-// The oldest operation of a comm that is not done.
-static void fsdpi_nccl_doing_on(fsdpi_nccl_comm *c, fsdpi_record *out) {
-    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    memset(out, 0, sizeof *out);
-    fsdpi_lock(&w->flight_lock);
-    for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued && !out->kind;
-         i++) {
-        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
-        if (f->comm == c && FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED) *out = f->record;
-    }
-    fsdpi_unlock(&w->flight_lock);
-}
-
 /* NCCL reports an error of a comm. If a member has left, its data will not come any more: the
    operation under way has lost it, and a comm without one has lost nothing. */
 static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
@@ -787,7 +776,7 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
     int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
     if (cause >= 0 && c->done < c->seq) {
-        fsdpi_nccl_doing_on(c, &record);
+        (void)fsdpi_nccl_doing(w, c, &record);
         fsdpi_nccl_tell_left(c, cause, &record);
     }
     if (cause != FSDPI_CAUSE_UNKNOWN) return;
