@@ -647,7 +647,8 @@ static void print_text(const set *missing, const char *advice) {
     }
     const record *failed = first_failure(&rank);
     if (failed) {
-        printf("rank %d was the first to report an error, %.1f s ago: ", rank, seconds(failed, failed->f->ended_ns));
+        printf("rank %d was the first to report an error, %.1f s ago: ", rank,
+               seconds(failed, failed->f->ended_ns));
         put_safe(stdout, failed->f->failure);
         putchar('\n');
     }
@@ -660,13 +661,13 @@ static void print_text(const set *missing, const char *advice) {
 // With those that the others wait for: by the first of them.
 static const char *what_to_do(void) {
     const record *r = &job.of[others.list[0].ranks.ranks[0]];
-    int state = r->f ? (int)r->f->state : -1;
-    return state == FSDPI_FLIGHT_SHUT_DOWN ? "The others wait for a rank that has left before them: "
-                                             "do all ranks make as many steps?"
-           : r->process == STOPPED ? "The others wait for a process that is stopped: kill -CONT it."
-           : has_died(r)           ? "The others wait for a process that has died: look at its "
-                                     "output, and whether the system has killed it for memory."
-               : "The others wait for these ranks: look at what they do.";
+    if (r->f && r->f->state == FSDPI_FLIGHT_SHUT_DOWN)
+        return "The others wait for a rank that has left before them: do all make as many steps?";
+    if (r->process == STOPPED) return "The others wait for a process that is stopped: continue it.";
+    if (has_died(r))
+        return "The others wait for a process that has died: look at its output, and whether the "
+               "system has killed it for memory.";
+    return "The others wait for these ranks: look at what they do.";
 }
 
 static int hang(const char *dir, const char *wanted, double after, int json) {
