@@ -239,20 +239,34 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
    Source      torch: AdamW.step */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
+/* fsdp_adamw_set_group - change a group's lr_scale and weight_decay from the next step on, also
+               while a plan replays. Parameters stay in their groups
+   k           0 .. num_groups-1. An optimizer without groups has group 0
+   group       begin with fsdp_adamw_defaults().groups[k] or with the desc's, and change fields.
+               FSDP_OPTIM_SAME is the weight_decay of the desc
+   Result      FSDP_OK; INVALID_ARG (NULL, k, a field, or group does not come from the defaults):
+               nothing changes; if the world is aborted, its status
+   Collective  no, but every rank has to do the same: if ranks give different groups, the next
+               collective of a unit is a MISMATCH
+   Note        a checkpoint has no groups: set them again after a load, as you give the lr again
+   Source      torch: Optimizer.param_groups */
+FSDP_API fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *group);
+
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
    Blocks      until the device has finished its updates */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
-/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
+/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_set_group, fsdp_sgd_destroy - as the functions of AdamW
    Result      as for AdamW: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
                status of an aborted world
-   Collective  create: as fsdp_model_commit; step: as fsdp_adamw_step; destroy: no
-   Blocks      create: no; step and destroy: as for AdamW
+   Collective  create: as fsdp_model_commit; step, set_group: as for AdamW; destroy: no
+   Blocks      create, set_group: no; step and destroy: as for AdamW
    Allocates   create, and the first step after a freeze or thaw
    Source      torch: torch.optim.SGD */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
+FSDP_API fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *group);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
 // The state of one parameter, in place: a checkpoint reads it, and writes it to resume. After a
@@ -842,6 +856,7 @@ typedef struct fsdpi_optim {
     int num_params, num_groups, num_states;     // states: numbers for each element
     int rounds;                                 // 1: bf16 is rounded stochastically, by seed
     uint64_t seed;
+    double weight_decay;                        // of the desc
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdp_optim_group_fn group;
     void *user;
@@ -892,7 +907,7 @@ static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const ch
                                        double below) {
     if (!fsdpi_optim_bad(x, below)) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "[E930] %s: desc.%s is %g, expected a finite number >= 0%s", what, field, x,
+                     "[E930] %s: %s is %g, expected a finite number >= 0%s", what, field, x,
                      below <= 1 ? " and < 1" : "");
 }
 
@@ -906,44 +921,73 @@ static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32
                      o->name, o->extension.name, o->extension.name);
 }
 
+// Takes a group as the caller gives it, if it is a good one. `field`: its name, for texts.
+static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
+                                          const char *field, int k,
+                                          const fsdp_optim_group *given) {
+    fsdp_optim_group g = *given;
+    char text[64];
+    if (g.magic != FSDPI_OPTIM_MAGIC)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E922] %s: %s does not come from fsdp_%s_defaults(): change the fields "
+                         "of desc.groups[%d], and do not replace all of it",
+                         what, field, o->extension.name, k);
+    if (g.weight_decay <= FSDP_OPTIM_SAME && g.weight_decay >= FSDP_OPTIM_SAME)
+        g.weight_decay = o->weight_decay;
+    snprintf(text, sizeof text, "%s.lr_scale", field);
+    fsdp_status status = fsdpi_optim_setting(w, what, text, g.lr_scale, HUGE_VAL);
+    snprintf(text, sizeof text, "%s.weight_decay", field);
+    if (!status) status = fsdpi_optim_setting(w, what, text, g.weight_decay, HUGE_VAL);
+    if (!status) o->groups[k] = g;
+    return status;
+}
+
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
+    fsdp_status status = FSDP_OK;
+    char field[32];
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "[E931] %s: desc.num_groups is %d, expected 0..%d", o->name, num_groups,
                          FSDP_OPTIM_GROUPS);
     o->num_groups = num_groups ? num_groups : 1;
+    o->weight_decay = weight_decay;
     o->groups[0].lr_scale = 1;
     o->groups[0].weight_decay = weight_decay;
-    for (int i = 0; i < num_groups; i++) {
-        fsdp_status status;
-        fsdp_optim_group *g = &o->groups[i];
-        *g = groups[i];
-        if (g->magic != FSDPI_OPTIM_MAGIC)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "[E922] %s: desc.groups[%d] does not come from fsdp_%s_defaults(): "
-                             "change the fields of desc.groups[%d], and do not replace all of it",
-                             o->name, i, o->extension.name, i);
-        if (g->weight_decay <= FSDP_OPTIM_SAME && g->weight_decay >= FSDP_OPTIM_SAME)
-            g->weight_decay = weight_decay;
-        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", g->lr_scale, HUGE_VAL);
-        if (!status)
-            status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay", g->weight_decay,
-                                         HUGE_VAL);
-        if (status) return status;
+    for (int i = 0; i < num_groups && !status; i++) {
+        snprintf(field, sizeof field, "desc.groups[%d]", i);
+        status = fsdpi_optim_take_group(o, w, o->name, field, i, &groups[i]);
     }
-    return FSDP_OK;
+    return status;
+}
+
+static fsdp_status fsdpi_optim_agree_group(const fsdpi_optim *o, int k) {
+    const double group[] = {k, o->groups[k].lr_scale, o->groups[k].weight_decay};
+    return fsdp_agree(o->model, group, sizeof group);
 }
 
 // Ranks compare the settings with which an optimizer is made.
 static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
     fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
     if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
-    for (int i = 0; i < o->num_groups && !status; i++) {
-        const double group[] = {o->groups[i].lr_scale, o->groups[i].weight_decay};
-        status = fsdp_agree(o->model, group, sizeof group);
-    }
+    for (int i = 0; i < o->num_groups && !status; i++) status = fsdpi_optim_agree_group(o, i);
     return status;
+}
+
+// The next step computes its scalars of the new group. So does a step that replays: a plan has its
+// records, and no updates.
+static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k,
+                                         const fsdp_optim_group *group) {
+    if (!o || !group) return fsdpi_optim_null(what, "the optimizer or group");
+    fsdp_world *w = fsdp_model_world(o->model);
+    fsdp_status status = fsdp_world_status(w);
+    if (status) return status;
+    if (k < 0 || k >= o->num_groups)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E924] %s: the optimizer has no group %d, expected 0..%d", what, k,
+                         o->num_groups - 1);
+    status = fsdpi_optim_take_group(o, w, what, "group", k, group);
+    return status ? status : fsdpi_optim_agree_group(o, k);
 }
 
 static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
@@ -1368,13 +1412,14 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.rounds = d.stochastic_rounding != 0;
     settings.base.seed = d.seed;
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "beta1", d.beta1, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "desc.beta1", d.beta1, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "desc.beta2", d.beta2, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "desc.eps", d.eps, HUGE_VAL);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E938] %s: desc.beta2 and desc.eps are both 0: give one of them", name);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
+    if (!status)
+        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d.weight_decay, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
@@ -1395,6 +1440,10 @@ FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
     if (!opt) return fsdpi_optim_null("adamw_step", "the optimizer");
     memset(opt->scalars_step, 0, sizeof opt->scalars_step);
     return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
+}
+
+FSDP_API fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *group) {
+    return fsdpi_optim_set_group(opt ? &opt->base : NULL, "adamw_set_group", k, group);
 }
 
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
@@ -1440,9 +1489,10 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.extension.name = "sgd";
     settings.base.state_names[0] = "momentum_buffer";
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "momentum", d.momentum, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "dampening", d.dampening, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "desc.momentum", d.momentum, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "desc.dampening", d.dampening, HUGE_VAL);
+    if (!status)
+        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d.weight_decay, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
         status = fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
@@ -1470,6 +1520,10 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
     if (!opt) return fsdpi_optim_null("sgd_step", "the optimizer");
     return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
+}
+
+FSDP_API fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *group) {
+    return fsdpi_optim_set_group(opt ? &opt->base : NULL, "sgd_set_group", k, group);
 }
 
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }

@@ -198,14 +198,14 @@ TEST_P(agree, steps, steps) {
 
 /* ---- what optimizers are given --------------------------------------------------------------- */
 
-enum { SAME, LR, BETA, EPS, DECAY, GROUP, MOMENTUM, NESTEROV, LEFT_OUT };
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT };
 static const struct {
     const char *name;
     int what;
 } settings[] = {
     {"same", SAME},          {"lr", LR},          {"beta2", BETA},        {"eps", EPS},
     {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
-    {"left_out", LEFT_OUT}};
+    {"left_out", LEFT_OUT},  {"set_group", SET_GROUP}};
 
 /* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
 static void optim_rank(lab_rank *r) {
@@ -229,6 +229,11 @@ static void optim_rank(lab_rank *r) {
     make_pair(r->w, NOTHING, 0, 0, &m, &u);
     if (sgd) CHECK_OK(fsdp_sgd_create(m, &sd, &sgd_opt));
     else CHECK_OK(fsdp_adamw_create(m, &ad, &adamw));
+    if (what == SET_GROUP) {
+        fsdp_optim_group g = ad.groups[0];
+        g.weight_decay = 0.02;
+        CHECK_OK(fsdp_adamw_set_group(adamw, 0, &g));
+    }
     fsdp_status status = FSDP_OK;
     for (int step = 0; step < 2 && !status; step++) {
         status = fsdp_pre_forward(u);
