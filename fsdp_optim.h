@@ -679,6 +679,48 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
     }
 }
 
+// b += (g - b) * s[0]; u = g + (b - g) * s[1], or b. Products are stored before they are added.
+static FSDPI_OPTIM_NOINLINE void fsdpi_momentum_block(float *u, const float *g, float *b,
+                                                           size_t count, const double *s) {
+    float products[FSDPI_OPTIM_BLOCK], weight = (float)s[0], momentum = (float)s[1];
+    for (size_t i = 0; i < count; i++) products[i] = (g[i] - b[i]) * weight;
+    for (size_t i = 0; i < count; i++) b[i] = b[i] + products[i];
+    for (size_t i = 0; i < count; i++) products[i] = (b[i] - g[i]) * momentum;
+    if (s[2] > 0)
+        for (size_t i = 0; i < count; i++) u[i] = g[i] + products[i];
+    else memcpy(u, b, count * sizeof *u);
+}
+
+// p = p * s[0] - s[1] * x
+static FSDPI_OPTIM_NOINLINE void fsdpi_muon_block(float *p, const float *x, size_t count,
+                                                       const double *s) {
+    float products[FSDPI_OPTIM_BLOCK], decay = (float)s[0], rate = (float)s[1];
+    for (size_t i = 0; i < count; i++) products[i] = rate * x[i];
+    for (size_t i = 0; i < count; i++) p[i] = p[i] * decay;
+    for (size_t i = 0; i < count; i++) p[i] = p[i] - products[i];
+}
+
+// Both kinds of updates of Muon, in f32.
+static void fsdpi_muon(const fsdp_update *u) {
+    size_t size = fsdp_dtype_size(u->dtype);
+    double g64[FSDPI_OPTIM_BLOCK];
+    float p32[FSDPI_OPTIM_BLOCK];
+    for (size_t at = 0; at < (size_t)u->count; at += FSDPI_OPTIM_BLOCK) {
+        size_t rest = (size_t)u->count - at, n = rest < FSDPI_OPTIM_BLOCK ? rest : FSDPI_OPTIM_BLOCK;
+        char *p = (char *)u->param + at * size;
+        const void *g = (const char *)u->grad + at * fsdp_dtype_size(u->grad_dtype);
+        const float *grad = (const float *)fsdpi_optim_grads(g64, 0, g, u->grad_dtype, n);
+        float *to = size == sizeof *p32 ? (float *)(void *)p : p32;
+        if (u->kind == FSDP_UPDATE_MOMENTUM) {
+            fsdpi_momentum_block(to, grad, (float *)u->first + at, n, u->scalars);
+        } else {
+            if (to == p32) (void)fsdp_convert(p32, FSDP_F32, p, u->dtype, (int64_t)n);
+            fsdpi_muon_block(to, grad, n, u->scalars);
+        }
+        if (to == p32) (void)fsdp_convert(p, u->dtype, p32, FSDP_F32, (int64_t)n);
+    }
+}
+
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper) {
     (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);
@@ -773,6 +815,13 @@ static void fsdpi_optim_host_update(const fsdp_update *u) {
     } else if (u->kind == FSDP_UPDATE_SGD) {
         memcpy(&sgd, u->scalars, sizeof sgd);
         fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd, r);
+    } else if (u->kind == FSDP_UPDATE_MOMENTUM || u->kind == FSDP_UPDATE_MUON) {
+        fsdpi_muon(u);
+    } else if (u->first) {
+        double norm;
+        fsdpi_sqrt(1, &norm, u->first, 1);
+        norm = 1 / (norm < u->scalars[0] ? u->scalars[0] : norm);
+        (void)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)norm);
     } else {
         *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
     }
@@ -786,15 +835,17 @@ static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
 }
 
 // Emits the runs of a step: the device updates them in the order of COMPUTE, or the loops do. The
-// record names the first run.
+// record names the first run. src, dst: buffers that it reads and writes, or NULL.
 static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
-                                    const fsdp_update *runs, int num) {
+                                    const fsdp_update *runs, int num, fsdp_buf *src,
+                                    fsdp_buf *dst) {
     fsdp_op op;
     if (num == 0) return FSDP_OK;
     const int param = runs->param != NULL;
     fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
                  FSDP_STREAM_COMPUTE);
     op.what = what;
+    op.src = src, op.dst = dst;
     op.dtype = runs->grad_dtype;
     op.out_dtype = param ? runs->dtype : runs->grad_dtype;
     op.src_ptr = runs->grad;
@@ -861,6 +912,7 @@ typedef struct fsdpi_optim {
     fsdp_optim_group_fn group;
     void *user;
     int moved;                         // 1: the model was laid out anew after the table was made
+    int laid;                          // number of tables that were made
     int warned;                        // 1: it has warned that no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
     fsdp_update *updates;              // of a step: at most one for each parameter
@@ -1110,6 +1162,7 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     next.spare = old.params;
     next.num_params = 0;
     next.moved = 0;
+    next.laid++;
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
@@ -1216,7 +1269,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->extension.relayout = fsdpi_optim_relayout;
     o->extension.state = fsdpi_optim_item;
     o->extension.hold = fsdpi_optim_hold;
-    o->extension.destroy = fsdpi_optim_free;
+    if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
@@ -1297,14 +1350,19 @@ static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
     o->warned = 1;
 }
 
-static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
-                                    fsdpi_optim_fn fill) {
+// May a step with this learning rate be made now?
+static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char *what) {
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
                          "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
-    status = fsdp_params_writable(o->model); // a gather under way may still read the shards
+    return fsdp_params_writable(o->model); // a gather under way may still read the shards
+}
+
+static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
+                                    fsdpi_optim_fn fill) {
+    fsdp_status status = fsdpi_optim_begin(o, lr, what);
     if (!status) status = fsdpi_optim_follow(o, what);
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
@@ -1327,7 +1385,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         run.numel += p->numel;
     }
     if (!status) status = fsdpi_optim_append(o, &run, fill, lr, &num);
-    if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
+    if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num, NULL, NULL);
     if (!status && o->num_params && !run.first) fsdpi_optim_tell(o, what);
     return status ? status : fsdp_params_changed(o->model);
 }
@@ -1760,7 +1818,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     int32_t seen[2] = {0, 0};                               // not finite; any
     if (!status) {
         int num = fsdpi_scaler_list(scaler, scaler->verdict ? scaler->verdict : &seen[0], &seen[1]);
-        status = fsdpi_optim_emit(m, scaler->memory, name, scaler->updates, num);
+        status = fsdpi_optim_emit(m, scaler->memory, name, scaler->updates, num, NULL,
+                                  NULL);
     }
     if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
     if (!status) status = fsdpi_scaler_meet(scaler, name, &seen[0], &seen[1]);
