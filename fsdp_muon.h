@@ -519,7 +519,11 @@ static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_flight *f) {
         u->scalars[0] = 1 - o->desc.momentum, u->scalars[1] = o->desc.momentum;
         u->scalars[2] = o->desc.nesterov != 0;
     }
-    fsdp_status status = fsdpi_optim_emit(o->base.model, o->base.memory, "muon_step", o->base.updates, num, NULL, o->u);
+    fsdp_status status = fsdpi_optim_emit(o->base.model, o->base.memory, "muon_step",
+                                          o->base.updates, num, NULL, o->u);
+    // Without rows here it is sent all the same: a write after that has to know of this one.
+    fsdp_op none = fsdpi_muon_record(o, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE, NULL, o->u);
+    if (!status && num == 0 && f->is_used) status = fsdp_emit(o->base.model, &none);
     if (status || !f->is_used || !o->travels) return status;
     return fsdpi_muon_exchange(o, f, o->u, f->replica * f->all.count, fsdpi_muon_whole(o, f), 0);
 }
@@ -829,8 +833,9 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     o->label = fsdp_label_register(model, "muon");
     o->pool = fsdp_pool_register(model, "muon");
     (void)fsdpi_muon_tables(o, params, ranks);
-    const double given[] = {d.momentum, d.eps, d.a, d.b, d.c, d.ns_steps, d.nesterov != 0, d.adjust,
-                            d.dtype, (double)d.flight_bytes};
+    const double given[] = {d.momentum,          d.eps, d.a,
+                            d.b,                 d.c,   (double)d.ns_steps,
+                            d.nesterov ? 1. : 0, (double)d.adjust, (double)d.dtype};
     status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG
                                          : fsdpi_optim_agree(base, given, sizeof given);
     if (!status) status = fsdpi_muon_follow(o, name);

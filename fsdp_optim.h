@@ -701,7 +701,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_muon_block(float *p, const float *x, size
 }
 
 // Both kinds of updates of Muon, in f32.
-static void fsdpi_muon(const fsdp_update *u) {
+static void fsdpi_muon(const fsdp_update *u, const fsdpi_rounding *r) {
     size_t size = fsdp_dtype_size(u->dtype);
     double g64[FSDPI_OPTIM_BLOCK];
     float p32[FSDPI_OPTIM_BLOCK];
@@ -717,7 +717,7 @@ static void fsdpi_muon(const fsdp_update *u) {
             if (to == p32) (void)fsdp_convert(p32, FSDP_F32, p, u->dtype, (int64_t)n);
             fsdpi_muon_block(to, grad, n, u->scalars);
         }
-        if (to == p32) (void)fsdp_convert(p, u->dtype, p32, FSDP_F32, (int64_t)n);
+        if (to == p32) fsdpi_optim_store(p, u->dtype, p32, n, r, (int64_t)at);
     }
 }
 
@@ -816,7 +816,7 @@ static void fsdpi_optim_host_update(const fsdp_update *u) {
         memcpy(&sgd, u->scalars, sizeof sgd);
         fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd, r);
     } else if (u->kind == FSDP_UPDATE_MOMENTUM || u->kind == FSDP_UPDATE_MUON) {
-        fsdpi_muon(u);
+        fsdpi_muon(u, r);
     } else if (u->first) {
         double norm;
         fsdpi_sqrt(1, &norm, u->first, 1);

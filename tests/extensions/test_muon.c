@@ -2,11 +2,29 @@
    any mesh, owners, flights, bytes and memory by formula, states, and what it refuses.
 
    SPDX-License-Identifier: MIT */
-#define TAGS BITS
+#define TAGS BITS | GLOO | NCCL
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* sqrt */
 #include "lab_net.h"
+
+/* On a device (stand-ins; memory that the host can read) the product of the host, in the order of the
+   stream: so results have the bits of the host. */
+static fsdp_status gemm_of_host(void *user, void *stream, int64_t m, int64_t n, int64_t k,
+                                float alpha, const void *a, int64_t lda, int a_transposed,
+                                const void *b, int64_t ldb, int b_transposed, float beta, void *c,
+                                int64_t ldc, fsdp_dtype dtype) {
+    static __thread char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
+    (void)user;
+    lib_wait(stream);
+    return fsdp_host_gemm(room, NULL, m, n, k, alpha, a, lda, a_transposed, b, ldb, b_transposed,
+                          beta, c, ldc, dtype);
+}
+static fsdp_muon_desc defaults_for(const fsdp_world *w) {
+    fsdp_muon_desc d = fsdp_muon_defaults();
+    if (lib_on_streams(w)) d.gemm = gemm_of_host;
+    return d;
+}
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
@@ -47,7 +65,9 @@ static void train_case(lab_rank *r) {
     fsdp_muon *muon = NULL;
     float *full = (float *)lab_zeros((size_t)numel, sizeof *full);
     CALL(r->w, fsdp_init_params(model, golden_rows, (void *)(uintptr_t)steps));
-    CALL(r->w, fsdp_muon_create(model, &steps->desc, &muon));
+    fsdp_muon_desc desc = steps->desc;
+    desc.gemm = defaults_for(r->w).gemm;
+    CALL(r->w, fsdp_muon_create(model, &desc, &muon));
     for (const muon_step *g = steps; g->number && g < steps + GOLDEN_STEPS; g++) {
         fsdp_state_item item = FSDP_ZERO;
         fsdp_param_view v;
@@ -156,8 +176,8 @@ static int is_others(void *user, const fsdp_param_view *v) {
     return fsdp_muon_takes((const fsdp_muon *)user, v) ? -1 : 0;
 }
 
-static fsdp_muon_desc desc_of_net(const setting *s) {
-    fsdp_muon_desc d = fsdp_muon_defaults();
+static fsdp_muon_desc desc_of_net(const fsdp_world *w, const setting *s) {
+    fsdp_muon_desc d = defaults_for(w);
     d.flatten = 1, d.replicas = s->how, d.num_groups = 2, d.group = group_of;
     d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
     if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
@@ -210,7 +230,7 @@ static void build(lab_rank *r, const setting *s, lab_built *m) {
 
 static void train_net(lab_rank *r) {
     outcome *o = (outcome *)r->arg;
-    fsdp_muon_desc d = desc_of_net(o->s);
+    fsdp_muon_desc d = desc_of_net(r->w, o->s);
     fsdp_adamw_desc a = fsdp_adamw_defaults();
     fsdp_muon *muon;
     fsdp_adamw *adamw;
@@ -227,7 +247,8 @@ static void train_net(lab_rank *r) {
         backward(&m, step, 0);
         if (step == STEPS - 1) before = w_allocations(r->heap);
         CALL(r->w, fsdp_muon_step(muon, 0.02 * (step + 1)));
-        if (step == STEPS - 1) CHECK_EQ_INT(w_allocations(r->heap), before);
+        if (step == STEPS - 1 && !getenv("FSDP_BACKEND")) /* there servers of the store allocate */
+            CHECK_EQ_INT(w_allocations(r->heap), before);
         CALL(r->w, fsdp_adamw_step(adamw, 0.01));
         CALL(r->w, fsdp_zero_grad(m.model));
         bits = bits_of(&m, bits);
