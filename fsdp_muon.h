@@ -336,7 +336,7 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
     for (int i = first; i < end; i++) {
         fsdpi_muon_matrix *m = &o->matrices[i];
         int64_t numel = m->rows * m->columns;
-        if (!f || whole[m->owner] + numel > limit) {
+        if (!f || (whole[m->owner] && whole[m->owner] + numel > limit)) {
             f = &o->flights[o->num_flights++];
             *f = *like;
             f->first = i;

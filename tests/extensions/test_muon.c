@@ -288,3 +288,353 @@ TEST_P(muon, replicas, hsdp) {
     static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0};
     CHECK(bits_by(row->replicas * 2, row) == bits_by(1, &plain));
 }
+
+/* ---- owners, flights, bytes and memory, computed once more ------------------------------------ */
+
+enum { MATRICES = 10 };
+
+typedef struct {
+    const char *name;
+    int64_t shapes[MATRICES][2]; /* {0, 0}: no more */
+    int64_t flight_bytes;
+    fsdp_dtype dtype;
+} plan_row;
+
+static const plan_row plans[] = {
+    {"equal", {{12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8},
+               {12, 8}}, 1, FSDP_F32},
+    {"mixed", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 2000, FSDP_F32},
+    {"one_flight", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 0, FSDP_F32},
+    {"bf16", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 700, FSDP_BF16}};
+
+typedef struct {
+    int num, flights, owner[MATRICES], flight[MATRICES];
+    int64_t part[MATRICES], sent, most; /* elements: of flights, of all, of the largest */
+} expected_plan;
+
+/* The longest matrix goes to the owner with the least work; then, from the last matrix on, a flight
+   ends where an owner would have too much. */
+static void expect_plan(const plan_row *row, int ranks, expected_plan *e) {
+    double work[8] = {0};
+    int64_t whole[8] = {0}, parts[8] = {0};
+    int taken[MATRICES] = {0};
+    const int64_t limit =
+        (row->flight_bytes ? row->flight_bytes : 64 << 20) / (int64_t)fsdp_dtype_size(row->dtype);
+    memset(e, 0, sizeof *e);
+    while (e->num < MATRICES && row->shapes[e->num][0]) e->num++;
+    for (int n = 0; n < e->num; n++) {
+        double longest = -1;
+        int which = -1, to = 0;
+        for (int i = 0; i < e->num; i++) {
+            const double r = (double)row->shapes[i][0], c = (double)row->shapes[i][1];
+            if (!taken[i] && r * c * fmin(r, c) > longest) longest = r * c * fmin(r, c), which = i;
+        }
+        for (int k = 1; k < ranks; k++)
+            if (work[k] < work[to]) to = k;
+        taken[which] = 1, e->owner[which] = to, work[to] += longest;
+    }
+    for (int i = e->num - 1; i >= 0; i--) {
+        const int64_t numel = row->shapes[i][0] * row->shapes[i][1];
+        const int k = e->owner[i];
+        if (e->flights == 0 || (whole[k] && whole[k] + numel > limit)) {
+            e->flights++;
+            memset(whole, 0, sizeof whole), memset(parts, 0, sizeof parts);
+        }
+        whole[k] += numel;
+        parts[k] += (row->shapes[i][0] + ranks - 1) / ranks * row->shapes[i][1];
+        e->flight[i] = e->flights - 1;
+        if (parts[k] > e->part[e->flights - 1]) e->part[e->flights - 1] = parts[k];
+    }
+    for (int f = 0; f < e->flights; f++) {
+        e->sent += e->part[f];
+        if (e->part[f] > e->most) e->most = e->part[f];
+    }
+}
+
+static int64_t align_to(int64_t nbytes, int64_t to) { return (nbytes + to - 1) / to * to; }
+
+static void check_plan(lab_rank *r) {
+    const plan_row *row = (const plan_row *)r->arg;
+    const int64_t size = (int64_t)fsdp_dtype_size(row->dtype), ranks = r->size;
+    fsdp_param_desc p[MATRICES];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_muon_desc d = defaults_for(r->w);
+    fsdp_muon *muon;
+    fsdp_unit *unit;
+    fsdp_memory before, after;
+    expected_plan e;
+    lab_log log = {NULL, 0, 0};
+    char text[400], want[160];
+    uint64_t bytes = 0, calls = 0;
+    int mine = 0;
+    int64_t square = 0, largest = 0;
+    expect_plan(row, r->size, &e);
+    for (int i = 0; i < e.num; i++) {
+        const int64_t *s = row->shapes[i], least = s[0] < s[1] ? s[0] : s[1];
+        p[i] = fsdp_mat(NULL, s[0], s[1]);
+        mine += e.owner[i] == r->rank;
+        if (least * least > square) square = least * least;
+        if (s[0] * s[1] > largest) largest = s[0] * s[1];
+    }
+    fsdp_model *model = lab_model(r->w, NULL);
+    unit = lab_unit(r->w, model, &ud, p, e.num);
+    CALL(r->w, fsdp_init_params(model, lab_fill, NULL));
+    if (row->flight_bytes) d.flight_bytes = row->flight_bytes;
+    d.dtype = row->dtype;
+    CALL(r->w, fsdp_model_memory(model, &before));
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    CALL(r->w, fsdp_model_memory(model, &after));
+    /* memory: the pool and nbytes */
+    const int pool = fsdp_pool_register(model, "muon");
+    const int64_t unit_of = W_ASAN ? 1 : 64, sent = (ranks > 1 ? 4 : 1) * align_to(ranks * e.most * size, unit_of);
+    const int64_t room = 64 + 2 * align_to(largest * 4, 64) + 2 * align_to(square * 4, 64) +
+                         (d.gemm ? 0 : FSDP_HOST_GEMM_BYTES);
+    if (!lib_on_streams(r->w) && !W_ASAN) {
+        CHECK_EQ_INT(after.pool_bytes[pool], sent);
+        CHECK_EQ_INT(fsdp_muon_nbytes(muon), after.host_bytes - before.host_bytes + sent);
+        CHECK(after.host_bytes - before.host_bytes >= room);
+    }
+    /* records and bytes of a step */
+    lab_watch(&log, r->w, model);
+    lab_forward(r->w, unit);
+    CALL(r->w, fsdp_pre_backward(unit));
+    for (int i = 0; i < e.num; i++) memset(fsdp_grad(unit, i), 1, 64);
+    CALL(r->w, fsdp_post_backward(unit));
+    CALL(r->w, fsdp_finalize_backward(model));
+    const int first = log.num;
+    CALL(r->w, fsdp_muon_step(muon, 0.1));
+    for (int n = first; n < log.num; n++) {
+        const fsdp_op *op = &log.ops[n];
+        if (op->kind == FSDP_OP_ALL_TO_ALL) bytes += op->bytes, calls++;
+        CHECK(op->kind == FSDP_OP_ALL_TO_ALL || op->stream == FSDP_STREAM_COMPUTE ||
+              op->kind >= FSDP_OP_HOOK);
+    }
+    CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.flights : 0);
+    CHECK_EQ_INT((int64_t)bytes, 2 * (ranks - 1) * e.sent * size);
+    if (!strcmp(row->name, "equal") && 12 % ranks == 0 && e.num % ranks == 0) /* the least there is */
+        CHECK_EQ_INT((int64_t)bytes * ranks * ranks, 2 * (ranks - 1) * e.num * 12 * 8 * size);
+    CHECK_EQ_INT(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL), 2 * 5 * mine);
+    /* flight i+1 is sent before flight i is computed */
+    int sent_at[MATRICES] = {0}, flight = 0;
+    for (int n = first; ranks > 1 && n < log.num && flight < e.flights; n++)
+        if (log.ops[n].kind == FSDP_OP_ALL_TO_ALL) sent_at[flight++] = n;
+    if (ranks > 1 && e.flights > 1) CHECK(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL) == 0 ||
+              lab_next_op(&log, first, FSDP_OP_CALL, -1, NULL) > sent_at[1]);
+    snprintf(want, sizeof want, "%d matrices, of which this rank computes %d; %d flights; receives %lld bytes",
+             e.num, mine, e.flights, (long long)bytes);
+    CHECK(fsdp_muon_describe(muon, text, sizeof text) < sizeof text);
+    CHECK_MSG(strstr(text, want), "'%s' has not '%s'", text, want);
+    free(log.ops);
+}
+
+TEST_P(muon, owners_flights_bytes, plans) {
+    for (int world = 1; world <= 5; world++) lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
+}
+
+/* ---- HSDP: bytes decide ----------------------------------------------------------------------- */
+
+static void check_replicas(lab_rank *r) {
+    static const struct {
+        int replicas, how, spreads;
+    } rows[] = {{2, FSDP_MUON_BY_BYTES, 1},
+                {2, FSDP_MUON_ALL_EACH, 0},
+                {4, FSDP_MUON_BY_BYTES, 0}, /* nothing is sent if each computes all */
+                {4, FSDP_MUON_A_PART_EACH, 1}};
+    for (int i = 0; i < 4; i++) {
+        setting s = {"", 0, rows[i].replicas, 0, rows[i].how, 0, 0, 0};
+        fsdp_muon_desc d = desc_of_net(r->w, &s);
+        fsdp_muon *muon;
+        lab_built m;
+        char text[400];
+        build(r, &s, &m);
+        CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+        (void)fsdp_muon_describe(muon, text, sizeof text);
+        CHECK_MSG((strstr(text, "replicas compute a part each") != NULL) == rows[i].spreads, "%d: %s",
+                  i, text);
+        fsdp_model_destroy(m.model);
+    }
+}
+TEST(muon, replicas_by_bytes) { lab_run(4, NULL, check_replicas, NULL); }
+
+/* ---- freeze and thaw; states ------------------------------------------------------------------ */
+
+/* A matrix that is frozen keeps its momentum, and goes on with it. */
+static void freeze(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    static __thread char full[2][LAB_NUMEL * 8];
+    fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_muon *muon;
+    lab_built m;
+    build(r, &s, &m);
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    for (int step = 0; step < 6; step++) {
+        if (step == 2) lab_freeze(&m, 0, 1), lab_freeze(&m, 9, 0);
+        if (step == 4) lab_freeze(&m, 0, 0);
+        CALL(r->w, fsdp_param_full(m.unit[0], 0, full[0]));
+        backward(&m, step, 1);
+        CALL(r->w, fsdp_muon_step(muon, 0.02));
+        CALL(r->w, fsdp_zero_grad(m.model));
+        CALL(r->w, fsdp_param_full(m.unit[0], 0, full[1]));
+        CHECK((memcmp(full[0], full[1], lab_nbytes_of(&the_net, 0)) != 0) == !m.frozen[0]);
+    }
+    uint64_t *bits = (uint64_t *)r->arg;
+    const uint64_t found = bits_of(&m, 1);
+    if (r->rank == 0) *bits = found;
+}
+TEST(muon, freeze_and_thaw) {
+    uint64_t one = 0, three = 0;
+    lab_run(1, NULL, freeze, &one);
+    lab_run(3, NULL, freeze, &three);
+    CHECK(one == three);
+}
+
+typedef struct {
+    const char *dir;
+    int load, save;
+    uint64_t bits;
+} resume;
+static void train_and_save(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    resume *c = (resume *)r->arg;
+    fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_muon *muon;
+    fsdp_checkpoint *ck;
+    lab_built m;
+    build(r, &s, &m);
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
+    if (c->load) {
+        char path[4096];
+        int64_t step;
+        CALL(r->w, fsdp_checkpoint_find(ck, c->dir, 3, path, sizeof path, &step));
+        CALL(r->w, fsdp_checkpoint_load(ck, path, NULL));
+    }
+    for (int step = c->load ? 3 : 0; step < 6; step++) {
+        if (step == 3 && c->save) CALL(r->w, fsdp_checkpoint_save(ck, c->dir, 3));
+        backward(&m, step, 0);
+        CALL(r->w, fsdp_muon_step(muon, 0.02));
+        CALL(r->w, fsdp_zero_grad(m.model));
+    }
+    uint64_t bits = bits_of(&m, 1);
+    if (r->rank == 0) c->bits = bits;
+}
+TEST(muon, checkpoints) {
+    resume whole = {h_tmpdir(), 0, 1, 0};
+    lab_run(3, NULL, train_and_save, &whole);
+    for (int world = 1; world <= 4; world++) {
+        resume c = {whole.dir, 1, 0, 0};
+        lab_run(world, NULL, train_and_save, &c);
+        CHECK_MSG(c.bits == whole.bits, "%d ranks go on with other bits", world);
+    }
+}
+
+/* ---- what it refuses -------------------------------------------------------------------------- */
+
+static int takes_all(void *user, const fsdp_param_view *v) { return (void)user, v != NULL; }
+static int takes_matrices(void *user, const fsdp_param_view *v) {
+    return (void)user, v->ndim == 2;
+}
+static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *d, fsdp_status status,
+                    const char *text) {
+    fsdp_muon *muon = (fsdp_muon *)(void *)&muon;
+    CHECK_STATUS(fsdp_muon_create(model, d, &muon), status);
+    CHECK(muon == NULL);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), text), "'%s' has not '%s'", fsdp_last_error(r->w), text);
+}
+static void refuse(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 0, 0, 0};
+    const fsdp_muon_desc good = defaults_for(r->w);
+    const fsdp_status bad = FSDP_ERR_INVALID_ARG;
+    fsdp_muon_desc d = FSDP_ZERO;
+    fsdp_muon *muon = NULL;
+    lab_built m;
+    build(r, &s, &m);
+    const int64_t live = r->heap->live;
+    refused(r, m.model, &d, bad, "[E921] muon_create: the desc does not come from fsdp_muon_defaults()");
+#define REFUSE(field, value, text) d = good, d.field = value, refused(r, m.model, &d, bad, text)
+    REFUSE(momentum, 1, "desc.momentum is 1");
+    REFUSE(weight_decay, -1, "desc.weight_decay is -1");
+    REFUSE(eps, LAB_NAN, "desc.eps is");
+    REFUSE(a, LAB_INF, "desc.a, b or c");
+    REFUSE(ns_steps, 0, "[E9013] muon_create: desc.ns_steps is 0, expected 1..99");
+    REFUSE(adjust, 3, "desc.adjust is 3");
+    REFUSE(replicas, -1, "desc.replicas is -1");
+    REFUSE(flight_bytes, 0, "desc.flight_bytes is 0");
+    REFUSE(dtype, FSDP_F16, "[E9014] muon_create: desc.dtype is f16");
+    REFUSE(num_groups, 9, "desc.num_groups is 9");
+    REFUSE(take, takes_all, "[E9010] muon_create: parameter 'a.b' of unit 'unit0' has 1 dims");
+    d = good, d.take = takes_all;
+    d.flatten = 1;
+    refused(r, m.model, &d, bad, "[E9010]");
+    CHECK_STATUS(fsdp_muon_create(NULL, NULL, &muon), bad);
+    CHECK_STATUS(fsdp_muon_create(m.model, NULL, NULL), bad);
+    CHECK_STATUS(fsdp_muon_step(NULL, 1), bad);
+    CHECK(!fsdp_muon_takes(NULL, NULL) && fsdp_muon_nbytes(NULL) == 0);
+    CHECK_EQ_INT(r->heap->live, live);
+    d = good, d.take = takes_matrices;
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    CHECK_STATUS(fsdp_muon_step(muon, LAB_NAN), bad);
+    CHECK(strstr(fsdp_last_error(r->w), "[E934] muon_step: lr is"));
+    lab_forward(r->w, m.unit[0]);
+    CALL(r->w, fsdp_pre_backward(m.unit[0]));
+    CHECK_STATUS(fsdp_muon_step(muon, 1), FSDP_ERR_INVALID_STATE);
+    CALL(r->w, fsdp_post_backward(m.unit[0]));
+    CALL(r->w, fsdp_finalize_backward(m.model));
+    fsdp_param_desc wide = fsdp_mat("e.w", 4, 4);
+    fsdp_model *other = lab_model(r->w, NULL);
+    wide.dtype = FSDP_F64;
+    (void)lab_unit(r->w, other, NULL, &wide, 1);
+    refused(r, other, &good, bad, "[E9011] muon_create: parameter 'e.w' of unit 'unit0' is f64");
+}
+TEST(muon, refuses) { lab_run(2, NULL, refuse, NULL); }
+
+static void refuse_tp(lab_rank *r) {
+    fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "dp", "tp");
+    fsdp_mesh_info info;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_muon_desc d = defaults_for(r->w);
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, -1, &info));
+    md.mesh_info = &info;
+    fsdp_model *model = lab_model(r->w, &md);
+    (void)lab_unit(r->w, model, NULL, &p, 1);
+    refused(r, model, &d, FSDP_ERR_UNSUPPORTED,
+            "[E9012] muon_create: unit 'unit0' has parameter 'w', and is on a mesh of which dim 1");
+}
+TEST(muon, refuses_tensor_parallelism) { lab_run(4, NULL, refuse_tp, NULL); }
+
+/* Each allocation of create fails once: create fails, and nothing is left of it. */
+static void short_of_memory(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    const fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_muon *muon = NULL;
+    lab_built m;
+    int n = 0;
+    build(r, &s, &m);
+    for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
+        const int64_t live = r->heap->live;
+        w_fail(r->heap, n);
+        status = fsdp_muon_create(m.model, &d, &muon);
+        w_fail(r->heap, -1);
+        if (status) CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+        if (status) CHECK(!muon && r->heap->live == live);
+    }
+    CHECK(n > 3);
+    backward(&m, 0, 1);
+    CALL(r->w, fsdp_muon_step(muon, 0.1));
+    /* After a freeze, too: then nothing has changed, and the next step makes it good. */
+    CALL(r->w, fsdp_zero_grad(m.model));
+    lab_freeze(&m, 0, 1);
+    backward(&m, 1, 1);
+    n = 0;
+    for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
+        const uint64_t bits = bits_of(&m, 1);
+        w_fail(r->heap, n);
+        status = fsdp_muon_step(muon, 0.1);
+        w_fail(r->heap, -1);
+        if (status) CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+        CHECK((bits_of(&m, 1) == bits) == (status != FSDP_OK));
+    }
+    CHECK(n > 1);
+}
+TEST(muon, out_of_memory, NO(GLOO | NCCL)) { lab_run(1, NULL, short_of_memory, NULL); }
