@@ -1,4 +1,5 @@
-/* fsdp_optim.h - AdamW, SGD with momentum and a gradient scaler on shards: an extension of fsdp.h
+/* fsdp_optim.h - AdamW, SGD with momentum, a gradient scaler and an average of the weights, on shards:
+   an extension of fsdp.h
 
    Each rank updates the rows that it owns. So the optimizer's state is sharded as the parameters
    are, and a step does not communicate. The results are those of torch.optim.AdamW,
@@ -380,6 +381,91 @@ FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
 /* fsdp_grad_scaler_destroy - free a scaler before its model ends; NULL is allowed */
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
+/* -------------------------------------------------------------------------------------------- */
+/* Average of the weights. Each rank averages the rows that it owns, so nothing is communicated.
+   Call fsdp_ema_update behind each step of the optimizer. To evaluate, swap, evaluate, swap back:
+
+       if (fsdp_ema_swap(ema)) break;      // the model has the average
+       ...                                 // forward
+       if (fsdp_ema_swap(ema)) break;      // and its weights again, to the bit
+
+   ARITHMETIC  avg = avg + (w - avg)*(1 - decay), or if 1 - decay >= 0.5, w - (w - avg)*decay, as
+               torch.lerp. Every operation is rounded to f32 (f64 parameters: f64). The average of
+               a 16-bit parameter is in f32; while it is swapped in, the model has it rounded to
+               nearest, and the weights' bits are kept beside it.
+   PARAMETERS  All that require a gradient when the average is made, and those that you thaw later:
+               their averages begin with their weights at the next use. A parameter that you freeze
+               later stays in the average, as in torch. One that was never trainable has none: it
+               would be equal to the weights. A swap leaves it.
+   WHILE SWAPPED  forward, backward and fsdp_param_full see the average. A step of an optimizer,
+               clipping, unscaling, fsdp_ema_update, a save, a load, fsdp_set_requires_grad and
+               fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
+               call fsdp_zero_grad before the training goes on.
+   CHECKPOINTS  have the items `ema` and `ema_step`, from which any number of ranks goes on to the
+               bit. Create the average before a load that has them. Create it after a load of weights
+               alone (params_only, source, or a checkpoint without an average): it begins with them.
+   MEMORY      one number of f32 or f64 for each element of this rank's rows, and 2 bytes for each
+               of a 16-bit parameter. */
+
+typedef struct fsdp_ema fsdp_ema;
+
+// Returns the decay of call number `step` of fsdp_ema_update, 1, 2, ...: 0 to 1, the same on all
+// ranks. It is called if that call averages.
+typedef double (*fsdp_ema_decay_fn)(void *user, int64_t step);
+
+typedef struct fsdp_ema_desc {
+    uint32_t size, start_canary;
+    double decay;  // default 0.999; 0 <= decay <= 1
+    int64_t every; // default 1, >= 1: of the calls of update each such one averages, others only
+                   // count
+    int64_t after; // default 0, >= 0: up to this call the average is a copy of the weights
+    fsdp_ema_decay_fn decay_at; // instead of decay; NULL: none
+    void *user;                 // argument of decay_at
+    int32_t cpu; // 1: the average of weights on a device is in pinned host memory, and the device
+                 // updates it there
+    uint32_t magic; // the function of the defaults sets it. Leave it as it is
+    uint64_t end_canary;
+} fsdp_ema_desc;
+
+/* fsdp_ema_defaults - a desc with the defaults      Source torch: torch.optim.swa_utils */
+FSDP_API fsdp_ema_desc fsdp_ema_defaults(void);
+
+/* fsdp_ema_create - an average of the weights, which begins as a copy of them; commits the model
+   desc        NULL: the defaults
+   ema         the model owns it: it ends with fsdp_ema_destroy, the model or the world. NULL after a
+               failure
+   Result      as fsdp_adamw_create; INVALID_STATE if a unit is not idle
+   Collective  as fsdp_model_commit      Allocates yes
+   Source      torch: torch.optim.swa_utils.AveragedModel, get_ema_multi_avg_fn */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *desc,
+                                                     fsdp_ema **ema);
+
+/* fsdp_ema_update - average the weights of now. Where the device updates, it is one launch for each
+               dtype of parameters, and does not wait
+   Result      FSDP_OK; INVALID_ARG (NULL, or what decay_at returned), INVALID_STATE (swapped, or a
+               unit is not idle); if the world is aborted, its status; after a freeze or thaw the
+               errors of create, too. In these cases nothing changes
+   Collective  no, but every rank has to do the same: if ranks give other decays, or one of them
+               leaves a call out, the next collective of a unit is a MISMATCH; after a freeze or thaw
+               as fsdp_model_commit
+   Blocks      as fsdp_adamw_step
+   Allocates   no; the first call after a freeze or thaw does
+   Source      torch: AveragedModel.update_parameters */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_update(fsdp_ema *ema);
+
+/* fsdp_ema_swap - average and weights change places; in the second call they change back
+   Result      as fsdp_ema_update
+   Collective, Blocks, Allocates  as fsdp_ema_update */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_swap(fsdp_ema *ema);
+
+/* fsdp_ema_nbytes - its host and device memory in bytes; 0: NULL */
+FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema);
+
+/* fsdp_ema_destroy - free an average before its model ends; NULL is allowed. If it is swapped, the
+   weights come back first
+   Blocks      until the device has finished its updates */
+FSDP_API void fsdp_ema_destroy(fsdp_ema *ema);
+
 #endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
 }
@@ -407,6 +493,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #include "optim/kernels.h"
 #ifndef FSDP_MATH_ONLY
 #include "optim/adamw_sgd.h"
+#include "optim/ema.h"
 #include "optim/scaler.h"
 #endif
 #if defined(__clang__)

@@ -75,6 +75,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.extension.name = "adamw";
     settings.base.state_names[0] = "exp_avg";
     settings.base.state_names[1] = "exp_avg_sq";
+    settings.base.step_name = "step";
     settings.base.num_states = 2;
     settings.base.rounds = d.stochastic_rounding != 0;
     settings.base.seed = d.seed;
@@ -155,6 +156,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.name = name;
     settings.base.extension.name = "sgd";
     settings.base.state_names[0] = "momentum_buffer";
+    settings.base.step_name = "step";
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
     if (!status) status = fsdpi_optim_setting(w, name, "desc.momentum", d.momentum, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "desc.dampening", d.dampening, HUGE_VAL);

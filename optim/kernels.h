@@ -1,4 +1,4 @@
-/* optim/kernels.h - the loops over elements: AdamW, SGD, unscaling
+/* optim/kernels.h - the loops over elements: AdamW, SGD, unscaling, averages
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
@@ -358,6 +358,56 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
         if (size < sizeof *x32) (void)fsdp_convert(xx, dtype, x32, FSDP_F32, (int64_t)n);
     }
     return bad;
+}
+// average = lerp(average, weights, gain), from its nearer end, as torch.lerp
+static FSDPI_OPTIM_NOINLINE void fsdpi_ema_block(int wide, void *average, const void *weights,
+                                                 size_t count, double gain) {
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real *FSDPI_OPTIM_RESTRICT a = (fsdpi_real *)average;
+        const fsdpi_real *FSDPI_OPTIM_RESTRICT w = (const fsdpi_real *)weights;
+        fsdpi_real to_a[FSDPI_OPTIM_BLOCK], weight = (fsdpi_real)gain;
+        const int from_w = weight >= (fsdpi_real)0.5;
+        if (from_w) weight = weight - 1;
+        for (size_t i = 0; i < count; i++) {
+            fsdpi_real d = w[i] - a[i];
+            to_a[i] = d * weight;
+        }
+        if (from_w) memcpy(a, w, count * sizeof *a);
+        for (size_t i = 0; i < count; i++) a[i] = a[i] + to_a[i];
+    });
+}
+
+// A block of p and its average change places; of 16-bit parameters the average stays.
+static void fsdpi_ema_swap_block(fsdp_dtype dtype, void *p, void *average, void *bits, size_t count,
+                                 int back) {
+    char kept[FSDPI_OPTIM_BLOCK * sizeof(double)];
+    const size_t nbytes = count * fsdp_dtype_size(dtype);
+    if (bits && back) memcpy(p, bits, nbytes);
+    if (bits && back) return;
+    memcpy(bits ? bits : kept, p, nbytes);
+    if (bits) (void)fsdp_convert(p, dtype, average, FSDP_F32, (int64_t)count);
+    else memcpy(p, average, nbytes);
+    if (!bits) memcpy(average, kept, nbytes);
+}
+
+// Does what `act` says, FSDP_EMA_*. bits: of 16-bit parameters; of others it is not looked at.
+static void fsdpi_ema(fsdp_dtype dtype, void *p, void *average, void *bits, int64_t count,
+                      double gain, int act) {
+    size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
+    float w32[FSDPI_OPTIM_BLOCK];
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        char *pp = (char *)p + at * size, *aa = (char *)average + at * wide;
+        if (act >= FSDP_EMA_SWAP) {
+            fsdpi_ema_swap_block(dtype, pp, aa, size < wide ? (char *)bits + at * size : NULL, n,
+                                 act == FSDP_EMA_SWAP_BACK);
+            continue;
+        }
+        if (size < wide) (void)fsdp_convert(w32, FSDP_F32, pp, dtype, (int64_t)n);
+        const void *w = size < wide ? (void *)w32 : pp;
+        if (act == FSDP_EMA_COPY) memcpy(aa, w, n * wide);
+        else fsdpi_ema_block(dtype == FSDP_F64, aa, w, n, gain);
+    }
 }
 #endif // FSDP_MATH_ONLY
 

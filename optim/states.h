@@ -35,7 +35,9 @@ typedef struct fsdpi_optim {
     fsdp_extension extension;
     const char *name;
     const char *state_names[2];
+    const char *step_name;
     int memory;                                 // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int place;                                  // of states: as memory, or FSDP_MEMORY_PINNED
     int num_params, num_groups, num_states;     // states: numbers for each element
     int rounds;                                 // 1: bf16 is rounded stochastically, by seed
     uint64_t seed;
@@ -49,7 +51,10 @@ typedef struct fsdpi_optim {
     fsdp_update *updates;              // of a step: at most one for each parameter
     char *held;                        // by parameter; 1: frozen, and has a state all the same
     char *states[2][2];                // [first, second][of f32, of f64]; one block
-    int64_t state_bytes;               // of that block
+    int keeps_bits;                    // 1: the block has room for the 16-bit parameters, too
+    char *bits;                        // that room
+    int64_t bits_from;                 // the first state of a 16-bit parameter
+    int64_t state_bytes;               // of the block
     int64_t nbytes;                    // of host memory
 } fsdpi_optim;
 
@@ -209,18 +214,21 @@ static int64_t fsdpi_optim_room(int64_t numel) {
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
     o->state_bytes = 0;
-    for (int i = 0; i < o->num_params; i++) {
+    o->bits_from = 0;
+    for (int i = 0; i < o->num_params; i++) { // f32 first: the states of 16 bits are the last
         fsdpi_optim_param *p = &o->params[i];
         p->state = numel[fsdpi_optim_wide(p)];
         numel[fsdpi_optim_wide(p)] += p->numel;
+        if (p->dtype == FSDP_F32) o->bits_from += p->numel;
     }
+    if (o->keeps_bits) total = fsdpi_optim_room(numel[0] - o->bits_from) * (int64_t)sizeof(uint16_t);
     for (int wide = 0; wide < 2; wide++)
         total += fsdpi_optim_room(numel[wide]) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
     if (total == 0) return FSDP_OK;
     char text[96];
     void *block;
     snprintf(text, sizeof text, "%s: no memory for a state", what);
-    fsdp_status status = fsdp_alloc(o->model, o->memory, total, text, &block);
+    fsdp_status status = fsdp_alloc(o->model, o->place, total, text, &block);
     if (status) return status;
     char *at = (char *)block;
     o->state_bytes = total;
@@ -229,6 +237,7 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
             o->states[k][wide] = at;
             at += (size_t)fsdpi_optim_room(numel[wide]) * fsdpi_optim_size(wide);
         }
+    o->bits = at;
     return FSDP_OK;
 }
 
@@ -244,19 +253,23 @@ static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_opti
     const char *src = old->states[k][was] + (size_t)from->state * in_size;
     char *dst = o->states[k][is] + (size_t)to->state * out_size;
     if (was == is)
-        return fsdpi_optim_copy(o->model, o->memory, dst, src, (size_t)to->numel * in_size);
+        return fsdpi_optim_copy(o->model, o->place, dst, src, (size_t)to->numel * in_size);
     for (int64_t at = 0; at < to->numel && !status; at += piece) {
         size_t count = (size_t)(to->numel - at < piece ? to->numel - at : piece);
-        status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * in_size,
+        status = fsdpi_optim_copy(o->model, o->place, in, src + (size_t)at * in_size,
                                   count * in_size);
         if (!status)
             status = fsdp_convert(out, is ? FSDP_F64 : FSDP_F32, in, was ? FSDP_F64 : FSDP_F32,
                                   (int64_t)count);
         if (!status)
-            status = fsdpi_optim_copy(o->model, o->memory, dst + (size_t)at * out_size, out,
+            status = fsdpi_optim_copy(o->model, o->place, dst + (size_t)at * out_size, out,
                                       count * out_size);
     }
     return status;
+}
+
+static void *fsdpi_optim_bits(const fsdpi_optim *o, const fsdpi_optim_param *p) {
+    return o->bits + (size_t)(p->state - o->bits_from) * sizeof(uint16_t);
 }
 
 // Moves the states of all parameters to their places in the new block.
@@ -266,6 +279,11 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
         const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
         for (int k = 0; k < o->num_states && from && !status; k++)
             status = fsdpi_optim_move_one(old, from, o, to, k);
+        if (o->keeps_bits && from && !status && fsdp_dtype_size(to->dtype) == sizeof(uint16_t) &&
+            from->dtype == to->dtype && to->numel)
+            status = fsdpi_optim_copy(o->model, o->place, fsdpi_optim_bits(o, to),
+                                      fsdpi_optim_bits(old, from),
+                                      (size_t)to->numel * sizeof(uint16_t));
     }
     return status;
 }
@@ -283,12 +301,13 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
+    if (!status && o->place == FSDP_MEMORY_PINNED) status = fsdp_wait_stream(m, FSDP_STREAM_COMPUTE);
     if (!status) status = fsdpi_optim_move(&old, &next);
     if (status) {
-        fsdp_free(m, next.memory, next.states[0][0], next.state_bytes);
+        fsdp_free(m, next.place, next.states[0][0], next.state_bytes);
         return status;
     }
-    fsdp_free(m, old.memory, old.states[0][0], old.state_bytes); // no update is under way
+    fsdp_free(m, old.place, old.states[0][0], old.state_bytes); // no update is under way
     next.nbytes += fsdpi_optim_host_bytes(m) - before;
     *o = next;
     return FSDP_OK;
@@ -315,7 +334,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     fsdpi_optim_param *p = &o->params[place];
     int wide = fsdpi_optim_wide(p);
     item->ordinal = p->ordinal;
-    item->name = which < o->num_states ? o->state_names[which] : "step";
+    item->name = which < o->num_states ? o->state_names[which] : o->step_name;
     if (which == o->num_states) {
         item->dtype = FSDP_I64;
         item->memory = FSDP_MEMORY_HOST;
@@ -325,7 +344,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     }
     item->sharded = 1;
     item->dtype = wide ? FSDP_F64 : FSDP_F32;
-    item->memory = o->memory;
+    item->memory = o->place == FSDP_MEMORY_PINNED ? FSDP_MEMORY_HOST : o->place;
     item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
     return FSDP_OK;
 }
@@ -342,7 +361,7 @@ static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) 
 
 static void fsdpi_optim_free(void *user) {
     fsdpi_optim *o = (fsdpi_optim *)user;
-    fsdp_free(o->model, o->memory, o->states[0][0], o->state_bytes);
+    fsdp_free(o->model, o->place, o->states[0][0], o->state_bytes);
     fsdp_free(o->model, FSDP_MEMORY_HOST, o, 0);
 }
 
@@ -353,7 +372,7 @@ static void fsdpi_optim_destroy(fsdpi_optim *o) {
 }
 
 static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
-    return o->nbytes + (o->memory == FSDP_MEMORY_DEVICE ? o->state_bytes : 0);
+    return o->nbytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
 }
 
 // Makes an optimizer of `size` bytes, with settings, tables and the states.
@@ -375,6 +394,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     *o = *settings;
     o->model = m;
     o->memory = memory;
+    if (memory == FSDP_MEMORY_HOST) o->place = memory;
     o->group = group;
     o->user = user;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
@@ -384,7 +404,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->moved = 1;
     o->extension.user = o;
     o->extension.relayout = fsdpi_optim_relayout;
-    o->extension.state = fsdpi_optim_item;
+    if (!o->extension.state) o->extension.state = fsdpi_optim_item;
     o->extension.hold = fsdpi_optim_hold;
     o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
@@ -448,9 +468,26 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
     return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
            run->first->group == p->group && run->step == p->step &&
            run->first->shard + (size_t)run->numel * fsdp_dtype_size(p->dtype) == p->shard &&
-           run->grad + (size_t)run->numel * fsdp_dtype_size(v->grad_dtype) ==
-               (const char *)v->shard_grad &&
+           (!run->grad || run->grad + (size_t)run->numel * fsdp_dtype_size(v->grad_dtype) ==
+                              (const char *)v->shard_grad) &&
            run->first->state + run->numel == p->state;
+}
+
+// The run has the parameter, too, or is appended, and the parameter begins the next one.
+static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_run *run, fsdpi_optim_param *p,
+                                      const fsdp_param_view *v, fsdpi_optim_fn fill, double lr,
+                                      int *num) {
+    fsdp_status status = FSDP_OK;
+    if (!fsdpi_optim_joins(run, p, v) || (o->rounds && p->dtype == FSDP_BF16)) {
+        status = fsdpi_optim_append(o, run, fill, lr, num);
+        run->first = p;
+        run->grad = (char *)v->shard_grad;
+        run->grad_dtype = v->grad_dtype;
+        run->numel = 0;
+        run->step = p->step;
+    }
+    run->numel += p->numel;
+    return status;
 }
 
 // Warns once if a step has found no gradient: the text says whether another optimizer has some.
@@ -486,15 +523,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         status = fsdp_param_view_get(p->unit, p->index, &v);
         if (status || !v.shard_grad) continue;
         p->step++;
-        if (!fsdpi_optim_joins(&run, p, &v) || (o->rounds && p->dtype == FSDP_BF16)) {
-            status = fsdpi_optim_append(o, &run, fill, lr, &num);
-            run.first = p;
-            run.grad = (char *)v.shard_grad;
-            run.grad_dtype = v.grad_dtype;
-            run.numel = 0;
-            run.step = p->step;
-        }
-        run.numel += p->numel;
+        status = fsdpi_optim_extend(o, &run, p, &v, fill, lr, &num);
     }
     if (!status) status = fsdpi_optim_append(o, &run, fill, lr, &num);
     if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);

@@ -27,6 +27,9 @@ static void fsdpi_optim_host_update(const fsdp_update *u) {
     } else if (u->kind == FSDP_UPDATE_SGD) {
         memcpy(&sgd, u->scalars, sizeof sgd);
         fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd, r);
+    } else if (u->kind == FSDP_UPDATE_EMA) {
+        fsdpi_ema(u->dtype, u->param, u->first, u->second, u->count, u->scalars[0],
+                  (int)u->scalars[1]);
     } else {
         *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
     }
@@ -51,7 +54,7 @@ static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
     op.what = what;
     op.dtype = runs->grad_dtype;
     op.out_dtype = param ? runs->dtype : runs->grad_dtype;
-    op.src_ptr = runs->grad;
+    op.src_ptr = runs->grad ? runs->grad : runs->param;
     op.dst_ptr = param ? runs->param : runs->grad;
     op.list = runs;
     op.list_count = (uint32_t)num;
@@ -72,7 +75,7 @@ static fsdp_status fsdpi_optim_copy(fsdp_model *m, int memory, void *dst, const 
 }
 
 static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
-    fsdp_memory memory;
+    fsdp_memory memory = FSDP_ZERO;
     return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
 }
 
