@@ -184,19 +184,19 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 // room for the largest shard, so that places in a part are the same for all ranks.
 
 typedef struct fsdpi_muon_matrix {
-    int32_t param, ordinal;  // in the optimizer's table; in the model
-    int32_t mesh;            // ordinal of the first parameter with the same mesh
-    int32_t owner;           // replica * shards + rank in the shard group; -1: not yet chosen
-    int64_t rows, columns;   // of the matrix
+    int32_t param, ordinal;    // in the optimizer's table; in the model
+    int32_t mesh;              // ordinal of the first parameter with the same mesh
+    int32_t owner;             // replica * shards + rank in the shard group; -1: not yet chosen
+    int64_t rows, columns;     // of the matrix
     int64_t outer, dim, inner; // it is cut along dim
-    int64_t chunk, at;       // elements of the largest shard; place in a part
+    int64_t chunk, at;         // elements of the largest shard; place in a part
 } fsdpi_muon_matrix;
 
 typedef struct fsdpi_muon_flight {
-    int32_t first, num; // of matrices
+    int32_t first, num;                      // of matrices
     int32_t shards, rank, replicas, replica; // replicas: that exchange results, 1 or more
-    int is_used;        // 1: in this step a matrix has a gradient
-    int64_t part;       // elements
+    int is_used;                             // 1: in this step a matrix has a gradient
+    int64_t part;                            // elements
     fsdp_comm *comm, *replicas_comm;
     fsdp_seg all; // of the gather over the replicas: a list has to outlive its record
 } fsdpi_muon_flight;
@@ -207,14 +207,14 @@ struct fsdp_muon {
     fsdp_dtype dtype; // of products
     int laid, label, pool;
     int num, num_flights;
-    int travels; // 1: matrices have several ranks
+    int travels;        // 1: matrices have several ranks
     int64_t host_bytes; // of buffers and room
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
     int64_t *loads;     // [2][ranks of the world]
     fsdp_block *blocks; // [ranks of the world]
     fsdp_buf *u, *x, *whole[2];
-    void *room; // double norm; matrices x, y; squares s, t; packed tiles
+    void *room;                       // double norm; matrices x, y; squares s, t; packed tiles
     int64_t room_bytes, most, square; // elements of the largest matrix, and of its square
 };
 
@@ -318,7 +318,8 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
         int least = 0;
         for (int i = end - 1; i >= first; i--) { // the last one is the first in the model
             fsdpi_muon_matrix *m = &o->matrices[i];
-            if (m->owner < 0 && (!next || fsdpi_muon_cost(o, m) > fsdpi_muon_cost(o, next))) next = m;
+            if (m->owner < 0 && (!next || fsdpi_muon_cost(o, m) > fsdpi_muon_cost(o, next)))
+                next = m;
         }
         for (int k = 1; k < owners; k++)
             if (o->loads[k] < o->loads[least]) least = k;
@@ -413,7 +414,8 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
         status = fsdp_buf_create(m, o->pool, FSDP_MEMORY_DEVICE, (i < 2 ? sent : got) * size,
                                  all[i]);
     o->room_bytes = 64 + 2 * fsdpi_muon_align(o->most * element) +
-                    2 * fsdpi_muon_align(o->square * element) + (o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0);
+                    2 * fsdpi_muon_align(o->square * element) +
+                    (o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0);
     if (sent && !status)
         status = fsdp_alloc(m, o->base.memory, o->room_bytes, "muon: no memory for products",
                             &o->room);
@@ -456,7 +458,8 @@ static fsdp_op fsdpi_muon_record(const fsdp_muon *o, int kind, int stream, fsdp_
     return op;
 }
 
-static fsdp_status fsdpi_muon_copy(const fsdp_muon *o, fsdp_op op, const fsdp_block *blocks, int num) {
+static fsdp_status fsdpi_muon_copy(const fsdp_muon *o, fsdp_op op, const fsdp_block *blocks,
+                                   int num) {
     op.list = blocks, op.list_count = (uint32_t)num;
     for (int i = 0; i < num; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
     return fsdp_emit(o->base.model, &op);
@@ -519,8 +522,8 @@ static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_flight *f) {
         u->scalars[0] = 1 - o->desc.momentum, u->scalars[1] = o->desc.momentum;
         u->scalars[2] = o->desc.nesterov != 0;
     }
-    fsdp_status status = fsdpi_optim_emit(o->base.model, o->base.memory, "muon_step",
-                                          o->base.updates, num, NULL, o->u);
+    fsdp_status status = fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step",
+                                             o->base.updates, num, NULL, o->u);
     // Without rows here it is sent all the same: a write after that has to know of this one.
     fsdp_op none = fsdpi_muon_record(o, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE, NULL, o->u);
     if (!status && num == 0 && f->is_used) status = fsdp_emit(o->base.model, &none);
@@ -567,8 +570,8 @@ static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_flight *f, do
         u->param = v.shard;
         u->scalars[0] = 1 - decay, u->scalars[1] = rate * ratio;
     }
-    fsdp_status status = fsdpi_optim_emit(o->base.model, o->base.memory, "muon_step",
-                                          o->base.updates, num, x, NULL);
+    fsdp_status status = fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step",
+                                             o->base.updates, num, x, NULL);
     return status ? status : fsdpi_muon_release(o, FSDP_STREAM_COMPUTE, x);
 }
 
@@ -629,7 +632,9 @@ static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, char *x, int64_t cou
     op.src_ptr = x, op.dst_ptr = o->room;
     op.list = &all, op.list_count = 1, op.count = (uint64_t)count;
     fsdp_status status = fsdp_emit(o->base.model, &op);
-    return status ? status : fsdpi_optim_emit(o->base.model, o->base.memory, "muon_step", &u, 1, NULL, NULL);
+    return status
+               ? status
+               : fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step", &u, 1, NULL, NULL);
 }
 
 // Copies the rows of all ranks together to x, or back.
@@ -662,8 +667,10 @@ static fsdp_status fsdpi_muon_compute(const fsdp_muon *o, const fsdpi_muon_fligh
     for (int i = f->first; i < f->first + f->num && !status; i++) {
         const fsdpi_muon_matrix *m = &o->matrices[i];
         char *at = (char *)o->room + 64;
-        fsdpi_muon_work w = {o, m->rows, m->columns, fsdpi_muon_least(m->rows, m->columns), at,
-                             at + matrix, at + 2 * matrix, NULL, 0};
+        fsdpi_muon_work w = {
+            o,  m->rows,     m->columns,      fsdpi_muon_least(m->rows, m->columns),
+            at, at + matrix, at + 2 * matrix, NULL,
+            0};
         fsdp_param_view v = FSDP_ZERO;
         w.t = w.s + fsdpi_muon_align(o->square * element);
         if (m->owner != f->replica * f->shards + f->rank || !fsdpi_muon_view(o, m, &v)) continue;
@@ -741,9 +748,8 @@ static fsdp_status fsdpi_muon_ranges(fsdp_world *w, const char *name, const fsdp
                              (long long)all[i].value, (long long)all[i].least,
                              (long long)all[i].most);
     if (d->dtype == FSDP_F32 || d->dtype == FSDP_BF16) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "[E9014] %s: desc.dtype is %s, expected f32 or bf16", name,
-                     fsdp_dtype_name(d->dtype));
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9014] %s: desc.dtype is %s, expected f32 or bf16",
+                     name, fsdp_dtype_name(d->dtype));
 }
 
 static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdpi_optim *o,
@@ -752,7 +758,8 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
     const double coefficients[] = {d->a, d->b, d->c};
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdpi_optim_begun(o, w, d->magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.weight_decay", d->weight_decay, HUGE_VAL);
+    if (!status)
+        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d->weight_decay, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "desc.momentum", d->momentum, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "desc.eps", d->eps, HUGE_VAL);
     for (int i = 0; i < 3 && !status; i++)
@@ -784,7 +791,8 @@ static fsdp_status fsdpi_muon_place_check(fsdp_model *model, const char *name,
                          "device's: do not set cpu_offload",
                          name);
     if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9017] %s: the backend has no all_to_all", name);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9017] %s: the backend has no all_to_all",
+                         name);
     return FSDP_OK;
 }
 
@@ -817,6 +825,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     settings.extension.name = "muon";
     settings.extension.destroy = fsdpi_muon_free;
     settings.state_names[0] = "momentum_buffer";
+    settings.step_name = "step";
     settings.num_states = 1;
     status = fsdpi_muon_settings(model, name, &settings, &d);
     if (!status) status = fsdpi_muon_place_check(model, name, &d);
@@ -833,9 +842,9 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     o->label = fsdp_label_register(model, "muon");
     o->pool = fsdp_pool_register(model, "muon");
     (void)fsdpi_muon_tables(o, params, ranks);
-    const double given[] = {d.momentum,          d.eps, d.a,
-                            d.b,                 d.c,   (double)d.ns_steps,
-                            d.nesterov ? 1. : 0, (double)d.adjust, (double)d.dtype};
+    const double given[] = {
+        d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
+        (double)d.adjust, (double)d.dtype};
     status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG
                                          : fsdpi_optim_agree(base, given, sizeof given);
     if (!status) status = fsdpi_muon_follow(o, name);
@@ -856,8 +865,8 @@ FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon) {
     if (!muon) return 0;
     return fsdpi_optim_nbytes(&muon->base) + muon->host_bytes +
            (muon->base.memory == FSDP_MEMORY_DEVICE ? muon->room_bytes : 0) +
-           fsdp_buf_nbytes(muon->u) + fsdp_buf_nbytes(muon->x) +
-           fsdp_buf_nbytes(muon->whole[0]) + fsdp_buf_nbytes(muon->whole[1]);
+           fsdp_buf_nbytes(muon->u) + fsdp_buf_nbytes(muon->x) + fsdp_buf_nbytes(muon->whole[0]) +
+           fsdp_buf_nbytes(muon->whole[1]);
 }
 
 FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap) {
@@ -870,19 +879,17 @@ FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap
         for (int k = f->first; k < f->first + f->num; k++)
             mine += muon->matrices[k].owner == f->replica * f->shards + f->rank;
     }
-    int length = snprintf(text, cap,
-                          "muon: %d matrices, of which this rank computes %d; %d flights; receives "
-                          "%lld bytes in a step; replicas %s; %lld bytes of memory",
-                          muon ? muon->num : 0, mine, muon ? muon->num_flights : 0,
-                          (long long)(elements * size),
-                          replicas > 1 ? "compute a part each" : "compute all each, if there are any",
-                          (long long)fsdp_muon_nbytes(muon));
+    int length = snprintf(
+        text, cap,
+        "muon: %d matrices, of which this rank computes %d; %d flights; receives "
+        "%lld bytes in a step; replicas %s; %lld bytes of memory",
+        muon ? muon->num : 0, mine, muon ? muon->num_flights : 0, (long long)(elements * size),
+        replicas > 1 ? "compute a part each" : "compute all each, if there are any",
+        (long long)fsdp_muon_nbytes(muon));
     return length > 0 ? (size_t)length : 0;
 }
 
-FSDP_API void fsdp_muon_destroy(fsdp_muon *muon) {
-    fsdpi_optim_destroy(muon ? &muon->base : NULL);
-}
+FSDP_API void fsdp_muon_destroy(fsdp_muon *muon) { fsdpi_optim_destroy(muon ? &muon->base : NULL); }
 
 #if defined(__clang__)
 #pragma float_control(pop)

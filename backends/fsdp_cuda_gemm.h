@@ -59,10 +59,11 @@ FSDP_API fsdp_status fsdp_cuda_gemm(void *user, void *stream, int64_t m, int64_t
         if (sizes[i] > INT32_MAX) return FSDP_ERR_UNSUPPORTED;
     cublasStatus_t status = cublasSetStream(blas, (cudaStream_t)stream);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasGemmStridedBatchedEx(
-            blas, b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
-            (int)n, (int)m, (int)k, &alpha, b, type, (int)ldb, 0, a, type, (int)lda, 0, &beta, c,
-            type, (int)ldc, 0, 1, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        status = cublasGemmStridedBatchedEx(blas, b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                            a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, (int)n,
+                                            (int)m, (int)k, &alpha, b, type, (int)ldb, 0, a, type,
+                                            (int)lda, 0, &beta, c, type, (int)ldc, 0, 1,
+                                            CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     return status == CUBLAS_STATUS_SUCCESS ? FSDP_OK : FSDP_ERR_BACKEND;
 }
 #endif // FSDP_IMPLEMENTATION

@@ -63,8 +63,8 @@ enum { FSDPI_GEMM_DEPTH = 256, FSDPI_GEMM_ROWS = 144, FSDPI_GEMM_COLUMNS = 1024 
 
 // out = the product of `rows` packed rows and two vectors of packed columns: sums in registers.
 #define FSDPI_GEMM_TILE(name, kind, bytes, rows)                                                   \
-    kind static FSDPI_GEMM_NOINLINE void name(int64_t depth, const float *a, const float *b,      \
-                                               float *out) {                                       \
+    kind static FSDPI_GEMM_NOINLINE void name(int64_t depth, const float *a, const float *b,       \
+                                              float *out) {                                        \
         typedef float vector __attribute__((vector_size(bytes)));                                  \
         vector sums[rows][2], left, right;                                                         \
         memset(sums, 0, sizeof sums);                                                              \
@@ -94,9 +94,7 @@ static fsdpi_gemm_tile fsdpi_gemm_best(void) {
                                  avx2 = {fsdpi_gemm_tile_avx2, 6, 16},
                                  avx512 = {fsdpi_gemm_tile_avx512, 12, 32};
     if (!__builtin_cpu_supports("fma")) return any;
-    return __builtin_cpu_supports("avx512f") ? avx512
-           : __builtin_cpu_supports("avx2")  ? avx2
-                                             : any;
+    return __builtin_cpu_supports("avx512f") ? avx512 : __builtin_cpu_supports("avx2") ? avx2 : any;
 }
 #else
 static fsdpi_gemm_tile fsdpi_gemm_best(void) {
@@ -196,9 +194,19 @@ FSDP_API fsdp_status fsdp_host_gemm(void *user, void *stream, int64_t m, int64_t
                                     float alpha, const void *a, int64_t lda, int a_transposed,
                                     const void *b, int64_t ldb, int b_transposed, float beta,
                                     void *c, int64_t ldc, fsdp_dtype dtype) {
-    const fsdpi_gemm_product p = {m,    n,           k,           alpha,       beta,
-                                  (const float *)a,  (const float *)b,         (float *)c,
-                                  lda,  ldb,         ldc,         a_transposed, b_transposed,
+    const fsdpi_gemm_product p = {m,
+                                  n,
+                                  k,
+                                  alpha,
+                                  beta,
+                                  (const float *)a,
+                                  (const float *)b,
+                                  (float *)c,
+                                  lda,
+                                  ldb,
+                                  ldc,
+                                  a_transposed,
+                                  b_transposed,
                                   a == b && lda == ldb && !a_transposed != !b_transposed};
     (void)stream;
     if (dtype != FSDP_F32) return FSDP_ERR_UNSUPPORTED;

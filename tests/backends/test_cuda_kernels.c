@@ -936,7 +936,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
 TEST(update, of_lists) {
     static const uint32_t nums[] = {0, 1, 2, 24, 25, 100, 700};
     uint64_t seed = h_seed();
-    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_UNSCALE; kind++)
+    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_MUON; kind++)
         for (size_t n = 0; n < sizeof nums / sizeof *nums; n++)
             list_of_updates(kind, nums[n], &seed);
 }
@@ -968,7 +968,7 @@ TEST(update, what_it_refuses) {
         for (int dtype = 0; dtype < 12; dtype++) {
             u.kind = (uint8_t)kind;
             u.dtype = FSDP_F32, u.grad_dtype = (uint8_t)dtype;
-            if (kind < 1 || kind > FSDP_UPDATE_UNSCALE || !fsdp_dtype_is_float(dtype))
+            if (kind < 1 || kind > FSDP_UPDATE_MUON || !fsdp_dtype_is_float(dtype))
                 CHECK(fsdp_cuda_update(NULL, &u, 1));
             u.dtype = (uint8_t)dtype, u.grad_dtype = FSDP_I32;
             CHECK(fsdp_cuda_update(NULL, &u, 1));

@@ -17,6 +17,15 @@ static fsdp_status gemm_of_host(void *user, void *stream, int64_t m, int64_t n, 
     static __thread char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
     (void)user;
     lib_wait(stream);
+    for (int64_t i = 0; dtype == FSDP_BF16 && i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+            double sum = beta < 0 || beta > 0 ? (double)beta * lab_get(c, dtype, i * ldc + j) : 0;
+            for (int64_t l = 0; l < k; l++)
+                sum += (double)alpha * lab_get(a, dtype, a_transposed ? l * lda + i : i * lda + l) *
+                       lab_get(b, dtype, b_transposed ? j * ldb + l : l * ldb + j);
+            lab_put(c, dtype, i * ldc + j, sum);
+        }
+    if (dtype == FSDP_BF16) return FSDP_OK;
     return fsdp_host_gemm(room, NULL, m, n, k, alpha, a, lda, a_transposed, b, ldb, b_transposed,
                           beta, c, ldc, dtype);
 }
@@ -42,8 +51,8 @@ enum { GOLDEN_NUMEL = 4096, GOLDEN_STEPS = 3 };
 static void golden_rows(void *user, const fsdp_param_view *block) {
     const muon_step *g = (const muon_step *)user;
     for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] =
-            (float)golden_value(g->param, (uint64_t)fsdp_view_index(block, k), 1);
+        ((float *)block->data)[k] = (float)golden_value(g->param,
+                                                        (uint64_t)fsdp_view_index(block, k), 1);
 }
 
 /* The difference of two arrays relative to the length of the update. */
@@ -81,8 +90,9 @@ static void train_case(lab_rank *r) {
         CALL(r->w, fsdp_param_full(unit, 0, full));
         const double exact = apart(full, g->step, g->before, numel),
                      theirs = apart(full, g->torch, g->before, numel);
-        CHECK_MSG(exact < 2e-4 && theirs < 0.06, "step %d, %d ranks: %g of the update from f64, %g "
-                                                 "from PyTorch",
+        CHECK_MSG(exact < 2e-4 && theirs < 0.06,
+                  "step %d, %d ranks: %g of the update from f64, %g "
+                  "from PyTorch",
                   g->number, r->size, exact, theirs);
         CALL(r->w, fsdp_next_state(model, &item));
         CHECK(!strcmp(item.name, "momentum_buffer") && item.sharded && item.dtype == FSDP_F32);
@@ -301,8 +311,10 @@ typedef struct {
 } plan_row;
 
 static const plan_row plans[] = {
-    {"equal", {{12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8},
-               {12, 8}}, 1, FSDP_F32},
+    {"equal",
+     {{12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}, {12, 8}},
+     1,
+     FSDP_F32},
     {"mixed", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 2000, FSDP_F32},
     {"one_flight", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 0, FSDP_F32},
     {"bf16", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 700, FSDP_BF16}};
@@ -318,8 +330,8 @@ static void expect_plan(const plan_row *row, int ranks, expected_plan *e) {
     double work[8] = {0};
     int64_t whole[8] = {0}, parts[8] = {0};
     int taken[MATRICES] = {0};
-    const int64_t limit =
-        (row->flight_bytes ? row->flight_bytes : 64 << 20) / (int64_t)fsdp_dtype_size(row->dtype);
+    const int64_t limit = (row->flight_bytes ? row->flight_bytes : 64 << 20) /
+                          (int64_t)fsdp_dtype_size(row->dtype);
     memset(e, 0, sizeof *e);
     while (e->num < MATRICES && row->shapes[e->num][0]) e->num++;
     for (int n = 0; n < e->num; n++) {
@@ -386,7 +398,8 @@ static void check_plan(lab_rank *r) {
     CALL(r->w, fsdp_model_memory(model, &after));
     /* memory: the pool and nbytes */
     const int pool = fsdp_pool_register(model, "muon");
-    const int64_t unit_of = W_ASAN ? 1 : 64, sent = (ranks > 1 ? 4 : 1) * align_to(ranks * e.most * size, unit_of);
+    const int64_t unit_of = W_ASAN ? 1 : 64,
+                  sent = (ranks > 1 ? 4 : 1) * align_to(ranks * e.most * size, unit_of);
     const int64_t room = 64 + 2 * align_to(largest * 4, 64) + 2 * align_to(square * 4, 64) +
                          (d.gemm ? 0 : FSDP_HOST_GEMM_BYTES);
     if (!lib_on_streams(r->w) && !W_ASAN) {
@@ -411,24 +424,28 @@ static void check_plan(lab_rank *r) {
     }
     CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.flights : 0);
     CHECK_EQ_INT((int64_t)bytes, 2 * (ranks - 1) * e.sent * size);
-    if (!strcmp(row->name, "equal") && 12 % ranks == 0 && e.num % ranks == 0) /* the least there is */
+    if (!strcmp(row->name, "equal") && 12 % ranks == 0 &&
+        e.num % ranks == 0) /* the least there is */
         CHECK_EQ_INT((int64_t)bytes * ranks * ranks, 2 * (ranks - 1) * e.num * 12 * 8 * size);
     CHECK_EQ_INT(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL), 2 * 5 * mine);
     /* flight i+1 is sent before flight i is computed */
     int sent_at[MATRICES] = {0}, flight = 0;
     for (int n = first; ranks > 1 && n < log.num && flight < e.flights; n++)
         if (log.ops[n].kind == FSDP_OP_ALL_TO_ALL) sent_at[flight++] = n;
-    if (ranks > 1 && e.flights > 1) CHECK(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL) == 0 ||
+    if (ranks > 1 && e.flights > 1)
+        CHECK(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL) == 0 ||
               lab_next_op(&log, first, FSDP_OP_CALL, -1, NULL) > sent_at[1]);
-    snprintf(want, sizeof want, "%d matrices, of which this rank computes %d; %d flights; receives %lld bytes",
-             e.num, mine, e.flights, (long long)bytes);
+    snprintf(want, sizeof want,
+             "%d matrices, of which this rank computes %d; %d flights; receives %lld bytes", e.num,
+             mine, e.flights, (long long)bytes);
     CHECK(fsdp_muon_describe(muon, text, sizeof text) < sizeof text);
     CHECK_MSG(strstr(text, want), "'%s' has not '%s'", text, want);
     free(log.ops);
 }
 
 TEST_P(muon, owners_flights_bytes, plans) {
-    for (int world = 1; world <= 5; world++) lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
+    for (int world = 1; world <= 5; world++)
+        lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
 }
 
 /* ---- HSDP: bytes decide ----------------------------------------------------------------------- */
@@ -449,8 +466,8 @@ static void check_replicas(lab_rank *r) {
         build(r, &s, &m);
         CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
         (void)fsdp_muon_describe(muon, text, sizeof text);
-        CHECK_MSG((strstr(text, "replicas compute a part each") != NULL) == rows[i].spreads, "%d: %s",
-                  i, text);
+        CHECK_MSG((strstr(text, "replicas compute a part each") != NULL) == rows[i].spreads,
+                  "%d: %s", i, text);
         fsdp_model_destroy(m.model);
     }
 }
@@ -531,15 +548,14 @@ TEST(muon, checkpoints) {
 /* ---- what it refuses -------------------------------------------------------------------------- */
 
 static int takes_all(void *user, const fsdp_param_view *v) { return (void)user, v != NULL; }
-static int takes_matrices(void *user, const fsdp_param_view *v) {
-    return (void)user, v->ndim == 2;
-}
-static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *d, fsdp_status status,
-                    const char *text) {
+static int takes_matrices(void *user, const fsdp_param_view *v) { return (void)user, v->ndim == 2; }
+static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *d,
+                    fsdp_status status, const char *text) {
     fsdp_muon *muon = (fsdp_muon *)(void *)&muon;
     CHECK_STATUS(fsdp_muon_create(model, d, &muon), status);
     CHECK(muon == NULL);
-    CHECK_MSG(strstr(fsdp_last_error(r->w), text), "'%s' has not '%s'", fsdp_last_error(r->w), text);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), text), "'%s' has not '%s'", fsdp_last_error(r->w),
+              text);
 }
 static void refuse(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 0, 0, 0};
@@ -550,7 +566,8 @@ static void refuse(lab_rank *r) {
     lab_built m;
     build(r, &s, &m);
     const int64_t live = r->heap->live;
-    refused(r, m.model, &d, bad, "[E921] muon_create: the desc does not come from fsdp_muon_defaults()");
+    refused(r, m.model, &d, bad,
+            "[E921] muon_create: the desc does not come from fsdp_muon_defaults()");
 #define REFUSE(field, value, text) d = good, d.field = value, refused(r, m.model, &d, bad, text)
     REFUSE(momentum, 1, "desc.momentum is 1");
     REFUSE(weight_decay, -1, "desc.weight_decay is -1");
