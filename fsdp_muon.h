@@ -82,7 +82,8 @@ enum { FSDP_MUON_ORIGINAL = 0, FSDP_MUON_MATCH_RMS_ADAMW, FSDP_MUON_SPECTRAL }; 
 // what sends less; if both send the same, a part each.
 enum { FSDP_MUON_BY_BYTES = 0, FSDP_MUON_ALL_EACH, FSDP_MUON_A_PART_EACH };
 
-// 1: Muon takes this parameter. It must return the same on all ranks and in each call.
+// 1: Muon takes this parameter; 0: it does not; n > 1: it does, as a matrix of n columns, whatever
+// its dims. It must return the same on all ranks and in each call.
 typedef int (*fsdp_muon_take_fn)(void *user, const fsdp_param_view *param);
 
 typedef struct fsdp_muon_desc {
@@ -225,15 +226,16 @@ static char *fsdpi_muon_part(const fsdp_muon *o, const fsdp_buf *buf, int64_t el
 
 static int64_t fsdpi_muon_least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int fsdpi_muon_may_take(const fsdp_muon_desc *d, const fsdp_param_view *v) {
-    if (d->take) return d->take(d->user, v) != 0;
+// What desc.take says of a parameter.
+static int fsdpi_muon_taken(const fsdp_muon_desc *d, const fsdp_param_view *v) {
+    if (d->take) return d->take(d->user, v);
     return v->ndim == 2 || (d->flatten && v->ndim > 2);
 }
 
 // The group of a parameter; negative: AdamW's.
 static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
     const fsdp_muon_desc *d = (const fsdp_muon_desc *)user;
-    if (!fsdpi_muon_may_take(d, v)) return -1;
+    if (!fsdpi_muon_taken(d, v)) return -1;
     return d->group ? d->group(d->user, v) : 0;
 }
 
@@ -241,7 +243,15 @@ static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
 static fsdp_status fsdpi_muon_check(fsdp_world *w, const char *name, const fsdp_muon_desc *d,
                                     const fsdp_param_view *v) {
     fsdp_mesh_info info = FSDP_ZERO;
-    if (v->ndim < 2 || (v->ndim > 2 && !d->flatten))
+    const int taken = fsdpi_muon_taken(d, v);
+    int64_t numel = 1;
+    for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
+    if (taken < 0 || numel % taken)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E9018] %s: desc.take returned %d columns for parameter '%s' of unit "
+                         "'%s', expected a number that divides its %lld elements",
+                         name, taken, v->name, v->unit_name, (long long)numel);
+    if (taken == 1 && (v->ndim < 2 || (v->ndim > 2 && !d->flatten)))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "[E9010] %s: parameter '%s' of unit '%s' has %d dims, expected 2: leave "
                          "it out by desc.take%s",
@@ -279,15 +289,17 @@ static fsdp_status fsdpi_muon_list(fsdp_muon *o) {
     o->num = 0;
     while (fsdp_next_param(o->base.model, &v)) {
         const fsdpi_optim_param *p = fsdpi_optim_find(&o->base, v.ordinal);
-        fsdpi_muon_matrix m = {0, v.ordinal, v.ordinal, -1, v.shape[0], 1, 1, 1, 1, 0, 0};
+        const int taken = fsdpi_muon_taken(&o->desc, &v);
+        fsdpi_muon_matrix m = {0, v.ordinal, v.ordinal, -1, 0, taken > 1 ? taken : 1, 1, 1, 1, 0, 0};
         fsdp_mesh_info mine = FSDP_ZERO, other = FSDP_ZERO;
         if (!p || !v.requires_grad) continue;
         m.param = (int32_t)(p - o->base.params);
-        for (int d = 1; d < v.ndim; d++) m.columns *= v.shape[d];
+        for (int d = 1; d < v.ndim && taken == 1; d++) m.columns *= v.shape[d];
         for (int d = 0; d < v.shard_dim; d++) m.outer *= v.shape[d];
         for (int d = v.shard_dim + 1; d < v.ndim; d++) m.inner *= v.shape[d];
         m.dim = v.shape[v.shard_dim];
-        if (m.rows * m.columns == 0) continue;
+        if (m.outer * m.dim * m.inner == 0) continue;
+        m.rows = m.outer * m.dim * m.inner / m.columns;
         fsdp_status status = fsdp_unit_mesh_info(v.unit, &mine);
         for (int i = 0; i < o->num && !status && m.mesh == m.ordinal; i++) {
             status = fsdp_unit_mesh_info(o->base.params[o->matrices[i].param].unit, &other);
@@ -769,7 +781,7 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
     if (!status) status = fsdp_model_commit(model);
     while (!status && fsdp_next_param(model, &v))
-        if (fsdpi_muon_may_take(d, &v)) status = fsdpi_muon_check(w, name, d, &v);
+        if (fsdpi_muon_taken(d, &v)) status = fsdpi_muon_check(w, name, d, &v);
     return status;
 }
 

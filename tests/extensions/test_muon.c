@@ -169,7 +169,7 @@ typedef struct {
     int lanes, replicas, ddp, how; /* replicas: of HSDP; how: what they do */
     int64_t flight_bytes;
     fsdp_dtype dtype;
-    int planned;
+    int planned, columns;
 } setting;
 
 typedef struct {
@@ -182,16 +182,22 @@ static int group_of(void *user, const fsdp_param_view *v) {
     (void)user;
     return ((const lab_param *)v->user)->tag;
 }
+/* c.f is 12 x 5 by its number of columns; flattened it would be 4 x 15. */
+static int as_columns(void *user, const fsdp_param_view *v) {
+    (void)user;
+    return v->ndim == 3 ? 5 : v->ndim == 2;
+}
 static int is_others(void *user, const fsdp_param_view *v) {
     return fsdp_muon_takes((const fsdp_muon *)user, v) ? -1 : 0;
 }
 
 static fsdp_muon_desc desc_of_net(const fsdp_world *w, const setting *s) {
     fsdp_muon_desc d = defaults_for(w);
-    d.flatten = 1, d.replicas = s->how, d.num_groups = 2, d.group = group_of;
+    d.flatten = !s->columns, d.replicas = s->how, d.num_groups = 2, d.group = group_of;
     d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
     if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
     if (s->dtype) d.dtype = s->dtype;
+    if (s->columns) d.take = as_columns;
     return d;
 }
 
@@ -274,28 +280,37 @@ static uint64_t bits_by(int world, const setting *s) {
     return o.bits;
 }
 
-static const setting settings[] = {{"inline", 0, 0, 0, 0, 0, 0, 0},
-                                   {"small_flights", 0, 0, 0, 0, 400, 0, 0},
-                                   {"one_each", 0, 0, 0, 0, 1, 0, 0},
-                                   {"lanes", 2, 0, 0, 0, 400, 0, 0},
-                                   {"planned", 0, 0, 0, 0, 400, 0, 1},
-                                   {"ddp", 0, 0, 1, 0, 400, 0, 0},
-                                   {"ddp_a_part_each", 0, 0, 1, FSDP_MUON_A_PART_EACH, 400, 0, 0}};
+static const setting settings[] = {{"inline", 0, 0, 0, 0, 0, 0, 0, 0},
+                                   {"small_flights", 0, 0, 0, 0, 400, 0, 0, 0},
+                                   {"one_each", 0, 0, 0, 0, 1, 0, 0, 0},
+                                   {"lanes", 2, 0, 0, 0, 400, 0, 0, 0},
+                                   {"planned", 0, 0, 0, 0, 400, 0, 1, 0},
+                                   {"ddp", 0, 0, 1, 0, 400, 0, 0, 0},
+                                   {"ddp_a_part_each", 0, 0, 1, FSDP_MUON_A_PART_EACH, 400, 0, 0, 0}};
 
 TEST_P(muon, same_bits, settings) {
-    static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0};
+    static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0, 0};
     const uint64_t want = bits_by(1, &plain);
     for (int world = 1; world <= 5; world++)
         CHECK_MSG(bits_by(world, row) == want, "%d ranks have other bits than one", world);
 }
 
-static const setting hsdp[] = {{"by_bytes", 0, 2, 0, FSDP_MUON_BY_BYTES, 400, 0, 0},
-                               {"all_each", 2, 2, 0, FSDP_MUON_ALL_EACH, 400, 0, 0},
-                               {"a_part_each", 2, 2, 0, FSDP_MUON_A_PART_EACH, 400, 0, 0},
-                               {"three", 0, 3, 0, FSDP_MUON_A_PART_EACH, 0, 0, 0}};
+/* A matrix of columns that the caller names is another one than the flattened one, on any ranks. */
+TEST(muon, columns_of_take) {
+    static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0, 0};
+    static const setting named = {"named", 0, 0, 0, 0, 400, 0, 0, 1};
+    const uint64_t one = bits_by(1, &named);
+    CHECK(one != bits_by(1, &plain));
+    for (int world = 2; world <= 4; world++) CHECK(bits_by(world, &named) == one);
+}
+
+static const setting hsdp[] = {{"by_bytes", 0, 2, 0, FSDP_MUON_BY_BYTES, 400, 0, 0, 0},
+                               {"all_each", 2, 2, 0, FSDP_MUON_ALL_EACH, 400, 0, 0, 0},
+                               {"a_part_each", 2, 2, 0, FSDP_MUON_A_PART_EACH, 400, 0, 0, 0},
+                               {"three", 0, 3, 0, FSDP_MUON_A_PART_EACH, 0, 0, 0, 0}};
 
 TEST_P(muon, replicas, hsdp) {
-    static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0};
+    static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0, 0};
     CHECK(bits_by(row->replicas * 2, row) == bits_by(1, &plain));
 }
 
@@ -458,7 +473,7 @@ static void check_replicas(lab_rank *r) {
                 {4, FSDP_MUON_BY_BYTES, 0}, /* nothing is sent if each computes all */
                 {4, FSDP_MUON_A_PART_EACH, 1}};
     for (int i = 0; i < 4; i++) {
-        setting s = {"", 0, rows[i].replicas, 0, rows[i].how, 0, 0, 0};
+        setting s = {"", 0, rows[i].replicas, 0, rows[i].how, 0, 0, 0, 0};
         fsdp_muon_desc d = desc_of_net(r->w, &s);
         fsdp_muon *muon;
         lab_built m;
@@ -477,7 +492,7 @@ TEST(muon, replicas_by_bytes) { lab_run(4, NULL, check_replicas, NULL); }
 
 /* A matrix that is frozen keeps its momentum, and goes on with it. */
 static void freeze(lab_rank *r) {
-    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
     static __thread char full[2][LAB_NUMEL * 8];
     fsdp_muon_desc d = desc_of_net(r->w, &s);
     fsdp_muon *muon;
@@ -511,7 +526,7 @@ typedef struct {
     uint64_t bits;
 } resume;
 static void train_and_save(lab_rank *r) {
-    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
     resume *c = (resume *)r->arg;
     fsdp_muon_desc d = desc_of_net(r->w, &s);
     fsdp_muon *muon;
@@ -548,6 +563,9 @@ TEST(muon, checkpoints) {
 /* ---- what it refuses -------------------------------------------------------------------------- */
 
 static int takes_all(void *user, const fsdp_param_view *v) { return (void)user, v != NULL; }
+static int takes_seven_columns(void *user, const fsdp_param_view *v) {
+    return (void)user, v->ndim > 1 ? 7 : 0;
+}
 static int takes_matrices(void *user, const fsdp_param_view *v) { return (void)user, v->ndim == 2; }
 static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *d,
                     fsdp_status status, const char *text) {
@@ -558,7 +576,7 @@ static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *
               text);
 }
 static void refuse(lab_rank *r) {
-    static const setting s = {"", 0, 0, 0, 0, 0, 0, 0};
+    static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
     const fsdp_muon_desc good = defaults_for(r->w);
     const fsdp_status bad = FSDP_ERR_INVALID_ARG;
     fsdp_muon_desc d = FSDP_ZERO;
@@ -580,6 +598,7 @@ static void refuse(lab_rank *r) {
     REFUSE(dtype, FSDP_F16, "[E9014] muon_create: desc.dtype is f16");
     REFUSE(num_groups, 9, "desc.num_groups is 9");
     REFUSE(take, takes_all, "[E9010] muon_create: parameter 'a.b' of unit 'unit0' has 1 dims");
+    REFUSE(take, takes_seven_columns, "[E9018] muon_create: desc.take returned 7 columns");
     d = good, d.take = takes_all;
     d.flatten = 1;
     refused(r, m.model, &d, bad, "[E9010]");
@@ -622,7 +641,7 @@ TEST(muon, refuses_tensor_parallelism) { lab_run(4, NULL, refuse_tp, NULL); }
 
 /* Each allocation of create fails once: create fails, and nothing is left of it. */
 static void short_of_memory(lab_rank *r) {
-    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0};
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
     const fsdp_muon_desc d = desc_of_net(r->w, &s);
     fsdp_muon *muon = NULL;
     lab_built m;
