@@ -129,8 +129,8 @@ enum { FSDP_EMA_AVERAGE = 0, FSDP_EMA_COPY, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK };
    UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1.
                factor and found are the same in all runs
    EMA         scalars: weight, FSDP_EMA_*; first: the average a of the parameter p; no grad.
-               AVERAGE: a = a + (p - a)*weight, as torch.lerp; COPY: a = p. SWAP: p and a change
-               places, and with SWAP_BACK again. But of 16-bit parameters a stays: SWAP keeps the
+               AVERAGE: a = a + (p - a)*weight, as torch.lerp, fused; COPY: a = p. SWAP: p and a
+               change places, and with SWAP_BACK again. But of 16-bit ones a stays: SWAP keeps the
                bits of p in second, rounds a into p, and SWAP_BACK takes the bits from second
    rounds      1: the parameters are bf16 and are rounded stochastically. The bits come from key and
                the element's index in the whole parameter: at + i / row * pitch + i % row         */

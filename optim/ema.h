@@ -12,9 +12,9 @@
 
 #include <string.h>
 
-// Owns: the average, which is the one state of an optimizer whose step is: 0, it is not the average
-// of these weights yet; else 1 + the calls of update. Invariant: while it is swapped, the shards are
-// lent, so that nobody else writes or moves them.
+// Owns: the average, which is the one state of an optimizer. Its step is 0 if it is not the average
+// of these weights yet, else 1 + the calls of update. Invariant: while it is swapped, the shards
+// are lent, so that nobody else writes or moves them.
 
 struct fsdp_ema {
     fsdpi_optim base;
@@ -69,8 +69,8 @@ static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
 static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
     if (!e->swapped) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(e->base.model), FSDP_ERR_INVALID_STATE,
-                     "[E925] %s: the model has the average, and the weights wait in its place: call "
-                     "fsdp_ema_swap first",
+                     "[E925] %s: the model has the average, and the weights wait in its place: "
+                     "call fsdp_ema_swap first",
                      what);
 }
 
