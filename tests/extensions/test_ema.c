@@ -283,6 +283,28 @@ TEST_P(ema, sharded, configs) {
     h_message("%s: %d models of %d parameters", row->name, runs, NUM);
 }
 
+/* What Hugging Face's readers get of a checkpoint: the average, in the parameters' dtypes. */
+static void check_export(const char *dir, int64_t step, const result *want) {
+    char path[600], out[600], text[1024], got[BIG * 8];
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_reader *r;
+    fsdp_checkpoint_tensor t;
+    snprintf(path, sizeof path, "%s/step-%08lld", dir, (long long)step);
+    snprintf(out, sizeof out, "%s/average", dir);
+    d.ema = 1;
+    CHECK_OK(fsdp_checkpoint_export(path, out, &d, text, sizeof text));
+    CHECK_OK(fsdp_checkpoint_open(out, NULL, NULL, &r, text, sizeof text));
+    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++)
+        for (int p = 0; p < NUM; p++) {
+            const char *dot = strrchr(t.name, '.'); /* UNIT.a.w, of one letter each */
+            if (strcmp(dot - 1, rows[p].name) != 0) continue;
+            CHECK(t.dtype == rows[p].dtype && t.nbytes == (int64_t)lab_nbytes_of(&net, p));
+            CHECK_OK(fsdp_checkpoint_read(r, i, NULL, NULL, FSDP_DTYPE_KEEP, got, text, sizeof text));
+            CHECK_EQ_MEM(got, want->average[p], (size_t)t.nbytes);
+        }
+    fsdp_checkpoint_close(r);
+}
+
 /* Saved by 2 ranks, gone on with by 3, and what one rank does without a checkpoint. */
 TEST(ema, resumed) {
     config c = configs[4];
@@ -291,6 +313,7 @@ TEST(ema, resumed) {
     const result *want = the_result;
     c.to = 5, c.dir = h_tmpdir();
     run(2, &c);
+    check_export(c.dir, 5, the_result);
     c.from = 5, c.to = 9;
     run(3, &c);
     for (int p = 0; p < NUM; p++) {
