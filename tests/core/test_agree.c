@@ -198,7 +198,7 @@ TEST_P(agree, steps, steps) {
 
 /* ---- what optimizers are given --------------------------------------------------------------- */
 
-enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS };
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS, EMA_SWAP };
 static const struct {
     const char *name;
     int what;
@@ -206,7 +206,8 @@ static const struct {
     {"same", SAME},          {"lr", LR},          {"beta2", BETA},        {"eps", EPS},
     {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
     {"left_out", LEFT_OUT},  {"set_group", SET_GROUP},
-    {"ema_decay", EMA_DECAY}, {"ema_calls", EMA_CALLS}};
+    {"ema_decay", EMA_DECAY}, {"ema_calls", EMA_CALLS},
+    {"ema_swap", EMA_SWAP}};
 
 /* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
 static void optim_rank(lab_rank *r) {
@@ -251,6 +252,7 @@ static void optim_rank(lab_rank *r) {
         const double lr = what == LR ? 0.1000001 : 0.1;
         CHECK_OK(sgd ? fsdp_sgd_step(sgd_opt, lr) : fsdp_adamw_step(adamw, lr));
         if (what != EMA_CALLS) CHECK_OK(fsdp_ema_update(ema));
+        for (int i = 0; i < 2 && what == EMA_SWAP; i++) CHECK_OK(fsdp_ema_swap(ema));
     }
     CHECK_STATUS(status, job->what == SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
     if (status)

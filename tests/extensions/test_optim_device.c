@@ -266,6 +266,14 @@ static void make_ema(job *j, int cpu) {
     const int64_t more[2] = {j->s.live_bytes[FSDP_MEMORY_DEVICE] - device,
                              j->s.live_bytes[FSDP_MEMORY_PINNED] - pinned};
     CHECK((more[0] > 0) == (native && !cpu) && (more[1] > 0) == (native && cpu));
+    int64_t elements[3] = {0, 0, 0}; /* of this rank's rows: averages of f32, of f64; bits */
+    for (int p = 0; p < NUM; p++) {
+        const int64_t numel = j->m.frozen[p] ? 0 : lab_view_of(&j->m, p).numel;
+        elements[net[p].dtype == FSDP_F64] += numel;
+        elements[2] += fsdp_dtype_size(net[p].dtype) == 2 ? numel : 0;
+    }
+    for (int k = 0; k < 3; k++) elements[k] = (elements[k] + 15) / 16 * 16;
+    if (native) CHECK_EQ_INT(more[0] + more[1], 4 * elements[0] + 8 * elements[1] + 2 * elements[2]);
     CHECK_EQ_INT(fsdp_ema_nbytes(j->ema),
                  after.host_bytes - before.host_bytes + more[0] + more[1]);
     CHECK(j->heap.live_bytes >= host);
