@@ -865,6 +865,32 @@ template <class T> struct Sgd {
     }
 };
 
+template <class T> struct Momentum { // p is u, first the momentum buffer
+    T weight, momentum;
+    bool nesterov;
+    static Momentum of(const double *s) {
+        Momentum a = {(T)s[0], (T)s[1], s[2] > 0};
+        return a;
+    }
+    int states() const { return 1; }
+    FSDPI_DEVICE void step(T *p, T g, T *b, T *) const {
+        *b = plus(*b, times(minus(g, *b), weight));
+        *p = nesterov ? plus(g, times(minus(*b, g), momentum)) : *b;
+    }
+};
+
+template <class T> struct Muon {
+    T decay, rate;
+    static Muon of(const double *s) {
+        Muon a = {(T)s[0], (T)s[1]};
+        return a;
+    }
+    int states() const { return 0; }
+    FSDPI_DEVICE void step(T *p, T x, T *, T *) const {
+        *p = minus(times(*p, decay), times(rate, x));
+    }
+};
+
 FSDPI_DEVICE uint32_t stir(uint32_t h) {
     h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
     h = (h ^ (h >> 13)) * 0xC2B2AE35u;
@@ -1000,8 +1026,9 @@ template <class G, unsigned N> struct Unscale {
     typedef typename G::Number Number;
     typedef typename G::Bits Bits;
     struct Params {
-        Number factor;
-        int32_t *found;
+        double scalar;      // the factor, or the least norm
+        const double *norm; // its square, or NULL
+        int32_t *found;     // or NULL
         Runs<N> runs;
     };
     static const unsigned ROOM = N, V = 16 / sizeof(Bits);
@@ -1009,7 +1036,8 @@ template <class G, unsigned N> struct Unscale {
     static void set(Params *p, const fsdp_update &u, fsdpi_cuda_run *run) {
         const void *grad = u.grad;
         const size_t size = sizeof(Bits);
-        p->factor = (Number)u.scalars[0];
+        p->scalar = u.scalars[0];
+        p->norm = (const double *)u.first;
         p->found = u.found;
         run->dst = (char *)u.grad;
         cut(run, head_of(&grad, &size, 1, V), V);
@@ -1032,7 +1060,11 @@ template <class G, unsigned N> struct Unscale {
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
         FSDPI_SHARED int found[1];
-        if (index == 0) fsdp_stub_touch(p.found, sizeof *p.found, 1);
+        const double norm = p.norm ? root(*p.norm) : 1;
+        const double scalar = p.norm ? over(1.0, norm < p.scalar ? p.scalar : norm) : p.scalar;
+        const Number factor = (Number)(float)scalar;
+        if (index == 0 && p.norm) fsdp_stub_touch(p.norm, sizeof *p.norm, 0);
+        if (index == 0 && p.found) fsdp_stub_touch(p.found, sizeof *p.found, 1);
         FSDPI_EACH_THREAD(t) {
             if (t == 0) found[0] = 0;
         }
@@ -1046,13 +1078,13 @@ template <class G, unsigned N> struct Unscale {
                 for (uint32_t i = t; i < tile.count; i += FSDPI_THREADS) {
                     int64_t place = tile.item + i;
                     Bits *grad = (Bits *)run.dst + fsdpi_cuda_column(&run, place, V);
-                    if (!item(grad, p.factor, place < run.vectors)) found[0] = 1;
+                    if (!item(grad, factor, place < run.vectors)) found[0] = 1;
                 }
             }
         }
         FSDPI_SYNC();
         FSDPI_EACH_THREAD(t) {
-            if (t == 0 && found[0]) join_flag(p.found);
+            if (t == 0 && found[0] && p.found) join_flag(p.found);
         }
     }
 };
@@ -1209,6 +1241,8 @@ template <class P> static int update_as(const UpdateJob &job, int dtype) {
     switch (job.updates->kind) {
     case FSDP_UPDATE_ADAMW: return update_by<AdamW, P>(job, dtype);
     case FSDP_UPDATE_SGD: return update_by<Sgd, P>(job, dtype);
+    case FSDP_UPDATE_MOMENTUM: return update_by<Momentum, P>(job, dtype);
+    case FSDP_UPDATE_MUON: return update_by<Muon, P>(job, dtype);
     case FSDP_UPDATE_EMA: return average_list<P>(job, dtype);
     default: return update_list<Unscale<P, FSDPI_FEW>, Unscale<P, FSDPI_MANY>>(job, dtype);
     }
@@ -1271,7 +1305,7 @@ FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uin
     UpdateJob job = {stream, updates, num, num <= FSDPI_FEW || !has_large_params()};
     for (uint32_t i = 0; i < num; i++) {
         int kind = updates[i].kind;
-        if (kind < FSDP_UPDATE_ADAMW || kind > FSDP_UPDATE_EMA || kind != updates->kind ||
+        if (kind < FSDP_UPDATE_ADAMW || kind > FSDP_UPDATE_MUON || kind != updates->kind ||
             !fsdpi_cuda_is_float(updates[i].grad_dtype) ||
             !fsdpi_cuda_is_float(dtype_of(updates[i])))
             return cudaErrorInvalidValue;
@@ -1309,7 +1343,7 @@ static int load_updates(int dtype, uint32_t num) {
     fsdp_update u[FSDPI_FEW + 1];
     int error = 0;
     memset(u, 0, sizeof u);
-    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_EMA && !error; kind++) {
+    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_MUON && !error; kind++) {
         for (uint32_t i = 0; i < num; i++) {
             u[i].kind = (uint8_t)kind;
             u[i].dtype = u[i].grad_dtype = (uint8_t)dtype;

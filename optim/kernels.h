@@ -284,6 +284,49 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
     }
 }
 
+// b += (g - b) * s[0]; u = g + (b - g) * s[1], or b. Products are stored before they are added.
+static FSDPI_OPTIM_NOINLINE void fsdpi_momentum_block(float *u, const float *g, float *b,
+                                                      size_t count, const double *s) {
+    float products[FSDPI_OPTIM_BLOCK], weight = (float)s[0], momentum = (float)s[1];
+    for (size_t i = 0; i < count; i++) products[i] = (g[i] - b[i]) * weight;
+    for (size_t i = 0; i < count; i++) b[i] = b[i] + products[i];
+    for (size_t i = 0; i < count; i++) products[i] = (b[i] - g[i]) * momentum;
+    if (s[2] > 0)
+        for (size_t i = 0; i < count; i++) u[i] = g[i] + products[i];
+    else memcpy(u, b, count * sizeof *u);
+}
+
+// p = p * s[0] - s[1] * x
+static FSDPI_OPTIM_NOINLINE void fsdpi_muon_block(float *p, const float *x, size_t count,
+                                                  const double *s) {
+    float products[FSDPI_OPTIM_BLOCK], decay = (float)s[0], rate = (float)s[1];
+    for (size_t i = 0; i < count; i++) products[i] = rate * x[i];
+    for (size_t i = 0; i < count; i++) p[i] = p[i] * decay;
+    for (size_t i = 0; i < count; i++) p[i] = p[i] - products[i];
+}
+
+// Both kinds of updates of Muon, in f32.
+static void fsdpi_muon(const fsdp_update *u, const fsdpi_rounding *r) {
+    size_t size = fsdp_dtype_size(u->dtype);
+    double g64[FSDPI_OPTIM_BLOCK];
+    float p32[FSDPI_OPTIM_BLOCK];
+    for (size_t at = 0; at < (size_t)u->count; at += FSDPI_OPTIM_BLOCK) {
+        size_t rest = (size_t)u->count - at,
+               n = rest < FSDPI_OPTIM_BLOCK ? rest : FSDPI_OPTIM_BLOCK;
+        char *p = (char *)u->param + at * size;
+        const void *g = (const char *)u->grad + at * fsdp_dtype_size(u->grad_dtype);
+        const float *grad = (const float *)fsdpi_optim_grads(g64, 0, g, u->grad_dtype, n);
+        float *to = size == sizeof *p32 ? (float *)(void *)p : p32;
+        if (u->kind == FSDP_UPDATE_MOMENTUM) {
+            fsdpi_momentum_block(to, grad, (float *)u->first + at, n, u->scalars);
+        } else {
+            if (to == p32) (void)fsdp_convert(p32, FSDP_F32, p, u->dtype, (int64_t)n);
+            fsdpi_muon_block(to, grad, n, u->scalars);
+        }
+        if (to == p32) fsdpi_optim_store(p, u->dtype, p32, n, r, (int64_t)at);
+    }
+}
+
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper) {
     (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);

@@ -46,6 +46,7 @@ typedef struct fsdpi_optim {
     fsdp_optim_group_fn group;
     void *user;
     int moved;                         // 1: the model was laid out anew after the table was made
+    int laid;                          // number of tables that were made
     int warned;                        // 1: it has warned that no parameter had a gradient
     fsdpi_optim_param *params, *spare; // spare: room for the next table
     fsdp_update *updates;              // of a step: at most one for each parameter
@@ -299,6 +300,7 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     next.spare = old.params;
     next.num_params = 0;
     next.moved = 0;
+    next.laid++;
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
@@ -408,7 +410,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->extension.relayout = fsdpi_optim_relayout;
     if (!o->extension.state) o->extension.state = fsdpi_optim_item;
     o->extension.hold = fsdpi_optim_hold;
-    o->extension.destroy = fsdpi_optim_free;
+    if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
@@ -506,14 +508,19 @@ static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
     o->warned = 1;
 }
 
-static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
-                                    fsdpi_optim_fn fill) {
+// May a step with this learning rate be made now?
+static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char *what) {
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
                          "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
-    status = fsdp_params_writable(o->model); // a gather under way may still read the shards
+    return fsdp_params_writable(o->model); // a gather under way may still read the shards
+}
+
+static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
+                                    fsdpi_optim_fn fill) {
+    fsdp_status status = fsdpi_optim_begin(o, lr, what);
     if (!status) status = fsdpi_optim_follow(o, what);
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;

@@ -30,6 +30,13 @@ static void fsdpi_optim_host_update(const fsdp_update *u) {
     } else if (u->kind == FSDP_UPDATE_EMA) {
         fsdpi_ema(u->dtype, u->param, u->first, u->second, u->count, u->scalars[0],
                   (int)u->scalars[1]);
+    } else if (u->kind == FSDP_UPDATE_MOMENTUM || u->kind == FSDP_UPDATE_MUON) {
+        fsdpi_muon(u, r);
+    } else if (u->first) {
+        double norm;
+        fsdpi_sqrt(1, &norm, u->first, 1);
+        norm = 1 / (norm < u->scalars[0] ? u->scalars[0] : norm);
+        (void)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)norm);
     } else {
         *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
     }
@@ -43,15 +50,17 @@ static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
 }
 
 // Emits the runs of a step: the device updates them in the order of COMPUTE, or the loops do. The
-// record names the first run.
-static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
-                                    const fsdp_update *runs, int num) {
+// record names the first run, and the buffers that it reads and writes, if the runs have some.
+static fsdp_status fsdpi_optim_emit_on(fsdp_model *m, int memory, const char *what,
+                                       const fsdp_update *runs, int num, fsdp_buf *src,
+                                       fsdp_buf *dst) {
     fsdp_op op;
     if (num == 0) return FSDP_OK;
     const int param = runs->param != NULL;
     fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
                  FSDP_STREAM_COMPUTE);
     op.what = what;
+    op.src = src, op.dst = dst;
     op.dtype = runs->grad_dtype;
     op.out_dtype = param ? runs->dtype : runs->grad_dtype;
     op.src_ptr = runs->grad ? runs->grad : runs->param;
@@ -65,6 +74,10 @@ static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
     }
     if (memory == FSDP_MEMORY_HOST) op.call = fsdpi_optim_call;
     return fsdp_emit(m, &op);
+}
+static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
+                                    const fsdp_update *runs, int num) {
+    return fsdpi_optim_emit_on(m, memory, what, runs, num, NULL, NULL);
 }
 
 static fsdp_status fsdpi_optim_copy(fsdp_model *m, int memory, void *dst, const void *src,

@@ -428,7 +428,8 @@ SIM_FN void sim_update(sim *s, int actor, const fsdp_update *u) {
     if (u->param)
         sim_touch(s, actor, "update", u->param, u->count * (int64_t)fsdp_dtype_size(u->dtype),
                   !ema || swaps);
-    if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
+    if (u->first && u->kind == FSDP_UPDATE_UNSCALE) sim_touch(s, actor, "update", u->first, 8, 0);
+    else if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
     if (u->second) sim_touch(s, actor, "update", u->second, second, 1);
     if (u->found) sim_touch(s, actor, "update", u->found, (int64_t)sizeof *u->found, 1);
     fsdp_update real = *u;
