@@ -1,5 +1,5 @@
-/* fsdp_optim.h - AdamW, SGD with momentum, a gradient scaler and an average of the weights, on shards:
-   an extension of fsdp.h
+/* fsdp_optim.h - AdamW, SGD with momentum, a gradient scaler and an average of the weights, on
+   shards: an extension of fsdp.h
 
    Each rank updates the rows that it owns. So the optimizer's state is sharded as the parameters
    are, and a step does not communicate. The results are those of torch.optim.AdamW,
@@ -389,10 +389,10 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
        ...                                 // forward
        if (fsdp_ema_swap(ema)) break;      // and its weights again, to the bit
 
-   ARITHMETIC  avg = avg + (w - avg)*(1 - decay), or if 1 - decay >= 0.5, w - (w - avg)*decay, as
-               torch.lerp. Every operation is rounded to f32 (f64 parameters: f64). The average of
-               a 16-bit parameter is in f32; while it is swapped in, the model has it rounded to
-               nearest, and the weights' bits are kept beside it.
+   ARITHMETIC  avg = avg + (w - avg)*(1 - decay), or if 1 - decay >= 0.5, w - (w - avg)*decay, with
+               the bits of torch.lerp: the difference is rounded, then product and sum at once, to
+               f32 (f64 parameters: f64). The average of a 16-bit parameter is in f32; while it is
+               swapped in, the model has it rounded to nearest, and the weights' bits are kept.
    PARAMETERS  All that require a gradient when the average is made, and those that you thaw later:
                their averages begin with their weights at the next use. A parameter that you freeze
                later stays in the average, as in torch. One that was never trainable has none: it
@@ -402,8 +402,8 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
                fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
                call fsdp_zero_grad before the training goes on.
    CHECKPOINTS  have the items `ema` and `ema_step`, from which any number of ranks goes on to the
-               bit. Create the average before a load that has them. Create it after a load of weights
-               alone (params_only, source, or a checkpoint without an average): it begins with them.
+               bit. Create the average before a load that has them. Create it after a load of the
+               weights alone (params_only, source, a checkpoint without it): it begins with them.
    MEMORY      one number of f32 or f64 for each element of this rank's rows, and 2 bytes for each
                of a 16-bit parameter. */
 
@@ -432,8 +432,8 @@ FSDP_API fsdp_ema_desc fsdp_ema_defaults(void);
 
 /* fsdp_ema_create - an average of the weights, which begins as a copy of them; commits the model
    desc        NULL: the defaults
-   ema         the model owns it: it ends with fsdp_ema_destroy, the model or the world. NULL after a
-               failure
+   ema         the model owns it: it ends with fsdp_ema_destroy, the model or the world. NULL after
+               a failure
    Result      as fsdp_adamw_create; INVALID_STATE if a unit is not idle
    Collective  as fsdp_model_commit      Allocates yes
    Source      torch: torch.optim.swa_utils.AveragedModel, get_ema_multi_avg_fn */
@@ -446,8 +446,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_create(fsdp_model *model, const fs
                unit is not idle); if the world is aborted, its status; after a freeze or thaw the
                errors of create, too. In these cases nothing changes
    Collective  no, but every rank has to do the same: if ranks give other decays, or one of them
-               leaves a call out, the next collective of a unit is a MISMATCH; after a freeze or thaw
-               as fsdp_model_commit
+               leaves a call out, the next collective of a unit is a MISMATCH; after a freeze or
+               thaw as fsdp_model_commit
    Blocks      as fsdp_adamw_step
    Allocates   no; the first call after a freeze or thaw does
    Source      torch: AveragedModel.update_parameters */

@@ -129,6 +129,7 @@ template <class T> T minus(T a, T b) { return a - b; }
 template <class T> T times(T a, T b) { return a * b; }
 template <class T> T over(T a, T b) { return a / b; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
+inline double fused(double a, double b, double c) { return fma(a, b, c); }
 inline double add_exact(double a, double b, double c) { return a * b + c; }
 inline float plain_f16(uint16_t h) { return fsdpi_f16_to_f32(h); }
 inline double plain(float x) { return (double)x; }
@@ -169,11 +170,13 @@ FSDPI_DEVICE float fused(float a, float b, float c) { // a * b + c
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
-FSDPI_DEVICE double add_exact(double a, double b, double c) { // a * b + c, if a * b is exact
+FSDPI_DEVICE double fused(double a, double b, double c) {
     double r;
     asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(r) : "d"(a), "d"(b), "d"(c));
     return r;
 }
+// If a * b is exact.
+FSDPI_DEVICE double add_exact(double a, double b, double c) { return fused(a, b, c); }
 // As conversions elsewhere, where the bits of a NaN do not matter.
 FSDPI_DEVICE float plain_f16(uint16_t h) {
     float r;
@@ -1096,7 +1099,7 @@ template <class T> struct Lerp {
         return l;
     }
     FSDPI_DEVICE T operator()(T from, T to) const {
-        return plus(from_end ? to : from, times(minus(to, from), weight));
+        return fused(minus(to, from), weight, from_end ? to : from);
     }
 };
 

@@ -138,8 +138,8 @@ enum { FSDP_EMA_AVERAGE = 0, FSDP_EMA_COPY, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK };
                NULL, it is the address of a sum of squares (f64), and grad is divided by its root,
                which counts as scalars[0] if it is smaller
    EMA         scalars: weight, FSDP_EMA_*; first: the average a of the parameter p; no grad.
-               AVERAGE: a = a + (p - a)*weight, as torch.lerp; COPY: a = p. SWAP: p and a change
-               places, and with SWAP_BACK again. But of 16-bit parameters a stays: SWAP keeps the
+               AVERAGE: a = a + (p - a)*weight, as torch.lerp, fused; COPY: a = p. SWAP: p and a
+               change places, and with SWAP_BACK again. But of 16-bit ones a stays: SWAP keeps the
                bits of p in second, rounds a into p, and SWAP_BACK takes the bits from second
    MOMENTUM    scalars: weight, momentum, nesterov (0, 1); first: the momentum buffer b.
                b += (grad - b)*weight; param = grad + (b - grad)*momentum with nesterov, else b

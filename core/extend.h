@@ -250,7 +250,8 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     char text[160];
     snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
              device ? " on device " : "", device ? w->device_ops->name : "");
-    return fsdpi_short(model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes, nbytes, text,
+    return fsdpi_short(model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes,
+                       nbytes, text,
                        device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 

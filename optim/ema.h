@@ -12,9 +12,9 @@
 
 #include <string.h>
 
-// Owns: the average, which is the one state of an optimizer whose step is: 0, it is not the average
-// of these weights yet; else 1 + the calls of update. Invariant: while it is swapped, the shards are
-// lent, so that nobody else writes or moves them.
+// Owns: the average, which is the one state of an optimizer. Its step is 0 if it is not the average
+// of these weights yet, else 1 + the calls of update. Invariant: while it is swapped, the shards
+// are lent, so that nobody else writes or moves them.
 
 struct fsdp_ema {
     fsdpi_optim base;
@@ -69,8 +69,8 @@ static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
 static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
     if (!e->swapped) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(e->base.model), FSDP_ERR_INVALID_STATE,
-                     "[E925] %s: the model has the average, and the weights wait in its place: call "
-                     "fsdp_ema_swap first",
+                     "[E925] %s: the model has the average, and the weights wait in its place: "
+                     "call fsdp_ema_swap first",
                      what);
 }
 
@@ -86,9 +86,11 @@ static fsdp_status fsdpi_ema_item(void *user, fsdp_model *model, int index, fsdp
             status = fsdp_wait_stream(model, FSDP_STREAM_COMPUTE);
     }
     if (!status) status = fsdpi_optim_item(o, model, index, item);
-    if (!item && !status) e->calls = 0; // what the load has written says how many
+    // What a load has written is the same number for all. It is in no file of a parameter without
+    // elements, which keeps the number of before.
+    const int64_t before = 1 + e->calls;
     for (int i = 0; i < o->num_params && !item && !status; i++)
-        if (o->params[i].step - 1 > e->calls) e->calls = o->params[i].step - 1;
+        if (o->params[i].step && o->params[i].step != before) e->calls = o->params[i].step - 1;
     return status;
 }
 
@@ -161,12 +163,12 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     const int acts = call % d->every == 0, copies = call <= d->after;
     double decay = acts && !copies && d->decay_at ? d->decay_at(d->user, call) : d->decay;
     status = fsdpi_ema_check(fsdp_model_world(o->model), name, "what decay_at returned", decay);
-    for (int i = 0; i < o->num_params && acts && copies && !status; i++) o->params[i].step = 0;
+    for (int i = 0; i < o->num_params && acts && copies; i++) o->params[i].step = 0;
     if (!status && acts) status = fsdpi_ema_begin(ema, name);
     const double given[] = {(double)call, decay};
     if (!status) status = fsdp_agree(o->model, given, sizeof given);
     if (!status) ema->calls = call;
-    if (status || !acts || copies) return status;
+    if (status || !acts || copies) return status; // equivalent: a copy averaged is a copy
     return fsdpi_ema_emit(ema, name, FSDP_EMA_AVERAGE, 1 - decay);
 }
 

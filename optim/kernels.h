@@ -402,21 +402,21 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
     }
     return bad;
 }
-// average = lerp(average, weights, gain), from its nearer end, as torch.lerp
+// average = lerp(average, weights, gain), from its nearer end, product and sum rounded at once, as
+// torch.lerp. fma is not an operator, so that no flag makes something else of it.
 static FSDPI_OPTIM_NOINLINE void fsdpi_ema_block(int wide, void *average, const void *weights,
                                                  size_t count, double gain) {
     FSDPI_IN_REAL(wide, {
         fsdpi_real *FSDPI_OPTIM_RESTRICT a = (fsdpi_real *)average;
         const fsdpi_real *FSDPI_OPTIM_RESTRICT w = (const fsdpi_real *)weights;
-        fsdpi_real to_a[FSDPI_OPTIM_BLOCK], weight = (fsdpi_real)gain;
+        fsdpi_real d[FSDPI_OPTIM_BLOCK], weight = (fsdpi_real)gain;
         const int from_w = weight >= (fsdpi_real)0.5;
         if (from_w) weight = weight - 1;
-        for (size_t i = 0; i < count; i++) {
-            fsdpi_real d = w[i] - a[i];
-            to_a[i] = d * weight;
-        }
+        for (size_t i = 0; i < count; i++) d[i] = w[i] - a[i];
         if (from_w) memcpy(a, w, count * sizeof *a);
-        for (size_t i = 0; i < count; i++) a[i] = a[i] + to_a[i];
+        for (size_t i = 0; i < count; i++)
+            a[i] = wide ? (fsdpi_real)fma((double)d[i], (double)weight, (double)a[i])
+                        : (fsdpi_real)fmaf((float)d[i], (float)weight, (float)a[i]);
     });
 }
 
@@ -441,9 +441,9 @@ static void fsdpi_ema(fsdp_dtype dtype, void *p, void *average, void *bits, int6
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
         size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
         char *pp = (char *)p + at * size, *aa = (char *)average + at * wide;
+        char *kept = size < wide ? (char *)bits + at * size : NULL;
         if (act >= FSDP_EMA_SWAP) {
-            fsdpi_ema_swap_block(dtype, pp, aa, size < wide ? (char *)bits + at * size : NULL, n,
-                                 act == FSDP_EMA_SWAP_BACK);
+            fsdpi_ema_swap_block(dtype, pp, aa, kept, n, act == FSDP_EMA_SWAP_BACK);
             continue;
         }
         if (size < wide) (void)fsdp_convert(w32, FSDP_F32, pp, dtype, (int64_t)n);

@@ -222,7 +222,8 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
         numel[fsdpi_optim_wide(p)] += p->numel;
         if (p->dtype == FSDP_F32) o->bits_from += p->numel;
     }
-    if (o->keeps_bits) total = fsdpi_optim_room(numel[0] - o->bits_from) * (int64_t)sizeof(uint16_t);
+    if (o->keeps_bits)
+        total = fsdpi_optim_room(numel[0] - o->bits_from) * (int64_t)sizeof(uint16_t);
     for (int wide = 0; wide < 2; wide++)
         total += fsdpi_optim_room(numel[wide]) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
     if (total == 0) return FSDP_OK;
@@ -303,7 +304,8 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
-    if (!status && o->place == FSDP_MEMORY_PINNED) status = fsdp_wait_stream(m, FSDP_STREAM_COMPUTE);
+    if (!status && o->place == FSDP_MEMORY_PINNED)
+        status = fsdp_wait_stream(m, FSDP_STREAM_COMPUTE);
     if (!status) status = fsdpi_optim_move(&old, &next);
     if (status) {
         fsdp_free(m, next.place, next.states[0][0], next.state_bytes);

@@ -728,6 +728,30 @@ static void unscale_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed)
     }
 }
 
+/* Averages from both ends of a lerp; a swap and back. The bits of a swap are of the parameter's type. */
+static void ema_acts(const fsdp_dtype *all, int64_t count, uint64_t *seed) {
+    static const double weights[] = {0.001, 0.1, 0.75, 1, 0};
+    static const int acts[] = {FSDP_EMA_AVERAGE, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK, FSDP_EMA_AVERAGE,
+                               FSDP_EMA_COPY};
+    const fsdp_dtype dtypes[STATES] = {all[0], all[0], all[2], all[0]};
+    static arrays host, device;
+    int offset[STATES];
+    for (int w = 0; w < 5; w++) {
+        arrays_fill(&host, &device, dtypes, seed);
+        offsets(offset, seed);
+        fsdp_update u = update_of(FSDP_UPDATE_EMA, &device, dtypes, offset, count);
+        fsdp_update on_host = update_of(FSDP_UPDATE_EMA, &host, dtypes, offset, count);
+        u.grad = on_host.grad = NULL;
+        for (int a = 0; a < 5; a++) {
+            u.scalars[0] = on_host.scalars[0] = weights[w];
+            u.scalars[1] = on_host.scalars[1] = acts[a];
+            finish(fsdp_cuda_update(NULL, &u, 1));
+            fsdpi_optim_host_update(&on_host);
+            arrays_equal(&device, &host);
+        }
+    }
+}
+
 /* Both kinds of Muon, whose host is what fsdp_optim.h does for a record. */
 static void muon_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
     static const double scalars[][3] = {{0.05, 0.95, 1}, {0.3, 0.7, 0}, {0.998, 0.02, 0}};
@@ -779,6 +803,7 @@ static const struct {
     void (*steps)(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed);
 } updates[] = {{"adamw", adamw_steps},
                {"sgd", sgd_steps},
+               {"ema", ema_acts},
                {"muon", muon_steps},
                {"normalize", normalize_one},
                {"unscale", unscale_one}};
@@ -892,7 +917,8 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
         const int muon = kind == FSDP_UPDATE_MOMENTUM || kind == FSDP_UPDATE_MUON;
         if (muon && dtype == FSDP_F64) dtype = FSDP_F32;
         fsdp_dtype state = dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32;
-        const fsdp_dtype dtypes[STATES] = {dtype, grad, state, state};
+        if (kind == FSDP_UPDATE_EMA) grad = dtype; /* of what second keeps */
+        const fsdp_dtype dtypes[STATES] = {dtype, grad, state, kind == FSDP_UPDATE_EMA ? dtype : state};
         fsdp_update *u = &list[i];
         void **to[STATES] = {&u->param, &u->grad, &u->first, &u->second};
         memset(u, 0, sizeof *u);
@@ -907,6 +933,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
         for (int s = 0; s < 7; s++) u->scalars[s] = (double)(1 + h_rand64(seed) % 999) / 1024;
         if (kind == FSDP_UPDATE_UNSCALE) u->scalars[0] = 0.25, u->first = NULL;
         if (kind == FSDP_UPDATE_SGD && i % 2) u->scalars[1] = 0; /* momentum */
+        if (kind == FSDP_UPDATE_EMA) u->scalars[1] = i % 4;
         u->found = found;
         u->rounds = dtype == FSDP_BF16 && i % 3 == 0;
         u->key = h_rand64(seed), u->at = i, u->row = 7, u->pitch = 9;
