@@ -42,7 +42,8 @@ static int rank_main(fsdp_world *world, void *arg) {
         ud.params = &p, ud.num_params = 1;
         if (fsdp_fully_shard(model, &ud, &units[i])) return 1;
     }
-    if (fsdp_init_params(model, first_value, NULL) || fsdp_muon_create(model, NULL, &muon)) return 1;
+    if (fsdp_init_params(model, first_value, NULL) || fsdp_muon_create(model, NULL, &muon))
+        return 1;
     for (int i = 0; i < j->matrices; i++) fsdp_pre_forward(units[i]), fsdp_post_forward(units[i]);
     for (int i = j->matrices - 1; i >= 0; i--) {
         fsdp_pre_backward(units[i]);
@@ -74,7 +75,8 @@ int main(int argc, char **argv) {
         if (!strcmp(argv[i], "--matrices")) j.matrices = atoi(argv[i + 1]);
         if (!strcmp(argv[i], "--steps")) j.steps = atoi(argv[i + 1]);
     }
-    if (j.ranks < 1 || j.matrices < 1 || j.matrices > 256 || j.steps < 1 || j.steps > 1000) return 2;
+    if (j.ranks < 1 || j.matrices < 1 || j.matrices > 256 || j.steps < 1 || j.steps > 1000)
+        return 2;
     printf("ranks,matrices,step_ms,bytes_received,optimizer_bytes\n");
     fflush(stdout);
     d.num_ranks = j.ranks;
