@@ -39,30 +39,31 @@
      BF16, u and x travel as bf16: half of the bytes, and x off by 2^-9 of itself at most. The
      products are then of bf16, too, if there is a `gemm`; the default one is of f32.
    WHICH PARAMETERS
-     desc.take chooses them. They have two dims; with `flatten` more, which count as rows x the rest.
-     Embeddings and heads, which have two dims, too, are better left to AdamW. Units of which tensor
-     parallelism cuts the parameters are refused.
+     desc.take chooses them, and may say of how many columns; else rows are the first dim. With
+     `flatten` parameters of more than two dims are rows x the rest. Embeddings and heads, which
+     have two dims, too, are better left to AdamW. Units of which tensor parallelism cuts the
+     parameters are refused.
    OWNERS AND FLIGHTS
-     Ranks choose the owners alike, without a message: the matrix that costs most first, to the owner
-     that has least. Owners are the ranks of the shard group; with replicas (HSDP, DDP) those of all
-     replicas, which then exchange results (desc.replicas).
+     Ranks choose the owners alike, without a message: the matrix that costs most first, to the
+     owner that has least. Owners are the ranks of the shard group; with replicas (HSDP, DDP) those
+     of all replicas, which then exchange results (desc.replicas).
      Matrices travel in flights, in the order of backward: u to the owners by one all_to_all, x back
      by another one, on the stream EXTENSION. While a flight is computed on COMPUTE, the next one
      travels there and the last one back. A step begins when all gradients are reduced. In the
      all_to_all each pair of ranks sends as much as the pair that sends most, with each shard as
-     large as the largest one: so a flight of W equal matrices, whose rows W divides, has no padding.
+     large as the largest one: a flight of W equal matrices, whose rows W divides, has no padding.
    UPDATED PARAMETERS, FREEZE AND THAW, CHECKPOINTS
      As for AdamW (fsdp_optim.h). The state is "momentum_buffer", as in PyTorch.
    HOST OR DEVICE
-     On the host the library has a product. On a device give desc.gemm: backends/fsdp_cuda_gemm.h has
-     one for cuBLAS. cpu_offload on a device is refused.
-   MEMORY, the same on all ranks, to the byte; W, V ranks share a matrix and exchange results
+     On the host the library has a product. On a device give desc.gemm:
+     backends/fsdp_cuda_gemm.h has one for cuBLAS. cpu_offload on a device is refused.
+   MEMORY, the same on all ranks, to the byte; W ranks shard a matrix, V replicas exchange results
      For each element of this rank's rows 4 bytes, the momentum, and tables, as AdamW. In the pool
      "muon" on several ranks 2 W N + 2 V W N elements of desc.dtype, where N is the most that a pair
-     of ranks sends in a flight; on one rank N. At the owner: for the largest matrix 2 R*C, and for the largest
-     min(R, C) 2 min(R, C)^2 elements of f32, each rounded up to 64 bytes, 64 bytes, and for the
-     default product 1,196,032 bytes. A step allocates nothing, except the first one after a freeze
-     or thaw. */
+     of ranks sends in a flight; on one rank N. For products 2 R C elements of the largest matrix
+     and 2 min(R, C)^2 of the one with the largest, each rounded up to 64 bytes, 64 bytes, and for
+     fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A step allocates nothing, except the first one after a
+     freeze or thaw. */
 #include "fsdp_optim.h"
 #include "backends/fsdp_host_gemm.h"
 
@@ -165,7 +166,7 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MUON_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_MUON_IMPLEMENTED
 
-#include "optim/flights.h"
+#include "muon/flights.h"
 
 #include <math.h>   // fabs, HUGE_VAL
 #include <stdio.h>  // snprintf
@@ -388,8 +389,8 @@ typedef struct fsdpi_muon_work { // one matrix at its owner
     int part; // of an iteration: which products
 } fsdpi_muon_work;
 
-// Part 0: s = x x'. Part 1, where t is s, and y is x: t = b t + c s s', y = a y + t x. Of tall x: s =
-// x' x, and y = a y + x t.
+// Part 0: s = x x'. Part 1, where t is s, and y is x: t = b t + c s s', y = a y + t x. Of tall x:
+// s = x' x, and y = a y + x t.
 static fsdp_status fsdpi_muon_products(const fsdp_op *op, void *stream) {
     const fsdpi_muon_work *w = (const fsdpi_muon_work *)op->list;
     const fsdp_muon *o = w->o;

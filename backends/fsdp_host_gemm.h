@@ -1,7 +1,7 @@
 /* fsdp_host_gemm.h - a product of matrices on the host, for fsdp_muon.h
 
-   Vectors of 4, 8 or 16 numbers, as the processor has them; one thread. Another one, as cblas_sgemm,
-   can take its place: see fsdp_gemm_fn (core/backend.h).
+   Vectors of 4, 8 or 16 numbers, as the processor has them; one thread. Another product, as that
+   of cblas_sgemm, can take its place: see fsdp_gemm_fn (core/backend.h).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

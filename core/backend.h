@@ -192,8 +192,8 @@ struct fsdp_device_ops {
    one for GPUs (fsdp_cuda_gemm.h): c = alpha * op(a) * op(b) + beta * c, row-major. op(a) is m x k,
    op(b) is k x n, c is m x n; a transposed matrix is stored as k x m, or n x k. ld: elements from
    row to row. If beta is 0, c is not read. All are of dtype, sums are f32. If a and b are one
-   matrix, of which one is transposed, c is symmetric, also before: half of it is enough. On a device
-   it is enqueued on `stream`, without a wait. The same shape gives the same bits. */
+   matrix, of which one is transposed, c is symmetric, also before: half of it is enough. On a
+   device it is enqueued on `stream`, without a wait. The same shape gives the same bits. */
 typedef fsdp_status (*fsdp_gemm_fn)(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                                     float alpha, const void *a, int64_t lda, int a_transposed,
                                     const void *b, int64_t ldb, int b_transposed, float beta,

@@ -1,20 +1,18 @@
-/* optim/flights.h - Muon's schedule: who computes which matrix, and which matrices travel together
+/* muon/flights.h - Muon's schedule: who computes which matrix, and which matrices travel together
 
    A part of fsdp_muon.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_MUON_H
 #include "../fsdp_muon.h"
 #endif
-#ifndef FSDPI_OPTIM_FLIGHTS_H
-#define FSDPI_OPTIM_FLIGHTS_H
-
-#include "states.h"
+#ifndef FSDPI_MUON_FLIGHTS_H
+#define FSDPI_MUON_FLIGHTS_H
 
 #include <string.h>
 
 // Owns: owners and flights. Invariants: they follow from the model and the desc alone, so that all
-// ranks have the same; they fit the optimizer's table `laid`. A part has the rows of one rank of all
-// matrices of one owner, each with room for the largest shard, so that places in a part are the same
-// for all ranks.
+// ranks have the same; they fit the optimizer's table `laid`. A part has the rows of one rank of
+// all matrices of one owner, each with room for the largest shard, so that places in a part are the
+// same for all ranks.
 
 typedef struct fsdpi_muon_matrix {
     int32_t param, ordinal;    // in the optimizer's table; in the model
@@ -223,4 +221,4 @@ static fsdp_status fsdpi_muon_plan(fsdp_muon *o) {
     return status;
 }
 
-#endif // FSDPI_OPTIM_FLIGHTS_H
+#endif // FSDPI_MUON_FLIGHTS_H
