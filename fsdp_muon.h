@@ -643,8 +643,8 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     if (status) return status;
     fsdp_muon *o = (fsdp_muon *)(void *)base;
     o->desc = d;
-    o->dtype = d.gemm ? d.dtype : FSDP_F32;
     if (!d.gemm) o->desc.gemm = fsdp_host_gemm;
+    o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
     o->label = fsdp_label_register(model, "muon");
     o->pool = fsdp_pool_register(model, "muon");
