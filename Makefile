@@ -27,7 +27,8 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard $(patsubst %,%/*.h,core plan dtensor checkpoint safetensors backends))
+FOLDERS  := core plan dtensor optim muon checkpoint safetensors backends
+PARTS    := $(wildcard $(patsubst %,%/*.h,$(FOLDERS)))
 PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/probe_*.c))))
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
@@ -203,8 +204,7 @@ gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 	    { echo "no Gloo: make deps installs libgloo-dev; or GLOO_HOME=..."; exit 1; }
 	@$(SUBMAKE) -k BUILD=$(BUILD)/gloo GLOO=yes examples
 run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
-	FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt \
-	    --steps 300
+	FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt --steps 300
 # What is missing, GPU included, find_nccl.sh tells at once.
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk

@@ -316,7 +316,9 @@ typedef struct fsdp_checkpoint_export_desc {
     fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
     int32_t with_optimizer;             // 0: no names that begin with "optim." or "fsdp.". With
                                         // num_ranks they are always written
-    int32_t num_ranks, reserved;        // > 0: a checkpoint of ours in so many data files
+    int32_t num_ranks;                  // > 0: a checkpoint of ours in so many data files
+    int32_t ema;                        // 1: parameters that have an average (fsdp_ema_create) are
+                                        // written as that, in their dtype. Not with num_ranks
     int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
                                         // 0: 5,000,000,000
                                         // Not with num_ranks

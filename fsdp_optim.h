@@ -1,4 +1,5 @@
-/* fsdp_optim.h - AdamW, SGD with momentum and a gradient scaler on shards: an extension of fsdp.h
+/* fsdp_optim.h - AdamW, SGD with momentum, a gradient scaler and an average of the weights, on
+   shards: an extension of fsdp.h
 
    Each rank updates the rows that it owns. So the optimizer's state is sharded as the parameters
    are, and a step does not communicate. The results are those of torch.optim.AdamW,
@@ -239,20 +240,34 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
    Source      torch: AdamW.step */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
+/* fsdp_adamw_set_group - change a group's lr_scale and weight_decay from the next step on, also
+               while a plan replays. Parameters stay in their groups
+   k           0 .. num_groups-1. An optimizer without groups has group 0
+   group       begin with fsdp_adamw_defaults().groups[k] or with the desc's, and change fields.
+               FSDP_OPTIM_SAME is the weight_decay of the desc
+   Result      FSDP_OK; INVALID_ARG (NULL, k, a field, or group does not come from the defaults):
+               nothing changes; if the world is aborted, its status
+   Collective  no, but every rank has to do the same: if ranks give different groups, the next
+               collective of a unit is a MISMATCH
+   Note        a checkpoint has no groups: set them again after a load, as you give the lr again
+   Source      torch: Optimizer.param_groups */
+FSDP_API fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *group);
+
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
    Blocks      until the device has finished its updates */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
-/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
+/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_set_group, fsdp_sgd_destroy - as the functions of AdamW
    Result      as for AdamW: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
                status of an aborted world
-   Collective  create: as fsdp_model_commit; step: as fsdp_adamw_step; destroy: no
-   Blocks      create: no; step and destroy: as for AdamW
+   Collective  create: as fsdp_model_commit; step, set_group: as for AdamW; destroy: no
+   Blocks      create, set_group: no; step and destroy: as for AdamW
    Allocates   create, and the first step after a freeze or thaw
    Source      torch: torch.optim.SGD */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
+FSDP_API fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *group);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
 // The state of one parameter, in place: a checkpoint reads it, and writes it to resume. After a
@@ -366,6 +381,91 @@ FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
 /* fsdp_grad_scaler_destroy - free a scaler before its model ends; NULL is allowed */
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
+/* -------------------------------------------------------------------------------------------- */
+/* Average of the weights. Each rank averages the rows that it owns, so nothing is communicated.
+   Call fsdp_ema_update behind each step of the optimizer. To evaluate, swap, evaluate, swap back:
+
+       if (fsdp_ema_swap(ema)) break;      // the model has the average
+       ...                                 // forward
+       if (fsdp_ema_swap(ema)) break;      // and its weights again, to the bit
+
+   ARITHMETIC  avg = avg + (w - avg)*(1 - decay), or if 1 - decay >= 0.5, w - (w - avg)*decay, with
+               the bits of torch.lerp: the difference is rounded, then product and sum at once, to
+               f32 (f64 parameters: f64). The average of a 16-bit parameter is in f32; while it is
+               swapped in, the model has it rounded to nearest, and the weights' bits are kept.
+   PARAMETERS  All that require a gradient when the average is made, and those that you thaw later:
+               their averages begin with their weights at the next use. A parameter that you freeze
+               later stays in the average, as in torch. One that was never trainable has none: it
+               would be equal to the weights. A swap leaves it.
+   WHILE SWAPPED  forward, backward and fsdp_param_full see the average. A step of an optimizer,
+               clipping, unscaling, fsdp_ema_update, a save, a load, fsdp_set_requires_grad and
+               fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
+               call fsdp_zero_grad before the training goes on.
+   CHECKPOINTS  have the items `ema` and `ema_step`, from which any number of ranks goes on to the
+               bit. Create the average before a load that has them. Create it after a load of the
+               weights alone (params_only, source, a checkpoint without it): it begins with them.
+   MEMORY      one number of f32 or f64 for each element of this rank's rows, and 2 bytes for each
+               of a 16-bit parameter. */
+
+typedef struct fsdp_ema fsdp_ema;
+
+// Returns the decay of call number `step` of fsdp_ema_update, 1, 2, ...: 0 to 1, the same on all
+// ranks. It is called if that call averages.
+typedef double (*fsdp_ema_decay_fn)(void *user, int64_t step);
+
+typedef struct fsdp_ema_desc {
+    uint32_t size, start_canary;
+    double decay;  // default 0.999; 0 <= decay <= 1
+    int64_t every; // default 1, >= 1: of the calls of update each such one averages, others only
+                   // count
+    int64_t after; // default 0, >= 0: up to this call the average is a copy of the weights
+    fsdp_ema_decay_fn decay_at; // instead of decay; NULL: none
+    void *user;                 // argument of decay_at
+    int32_t cpu; // 1: the average of weights on a device is in pinned host memory, and the device
+                 // updates it there
+    uint32_t magic; // the function of the defaults sets it. Leave it as it is
+    uint64_t end_canary;
+} fsdp_ema_desc;
+
+/* fsdp_ema_defaults - a desc with the defaults      Source torch: torch.optim.swa_utils */
+FSDP_API fsdp_ema_desc fsdp_ema_defaults(void);
+
+/* fsdp_ema_create - an average of the weights, which begins as a copy of them; commits the model
+   desc        NULL: the defaults
+   ema         the model owns it: it ends with fsdp_ema_destroy, the model or the world. NULL after
+               a failure
+   Result      as fsdp_adamw_create; INVALID_STATE if a unit is not idle
+   Collective  as fsdp_model_commit      Allocates yes
+   Source      torch: torch.optim.swa_utils.AveragedModel, get_ema_multi_avg_fn */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *desc,
+                                                     fsdp_ema **ema);
+
+/* fsdp_ema_update - average the weights of now. Where the device updates, it is one launch for each
+               dtype of parameters, and does not wait
+   Result      FSDP_OK; INVALID_ARG (NULL, or what decay_at returned), INVALID_STATE (swapped, or a
+               unit is not idle); if the world is aborted, its status; after a freeze or thaw the
+               errors of create, too. In these cases nothing changes
+   Collective  no, but every rank has to do the same: if ranks give other decays, or one of them
+               leaves a call out, the next collective of a unit is a MISMATCH; after a freeze or
+               thaw as fsdp_model_commit
+   Blocks      as fsdp_adamw_step
+   Allocates   no; the first call after a freeze or thaw does
+   Source      torch: AveragedModel.update_parameters */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_update(fsdp_ema *ema);
+
+/* fsdp_ema_swap - average and weights change places; in the second call they change back
+   Result      as fsdp_ema_update
+   Collective, Blocks, Allocates  as fsdp_ema_update */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_swap(fsdp_ema *ema);
+
+/* fsdp_ema_nbytes - its host and device memory in bytes; 0: NULL */
+FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema);
+
+/* fsdp_ema_destroy - free an average before its model ends; NULL is allowed. If it is swapped, the
+   weights come back first
+   Blocks      until the device has finished its updates */
+FSDP_API void fsdp_ema_destroy(fsdp_ema *ema);
+
 #endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
 }
@@ -373,6 +473,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #endif // FSDP_OPTIM_H
 
 /* ============================================================================================ */
+/* Implementation: the parts that no other part includes, and the loops. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_OPTIM_IMPLEMENTED)
 #define FSDP_OPTIM_IMPLEMENTED
@@ -381,21 +482,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #include <stdio.h>  // snprintf
 #include <string.h> // memcpy, memset
 
-#if defined(__GNUC__)
-#define FSDPI_OPTIM_RESTRICT __restrict
-#define FSDPI_OPTIM_NOINLINE __attribute__((noinline))
-#else
-#define FSDPI_OPTIM_RESTRICT
-#define FSDPI_OPTIM_NOINLINE
-#endif
-
-/* -------------------------------------------------------------------------------------------- */
-// >>optim kernels
-// Owns: the loops over elements. Invariants: the same inputs give the same bits with any compiler
-// flags. Pragmas make arithmetic precise. But clang -Ofast fuses a product with a sum in spite of
-// its pragma: so one loop stores the products of a block, and another one adds them. Blocks stay in
-// the first-level cache. Source: torch.optim, single-tensor functions.
-
+// Arithmetic of the parts is precise with any compiler flags, and comparisons know infinity.
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma clang fp contract(off)
@@ -403,1367 +490,12 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #pragma GCC push_options
 #pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
 #endif
-
-#define FSDPI_OPTIM_BLOCK 512 // elements
-
-// The source of the random bits of a stochastic rounding: see fsdp_update.
-typedef struct fsdpi_rounding {
-    uint64_t key;
-    int64_t at, row, pitch;
-} fsdpi_rounding;
-
-// The end of murmur3, a hash: each bit of h changes half of the bits.
-static inline uint32_t fsdpi_stir(uint32_t h) {
-    h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
-    h = (h ^ (h >> 13)) * 0xC2B2AE35u;
-    return h ^ (h >> 16);
-}
-
-// 16 random bits of an element, by products of 32 bits, which processors have for vectors.
-static inline uint32_t fsdpi_chance(uint64_t key, uint64_t index) {
-    uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
-    return fsdpi_stir(fsdpi_stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
-}
-
-/* p has x rounded to nearest. If x lies between two bf16, random bits are added to the 16 bits that
-   are cut off; if they carry, p becomes the bf16 further from zero. Beyond the largest bf16 p
-   stays: there are no two neighbours. */
-static FSDPI_OPTIM_NOINLINE void fsdpi_round_row(uint16_t *FSDPI_OPTIM_RESTRICT p,
-                                                 const float *FSDPI_OPTIM_RESTRICT x, size_t count,
-                                                 uint64_t key, uint64_t index) {
-    for (size_t i = 0; i < count; i++) {
-        uint32_t u, nearest = p[i];
-        memcpy(&u, &x[i], sizeof u);
-        uint32_t chosen = (u + fsdpi_chance(key, index + i)) >> 16;
-        p[i] = (uint16_t)((u & 0x7FFFFFFFu) > 0x7F7F0000u ? nearest : chosen);
-    }
-}
-
-// Stores f32 results of 16-bit parameters; the first is element i of a run.
-static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t count,
-                              const fsdpi_rounding *r, int64_t i) {
-    (void)fsdp_convert(p, dtype, x, FSDP_F32, (int64_t)count);
-    for (size_t done = 0, n; r && done < count; done += n, i += (int64_t)n) {
-        int64_t column = i % r->row;
-        n = count - done;
-        if ((int64_t)n > r->row - column) n = (size_t)(r->row - column);
-        fsdpi_round_row((uint16_t *)p + done, x + done, n, r->key,
-                        (uint64_t)(r->at + i / r->row * r->pitch + column));
-    }
-}
-
-/* One body for both types of the arithmetic: in it, fsdpi_real is double if wide, else float. */
-#define FSDPI_IN_REAL(wide, ...)                                                                   \
-    do {                                                                                           \
-        if (wide) {                                                                                \
-            typedef double fsdpi_real;                                                             \
-            __VA_ARGS__                                                                            \
-        } else {                                                                                   \
-            typedef float fsdpi_real;                                                              \
-            __VA_ARGS__                                                                            \
-        }                                                                                          \
-    } while (0)
-
-/* out = sqrt(x), correctly rounded, by instructions. Compilers do not vectorise the C library's
-   functions because of errno, and clang -Ofast makes estimates of them in spite of its pragmas. */
-#if defined(__GNUC__) && defined(__SSE2__)
-#ifdef __AVX__
-#define FSDPI_VEX "v"
-#else
-#define FSDPI_VEX
-#endif
-typedef float fsdpi_f32x4 __attribute__((vector_size(16)));
-
-static inline void fsdpi_sqrt_16(int wide, char *out, const char *x, size_t nbytes) { // at most 16
-    fsdpi_f32x4 v = {0, 0, 0, 0};
-    memcpy(&v, x, nbytes);
-    if (wide) __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
-    else __asm__(FSDPI_VEX "sqrtps {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
-    memcpy(out, &v, nbytes);
-}
-static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
-    size_t nbytes = count * (wide ? sizeof(double) : sizeof(float)), at = 0;
-    char *to = (char *)out;
-    const char *from = (const char *)x;
-    for (; at + 16 <= nbytes; at += 16) fsdpi_sqrt_16(wide, to + at, from + at, 16);
-    if (at < nbytes) fsdpi_sqrt_16(wide, to + at, from + at, nbytes - at);
-}
-#undef FSDPI_VEX
-#else
-static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
-    for (size_t i = 0; i < count; i++)
-        if (wide) ((double *)out)[i] = sqrt(((const double *)x)[i]);
-        else ((float *)out)[i] = sqrtf(((const float *)x)[i]);
-}
-#endif
-
-// y += x
-static void fsdpi_add(int wide, void *y, const void *x, size_t count) {
-    FSDPI_IN_REAL(wide, {
-        fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
-        const fsdpi_real *FSDPI_OPTIM_RESTRICT from = (const fsdpi_real *)x;
-        for (size_t i = 0; i < count; i++) to[i] = to[i] + from[i];
-    });
-}
-
-// y = a * x
-static void fsdpi_scale(int wide, void *y, double a, const void *x, size_t count) {
-    FSDPI_IN_REAL(wide, {
-        fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
-        const fsdpi_real *FSDPI_OPTIM_RESTRICT from = (const fsdpi_real *)x, factor = (fsdpi_real)a;
-        for (size_t i = 0; i < count; i++) to[i] = factor * from[i];
-    });
-}
-
-// Numbers that depend only on the settings and t.
-typedef struct fsdpi_adamw_scalars {
-    double decay;       // 1 - lr*weight_decay
-    double lerp;        // 1 - beta1
-    double beta2, gain; // beta2, 1 - beta2
-    double root, eps;   // sqrt(1 - beta2^t), eps
-    double rate;        // -lr/(1 - beta1^t)
-} fsdpi_adamw_scalars;
-
-// Calls pow by a pointer that compilers do not see through: -Ofast would give other numbers.
-static double fsdpi_pow(double x, int64_t y) {
-    double (*volatile function)(double, double) = pow;
-    return function(x, (double)y);
-}
-
-static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
-    fsdpi_adamw_scalars k;
-    volatile double decay = h->lr * h->weight_decay; // rounded before it is subtracted: not fused
-    double bias1 = 1 - fsdpi_pow(h->beta1, h->step), bias2 = 1 - fsdpi_pow(h->beta2, h->step);
-    k.decay = 1 - decay;
-    k.lerp = 1 - h->beta1;
-    k.beta2 = h->beta2;
-    k.gain = 1 - h->beta2;
-    fsdpi_sqrt(1, &k.root, &bias2, 1);
-    k.eps = h->eps;
-    k.rate = -(h->lr / bias1);
-    return k;
-}
-
-static FSDPI_OPTIM_NOINLINE void fsdpi_adamw_block(int wide, void *params, const void *grads,
-                                                   void *first, void *second, size_t count,
-                                                   const fsdpi_adamw_scalars *k) {
-    FSDPI_IN_REAL(wide, {
-        fsdpi_real *FSDPI_OPTIM_RESTRICT p = (fsdpi_real *)params;
-        const fsdpi_real *FSDPI_OPTIM_RESTRICT g = (const fsdpi_real *)grads;
-        fsdpi_real *FSDPI_OPTIM_RESTRICT m = (fsdpi_real *)first;
-        fsdpi_real *FSDPI_OPTIM_RESTRICT v = (fsdpi_real *)second;
-        fsdpi_real to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
-        fsdpi_real decay = (fsdpi_real)k->decay, weight = (fsdpi_real)k->lerp,
-                   beta2 = (fsdpi_real)k->beta2, gain = (fsdpi_real)k->gain,
-                   root = (fsdpi_real)k->root, eps = (fsdpi_real)k->eps, rate = (fsdpi_real)k->rate;
-        int from_g = weight >= (fsdpi_real)0.5; // torch.lerp starts from the nearer end
-        if (from_g) weight = weight - 1;
-        for (size_t i = 0; i < count; i++) {
-            fsdpi_real d = g[i] - m[i], scaled = gain * g[i];
-            to_m[i] = d * weight;
-            to_v[i] = scaled * g[i];
-            v[i] = v[i] * beta2;
-            p[i] = p[i] * decay;
-        }
-        if (from_g) memcpy(m, g, count * sizeof *m);
-        for (size_t i = 0; i < count; i++) {
-            m[i] = m[i] + to_m[i];
-            v[i] = v[i] + to_v[i];
-        }
-        fsdpi_sqrt(wide, to_v, v, count);
-        for (size_t i = 0; i < count; i++) {
-            fsdpi_real den = to_v[i] / root, num = rate * m[i];
-            den = den + eps;
-            num = num / den;
-            p[i] = p[i] + num;
-        }
-    });
-}
-
-// A block of gradients in the type of the arithmetic, f64 if wide: in place, or converted to tmp.
-static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_dtype dtype,
-                                     size_t count) {
-    if (wide) return fsdp_cast_if_needed(tmp, FSDP_F64, g, dtype, (int64_t)count);
-    float *narrow = (float *)(void *)tmp;
-    if (dtype != FSDP_F64) return fsdp_cast_if_needed(narrow, FSDP_F32, g, dtype, (int64_t)count);
-    for (size_t i = 0; i < count; i++) narrow[i] = (float)((const double *)g)[i];
-    return narrow;
-}
-
-static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *m,
-                        void *v, int64_t count, const fsdpi_adamw_scalars *k,
-                        const fsdpi_rounding *r) {
-    size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
-    double g64[FSDPI_OPTIM_BLOCK];
-    float p32[FSDPI_OPTIM_BLOCK];
-    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
-        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
-        char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
-        const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
-        gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
-        fsdpi_adamw_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, mm, vv, n, k);
-        if (size < wide) fsdpi_optim_store(pp, dtype, p32, n, r, (int64_t)at);
-    }
-}
-
-typedef struct fsdpi_sgd_scalars {
-    double lr, momentum, gain, weight_decay; // gain: 1 - dampening
-    double nesterov, fresh;                  // 0 or 1; fresh: the buffer takes the gradient
-} fsdpi_sgd_scalars;
-
-static fsdpi_sgd_scalars fsdpi_sgd_prepare(const fsdp_sgd_hyper *h) {
-    fsdpi_sgd_scalars k;
-    k.lr = h->lr;
-    k.momentum = h->momentum;
-    k.gain = 1 - h->dampening;
-    k.weight_decay = h->weight_decay;
-    k.nesterov = h->nesterov ? 1 : 0;
-    k.fresh = h->step <= 1 ? 1 : 0;
-    return k;
-}
-
-static FSDPI_OPTIM_NOINLINE void fsdpi_sgd_block(int wide, void *p, const void *g, void *buffer,
-                                                 size_t count, const fsdpi_sgd_scalars *k) {
-    FSDPI_IN_REAL(wide, {
-        fsdpi_real d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
-        fsdpi_real *b = (fsdpi_real *)buffer, momentum = (fsdpi_real)k->momentum;
-        memcpy(d, g, count * sizeof *d);
-        if (k->weight_decay > 0) {
-            fsdpi_scale(wide, product, k->weight_decay, p, count);
-            fsdpi_add(wide, d, product, count);
-        }
-        if (k->momentum > 0 && k->fresh > 0) {
-            memcpy(b, d, count * sizeof *b);
-        } else if (k->momentum > 0) {
-            fsdpi_scale(wide, product, k->gain, d, count);
-            for (size_t i = 0; i < count; i++) b[i] = b[i] * momentum;
-            fsdpi_add(wide, b, product, count);
-        }
-        if (k->momentum > 0 && k->nesterov > 0) {
-            fsdpi_scale(wide, product, k->momentum, b, count);
-            fsdpi_add(wide, d, product, count);
-        }
-        fsdpi_scale(wide, product, -k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
-        fsdpi_add(wide, p, product, count);
-    });
-}
-
-static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *b,
-                      int64_t count, const fsdpi_sgd_scalars *k, const fsdpi_rounding *r) {
-    size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
-    double g64[FSDPI_OPTIM_BLOCK];
-    float p32[FSDPI_OPTIM_BLOCK];
-    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
-        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
-        char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
-        const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
-        gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
-        fsdpi_sgd_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, bb, n, k);
-        if (size < wide) fsdpi_optim_store(pp, dtype, p32, n, r, (int64_t)at);
-    }
-}
-
-FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
-                                const fsdp_adamw_hyper *hyper) {
-    (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);
-}
-
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
-                                          const void *g, void *m, void *v, int64_t count,
-                                          const fsdp_adamw_hyper *hyper) {
-    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
-    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
-        return FSDP_ERR_INVALID_ARG;
-    if (count == 0) return FSDP_OK;
-    if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
-    fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hyper);
-    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k, NULL);
-    return FSDP_OK;
-}
-
-FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
-                              const fsdp_sgd_hyper *hyper) {
-    (void)fsdp_sgd_update_as(FSDP_F32, p, FSDP_F32, g, b, count, hyper);
-}
-
-FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
-                                        const void *g, void *b, int64_t count,
-                                        const fsdp_sgd_hyper *hyper) {
-    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
-    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
-        return FSDP_ERR_INVALID_ARG;
-    if (count == 0) return FSDP_OK;
-    if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
-    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(hyper);
-    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k, NULL);
-    return FSDP_OK;
-}
-
+#include "optim/kernels.h"
 #ifndef FSDP_MATH_ONLY
-// Is a number infinite or NaN? The bits of its exponent say so, with -Ofast, too.
-static inline uint32_t fsdpi_is_bad_f32(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7F800000u) == 0x7F800000u;
-}
-static inline uint32_t fsdpi_is_bad_f64(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7FF0000000000000u) == 0x7FF0000000000000u;
-}
-
-// x *= factor; non-zero if one of them was not finite
-static FSDPI_OPTIM_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t count,
-                                                         float factor) {
-    uint32_t bad = 0;
-    FSDPI_IN_REAL(wide, {
-        fsdpi_real *x = (fsdpi_real *)data;
-        for (size_t i = 0; i < count; i++)
-            bad |= wide ? fsdpi_is_bad_f64((double)x[i]) : fsdpi_is_bad_f32((float)x[i]);
-        for (size_t i = 0; i < count; i++) x[i] = x[i] * (fsdpi_real)factor;
-    });
-    return bad;
-}
-
-static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
-    size_t size = fsdp_dtype_size(dtype);
-    float x32[FSDPI_OPTIM_BLOCK];
-    uint32_t bad = 0;
-    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
-        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
-        void *xx = (char *)x + at * size;
-        if (size < sizeof *x32) (void)fsdp_convert(x32, FSDP_F32, xx, dtype, (int64_t)n);
-        bad |= fsdpi_unscale_block(dtype == FSDP_F64, size < sizeof *x32 ? x32 : xx, n, factor);
-        if (size < sizeof *x32) (void)fsdp_convert(xx, dtype, x32, FSDP_F32, (int64_t)n);
-    }
-    return bad;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>update
-// Owns: updates as records. Invariant: a record has all that an update needs, so that the loops
-// above and a device do the same. It is still between the pragmas.
-
-// Makes one update with the loops. A record has the scalars of the kernels, in their order.
-static void fsdpi_optim_host_update(const fsdp_update *u) {
-    fsdpi_adamw_scalars adamw;
-    fsdpi_sgd_scalars sgd;
-    const fsdpi_rounding rounding = {u->key, u->at, u->row, u->pitch};
-    const fsdpi_rounding *r = u->rounds && u->dtype == FSDP_BF16 ? &rounding : NULL;
-    if (u->kind == FSDP_UPDATE_ADAMW) {
-        memcpy(&adamw, u->scalars, sizeof adamw);
-        fsdpi_adamw(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->second, u->count,
-                    &adamw, r);
-    } else if (u->kind == FSDP_UPDATE_SGD) {
-        memcpy(&sgd, u->scalars, sizeof sgd);
-        fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd, r);
-    } else {
-        *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
-    }
-}
-
-static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
-    const fsdp_update *runs = (const fsdp_update *)op->list;
-    (void)stream;
-    for (uint32_t i = 0; i < op->list_count; i++) fsdpi_optim_host_update(&runs[i]);
-    return FSDP_OK;
-}
-
-// Emits the runs of a step: the device updates them in the order of COMPUTE, or the loops do. The
-// record names the first run.
-static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
-                                    const fsdp_update *runs, int num) {
-    fsdp_op op;
-    if (num == 0) return FSDP_OK;
-    const int param = runs->param != NULL;
-    fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
-                 FSDP_STREAM_COMPUTE);
-    op.what = what;
-    op.dtype = runs->grad_dtype;
-    op.out_dtype = param ? runs->dtype : runs->grad_dtype;
-    op.src_ptr = runs->grad;
-    op.dst_ptr = param ? runs->param : runs->grad;
-    op.list = runs;
-    op.list_count = (uint32_t)num;
-    for (int i = 0; i < num; i++) {
-        op.count += (uint64_t)runs[i].count;
-        op.bytes += (uint64_t)runs[i].count *
-                    fsdp_dtype_size(param ? runs[i].dtype : runs[i].grad_dtype);
-    }
-    if (memory == FSDP_MEMORY_HOST) op.call = fsdpi_optim_call;
-    return fsdp_emit(m, &op);
-}
-
-static fsdp_status fsdpi_optim_copy(fsdp_model *m, int memory, void *dst, const void *src,
-                                    size_t nbytes) {
-    if (memory == FSDP_MEMORY_DEVICE) return fsdp_transfer(m, dst, src, (int64_t)nbytes);
-    memcpy(dst, src, nbytes);
-    return FSDP_OK;
-}
-
-static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
-    fsdp_memory memory;
-    return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
-}
-
-static int fsdpi_optim_is_nan(double x) { // by bits: correct with -Ofast, too
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>optim
-// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
-// order of addresses, and states lie in the order of the table, without padding. So if the shards
-// of neighbours touch, their gradients and states touch, too, and one run has all. Table and
-// states fit the model's layout unless it has `moved`. It is still between the pragmas, since
-// comparisons of settings have to know infinity.
-
-typedef struct fsdpi_optim_param {
-    fsdp_unit *unit;
-    int32_t index, ordinal; // in the unit, in the model
-    int32_t group;
-    fsdp_dtype dtype;
-    int64_t numel; // of this rank's rows
-    int64_t state; // offset of its state, in elements of the state's type
-    int64_t step;  // number of updates so far
-    char *shard;
-} fsdpi_optim_param;
-
-typedef struct fsdpi_optim {
-    fsdp_model *model;
-    fsdp_extension extension;
-    const char *name;
-    const char *state_names[2];
-    int memory;                                 // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int num_params, num_groups, num_states;     // states: numbers for each element
-    int rounds;                                 // 1: bf16 is rounded stochastically, by seed
-    uint64_t seed;
-    fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
-    fsdp_optim_group_fn group;
-    void *user;
-    int moved;                         // 1: the model was laid out anew after the table was made
-    int warned;                        // 1: it has warned that no parameter had a gradient
-    fsdpi_optim_param *params, *spare; // spare: room for the next table
-    fsdp_update *updates;              // of a step: at most one for each parameter
-    char *held;                        // by parameter; 1: frozen, and has a state all the same
-    char *states[2][2];                // [first, second][of f32, of f64]; one block
-    int64_t state_bytes;               // of that block
-    int64_t nbytes;                    // of host memory
-} fsdpi_optim;
-
-struct fsdp_adamw {
-    fsdpi_optim base;
-    fsdp_adamw_hyper hyper;
-    fsdpi_adamw_scalars
-        scalars[FSDP_OPTIM_GROUPS]; // for the update scalars_step[group]
-    int64_t scalars_step[FSDP_OPTIM_GROUPS];
-};
-
-struct fsdp_sgd {
-    fsdpi_optim base;
-    fsdp_sgd_hyper hyper;
-};
-
-// A run of elements.
-typedef struct fsdpi_optim_run {
-    fsdpi_optim_param *first;
-    char *grad;
-    fsdp_dtype grad_dtype;
-    int64_t numel, step;
-} fsdpi_optim_run;
-
-// Sets the kind and the scalars of a run's update.
-typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
-                               fsdp_update *u);
-
-static int fsdpi_optim_bad(double x, double below) {
-    return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
-}
-
-static fsdp_status fsdpi_optim_null(const char *call, const char *which) {
-    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call, which);
-}
-
-static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field, double x,
-                                       double below) {
-    if (!fsdpi_optim_bad(x, below)) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "[E930] %s: desc.%s is %g, expected a finite number >= 0%s", what, field, x,
-                     below <= 1 ? " and < 1" : "");
-}
-
-#define FSDPI_OPTIM_MAGIC 0x4F707469u // in a desc that fsdp_*_defaults has filled
-
-static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32_t magic) {
-    if (magic == FSDPI_OPTIM_MAGIC) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "[E921] %s: the desc does not come from fsdp_%s_defaults(): begin with "
-                     "fsdp_%s_defaults(), and change the fields that you need",
-                     o->name, o->extension.name, o->extension.name);
-}
-
-static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
-                                      const fsdp_optim_group *groups, double weight_decay) {
-    if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E931] %s: desc.num_groups is %d, expected 0..%d", o->name, num_groups,
-                         FSDP_OPTIM_GROUPS);
-    o->num_groups = num_groups ? num_groups : 1;
-    o->groups[0].lr_scale = 1;
-    o->groups[0].weight_decay = weight_decay;
-    for (int i = 0; i < num_groups; i++) {
-        fsdp_status status;
-        fsdp_optim_group *g = &o->groups[i];
-        *g = groups[i];
-        if (g->magic != FSDPI_OPTIM_MAGIC)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "[E922] %s: desc.groups[%d] does not come from fsdp_%s_defaults(): "
-                             "change the fields of desc.groups[%d], and do not replace all of it",
-                             o->name, i, o->extension.name, i);
-        if (g->weight_decay <= FSDP_OPTIM_SAME && g->weight_decay >= FSDP_OPTIM_SAME)
-            g->weight_decay = weight_decay;
-        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", g->lr_scale, HUGE_VAL);
-        if (!status)
-            status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay", g->weight_decay,
-                                         HUGE_VAL);
-        if (status) return status;
-    }
-    return FSDP_OK;
-}
-
-// Ranks compare the settings with which an optimizer is made.
-static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
-    fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
-    if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
-    for (int i = 0; i < o->num_groups && !status; i++) {
-        const double group[] = {o->groups[i].lr_scale, o->groups[i].weight_decay};
-        status = fsdp_agree(o->model, group, sizeof group);
-    }
-    return status;
-}
-
-static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
-    for (int i = 0; i < o->num_params; i++)
-        if (o->params[i].ordinal == ordinal) return &o->params[i];
-    return NULL;
-}
-
-// Makes the table of the present layout, in the order of addresses. It has parameters that require
-// a gradient, those of the old table, whose state stays while they are frozen, and those of which a
-// checkpoint has states.
-static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
-    for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
-        fsdp_param_view v = FSDP_ZERO;
-        int begin = o->num_params;
-        while (fsdp_next_param(o->model, &v)) {
-            if (v.dtype != dtype) continue;
-            const fsdpi_optim_param *known = fsdpi_optim_find(old, v.ordinal);
-            if (!v.requires_grad && !known && !o->held[v.ordinal]) continue;
-            int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
-            if (chosen >= o->num_groups)
-                return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
-                                 "[E932] %s: the group of parameter '%s' of unit '%s' is %d, "
-                                 "expected at most %d",
-                                 what, v.name, v.unit_name, chosen, o->num_groups - 1);
-            if (chosen < 0) continue;
-            int at = o->num_params++;
-            for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
-                o->params[at] = o->params[at - 1];
-            fsdpi_optim_param p = {v.unit,         v.index, v.ordinal, chosen,
-                                   dtype,          v.numel, 0,         known ? known->step : 0,
-                                   (char *)v.shard};
-            o->params[at] = p;
-        }
-    }
-    return FSDP_OK;
-}
-
-static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSDP_F64; }
-
-static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
-
-// The number of elements for a row of states: each row begins at a multiple of 64 bytes.
-static int64_t fsdpi_optim_room(int64_t numel) {
-    return (numel + 15) / 16 * 16;
-}
-
-// Makes one block of zeros for all states: first and second numbers of f32, then those of f64.
-static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
-    int64_t numel[2] = {0, 0}, total = 0;
-    o->state_bytes = 0;
-    for (int i = 0; i < o->num_params; i++) {
-        fsdpi_optim_param *p = &o->params[i];
-        p->state = numel[fsdpi_optim_wide(p)];
-        numel[fsdpi_optim_wide(p)] += p->numel;
-    }
-    for (int wide = 0; wide < 2; wide++)
-        total += fsdpi_optim_room(numel[wide]) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
-    if (total == 0) return FSDP_OK;
-    char text[96];
-    void *block;
-    snprintf(text, sizeof text, "%s: no memory for a state", what);
-    fsdp_status status = fsdp_alloc(o->model, o->memory, total, text, &block);
-    if (status) return status;
-    char *at = (char *)block;
-    o->state_bytes = total;
-    for (int wide = 0; wide < 2; wide++)
-        for (int k = 0; k < o->num_states; k++) {
-            o->states[k][wide] = at;
-            at += (size_t)fsdpi_optim_room(numel[wide]) * fsdpi_optim_size(wide);
-        }
-    return FSDP_OK;
-}
-
-// Moves one state of one parameter. After a cast of the model, the host converts it.
-static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
-                                        const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
-    int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
-    size_t in_size = fsdpi_optim_size(was), out_size = fsdpi_optim_size(is);
-    double in[512], out[512];
-    const int64_t piece = (int64_t)(sizeof in / sizeof *in);
-    fsdp_status status = FSDP_OK;
-    if (to->numel == 0) return FSDP_OK;
-    const char *src = old->states[k][was] + (size_t)from->state * in_size;
-    char *dst = o->states[k][is] + (size_t)to->state * out_size;
-    if (was == is)
-        return fsdpi_optim_copy(o->model, o->memory, dst, src, (size_t)to->numel * in_size);
-    for (int64_t at = 0; at < to->numel && !status; at += piece) {
-        size_t count = (size_t)(to->numel - at < piece ? to->numel - at : piece);
-        status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * in_size,
-                                  count * in_size);
-        if (!status)
-            status = fsdp_convert(out, is ? FSDP_F64 : FSDP_F32, in, was ? FSDP_F64 : FSDP_F32,
-                                  (int64_t)count);
-        if (!status)
-            status = fsdpi_optim_copy(o->model, o->memory, dst + (size_t)at * out_size, out,
-                                      count * out_size);
-    }
-    return status;
-}
-
-// Moves the states of all parameters to their places in the new block.
-static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < o->num_params; i++) {
-        const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
-        for (int k = 0; k < o->num_states && from && !status; k++)
-            status = fsdpi_optim_move_one(old, from, o, to, k);
-    }
-    return status;
-}
-
-// Makes table and states for the model's present layout. After a failure the old ones stay.
-static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
-    fsdp_model *m = o->model;
-    if (!o->moved) return FSDP_OK;
-    fsdpi_optim old = *o, next = *o;
-    int64_t before = fsdpi_optim_host_bytes(m);
-    next.params = old.spare;
-    next.spare = old.params;
-    next.num_params = 0;
-    next.moved = 0;
-    memset(next.states, 0, sizeof next.states);
-    fsdp_status status = fsdpi_optim_collect(&old, &next, what);
-    if (!status) status = fsdpi_optim_alloc_states(&next, what);
-    if (!status) status = fsdpi_optim_move(&old, &next);
-    if (status) {
-        fsdp_free(m, next.memory, next.states[0][0], next.state_bytes);
-        return status;
-    }
-    fsdp_free(m, old.memory, old.states[0][0], old.state_bytes); // no update is under way
-    next.nbytes += fsdpi_optim_host_bytes(m) - before;
-    *o = next;
-    return FSDP_OK;
-}
-
-static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
-    (void)model;
-    ((fsdpi_optim *)user)->moved = 1; // the next use follows: that may fail
-}
-
-// Items for checkpoints: each parameter's states and its t.
-static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
-                                    fsdp_state_item *item) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
-    for (int i = 0; !item && i < o->num_params; i++) // they are written in place
-        if (o->params[i].step < 0)
-            return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                             "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
-                             o->params[i].ordinal, (long long)o->params[i].step);
-    if (!item) return FSDP_OK;
-    fsdp_status status = fsdpi_optim_follow(o, o->name);
-    int place = index / (o->num_states + 1), which = index % (o->num_states + 1);
-    if (status || place >= o->num_params) return status;
-    fsdpi_optim_param *p = &o->params[place];
-    int wide = fsdpi_optim_wide(p);
-    item->ordinal = p->ordinal;
-    item->name = which < o->num_states ? o->state_names[which] : "step";
-    if (which == o->num_states) {
-        item->dtype = FSDP_I64;
-        item->memory = FSDP_MEMORY_HOST;
-        item->numel = 1;
-        item->data = &p->step;
-        return FSDP_OK;
-    }
-    item->sharded = 1;
-    item->dtype = wide ? FSDP_F64 : FSDP_F32;
-    item->memory = o->memory;
-    item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
-    return FSDP_OK;
-}
-
-// A checkpoint has states of this parameter. The next use makes room for them: updates under way
-// still write to the present room.
-static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
-    if (o->held[ordinal]) return FSDP_OK;
-    o->held[ordinal] = 1;
-    o->moved = 1;
-    return o->memory == FSDP_MEMORY_DEVICE ? fsdp_wait_stream(model, FSDP_STREAM_COMPUTE) : FSDP_OK;
-}
-
-static void fsdpi_optim_free(void *user) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
-    fsdp_free(o->model, o->memory, o->states[0][0], o->state_bytes);
-    fsdp_free(o->model, FSDP_MEMORY_HOST, o, 0);
-}
-
-static void fsdpi_optim_destroy(fsdpi_optim *o) {
-    if (!o) return;
-    if (o->memory == FSDP_MEMORY_DEVICE) (void)fsdp_wait_stream(o->model, FSDP_STREAM_COMPUTE);
-    (void)fsdp_detach(o->model, &o->extension);
-}
-
-static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
-    return o->nbytes + (o->memory == FSDP_MEMORY_DEVICE ? o->state_bytes : 0);
-}
-
-// Makes an optimizer of `size` bytes, with settings, tables and the states.
-static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
-                                      fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
-    int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
-    char text[96];
-    void *room;
-    fsdp_status status = fsdp_update_place(m, settings->name, &memory);
-    if (status) return status;
-    int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
-    snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
-    status = fsdp_alloc(
-        m, FSDP_MEMORY_HOST,
-        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + (int64_t)sizeof(fsdp_update) + 1),
-        text, &room);
-    if (status) return status;
-    fsdpi_optim *o = (fsdpi_optim *)room;
-    *o = *settings;
-    o->model = m;
-    o->memory = memory;
-    o->group = group;
-    o->user = user;
-    o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
-    o->spare = o->params + most;
-    o->updates = (fsdp_update *)(void *)(o->spare + most);
-    o->held = (char *)(o->updates + most);
-    o->moved = 1;
-    o->extension.user = o;
-    o->extension.relayout = fsdpi_optim_relayout;
-    o->extension.state = fsdpi_optim_item;
-    o->extension.hold = fsdpi_optim_hold;
-    o->extension.destroy = fsdpi_optim_free;
-    status = fsdpi_optim_follow(o, o->name);
-    if (!status) status = fsdp_attach(m, &o->extension);
-    if (status) {
-        fsdpi_optim_free(o);
-        return status;
-    }
-    o->nbytes = fsdpi_optim_host_bytes(m) - before;
-    *out = o;
-    return FSDP_OK;
-}
-
-// The end of splitmix64, a generator.
-static uint64_t fsdpi_optim_mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
-
-// The random bits of a run, which is a part of one parameter. They depend on the places of the
-// elements in the whole parameter, and not on this rank or its layout.
-static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_run *run,
-                                      fsdp_update *u) {
-    fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdp_param_view_get(run->first->unit, run->first->index, &v);
-    uint64_t step = fsdpi_optim_mix(o->seed + (uint64_t)run->step * 0x9E3779B97F4A7C15u);
-    u->rounds = 1;
-    u->key = fsdpi_optim_mix(step + (uint64_t)(v.ordinal + 1) * 0x9E3779B97F4A7C15u);
-    u->at = fsdp_view_index(&v, 0);
-    u->row = u->pitch = 1;
-    for (int d = v.shard_dim; d < v.ndim; d++) {
-        u->row *= v.local_shape[d];
-        u->pitch *= v.shape[d];
-    }
-    return status;
-}
-
-// Appends a run to the updates of a step, unless it is empty.
-static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_run *run,
-                                      fsdpi_optim_fn fill, double lr, int *num) {
-    if (run->numel == 0) return FSDP_OK;
-    fsdp_update *u = &o->updates[(*num)++];
-    int wide = fsdpi_optim_wide(run->first);
-    size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
-    memset(u, 0, sizeof *u);
-    u->dtype = (uint8_t)run->first->dtype;
-    u->grad_dtype = (uint8_t)run->grad_dtype;
-    u->count = run->numel;
-    u->param = run->first->shard;
-    u->grad = run->grad;
-    if (o->states[0][wide]) u->first = o->states[0][wide] + offset;
-    if (o->states[1][wide]) u->second = o->states[1][wide] + offset;
-    fill(o, run, lr * o->groups[run->first->group].lr_scale, u);
-    return o->rounds && u->dtype == FSDP_BF16 ? fsdpi_optim_rounds(o, run, u) : FSDP_OK;
-}
-
-// Does the parameter begin where the run ends, so that the run may have both?
-static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
-                             const fsdp_param_view *v) {
-    return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
-           run->first->group == p->group && run->step == p->step &&
-           run->first->shard + (size_t)run->numel * fsdp_dtype_size(p->dtype) == p->shard &&
-           run->grad + (size_t)run->numel * fsdp_dtype_size(v->grad_dtype) ==
-               (const char *)v->shard_grad &&
-           run->first->state + run->numel == p->state;
-}
-
-// Warns once if a step has found no gradient: the text says whether another optimizer has some.
-static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
-    fsdp_param_view v = FSDP_ZERO;
-    while (!o->warned && fsdp_next_param(o->model, &v))
-        if (v.shard_grad) return;
-    if (!o->warned)
-        fsdp_warn(fsdp_model_world(o->model),
-                  "[E923] %s: no parameter has a gradient, so nothing is updated: run a backward "
-                  "with gradient sync (fsdp_set_requires_gradient_sync) before, and call "
-                  "fsdp_zero_grad after the step",
-                  what);
-    o->warned = 1;
-}
-
-static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
-                                    fsdpi_optim_fn fill) {
-    fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
-    if (status) return status;
-    if (fsdpi_optim_bad(lr, HUGE_VAL))
-        return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
-                         "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
-    status = fsdp_params_writable(o->model); // a gather under way may still read the shards
-    if (!status) status = fsdpi_optim_follow(o, what);
-    if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
-    if (status) return status;
-    fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
-    int num = 0; // of updates
-    for (int i = 0; i < o->num_params && !status; i++) {
-        fsdpi_optim_param *p = &o->params[i];
-        fsdp_param_view v = FSDP_ZERO;
-        status = fsdp_param_view_get(p->unit, p->index, &v);
-        if (status || !v.shard_grad) continue;
-        p->step++;
-        if (!fsdpi_optim_joins(&run, p, &v) || (o->rounds && p->dtype == FSDP_BF16)) {
-            status = fsdpi_optim_append(o, &run, fill, lr, &num);
-            run.first = p;
-            run.grad = (char *)v.shard_grad;
-            run.grad_dtype = v.grad_dtype;
-            run.numel = 0;
-            run.step = p->step;
-        }
-        run.numel += p->numel;
-    }
-    if (!status) status = fsdpi_optim_append(o, &run, fill, lr, &num);
-    if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
-    if (!status && o->num_params && !run.first) fsdpi_optim_tell(o, what);
-    return status ? status : fsdp_params_changed(o->model);
-}
-
-static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
-                                     fsdp_optim_state *out) {
-    if (!o || !out) return fsdpi_optim_null(what, "the optimizer or out");
-    fsdp_world *w = fsdp_model_world(o->model);
-    int num = fsdp_num_params(o->model);
-    if (ordinal < 0 || ordinal >= num)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E936] %s: the model has no parameter %d, expected 0..%d", what, ordinal,
-                         num - 1);
-    fsdp_status status = FSDP_OK;
-    if (!fsdp_world_status(w)) { // if the world has failed, the table stays
-        status = fsdp_model_commit(o->model);
-        if (!status) status = fsdpi_optim_follow(o, what);
-    }
-    memset(out, 0, sizeof *out);
-    out->group = -1;
-    fsdpi_optim_param *p = status ? NULL : fsdpi_optim_find(o, ordinal);
-    if (!p) return status;
-    int wide = fsdpi_optim_wide(p);
-    size_t offset = (size_t)p->state * fsdpi_optim_size(wide);
-    out->dtype = wide ? FSDP_F64 : FSDP_F32;
-    out->group = p->group;
-    out->numel = p->numel;
-    out->step = &p->step;
-    if (o->states[0][wide]) out->first = o->states[0][wide] + offset;
-    if (o->states[1][wide]) out->second = o->states[1][wide] + offset;
-    return FSDP_OK;
-}
-
-// AdamW. The scalars of a group are computed anew if its t or the step's lr has changed.
-static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
-                             fsdp_update *u) {
-    fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
-    int group = run->first->group;
-    if (opt->scalars_step[group] != run->step) {
-        opt->hyper.lr = lr;
-        opt->hyper.weight_decay = o->groups[group].weight_decay;
-        opt->hyper.step = run->step;
-        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
-        opt->scalars_step[group] = run->step;
-    }
-    u->kind = FSDP_UPDATE_ADAMW;
-    memcpy(u->scalars, &opt->scalars[group], sizeof opt->scalars[group]);
-}
-
-static void fsdpi_optim_no_groups(fsdp_optim_group *groups) {
-    for (int i = 0; i < FSDP_OPTIM_GROUPS; i++) {
-        groups[i].lr_scale = 1, groups[i].weight_decay = FSDP_OPTIM_SAME;
-        groups[i].magic = FSDPI_OPTIM_MAGIC;
-    }
-}
-
-FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void) {
-    fsdp_adamw_desc d = FSDP_ZERO;
-    d.beta1 = 0.9, d.beta2 = 0.999, d.eps = 1e-8, d.weight_decay = 0.01;
-    d.magic = FSDPI_OPTIM_MAGIC;
-    fsdpi_optim_no_groups(d.groups);
-    return d;
-}
-
-FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
-                                       fsdp_adamw **opt) {
-    static const char *const name = "adamw_create";
-    fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
-    fsdp_adamw settings;
-    fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
-    *opt = NULL;
-    fsdp_world *w = fsdp_model_world(model);
-    if (!desc) desc = &defaults;
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_adamw_desc");
-    memset(&settings, 0, sizeof settings);
-    settings.base.name = name;
-    settings.base.extension.name = "adamw";
-    settings.base.state_names[0] = "exp_avg";
-    settings.base.state_names[1] = "exp_avg_sq";
-    settings.base.num_states = 2;
-    settings.base.rounds = d.stochastic_rounding != 0;
-    settings.base.seed = d.seed;
-    if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "beta1", d.beta1, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
-    if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "[E938] %s: desc.beta2 and desc.eps are both 0: give one of them", name);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
-    if (!status)
-        status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
-    if (!status)
-        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
-                                    d.user, &base);
-    if (status) return status;
-    *opt = (fsdp_adamw *)(void *)base;
-    (*opt)->hyper.beta1 = d.beta1;
-    (*opt)->hyper.beta2 = d.beta2;
-    (*opt)->hyper.eps = d.eps;
-    const double given[] = {d.beta1, d.beta2, d.eps};
-    status = fsdpi_optim_agree(base, given, sizeof given);
-    if (status) fsdp_adamw_destroy(*opt), *opt = NULL;
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
-    if (!opt) return fsdpi_optim_null("adamw_step", "the optimizer");
-    memset(opt->scalars_step, 0, sizeof opt->scalars_step);
-    return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
-}
-
-FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
-
-FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out) {
-    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "adamw_state", out);
-}
-
-FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
-    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
-}
-
-// SGD.
-static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr, fsdp_update *u) {
-    fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
-    hyper.lr = lr;
-    hyper.weight_decay = o->groups[run->first->group].weight_decay;
-    hyper.step = run->step;
-    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hyper);
-    u->kind = FSDP_UPDATE_SGD;
-    memcpy(u->scalars, &k, sizeof k);
-}
-
-FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void) {
-    fsdp_sgd_desc d = FSDP_ZERO;
-    d.magic = FSDPI_OPTIM_MAGIC;
-    fsdpi_optim_no_groups(d.groups);
-    return d;
-}
-
-FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
-    static const char *const name = "sgd_create";
-    fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
-    fsdp_sgd settings;
-    fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
-    *opt = NULL;
-    fsdp_world *w = fsdp_model_world(model);
-    if (!desc) desc = &defaults;
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_sgd_desc");
-    memset(&settings, 0, sizeof settings);
-    settings.base.name = name;
-    settings.base.extension.name = "sgd";
-    settings.base.state_names[0] = "momentum_buffer";
-    if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "momentum", d.momentum, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "dampening", d.dampening, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
-    if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
-        status = fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "[E941] %s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g", name,
-            d.momentum, d.dampening);
-    if (!status)
-        status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
-    settings.base.num_states = d.momentum > 0;
-    settings.base.rounds = d.stochastic_rounding != 0;
-    settings.base.seed = d.seed;
-    if (!status)
-        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
-                                    d.user, &base);
-    if (status) return status;
-    *opt = (fsdp_sgd *)(void *)base;
-    (*opt)->hyper.momentum = d.momentum;
-    (*opt)->hyper.dampening = d.dampening;
-    (*opt)->hyper.nesterov = d.nesterov;
-    const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
-    status = fsdpi_optim_agree(base, given, sizeof given);
-    if (status) fsdp_sgd_destroy(*opt), *opt = NULL;
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
-    if (!opt) return fsdpi_optim_null("sgd_step", "the optimizer");
-    return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
-}
-
-FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
-
-FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out) {
-    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "sgd_state", out);
-}
-
-FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) {
-    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>grad scaler
-// Owns: the scale, and its state within a step. Invariants: the state is the same on all ranks; the
-// scale and its reciprocal are normal numbers of f32.
-
-struct fsdp_grad_scaler {
-    fsdp_model *model;
-    fsdp_extension extension;
-    fsdp_grad_scaler_state state;
-    double saved[5];      // the state as a checkpoint writes it, in the order of its fields
-    int lent;             // 1: a checkpoint has the address of `saved`, and may write there
-    int memory;           // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int found;            // -1: no unscale in this step
-    fsdp_update *updates; // of an unscale: at most one for each parameter
-    int32_t *verdict;     // in device memory: the `found` of its updates, 0 between steps; or NULL
-};
-
-#define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
-#define FSDPI_SCALE_MAX 8.5070591730234616e+37 // 2^126
-
-static int fsdpi_scale_ok(double x) {
-    return !fsdpi_optim_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
-}
-
-// The scale times a factor, as f32; the scale itself, if the product is out of range.
-static double fsdpi_rescaled(double scale, double factor) {
-    double x = scale * factor;
-    return fsdpi_scale_ok(x) ? (double)(float)x : scale;
-}
-
-static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
-                                      const fsdp_grad_scaler_state *s) {
-    const char *field = NULL, *expected = NULL;
-    double given = 0;
-    if (!fsdpi_scale_ok(s->scale)) field = "scale", given = s->scale, expected = "2^-126 .. 2^126";
-    else if (fsdpi_optim_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
-             !(s->growth_factor < HUGE_VAL))
-        field = "growth_factor", given = s->growth_factor, expected = "a finite number > 1";
-    else if (fsdpi_optim_bad(s->backoff_factor, 1) || s->backoff_factor == 0)
-        field = "backoff_factor", given = s->backoff_factor, expected = "> 0 and < 1";
-    else if (s->growth_interval < 1)
-        field = "growth_interval", given = s->growth_interval, expected = ">= 1";
-    else if (s->growth_tracker < 0 || s->growth_tracker >= s->growth_interval)
-        field = "growth_tracker", given = s->growth_tracker, expected = "0 .. growth_interval-1";
-    if (!field) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E943] %s: %s is %g, expected %s", what, field,
-                     given, expected);
-}
-
-enum { FSDPI_VERDICT = 8 }; // bytes
-
-// Lists the gradients; neighbours are one run. *any: there is a gradient, if without elements.
-static int fsdpi_scaler_list(const fsdp_grad_scaler *g, int32_t *found, int32_t *any) {
-    fsdp_param_view v = FSDP_ZERO;
-    const char *end = NULL; // of the last run
-    int num = 0;
-    while (fsdp_next_param(g->model, &v)) {
-        if (v.shard_grad) *any = 1;
-        if (!v.shard_grad || v.numel == 0) continue;
-        int joins = end == (char *)v.shard_grad && g->updates[num - 1].grad_dtype == v.grad_dtype;
-        fsdp_update *u = &g->updates[joins ? num - 1 : num++];
-        end = (char *)v.shard_grad + v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype);
-        if (joins) {
-            u->count += v.numel;
-            continue;
-        }
-        memset(u, 0, sizeof *u);
-        u->kind = FSDP_UPDATE_UNSCALE;
-        u->dtype = u->grad_dtype = (uint8_t)v.grad_dtype;
-        u->count = v.numel;
-        u->grad = v.shard_grad;
-        u->found = found;
-        u->scalars[0] = (double)(float)(1 / g->state.scale);
-    }
-    return num;
-}
-
-static void fsdpi_scaler_free(void *user) {
-    fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
-    fsdp_free(g->model, FSDP_MEMORY_DEVICE, g->verdict, FSDPI_VERDICT);
-    fsdp_free(g->model, FSDP_MEMORY_HOST, g, 0);
-}
-
-// Reads whether the device's updates have found a bad gradient.
-static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
-    static const int32_t none = 0;
-    fsdp_status status = fsdp_transfer(g->model, found, g->verdict, sizeof *found);
-    if (status || !*found) return status;
-    return fsdp_transfer(g->model, g->verdict, &none, sizeof none);
-}
-
-static void fsdpi_scaler_numbers(const fsdp_grad_scaler_state *s, double *n) {
-    n[0] = s->scale;
-    n[1] = s->growth_factor;
-    n[2] = s->backoff_factor;
-    n[3] = s->growth_interval;
-    n[4] = s->growth_tracker;
-}
-
-// Takes the maxima of found and any over all ranks. The same collective compares the ranks' states,
-// by the largest number and the negative of the smallest one.
-static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what, int32_t *found,
-                                     int32_t *any) {
-    static const char *const fields[5] = {"scale", "growth_factor", "backoff_factor",
-                                          "growth_interval", "growth_tracker"};
-    fsdp_world *w = fsdp_model_world(g->model);
-    double most[12];
-    fsdpi_scaler_numbers(&g->state, most);
-    for (int i = 0; i < 5; i++) most[5 + i] = -most[i];
-    most[10] = *found;
-    most[11] = *any;
-    fsdp_status status = fsdp_all_reduce(w, NULL, most, 12, FSDP_F64, FSDP_MAX);
-    *found = (int32_t)most[10];
-    *any = (int32_t)most[11];
-    for (int i = 0; i < 5 && !status; i++)
-        if (most[i] > -most[5 + i])
-            status = fsdp_fail(w, FSDP_ERR_MISMATCH,
-                               "[E949] %s: ranks disagree about %s: it is %g on one and %g on "
-                               "another: give all of them the same desc and state",
-                               what, fields[i], -most[5 + i], most[i]);
-    return status;
-}
-
-// The item for checkpoints: the state as numbers.
-static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
-                                     fsdp_state_item *item) {
-    fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
-    double *n = g->saved;
-    (void)model;
-    if (!item && !g->lent) return FSDP_OK;
-    g->lent = item != NULL;
-    if (!item) {
-        double whole = 2147483647; // the largest int32_t; else -1, which is refused
-        fsdp_grad_scaler_state s = {n[0], n[1], n[2], -1, -1};
-        if (n[3] >= 0 && n[3] <= whole) s.growth_interval = (int32_t)n[3];
-        if (n[4] >= 0 && n[4] <= whole) s.growth_tracker = (int32_t)n[4];
-        return fsdp_grad_scaler_set_state(g, &s);
-    }
-    if (index > 0) return FSDP_OK;
-    fsdpi_scaler_numbers(&g->state, n);
-    item->name = "state";
-    item->dtype = FSDP_F64;
-    item->memory = FSDP_MEMORY_HOST;
-    item->ndim = 1;
-    item->numel = item->shape[0] = 5;
-    item->data = n;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_scaler_desc *desc,
-                                             fsdp_grad_scaler **scaler) {
-    static const char *const name = "grad_scaler_create";
-    fsdp_grad_scaler_desc d;
-    if (!model || !scaler) return fsdpi_optim_null(name, "model or scaler");
-    *scaler = NULL;
-    fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
-    if (status) return status;
-    fsdp_grad_scaler_state s = {d.init_scale, d.growth_factor, d.backoff_factor, d.growth_interval,
-                                0};
-    if (!fsdpi_optim_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
-    if (!fsdpi_optim_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
-    if (!fsdpi_optim_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
-    if (s.growth_interval == 0) s.growth_interval = 2000;
-    int memory = FSDP_MEMORY_HOST;
-    char text[96];
-    void *room, *verdict = NULL;
-    status = fsdpi_scaler_check(w, name, &s);
-    if (!status) status = fsdp_update_place(model, name, &memory);
-    snprintf(text, sizeof text, "%s: no memory", name);
-    int64_t most = fsdp_num_params(model), head = (int64_t)(sizeof **scaler + 63) / 64 * 64;
-    if (!status)
-        status = fsdp_alloc(model, FSDP_MEMORY_HOST, head + most * (int64_t)sizeof(fsdp_update),
-                            text, &room);
-    if (status) return status;
-    fsdp_grad_scaler *g = (fsdp_grad_scaler *)room;
-    g->model = model;
-    g->updates = (fsdp_update *)(void *)((char *)room + head);
-    g->memory = memory;
-    g->state = s;
-    g->state.scale = (double)(float)s.scale;
-    g->found = -1;
-    g->extension.name = "grad_scaler";
-    g->extension.user = g;
-    g->extension.state = fsdpi_scaler_item;
-    g->extension.destroy = fsdpi_scaler_free;
-    if (memory == FSDP_MEMORY_DEVICE)
-        status = fsdp_alloc(model, memory, FSDPI_VERDICT, text, &verdict);
-    g->verdict = (int32_t *)verdict;
-    if (!status) status = fsdp_attach(model, &g->extension);
-    if (status) fsdpi_scaler_free(g);
-    else *scaler = g;
-    return status;
-}
-
-FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
-    // unscale has waited for all records that use its memory
-    if (scaler) (void)fsdp_detach(scaler->model, &scaler->extension);
-}
-
-FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler) {
-    return scaler ? scaler->state.scale : 1;
-}
-
-FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler) {
-    return scaler ? scaler->found : -1;
-}
-
-FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
-    static const char *const name = "grad_scaler_unscale";
-    if (!scaler) return fsdpi_optim_null(name, "the scaler");
-    fsdp_model *m = scaler->model;
-    fsdp_world *w = fsdp_model_world(m);
-    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_CLIP, name);
-    if (status) return status;
-    if (scaler->found >= 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "[E946] %s: it was already called in this step: call fsdp_grad_scaler_update first",
-            name);
-    if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
-    int32_t seen[2] = {0, 0};                               // not finite; any
-    if (!status) {
-        int num = fsdpi_scaler_list(scaler, scaler->verdict ? scaler->verdict : &seen[0], &seen[1]);
-        status = fsdpi_optim_emit(m, scaler->memory, name, scaler->updates, num);
-    }
-    if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
-    if (!status) status = fsdpi_scaler_meet(scaler, name, &seen[0], &seen[1]);
-    if (status) return status;
-    if (!seen[1])
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "[E948] %s: no parameter has a gradient: call this after "
-                         "fsdp_finalize_backward and before fsdp_zero_grad",
-                         name);
-    scaler->found = seen[0];
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
-    static const char *const name = "grad_scaler_update";
-    if (!scaler) return fsdpi_optim_null(name, "the scaler");
-    fsdp_world *w = fsdp_model_world(scaler->model);
-    fsdp_grad_scaler_state *s = &scaler->state;
-    fsdp_status status = fsdp_world_status(w);
-    if (status) return status;
-    if (scaler->found < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "[E950] %s: nothing has unscaled the gradients of this step: call "
-                         "fsdp_grad_scaler_unscale first",
-                         name);
-    if (scaler->found) {
-        s->scale = fsdpi_rescaled(s->scale, s->backoff_factor);
-        s->growth_tracker = 0;
-    } else if (++s->growth_tracker == s->growth_interval) {
-        s->scale = fsdpi_rescaled(s->scale, s->growth_factor);
-        s->growth_tracker = 0;
-    }
-    scaler->found = -1;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
-                                                fsdp_grad_scaler_state *out) {
-    if (!scaler || !out) return fsdpi_optim_null("grad_scaler_get_state", "the scaler or out");
-    *out = scaler->state;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
-                                                const fsdp_grad_scaler_state *state) {
-    static const char *const name = "grad_scaler_set_state";
-    if (!scaler || !state) return fsdpi_optim_null(name, "the scaler or state");
-    fsdp_status status = fsdpi_scaler_check(fsdp_model_world(scaler->model), name, state);
-    if (status) return status;
-    scaler->state = *state;
-    scaler->state.scale = (double)(float)state->scale;
-    scaler->found = -1;
-    return FSDP_OK;
-}
-
-#endif // FSDP_MATH_ONLY
-
+#include "optim/adamw_sgd.h"
+#include "optim/ema.h"
+#include "optim/scaler.h"
+#endif
 #if defined(__clang__)
 #pragma float_control(pop)
 #elif defined(__GNUC__)

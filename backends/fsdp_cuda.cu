@@ -129,6 +129,7 @@ template <class T> T minus(T a, T b) { return a - b; }
 template <class T> T times(T a, T b) { return a * b; }
 template <class T> T over(T a, T b) { return a / b; }
 inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
+inline double fused(double a, double b, double c) { return fma(a, b, c); }
 inline double add_exact(double a, double b, double c) { return a * b + c; }
 inline float plain_f16(uint16_t h) { return fsdpi_f16_to_f32(h); }
 inline double plain(float x) { return (double)x; }
@@ -169,11 +170,13 @@ FSDPI_DEVICE float fused(float a, float b, float c) { // a * b + c
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
-FSDPI_DEVICE double add_exact(double a, double b, double c) { // a * b + c, if a * b is exact
+FSDPI_DEVICE double fused(double a, double b, double c) {
     double r;
     asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(r) : "d"(a), "d"(b), "d"(c));
     return r;
 }
+// If a * b is exact.
+FSDPI_DEVICE double add_exact(double a, double b, double c) { return fused(a, b, c); }
 // As conversions elsewhere, where the bits of a NaN do not matter.
 FSDPI_DEVICE float plain_f16(uint16_t h) {
     float r;
@@ -862,6 +865,32 @@ template <class T> struct Sgd {
     }
 };
 
+template <class T> struct Momentum { // p is u, first the momentum buffer
+    T weight, momentum;
+    bool nesterov;
+    static Momentum of(const double *s) {
+        Momentum a = {(T)s[0], (T)s[1], s[2] > 0};
+        return a;
+    }
+    int states() const { return 1; }
+    FSDPI_DEVICE void step(T *p, T g, T *b, T *) const {
+        *b = plus(*b, times(minus(g, *b), weight));
+        *p = nesterov ? plus(g, times(minus(*b, g), momentum)) : *b;
+    }
+};
+
+template <class T> struct Muon {
+    T decay, rate;
+    static Muon of(const double *s) {
+        Muon a = {(T)s[0], (T)s[1]};
+        return a;
+    }
+    int states() const { return 0; }
+    FSDPI_DEVICE void step(T *p, T x, T *, T *) const {
+        *p = minus(times(*p, decay), times(rate, x));
+    }
+};
+
 FSDPI_DEVICE uint32_t stir(uint32_t h) {
     h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
     h = (h ^ (h >> 13)) * 0xC2B2AE35u;
@@ -997,8 +1026,9 @@ template <class G, unsigned N> struct Unscale {
     typedef typename G::Number Number;
     typedef typename G::Bits Bits;
     struct Params {
-        Number factor;
-        int32_t *found;
+        double scalar;      // the factor, or the least norm
+        const double *norm; // its square, or NULL
+        int32_t *found;     // or NULL
         Runs<N> runs;
     };
     static const unsigned ROOM = N, V = 16 / sizeof(Bits);
@@ -1006,7 +1036,8 @@ template <class G, unsigned N> struct Unscale {
     static void set(Params *p, const fsdp_update &u, fsdpi_cuda_run *run) {
         const void *grad = u.grad;
         const size_t size = sizeof(Bits);
-        p->factor = (Number)u.scalars[0];
+        p->scalar = u.scalars[0];
+        p->norm = (const double *)u.first;
         p->found = u.found;
         run->dst = (char *)u.grad;
         cut(run, head_of(&grad, &size, 1, V), V);
@@ -1029,7 +1060,11 @@ template <class G, unsigned N> struct Unscale {
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
         FSDPI_SHARED int found[1];
-        if (index == 0) fsdp_stub_touch(p.found, sizeof *p.found, 1);
+        const double norm = p.norm ? root(*p.norm) : 1;
+        const double scalar = p.norm ? over(1.0, norm < p.scalar ? p.scalar : norm) : p.scalar;
+        const Number factor = (Number)(float)scalar;
+        if (index == 0 && p.norm) fsdp_stub_touch(p.norm, sizeof *p.norm, 0);
+        if (index == 0 && p.found) fsdp_stub_touch(p.found, sizeof *p.found, 1);
         FSDPI_EACH_THREAD(t) {
             if (t == 0) found[0] = 0;
         }
@@ -1043,13 +1078,114 @@ template <class G, unsigned N> struct Unscale {
                 for (uint32_t i = t; i < tile.count; i += FSDPI_THREADS) {
                     int64_t place = tile.item + i;
                     Bits *grad = (Bits *)run.dst + fsdpi_cuda_column(&run, place, V);
-                    if (!item(grad, p.factor, place < run.vectors)) found[0] = 1;
+                    if (!item(grad, factor, place < run.vectors)) found[0] = 1;
                 }
             }
         }
         FSDPI_SYNC();
         FSDPI_EACH_THREAD(t) {
-            if (t == 0 && found[0]) join_flag(p.found);
+            if (t == 0 && found[0] && p.found) join_flag(p.found);
+        }
+    }
+};
+
+// Averages of parameters: see FSDP_UPDATE_EMA.
+template <class T> struct Lerp {
+    T weight;
+    bool from_end; // from its nearer end
+    static Lerp of(double gain) {
+        Lerp l = {(T)gain, (T)gain >= (T)0.5};
+        if (l.from_end) l.weight -= (T)1;
+        return l;
+    }
+    FSDPI_DEVICE T operator()(T from, T to) const {
+        return fused(minus(to, from), weight, from_end ? to : from);
+    }
+};
+
+template <class P, unsigned N> struct Average {
+    typedef typename P::Bits Bits;
+    typedef typename P::Number Number;
+    struct Update {
+        Number *average;
+        Bits *bits; // of parameters of 16 bits
+        int act;    // FSDP_EMA_*
+        Lerp<Number> lerp;
+    };
+    struct Params {
+        Runs<N> runs;
+        Update update[N];
+    };
+    static const unsigned ROOM = N, V = 16 / sizeof(Number);
+    static const bool IS_NARROW = sizeof(Bits) < sizeof(Number);
+
+    static void set(Params *p, const fsdp_update &u, fsdpi_cuda_run *run) {
+        const Update one = {(Number *)u.first, IS_NARROW ? (Bits *)u.second : NULL,
+                            (int)u.scalars[1], Lerp<Number>::of(u.scalars[0])};
+        const void *arrays[] = {u.param, one.average, one.bits};
+        const size_t sizes[] = {sizeof(Bits), sizeof(Number), sizeof(Bits)};
+        p->update[p->runs.num] = one;
+        run->dst = (char *)u.param;
+        cut(run, head_of(arrays, sizes, 3, V), V);
+    }
+
+    static FSDPI_DEVICE void swap(Bits *param, const Update &u, int64_t at, bool is_vector) {
+        Chunk<Bits, V> p, kept;
+        Chunk<Number, V> average;
+        fetch(&p, param + at, is_vector);
+        fetch(&average, u.average + at, is_vector);
+        if (u.act == FSDP_EMA_SWAP) kept = p;
+        else if (IS_NARROW) fetch(&kept, u.bits + at, is_vector);
+        FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
+            if (j > 0 && !is_vector) continue;
+            const Number x = average.bits[j];
+            average.bits[j] = P::number(p.bits[j]);
+            p.bits[j] = IS_NARROW && u.act == FSDP_EMA_SWAP_BACK ? kept.bits[j] : P::bits(x);
+        }
+        put(param + at, p, is_vector);
+        if (!IS_NARROW) put(u.average + at, average, is_vector);
+        else if (u.act == FSDP_EMA_SWAP) put(u.bits + at, kept, is_vector);
+    }
+
+    static FSDPI_DEVICE void average(const Bits *param, const Update &u, int64_t at,
+                                     bool is_vector) {
+        Chunk<Bits, V> p;
+        Chunk<Number, V> average;
+        fetch(&p, param + at, is_vector);
+        fetch(&average, u.average + at, is_vector);
+        FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
+            if (j > 0 && !is_vector) continue;
+            const Number x = P::number(p.bits[j]);
+            average.bits[j] = u.act == FSDP_EMA_COPY ? x : u.lerp(average.bits[j], x);
+        }
+        put(u.average + at, average, is_vector);
+    }
+
+    static FSDPI_DEVICE void touch(const fsdpi_cuda_run &run, const Update &u) {
+        const int swaps = u.act >= FSDP_EMA_SWAP;
+        touch_rows(run, run.dst, 0, sizeof(Bits), swaps);
+        touch_rows(run, (const char *)u.average, 0, sizeof(Number), !swaps || !IS_NARROW);
+        if (swaps && IS_NARROW)
+            touch_rows(run, (const char *)u.bits, 0, sizeof(Bits), u.act == FSDP_EMA_SWAP);
+    }
+
+    static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
+        for (int64_t at = index; at < p.runs.tiles; at += p.runs.grid) {
+            uint32_t which = fsdpi_cuda_find(p.runs.run, p.runs.num, at);
+            const fsdpi_cuda_run &run = p.runs.run[which];
+            const Update &update = p.update[which];
+            fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&run, V), 1,
+                                                      at - run.first, FSDPI_TILE);
+            if (at == run.first) touch(run, update);
+            FSDPI_EACH_THREAD(t) {
+                for (uint32_t i = t; i < tile.count; i += FSDPI_THREADS) {
+                    int64_t place = tile.item + i, column = fsdpi_cuda_column(&run, place, V);
+                    Bits *param = (Bits *)run.dst;
+                    if (update.act >= FSDP_EMA_SWAP)
+                        swap(param, update, column, place < run.vectors);
+                    else average(param, update, column, place < run.vectors);
+                }
+            }
         }
     }
 };
@@ -1095,10 +1231,19 @@ static int update_by(const UpdateJob &job, int dtype) {
     return update_list<Updates<Rule, P, FSDPI_FEW>, Updates<Rule, P, many>>(job, dtype);
 }
 
+template <class P> static int average_list(const UpdateJob &job, int dtype) {
+    const unsigned many = (FSDPI_PARAMS - 128) /
+                          (sizeof(fsdpi_cuda_run) + sizeof(typename Average<P, 1>::Update));
+    return update_list<Average<P, FSDPI_FEW>, Average<P, many>>(job, dtype);
+}
+
 template <class P> static int update_as(const UpdateJob &job, int dtype) {
     switch (job.updates->kind) {
     case FSDP_UPDATE_ADAMW: return update_by<AdamW, P>(job, dtype);
     case FSDP_UPDATE_SGD: return update_by<Sgd, P>(job, dtype);
+    case FSDP_UPDATE_MOMENTUM: return update_by<Momentum, P>(job, dtype);
+    case FSDP_UPDATE_MUON: return update_by<Muon, P>(job, dtype);
+    case FSDP_UPDATE_EMA: return average_list<P>(job, dtype);
     default: return update_list<Unscale<P, FSDPI_FEW>, Unscale<P, FSDPI_MANY>>(job, dtype);
     }
 }
@@ -1160,7 +1305,7 @@ FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uin
     UpdateJob job = {stream, updates, num, num <= FSDPI_FEW || !has_large_params()};
     for (uint32_t i = 0; i < num; i++) {
         int kind = updates[i].kind;
-        if (kind < FSDP_UPDATE_ADAMW || kind > FSDP_UPDATE_UNSCALE || kind != updates->kind ||
+        if (kind < FSDP_UPDATE_ADAMW || kind > FSDP_UPDATE_MUON || kind != updates->kind ||
             !fsdpi_cuda_is_float(updates[i].grad_dtype) ||
             !fsdpi_cuda_is_float(dtype_of(updates[i])))
             return cudaErrorInvalidValue;
@@ -1198,7 +1343,7 @@ static int load_updates(int dtype, uint32_t num) {
     fsdp_update u[FSDPI_FEW + 1];
     int error = 0;
     memset(u, 0, sizeof u);
-    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_UNSCALE && !error; kind++) {
+    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_MUON && !error; kind++) {
         for (uint32_t i = 0; i < num; i++) {
             u[i].kind = (uint8_t)kind;
             u[i].dtype = u[i].grad_dtype = (uint8_t)dtype;

@@ -43,6 +43,18 @@ static const fsdp_safetensors_entry *fsdpi_ck_entry_of(const fsdp_checkpoint_rea
                                                        int64_t index) {
     return r->opened.boxes[fsdpi_ck_whole_at(r, index)->first].entry;
 }
+// The tensor of this name, or -1. They are sorted.
+static int64_t fsdpi_ck_index_of(const fsdp_checkpoint_reader *r, const char *name) {
+    int64_t begin = 0, end = r->num_tensors;
+    while (begin < end) {
+        const int64_t middle = begin + (end - begin) / 2;
+        const int order = strcmp(fsdpi_ck_entry_of(r, middle)->name, name);
+        if (order == 0) return middle;
+        if (order < 0) begin = middle + 1;
+        else end = middle;
+    }
+    return -1;
+}
 
 // Failures of the reader go to this text from now on. If there is no reader, memory was short.
 static void fsdpi_ck_speak(fsdp_checkpoint_reader *r, const char *call, char *text, size_t cap) {

@@ -42,7 +42,7 @@ typedef struct fsdpi_ck_export {
     fsdp_checkpoint_export_desc desc;
     const char *call;
     fsdpi_ck_room outs, names, entries, header, data, sizes, crcs, text;
-    int64_t num_outs, num_crcs, total_bytes, step;
+    int64_t num_outs, num_averages, num_crcs, total_bytes, step;
     int32_t num_files;
     int sharded; // 1: boxes, a manifest
     void *file;  // that is written
@@ -65,6 +65,29 @@ static int fsdpi_ck_is_state(const char *name) {
     return strncmp(name, "optim.", 6) == 0 || strncmp(name, "fsdp.", 5) == 0;
 }
 
+// The average of a parameter, or if it has none, the parameter.
+static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_t *out) {
+    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index), *average;
+    char name[FSDP_CHECKPOINT_NAME + 32];
+    int n = snprintf(name, sizeof name, "optim.state.%s.ema", e->name);
+    const int64_t found = n > 0 && n < (int)sizeof name ? fsdpi_ck_index_of(x->in, name) : -1;
+    *out = index;
+    if (found < 0) return FSDP_OK;
+    average = fsdpi_ck_entry_of(x->in, found);
+    int same = average->ndim == e->ndim && e->ndim <= FSDP_MAX_DIMS;
+    for (int d = 0; d < e->ndim && same; d++)
+        same = fsdpi_ck_whole_at(x->in, found)->shape[d] ==
+               fsdpi_ck_whole_at(x->in, index)->shape[d];
+    if (!same || !fsdp_dtype_is_float(average->dtype) || !fsdp_dtype_is_float(e->dtype))
+        return fsdpi_ck_fail(&x->in->io, FSDP_ERR_CORRUPT,
+                             "[E481] %s: '%.300s' is no average of '%.300s': expected floating "
+                             "tensors of one shape",
+                             x->call, name, e->name);
+    *out = found;
+    x->num_averages++;
+    return FSDP_OK;
+}
+
 // Adds one tensor of the source, under its new name, unless it is left out.
 static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
@@ -76,11 +99,13 @@ static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
         if (!x->desc.rename(x->desc.user, e->name, renamed)) return FSDP_OK;
         renamed[FSDP_CHECKPOINT_NAME - 1] = 0;
     }
+    int64_t tensor = index;
     fsdp_status status = fsdpi_ck_readable(x->in, index);
+    if (!status && x->desc.ema && !state) status = fsdpi_ck_average_of(x, index, &tensor);
     if (status) return status;
     fsdpi_ck_out *o = fsdpi_ck_out_at(x, x->num_outs++);
     o->name = x->desc.rename ? renamed : e->name;
-    o->tensor = index;
+    o->tensor = tensor;
     o->dtype = x->desc.dtype != FSDP_DTYPE_KEEP && !state && fsdp_dtype_is_float(e->dtype)
                    ? x->desc.dtype
                    : fsdpi_ck_carrier(e);
@@ -133,6 +158,11 @@ static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
         return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
                              "[E467] %s: of %lld tensors in %s none is to be written", x->call,
                              (long long)x->in->num_tensors, x->in->path);
+    if (x->desc.ema && !x->num_averages)
+        return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
+                             "[E482] %s: %s has no average of a tensor that is to be written: save "
+                             "it with fsdp_ema_create, or leave --ema out",
+                             x->call, x->in->path);
     qsort(x->outs.ptr, (size_t)x->num_outs, sizeof(fsdpi_ck_out), fsdpi_ck_by_out);
     for (int64_t i = 1; i < x->num_outs; i++)
         if (!fsdpi_ck_by_out(fsdpi_ck_out_at(x, i - 1), fsdpi_ck_out_at(x, i)))
@@ -444,14 +474,15 @@ static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc
     if (status) return status;
     if (!fsdpi_ck_good_path(out)) return fsdpi_ck_refused(call, "out", text, cap);
     int good = own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES &&
-               own->max_file_bytes >= 0 &&
+               own->max_file_bytes >= 0 && !(own->ema && own->num_ranks) &&
                (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
                (!own->files ||
                 (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
     if (!good && text && cap)
         snprintf(text, cap,
-                 "[E463] %s: expected num_ranks 0 to %d, max_file_bytes >= 0, dtype KEEP or a "
-                 "floating one, and files of version 1: zero the desc, then set what you need",
+                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, max_file_bytes >= 0, "
+                 "dtype KEEP or a floating one, and files of version 1: zero the desc, then set "
+                 "what you need",
                  call, FSDPI_CK_MOST_FILES);
     return good ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }

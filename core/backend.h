@@ -114,17 +114,36 @@ enum {
 // PINNED: host memory of the device. HOST: memory of the world's allocator, never of a device.
 enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
-enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
+enum {
+    FSDP_UPDATE_ADAMW = 1,
+    FSDP_UPDATE_SGD,
+    FSDP_UPDATE_UNSCALE,
+    FSDP_UPDATE_EMA,
+    FSDP_UPDATE_MOMENTUM,
+    FSDP_UPDATE_MUON
+};
+
+// What an EMA update does.
+enum { FSDP_EMA_AVERAGE = 0, FSDP_EMA_COPY, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK };
 
 /* What an optimizer does to a run of elements, or a scaler to their gradients. A step is a list of
    runs, which do not overlap and have the same kind; each has its own scalars and dtypes. All
-   pointers are into the device's memory. fsdp_optim.h defines the arithmetic, and computes the
-   scalars.
+   pointers are into the device's memory, or to FSDP_MEMORY_PINNED. fsdp_optim.h defines the
+   arithmetic, and computes the scalars.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1.
-               factor and found are the same in all runs
+   UNSCALE     scalars: factor. grad *= factor; if a gradient is infinite or NaN, *found becomes 1,
+               unless found is NULL. factor and found are the same in all runs. If first is not
+               NULL, it is the address of a sum of squares (f64), and grad is divided by its root,
+               which counts as scalars[0] if it is smaller
+   EMA         scalars: weight, FSDP_EMA_*; first: the average a of the parameter p; no grad.
+               AVERAGE: a = a + (p - a)*weight, as torch.lerp, fused; COPY: a = p. SWAP: p and a
+               change places, and with SWAP_BACK again. But of 16-bit ones a stays: SWAP keeps the
+               bits of p in second, rounds a into p, and SWAP_BACK takes the bits from second
+   MOMENTUM    scalars: weight, momentum, nesterov (0, 1); first: the momentum buffer b.
+               b += (grad - b)*weight; param = grad + (b - grad)*momentum with nesterov, else b
+   MUON        scalars: decay, rate. param = param*decay - rate*grad
    rounds      1: the parameters are bf16 and are rounded stochastically. The bits come from key and
                the element's index in the whole parameter: at + i / row * pitch + i % row         */
 typedef struct fsdp_update {
@@ -137,7 +156,7 @@ typedef struct fsdp_update {
     int64_t at, row, pitch;
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 7
+#define FSDP_DEVICE_VERSION 8
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
@@ -168,6 +187,17 @@ struct fsdp_device_ops {
     // Optional: text of the last failure; device NULL: of this thread's failed open.
     const char *(*error_text)(fsdp_device *device);
 };
+
+/* A product of matrices, of which the library has one for the host (backends/fsdp_host_gemm.h) and
+   one for GPUs (fsdp_cuda_gemm.h): c = alpha * op(a) * op(b) + beta * c, row-major. op(a) is m x k,
+   op(b) is k x n, c is m x n; a transposed matrix is stored as k x m, or n x k. ld: elements from
+   row to row. If beta is 0, c is not read. All are of dtype, sums are f32. If a and b are one
+   matrix, of which one is transposed, c is symmetric, also before: half of it is enough. On a
+   device it is enqueued on `stream`, without a wait. The same shape gives the same bits. */
+typedef fsdp_status (*fsdp_gemm_fn)(void *user, void *stream, int64_t m, int64_t n, int64_t k,
+                                    float alpha, const void *a, int64_t lda, int a_transposed,
+                                    const void *b, int64_t ldb, int b_transposed, float beta,
+                                    void *c, int64_t ldc, fsdp_dtype dtype);
 
 // clang-format on
 #endif

@@ -233,13 +233,14 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
                                 void **ptr) {
     if (!model || !what || !ptr) return fsdpi_null_of(model, "alloc", "model, what or ptr");
     fsdp_world *w = model->world;
-    int device = memory == FSDP_MEMORY_DEVICE;
+    int device = memory == FSDP_MEMORY_DEVICE || memory == FSDP_MEMORY_PINNED;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdpi_bad(
-            w, "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST or _DEVICE, >= 0",
-            what, memory, (long long)nbytes);
+        return fsdpi_bad(w,
+                         "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST, _DEVICE "
+                         "or _PINNED, >= 0",
+                         what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
@@ -249,7 +250,8 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     char text[160];
     snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
              device ? " on device " : "", device ? w->device_ops->name : "");
-    return fsdpi_short(model, status, !device || fsdpi_is_host(w), nbytes, nbytes, text,
+    return fsdpi_short(model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes,
+                       nbytes, text,
                        device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
@@ -271,6 +273,14 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
                          (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
+}
+
+FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why) {
+    if (!model) return fsdpi_null(NULL, "lend", "model");
+    if (why && model->lent)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lend: %s", model->lent);
+    model->lent = why;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {

@@ -180,6 +180,14 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
    Blocks      yes, at most timeout_ms */
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
 
+/* fsdp_lend - say that shards hold something else than the parameters. From now on calls that write
+   shards, move them or scale gradients fail with INVALID_STATE: a step of an optimizer,
+   fsdp_params_changed, clipping, a load, fsdp_set_requires_grad, fsdp_model_cast
+   why         end of their text, what to do. Not copied. NULL: shards are parameters again
+   Result      FSDP_OK; INVALID_ARG; INVALID_STATE (they are lent already)
+   Collective  no, but every rank has to do the same */
+FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why);
+
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
    Result      FSDP_OK; INVALID_ARG, collective errors
    Blocks      yes, at most timeout_ms
@@ -250,7 +258,7 @@ FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status);
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory);
 
 /* fsdp_alloc - zeroed memory for an extension. FSDP_MEMORY_HOST: counted in fsdp_memory.host_bytes.
-   FSDP_MEMORY_DEVICE: only this rank uses it
+   FSDP_MEMORY_DEVICE: only this rank uses it. FSDP_MEMORY_PINNED: host memory for updates, too
    what        begin of the text, for example "adamw_create: no memory for a state"
    ptr         you own it: call fsdp_free. NULL after a failure
    fsdp_free - free it; memory and nbytes as for fsdp_alloc; NULL is allowed

@@ -359,6 +359,7 @@ struct fsdp_model {
     uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
+    const char *lent;  // why shards are not to be written now, for texts; NULL: they may be
     int asking;        // calls of functions of extensions that have not returned
     int rehearsing;    // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far

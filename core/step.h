@@ -258,8 +258,14 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call
     return FSDP_OK;
 }
 
+// Calls that write shards, or gradients for them, and those that move them.
+static const uint32_t fsdpi_wants_shards = 1u << FSDP_CALL_PARAMS_CHANGED | 1u << FSDP_CALL_LOAD |
+                                           1u << FSDP_CALL_CLIP | 1u << FSDP_CALL_REQUIRES_GRAD;
+
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
+    if (m->lent && fsdpi_wants_shards >> call & 1)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE, "[E231] %s: %s", what, m->lent);
     for (int i = 0; i < m->num_units; i++)
         if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
     for (int i = 0; fsdpi_rows[call][0].asks && i < m->num_units; i++)

@@ -6,6 +6,7 @@
 #define FSDP_BACKEND_FAKE 1 /* beside those of the variant: never the default */
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"
+#include "fsdp_muon.h"
 #include "fsdp_replicate.h"
 #include "fsdp_compress.h"
 #include "library.h"

@@ -5,6 +5,7 @@
 #ifndef LIBRARY_H
 #define LIBRARY_H
 #include "fsdp_optim.h"
+#include "fsdp_muon.h"
 #include "fsdp_replicate.h"
 #include "fsdp_compress.h"
 #include "fsdp_plan.h"

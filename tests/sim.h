@@ -418,15 +418,19 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
 }
 
 SIM_FN void sim_update(sim *s, int actor, const fsdp_update *u) {
-    int64_t state = u->count * (u->dtype == FSDP_F64 ? 8 : 4),
+    int64_t state = u->count * (u->dtype == FSDP_F64 ? 8 : 4), second = state,
             grads = u->count * (int64_t)fsdp_dtype_size(u->grad_dtype);
+    const int ema = u->kind == FSDP_UPDATE_EMA, swaps = ema && u->scalars[1] >= FSDP_EMA_SWAP;
+    if (ema) second = u->count * (int64_t)fsdp_dtype_size(u->dtype);
     s->updated += (uint64_t)u->count;
     sim_work(s, actor, 0, sim_cost((uint64_t)grads, s->copy_bytes_per_ns));
-    sim_touch(s, actor, "update", u->grad, grads, u->kind == FSDP_UPDATE_UNSCALE);
+    if (u->grad) sim_touch(s, actor, "update", u->grad, grads, u->kind == FSDP_UPDATE_UNSCALE);
     if (u->param)
-        sim_touch(s, actor, "update", u->param, u->count * (int64_t)fsdp_dtype_size(u->dtype), 1);
-    if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
-    if (u->second) sim_touch(s, actor, "update", u->second, state, 1);
+        sim_touch(s, actor, "update", u->param, u->count * (int64_t)fsdp_dtype_size(u->dtype),
+                  !ema || swaps);
+    if (u->first && u->kind == FSDP_UPDATE_UNSCALE) sim_touch(s, actor, "update", u->first, 8, 0);
+    else if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
+    if (u->second) sim_touch(s, actor, "update", u->second, second, 1);
     if (u->found) sim_touch(s, actor, "update", u->found, (int64_t)sizeof *u->found, 1);
     fsdp_update real = *u;
     real.param = sim_host(s, u->param);

@@ -61,9 +61,10 @@ gate_alone() { # HEADER'S STEM
 # Each part by itself: what it uses, it includes. With FSDP_IMPLEMENTATION it is the whole library.
 gate_parts() { # COMPILER STANDARD
     local h flags
-    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h; do
+    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h optim/*.h muon/*.h checkpoint/*.h \
+        backends/*.h; do
         case $h in
-        *nccl.h | *cuda.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
+        *nccl.h | *cuda.h | *cuda_gemm.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
         *) flags= ;;
         esac
         include "$h" | compile "$@" $flags -Wno-unused-function -fsyntax-only
@@ -272,7 +273,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan|dtensor|checkpoint|safetensors)/' "$program.d" ||
+    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors)/' "$program.d" ||
         die "$1 was not compiled with the one header"
     "$program"
 }
@@ -281,7 +282,7 @@ gate_single_tests() {
     local tests='test_features test_shard test_spawn'
     single_folder "$dir"
     make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" $(printf "$of/tests/%s " $tests)
-    ! grep -qE ' (core|plan|dtensor|checkpoint|safetensors)/' "$of"/tests/*.d ||
+    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors)/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $tests; do
         "$of/tests/$t" --tags=shm >"$work/single.$t.log" 2>&1 ||
@@ -311,7 +312,7 @@ gate_mutations() {
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
     tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
-        --scratch "$work/mutate" --file core dtensor plan checkpoint safetensors fsdp \
+        --scratch "$work/mutate" --file core dtensor optim muon plan checkpoint safetensors fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }

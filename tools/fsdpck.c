@@ -34,7 +34,7 @@ typedef struct request {
     int num_paths, help;
     int64_t ranks, max_file_bytes; // 0: not given
     fsdp_dtype dtype;
-    int with_optimizer, num_skips;
+    int with_optimizer, ema, num_skips;
     const char *skips[MOST_SKIPS]; // names of tensors; "x*": all that begin with x
     char text[FSDP_CHECKPOINT_PATH + 1024];
 } request;
@@ -194,6 +194,7 @@ static int write_new(request *q, int num_ranks) {
     bar.total = c.data_bytes;
     d.dtype = q->dtype;
     d.with_optimizer = q->with_optimizer;
+    d.ema = q->ema;
     d.max_file_bytes = q->max_file_bytes;
     d.num_ranks = num_ranks;
     d.files = &counted;
@@ -350,10 +351,11 @@ static const verb verbs[] = {
      "one.\n"
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
      "those of the ranks that saved them.\n" SKIP_HELP},
-    {"export", "PATH OUT", "[--dtype D] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
-     export_it,
+    {"export", "PATH OUT",
+     "[--dtype D] [--ema] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2, export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
+     "  --ema                the averages of the weights in place of the weights\n"
      "  --with-optimizer     also what is called optim.* and fsdp.*\n"
      "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n" SKIP_HELP},
     {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
@@ -443,6 +445,8 @@ static int read_arguments(request *q, int argc, char **argv) {
         } else if (!strcmp(argv[i], "--with-optimizer") &&
                    strstr(q->verb->options, "--with-optimizer")) {
             q->with_optimizer = 1;
+        } else if (!strcmp(argv[i], "--ema") && strstr(q->verb->options, "--ema")) {
+            q->ema = 1;
         } else if ((v = option(q, "--ranks", argv, &i)) != NULL) {
             bad = number("--ranks", v, 99999, 0, &q->ranks);
         } else if ((v = option(q, "--max-file-bytes", argv, &i)) != NULL) {

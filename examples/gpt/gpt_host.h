@@ -1,7 +1,7 @@
 /* gpt_host.h - what train_gpt.c and train_gpt.cu share: options, text, random numbers, the start of
    the parameters, the course of a training, and what is shown of it
 
-   A program includes fsdp.h, fsdp_optim.h and gpt.h, defines PROGRAM, its name in messages, and
+   A program includes fsdp.h, fsdp_muon.h and gpt.h, defines PROGRAM, its name in messages, and
    then includes this file. It defines the five functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
    the options of train_gpt.cu, too; behind fsdp_plan.h those of plans, behind fsdp_dtensor.h that of
@@ -50,6 +50,7 @@ typedef struct {
     int sample; // bytes of text at the end
     int reshard;
     double lr;
+    int muon;      // 1: the matrices of the blocks have Muon, the rest AdamW
     int log_every; // steps from one look at the loss to the next
     int bf16;      // these four: GPT_ON_GPU
     int tf32;
@@ -255,6 +256,7 @@ static const char HELP[] =
     "  --heads H        attention heads (%d)\n"
     "  --channels C     width of the model, a multiple of H (%d)\n"
     "  --lr X           peak learning rate (%g)\n"
+    "  --optimizer O    adamw, or muon for the matrices of the blocks and AdamW for the rest (adamw)\n"
     "  --seed S         of parameters, batches and sampled text (%llu)\n"
     "  --csv FILE       write step,loss,grad_norm,seconds, one line per step; seconds since the\n"
     "                   start of training\n"
@@ -360,6 +362,10 @@ static int check_options(const options *opt) {
         return impossible("--batch %d times --context %d exceeds %d tokens", g->batch, g->context,
                           (int)MAX_TOKENS);
     }
+    if (opt->muon && (opt->tp > 1 || opt->plain)) {
+        return impossible("--optimizer muon needs whole matrices and the library: leave out --tp "
+                          "and --plain");
+    }
     if (opt->threads && opt->ranks == 0) return impossible("--threads needs --ranks");
     if (!opt->save_dir && (opt->save_every || opt->resume || opt->async)) {
         return impossible("%s needs --save DIR", opt->resume       ? "--resume"
@@ -425,6 +431,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
     const struct option others[] = {
         {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},      {"lr", 1, NULL, 'l'},
         {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'},  {"help", 0, NULL, 'h'},
+        {"optimizer", 1, NULL, 'm'},
 #ifdef FSDP_PLAN_H
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
 #endif
@@ -463,6 +470,10 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
             opt->csv_path = optarg;
         } else if (c == 'l') {
             bad = parse_lr(optarg, &opt->lr);
+        } else if (c == 'm') {
+            opt->muon = strcmp(optarg, "muon") == 0;
+            if (!opt->muon && strcmp(optarg, "adamw") != 0)
+                bad = impossible("--optimizer %s: expected adamw or muon", optarg);
         } else if (c == 's') {
             bad = parse_seed(optarg, &opt->seed);
         } else if (c == 't') {
@@ -517,6 +528,7 @@ typedef struct {
     fsdp_unit *embed;   // embeddings and final norm, open around the blocks
     fsdp_unit **blocks; // [layers]
     fsdp_adamw *adamw;
+    fsdp_muon *muon; // NULL without --optimizer muon
     gpt_acts acts;
     uint8_t *inputs;     // (B, T)
     uint8_t *targets;    // (B, T)
@@ -581,19 +593,34 @@ static void init_rows(void *user, const fsdp_param_view *block) {
     }
 }
 
-/* Weight decay for matrices, none for biases and norms. */
+/* Muon has the matrices of the blocks, with the columns that they have in gpt.h: apart() has others. */
+static int muon_takes(void *user, const fsdp_param_view *param) {
+    const trainer *t = (const trainer *)user;
+    const gpt_param_spec *spec = (const gpt_param_spec *)param->user;
+    return param->unit == t->embed ? 0 : (int)spec->cols;
+}
+
+/* Weight decay for matrices, none for biases and norms. Negative: Muon has it. */
 static int decay_group(void *user, const fsdp_param_view *param) {
-    (void)user;
+    if (fsdp_muon_takes(((const trainer *)user)->muon, param)) return -1;
     return ((const gpt_param_spec *)param->user)->cols ? 0 : 1;
 }
 
-static fsdp_status create_optimizer(trainer *t) {
+/* gemm: NULL on the host. Muon's steps are as long as AdamW's, and so has its learning rate. */
+static fsdp_status create_optimizer(trainer *t, fsdp_gemm_fn gemm, void *gemm_user) {
+    fsdp_muon_desc muon = fsdp_muon_defaults();
     fsdp_adamw_desc desc = fsdp_adamw_defaults();
+    muon.adjust = FSDP_MUON_MATCH_RMS_ADAMW;
+    muon.take = muon_takes, muon.user = t;
+    muon.gemm = gemm, muon.gemm_user = gemm_user;
+    const fsdp_status status =
+        t->j->opt.muon ? fsdp_muon_create(t->model, &muon, &t->muon) : FSDP_OK;
+    if (status) return status;
     desc.beta2 = 0.95;
     desc.weight_decay = 0.1;
     desc.num_groups = 2;
     desc.groups[1].weight_decay = 0;
-    desc.group = decay_group;
+    desc.group = decay_group, desc.user = t;
     return fsdp_adamw_create(t->model, &desc, &t->adamw);
 }
 
@@ -603,6 +630,12 @@ static double learning_rate(const options *opt, int step) {
     if (step < WARMUP) return opt->lr * (step + 1) / (double)WARMUP;
     const double done = (double)(step - WARMUP) / (opt->steps - WARMUP);
     return opt->lr * (FINAL_LR + (1.0 - FINAL_LR) * 0.5 * (1.0 + cos(3.141592653589793 * done)));
+}
+
+static fsdp_status optimizer_step(trainer *t, int step) {
+    const double lr = learning_rate(&t->j->opt, step);
+    const fsdp_status status = t->muon ? fsdp_muon_step(t->muon, lr) : FSDP_OK;
+    return status ? status : fsdp_adamw_step(t->adamw, lr);
 }
 
 /* ---- what is shown --------------------------------------------------------------------------- */
@@ -737,8 +770,18 @@ static fsdp_status show_memory(const trainer *t) {
     }
     for (int pool = FSDP_POOL_COUNT; pool < FSDP_POOL_MAX; pool++) // of extensions
         show_memory_row(fsdp_model_pool_name(t->model, pool), 0, used.pool_bytes[pool], 0);
-    show_memory_row("AdamW moments", 2 * mine, moments, 2 * whole);
-    show_memory_row("total", p->total_bytes + 2 * mine, used.total_bytes + moments, 4 * whole);
+    if (t->muon) { // which has a pool for flights, too
+        show_memory_row("AdamW moments", 0, moments, 0);
+        show_memory_row("Muon", 0, fsdp_muon_nbytes(t->muon), 0);
+    } else {
+        show_memory_row("AdamW moments", 2 * mine, moments, 2 * whole);
+        show_memory_row("total", p->total_bytes + 2 * mine, used.total_bytes + moments, 4 * whole);
+    }
+    if (t->muon) {
+        char how[320];
+        (void)fsdp_muon_describe(t->muon, how, sizeof how);
+        printf("  %s\n", how);
+    }
     printf("  and %s bytes of activations for %d sequences of %d bytes\n",
            commas(text, (int64_t)t->acts.nbytes), t->cfg.batch, t->cfg.context);
     return FSDP_OK;

@@ -289,7 +289,7 @@ static fsdp_status tp_build_model(trainer *t) {
     if (!status) status = fsdp_model_predict(t->model, &t->predicted);
     if (!status) status = fsdp_init_params(t->model, tp_init_rows, t);
     if (!status) status = fsdp_model_reserve(t->model);
-    if (!status) status = create_optimizer(t);
+    if (!status) status = create_optimizer(t, NULL, NULL);
     if (!status && t->j->opt.plan) status = fsdp_plan_create(t->model, NULL, &t->plan);
     return status;
 }

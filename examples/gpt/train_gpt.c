@@ -31,7 +31,7 @@
 #define FSDP_IMPLEMENTATION
 #endif
 #include "fsdp.h"            // fsdp_*
-#include "fsdp_optim.h"      // fsdp_adamw_*
+#include "fsdp_muon.h"       // fsdp_muon_*, fsdp_adamw_*
 #include "fsdp_plan.h"       // fsdp_plan_*
 #include "fsdp_dtensor.h"    // fsdp_tp_*, fsdp_redistribute
 #include "fsdp_checkpoint.h" // fsdp_checkpoint_*
@@ -69,7 +69,7 @@ static fsdp_status build_model(trainer *t) {
     if (!status) status = fsdp_model_predict(t->model, &t->predicted);
     if (!status) status = fsdp_init_params(t->model, init_rows, t);
     if (!status) status = fsdp_model_reserve(t->model); // too little memory shows now
-    if (!status) status = create_optimizer(t);
+    if (!status) status = create_optimizer(t, NULL, NULL);
     if (!status && t->j->opt.plan) status = fsdp_plan_create(t->model, NULL, &t->plan);
     return status;
 }
@@ -148,7 +148,7 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
     fsdp_status status = t->tp > 1 ? tp_backward(t) : backward(t);
     if (!status) status = fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
     if (!status) status = fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, norm);
-    if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
+    if (!status) status = optimizer_step(t, step);
     if (!status) status = fsdp_zero_grad(t->model);
     return status;
 }

@@ -28,8 +28,9 @@
 
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"       // fsdp_*
-#include "fsdp_optim.h" // fsdp_adamw_*
+#include "fsdp_muon.h"  // fsdp_muon_*, fsdp_adamw_*
 
+#include "backends/fsdp_cuda_gemm.h"    // fsdp_cuda_gemm
 #include "backends/fsdp_cuda_kernels.h" // fsdp_cuda_update, for --plain
 
 #define PROGRAM "train_gpt_cuda"
@@ -162,7 +163,7 @@ static fsdp_status build_model(trainer *t) {
     if (!status) status = fsdp_model_predict(t->model, &t->predicted);
     if (!status) status = fsdp_init_params(t->model, init_rows, t);
     if (!status) status = fsdp_model_reserve(t->model); // too little memory shows now
-    if (!status) status = create_optimizer(t);
+    if (!status) status = create_optimizer(t, fsdp_cuda_gemm, gpu_of(t)->blas);
     return status;
 }
 
@@ -293,7 +294,7 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
     fsdp_status status = all_but_update(t, step);
     if (!status && look) status = mean_loss(t, loss);
     if (!status && look) status = fsdp_grad_norm(t->model, norm);
-    if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
+    if (!status) status = optimizer_step(t, step);
     // No hook runs in a launch: the library keeps what it knew behind the capture, that there are
     // gradients, and the graph itself stores new ones.
     if (!status && !gpu_rank_of(t)->graph) status = fsdp_zero_grad(t->model);

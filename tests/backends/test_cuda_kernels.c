@@ -728,10 +728,85 @@ static void unscale_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed)
     }
 }
 
+/* Averages from both ends of a lerp; a swap and back. The bits of a swap are of the parameter's type. */
+static void ema_acts(const fsdp_dtype *all, int64_t count, uint64_t *seed) {
+    static const double weights[] = {0.001, 0.1, 0.75, 1, 0};
+    static const int acts[] = {FSDP_EMA_AVERAGE, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK, FSDP_EMA_AVERAGE,
+                               FSDP_EMA_COPY};
+    const fsdp_dtype dtypes[STATES] = {all[0], all[0], all[2], all[0]};
+    static arrays host, device;
+    int offset[STATES];
+    for (int w = 0; w < 5; w++) {
+        arrays_fill(&host, &device, dtypes, seed);
+        offsets(offset, seed);
+        fsdp_update u = update_of(FSDP_UPDATE_EMA, &device, dtypes, offset, count);
+        fsdp_update on_host = update_of(FSDP_UPDATE_EMA, &host, dtypes, offset, count);
+        u.grad = on_host.grad = NULL;
+        for (int a = 0; a < 5; a++) {
+            u.scalars[0] = on_host.scalars[0] = weights[w];
+            u.scalars[1] = on_host.scalars[1] = acts[a];
+            finish(fsdp_cuda_update(NULL, &u, 1));
+            fsdpi_optim_host_update(&on_host);
+            arrays_equal(&device, &host);
+        }
+    }
+}
+
+/* Both kinds of Muon, whose host is what fsdp_optim.h does for a record. */
+static void muon_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
+    static const double scalars[][3] = {{0.05, 0.95, 1}, {0.3, 0.7, 0}, {0.998, 0.02, 0}};
+    static arrays host, device;
+    int offset[STATES];
+    if (dtypes[2] == FSDP_F64) return; /* of f32 alone */
+    for (int n = 0; n < 3; n++) {
+        const int kind = n < 2 ? FSDP_UPDATE_MOMENTUM : FSDP_UPDATE_MUON;
+        arrays_fill(&host, &device, dtypes, seed);
+        offsets(offset, seed);
+        fsdp_update u = update_of(kind, &device, dtypes, offset, count);
+        fsdp_update on_host = update_of(kind, &host, dtypes, offset, count);
+        memcpy(u.scalars, scalars[n], sizeof scalars[n]);
+        memcpy(on_host.scalars, scalars[n], sizeof scalars[n]);
+        if (kind == FSDP_UPDATE_MUON) u.first = (void *)1; /* not looked at */
+        u.second = (void *)1;
+        for (int step = 0; step < 3; step++) {
+            finish(fsdp_cuda_update(NULL, &u, 1));
+            fsdpi_optim_host_update(&on_host);
+        }
+        arrays_equal(&device, &host);
+    }
+}
+
+/* Divides by a norm, but at least by 0.5. */
+static void normalize_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
+    static const double squares[] = {9.7, 0, 0.24, 0.26};
+    static double *norm;
+    static arrays host, device;
+    int offset[STATES];
+    if (!norm) norm = (double *)memory(sizeof *norm);
+    for (int n = 0; n < 4; n++) {
+        arrays_fill(&host, &device, dtypes, seed);
+        offsets(offset, seed);
+        fsdp_update u = update_of(FSDP_UPDATE_UNSCALE, &device, dtypes, offset, count);
+        fsdp_update on_host = update_of(FSDP_UPDATE_UNSCALE, &host, dtypes, offset, count);
+        u.first = on_host.first = norm;
+        u.scalars[0] = on_host.scalars[0] = 0.5;
+        u.found = on_host.found = NULL;
+        *norm = squares[n];
+        finish(fsdp_cuda_update(NULL, &u, 1));
+        fsdpi_optim_host_update(&on_host);
+        arrays_equal(&device, &host);
+    }
+}
+
 static const struct {
     const char *name;
     void (*steps)(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed);
-} updates[] = {{"adamw", adamw_steps}, {"sgd", sgd_steps}, {"unscale", unscale_one}};
+} updates[] = {{"adamw", adamw_steps},
+               {"sgd", sgd_steps},
+               {"ema", ema_acts},
+               {"muon", muon_steps},
+               {"normalize", normalize_one},
+               {"unscale", unscale_one}};
 
 TEST_P(update, bits_of_the_cpu, updates) {
     uint64_t seed = h_seed();
@@ -839,8 +914,11 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
     for (uint32_t i = 0; i < num; i++) {
         uint64_t r = h_rand64(seed);
         fsdp_dtype dtype = floats[num < MOST ? r & 3 : 0], grad = floats[r >> 2 & 3];
+        const int muon = kind == FSDP_UPDATE_MOMENTUM || kind == FSDP_UPDATE_MUON;
+        if (muon && dtype == FSDP_F64) dtype = FSDP_F32;
         fsdp_dtype state = dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32;
-        const fsdp_dtype dtypes[STATES] = {dtype, grad, state, state};
+        if (kind == FSDP_UPDATE_EMA) grad = dtype; /* of what second keeps */
+        const fsdp_dtype dtypes[STATES] = {dtype, grad, state, kind == FSDP_UPDATE_EMA ? dtype : state};
         fsdp_update *u = &list[i];
         void **to[STATES] = {&u->param, &u->grad, &u->first, &u->second};
         memset(u, 0, sizeof *u);
@@ -853,8 +931,9 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
                 store(*to[k], e, dtypes[k], (double)(h_rand64(seed) >> 40) * 0x1p-24);
         }
         for (int s = 0; s < 7; s++) u->scalars[s] = (double)(1 + h_rand64(seed) % 999) / 1024;
-        if (kind == FSDP_UPDATE_UNSCALE) u->scalars[0] = 0.25;
+        if (kind == FSDP_UPDATE_UNSCALE) u->scalars[0] = 0.25, u->first = NULL;
         if (kind == FSDP_UPDATE_SGD && i % 2) u->scalars[1] = 0; /* momentum */
+        if (kind == FSDP_UPDATE_EMA) u->scalars[1] = i % 4;
         u->found = found;
         u->rounds = dtype == FSDP_BF16 && i % 3 == 0;
         u->key = h_rand64(seed), u->at = i, u->row = 7, u->pitch = 9;
@@ -874,7 +953,8 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
     for (uint32_t i = 0; i < num; i++) {
         fsdp_update one = list[i];
         void **to[STATES] = {&one.param, &one.grad, &one.first, &one.second};
-        for (int k = 0; k < STATES; k++) *to[k] = data[1][k] + ((char *)*to[k] - data[0][k]);
+        for (int k = 0; k < STATES; k++)
+            if (*to[k]) *to[k] = data[1][k] + ((char *)*to[k] - data[0][k]);
         fsdpi_optim_host_update(&one);
     }
     for (int k = 0; k < STATES; k++) CHECK_EQ_MEM(data[0][k], data[1][k], MOST * ROW);
@@ -883,7 +963,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
 TEST(update, of_lists) {
     static const uint32_t nums[] = {0, 1, 2, 24, 25, 100, 700};
     uint64_t seed = h_seed();
-    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_UNSCALE; kind++)
+    for (int kind = FSDP_UPDATE_ADAMW; kind <= FSDP_UPDATE_MUON; kind++)
         for (size_t n = 0; n < sizeof nums / sizeof *nums; n++)
             list_of_updates(kind, nums[n], &seed);
 }
@@ -911,11 +991,11 @@ TEST(update, what_it_refuses) {
     memset(&u, 0, sizeof u);
     u.count = 4;
     u.param = u.grad = x;
-    for (int kind = 0; kind < 6; kind++)
+    for (int kind = 0; kind < 8; kind++)
         for (int dtype = 0; dtype < 12; dtype++) {
             u.kind = (uint8_t)kind;
             u.dtype = FSDP_F32, u.grad_dtype = (uint8_t)dtype;
-            if (kind < 1 || kind > 3 || !fsdp_dtype_is_float(dtype))
+            if (kind < 1 || kind > FSDP_UPDATE_MUON || !fsdp_dtype_is_float(dtype))
                 CHECK(fsdp_cuda_update(NULL, &u, 1));
             u.dtype = (uint8_t)dtype, u.grad_dtype = FSDP_I32;
             CHECK(fsdp_cuda_update(NULL, &u, 1));

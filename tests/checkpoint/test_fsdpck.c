@@ -880,6 +880,66 @@ TEST(fsdpck, export_converts) {
     fsdp_checkpoint_close(r);
 }
 
+/* Averages take the place of the parameters that have one, in their dtype or another. */
+static void check_average(const char *dir, const char *name, const fsdp_checkpoint_reader *of,
+                          const char *from, fsdp_dtype dtype, int64_t numel) {
+    char want[256], got[256];
+    fsdp_checkpoint_tensor t;
+    fsdp_checkpoint_reader *r = open_it(dir);
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, name), &t));
+    CHECK(t.dtype == dtype && t.nbytes == numel * (int64_t)fsdp_dtype_size(dtype));
+    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_DTYPE_KEEP, got, SAID));
+    CHECK_OK(fsdp_checkpoint_read((fsdp_checkpoint_reader *)(uintptr_t)of, index_of(of, from), NULL,
+                                  NULL, dtype, want, SAID));
+    CHECK_EQ_MEM(got, want, (size_t)t.nbytes);
+    fsdp_checkpoint_close(r);
+}
+/* Parameters and states; `rows` of the average of b, which has 5. */
+static void store_averages(const char *dir, int num, int64_t rows) {
+    fsdp_safetensors_entry e[] = {tensor("a.w", FSDP_BF16, 2, 3, 4, 0),
+                                  tensor("b", FSDP_F32, 1, 5, 0, 0),
+                                  tensor("c", FSDP_F32, 1, 2, 0, 0),
+                                  tensor("n", FSDP_I32, 1, 2, 0, 0),
+                                  tensor("optim.state.a.w.ema", FSDP_F32, 2, 3, 4, 0),
+                                  tensor("optim.state.a.w.ema_step", FSDP_F64, 0, 0, 0, 0),
+                                  tensor("optim.state.b.ema", FSDP_F32, 1, rows, 0, 0)};
+    store_tensors(dir, "model.safetensors", e, num);
+}
+TEST(fsdpck, export_averages) {
+    char from[600], file[640], to[600];
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    path_of(from, "from");
+    CHECK_EQ_INT(mkdir(from, 0700), 0);
+    store_averages(from, 7, 5);
+    snprintf(file, sizeof file, "%s/model.safetensors", from);
+    fsdp_checkpoint_reader *r = open_it(file);
+    d.ema = 1;
+    export_to(file, path_of(to, "average"), &d);
+    check_average(to, "a.w", r, "optim.state.a.w.ema", FSDP_BF16, 12);
+    check_average(to, "b", r, "optim.state.b.ema", FSDP_F32, 5);
+    check_average(to, "c", r, "c", FSDP_F32, 2);
+    check_average(to, "n", r, "n", FSDP_I32, 2);
+    fsdp_checkpoint_reader *all = open_it(to);
+    CHECK_STATUS(fsdp_checkpoint_tensor_at(all, 4, &t), FSDP_ERR_INVALID_ARG);
+    fsdp_checkpoint_close(all);
+    d.dtype = FSDP_F32, d.with_optimizer = 1, d.max_file_bytes = 60;
+    export_to(file, path_of(to, "wide"), &d);
+    check_average(to, "a.w", r, "optim.state.a.w.ema", FSDP_F32, 12);
+    check_average(to, "optim.state.a.w.ema", r, "optim.state.a.w.ema", FSDP_F32, 12);
+    fsdp_checkpoint_close(r);
+    d.num_ranks = 2;
+    CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "no"), &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E463] checkpoint_export: expected num_ranks 0 to ");
+    d.num_ranks = 0;
+    store_averages(from, 7, 6);
+    CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_CORRUPT);
+    says("[E481] checkpoint_export: 'optim.state.b.ema' is no average of 'b'");
+    store_averages(from, 4, 5);
+    CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E482] checkpoint_export: ");
+}
+
 /* A checkpoint of ours cut anew: all tensors, the step, the ranks whose blobs it has. */
 TEST(fsdpck, cut_anew) {
     static const struct {
@@ -1529,6 +1589,8 @@ TEST(fsdpck_tool, export_and_import) {
     CHECK_EQ_INT(RUN("import", from, path_of(again, "less"), "--skip=optim.*"), 0);
     CHECK_EQ_INT(RUN("ls", again), 0);
     CHECK(!strstr(said, "optim.") && strstr(said, "h.0.w"));
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "average"), "--ema"), 2);
+    says("has no average of a tensor that is to be written");
     CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
     says("--skip: expected a name, at most 64 times");
 }

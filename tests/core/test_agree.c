@@ -198,14 +198,16 @@ TEST_P(agree, steps, steps) {
 
 /* ---- what optimizers are given --------------------------------------------------------------- */
 
-enum { SAME, LR, BETA, EPS, DECAY, GROUP, MOMENTUM, NESTEROV, LEFT_OUT };
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS, EMA_SWAP };
 static const struct {
     const char *name;
     int what;
 } settings[] = {
     {"same", SAME},          {"lr", LR},          {"beta2", BETA},        {"eps", EPS},
     {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
-    {"left_out", LEFT_OUT}};
+    {"left_out", LEFT_OUT},  {"set_group", SET_GROUP},
+    {"ema_decay", EMA_DECAY}, {"ema_calls", EMA_CALLS},
+    {"ema_swap", EMA_SWAP}};
 
 /* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
 static void optim_rank(lab_rank *r) {
@@ -229,6 +231,15 @@ static void optim_rank(lab_rank *r) {
     make_pair(r->w, NOTHING, 0, 0, &m, &u);
     if (sgd) CHECK_OK(fsdp_sgd_create(m, &sd, &sgd_opt));
     else CHECK_OK(fsdp_adamw_create(m, &ad, &adamw));
+    fsdp_ema_desc ed = fsdp_ema_defaults();
+    fsdp_ema *ema;
+    if (what == EMA_DECAY) ed.decay = 0.99;
+    CHECK_OK(fsdp_ema_create(m, &ed, &ema));
+    if (what == SET_GROUP) {
+        fsdp_optim_group g = ad.groups[0];
+        g.weight_decay = 0.02;
+        CHECK_OK(fsdp_adamw_set_group(adamw, 0, &g));
+    }
     fsdp_status status = FSDP_OK;
     for (int step = 0; step < 2 && !status; step++) {
         status = fsdp_pre_forward(u);
@@ -240,6 +251,8 @@ static void optim_rank(lab_rank *r) {
         if (status || what == LEFT_OUT) continue;
         const double lr = what == LR ? 0.1000001 : 0.1;
         CHECK_OK(sgd ? fsdp_sgd_step(sgd_opt, lr) : fsdp_adamw_step(adamw, lr));
+        if (what != EMA_CALLS) CHECK_OK(fsdp_ema_update(ema));
+        for (int i = 0; i < 2 && what == EMA_SWAP; i++) CHECK_OK(fsdp_ema_swap(ema));
     }
     CHECK_STATUS(status, job->what == SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
     if (status)

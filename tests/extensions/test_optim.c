@@ -325,6 +325,7 @@ typedef struct { /* one rank's test */
     lab_built m;
     int updates[NUM], known[NUM]; /* known: was trainable once */
     lab_optim o;
+    double scale[3], decay[3]; /* of groups */
     w_heap *heap;
     double full[NUM][BIG], first[NUM][BIG], second[NUM][BIG]; /* what has to come out: any dtype */
 } job;
@@ -366,6 +367,19 @@ static void backward(job *j, int step) {
     CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
+/* The optimizer, and what its groups are. */
+static double same_decay(const job *j) {
+    return !j->o.kind->sgd && !j->o.kind->grouped ? 0.01 : j->o.kind->weight_decay;
+}
+static void make_optim(job *j) {
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    for (int k = 0; k < 3; k++) {
+        const double own = j->o.kind->grouped ? lab_optim_groups[k].weight_decay : -1;
+        j->scale[k] = j->o.kind->grouped ? lab_optim_groups[k].lr_scale : 1;
+        j->decay[k] = own < 0 ? same_decay(j) : own;
+    }
+}
+
 /* The same update of whole tensors, with the gradients that the ranks have agreed on. */
 static void expect(job *j, double lr) {
     static __thread double g[BIG];
@@ -376,10 +390,7 @@ static void expect(job *j, double lr) {
         CALL(j->w, fsdp_param_full_grad(lab_unit_of(&j->m, p), j->m.index[p], g));
         CHECK_EQ_INT(view.grad_dtype, j->grad_dtype ? j->grad_dtype : net[p].dtype);
         if (!view.shard_grad || group < 0) continue;
-        double decay = j->o.kind->weight_decay, scale = group == 1 ? 2 : group == 2 ? 0 : 1;
-        if (!j->o.kind->sgd && decay == 0) decay = 0.01;
-        if (group == 1) decay = 0;
-        if (group == 2) decay = 0.5;
+        const double decay = j->decay[group], scale = j->scale[group];
         fsdp_adamw_hyper a = {lr * scale, 0.9, 0.999, 1e-8, decay, ++j->updates[p]};
         fsdp_sgd_hyper s = {lr * scale, 0, 0, decay, 0, 0, j->updates[p]};
         if (j->o.kind->beta1 > 0) a.beta1 = j->o.kind->beta1;
@@ -447,7 +458,7 @@ static void train(job *j) {
     fsdp_memory empty, full;
     make_model(j);
     CALL(j->w, fsdp_model_memory(j->m.model, &empty));
-    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    make_optim(j);
     CALL(j->w, fsdp_model_memory(j->m.model, &full));
     CHECK(full.host_bytes > empty.host_bytes && full.total_bytes == empty.total_bytes);
     int64_t held = lab_optim_nbytes(&j->o);
@@ -528,6 +539,83 @@ TEST_P(optim, grad_dtype, grad_dtypes) {
             launch_as(world, kind, world == 2, world == 3, &more, train);
 }
 
+/* ---- groups that change ---------------------------------------------------------------------- */
+
+static fsdp_status set_group(const job *j, int k, const fsdp_optim_group *g) {
+    return j->o.sgd ? fsdp_sgd_set_group(j->o.sgd, k, g) : fsdp_adamw_set_group(j->o.adamw, k, g);
+}
+
+/* A group that is refused; what it was holds, as the steps show. */
+static void refuse_group(const job *j, int k, const fsdp_optim_group *g, const char *text) {
+    CHECK_STATUS(set_group(j, k, g), FSDP_ERR_INVALID_ARG);
+    W_CHECK(strstr(fsdp_last_error(j->w), text), "%s", fsdp_last_error(j->w));
+}
+static void refuse_groups(const job *j) {
+    const int num = j->o.kind->grouped ? 3 : 1;
+    const double nan = lab_from_bits(0x7FF8000000000000u), inf = lab_from_bits(0x7FF0000000000000u);
+    fsdp_optim_group g = fsdp_adamw_defaults().groups[0], none = FSDP_ZERO;
+    refuse_group(j, -1, &g, num == 3 ? "no group -1, expected 0..2" : "expected 0..0");
+    refuse_group(j, num, &g, "_set_group: the optimizer has no group ");
+    CHECK_STATUS(set_group(j, 0, NULL), FSDP_ERR_INVALID_ARG);
+    refuse_group(j, 0, &none, "_set_group: group does not come from fsdp_");
+    const double bad[] = {-0.5, nan, inf};
+    for (int i = 0; i < 3; i++) {
+        g = fsdp_sgd_defaults().groups[0], g.lr_scale = bad[i];
+        refuse_group(j, num - 1, &g, "_set_group: group.lr_scale is ");
+        g = fsdp_sgd_defaults().groups[0], g.weight_decay = bad[i];
+        refuse_group(j, num - 1, &g, "_set_group: group.weight_decay is ");
+    }
+    CHECK_STATUS(fsdp_sgd_set_group(NULL, 0, &g), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_set_group(NULL, 0, &g), FSDP_ERR_INVALID_ARG);
+}
+
+static void change_group(job *j, int step) {
+    const int k = j->o.kind->grouped ? step % 3 : 0;
+    fsdp_optim_group g = fsdp_adamw_defaults().groups[0];
+    g.lr_scale = j->scale[k] = 0.5 * (step % 5);
+    if (step % 2) g.weight_decay = 0.02 * step;
+    j->decay[k] = step % 2 ? 0.02 * step : same_decay(j);
+    CALL(j->w, set_group(j, k, &g));
+}
+
+/* Groups change before a backward, after it, and not at all. If planned, all steps use the same
+   parameters, so that most of them replay. */
+static void groups_change(job *j, int planned) {
+    fsdp_plan *plan = NULL;
+    int64_t before = 0;
+    make_model(j);
+    make_optim(j);
+    if (planned) CALL(j->w, fsdp_plan_create(j->m.model, NULL, &plan));
+    for (int step = 0; step < 2 * STEPS; step++) {
+        snprintf(w_case, sizeof w_case, "%s, rank %d of %d, step %d", lab_optim_kinds[j->kind].name,
+                 j->rank, j->world, step);
+        if (step == STEPS) before = w_allocations(j->heap);
+        if (step % 4 == 1) change_group(j, step);
+        backward(j, planned ? 3 * step : step);
+        if (step % 4 > 1) change_group(j, step);
+        refuse_groups(j);
+        expect(j, 0.01);
+        CALL(j->w, lab_optim_step(&j->o, 0.01));
+        check_all(j);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+    }
+    W_CHECK(w_allocations(j->heap) == before, "a step has allocated");
+    if (plan) CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
+    if (j->rank == 0) fsdp_abort(j->w, "a test");
+    while (!fsdpi_failed(j->w)) (void)fsdp_barrier(j->w);
+    const fsdp_optim_group g = fsdp_adamw_defaults().groups[0];
+    CHECK_STATUS(set_group(j, 0, &g), FSDP_ERR_ABORTED);
+}
+static void by_calls(job *j) { groups_change(j, 0); }
+static void by_plan(job *j) { groups_change(j, 1); }
+
+TEST_P(optim, set_group, lab_optim_kinds) {
+    for (int world = 1; world <= 3; world++)
+        launch(world, (int)(row - lab_optim_kinds), world == 2, world == 3, by_calls);
+    launch(1, (int)(row - lab_optim_kinds), 0, 0, by_plan);
+    launch(2, (int)(row - lab_optim_kinds), 1, 0, by_plan);
+}
+
 /* ---- freeze and thaw ------------------------------------------------------------------------- */
 
 /* Before which steps a parameter changes between frozen and trainable. */
@@ -550,7 +638,7 @@ static void toggle(job *j, int step, int *changed) {
 
 static void freeze_and_thaw(job *j) {
     make_model(j);
-    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    make_optim(j);
     for (int step = 0; step < STEPS + 1; step++) {
         int changed;
         snprintf(w_case, sizeof w_case, "%s, rank %d of %d, direct_min %lld, lanes %d, step %d",
@@ -845,7 +933,7 @@ TEST(optim, one_loop) {
    is under way. */
 static void gathered_before(job *j) {
     make_model(j);
-    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    make_optim(j);
     for (int step = 0; step < 4; step++) {
         backward(j, step);
         expect(j, 0.1);

@@ -1,4 +1,4 @@
-/* test_optim_device.c - optimizers and the gradient scaler where the device updates the shards: on
+/* test_optim_device.c - optimizers, averages and the gradient scaler where the device updates shards: on
    the simulated device of sim.h, whose memory the host cannot read, bit by bit what the host does,
    without a race and without a wait.
 
@@ -48,6 +48,7 @@ typedef struct { /* one training */
     lab_built m;
     lab_optim o;
     fsdp_grad_scaler *scaler;
+    fsdp_ema *ema;
 } job;
 
 static int uses(int step, int p) { return (step + p) % 3 != 0 || p == 8; }
@@ -248,6 +249,118 @@ TEST_P(optim_device, freeze_and_thaw, lab_optim_kinds) {
             same_training(&c, 1);
         }
     h_message("%s: %d trainings of %d layouts", row->name, runs, LAYOUTS);
+}
+
+/* ---- averages -------------------------------------------------------------------------------- */
+
+static void make_ema(job *j, int cpu) {
+    fsdp_ema_desc d = fsdp_ema_defaults();
+    const int native = devices[j->c.device].native;
+    const int64_t pinned = j->s.live_bytes[FSDP_MEMORY_PINNED],
+                  device = j->s.live_bytes[FSDP_MEMORY_DEVICE], host = j->heap.live_bytes;
+    fsdp_memory before, after;
+    d.decay = 0.75, d.cpu = cpu;
+    CALL(j->w, fsdp_model_memory(j->m.model, &before));
+    CALL(j->w, fsdp_ema_create(j->m.model, &d, &j->ema));
+    CALL(j->w, fsdp_model_memory(j->m.model, &after));
+    const int64_t more[2] = {j->s.live_bytes[FSDP_MEMORY_DEVICE] - device,
+                             j->s.live_bytes[FSDP_MEMORY_PINNED] - pinned};
+    CHECK((more[0] > 0) == (native && !cpu) && (more[1] > 0) == (native && cpu));
+    int64_t elements[3] = {0, 0, 0}; /* of this rank's rows: averages of f32, of f64; bits */
+    for (int p = 0; p < NUM; p++) {
+        const int64_t numel = j->m.frozen[p] ? 0 : lab_view_of(&j->m, p).numel;
+        elements[net[p].dtype == FSDP_F64] += numel;
+        elements[2] += fsdp_dtype_size(net[p].dtype) == 2 ? numel : 0;
+    }
+    for (int k = 0; k < 3; k++) elements[k] = (elements[k] + 15) / 16 * 16;
+    if (native) CHECK_EQ_INT(more[0] + more[1], 4 * elements[0] + 8 * elements[1] + 2 * elements[2]);
+    CHECK_EQ_INT(fsdp_ema_nbytes(j->ema),
+                 after.host_bytes - before.host_bytes + more[0] + more[1]);
+    CHECK(j->heap.live_bytes >= host);
+}
+
+/* The average of each parameter, as a checkpoint gets it. Returns how many have one. */
+static int averages(job *j, fsdp_state_item *out) {
+    fsdp_state_item item = FSDP_ZERO;
+    int num = 0;
+    memset(out, 0, NUM * sizeof *out);
+    for (;;) {
+        CALL(j->w, fsdp_next_state(j->m.model, &item));
+        if (!item.name) return num;
+        if (strcmp(item.name, "ema") == 0) out[item.ordinal] = item, num++;
+    }
+}
+static void compare_averages(job *a, job *b) {
+    fsdp_state_item x[NUM], y[NUM];
+    const int num = averages(a, x);
+    CHECK_EQ_INT(averages(b, y), num);
+    CHECK(num >= NUM - 1); /* one is frozen at first */
+    for (int p = 0; p < NUM; p++) {
+        CHECK(!x[p].name == !y[p].name && x[p].numel == y[p].numel);
+        if (x[p].name && x[p].numel)
+            same(a, b, p, "average", x[p].data, y[p].data,
+                 x[p].numel * (int64_t)fsdp_dtype_size(x[p].dtype));
+    }
+}
+
+/* Nothing waits for the device, and a step allocates nothing. */
+static void averaged_step(job *j, int step, int moved) {
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    forward(j);
+    backward(j, step, 1);
+    CALL(j->w, lab_optim_step(&j->o, 0.01));
+    CALL(j->w, fsdp_zero_grad(j->m.model));
+    const int64_t syncs = j->s.syncs;
+    const uint64_t updates = j->s.updates;
+    CALL(j->w, fsdp_model_counters(j->m.model, &before));
+    CALL(j->w, fsdp_ema_update(j->ema));
+    CALL(j->w, fsdp_model_counters(j->m.model, &after));
+    if (moved) return;
+    CHECK_EQ_INT(after.allocations, before.allocations);
+    CHECK_EQ_INT(j->s.updates - updates, devices[j->c.device].native);
+    if (devices[j->c.device].native) CHECK_EQ_INT(j->s.syncs, syncs);
+}
+
+static void same_averages(const config *c, int cpu, int toggles) {
+    config host = *c;
+    host.device = HOST;
+    job *both[2] = {start(c), start(&host)};
+    for (int i = 0; i < 2; i++) {
+        CALL(both[i]->w,
+             lab_make_optim(&both[i]->o, &lab_optim_kinds[both[i]->c.kind], &both[i]->m));
+        make_ema(both[i], cpu && i == 0);
+    }
+    for (int step = 0; step < LAYOUTS; step++) {
+        for (int i = 0; i < 2; i++) {
+            if (toggles) toggle(both[i], step);
+            averaged_step(both[i], step, toggles);
+        }
+        if (step % 2) compare_averages(both[0], both[1]);
+        for (int turn = 0; turn < 2; turn++) {
+            for (int i = 0; i < 2; i++) {
+                CALL(both[i]->w, fsdp_ema_swap(both[i]->ema));
+                CALL(both[i]->w, fsdp_set_grad_enabled(both[i]->m.model, 0));
+                forward(both[i]);
+                CALL(both[i]->w, fsdp_set_grad_enabled(both[i]->m.model, 1));
+            }
+            compare(both[0], both[1]);
+        }
+    }
+    if (toggles) fsdp_ema_destroy(both[0]->ema);
+    for (int i = 0; i < 2; i++) finish(both[i]);
+}
+
+TEST(optim_device, ema) {
+    int runs = 0;
+    for (int device = 0; device < HOST; device += 1 + W_SLOW)
+        for (int at = 0; at < 4; at++)
+            for (int toggles = 0; toggles < 2; toggles++, runs++) {
+                config c = {places[at].world, places[at].rank, 0,
+                            device,           grads[2 * (at % 2)], FSDP_DTYPE_KEEP,
+                            at == 1};
+                same_averages(&c, at % 2, toggles);
+            }
+    h_message("%d trainings of %d steps", runs, LAYOUTS);
 }
 
 /* ---- the scaler ------------------------------------------------------------------------------ */

@@ -212,6 +212,17 @@ TEST(examples, checkpoint) {
     CHECK(apart <= 1e-5);
 }
 
+/* Four matrices for four ranks: rank 0 receives 3/4 of a quarter of 4*32*32 numbers, there and back. */
+TEST(examples, muon) {
+    double first, last;
+    run("10_muon", 0);
+    CHECK_EQ_INT(lines(), 3);
+    CHECK_EQ_INT(sscanf(line("Muon and AdamW"), " loss %lf -> %lf", &first, &last), 2);
+    CHECK(last < first / 10);
+    CHECK(strstr(line("muon: 4 matrices, of which this rank computes 1; 1 flights; receives "),
+                 "6144 bytes in a step"));
+}
+
 /* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
    two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
    16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */

@@ -168,6 +168,24 @@ TEST_P(gpt, parity, worlds) {
     check_same(&one, &many);
 }
 
+/* Muon computes each matrix whole: also where checkpoints give it other dims. */
+static const struct {
+    const char *name, *options;
+    int saves;
+} muons[] = {{"ranks=2", "--ranks 2", 0}, {"ranks=3,saved", "--ranks 3", 1}, {"ranks=4,plan", "--ranks 4 --plan", 0}};
+
+TEST_P(gpt, parity_of_muon, muons) {
+    curve adamw, one, many;
+    char options[700];
+    snprintf(options, sizeof options, "%s --optimizer muon%s%s", row->options,
+             row->saves ? " --save " : "", row->saves ? h_tmpdir() : "");
+    train("", "--ranks 1", &adamw);
+    train("", "--ranks 1 --optimizer muon", &one);
+    train("", options, &many);
+    check_same(&one, &many);
+    CHECK(fabs(adamw.loss[49] - one.loss[49]) > 1e-3); /* another optimizer */
+}
+
 TEST(gpt, parity_under_launcher) {
     curve one, many;
     if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
