@@ -18,8 +18,7 @@
 struct fsdp_adamw {
     fsdpi_optim base;
     fsdp_adamw_hyper hyper;
-    fsdpi_adamw_scalars
-        scalars[FSDP_OPTIM_GROUPS]; // for the update scalars_step[group]
+    fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for the update scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 };
 

@@ -36,10 +36,10 @@ typedef struct fsdpi_optim {
     const char *name;
     const char *state_names[2];
     const char *step_name;
-    int memory;                                 // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int place;                                  // of states: as memory, or FSDP_MEMORY_PINNED
-    int num_params, num_groups, num_states;     // states: numbers for each element
-    int rounds;                                 // 1: bf16 is rounded stochastically, by seed
+    int memory;                             // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int place;                              // of states: as memory, or FSDP_MEMORY_PINNED
+    int num_params, num_groups, num_states; // states: numbers for each element
+    int rounds;                             // 1: bf16 is rounded stochastically, by seed
     uint64_t seed;
     double weight_decay;                        // of the desc
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
@@ -99,8 +99,7 @@ static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32
 
 // Takes a group as the caller gives it, if it is a good one. `field`: its name, for texts.
 static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
-                                          const char *field, int k,
-                                          const fsdp_optim_group *given) {
+                                          const char *field, int k, const fsdp_optim_group *given) {
     fsdp_optim_group g = *given;
     char text[64];
     if (g.magic != FSDPI_OPTIM_MAGIC)
@@ -207,9 +206,7 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
 // The number of elements for a row of states: each row begins at a multiple of 64 bytes.
-static int64_t fsdpi_optim_room(int64_t numel) {
-    return (numel + 15) / 16 * 16;
-}
+static int64_t fsdpi_optim_room(int64_t numel) { return (numel + 15) / 16 * 16; }
 
 // Makes one block of zeros for all states: first and second numbers of f32, then those of f64.
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {

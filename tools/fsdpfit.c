@@ -37,7 +37,7 @@ typedef struct setting {
 
 typedef struct outcome {            // bytes of one rank
     fsdp_memory memory;             // as fsdp_model_memory tells it after two steps
-    int64_t optimizer, world, host; // host: of memory.total_bytes
+    int64_t optimizer, average, world, host; // host: of memory.total_bytes
     int64_t need;                   // on the device, with activations
     int64_t moved; // in a step: received from other ranks, or copied to or from pinned memory
 } outcome;
@@ -48,6 +48,7 @@ static struct {
     int ranks, lanes, streams, search;
     int64_t limit, reserve, activations;
     int optimizer; // of optimizers
+    int ema;
     name_rules rules;
     regex_t by_columns;
 } want;
@@ -182,6 +183,7 @@ static int run_it(const setting *s, outcome *out, int show) {
     fsdp_memory predicted;
     fsdp_adamw *adamw;
     fsdp_sgd *sgd;
+    fsdp_ema *ema;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     memset(out, 0, sizeof *out);
     memset(&x, 0, sizeof x);
@@ -199,6 +201,9 @@ static int run_it(const setting *s, outcome *out, int show) {
     if (!status && want.optimizer == 2 && !s->offload)
         status = fsdp_adamw_create(x.m, NULL, &adamw);
     out->optimizer += given[0];
+    out->average = -given[0];
+    if (!status && want.ema && !s->offload) status = fsdp_ema_create(x.m, NULL, &ema);
+    out->average += given[0];
     for (int step = 0; step < 2 && !status; step++) {
         (void)fsdp_model_counters(x.m, &before);
         x.fake.bus_bytes = 0;
@@ -215,7 +220,8 @@ static int run_it(const setting *s, outcome *out, int show) {
     out->host = given[FSDP_MEMORY_PINNED];
     out->need = given[0] + want.activations;
     if (memcmp(predicted.pool_bytes, out->memory.pool_bytes, sizeof predicted.pool_bytes) ||
-        out->memory.total_bytes + out->optimizer + out->world != given[0] + given[1])
+        out->memory.total_bytes + out->optimizer + out->average + out->world !=
+            given[0] + given[1])
         return complain("[E478] %lld bytes are predicted, %lld allocated: please report",
                         (long long)predicted.total_bytes, (long long)out->memory.total_bytes);
     if (show) show_padding(&x);
@@ -334,13 +340,17 @@ static int show(void) {
                         : "inline");
     for (int p = 0; p < FSDP_POOL_COUNT; p++) line(fsdp_pool_name(p), o.memory.pool_bytes[p]);
     line(optimizers[want.optimizer], o.optimizer);
+    line("average of the weights", o.average);
     line("world: collectives on host data", o.world);
     line("activations, as you say", want.activations);
     line("of this in pinned memory of the host", o.host);
     line("on the device", o.need);
     line("moved in a step: received from other ranks, or copied to or from the host", o.moved);
     printf("not counted: gradients without sync, fsdp_param_full, extensions, drivers and NCCL%s\n",
-           want.s.offload && want.optimizer ? ", and the optimizer's states on the host" : "");
+           !want.s.offload  ? ""
+           : want.optimizer ? ", and the optimizer's states on the host"
+           : want.ema       ? ", and the average on the host"
+                            : "");
     const int64_t room = want.limit - want.reserve, left = room - o.need;
     if (!want.limit) return 0;
     printf("%s: %s %s %s (%s less a reserve of %s)\n", left < 0 ? "does not fit" : "fits",
@@ -365,6 +375,7 @@ static const struct known {
     {"--reduce", "dtype that is reduced; default as stored", 'd', &want.reduce},
     {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
     {"--optimizer", "adamw (default), sgd or none", 'o', &want.optimizer},
+    {"--ema", "an average of the weights (fsdp_ema_create)", 'f', &want.ema},
     {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
     {"--lanes", "1 or 2 worker threads run collectives", 'n', &want.lanes},

@@ -2,7 +2,7 @@
    the parameters, the course of a training, and what is shown of it
 
    A program includes fsdp.h, fsdp_muon.h and gpt.h, defines PROGRAM, its name in messages, and
-   then includes this file. It defines the five functions declared under "a rank", which say where
+   then includes this file. It defines the six functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
    the options of train_gpt.cu, too; behind fsdp_plan.h those of plans, behind fsdp_dtensor.h that of
    tensor parallelism, behind fsdp_checkpoint.h those of gpt_save.h.
@@ -40,7 +40,7 @@ enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_IMPOSSIBLE = 2 };
 static const double MAX_GRAD_NORM = 1.0;
 static const double FINAL_LR = 0.1;    // of --lr, at the end of the cosine
 static const double TEMPERATURE = 0.8; // of the sampled text
-enum { WARMUP = 100, TOP_K = 20, PROMPT = 24, MAX_TOKENS = 1 << 24 };
+enum { WARMUP = 100, TOP_K = 20, PROMPT = 24, MAX_TOKENS = 1 << 24, EMA_BATCHES = 8 };
 
 typedef struct {
     gpt_config gpt; // its batch is the global batch
@@ -50,6 +50,7 @@ typedef struct {
     int sample; // bytes of text at the end
     int reshard;
     double lr;
+    double ema;    // decay of the average of the weights; 0: none
     int muon;      // 1: the matrices of the blocks have Muon, the rest AdamW
     int log_every; // steps from one look at the loss to the next
     int bf16;      // these four: GPT_ON_GPU
@@ -257,6 +258,8 @@ static const char HELP[] =
     "  --channels C     width of the model, a multiple of H (%d)\n"
     "  --lr X           peak learning rate (%g)\n"
     "  --optimizer O    adamw, or muon for the matrices of the blocks and AdamW for the rest (adamw)\n"
+    "  --ema D          average the weights with this decay, 0.999 say, and show both losses at the\n"
+    "                   end\n"
     "  --seed S         of parameters, batches and sampled text (%llu)\n"
     "  --csv FILE       write step,loss,grad_norm,seconds, one line per step; seconds since the\n"
     "                   start of training\n"
@@ -332,11 +335,12 @@ static int parse_seed(const char *text, uint64_t *out) {
     return EXIT_DONE;
 }
 
-static int parse_lr(const char *text, double *out) {
+static int parse_real(const char *name, const char *text, double most, double *out) {
     char *end;
     const double value = strtod(text, &end);
-    if (end == text || *end || !(value > 0.0 && value <= 1e6)) {
-        return impossible("--lr %s: expected a number above 0", text);
+    if (end == text || *end || !(value > 0.0 && value <= most)) {
+        return impossible("--%s %s: expected a number above 0%s", name, text,
+                          most <= 1.0 ? ", at most 1" : "");
     }
     *out = value;
     return EXIT_DONE;
@@ -366,6 +370,7 @@ static int check_options(const options *opt) {
         return impossible("--optimizer muon needs whole matrices and the library: leave out --tp "
                           "and --plain");
     }
+    if (opt->ema > 0.0 && opt->plain) return impossible("--ema needs the library: leave out --plain");
     if (opt->threads && opt->ranks == 0) return impossible("--threads needs --ranks");
     if (!opt->save_dir && (opt->save_every || opt->resume || opt->async)) {
         return impossible("%s needs --save DIR", opt->resume       ? "--resume"
@@ -431,7 +436,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
     const struct option others[] = {
         {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},      {"lr", 1, NULL, 'l'},
         {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'},  {"help", 0, NULL, 'h'},
-        {"optimizer", 1, NULL, 'm'},
+        {"optimizer", 1, NULL, 'm'}, {"ema", 1, NULL, 'e'},
 #ifdef FSDP_PLAN_H
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
 #endif
@@ -469,7 +474,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         } else if (c == 'c') {
             opt->csv_path = optarg;
         } else if (c == 'l') {
-            bad = parse_lr(optarg, &opt->lr);
+            bad = parse_real("lr", optarg, 1e6, &opt->lr);
+        } else if (c == 'e') {
+            bad = parse_real("ema", optarg, 1.0, &opt->ema);
         } else if (c == 'm') {
             opt->muon = strcmp(optarg, "muon") == 0;
             if (!opt->muon && strcmp(optarg, "adamw") != 0)
@@ -529,6 +536,7 @@ typedef struct {
     fsdp_unit **blocks; // [layers]
     fsdp_adamw *adamw;
     fsdp_muon *muon; // NULL without --optimizer muon
+    fsdp_ema *ema;   // NULL without --ema
     gpt_acts acts;
     uint8_t *inputs;     // (B, T)
     uint8_t *targets;    // (B, T)
@@ -610,10 +618,11 @@ static int decay_group(void *user, const fsdp_param_view *param) {
 static fsdp_status create_optimizer(trainer *t, fsdp_gemm_fn gemm, void *gemm_user) {
     fsdp_muon_desc muon = fsdp_muon_defaults();
     fsdp_adamw_desc desc = fsdp_adamw_defaults();
+    fsdp_ema_desc ema = fsdp_ema_defaults();
     muon.adjust = FSDP_MUON_MATCH_RMS_ADAMW;
     muon.take = muon_takes, muon.user = t;
     muon.gemm = gemm, muon.gemm_user = gemm_user;
-    const fsdp_status status =
+    fsdp_status status =
         t->j->opt.muon ? fsdp_muon_create(t->model, &muon, &t->muon) : FSDP_OK;
     if (status) return status;
     desc.beta2 = 0.95;
@@ -621,7 +630,9 @@ static fsdp_status create_optimizer(trainer *t, fsdp_gemm_fn gemm, void *gemm_us
     desc.num_groups = 2;
     desc.groups[1].weight_decay = 0;
     desc.group = decay_group, desc.user = t;
-    return fsdp_adamw_create(t->model, &desc, &t->adamw);
+    status = fsdp_adamw_create(t->model, &desc, &t->adamw);
+    ema.decay = t->j->opt.ema;
+    return status || !(ema.decay > 0.0) ? status : fsdp_ema_create(t->model, &ema, &t->ema);
 }
 
 /* Linear warm-up, then half a cosine down to FINAL_LR of the peak. The warm-up does not depend on
@@ -634,8 +645,9 @@ static double learning_rate(const options *opt, int step) {
 
 static fsdp_status optimizer_step(trainer *t, int step) {
     const double lr = learning_rate(&t->j->opt, step);
-    const fsdp_status status = t->muon ? fsdp_muon_step(t->muon, lr) : FSDP_OK;
-    return status ? status : fsdp_adamw_step(t->adamw, lr);
+    fsdp_status status = t->muon ? fsdp_muon_step(t->muon, lr) : FSDP_OK;
+    if (!status) status = fsdp_adamw_step(t->adamw, lr);
+    return status || !t->ema ? status : fsdp_ema_update(t->ema);
 }
 
 /* ---- what is shown --------------------------------------------------------------------------- */
@@ -770,12 +782,16 @@ static fsdp_status show_memory(const trainer *t) {
     }
     for (int pool = FSDP_POOL_COUNT; pool < FSDP_POOL_MAX; pool++) // of extensions
         show_memory_row(fsdp_model_pool_name(t->model, pool), 0, used.pool_bytes[pool], 0);
+    const int64_t average = t->ema ? fsdp_ema_nbytes(t->ema) : 0;
+    const int64_t mine_of_it = t->ema ? mine : 0, whole_of_it = t->ema ? whole : 0;
+    show_memory_row("average of the weights", mine_of_it, average, whole_of_it);
     if (t->muon) { // which has a pool for flights, too
         show_memory_row("AdamW moments", 0, moments, 0);
         show_memory_row("Muon", 0, fsdp_muon_nbytes(t->muon), 0);
     } else {
         show_memory_row("AdamW moments", 2 * mine, moments, 2 * whole);
-        show_memory_row("total", p->total_bytes + 2 * mine, used.total_bytes + moments, 4 * whole);
+        show_memory_row("total", p->total_bytes + 2 * mine + mine_of_it,
+                        used.total_bytes + moments + average, 4 * whole + whole_of_it);
     }
     if (t->muon) {
         char how[320];
@@ -875,6 +891,8 @@ static fsdp_status build_model(trainer *t);
 // loss: mean over all ranks; norm: of the gradient before clipping. Both only need to be there when
 // `look` is set.
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm);
+// loss: mean over all ranks, of the batch that a step would have; nothing else is done.
+static fsdp_status batch_loss(trainer *t, int step, double *loss);
 // logits(V) that follow the `length` bytes in t->inputs; on rank 0, but all ranks call it.
 static fsdp_status next_logits(trainer *t, int length, const float **logits);
 #ifdef FSDP_CHECKPOINT_H
@@ -915,6 +933,25 @@ static fsdp_status train_steps(trainer *t) {
 #ifdef FSDP_CHECKPOINT_H
     if (!status) status = save_end(t);
 #endif
+    return status;
+}
+
+/* The loss of batches that no step has had: of the weights, and of their average. */
+static fsdp_status show_ema(trainer *t) {
+    double loss[2] = {0.0, 0.0};
+    fsdp_status status = FSDP_OK;
+    if (!t->ema) return FSDP_OK;
+    for (int average = 0; average < 2 && !status; average++) {
+        for (int i = 0; i < EMA_BATCHES && !status; i++) {
+            double one = 0.0;
+            status = batch_loss(t, t->j->opt.steps + i, &one);
+            loss[average] += one / EMA_BATCHES;
+        }
+        if (!status) status = fsdp_ema_swap(t->ema); // to the average, and back
+    }
+    if (!status && t->rank == 0)
+        printf("ema    decay %g: loss %.6f of the weights, %.6f of their average, over %d batches\n",
+               t->j->opt.ema, loss[0], loss[1], (int)EMA_BATCHES);
     return status;
 }
 
@@ -1032,6 +1069,7 @@ static int run_rank(fsdp_world *world, void *arg) {
     if (!status) status = train_steps(t);
     if (!status && t->model) status = fsdp_model_counters(t->model, &counters);
     if (!status && t->model) status = fsdp_set_grad_enabled(t->model, 0);
+    if (!status && t->model) status = show_ema(t);
     if (!status && t->model) status = show_sample(t);
     if (!status && t->model && t->rank == 0) status = show_memory(t);
     if (!status && t->rank == 0) {

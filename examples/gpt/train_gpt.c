@@ -155,6 +155,12 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
 
 /* ---- after training -------------------------------------------------------------------------- */
 
+static fsdp_status batch_loss(trainer *t, int step, double *loss) {
+    fill_batch(t, step);
+    *loss = (t->tp > 1 ? tp_forward(t) : forward(t)) / t->num_ranks;
+    return fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
+}
+
 /* Every rank opens every unit, because parameters are gathered from all; only rank 0 computes. */
 static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     gpt_config cfg = t->cfg;

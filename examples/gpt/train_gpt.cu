@@ -474,6 +474,12 @@ static fsdp_status plain_step(trainer *t, int step, int look, double *loss, doub
 
 /* ---- after training -------------------------------------------------------------------------- */
 
+static fsdp_status batch_loss(trainer *t, int step, double *loss) {
+    fill_batch(t, step);
+    forward(t);
+    return mean_loss(t, loss);
+}
+
 /* Every rank opens every unit, because parameters are gathered from all; only rank 0 computes. */
 static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     gpt_cuda *gpu = gpu_of(t);

@@ -13,13 +13,13 @@ enum { NUM = 14, UNITS = 5, BIG = 1300, STEPS = 7 };
 
 /* Uneven, empty on some ranks, without elements, by columns, more than a block of the loops. */
 static const lab_param rows[NUM] = {
-    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},     {0, "a.b", FSDP_F32, 0, 0, 1, 0, {3}},
-    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},     {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
-    {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}},    {1, "b.w", FSDP_F32, 0, 0, 2, 0, {160, 8}},
-    {1, "b.b", FSDP_F32, 0, 0, 1, 0, {16}},       {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},
-    {2, "c.b", FSDP_F64, 0, 0, 1, 0, {9}},        {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {9, 4}},
-    {3, "d.f", FSDP_BF16, 0, 1, 2, 0, {3, 4}},    {3, "d.b", FSDP_BF16, 0, 0, 1, 0, {2}},
-    {4, "e.w", FSDP_F16, 0, 0, 2, 0, {140, 9}},   {4, "e.b", FSDP_F16, 0, 0, 1, 0, {5}}};
+    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},   {0, "a.b", FSDP_F32, 0, 0, 1, 0, {3}},
+    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},   {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
+    {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}},  {1, "b.w", FSDP_F32, 0, 0, 2, 0, {160, 8}},
+    {1, "b.b", FSDP_F32, 0, 0, 1, 0, {16}},     {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},
+    {2, "c.b", FSDP_F64, 0, 0, 1, 0, {9}},      {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {9, 4}},
+    {3, "d.f", FSDP_BF16, 0, 1, 2, 0, {3, 4}},  {3, "d.b", FSDP_BF16, 0, 0, 1, 0, {2}},
+    {4, "e.w", FSDP_F16, 0, 0, 2, 0, {140, 9}}, {4, "e.b", FSDP_F16, 0, 0, 1, 0, {5}}};
 static const lab_net net = {rows, NUM, UNITS};
 
 typedef struct config {
@@ -100,8 +100,8 @@ static void update(const config *c, const lab_built *m, truth *t) {
         return;
     }
     begin(m, t);
-    const double decay =
-        c->scheduled && t->calls > c->after ? decay_at(&the_result, t->calls) : c->decay;
+    const double decay = c->scheduled && t->calls > c->after ? decay_at(&the_result, t->calls)
+                                                             : c->decay;
     for (int p = 0; p < NUM; p++)
         for (int64_t i = 0; i < lab_numel_of(&net, p) && t->has[p]; i++) {
             const double w = lab_get(t->weights[p], rows[p].dtype, i);
@@ -132,10 +132,10 @@ static void check_items(const lab_built *m, const truth *t) {
                     item.numel == v.numel,
                 "%s", rows[p].name);
         for (int64_t k = 0; k < v.numel; k++)
-            W_CHECK(lab_same(lab_get(item.data, item.dtype, k),
-                             t->average[p][fsdp_view_index(&v, k)]),
-                    "%s[%lld]: %.17g, expected %.17g", rows[p].name, (long long)k,
-                    lab_get(item.data, item.dtype, k), t->average[p][fsdp_view_index(&v, k)]);
+            W_CHECK(
+                lab_same(lab_get(item.data, item.dtype, k), t->average[p][fsdp_view_index(&v, k)]),
+                "%s[%lld]: %.17g, expected %.17g", rows[p].name, (long long)k,
+                lab_get(item.data, item.dtype, k), t->average[p][fsdp_view_index(&v, k)]);
     }
     for (int p = 0; p < NUM; p++) W_CHECK(seen[p] == t->has[p], "%s", rows[p].name);
 }
@@ -301,7 +301,8 @@ static void check_export(const char *dir, int64_t step, const result *want) {
             const char *dot = strrchr(t.name, '.'); /* UNIT.a.w, of one letter each */
             if (strcmp(dot - 1, rows[p].name) != 0) continue;
             CHECK(t.dtype == rows[p].dtype && t.nbytes == (int64_t)lab_nbytes_of(&net, p));
-            CHECK_OK(fsdp_checkpoint_read(r, i, NULL, NULL, FSDP_DTYPE_KEEP, got, text, sizeof text));
+            CHECK_OK(
+                fsdp_checkpoint_read(r, i, NULL, NULL, FSDP_DTYPE_KEEP, got, text, sizeof text));
             CHECK_EQ_MEM(got, want->average[p], (size_t)t.nbytes);
         }
     fsdp_checkpoint_close(r);
@@ -425,7 +426,9 @@ static void patterns_rank(lab_rank *r) {
             const uint16_t narrow = (uint16_t)k;
             const uint32_t single = k << 16 | k * 40503u % 65536;
             const uint64_t wide = (uint64_t)k << 48 | k * 40503u;
-            const void *bits = i < 2 ? (const void *)&narrow : i == 2 ? (const void *)&single : &wide;
+            const void *bits = i < 2    ? (const void *)&narrow
+                               : i == 2 ? (const void *)&single
+                                        : &wide;
             memcpy(was[i] + k * fsdp_dtype_size(dtypes[i]), bits, fsdp_dtype_size(dtypes[i]));
         }
     }
@@ -467,7 +470,8 @@ static void descs_rank(lab_rank *r) {
     const int64_t live = r->heap->live;
     for (int i = 0; i < 5; i++) {
         fsdp_ema_desc d = fsdp_ema_defaults();
-        d.decay = i < 3 ? bad[i] : lab_from_bits(i == 3 ? 0x7FF0000000000000u : 0x7FF8000000000000u);
+        d.decay = i < 3 ? bad[i]
+                        : lab_from_bits(i == 3 ? 0x7FF0000000000000u : 0x7FF8000000000000u);
         REFUSED(r->w, fsdp_ema_create(m.model, &d, &ema), "[E926] ema_create: desc.decay is ");
     }
     fsdp_ema_desc d = fsdp_ema_defaults(), zeroed = FSDP_ZERO;

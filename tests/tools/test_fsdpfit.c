@@ -439,6 +439,14 @@ TEST(fsdpfit, published_models) {
     CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --optimizer sgd", path_of("8b.safetensors")), 0);
     CHECK_EQ_INT(bytes_of("shards"), 2 * (int64_t)8030261248 / 8);
     CHECK_EQ_INT(bytes_of("sgd") + bytes_of("adamw"), 0);
+    CHECK_EQ_INT(bytes_of("average of the weights"), 0);
+    /* Of 16-bit weights an f32, and room for their bits. */
+    CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --ema", path_of("8b.safetensors")), 0);
+    CHECK_EQ_INT(bytes_of("average of the weights"), 6 * (int64_t)8030261248 / 8);
+    CHECK_EQ_INT(bytes_of("adamw"), 8 * (int64_t)8030261248 / 8);
+    CHECK_EQ_INT(fit("%s --ranks 8 --ema --cpu-offload --optimizer none", path_of("8b.safetensors")), 0);
+    CHECK_EQ_INT(bytes_of("average of the weights"), 0);
+    says(", and the average on the host\n");
 }
 
 TEST(fsdpfit, llama_70b_on_131072_ranks) {

@@ -444,6 +444,31 @@ TEST(gpt, closed_descriptors) {
 }
 
 /* Runs differ by seed and repeat by seed; the text generated at the end too. */
+/* Both losses at the end are those of one rank, rounding apart, and the training is as without. */
+static void ema_losses(const char *options, double *loss, curve *c) {
+    train("", options, c);
+    const char *line = strstr(out_text, "\nema    decay 0.8: loss ");
+    CHECK_MSG(line != NULL, "no losses");
+    CHECK_EQ_INT(sscanf(line, "\nema decay 0.8: loss %lf of the weights, %lf of their average, over 8",
+                        &loss[0], &loss[1]),
+                 2);
+}
+TEST(gpt, ema) {
+    static const char *const others[] = {"--ranks 3 --ema 0.8", "--ranks 2 --tp 2 --ema 0.8"};
+    double want[2], got[2];
+    curve plain, c;
+    train("", "--ranks 1", &plain);
+    CHECK(strstr(out_text, "ema ") == NULL);
+    ema_losses("--ranks 1 --ema 0.8", want, &c);
+    check_bits(&plain, &c);
+    CHECK(fabs(want[0] - want[1]) > 1e-3 && want[1] < plain.loss[0] - 0.1);
+    for (int i = 0; i < 2; i++) {
+        ema_losses(others[i], got, &c);
+        CHECK_NEAR(got[0], want[0], 1e-4);
+        CHECK_NEAR(got[1], want[1], 1e-4);
+    }
+}
+
 TEST(gpt, seed) {
     curve a, b, c;
     char first[OUTPUT_NBYTES];
@@ -520,6 +545,8 @@ static const struct {
     {"lr_zero", "--lr 0", "--lr 0"},
     {"lr_nan", "--lr nan", "--lr nan"},
     {"reshard_two", "--reshard 2", "--reshard 2"},
+    {"ema_zero", "--ema 0", "--ema 0"},
+    {"ema_two", "--ema 2", "--ema 2: expected a number above 0, at most 1"},
     {"sample_negative", "--sample -1", "--sample -1"},
     {"threads_alone", "--threads", "--ranks"},
     {"unknown_option", "--shards 4", "--shards"},
@@ -676,7 +703,8 @@ static const same_row same[] = {
     {"ranks=3", "--ranks 3", "", 3},
     {"ranks=3,tp=3", "--ranks 3 --tp 3", "", 0}, // 2 heads: one has none
     {"ranks=4,tp=2,async", "--ranks 4 --tp 2", "--async", 0},
-    {"ranks=2,plan", "--ranks 2 --plan", "", 0}};
+    {"ranks=2,plan", "--ranks 2 --plan", "", 0},
+    {"ranks=2,ema", "--ranks 2 --ema 0.9", "", 0}};
 static const same_row more_same[] = {{"ranks=1", "--ranks 1", "", 1},
                                      {"threads=4", "--ranks 4 --threads", "", 4},
                                      {"ranks=4,tp=2", "--ranks 4 --tp 2", "", 0},

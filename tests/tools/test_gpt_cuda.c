@@ -144,6 +144,23 @@ TEST_P(gpt_cuda, parity, runs) {
     else check_same(&cpu, &gpu, 1e-4, 1e-3);
 }
 
+/* The weights and their average, with a graph, too. */
+TEST(gpt_cuda, ema) {
+    static const char *const options[] = {"--ema 0.8", "--ranks 2 --ema 0.8", "--graph --ema 0.8"};
+    double loss[4][2];
+    curve c;
+    const char *program = cuda_program();
+    for (int i = 0; i < 4; i++) {
+        if (i == 0) train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1 --ema 0.8", &c);
+        else train(OVER_NCCL, program, options[i - 1], &c);
+        const char *line = strstr(output, "\nema    decay 0.8: loss ");
+        CHECK(line && sscanf(line, "\nema decay 0.8: loss %lf of the weights, %lf of their average",
+                             &loss[i][0], &loss[i][1]) == 2);
+        CHECK(fabs(loss[i][0] - loss[i][1]) > 1e-3);
+        for (int k = 0; k < 2; k++) CHECK_NEAR(loss[i][k], loss[0][k], 1e-3);
+    }
+}
+
 /* Attention does its part: losses are those of the CPU, and others with another number of heads,
    whose parameters are the same at the start. Parity sees each wrong part of its backward: without
    the gradients of the keys, the smallest one, losses here differ by 4e-4, norms by 5e-3. */
@@ -334,6 +351,7 @@ static const struct {
     {"graph_ranks", "--graph --ranks 2", "--graph is for one rank"},
     {"graph_bf16", "--graph --bf16", "--graph is without --bf16"},
     {"graph_plain", "--graph --plain", "--plain"},
+    {"ema_plain", "--ema 0.9 --plain", "--ema needs the library"},
     {"tf32_bf16", "--tf32 --bf16", "--tf32 is for f32"},
     {"log_every_zero", "--log-every 0", "--log-every 0"},
     {"unknown", "--fast", "--fast"},
