@@ -61,7 +61,7 @@ typedef struct fsdpi_trace_record {
     X(RECORDS, records, fsdpi_trace_record)
 
 enum {
-#define FSDP_X(number, name, type) FSDPI_TRACE_##number,
+#define FSDP_X(number, name, type) FSDPI_TRACE_IN_##number,
     FSDPI_TRACE_SECTIONS(FSDP_X)
 #undef FSDP_X
     FSDPI_TRACE_SECTION_COUNT
