@@ -1444,6 +1444,7 @@ typedef struct fsdp_op {
     uint64_t seq;             // number in this rank's model, or world. Ranks may differ in it
     uint64_t bytes;           // collectives: to be received from other ranks (all_reduce: 2 (R-1)/R
                               // of the whole, rounded up); copies, zero: to be written
+    int64_t waited_ns;        // in fsdp_extension.ran: its stream waited here for other streams
     uint64_t count;           // elements: gather, scatter: per rank; others: of the whole
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;

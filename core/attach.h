@@ -26,7 +26,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_status status = FSDP_OK;
     FSDPI_TRY(fsdpi_refuse_in_rehearsal(model, "attach"));
     FSDPI_TRY(fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension"));
-    if (e.call || e.op || e.buffer || e.ran)
+    if (e.call || e.returned || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
     if (status) return fsdpi_keep_status(model, status);
     e.size = 0;

@@ -40,6 +40,9 @@ typedef struct fsdp_extension {
     // the library calls no further extension. Calls of a step that you make go to the extensions
     // after you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
+    // A call of which `call` is told has ended, other than SET, reset and load: the caller's work
+    // comes next.
+    void (*returned)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
     // later extensions do not see it, and all else goes on as if it had run.
@@ -48,8 +51,10 @@ typedef struct fsdp_extension {
     // uses it. Else: a unit gives back a slot, yours or the pool's; the library ignores the result.
     fsdp_buf *(*buffer)(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                         fsdp_buf *released);
-    // A record has run; nanoseconds on the world's clock. Inline: called at once; with lanes: in
-    // the worker thread that ran it; on a device with streams: in a later call, from timed events.
+    // A record has run; nanoseconds on the world's clock. Before, for op->waited_ns, its stream has
+    // waited for other streams: so a USE tells how long COMPUTE had nothing to do. Inline: called
+    // at once; with lanes: in the thread that ran it; on a device with streams: in a later call,
+    // from timed events.
     // It must not call functions that take the world, the model or a unit.
     void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
                 int64_t end_ns);

@@ -313,6 +313,7 @@ typedef struct fsdpi_names {
 
 // What extensions of a model listen to: bits of fsdp_model.watch.
 enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RECORDS = 10 };
+enum { FSDPI_RETURNS = 16 };
 
 struct fsdp_model {
     fsdp_world *world;

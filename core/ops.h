@@ -53,13 +53,11 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
 }
 
 // Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
-static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
-                                                   fsdp_op *seen) {
-    int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
+static FSDPI_NOINLINE fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
     int32_t size;
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
-    seen->timed = works && (m->watch & FSDPI_TIMES);
+    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_TIMES);
     void *user;
     seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
@@ -70,7 +68,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_status status = FSDP_OK;
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     fsdp_op seen;
-    const fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
+    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
     // Gathers, and what extensions issue, go on while others wait for what is there.

@@ -181,13 +181,15 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
                             fsdpi_device_text(w, status));
 }
 
-// The same for a record of which an extension wants the times.
+// The same for a record of which an extension wants the times. On a stream: of which
+// fsdpi_timeline_reach was told.
 static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
                                                       void *stream) {
-    fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
+    fsdpi_timed *one = stream && w->timeline ? w->timeline->reached : NULL;
+    fsdp_status missed = one ? fsdpi_timeline_begin(w, one, stream) : FSDP_OK;
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
-    if (one) fsdpi_timeline_end(w, one, stream, status);
+    if (one) fsdpi_timeline_end(w, one, stream, status ? status : missed);
     if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
     return status;
 }
@@ -225,11 +227,13 @@ static void *fsdpi_lane_main(void *arg) {
                 fsdpi_futex_wait(&lane->head, next, 50000000, 0);
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
-        const fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
+        fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
+        int64_t reached = op->timed ? fsdpi_now(w) : 0;
         for (int i = 0; i < op->num_waits; i++) {
             fsdpi_lane *other = w->lanes[op->wait[i].stream];
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
+        if (op->timed) op->waited_ns = fsdpi_now(w) - reached;
         if (!fsdpi_failed(w))
             (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
@@ -391,13 +395,14 @@ static void fsdpi_drain(fsdp_world *w) {
 }
 
 // Runs a record in the order of its stream, after the events in wait[].
-static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
+static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
     if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
         const fsdpi_order *o = &w->order[op->stream];
         int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
         int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
         if (o->due && !again) FSDPI_TRY(fsdpi_record_point(w, op->stream));
+        if (op->timed) fsdpi_timeline_reach(w, op, w->streams[op->stream]);
         for (int i = 0; i < op->num_waits; i++)
             FSDPI_TRY(fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]));
         return fsdpi_run_op(w, op, w->streams[op->stream]);
@@ -411,10 +416,12 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
         if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);
         return FSDP_OK;
     }
+    int64_t reached = op->timed ? fsdpi_now(w) : 0;
     for (int i = 0; i < op->num_waits; i++) {
         fsdpi_lane *lane = w->lanes[op->wait[i].stream];
         if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
     }
+    if (op->timed) op->waited_ns = fsdpi_now(w) - reached;
     FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
     return fsdpi_run_op(w, op, NULL);
 }
@@ -430,6 +437,7 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
         if (m->watch & FSDPI_TIMES) seen.timed = 1;
         if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;
     }
+    if (seen.timed && stream) fsdpi_timeline_reach(w, &seen, stream);
     if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);
     int64_t begin = seen.timed ? fsdpi_now(w) : 0;
     fsdp_status status = fsdpi_host_copy(NULL, NULL, &seen);

@@ -322,6 +322,36 @@ static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
     return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
+// The end of a call of the model that writes shards or their gradients.
+static fsdp_status fsdpi_model_call_ends(fsdp_model *m, int call, fsdp_status status) {
+    if (!m) return status;
+    status = fsdpi_keep_status(m, status);
+    if (m->watch & FSDPI_RETURNS) fsdpi_tell_returned(m, NULL, call, NULL);
+    return status;
+}
+
+FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
+    fsdp_model *m = u->model;
+    fsdp_status status = FSDP_OK;
+    const fsdpi_row *row = fsdpi_lookup(u, call);
+    if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
+    if (m->watch & FSDPI_OPS) {
+        m->call_state = fsdpi_next_state(u, row);
+        status = fsdpi_show_call(m, u, call, NULL);
+    }
+    return status ? status : fsdpi_run_row(u, row);
+}
+
+// The same for a call of which an extension wants to know when it ends.
+static FSDPI_NOINLINE fsdp_status fsdpi_timed_call(fsdp_unit *u, int call) {
+    fsdp_status status = FSDP_OK;
+    const fsdpi_attached *answered = fsdpi_answered(u->model, u, call, &status);
+    if (!answered) status = fsdpi_run_call(u, call);
+    status = fsdpi_keep_status(u->model, status);
+    fsdpi_tell_returned(u->model, u, call, answered);
+    return status;
+}
+
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
@@ -329,16 +359,11 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
-    if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
-        return fsdpi_keep_status(m, status);
-    const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_hook_failed(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
-    if (m->watch & FSDPI_OPS) {
-        m->call_state = fsdpi_next_state(u, row);
-        status = fsdpi_show_call(m, u, call, NULL);
+    if (m->watch & FSDPI_CALLS) {
+        if (m->watch & FSDPI_RETURNS) return fsdpi_timed_call(u, call);
+        if (fsdpi_answered(m, u, call, &status)) return fsdpi_keep_status(m, status);
     }
-    if (!status) status = fsdpi_run_row(u, row);
-    return fsdpi_keep_status(m, status);
+    return fsdpi_keep_status(m, fsdpi_run_call(u, call));
 }
 
 FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
@@ -415,12 +440,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
 }
 
 static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
-    fsdp_status status = fsdpi_failed(model->world);
-    if (status) return status;
-    if (model->watch & FSDPI_CALLS &&
-        fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status))
-        return status;
-    status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
     if (!status && model->step == 1 && !model->rehearsing) status = fsdpi_replicas_check(model);
     if (status || !model->hook_status) return status;
@@ -432,7 +452,14 @@ static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
-    fsdp_status status = fsdpi_finalize_call(model);
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    const fsdpi_attached *answered = NULL;
+    if (model->watch & FSDPI_CALLS)
+        answered = fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status);
+    if (!answered) status = fsdpi_finalize_call(model);
+    if (model->watch & FSDPI_RETURNS)
+        fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
     if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
     return status;
 }
@@ -532,8 +559,8 @@ FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
-    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
-    return model ? fsdpi_keep_status(model, status) : status;
+    return fsdpi_model_call_ends(model, FSDP_CALL_ZERO_GRAD,
+                                 fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1));
 }
 
 FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {

@@ -14,22 +14,32 @@
 
 // If fsdp_model.watch is 0, none of these functions is called. fsdp_attach is in attach.h.
 
-/* A call begins: the flight record notes it. Has an extension answered? *status is the result then.
-   If an extension makes calls while it is asked, only later extensions are asked about these. */
-static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
-                                         fsdp_status *status) {
-    const fsdpi_attached *asker = m->asked;
-    int answered = 0;
+/* A call begins: the flight record notes it. Returns the extension that has answered, or NULL;
+   *status is the result then. If an extension makes calls while it is asked, only later extensions
+   are asked about these. */
+static FSDPI_NOINLINE const fsdpi_attached *fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
+                                                           fsdp_status *status) {
+    const fsdpi_attached *asker = m->asked, *answered = NULL;
     if (m->world->flight) fsdpi_flight_call(m->world, call, u ? u->desc.name : NULL);
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
         if (!a->e.call) continue;
         m->asked = a;
-        answered = a->e.call(a->e.user, m, u, call, status);
+        if (a->e.call(a->e.user, m, u, call, status)) answered = a;
     }
     m->asked = asker;
     m->asking--;
     return answered;
+}
+
+// The call has ended: told to those that were asked, the last of them `answered`, or NULL.
+static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int call,
+                                               const fsdpi_attached *answered) {
+    const fsdpi_attached *end = answered ? answered->next : NULL;
+    m->asking++;
+    for (const fsdpi_attached *a = m->asked ? m->asked->next : m->attached; a != end; a = a->next)
+        if (a->e.returned) a->e.returned(a->e.user, m, u, call);
+    m->asking--;
 }
 
 /* Has an extension taken a record? Extensions may change the copy of a record, except its kind and
@@ -86,6 +96,7 @@ static void fsdpi_watch(fsdp_model *m) {
     int watch = m->world->flight ? FSDPI_CALLS : 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
         if (a->e.call) watch |= FSDPI_CALLS;
+        if (a->e.returned) watch |= FSDPI_CALLS | FSDPI_RETURNS;
         if (a->e.op) watch |= FSDPI_OPS;
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;

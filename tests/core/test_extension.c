@@ -1244,18 +1244,125 @@ TEST_P(extension, tells_when_records_ran, settings, RANKS(row->world)) {
     CHECK_EQ_INT(w.bad, 0);
     w.told[FSDP_OP_COPY] -= w.of_world; /* the norm comes to the host */
     CHECK_EQ_INT(w.of_world, 9);
-    for (int kind = 0; kind < FSDP_OP_USE; kind++) {
+    for (int kind = 0; kind < FSDP_OP_HOOK; kind++) {
         CHECK_EQ_INT(w.told[kind], after.calls[kind] - before.calls[kind]);
         if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) /* not after a step */
             CHECK_EQ_INT(w.step[kind][1] - w.step[kind][0], w.told[kind] ? 8 : 0);
     }
     for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
-    CHECK_EQ_INT(w.told[FSDP_OP_USE], 0);
     if (row->async) CHECK_EQ_INT(w.lists, 0); /* told later, when a list may be gone */
     int told = w.told[FSDP_OP_COPY];
     step(&b);
     CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more */
     bed_close(&b);
+}
+
+/* Calls and their ends, as letters: a call small, its end large. The extension in the middle answers
+   post_forward: the last one is told neither of the call nor of its end. */
+typedef struct {
+    char text[64];
+    int answers;
+} calls_seen;
+static const char call_letters[] = {'f', 'p', 'b', 'q', 'e', 'z', 'c'};
+static void note_call(calls_seen *c, int call, int is_end) {
+    static const int calls[] = {FSDP_CALL_PRE_FORWARD,    FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD,   FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE,       FSDP_CALL_ZERO_GRAD,
+                                FSDP_CALL_PARAMS_CHANGED};
+    size_t used = strlen(c->text);
+    for (int k = 0; k < 7; k++)
+        if (calls[k] == call && used + 2 < sizeof c->text)
+            c->text[used] = (char)(call_letters[k] - (is_end ? 'a' - 'A' : 0));
+}
+static int seen_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                     fsdp_status *status) {
+    calls_seen *c = (calls_seen *)user;
+    (void)model, (void)unit, (void)status;
+    note_call(c, call, 0);
+    return c->answers && call == FSDP_CALL_POST_FORWARD;
+}
+static void seen_end(void *user, fsdp_model *model, fsdp_unit *unit, int call) {
+    (void)model, (void)unit;
+    note_call((calls_seen *)user, call, 1);
+}
+TEST(extension, tells_when_calls_end) {
+    calls_seen seen[3];
+    memset(seen, 0, sizeof seen);
+    seen[1].answers = 1;
+    bed b;
+    bed_open(&b, &settings[2]);
+    for (int k = 0; k < 3; k++) {
+        fsdp_extension e = FSDP_ZERO;
+        e.user = &seen[k], e.call = seen_call, e.returned = seen_end;
+        CHECK_OK(fsdp_attach(b.model, &e));
+    }
+    fsdp_unit *u = b.units[2];
+    CHECK_OK(fsdp_pre_forward(u));
+    CHECK_OK(fsdp_post_forward(u)); /* answered: the core has not done it */
+    seen[1].answers = 0;
+    CHECK_OK(fsdp_post_forward(u));
+    CHECK_OK(fsdp_pre_backward(u));
+    CHECK_OK(fsdp_post_backward(u));
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_OK(fsdp_zero_grad(b.model));
+    CHECK_OK(fsdp_params_changed(b.model));
+    CHECK_EQ_STR(seen[0].text, "fFpPpPbBqQeEzZcC");
+    CHECK_EQ_STR(seen[1].text, seen[0].text);
+    CHECK_EQ_STR(seen[2].text, "fFpPbBqQeEzZcC");
+    bed_close(&b);
+}
+
+/* How long a stream has waited for another one: a USE tells how long COMPUTE had nothing to do. */
+static int64_t waited_for_use;
+static void use_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin, int64_t end) {
+    (void)user, (void)model, (void)begin, (void)end;
+    if (op->kind == FSDP_OP_USE) waited_for_use = op->waited_ns;
+    else CHECK_EQ_INT(op->waited_ns, 0);
+}
+/* A clock that stands while a worker thread runs `until_asked`, which then sets it on. */
+enum { WORK = 12345 };
+static uint32_t clock_reads, is_asked;
+static int64_t clock_time;
+static int64_t still_clock(void *user) {
+    (void)user;
+    __atomic_add_fetch(&clock_reads, 1, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&clock_time, __ATOMIC_SEQ_CST);
+}
+static fsdp_status until_asked(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    uint32_t before = __atomic_load_n(&clock_reads, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&is_asked, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&clock_reads, __ATOMIC_SEQ_CST) == before) sched_yield();
+    __atomic_add_fetch(&clock_time, WORK, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+TEST(extension, tells_how_long_a_stream_waited) {
+    enum { BLOCK = 1 << 20 };
+    for (int lanes = 0; lanes < 2; lanes++) {
+        bed b;
+        bed_open(&b, &settings[lanes ? 3 : 4]);
+        fsdp_extension e = FSDP_ZERO;
+        fsdp_buf *buf;
+        fsdp_op op;
+        e.ran = use_ran;
+        CHECK_OK(fsdp_attach(b.model, &e));
+        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+        waited_for_use = -1;
+        if (lanes) b.s.world->boot.clock.now_ns = still_clock;
+        fsdp_op_init(&op, b.model, NULL, lanes ? FSDP_OP_CALL : FSDP_OP_ZERO, FSDP_LABEL_NONE,
+                     FSDP_STREAM_GATHER);
+        op.what = "x", op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        while (lanes && !__atomic_load_n(&is_asked, __ATOMIC_SEQ_CST)) sched_yield();
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.src = buf;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_OK(fsdp_wait_stream(b.model, -1));
+        CHECK_EQ_INT(waited_for_use, lanes ? WORK : sim_cost(BLOCK, b.s.copy_bytes_per_ns));
+        CHECK_OK(fsdp_detach(b.model, &e));
+        fsdp_buf_destroy(b.model, buf);
+        bed_close(&b);
+    }
 }
 
 /* More records under way than there are events: the host waits for the oldest, and all are told. */
