@@ -44,14 +44,6 @@ typedef struct fsdpi_why_span {
     uint8_t part, late;                // late: for members that came later
 } fsdpi_why_span;
 
-// A call of the program. records: that it issued, from first_seq on.
-typedef struct fsdpi_why_call {
-    int64_t begin, end;
-    uint32_t first_seq, records;
-    uint16_t what;
-    uint8_t call, is_marker; // is_marker: its end is not known
-} fsdpi_why_call;
-
 typedef struct fsdpi_why_step { // of one rank
     const fsdpi_tr_rank *rank;
     uint32_t number;
@@ -172,7 +164,7 @@ static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_tr_rank *rank,
         const fsdpi_tr_record *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
         if (o->begin_ns > r->begin_ns) break; // they are in this order
-        if (o->kind >= FSDP_OP_USE || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns)
+        if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns)
             continue;
         if (r->label == FSDP_LABEL_GATHER && !gathers) continue;
         if ((r->label == FSDP_LABEL_GRADS || r->label == FSDP_LABEL_FINAL) && gathers) continue;
@@ -234,105 +226,77 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
 /* -------------------------------------------------------------------------------------------- */
 // Calls and steps.
 
-// A call before the marker of its begin.
-static int fsdpi_why_by_seq(const void *a, const void *b) {
-    const fsdpi_why_call *x = (const fsdpi_why_call *)a, *y = (const fsdpi_why_call *)b;
-    if (x->first_seq != y->first_seq) return x->first_seq < y->first_seq ? -1 : 1;
-    return x->is_marker != y->is_marker ? x->is_marker - y->is_marker
-                                        : (x->begin > y->begin) - (x->begin < y->begin);
+static int fsdpi_why_has(const fsdpi_tr_record *call, uint32_t seq) {
+    return seq - call->seq < call->slot;
 }
 
-/* The calls of a rank in their order. Those of extensions, and clip, begin with a HOOK that is in
-   no other call; they end with their last record on COMPUTE, or with the params_changed behind
-   which an optimizer updates. calls: room for all records. */
-static int32_t fsdpi_why_find_calls(const fsdpi_tr_rank *rank, fsdpi_why_call *calls) {
-    int32_t num = 0, kept = 0;
+// The call that issued a record, of nested ones the inner one; or NULL.
+static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint32_t seq) {
+    const fsdpi_tr_record *found = NULL;
     for (uint64_t i = 0; i < rank->num_records; i++) {
         const fsdpi_tr_record *r = &rank->records[i];
-        const int marker = r->kind == FSDP_OP_HOOK;
-        const fsdpi_why_call c = {r->begin_ns, r->end_ns,   r->seq, marker ? 1 : r->slot,
-                                  r->what,     (uint8_t)r->label, (uint8_t)marker};
-        if (r->kind == FSDPI_TR_CALL || marker) calls[num++] = c;
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, seq)) found = r;
     }
-    qsort(calls, (size_t)num, sizeof *calls, fsdpi_why_by_seq);
-    for (int32_t i = 0; i < num; i++) {
-        fsdpi_why_call *last = kept ? &calls[kept - 1] : NULL;
-        if (last && calls[i].is_marker && calls[i].first_seq < last->first_seq + last->records)
-            continue;
-        if (last && last->is_marker && last->call == FSDP_CALL_PARAMS_CHANGED &&
-            calls[i].call == FSDP_CALL_PARAMS_CHANGED && !calls[i].is_marker) {
-            last->end = calls[i].end;
-            last->records = calls[i].first_seq + calls[i].records - last->first_seq;
-            last->is_marker = 0;
-        } else calls[kept++] = calls[i];
-    }
-    for (int32_t i = 0; i < kept; i++) {
-        fsdpi_why_call *c = &calls[i];
-        const uint32_t next = i + 1 < kept ? calls[i + 1].first_seq : UINT32_MAX;
-        if (!c->is_marker) continue;
-        c->records = next - c->first_seq;
-        for (uint64_t k = 0; k < rank->num_records; k++) {
-            const fsdpi_tr_record *r = &rank->records[k];
-            if (r->seq >= c->first_seq && r->seq < next && r->seq && // not the caller's spans
-                rank->head.run != FSDP_RUN_STREAMS && fsdpi_why_on_compute(rank, r))
-                c->end = fsdpi_why_more(c->end, r->end_ns);
-        }
-    }
-    return kept;
-}
-
-// Does a call belong to the end of a step?
-static int fsdpi_why_ends_step(const fsdpi_why_call *c) {
-    return c->call == FSDP_CALL_FINALIZE || c->call == FSDP_CALL_CLIP ||
-           c->call == FSDP_CALL_PARAMS_CHANGED;
+    return found;
 }
 
 // On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before
 // the call ended, it had nothing else to do.
-static int fsdpi_why_keeps_up(const fsdpi_tr_rank *rank, const fsdpi_why_call *c) {
+static int fsdpi_why_keeps_up(const fsdpi_tr_rank *rank, const fsdpi_tr_record *call) {
     int came = rank->head.run != FSDP_RUN_STREAMS;
     for (uint64_t i = 0; i < rank->num_records && !came; i++) {
         const fsdpi_tr_record *r = &rank->records[i];
-        came = fsdpi_why_on_compute(rank, r) && r->seq - c->first_seq < c->records &&
-               r->begin_ns - r->waited_ns <= c->end;
+        came = fsdpi_why_on_compute(rank, r) && fsdpi_why_has(call, r->seq) &&
+               r->begin_ns - r->waited_ns <= call->end_ns;
     }
     return came;
 }
 
-// Step i of a rank. not_before: the end of the step before. 1: it is whole; 0: it is not; -1: no
-// memory.
-static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, const fsdpi_why_call *calls,
-                               int32_t num_calls, int64_t not_before, fsdpi_why_step *out) {
+// When a step of a rank begins and ends. 0: it is not whole.
+static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
+                            fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
-    const uint32_t end_seq = i + 1 < rank->num_steps ? s[1].first_seq : UINT32_MAX;
-    fsdpi_why_spans all = {out, 0, 0};
-    int32_t first = 0, last = -1;
-    uint32_t last_seq = 0;
-    memset(out, 0, sizeof *out);
-    out->rank = rank, out->number = s->number;
-    while (first < num_calls && calls[first].first_seq < s->first_seq) first++;
-    for (int32_t c = first; c < num_calls && calls[c].first_seq < end_seq; c++)
-        if (fsdpi_why_ends_step(&calls[c])) last = c;
-    if (last < 0) return 0;
-    out->begin = fsdpi_why_more(calls[first].begin, not_before), out->end = calls[last].end;
-    last_seq = calls[last].first_seq + calls[last].records;
+    const uint32_t length = i + 1 < rank->num_steps ? s[1].first_seq - s->first_seq : UINT32_MAX / 2;
+    uint32_t records = 0; // up to the last call that ends the step
+    out->begin = INT64_MAX, out->end = INT64_MIN;
+    for (uint64_t k = 0; k < rank->num_records; k++) {
+        const fsdpi_tr_record *r = &rank->records[k];
+        if (r->kind != FSDPI_TR_CALL || r->seq - s->first_seq >= length) continue;
+        out->begin = fsdpi_why_less(out->begin, r->begin_ns);
+        if (r->label != FSDP_CALL_FINALIZE && r->label != FSDP_CALL_CLIP &&
+            r->label != FSDP_CALL_PARAMS_CHANGED)
+            continue;
+        out->end = fsdpi_why_more(out->end, r->end_ns);
+        if (r->seq + r->slot - s->first_seq > records) records = r->seq + r->slot - s->first_seq;
+    }
     for (uint64_t k = 0; k < rank->num_records && rank->head.run == FSDP_RUN_STREAMS; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
-        if (fsdpi_why_on_compute(rank, r) && r->seq - s->first_seq < last_seq - s->first_seq)
+        if (fsdpi_why_on_compute(rank, r) && r->seq - s->first_seq < records)
             out->end = fsdpi_why_more(out->end, r->end_ns);
     }
-    int64_t *comms = (int64_t *)calloc((size_t)rank->num_records + 1, 2 * sizeof *comms);
+    out->rank = rank, out->number = s->number;
+    out->begin = fsdpi_why_more(out->begin, not_before);
+    return out->begin < out->end;
+}
+
+// Step i of a rank. 1: it is whole; 0: it is not; -1: no memory.
+static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
+                               fsdpi_why_step *out) {
+    fsdpi_why_spans all = {out, 0, 0};
     int32_t num_comms = 0;
+    memset(out, 0, sizeof *out);
+    if (!fsdpi_why_bounds(rank, i, not_before, out)) return 0;
+    int64_t *comms = (int64_t *)calloc((size_t)rank->num_records + 1, 2 * sizeof *comms);
     if (!comms) return -1;
     for (uint64_t k = 0; k < rank->num_records; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
-        if (r->kind < FSDP_OP_HOOK && fsdpi_why_on_compute(rank, r)) fsdpi_why_record(&all, r);
-        if (!fsdpi_why_is_comm(r) || r->end_ns <= out->begin || r->begin_ns >= out->end) continue;
+        if (r->end_ns <= out->begin || r->begin_ns - r->waited_ns >= out->end) continue;
+        if (fsdpi_why_on_compute(rank, r)) fsdpi_why_record(&all, r);
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_keeps_up(rank, r))
+            fsdpi_why_add(&all, FSDPI_WHY_CALLS, 0, r->begin_ns, r->end_ns, r, NULL);
+        if (!fsdpi_why_is_comm(r)) continue;
         comms[2 * num_comms] = r->begin_ns, comms[2 * num_comms++ + 1] = r->end_ns;
     }
-    for (int32_t c = first; c <= last; c++)
-        if (fsdpi_why_keeps_up(rank, &calls[c]))
-            fsdpi_why_add(&all, FSDPI_WHY_CALLS, 0, calls[c].begin, calls[c].end, NULL, NULL);
     if (all.failed || fsdpi_why_share(out, comms, num_comms)) all.failed = 1;
     free(comms);
     if (all.failed) free(out->spans);
@@ -345,14 +309,12 @@ static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, const fsdp
 typedef struct fsdpi_why {
     const fsdpi_tr_job *job;
     fsdpi_why_step step;
-    fsdpi_why_call *calls; // of its rank
-    int32_t num_calls, num_steps;
+    int32_t num_steps;
     int64_t shortest, longest; // of the ranks' median steps
 } fsdpi_why;
 
 static void fsdpi_why_end(fsdpi_why *y) {
     free(y->step.spans);
-    free(y->calls);
     memset(y, 0, sizeof *y);
 }
 
@@ -373,16 +335,14 @@ static int32_t fsdpi_why_middle(fsdpi_why_step *steps, int32_t num, fsdpi_why_st
 }
 
 // The median step of a rank. 0: it has no whole step; -1: no memory.
-static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why *y, fsdpi_why_step *out) {
+static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
     fsdpi_why_step *steps = (fsdpi_why_step *)calloc((size_t)rank->num_steps + 1, sizeof *steps);
     int32_t num = 0;
     int64_t end = INT64_MIN;
     int made = steps ? 1 : -1;
-    y->num_calls = fsdpi_why_find_calls(rank, y->calls);
     for (uint64_t i = 0; i < rank->num_steps && made >= 0; i++) {
-        made = fsdpi_why_make_step(rank, i, y->calls, y->num_calls, end, &steps[num]);
-        if (made > 0) end = steps[num].end;
-        if (made > 0 && steps[num].end > steps[num].begin) num++;
+        made = fsdpi_why_make_step(rank, i, end, &steps[num]);
+        if (made > 0) end = steps[num++].end;
     }
     num = fsdpi_why_middle(steps, num, out);
     free(steps);
@@ -394,13 +354,9 @@ static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
     memset(y, 0, sizeof *y);
     y->job = job;
     fsdpi_why_step *steps = (fsdpi_why_step *)calloc((size_t)job->num + 1, sizeof *steps);
-    uint64_t most = 0;
-    for (int32_t k = 0; k < job->num; k++)
-        if (job->rank[k].num_records > most) most = job->rank[k].num_records;
-    y->calls = (fsdpi_why_call *)calloc((size_t)most + 1, sizeof *y->calls);
-    int32_t num = 0, got = steps && y->calls ? 0 : -1;
+    int32_t num = 0, got = steps ? 0 : -1;
     for (int32_t k = 0; k < job->num && got >= 0; k++) {
-        got = fsdpi_why_rank(&job->rank[k], y, &steps[num]);
+        got = fsdpi_why_rank(&job->rank[k], &steps[num]);
         if (got > y->num_steps) y->num_steps = got;
         num += got > 0;
     }
@@ -411,9 +367,7 @@ static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
     }
     if (steps) (void)fsdpi_why_middle(steps, num, &y->step);
     free(steps);
-    if (got < 0 || !num) return got < 0 ? -1 : 0;
-    y->num_calls = fsdpi_why_find_calls(y->step.rank, y->calls);
-    return 1;
+    return got < 0 ? -1 : num > 0;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -459,8 +413,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
                              fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_record *op = s->op;
-    const fsdpi_why_call *call = y->calls;
-    while (call + 1 < y->calls + y->num_calls && call[1].first_seq <= s->waits->seq) call++;
+    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, s->waits->seq);
     const int gathers = s->part == FSDPI_WHY_GATHER;
     const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, half = (s->end - s->begin) / 2;
     if (!op) return;
@@ -475,7 +428,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
     else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > half)
         fsdpi_why_say(t, " (it waits for a slot)");
-    else if (gathers && op->seq >= call->first_seq && op->seq < call->first_seq + call->records)
+    else if (gathers && call && fsdpi_why_has(call, op->seq))
         fsdpi_why_say(t, rank->head.prefetch_bytes ? " (not prefetched: prefetch_bytes)"
                                                    : " (not prefetched)");
     else if (op->begin_ns - s->begin > half) fsdpi_why_say(t, " (its stream is busy before it)");
@@ -589,3 +542,111 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
                   fsdpi_why_ms(num ? waits[num / 2] : 0), steady ? "steady" : "moving");
     free(waits);
 }
+
+typedef struct fsdpi_why_slots { // that units hold
+    const fsdpi_tr_record **of;
+    int32_t num;
+    int64_t bytes;
+} fsdpi_why_slots;
+
+// A slot is held from here on, or no more.
+static void fsdpi_why_hold(fsdpi_why_slots *s, const fsdpi_tr_record *r, int holds) {
+    int32_t k = 0;
+    while (k < s->num && s->of[k]->slot != r->slot) k++;
+    if (holds == (k < s->num)) return;
+    s->bytes += (holds ? 1 : -1) * (int64_t)r->bytes;
+    if (holds) s->of[s->num++] = r;
+    else s->of[k] = s->of[--s->num];
+}
+
+// The record of a rank at which units held most, or NULL, and which slots those were. room: for
+// all records.
+static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_slots *held,
+                                             const fsdpi_tr_record **room) {
+    const fsdpi_tr_record *peak = NULL;
+    fsdpi_why_slots now = {room, 0, 0};
+    for (uint64_t i = rank->num_records; i-- > 0;) { // what was held when the trace began
+        const int kind = rank->records[i].kind;
+        if (kind == FSDP_OP_ACQUIRE || kind == FSDP_OP_RELEASE)
+            fsdpi_why_hold(&now, &rank->records[i], kind == FSDP_OP_RELEASE);
+    }
+    held->num = 0, held->bytes = -1;
+    for (uint64_t i = 0; i < rank->num_records; i++) {
+        const fsdpi_tr_record *r = &rank->records[i];
+        if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) continue;
+        fsdpi_why_hold(&now, r, r->kind == FSDP_OP_ACQUIRE);
+        if (now.bytes <= held->bytes) continue;
+        memcpy(held->of, now.of, (size_t)now.num * sizeof *now.of);
+        held->num = now.num, held->bytes = now.bytes;
+        peak = r;
+    }
+    return peak;
+}
+
+static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
+    const fsdpi_tr_rank *rank = y->step.rank;
+    const double mb = 1e-6;
+    const size_t most = (size_t)rank->num_records + 1;
+    const fsdpi_tr_record **room = (const fsdpi_tr_record **)calloc(2 * most, sizeof *room);
+    fsdpi_why_slots held = {room + most, 0, 0};
+    const fsdpi_tr_record *at = room ? fsdpi_why_peak(rank, &held, room) : NULL;
+    int64_t all = 0, rest = 0;
+    int32_t said = 0;
+    if (!at) {
+        free(room);
+        return;
+    }
+    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, at->seq);
+    for (uint64_t p = 0; p < rank->num_pools; p++) all += rank->pools[p].bytes;
+    for (uint64_t k = 0; k < rank->num_kept; k++) all += rank->kept[k].bytes;
+    fsdpi_why_say(t, "memory at the peak (step %u, %s of %s): %.1f MB =", (unsigned)at->step,
+                  call ? fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label) : "?",
+                  fsdpi_why_name(rank, at->what), (double)all * mb);
+    for (uint64_t p = 0; p < rank->num_pools; p++) {
+        const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
+        int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
+        for (int32_t k = 0; k < held.num && is_slots; k++)
+            bytes += held.of[k]->label == p ? (int64_t)held.of[k]->bytes : 0;
+        rest += rank->pools[p].bytes - bytes;
+        if (!bytes) continue;
+        fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
+                      (double)bytes * mb);
+        for (int32_t k = 0, n = 0; k < held.num && is_slots; k++)
+            if (held.of[k]->label == p)
+                fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
+        if (is_slots) fsdpi_why_say(t, ")");
+    }
+    for (uint64_t k = 0; k < rank->num_kept; k++)
+        fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
+                      (double)rank->kept[k].bytes * mb);
+    if (rest) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * mb);
+    fsdpi_why_say(t, "\n");
+    free(room);
+}
+
+static void fsdpi_why_screen(const fsdpi_why *y, fsdpi_why_text *t) {
+    fsdpi_why_say_step(y, t);
+    fsdpi_why_say_last(y, t);
+    fsdpi_why_say_memory(y, t);
+}
+
+FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
+    fsdpi_tr_job job;
+    fsdpi_why y;
+    fsdpi_why_text t = {buf, cap, 0};
+    char why[512];
+    if (!dir) dir = getenv("FSDP_TRACE");
+    if (!buf || !cap) return FSDP_ERR_INVALID_ARG;
+    if (fsdpi_tr_read(dir ? dir : "", NULL, 0, &job, why, sizeof why)) {
+        fsdpi_why_say(&t, "%s", why);
+        return FSDP_ERR_IO;
+    }
+    const int made = fsdpi_why_make(&job, &y);
+    if (made > 0) fsdpi_why_screen(&y, &t);
+    fsdpi_why_end(&y);
+    fsdpi_tr_free(&job);
+    if (made <= 0) fsdpi_why_say(&t, made ? "no memory" : "no rank has a whole step in its trace");
+    return made > 0 ? FSDP_OK : made ? FSDP_ERR_OUT_OF_MEMORY : FSDP_ERR_INVALID_STATE;
+}
+
+#endif // FSDPI_TRACE_WHY_H
