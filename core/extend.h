@@ -58,6 +58,8 @@ FSDP_API int64_t fsdp_now(const fsdp_world *world) { return world ? fsdpi_now(wo
 
 FSDP_API const char *fsdp_world_job(const fsdp_world *world) { return world ? world->job : ""; }
 
+FSDP_API int fsdp_model_number(const fsdp_model *model) { return model ? model->number : 0; }
+
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream) {
     if (op && model) *op = fsdpi_op(model, unit, kind, label, stream);

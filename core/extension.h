@@ -224,14 +224,16 @@ FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven);
 FSDP_API int fsdp_is_uneven(const fsdp_model *model);
 
-/* fsdp_now        - nanoseconds on the world's clock, as `ran` gets them
-   fsdp_world_job  - the name of the job, or ""; valid until fsdp_shutdown
-   fsdp_comm_ranks - world ranks of the members of a group, in order of position
+/* fsdp_now          - nanoseconds on the world's clock, as `ran` gets them
+   fsdp_world_job    - the name of the job, or ""; valid until fsdp_shutdown
+   fsdp_model_number - how many models of its world were made before it
+   fsdp_comm_ranks   - world ranks of the members of a group, in order of position
    out         room for them, or NULL
    Result      ranks: their number; 0: it is no group of this world
    Collective  no      Blocks no      Allocates no */
 FSDP_API int64_t fsdp_now(const fsdp_world *world);
 FSDP_API const char *fsdp_world_job(const fsdp_world *world);
+FSDP_API int fsdp_model_number(const fsdp_model *model);
 FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out);
 
 /* fsdp_model_desc_get - the options of a model, with defaults filled in; mesh as the desc gave it

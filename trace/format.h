@@ -51,7 +51,6 @@ typedef struct fsdpi_tr_record {
     X(STATES, states, uint32_t)                                                                    \
     X(POOLS, pools, fsdpi_tr_pool)                                                                 \
     X(KEPT, kept, fsdpi_tr_kept)                                                                   \
-    X(MESHES, meshes, fsdpi_tr_mesh)                                                               \
     X(UNITS, units, fsdpi_tr_unit)                                                                 \
     X(PARAMS, params, fsdpi_tr_param)                                                              \
     X(COMMS, comms, fsdpi_tr_comm)                                                                 \
@@ -77,17 +76,11 @@ typedef struct fsdpi_tr_kept { // by an extension (fsdp_next_state), without pad
     int64_t bytes;
 } fsdpi_tr_kept;
 
-typedef struct fsdpi_tr_mesh { // [0]: the model's; others: of units
-    int32_t ndim, kind;           // FSDP_MESH_INFO_*
-    int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS];
-    int32_t shard_dim, replicate_dim;
-} fsdpi_tr_mesh;
-
 // Options as in fsdp_unit_desc, those of the model in what the unit left to it.
 typedef struct fsdpi_tr_unit {
-    uint32_t num_params, mesh; // its parameters follow those of the units before it
-    int32_t reshard_after_forward;
-    int32_t param_dtype, reduce_dtype, output_dtype;
+    int32_t num_params;         // they follow those of the units before it
+    int32_t shards, replicas;   // ranks that shard it, and that have the same shard
+    int32_t reshard_after_forward, param_dtype, reduce_dtype;
     int64_t slot_bytes[FSDP_POOL_COUNT]; // of a slot that it takes; SHARD, SHARD_GRAD: its part
 } fsdpi_tr_unit;
 
