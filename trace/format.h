@@ -17,7 +17,7 @@
    A name is a number: its place in NAMES. The first names are those of the units, in the order of
    the model. Times are nanoseconds on the world's clock of the rank. */
 
-enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535 };
+enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
 #define FSDPI_TR_MAGIC "fsdptr01"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
@@ -115,6 +115,7 @@ typedef struct fsdpi_tr_header {
     char magic[8];
     uint64_t bytes;   // of header and sections, without sums
     uint64_t clock;   // ranks with the same one have the same clock
+    uint64_t mesh;    // ranks with the same one met
     uint64_t dropped; // records for which there was no room
     int64_t real_ns, clock_ns; // one moment on CLOCK_REALTIME and on the world's clock
     int32_t rank, size, pid, run; // run: FSDP_RUN_*

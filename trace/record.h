@@ -23,7 +23,7 @@
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
-enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_MEETINGS = 32 };
+enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024 };
 
 typedef struct fsdpi_tr_key { // of a text: where it lies. NULL: free
     const char *text;
@@ -417,6 +417,16 @@ static uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
     return is_host ? hash : hash + 1 + (uint64_t)fsdp_rank(t->world);
 }
 
+// The ranks of the model's mesh as a number.
+static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    uint64_t hash = 0;
+    if (fsdp_model_mesh_info(t->model, &info)) return 0;
+    int num = fsdp_mesh_ranks(info.mesh, -1, t->rank);
+    for (int k = 0; k < num; k++) hash = (hash ^ (uint64_t)t->rank[k]) * 0x9E3779B97F4A7C15u;
+    return hash;
+}
+
 static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     fsdp_model_desc d = FSDP_ZERO;
     fsdp_memory memory = FSDP_ZERO;
@@ -424,7 +434,7 @@ static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     memcpy(h->magic, FSDPI_TR_MAGIC, sizeof h->magic);
     (void)fsdpi_tr_gethostname(h->host, sizeof h->host - 1);
     snprintf(h->job, sizeof h->job, "%s", t->job);
-    h->clock = fsdpi_tr_clock(t, h->host);
+    h->clock = fsdpi_tr_clock(t, h->host), h->mesh = fsdpi_tr_mesh(t);
     h->dropped = t->next_record > t->room ? t->next_record - t->room : 0;
     h->real_ns = fsdpi_tr_time(0 /* CLOCK_REALTIME */), h->clock_ns = fsdp_now(t->world);
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
