@@ -115,10 +115,13 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
         if ((r->kind != FSDP_OP_COPY && r->kind != FSDP_OP_ZERO) || !r->bytes) continue;
         bytes += (double)r->bytes, copying += (double)(r->end_ns - r->begin_ns);
     }
-    if (!h->num_calls || h->calls[h->num_calls - 1]->label != FSDP_CALL_FINALIZE)
+    if (!rank->num_units || !h->num_calls ||
+        h->calls[h->num_calls - 1]->label != FSDP_CALL_FINALIZE)
         return "the step does not end with finalize";
-    for (uint64_t u = 0; u < rank->num_units; u++)
-        if (rank->units[u].mesh) return "units have meshes of their own";
+    for (uint64_t u = 1; u < rank->num_units; u++)
+        if (rank->units[u].shards != rank->units[0].shards ||
+            rank->units[u].replicas != rank->units[0].replicas)
+            return "units have different meshes";
     for (int i = 0; i < h->num_calls; i++) h->work[i] = helps_work(h, i);
     fsdp_plan_cost *c = &h->cost;
     helps_fit(h, FSDP_OP_ALL_GATHER, &c->gather_latency_ns, &c->gather_bytes_per_ns);
@@ -141,7 +144,7 @@ static void helps_end(helps *h) {
 static fsdp_status helps_unit(const helps *h, fsdp_model *m, uint64_t u, const helps_option *o,
                               const fsdpi_tr_param *from, fsdp_unit **out) {
     const fsdpi_tr_unit *unit = &h->rank->units[u];
-    const int num = (int)unit->num_params;
+    const int num = unit->num_params;
     fsdp_param_desc *params = (fsdp_param_desc *)calloc((size_t)num + 1, sizeof *params);
     fsdp_unit_desc d = FSDP_ZERO;
     if (!params) return FSDP_ERR_OUT_OF_MEMORY;
@@ -209,17 +212,21 @@ static fsdp_status helps_step(const helps *h, fsdp_model *m, fsdp_unit **units) 
 static fsdp_status helps_model(const helps *h, const helps_option *o, fsdp_world *w,
                                fsdp_model **m, fsdp_unit **units) {
     const fsdpi_tr_header *head = &h->rank->head;
-    const fsdpi_tr_mesh *of = &h->rank->meshes[0];
+    const int32_t shards = h->rank->units[0].shards, replicas = h->rank->units[0].replicas;
     const fsdpi_tr_param *params = h->rank->params;
     fsdp_mesh_desc md = FSDP_ZERO;
     fsdp_model_desc d = FSDP_ZERO;
     fsdp_mesh_info info;
     fsdp_mesh *mesh;
-    md.ndim = of->ndim;
-    memcpy(md.shape, of->shape, sizeof md.shape);
+    md.ndim = 2, md.shape[0] = replicas, md.shape[1] = shards;
+    md.names[0] = "replicate", md.names[1] = "shard";
+    const int kind = replicas == 1 ? (int)FSDP_MESH_INFO_FSDP
+                     : shards == 1 ? (int)FSDP_MESH_INFO_DDP
+                                   : (int)FSDP_MESH_INFO_HSDP;
     fsdp_status status = fsdp_mesh_create(w, &md, &mesh);
     if (!status)
-        status = fsdp_mesh_info_init(mesh, of->kind, of->shard_dim, of->replicate_dim, &info);
+        status = fsdp_mesh_info_init(mesh, kind, kind == FSDP_MESH_INFO_DDP ? -1 : 1,
+                                     kind == FSDP_MESH_INFO_FSDP ? -1 : 0, &info);
     d.mesh_info = &info, d.param_dtype = (fsdp_dtype)head->param_dtype;
     d.reduce_dtype = (fsdp_dtype)head->reduce_dtype, d.grad_dtype = (fsdp_dtype)head->grad_dtype;
     d.reshard_after_forward = head->reshard_after_forward, d.cpu_offload = head->cpu_offload;
@@ -250,18 +257,14 @@ static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_pl
     fake.addresses = 1, fake.plain = streams;
     wd.backend = "fake", wd.user = &fake, wd.log_level = FSDP_LOG_NONE;
     wd.device_ops = fsdp_fake_device_ops(streams), wd.lanes = lanes ? 2 : -1;
-    wd.world_size = 1;
-    for (int i = 0; i < rank->meshes[0].ndim; i++) {
-        wd.world_size *= rank->meshes[0].shape[i];
-        wd.rank = wd.rank * rank->meshes[0].shape[i] + rank->meshes[0].coord[i];
-    }
+    wd.world_size = rank->units[0].shards * rank->units[0].replicas;
     pd.most_bytes = o->slots;
     fsdp_status status = fsdp_init(&wd, &w);
     if (!status) status = helps_model(h, o, w, &m, units);
     if (!status) status = fsdp_plan_create(m, &pd, &plan);
     for (int step = 0; step < 2 && !status; step++) status = helps_step(h, m, units);
     if (!status) status = fsdp_plan_simulate(plan, 0, !o->planned, &h->cost, out);
-    if (status) snprintf(why, cap, "%s", fsdp_last_error(w));
+    if (status) snprintf(why, cap, "%.250s", fsdp_last_error(w));
     if (w && fsdp_shutdown(w) && !status) status = FSDP_ERR_INTERNAL;
     free(units);
     return status;
