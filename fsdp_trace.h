@@ -71,6 +71,14 @@ FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace);
 FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin_ns,
                               int64_t end_ns);
 
+/* fsdp_trace_report - where the time of a traced step went, as `fsdptrace why DIR` prints it, but
+               without what would help
+   dir         has the files of all ranks of one job. NULL: FSDP_TRACE
+   buf         cap bytes: the text, or why there is none; cut if it is longer
+   Result      FSDP_OK; INVALID_ARG, IO, OUT_OF_MEMORY, INVALID_STATE (no rank has a whole step)
+   Collective  no: one rank calls it, when all have stopped      Blocks, Allocates yes */
+FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap);
+
 #ifdef __cplusplus
 }
 #endif
@@ -82,5 +90,5 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
 
 #if defined(FSDPI_TRACE_RECORD_H) && !defined(FSDP_TRACE_IMPLEMENTED)
 #define FSDP_TRACE_IMPLEMENTED
-#include "trace/read.h"
+#include "trace/why.h"
 #endif

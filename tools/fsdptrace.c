@@ -1,7 +1,8 @@
-/* fsdptrace.c - which ranks of a job wait, for what, and for whom
+/* fsdptrace.c - which ranks of a job wait, for what, and for whom; where the time of a step went
 
        cc -O2 -o fsdptrace tools/fsdptrace.c -pthread -lm
        ./fsdptrace hang DIR
+       ./fsdptrace why DIR
 
    `hang` reads the flight records that FSDP_FLIGHT_RECORD=DIR has left: of a job that runs, hangs,
    has failed or was killed. docs/see.md explains what it prints. Linux.
@@ -11,11 +12,12 @@
 #define FSDP_IMPLEMENTATION
 #define FSDP_STATIC
 #define FSDP_NO_BACKEND
+#define FSDP_BACKEND_FAKE
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
-#include "../fsdp.h"
+#include "../fsdp_trace.h"
+#include "fsdptrace_helps.h"
 #pragma GCC diagnostic pop
-#include "put_safe.h"
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -680,6 +682,30 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
     return hangs || is_lost ? EXIT_WAITS : 0;
 }
 
+/* ---- why ------------------------------------------------------------------------------------- */
+
+static int why(const char *dir, const char *wanted, int force) {
+    char text[16384] = "";
+    fsdpi_tr_job traces;
+    fsdpi_why y;
+    fsdpi_why_text t = {text, sizeof text, 0};
+    if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    const int made = fsdpi_why_make(&traces, &y);
+    if (made > 0) fsdpi_why_screen(&y, &t);
+    for (const char *line = text, *end; *line; line = end + 1) { // names are of strangers
+        char part[sizeof text];
+        end = line + strcspn(line, "\n");
+        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
+        put_safe(stdout, part);
+        putchar('\n');
+        if (!*end) break;
+    }
+    if (made > 0) helps_print(&y);
+    fsdpi_why_end(&y);
+    fsdpi_tr_free(&traces);
+    return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
+}
+
 /* ---- arguments ------------------------------------------------------------------------------- */
 
 static void usage(FILE *to) {
@@ -687,22 +713,30 @@ static void usage(FILE *to) {
           "Says which ranks wait in which operation and for whom, from the flight records in DIR:\n"
           "run the job with FSDP_FLIGHT_RECORD=DIR. Without --job: of the job that began last.\n"
           "Exit status: 0: no rank waits longer than --after (10) seconds; 1: some do, or the job\n"
-          "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n",
+          "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n"
+          "\n"
+          "       fsdptrace why DIR [--job NAME] [--force]\n"
+          "Says where the time of a step went, from the traces in DIR: run the job with\n"
+          "FSDP_TRACE=DIR. --force: also if clocks of hosts were not compared.\n",
           to);
 }
 
 int main(int argc, char **argv) {
     const char *dir = NULL, *wanted = NULL;
     double after = 10;
-    int json = 0;
+    int json = 0, force = 0;
     if (argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"))) {
         usage(stdout);
         return 0;
     }
-    int bad = argc < 3 || strcmp(argv[1], "hang");
+    const int explains = argc > 2 && !strcmp(argv[1], "why");
+    int bad = !explains && (argc < 3 || strcmp(argv[1], "hang"));
+    (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
+    (void)unsetenv("FSDP_TRACE");
     for (int i = 2; i < argc && !bad; i++) {
         char *end = NULL;
-        if (!strcmp(argv[i], "--json")) json = 1;
+        if (!explains && !strcmp(argv[i], "--json")) json = 1;
+        else if (explains && !strcmp(argv[i], "--force")) force = 1;
         else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
         else if (!strcmp(argv[i], "--after") && i + 1 < argc) {
             after = strtod(argv[++i], &end);
@@ -714,6 +748,6 @@ int main(int argc, char **argv) {
         usage(stderr);
         return EXIT_UNREADABLE;
     }
-    int status = hang(dir, wanted, after, json);
+    int status = explains ? why(dir, wanted, force) : hang(dir, wanted, after, json);
     return fflush(stdout) || ferror(stdout) ? fail("standard output", strerror(errno)) : status;
 }
