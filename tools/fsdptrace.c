@@ -3,6 +3,7 @@
        cc -O2 -o fsdptrace tools/fsdptrace.c -pthread -lm
        ./fsdptrace hang DIR
        ./fsdptrace why DIR
+       ./fsdptrace json DIR -o trace.json
 
    `hang` reads the flight records that FSDP_FLIGHT_RECORD=DIR has left: of a job that runs, hangs,
    has failed or was killed. docs/see.md explains what it prints. Linux.
@@ -17,6 +18,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
 #include "../fsdp_trace.h"
 #include "fsdptrace_helps.h"
+#include "fsdptrace_json.h"
 #pragma GCC diagnostic pop
 #include <dirent.h>
 #include <stdio.h>
@@ -530,15 +532,7 @@ static int by_seconds(const void *a, const void *b) {
 
 /* ---- what is printed ------------------------------------------------------------------------- */
 
-static void put_json(const char *text) {
-    putchar('"');
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '"' || *c == '\\') printf("\\%c", *c);
-        else if (*c >= 0x20 && *c < 0x7f) putchar(*c);
-        else printf("\\u%04x", *c);
-    }
-    putchar('"');
-}
+static void put_json(const char *text) { json_text(stdout, text); }
 static void put_ranks(const set *s) {
     putchar('[');
     for (int i = 0; i < s->num; i++) printf("%s%d", i ? ", " : "", s->ranks[i]);
@@ -706,6 +700,37 @@ static int why(const char *dir, const char *wanted, int force) {
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
 }
 
+/* ---- json ------------------------------------------------------------------------------------ */
+
+// A file is there whole, or not at all.
+static int write_json(const char *dir, const char *wanted, int force, const char *path) {
+    char text[1024] = "", made[4096];
+    fsdpi_tr_job traces;
+    if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    if ((size_t)snprintf(made, sizeof made, "%s.new", path) >= sizeof made)
+        return fail(path, "the path is too long");
+    FILE *to = fopen(made, "w");
+    if (!to) return fail(path, strerror(errno));
+    int bad = json_write(&traces, to, text, sizeof text);
+    if (fflush(to) || ferror(to)) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (fclose(to) && !bad) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (!bad && rename(made, path)) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (bad) (void)unlink(made);
+    for (int k = 0; k < traces.num && !bad; k++) {
+        const fsdpi_tr_rank *r = &traces.rank[k];
+        if (r->head.dropped)
+            printf("rank %d: %llu records had no room in the trace\n", r->head.rank,
+                   (unsigned long long)r->head.dropped);
+        if (r->error_ns < 0) printf("rank %d: its clock was not compared\n", r->head.rank);
+        if (r->error_ns > 0)
+            printf("rank %d: its clock is known to %.1f us\n", r->head.rank,
+                   (double)r->error_ns / 1000);
+    }
+    if (!bad) printf("%s: ranks: %d of %d\n", path, traces.num, traces.size);
+    fsdpi_tr_free(&traces);
+    return bad ? fail(path, text) : 0;
+}
+
 /* ---- arguments ------------------------------------------------------------------------------- */
 
 static void usage(FILE *to) {
@@ -716,38 +741,43 @@ static void usage(FILE *to) {
           "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n"
           "\n"
           "       fsdptrace why DIR [--job NAME] [--force]\n"
-          "Says where the time of a step went, from the traces in DIR: run the job with\n"
-          "FSDP_TRACE=DIR. --force: also if clocks of hosts were not compared.\n",
+          "       fsdptrace json DIR -o FILE [--job NAME] [--force]\n"
+          "Says where the time of a step went, or writes what Perfetto opens, from the traces in\n"
+          "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not compared.\n",
           to);
 }
 
 int main(int argc, char **argv) {
-    const char *dir = NULL, *wanted = NULL;
+    const char *dir = NULL, *wanted = NULL, *to = NULL, *verb = argc > 2 ? argv[1] : "";
     double after = 10;
     int json = 0, force = 0;
     if (argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"))) {
         usage(stdout);
         return 0;
     }
-    const int explains = argc > 2 && !strcmp(argv[1], "why");
-    int bad = !explains && (argc < 3 || strcmp(argv[1], "hang"));
+    const int hangs = !strcmp(verb, "hang"), explains = !strcmp(verb, "why");
+    const int writes = !strcmp(verb, "json");
+    int bad = !hangs && !explains && !writes;
     (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
     (void)unsetenv("FSDP_TRACE");
     for (int i = 2; i < argc && !bad; i++) {
         char *end = NULL;
-        if (!explains && !strcmp(argv[i], "--json")) json = 1;
-        else if (explains && !strcmp(argv[i], "--force")) force = 1;
+        if (hangs && !strcmp(argv[i], "--json")) json = 1;
+        else if (!hangs && !strcmp(argv[i], "--force")) force = 1;
+        else if (writes && !strcmp(argv[i], "-o") && i + 1 < argc) to = argv[++i];
         else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
-        else if (!strcmp(argv[i], "--after") && i + 1 < argc) {
+        else if (hangs && !strcmp(argv[i], "--after") && i + 1 < argc) {
             after = strtod(argv[++i], &end);
             bad = *end || end == argv[i] || !(after >= 0);
         } else if (argv[i][0] != '-' && !dir) dir = argv[i];
         else bad = 1;
     }
-    if (bad || !dir) {
+    if (bad || !dir || writes != (to != NULL)) {
         usage(stderr);
         return EXIT_UNREADABLE;
     }
-    int status = explains ? why(dir, wanted, force) : hang(dir, wanted, after, json);
+    int status = hangs      ? hang(dir, wanted, after, json)
+                 : explains ? why(dir, wanted, force)
+                            : write_json(dir, wanted, force, to);
     return fflush(stdout) || ferror(stdout) ? fail("standard output", strerror(errno)) : status;
 }

@@ -18,6 +18,7 @@
    the model. Times are nanoseconds on the world's clock of the rank. */
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
+#define FSDPI_TR_HELD UINT32_MAX // a slot
 #define FSDPI_TR_MAGIC "fsdptr01"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
@@ -31,8 +32,8 @@ typedef struct fsdpi_tr_record {
     uint32_t waited_ns; // fsdp_op.waited_ns, at most 2^32 - 1
     uint32_t seq;       // low bits of fsdp_op.seq; CALL: of its first record; SPAN: 0
     uint32_t step;      // number of steps before this one, since the model was made
-    uint32_t slot;      // ACQUIRE, RELEASE, WROTE: fsdp_op.slot. CALL: records that it issued.
-                        // Collectives: 1 + operations of its group before it in the trace
+    uint32_t slot;      // ACQUIRE, RELEASE, WROTE: fsdp_op.slot, or FSDPI_TR_HELD: acquired before
+                        // the trace. CALL: records that it issued
     uint16_t what;      // a name: of the unit, or of the call
     uint16_t comm;      // fsdp_op.comm_number; 0: none
     uint8_t kind;

@@ -133,6 +133,25 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 
 static void fsdpi_tr_finish(fsdp_trace *t);
 
+// What units hold when the trace begins, as if they acquired it then.
+static void fsdpi_tr_take_held(fsdp_trace *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    for (const fsdp_unit *last = NULL; fsdp_next_param(t->model, &v); last = v.unit) {
+        fsdp_memory held;
+        if (v.unit == last || fsdp_unit_memory(v.unit, &held)) continue;
+        for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+            fsdpi_tr_record *r = held.pool_slots[pool] ? fsdpi_tr_place(t) : NULL;
+            if (!r) continue;
+            memset(r, 0, sizeof *r);
+            r->begin_ns = r->end_ns = t->host_ns;
+            r->bytes = (uint64_t)held.pool_bytes[pool];
+            r->seq = t->seq + 1, r->slot = FSDPI_TR_HELD;
+            r->what = fsdpi_tr_name_of(t, v.unit_name);
+            r->kind = FSDP_OP_ACQUIRE, r->label = (uint8_t)pool;
+        }
+    }
+}
+
 // The first call of a step.
 static void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op op;
@@ -146,6 +165,7 @@ static void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdpi_tr_step *step = &t->step[t->num_steps++];
     step->number = (uint32_t)number, step->first_seq = t->seq + 1;
     step->begin_ns = t->host_ns = now;
+    if (t->num_steps == 1) fsdpi_tr_take_held(t);
     __atomic_store_n(&t->is_on, 1u, __ATOMIC_RELAXED);
 }
 
