@@ -682,7 +682,7 @@ static int why(const char *dir, const char *wanted, int force) {
     char text[16384] = "";
     fsdpi_tr_job traces;
     fsdpi_why y;
-    fsdpi_why_text t = {text, sizeof text, 0};
+    fsdpi_why_text t = {text, sizeof text, 0, 0};
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
     const int made = fsdpi_why_make(&traces, &y);
     if (made > 0) fsdpi_why_screen(&y, &t);

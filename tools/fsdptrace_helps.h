@@ -365,7 +365,7 @@ static void helps_print(const fsdpi_why *y) {
     for (int i = 0; i < num && i < HELPS_LINES; i++) {
         printf("%s ", said++ ? ";" : "what would help:");
         put_safe(stdout, list[i].text);
-        printf(" %+.2f ms for %+.1f MB", -fsdpi_why_ms(list[i].gain), (double)list[i].bytes * 1e-6);
+        printf(" %+.2f ms for %+.1f MB", -(double)list[i].gain * 1e-6, (double)list[i].bytes * 1e-6);
     }
     if (said) printf(" (simulated; as recorded: %+.0f %% of the record)\n", 100 * error);
     helps_end(&h);

@@ -21,7 +21,7 @@
    covers the rest of the same wait. */
 #define FSDPI_WHY_PARTS(X)                                                                         \
     X(COMPUTE, "compute") /* covered by nothing */                                                 \
-    X(CALLS, "calls")     /* host: in a call */                                                    \
+    X(CALLS, "rest")      /* host: in a call */                                                    \
     X(UPDATE, "optimizer") /* host: updates */                                                     \
     X(COPY, "copies")     /* host: copies, zeros, norms, functions of the caller */                \
     X(GATHER, "gather")   /* exposed, from here on: COMPUTE waits for it, or runs it */            \
@@ -375,7 +375,8 @@ static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
 
 typedef struct fsdpi_why_text {
     char *at;
-    size_t cap, used; // used: may be more than cap, as in snprintf
+    size_t cap, used;
+    int digits; // of milliseconds
 } fsdpi_why_text;
 
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) FSDP_PRINTF(2, 3);
@@ -388,7 +389,7 @@ static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
     if (n > 0) t->used += (size_t)n;
 }
 
-static double fsdpi_why_ms(int64_t ns) { return (double)ns * 1e-6; }
+#define FSDPI_WHY_MS(t, ns) (t)->digits, (double)(ns)*1e-6 // for %.*f
 
 static const char *fsdpi_why_name(const fsdpi_tr_rank *rank, uint16_t what) {
     return fsdpi_tr_name(rank, rank->names, rank->num_names, what);
@@ -405,7 +406,8 @@ static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *
         if (gathers ? r->kind != FSDP_OP_ALL_GATHER || edge : !reduces) continue;
         if (r->kind < FSDP_OP_USE) edge = r;
     }
-    return edge && op && edge->what == op->what && edge->state == op->state;
+    return edge && edge->what == op->what &&
+           fsdpi_why_call_of(rank, edge->seq) == fsdpi_why_call_of(rank, op->seq);
 }
 
 // Why COMPUTE has to wait, of the longest wait for a unit. late: mostly for a member of its group.
@@ -433,11 +435,13 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
                                                    : " (not prefetched)");
     else if (op->begin_ns - s->begin > half) fsdpi_why_say(t, " (its stream is busy before it)");
     else
-        fsdpi_why_say(t, " (takes %.2f, longer than what it hides behind)",
-                      fsdpi_why_ms(op->end_ns - op->begin_ns));
+        fsdpi_why_say(t, " (takes %.*f, longer than what it hides behind)",
+                      FSDPI_WHY_MS(t, op->end_ns - op->begin_ns));
 }
 
-static uint16_t fsdpi_why_what(const fsdpi_why_span *s) { return s->op ? s->op->what : s->waits->what; }
+static uint16_t fsdpi_why_what(const fsdpi_why_span *s) {
+    return s->op ? s->op->what : s->waits->what;
+}
 
 // The two units for which COMPUTE waits longest, if they are a tenth of it.
 static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t) {
@@ -459,8 +463,8 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
             if (ns > most) worst = longest, most = ns, most_late = late;
         }
         if (!worst || most * 10 < step->part[part]) return;
-        fsdpi_why_say(t, "%s %s %.2f", turn ? "," : "   worst:",
-                      fsdpi_why_name(step->rank, fsdpi_why_what(worst)), fsdpi_why_ms(most));
+        fsdpi_why_say(t, "%s %s %.*f", turn ? "," : "   worst:",
+                      fsdpi_why_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
         fsdpi_why_reason(y, worst, most_late * 2 > most, t);
         said = worst;
     }
@@ -473,31 +477,31 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
 #undef FSDP_X
     };
     const fsdpi_why_step *s = &y->step;
-    fsdpi_why_say(t, "step %.2f ms (median of %d", fsdpi_why_ms(s->end - s->begin),
-                  (int)y->num_steps);
-    if (y->job->size > 1)
-        fsdpi_why_say(t, "; ranks %.2f .. %.2f", fsdpi_why_ms(y->shortest),
-                      fsdpi_why_ms(y->longest));
-    fsdpi_why_say(t, ")\n  compute  %8.2f   caller's time between calls\n  exposed  %8.2f",
-                  fsdpi_why_ms(s->part[FSDPI_WHY_COMPUTE]), fsdpi_why_ms(fsdpi_why_exposed(s)));
-    fsdpi_why_say(t, "   of %.2f ms of communication (", fsdpi_why_ms(s->comm));
-    if (s->rank->head.run == FSDP_RUN_INLINE) fsdpi_why_say(t, "inline: nothing is hidden");
-    else
-        fsdpi_why_say(t, "%.0f %% hidden",
-                      s->comm ? 100.0 * (double)s->hidden / (double)s->comm : 0.0);
-    fsdpi_why_say(t, ")");
-    if (s->late) fsdpi_why_say(t, ", %.2f for ranks that came late", fsdpi_why_ms(s->late));
+    const int64_t all = s->end - s->begin;
+    t->digits = all < 1000000 ? 4 : all < 10000000 ? 3 : 2;
+    fsdpi_why_say(t, "step %.*f ms (median of %d", FSDPI_WHY_MS(t, all), (int)y->num_steps);
+    if (y->job->num > 1)
+        fsdpi_why_say(t, "; ranks %.*f .. %.*f", FSDPI_WHY_MS(t, y->shortest),
+                      FSDPI_WHY_MS(t, y->longest));
+    fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
+                  FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
+    fsdpi_why_say(t, "  exposed  %10.*f   of %.*f ms of communication",
+                  FSDPI_WHY_MS(t, fsdpi_why_exposed(s)), FSDPI_WHY_MS(t, s->comm));
+    if (s->rank->head.run == FSDP_RUN_INLINE) fsdpi_why_say(t, " (inline: nothing is hidden)");
+    else if (s->comm)
+        fsdpi_why_say(t, " (%.0f %% hidden)", 100.0 * (double)s->hidden / (double)s->comm);
+    if (s->late) fsdpi_why_say(t, ", %.*f for ranks that came late", FSDPI_WHY_MS(t, s->late));
     fsdpi_why_say(t, "\n");
     for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_PART_COUNT; p++) {
-        if (!s->part[p]) continue;
-        fsdpi_why_say(t, "    %-10s %4.2f", names[p], fsdpi_why_ms(s->part[p]));
+        if (s->part[p] * 1000 < all) continue; // it would be 0.0 %
+        fsdpi_why_say(t, "    %-10s %7.*f", names[p], FSDPI_WHY_MS(t, s->part[p]));
         fsdpi_why_say_worst(y, p, t);
         fsdpi_why_say(t, "\n");
     }
-    fsdpi_why_say(t, "  host     %8.2f   in calls: ", fsdpi_why_ms(fsdpi_why_host(s)));
-    fsdpi_why_say(t, "%s %.2f, %s %.2f, other %.2f\n", names[FSDPI_WHY_UPDATE],
-                  fsdpi_why_ms(s->part[FSDPI_WHY_UPDATE]), names[FSDPI_WHY_COPY],
-                  fsdpi_why_ms(s->part[FSDPI_WHY_COPY]), fsdpi_why_ms(s->part[FSDPI_WHY_CALLS]));
+    fsdpi_why_say(t, "  host     %10.*f   in calls:", FSDPI_WHY_MS(t, fsdpi_why_host(s)));
+    for (int p = FSDPI_WHY_COPY; p >= FSDPI_WHY_CALLS; p--)
+        fsdpi_why_say(t, " %s %.*f%s", names[p], FSDPI_WHY_MS(t, s->part[p]),
+                      p > FSDPI_WHY_CALLS ? "," : "\n");
 }
 
 // Who came last, of the collectives of which all members are there; each counts on its last one.
@@ -536,10 +540,10 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
             }
         steady &= own > others;
     }
-    fsdpi_why_say(t, "who came last: rank %d in %.0f %% of the collectives, by %.2f ms in the median "
-                     "(%s)\n",
+    fsdpi_why_say(t, "who came last: rank %d in %.0f %% of the collectives, by %.*f ms in the "
+                     "median (%s)\n",
                   (int)w->head.rank, 100.0 * (double)most / (double)all,
-                  fsdpi_why_ms(num ? waits[num / 2] : 0), steady ? "steady" : "moving");
+                  FSDPI_WHY_MS(t, num ? waits[num / 2] : 0), steady ? "steady" : "moving");
     free(waits);
 }
 
@@ -585,7 +589,6 @@ static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_wh
 
 static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
-    const double mb = 1e-6;
     const size_t most = (size_t)rank->num_records + 1;
     const fsdpi_tr_record **room = (const fsdpi_tr_record **)calloc(2 * most, sizeof *room);
     fsdpi_why_slots held = {room + most, 0, 0};
@@ -599,18 +602,20 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_record *call = fsdpi_why_call_of(rank, at->seq);
     for (uint64_t p = 0; p < rank->num_pools; p++) all += rank->pools[p].bytes;
     for (uint64_t k = 0; k < rank->num_kept; k++) all += rank->kept[k].bytes;
-    fsdpi_why_say(t, "memory at the peak (step %u, %s of %s): %.1f MB =", (unsigned)at->step,
+    const double unit = all < 1000000 ? 1e-3 : all < (int64_t)10000000000 ? 1e-6 : 1e-9;
+    fsdpi_why_say(t, "memory at the peak (step %u, %s of %s): %.1f %cB =", (unsigned)at->step,
                   call ? fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label) : "?",
-                  fsdpi_why_name(rank, at->what), (double)all * mb);
+                  fsdpi_why_name(rank, at->what), (double)all * unit,
+                  unit > 1e-4 ? 'k' : unit > 1e-7 ? 'M' : 'G');
     for (uint64_t p = 0; p < rank->num_pools; p++) {
         const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
         int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
         for (int32_t k = 0; k < held.num && is_slots; k++)
             bytes += held.of[k]->label == p ? (int64_t)held.of[k]->bytes : 0;
         rest += rank->pools[p].bytes - bytes;
-        if (!bytes) continue;
+        if (bytes * 1000 < all) continue;
         fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
-                      (double)bytes * mb);
+                      (double)bytes * unit);
         for (int32_t k = 0, n = 0; k < held.num && is_slots; k++)
             if (held.of[k]->label == p)
                 fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
@@ -618,8 +623,8 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     }
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
-                      (double)rank->kept[k].bytes * mb);
-    if (rest) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * mb);
+                      (double)rank->kept[k].bytes * unit);
+    if (rest) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
     fsdpi_why_say(t, "\n");
     free(room);
 }
@@ -633,7 +638,7 @@ static void fsdpi_why_screen(const fsdpi_why *y, fsdpi_why_text *t) {
 FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
     fsdpi_tr_job job;
     fsdpi_why y;
-    fsdpi_why_text t = {buf, cap, 0};
+    fsdpi_why_text t = {buf, cap, 0, 0};
     char why[512];
     if (!dir) dir = getenv("FSDP_TRACE");
     if (!buf || !cap) return FSDP_ERR_INVALID_ARG;

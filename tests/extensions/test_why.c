@@ -6,8 +6,7 @@
 #include "harness.h"
 #include "library.c"
 #include "fsdp_trace.h"
-#include "lab.h"
-#include "sim.h"
+#include "plan.h"
 
 /* ---- made-up traces -------------------------------------------------------------------------- */
 
@@ -312,4 +311,179 @@ TEST_P(why, sum_rule, runs) {
                                       (p != FSDPI_WHY_SLOT && p != FSDPI_WHY_STEP));
     CHECK(late > 0);
     CHECK_EQ_INT(hidden > 0, row->run != FSDP_RUN_INLINE);
+}
+
+/* ---- the simulated device -------------------------------------------------------------------- */
+
+enum { FIRST = 1, LAST = 3 }; /* traced steps */
+
+typedef struct {
+    sim s;
+    plan_net net;
+    plan_bed b;
+    fsdp_world *w;
+    fsdp_adamw *adamw;
+    fsdp_trace *trace;
+    int64_t work[PLAN_CALLS + 4]; /* of the caller, behind each call; then finalize, clip, adamw */
+    int clips;
+    int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1]; /* what the clocks say of a step */
+    fsdpi_tr_job job;
+} bed;
+
+static int64_t bed_comm(const bed *d) { /* of all collectives so far, one after another */
+    int64_t ns = 0;
+    for (int k = 0; k < FSDP_OP_COUNT; k++)
+        ns += d->s.latency_ns * (int64_t)d->s.colls[k] + (int64_t)d->s.coll_bytes[k];
+    return ns;
+}
+static int64_t bed_idle(const bed *d) {
+    return d->s.now[FSDP_STREAM_COMPUTE] - d->s.busy[FSDP_STREAM_COMPUTE];
+}
+
+static void bed_step(bed *d, int step) {
+    const plan_net *n = &d->net;
+    const int64_t idle = bed_idle(d), comm = bed_comm(d);
+    int64_t compute = 0;
+    int i = 0;
+    for (; i < n->num_calls; i++) {
+        const int unit = n->calls[i].unit, call = n->calls[i].call;
+        CALL(d->w, plan_hook(&d->b, unit, call));
+        if (call == FSDP_CALL_PRE_FORWARD) plan_look(&d->b, unit, i, 0);
+        if (call == FSDP_CALL_PRE_BACKWARD) plan_look(&d->b, unit, i, 1);
+        sim_compute(&d->s, d->work[i]);
+        compute += d->work[i];
+    }
+    CALL(d->w, fsdp_finalize_backward(d->b.model));
+    sim_compute(&d->s, d->work[i]);
+    if (d->clips) {
+        CALL(d->w, fsdp_clip_grad_norm(d->b.model, 1, NULL));
+        sim_compute(&d->s, d->work[i + 1]);
+        compute += d->work[i + 1];
+    }
+    CALL(d->w, fsdp_adamw_step(d->adamw, 1e-3));
+    if (step <= LAST) {
+        d->idle[step] = bed_idle(d) - idle;
+        d->comm[step] = bed_comm(d) - comm, d->compute[step] = compute + d->work[i];
+    }
+    sim_compute(&d->s, d->work[i + 2]);
+    CALL(d->w, fsdp_zero_grad(d->b.model));
+    d->b.step++;
+}
+
+/* Steps of a net, traced, and the trace read. The caller frees the job. */
+static void bed_run(bed *d, const char *dir) {
+    fsdp_trace_desc td = FSDP_ZERO;
+    char why[256];
+    d->w = sim_open(&d->s);
+    CHECK(d->w != NULL);
+    plan_open(&d->b, &d->net, d->w);
+    CALL(d->w, fsdp_adamw_create(d->b.model, NULL, &d->adamw));
+    td.dir = dir, td.first_step = FIRST, td.last_step = LAST;
+    CALL(d->w, fsdp_trace_start(d->b.model, &td, &d->trace));
+    for (int step = 0; step <= LAST + 1; step++) {
+        if (step == FIRST) sim_host_waits(&d->s);
+        bed_step(d, step);
+    }
+    CALL(d->w, fsdp_trace_stop(d->trace));
+    fsdp_model_destroy(d->b.model);
+    CHECK_EQ_INT(sim_close(&d->s), 0);
+    CHECK_MSG(!fsdpi_tr_read(dir, NULL, 0, &d->job, why, sizeof why), "%s", why);
+}
+
+static int below(uint64_t seed, int what, int number) {
+    return (int)(lab_hash(seed, (uint64_t)what, 11, 5) % (uint64_t)number);
+}
+
+static void bed_draw(bed *d, uint64_t seed, int async) {
+    static const fsdp_dtype dtypes[] = {FSDP_DTYPE_KEEP, FSDP_BF16};
+    int order[8];
+    memset(d, 0, sizeof *d);
+    d->net = plan_chain(1 + below(seed, 0, 6), 1 + below(seed, 1, 40), 1 + below(seed, 2, 12));
+    for (int i = 0; i < 8; i++) order[i] = below(seed, 20 + i, d->net.num_units);
+    if (below(seed, 3, 3) == 0) d->net.num_calls = 0, plan_visit(&d->net, order, 8);
+    d->net.scaled = below(seed, 4, 4);
+    d->net.replicas = below(seed, 5, 3) ? 0 : 2;
+    d->net.model.param_dtype = dtypes[below(seed, 6, 2)];
+    d->net.model.reduce_dtype = d->net.model.param_dtype ? FSDP_F32 : FSDP_DTYPE_KEEP;
+    d->net.never = below(seed, 7, 2) ? 0 : 1 + below(seed, 8, d->net.num_units);
+    d->net.sets = below(seed, 9, 3) ? 0 : PLAN_LISTS;
+    if (below(seed, 10, 4) == 0) d->net.sets |= PLAN_SUM_HOOK | PLAN_GRAD_HOOK;
+    sim_init(&d->s, below(seed, 11, 4) ? 4 : 2, 0);
+    d->s.async = async, d->s.fused = below(seed, 12, 2);
+    d->s.latency_ns = below(seed, 13, 3000), d->s.coll_bytes_per_ns = 1;
+    d->s.copy_bytes_per_ns = below(seed, 14, 20);
+    d->clips = below(seed, 15, 2);
+    for (int i = 0; i < PLAN_CALLS + 4; i++) d->work[i] = below(seed, 100 + i, 6000);
+}
+
+static const struct {
+    const char *name;
+    int async;
+} devices[] = {{"inline", 0}, {"streams", 1}};
+
+/* 1,000 programs in all. What COMPUTE waits is what its clock did not work. */
+TEST_P(why, simulated_device, devices) {
+    static bed d;
+    int64_t exposed = 0, computed = 0;
+    for (uint64_t seed = 0; seed < 500; seed++) {
+        char dir[4096];
+        int64_t end = INT64_MIN;
+        snprintf(dir, sizeof dir, "%s/%d", h_tmpdir(), (int)seed);
+        bed_draw(&d, h_seed() + seed, row->async);
+        plan_sim = &d.s;
+        bed_run(&d, dir);
+        CHECK_EQ_INT((int64_t)d.job.rank[0].num_steps, LAST - FIRST + 1);
+        CHECK_EQ_INT((int64_t)d.job.rank[0].head.dropped, 0);
+        for (int i = FIRST; i <= LAST; i++) {
+            fsdpi_why_step step;
+            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - FIRST), end, &step), 1);
+            int64_t waits = fsdpi_why_exposed(&step), host = fsdpi_why_host(&step);
+            int64_t all = step.part[FSDPI_WHY_COMPUTE] + waits + host;
+            CHECK_EQ_INT(all, step.end - step.begin);
+            CHECK_MSG(waits == (row->async ? d.idle[i] : d.comm[i]), "seed %d, step %d: %lld of %lld",
+                      (int)seed, i, (long long)waits,
+                      (long long)(row->async ? d.idle[i] : d.comm[i]));
+            if (!row->async) CHECK_EQ_INT(step.part[FSDPI_WHY_COMPUTE], d.compute[i]);
+            if (!row->async) CHECK_EQ_INT(step.hidden, 0);
+            if (!row->async) CHECK_EQ_INT(step.comm, waits);
+            exposed += waits, computed += step.part[FSDPI_WHY_COMPUTE];
+            end = step.end;
+            free(step.spans);
+        }
+        fsdpi_tr_free(&d.job);
+    }
+    h_message("exposed %lld us, compute %lld us", (long long)exposed / 1000,
+              (long long)computed / 1000);
+    CHECK(exposed > 0 && computed > 0);
+}
+
+/* spec: 4 layers, forward 3 us, backward 6 us each; a gather 1 us, a reduction 2 us. */
+TEST_P(why, worked_example, devices) {
+    static bed d;
+    char text[4096];
+    fsdpi_why y;
+    memset(&d, 0, sizeof d);
+    d.net = plan_chain(4, 10, 100); /* in bf16: halves of 1000 bytes; gradients are reduced in f32 */
+    d.net.num_params = 1;
+    d.net.model.param_dtype = FSDP_BF16, d.net.model.reduce_dtype = FSDP_F32;
+    sim_init(&d.s, 2, 0);
+    d.s.async = row->async, d.s.fused = 0;
+    d.s.latency_ns = 0, d.s.coll_bytes_per_ns = 1, d.s.copy_bytes_per_ns = 0;
+    for (int i = 0; i < d.net.num_calls; i++)
+        d.work[i] = d.net.calls[i].call == FSDP_CALL_PRE_FORWARD    ? 3000
+                    : d.net.calls[i].call == FSDP_CALL_PRE_BACKWARD ? 6000
+                                                                    : 0;
+    plan_sim = &d.s;
+    bed_run(&d, h_tmpdir());
+    CHECK_EQ_INT(fsdpi_why_make(&d.job, &y), 1);
+    CHECK_EQ_INT(y.step.end - y.step.begin, row->async ? 39000 : 52000);
+    CHECK_EQ_INT(y.step.part[FSDPI_WHY_COMPUTE], 36000);
+    CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], row->async ? 1000 : 8000);
+    CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], row->async ? 2000 : 8000);
+    CHECK_EQ_INT(fsdpi_why_host(&y.step), 0);
+    CHECK_EQ_INT(y.step.comm, row->async ? 14000 : 16000); /* two are beside others */
+    fsdpi_why_end(&y);
+    fsdpi_tr_free(&d.job);
+    CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
+    h_message("%s", text);
 }
