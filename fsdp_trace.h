@@ -77,7 +77,9 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
    buf         cap bytes: the text, or why there is none; cut if it is longer
    Result      FSDP_OK; INVALID_ARG, IO, OUT_OF_MEMORY, INVALID_STATE (no rank has a whole step)
    Collective  no: one rank calls it, when all have stopped      Blocks, Allocates yes */
+#ifndef FSDP_STATIC // there its definition, which not every program has, declares it
 FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap);
+#endif
 
 #ifdef __cplusplus
 }

@@ -147,7 +147,7 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
     }
     int64_t left = (int64_t)st.st_size, bad = 0;
     for (uint64_t sum; left > 0 && !bad;) {
-        size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : FSDPI_TR_BLOCK;
+        size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : (size_t)FSDPI_TR_BLOCK;
         bad = piece <= sizeof sum || fread(at, piece, 1, file) != 1;
         if (bad) break;
         memcpy(&sum, at + piece - sizeof sum, sizeof sum);
