@@ -27,7 +27,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard $(patsubst %,%/*.h,core plan dtensor checkpoint safetensors backends))
+PARTS    := $(wildcard $(patsubst %,%/*.h,core plan dtensor checkpoint safetensors trace backends))
 PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/probe_*.c))))
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))

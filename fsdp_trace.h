@@ -43,8 +43,8 @@ typedef struct fsdp_trace_desc {
 
 /* fsdp_trace_start - record steps of a model; commits the model
    desc        NULL: defaults
-   trace       ends with fsdp_trace_stop or the model. NULL: you do not need it; NULL in it after a
-               failure
+   trace       ends with fsdp_trace_stop or the model. If FSDP_TRACE has started one, it is that.
+               NULL: you do not need it; NULL in it after a failure
    Effect      the first call after the last step writes the file. If that fails, it is logged.
                Records that have no room are left out and counted
    Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle;
@@ -64,7 +64,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_trace_start(fsdp_model *model,
 FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace);
 
 /* fsdp_trace_span - add work of the caller's to a trace
-   trace       NULL: nothing happens. That of FSDP_TRACE: fsdp_find_extension(model, "trace")
+   trace       NULL: nothing happens
    name        a literal, or a text that stays; 47 bytes of it count. A trace has room for 64 names
    begin_ns, end_ns  on the world's clock: fsdp_now
    Thread      the one that uses the world */
@@ -77,7 +77,9 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
    buf         cap bytes: the text, or why there is none; cut if it is longer
    Result      FSDP_OK; INVALID_ARG, IO, OUT_OF_MEMORY, INVALID_STATE (no rank has a whole step)
    Collective  no: one rank calls it, when all have stopped      Blocks, Allocates yes */
+#ifndef FSDP_STATIC // there its definition, which not every program has, declares it
 FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap);
+#endif
 
 #ifdef __cplusplus
 }

@@ -61,7 +61,7 @@ gate_alone() { # HEADER'S STEM
 # Each part by itself: what it uses, it includes. With FSDP_IMPLEMENTATION it is the whole library.
 gate_parts() { # COMPILER STANDARD
     local h flags
-    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h checkpoint/*.h backends/*.h; do
+    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h checkpoint/*.h trace/*.h backends/*.h; do
         case $h in
         *nccl.h | *cuda.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
         *) flags= ;;
@@ -311,7 +311,7 @@ gate_mutations() {
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
     tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
-        --scratch "$work/mutate" --file core dtensor plan checkpoint safetensors fsdp \
+        --scratch "$work/mutate" --file core dtensor plan checkpoint safetensors trace fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }

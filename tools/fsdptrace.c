@@ -743,7 +743,8 @@ static void usage(FILE *to) {
           "       fsdptrace why DIR [--job NAME] [--force]\n"
           "       fsdptrace json DIR -o FILE [--job NAME] [--force]\n"
           "Says where the time of a step went, or writes what Perfetto opens, from the traces in\n"
-          "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not compared.\n",
+          "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not\n"
+          "compared.\n",
           to);
 }
 

@@ -18,7 +18,7 @@
    the model. Times are nanoseconds on the world's clock of the rank. */
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
-#define FSDPI_TR_HELD UINT32_MAX // a slot
+#define FSDPI_TR_HELD  UINT32_MAX // a slot
 #define FSDPI_TR_MAGIC "fsdptr01"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
@@ -37,7 +37,7 @@ typedef struct fsdpi_tr_record {
     uint16_t what;      // a name: of the unit, or of the call
     uint16_t comm;      // fsdp_op.comm_number; 0: none
     uint8_t kind;
-    uint8_t label;      // fsdp_op.label; ACQUIRE, RELEASE, WROTE: the pool; CALL: FSDP_CALL_*
+    uint8_t label;         // fsdp_op.label; ACQUIRE, RELEASE, WROTE: the pool; CALL: FSDP_CALL_*
     uint8_t stream, state; // as in fsdp_op
 } fsdpi_tr_record;
 
@@ -64,23 +64,23 @@ enum {
 #define FSDP_X(number, name, type) FSDPI_TR_IN_##number,
     FSDPI_TR_SECTIONS(FSDP_X)
 #undef FSDP_X
-    FSDPI_TR_SECTION_COUNT
+        FSDPI_TR_SECTION_COUNT
 };
 
 typedef struct fsdpi_tr_pool { // by the number of the pool, at the end of the trace
-    uint32_t name, slots;         // in TEXT
+    uint32_t name, slots;      // in TEXT
     int64_t bytes;
 } fsdpi_tr_pool;
 
 typedef struct fsdpi_tr_kept { // by an extension (fsdp_next_state), without padding
-    uint32_t name, on_host;       // in TEXT
+    uint32_t name, on_host;    // in TEXT
     int64_t bytes;
 } fsdpi_tr_kept;
 
 // Options as in fsdp_unit_desc, those of the model in what the unit left to it.
 typedef struct fsdpi_tr_unit {
-    int32_t num_params;         // they follow those of the units before it
-    int32_t shards, replicas;   // ranks that shard it, and that have the same shard
+    int32_t num_params;       // they follow those of the units before it
+    int32_t shards, replicas; // ranks that shard it, and that have the same shard
     int32_t reshard_after_forward, param_dtype, reduce_dtype;
     int64_t slot_bytes[FSDP_POOL_COUNT]; // of a slot that it takes; SHARD, SHARD_GRAD: its part
 } fsdpi_tr_unit;
@@ -108,17 +108,17 @@ typedef struct fsdpi_tr_step { // that was recorded
 } fsdpi_tr_step;
 
 typedef struct fsdpi_tr_section {
-    uint64_t at, count; // bytes from the begin, entries
+    uint64_t at, count;      // bytes from the begin, entries
     uint32_t size, reserved; // of an entry
 } fsdpi_tr_section;
 
 typedef struct fsdpi_tr_header {
     char magic[8];
-    uint64_t bytes;   // of header and sections, without sums
-    uint64_t clock;   // ranks with the same one have the same clock
-    uint64_t mesh;    // ranks with the same one met
-    uint64_t dropped; // records for which there was no room
-    int64_t real_ns, clock_ns; // one moment on CLOCK_REALTIME and on the world's clock
+    uint64_t bytes;               // of header and sections, without sums
+    uint64_t clock;               // ranks with the same one have the same clock
+    uint64_t mesh;                // ranks with the same one met
+    uint64_t dropped;             // records for which there was no room
+    int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
     int32_t rank, size, pid, run; // run: FSDP_RUN_*
     // Options of the model, as in fsdp_model_desc.
     int32_t param_dtype, reduce_dtype, grad_dtype, output_dtype;

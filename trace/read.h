@@ -82,7 +82,7 @@ static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsd
     } while (0);
     FSDPI_TR_SECTIONS(FSDP_X)
 #undef FSDP_X
-    return at == r->head.bytes ? 0 : fsdpi_tr_refuse(why, "%s: it has more than its sections", name);
+    return at == r->head.bytes ? 0 : fsdpi_tr_refuse(why, "%s: it has more than sections", name);
 }
 
 static int fsdpi_tr_is_time(int64_t begin, int64_t end) {
@@ -90,7 +90,7 @@ static int fsdpi_tr_is_time(int64_t begin, int64_t end) {
 }
 
 static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
-    uint64_t labels = o->kind == FSDPI_TR_CALL ? r->num_calls
+    uint64_t labels = o->kind == FSDPI_TR_CALL                            ? r->num_calls
                       : o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL ? r->num_pools
                                                                           : r->num_labels;
     return o->kind < r->num_kinds && o->label < labels && o->stream < r->num_streams &&
@@ -105,7 +105,8 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
                !r->text[r->num_text - 1] && memchr(h->job, 0, sizeof h->job) &&
                memchr(h->host, 0, sizeof h->host) && r->num_names >= r->num_units &&
                r->num_kinds == FSDPI_TR_KINDS && r->num_streams == FSDP_STREAM_COUNT;
-    const uint32_t *const lists[] = {r->names, r->kinds, r->labels, r->calls, r->streams, r->states};
+    const uint32_t *const lists[] = {r->names, r->kinds,   r->labels,
+                                     r->calls, r->streams, r->states};
     const uint64_t nums[] = {r->num_names, r->num_kinds,   r->num_labels,
                              r->num_calls, r->num_streams, r->num_states};
     for (int k = 0; k < 6; k++)
@@ -146,7 +147,7 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
     }
     int64_t left = (int64_t)st.st_size, bad = 0;
     for (uint64_t sum; left > 0 && !bad;) {
-        size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : FSDPI_TR_BLOCK;
+        size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : (size_t)FSDPI_TR_BLOCK;
         bad = piece <= sizeof sum || fread(at, piece, 1, file) != 1;
         if (bad) break;
         memcpy(&sum, at + piece - sizeof sum, sizeof sum);
@@ -167,8 +168,8 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
 // Clocks.
 
 // What meetings k .. end tell of `b`, of which `a` is a member, too: low <= shift of b <= high.
-static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint64_t k,
-                           uint64_t end, int64_t bound[2]) {
+static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint64_t k, uint64_t end,
+                           int64_t bound[2]) {
     for (; k < end && k < a->num_meetings && k < b->num_meetings; k++) {
         int64_t low = a->meetings[k].came_ns - b->meetings[k].left_ns;
         int64_t high = a->meetings[k].left_ns - b->meetings[k].came_ns;
@@ -181,7 +182,7 @@ static void fsdpi_tr_shift(fsdpi_tr_rank *r, const int64_t shift[2]) {
     int64_t from = r->num_meetings ? r->meetings[0].came_ns : 0;
     int64_t to = r->num_meetings ? r->meetings[r->num_meetings - 1].left_ns : 0;
     double drift = to > from ? (double)(shift[1] - shift[0]) / (double)(to - from) : 0;
-#define FSDPI_TR_MOVE(t) (t) += shift[0] + (int64_t)(drift * (double)((t) - from))
+#define FSDPI_TR_MOVE(t) (t) += shift[0] + (int64_t)(drift * (double)((t)-from))
     for (uint64_t i = 0; i < r->num_records; i++) {
         FSDPI_TR_MOVE(r->records[i].begin_ns);
         FSDPI_TR_MOVE(r->records[i].end_ns);
@@ -227,7 +228,8 @@ static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t 
     shift[0] = shift[1] = r->head.real_ns - r->head.clock_ns -
                           (first->head.real_ns - first->head.clock_ns);
     if (force) return 0;
-    return fsdpi_tr_refuse(why, "the clocks of ranks %d and %d were not compared: --force takes "
+    return fsdpi_tr_refuse(why,
+                           "the clocks of ranks %d and %d were not compared: --force takes "
                            "the hosts' time of day",
                            first->head.rank, r->head.rank);
 }
@@ -378,8 +380,10 @@ static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_j
             continue;
         if (!out->num) memcpy(out->job, e->d_name, length);
         if (strncmp(out->job, e->d_name, length) || out->job[length])
-            return fsdpi_tr_refuse(why, "%s has traces of several jobs: choose by --job '%s' or "
-                                   "--job '%.*s'", path, out->job, (int)length, e->d_name);
+            return fsdpi_tr_refuse(why,
+                                   "%s has traces of several jobs: choose by --job '%s' or "
+                                   "--job '%.*s'",
+                                   path, out->job, (int)length, e->d_name);
         if (!(out->num & (out->num - 1))) { // there is room for a power of two
             size_t room = (size_t)(out->num ? 2 * out->num : 1) * sizeof *out->rank;
             void *more = realloc(out->rank, room);
@@ -395,8 +399,9 @@ static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_j
             return fsdpi_tr_refuse(why, "%s: it is of rank %d of %d", e->d_name, r->head.rank,
                                    r->head.size);
     }
-    return out->num ? 0 : fsdpi_tr_refuse(why, "there are no traces (*.trace)%s%s",
-                                          job ? " of job " : "", job ? job : "");
+    return out->num ? 0
+                    : fsdpi_tr_refuse(why, "there are no traces (*.trace)%s%s",
+                                      job ? " of job " : "", job ? job : "");
 }
 
 /* Reads the files of a job. job NULL: the only one that the directory has files of. force: also if

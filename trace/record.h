@@ -43,9 +43,10 @@ struct fsdp_trace {
     fsdp_world *world;
     char path[1024], job[128];
     int64_t bytes, first_step, last_step;
-    int streams;         // bits of those whose records the caller's thread runs
-    int error;           // of the file: errno
-    uint32_t is_on;      // records are taken now
+    int streams;    // bits of those whose records the caller's thread runs
+    int error;      // of the file: errno
+    uint32_t is_on; // records are taken now
+    int is_of_environment;
     int is_done, is_between, has_other; // is_done: the file is written, or cannot be
     int depth;
     fsdpi_tr_open open[FSDPI_TR_DEPTH], other; // other: a call of an extension
@@ -53,11 +54,11 @@ struct fsdp_trace {
     uint32_t seq;                              // of the model's last record
     uint64_t next_record, room;
     uint64_t num_steps, num_meetings, num_names, num_keys;
-    fsdpi_tr_record *record; // [room]
-    fsdpi_tr_step *step;     // [last_step - first_step + 1]
-    fsdpi_tr_key *key;       // [num_keys], a power of two
-    char *block;             // of the file
-    int32_t *rank;           // [ranks of the world]
+    fsdpi_tr_record *record;                 // [room]
+    fsdpi_tr_step *step;                     // [last_step - first_step + 1]
+    fsdpi_tr_key *key;                       // [num_keys], a power of two
+    char *block;                             // of the file
+    int32_t *rank;                           // [ranks of the world]
     const fsdp_comm *group[FSDPI_TR_GROUPS]; // by number
     fsdpi_tr_meeting meeting[2 * FSDPI_TR_MEETINGS];
     char others[FSDPI_TR_OTHERS][48]; // names behind those of the units
@@ -312,8 +313,7 @@ static void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
                                                  : fsdp_op_name(k));
     for (op.label = 0; strcmp(fsdp_op_label(&op), "?") && op.label < UINT8_MAX; op.label++)
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_LABELS, fsdp_op_label(&op));
-    for (int k = 0; k < FSDP_CALL_COUNT; k++)
-        fsdpi_tr_offer_name(o, FSDPI_TR_IN_CALLS, calls[k]);
+    for (int k = 0; k < FSDP_CALL_COUNT; k++) fsdpi_tr_offer_name(o, FSDPI_TR_IN_CALLS, calls[k]);
     for (int k = 0; k < FSDP_STREAM_COUNT; k++)
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_STREAMS, streams[k]);
     for (int k = 0; k < FSDP_STATE_COUNT; k++)
@@ -390,9 +390,9 @@ static void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
 /* The step of a record: of those of the world, whose numbers are others, and of spans by the time.
    Returns 0 if it is of no step that is recorded. */
 static int fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
-    int by_time = r->kind == FSDPI_TR_SPAN || (r->kind < FSDPI_TR_CALL &&
-                                               (r->label == FSDP_LABEL_WORLD ||
-                                                r->label == FSDP_LABEL_TRANSFER));
+    int by_time = r->kind == FSDPI_TR_SPAN ||
+                  (r->kind < FSDPI_TR_CALL &&
+                   (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER));
     for (uint64_t k = t->num_steps; k-- > 0;) {
         const fsdpi_tr_step *s = &t->step[k];
         r->step = s->number;
@@ -538,7 +538,8 @@ static void fsdpi_tr_finish(fsdp_trace *t) {
         fsdp_warn(t->world, "[E924] the trace %s cannot be written: %s", t->path,
                   strerror(t->error));
     else if (t->next_record > t->room)
-        fsdp_warn(t->world, "the trace %s had no room for %lld of its records: give "
+        fsdp_warn(t->world,
+                  "the trace %s had no room for %lld of its records: give "
                   "fsdp_trace_desc.records, or fewer steps (FSDP_TRACE_STEPS)",
                   t->path, (long long)(t->next_record - t->room));
 }
@@ -581,10 +582,11 @@ static fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "[E926] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
     if (first < 0 || last < first || last - first >= 1000000 || d->records < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E926] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
-                         "<= last, at most 1,000,000 steps, and no negative number",
-                         first, last, (long long)d->records);
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "[E926] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
+            "<= last, at most 1,000,000 steps, and no negative number",
+            first, last, (long long)d->records);
     d->first_step = first, d->last_step = last;
     return FSDP_OK;
 }
@@ -668,17 +670,21 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E928] trace_start: model is NULL");
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_trace_desc");
-    if (!status) status = fsdpi_tr_settings(w, &d);
     if (!status) status = fsdp_model_commit(model);
     if (!status) status = fsdp_model_mesh_info(model, &info);
     if (status) return status;
-    const char *has = fsdp_find_extension(model, "trace") ? "trace" : NULL;
-    if (!has && fsdp_find_extension(model, "plan")) has = "plan";
-    if (has)
+    fsdp_trace *had = (fsdp_trace *)fsdp_find_extension(model, "trace");
+    if (had && had->is_of_environment) {
+        had->is_of_environment = 0;
+        if (trace) *trace = had;
+        return FSDP_OK;
+    }
+    if (had || fsdp_find_extension(model, "plan"))
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E928] trace_start: the model has a %s already: start the trace before",
-                         has);
-    status = fsdpi_tr_new(model, &d, &t);
+                         had ? "trace" : "plan");
+    status = fsdpi_tr_settings(w, &d);
+    if (!status) status = fsdpi_tr_new(model, &d, &t);
     if (!status) status = fsdpi_tr_place_file(t, d.dir);
     int is_attached = !status && !(status = fsdpi_tr_attach(t));
     int32_t worst = (int32_t)status; // no rank waits for one that has failed
@@ -699,7 +705,8 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
 
 static void fsdpi_tr_committed(fsdp_model *model) {
     const char *dir = getenv("FSDP_TRACE");
-    if (dir && *dir && fsdp_trace_start(model, NULL, NULL)) return;
+    fsdp_trace *trace;
+    if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;
 }
 
 static __attribute__((constructor)) void fsdpi_tr_begin(void) {
