@@ -619,7 +619,11 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
         for (int32_t k = 0; k < held.num && is_slots; k++)
             bytes += held.of[k]->label == p ? (int64_t)held.of[k]->bytes : 0;
-        rest += rank->pools[p].bytes - bytes;
+        rest += is_slots ? rank->pools[p].bytes - bytes : 0;
+        if (p >= FSDP_POOL_COUNT && rest < 0) { // held slots lie in an extension's memory
+            const int64_t theirs = fsdpi_why_less(bytes, -rest);
+            rest += theirs, bytes -= theirs;
+        }
         if (bytes * 1000 < all) continue;
         fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
                       (double)bytes * unit);
@@ -631,7 +635,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
                       (double)rank->kept[k].bytes * unit);
-    if (rest) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
+    if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
     fsdpi_why_say(t, "\n");
     free(room);
 }
