@@ -705,7 +705,7 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
                100 * (double)fsdpi_why_host(&y.step) / ns);
     else put_lines(text);
     const char *last = strstr(text, "who came last");
-    if (made > 0 && !helps_print(&y) && brief && last) printf("%.*s\n", (int)strcspn(last, "\n"), last);
+    if (made > 0 && !helps_print(&y, t.digits) && brief && last) printf("%.*s\n", (int)strcspn(last, "\n"), last);
     fsdpi_why_end(&y);
     fsdpi_tr_free(&traces);
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
