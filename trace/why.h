@@ -7,6 +7,7 @@
 #ifndef FSDPI_TRACE_WHY_H
 #define FSDPI_TRACE_WHY_H
 
+#include "format.h"
 #include "read.h"
 
 #include <stdarg.h>
@@ -258,7 +259,8 @@ static int fsdpi_why_keeps_up(const fsdpi_tr_rank *rank, const fsdpi_tr_record *
 static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
                             fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
-    const uint32_t length = i + 1 < rank->num_steps ? s[1].first_seq - s->first_seq : UINT32_MAX / 2;
+    const int is_last = i + 1 == rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : s[1].first_seq - s->first_seq;
     uint32_t records = 0; // up to the last call that ends the step
     out->begin = INT64_MAX, out->end = INT64_MIN;
     for (uint64_t k = 0; k < rank->num_records; k++) {
@@ -434,7 +436,8 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
     else if ((s->part == FSDPI_WHY_REDUCE || s->part == FSDPI_WHY_REPLICAS) &&
              fsdpi_why_is_edge(&y->step, op, 0))
         fsdpi_why_say(t, " (last of the step)");
-    else if (rank->head.run == FSDP_RUN_INLINE) return; // all is exposed
+    else if (rank->head.run == FSDP_RUN_INLINE || op == s->waits) return; // nothing can hide it
+    else if (s->end - op->end_ns > half) fsdpi_why_say(t, " (COMPUTE went on later than it ended)");
     else if (s->part == FSDPI_WHY_SLOT)
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
     else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > half)
