@@ -36,8 +36,9 @@ typedef struct helps {
     const fsdpi_why *why;
     const fsdpi_tr_rank *rank;
     const fsdpi_tr_record **calls; // the program of the step
-    int num_calls, shards, replicas;
-    int64_t *work; // [num_calls] of the caller behind each
+    int num_calls, shards, replicas, plain; // plain: reductions do not scale: copies do
+    int leads;     // 1: COMPUTE is at work before the first call, whose gather is under way by then
+    int64_t *work; // [leads + num_calls] of the caller behind each
     fsdp_plan_cost cost;
     int64_t plan_bytes; // of a plan with as many slots as it takes
 } helps;
@@ -82,6 +83,20 @@ static int64_t helps_work(const helps *h, int i) {
     return has && end > begin ? end - begin : 0;
 }
 
+// On streams the host has made the first call before COMPUTE comes to it: the time until then.
+static int64_t helps_lead(const helps *h) {
+    const fsdpi_tr_record *call = h->calls[0], *first = NULL;
+    for (uint64_t k = 0; k < h->rank->num_records; k++) {
+        const fsdpi_tr_record *r = &h->rank->records[k];
+        if (fsdpi_why_has(call, r->seq) && fsdpi_why_on_compute(h->rank, r) &&
+            (!first || r->seq < first->seq))
+            first = r;
+    }
+    const int known = first && h->rank->head.run == FSDP_RUN_STREAMS &&
+                      call->label == FSDP_CALL_PRE_FORWARD;
+    return known ? first->begin_ns - first->waited_ns - h->why->step.begin : 0;
+}
+
 static int helps_by_seq(const void *a, const void *b) {
     const uint32_t x = (*(const fsdpi_tr_record *const *)a)->seq,
                    y = (*(const fsdpi_tr_record *const *)b)->seq;
@@ -93,10 +108,11 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_step *step = rank->steps;
     double bytes = 0, copying = 0, issuing = 0, ops = 0;
+    int copies = 0, reductions = 0;
     memset(h, 0, sizeof *h);
     h->why = y, h->rank = rank;
     h->calls = (const fsdpi_tr_record **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
-    h->work = (int64_t *)calloc((size_t)rank->num_records + 1, sizeof *h->work);
+    h->work = (int64_t *)calloc((size_t)rank->num_records + 2, sizeof *h->work);
     if (!h->calls || !h->work) return "no memory";
     if (!rank->num_units) return "there is no unit";
     h->shards = rank->units[0].shards, h->replicas = rank->units[0].replicas;
@@ -121,6 +137,8 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
         }
         if (r->begin_ns < y->step.begin || r->end_ns > y->step.end) continue;
         ops += r->kind < FSDP_OP_HOOK;
+        copies += r->kind == FSDP_OP_COPY && r->stream == FSDP_STREAM_REDUCE;
+        reductions += r->kind == FSDP_OP_REDUCE_SCATTER;
         if (r->kind != FSDP_OP_COPY && r->kind != FSDP_OP_ZERO) continue;
         bytes += (double)r->bytes, copying += (double)(r->end_ns - r->begin_ns);
     }
@@ -134,8 +152,11 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     c->copy_bytes_per_ns = copying > 0 ? bytes / copying : 0;
     if (rank->head.run != FSDP_RUN_STREAMS) issuing = (double)y->step.part[FSDPI_WHY_CALLS];
     c->issue_ns = ops > 0 ? issuing / ops : 0;
-    for (int i = 0; i < h->num_calls; i++) h->work[i] = helps_work(h, i);
-    c->compute_ns = h->work, c->num_compute = h->num_calls;
+    h->plain = copies > 0 && copies >= reductions;
+    h->work[0] = helps_lead(h);
+    h->leads = h->work[0] > 0;
+    for (int i = 0; i < h->num_calls; i++) h->work[h->leads + i] = helps_work(h, i);
+    c->compute_ns = h->work, c->num_compute = h->leads + h->num_calls;
     return NULL;
 }
 
@@ -190,7 +211,7 @@ static fsdp_status helps_step(const helps *h, fsdp_model *m, fsdp_unit **units) 
     static fsdp_status (*const calls[])(fsdp_unit *) = {
         fsdp_pre_forward, fsdp_post_forward, fsdp_pre_backward, fsdp_post_backward,
         fsdp_unshard,     fsdp_wait,         fsdp_reshard};
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = h->leads ? fsdp_unshard(units[h->calls[0]->what]) : FSDP_OK;
     for (int i = 0; i + 1 < h->num_calls && !status; i++) {
         const int call = h->calls[i]->label;
         fsdp_unit *u = call < FSDP_CALL_FINALIZE ? units[h->calls[i]->what] : NULL;
@@ -241,7 +262,7 @@ static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_pl
     if (!units) return FSDP_ERR_OUT_OF_MEMORY;
     for (uint64_t u = 0; u < h->rank->num_units; u++)
         slot = fsdpi_why_more(slot, h->rank->units[u].slot_bytes[FSDP_POOL_GATHER]);
-    fake.addresses = 1, fake.plain = streams;
+    fake.addresses = 1, fake.plain = h->plain;
     wd.backend = "fake", wd.user = &fake, wd.log_level = FSDP_LOG_NONE;
     wd.device_ops = fsdp_fake_device_ops(streams), wd.world_size = h->shards * h->replicas;
     wd.lanes = run == FSDP_RUN_LANES || o->overlaps ? 2 : -1;
