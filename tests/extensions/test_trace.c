@@ -74,13 +74,14 @@ static void witness_attach(witness *x, fsdp_world *w, fsdp_model *m) {
 
 typedef struct {
     const char *name;
-    int world, replicas, lanes, never, offload, reduce, planned;
+    int world, replicas, lanes, never, reduce, planned; /* never: 1: until post_backward; 2: always */
 } mode;
 static const mode modes[] = {
-    {"inline", 2, 0, 0, 0, 0, 0, 0},   {"lanes", 2, 0, 1, 0, 0, 0, 0},
-    {"two_lanes", 3, 0, 2, 0, 0, 0, 0}, {"hsdp", 4, 2, 2, 0, 0, 0, 0},
-    {"never", 2, 0, 0, 1, 0, 0, 0},    {"bf16", 2, 0, 2, 0, 0, FSDP_BF16, 0},
-    {"alone", 1, 0, 0, 0, 0, 0, 0},    {"planned", 2, 0, 2, 0, 0, 0, 1},
+    {"inline", 2, 0, 0, 0, 0, 0},    {"lanes", 2, 0, 1, 0, 0, 0},
+    {"two_lanes", 3, 0, 2, 0, 0, 0}, {"hsdp", 4, 2, 2, 0, 0, 0},
+    {"never", 2, 0, 0, 1, 0, 0},     {"bf16", 2, 0, 2, 0, FSDP_BF16, 0},
+    {"alone", 1, 0, 0, 0, 0, 0},     {"planned", 2, 0, 2, 0, 0, 1},
+    {"kept", 2, 0, 0, 2, 0, 0},
 };
 
 static char *dir_of(const char *name) {
@@ -95,6 +96,7 @@ static void build(lab_built *m, fsdp_world *w, const mode *x) {
     md.reshard_after_forward = x->never ? FSDP_RESHARD_NEVER : 0;
     if (x->replicas) md.mesh = lab_hsdp(w, x->replicas, x->world / x->replicas);
     lab_build(m, &net, w, &md);
+    if (x->never == 2) CALL(w, fsdp_set_reshard_after_backward(m->model, NULL, 0));
 }
 static void step_of(lab_built *m, fsdp_adamw *opt) {
     lab_forwards(m);
@@ -131,7 +133,7 @@ static int by_key(const fsdpi_tr_record *a, const fsdpi_tr_record *b) {
 }
 
 /* What the file of a rank has, beside what the witness has seen. */
-static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name) {
+static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, int kept) {
     int others = 0, calls = 0, marked = 0, held = 0;
     for (uint64_t i = 0; i < r->num_records; i++) {
         const fsdpi_tr_record *o = &r->records[i];
@@ -144,7 +146,10 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name) 
             continue;
         }
         if (o->slot == FSDPI_TR_HELD) {
-            held++;
+            CHECK_EQ_INT(o->kind, FSDP_OP_ACQUIRE);
+            CHECK_EQ_INT(o->label, FSDP_POOL_GATHER);
+            CHECK_EQ_INT(o->bytes, r->units[held].slot_bytes[FSDP_POOL_GATHER]);
+            CHECK_EQ_INT(o->what, held++);
             continue;
         }
         others++;
@@ -166,7 +171,7 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name) 
     CHECK_EQ_INT(others, x->num);
     CHECK_EQ_INT(calls, x->calls);
     CHECK(marked > 0 || r->head.size == 1);
-    CHECK_EQ_INT(held, 0);
+    CHECK_EQ_INT(held, kept);
     CHECK_EQ_INT(r->head.dropped, 0);
     CHECK_EQ_INT(r->num_steps, LAST - FIRST + 1);
     for (uint64_t k = 0; k < r->num_steps; k++) {
@@ -258,7 +263,7 @@ TEST_P(trace, records, modes) {
     CHECK_EQ_INT(job.num, row->world);
     for (int k = 0; k < job.num; k++) {
         CHECK_EQ_INT(job.rank[k].error_ns, 0);
-        compare(&job.rank[k], &seen[k], row->name);
+        compare(&job.rank[k], &seen[k], row->name, row->never == 2 ? UNITS : 0);
         check_model(&job.rank[k], row);
     }
     check_matches(&job);
@@ -298,7 +303,7 @@ TEST(trace, on_streams) {
     CHECK_EQ_INT(job.size, 4);
     CHECK_EQ_INT(job.num, 1); /* the other ranks are played by none */
     CHECK_EQ_INT(job.rank[0].head.run, FSDP_RUN_STREAMS);
-    compare(&job.rank[0], seen, "streams");
+    compare(&job.rank[0], seen, "streams", 0);
     uint32_t waited = 0;
     for (uint64_t i = 0; i < job.rank[0].num_records; i++)
         if (job.rank[0].records[i].kind == FSDP_OP_USE) waited |= job.rank[0].records[i].waited_ns;
