@@ -193,9 +193,10 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) $(SANFLAGS) -o $@ $< $(LIBRARY).a $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 run: ## train a small GPT on 4 ranks; 3 ranks go on from its checkpoint
-	@$(SUBMAKE) $(GPT)
+	@$(SUBMAKE) $(GPT) tools/fsdptrace
 	@rm -rf $(BUILD)/run
-	examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
+	FSDP_TRACE=$(BUILD)/run/trace examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
+	tools/fsdptrace why --brief $(BUILD)/run/trace
 	examples/gpt/train_gpt --ranks 3 --save $(BUILD)/run --resume --steps 1010
 
 gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples

@@ -678,23 +678,34 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
 
 /* ---- why ------------------------------------------------------------------------------------- */
 
-static int why(const char *dir, const char *wanted, int force) {
+// The lines of a text; names in it are of strangers.
+static void put_lines(const char *text) {
+    for (const char *line = text, *end; *line; line = *end ? end + 1 : end) {
+        char part[16384];
+        end = line + strcspn(line, "\n");
+        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
+        put_safe(stdout, part);
+        putchar('\n');
+    }
+}
+
+static int why(const char *dir, const char *wanted, int force, int brief) {
     char text[16384] = "";
     fsdpi_tr_job traces;
     fsdpi_why y;
     fsdpi_why_text t = {text, sizeof text, 0, 0};
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
     const int made = fsdpi_why_make(&traces, &y);
+    const double ns = (double)(y.step.end - y.step.begin);
     if (made > 0) fsdpi_why_screen(&y, &t);
-    for (const char *line = text, *end; *line; line = end + 1) { // names are of strangers
-        char part[sizeof text];
-        end = line + strcspn(line, "\n");
-        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
-        put_safe(stdout, part);
-        putchar('\n');
-        if (!*end) break;
-    }
-    if (made > 0) helps_print(&y);
+    if (made > 0 && brief)
+        printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n", (int)strcspn(text, "(") - 1,
+               text, 100 * (double)y.step.part[FSDPI_WHY_COMPUTE] / ns,
+               100 * (double)fsdpi_why_exposed(&y.step) / ns,
+               100 * (double)fsdpi_why_host(&y.step) / ns);
+    else put_lines(text);
+    const char *last = strstr(text, "who came last");
+    if (made > 0 && !helps_print(&y) && brief && last) printf("%.*s\n", (int)strcspn(last, "\n"), last);
     fsdpi_why_end(&y);
     fsdpi_tr_free(&traces);
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
@@ -740,7 +751,7 @@ static void usage(FILE *to) {
           "Exit status: 0: no rank waits longer than --after (10) seconds; 1: some do, or the job\n"
           "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n"
           "\n"
-          "       fsdptrace why DIR [--job NAME] [--force]\n"
+          "       fsdptrace why DIR [--job NAME] [--force] [--brief]\n"
           "       fsdptrace json DIR -o FILE [--job NAME] [--force]\n"
           "Says where the time of a step went, or writes what Perfetto opens, from the traces in\n"
           "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not\n"
@@ -751,7 +762,7 @@ static void usage(FILE *to) {
 int main(int argc, char **argv) {
     const char *dir = NULL, *wanted = NULL, *to = NULL, *verb = argc > 2 ? argv[1] : "";
     double after = 10;
-    int json = 0, force = 0;
+    int json = 0, force = 0, brief = 0;
     if (argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"))) {
         usage(stdout);
         return 0;
@@ -765,6 +776,7 @@ int main(int argc, char **argv) {
         char *end = NULL;
         if (hangs && !strcmp(argv[i], "--json")) json = 1;
         else if (!hangs && !strcmp(argv[i], "--force")) force = 1;
+        else if (explains && !strcmp(argv[i], "--brief")) brief = 1;
         else if (writes && !strcmp(argv[i], "-o") && i + 1 < argc) to = argv[++i];
         else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
         else if (hangs && !strcmp(argv[i], "--after") && i + 1 < argc) {
@@ -778,7 +790,7 @@ int main(int argc, char **argv) {
         return EXIT_UNREADABLE;
     }
     int status = hangs      ? hang(dir, wanted, after, json)
-                 : explains ? why(dir, wanted, force)
+                 : explains ? why(dir, wanted, force, brief)
                             : write_json(dir, wanted, force, to);
     return fflush(stdout) || ferror(stdout) ? fail("standard output", strerror(errno)) : status;
 }

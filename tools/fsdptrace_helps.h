@@ -122,6 +122,9 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
         if (rank->units[u].shards != rank->units[0].shards ||
             rank->units[u].replicas != rank->units[0].replicas)
             return "units have different meshes";
+    for (uint64_t p = FSDP_POOL_COUNT; p < rank->num_pools; p++)
+        if (!strcmp(fsdpi_tr_text(rank, rank->pools[p].name), "arena"))
+            return "the steps are planned already";
     for (int i = 0; i < h->num_calls; i++) h->work[i] = helps_work(h, i);
     fsdp_plan_cost *c = &h->cost;
     helps_fit(h, FSDP_OP_ALL_GATHER, &c->gather_latency_ns, &c->gather_bytes_per_ns);
@@ -325,8 +328,8 @@ static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     return num;
 }
 
-// Prints what would help, on one line. Nothing if nothing does.
-static void helps_print(const fsdpi_why *y) {
+// Prints on one line what would help, or why that is not known. 0: nothing helps.
+static int helps_print(const fsdpi_why *y) {
     helps_option list[HELPS_OPTIONS], none;
     fsdp_plan_times base, times;
     char why[256] = "no memory";
@@ -344,7 +347,7 @@ static void helps_print(const fsdpi_why *y) {
         else printf("the simulation differs from the record by %+.0f %%", 100 * error);
         printf("\n");
         helps_end(&h);
-        return;
+        return 1;
     }
     for (uint64_t u = 0; u < h.rank->num_units; u++)
         slot = fsdpi_why_more(slot, h.rank->units[u].slot_bytes[FSDP_POOL_GATHER]);
@@ -369,6 +372,7 @@ static void helps_print(const fsdpi_why *y) {
     }
     if (said) printf(" (simulated; as recorded: %+.0f %% of the record)\n", 100 * error);
     helps_end(&h);
+    return said;
 }
 
 #endif // FSDP_TOOLS_FSDPTRACE_HELPS_H

@@ -368,22 +368,38 @@ static int fsdpi_tr_by_rank(const void *a, const void *b) {
     return ((const fsdpi_tr_rank *)a)->head.rank - ((const fsdpi_tr_rank *)b)->head.rank;
 }
 
+// The job of the trace in a directory that began last, into out->job.
+static void fsdpi_tr_newest(DIR *dir, const char *path, fsdpi_tr_job *out) {
+    char file[4096];
+    int64_t newest = INT64_MIN;
+    for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
+        fsdpi_tr_header head;
+        size_t length = 0;
+        if (fsdpi_tr_is_file(e->d_name, &length) < 0 || length >= sizeof out->job) continue;
+        snprintf(file, sizeof file, "%s/%s", path, e->d_name);
+        FILE *f = fopen(file, "rb");
+        const int got = f && fread(&head, sizeof head, 1, f) == 1;
+        if (f) (void)fclose(f);
+        if (!got || head.real_ns <= newest) continue;
+        newest = head.real_ns;
+        memset(out->job, 0, sizeof out->job);
+        memcpy(out->job, e->d_name, length);
+    }
+    rewinddir(dir);
+}
+
 // The files of the job in a directory.
 static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_job *out,
                          const fsdpi_tr_why *why) {
     char file[4096];
+    if (job) snprintf(out->job, sizeof out->job, "%s", job);
+    else fsdpi_tr_newest(dir, path, out);
     for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
         size_t length = 0;
         int rank = fsdpi_tr_is_file(e->d_name, &length);
-        if (rank < 0 || length >= sizeof out->job ||
-            (job && (strncmp(job, e->d_name, length) || job[length])))
+        if (rank < 0 || length >= sizeof out->job || strncmp(out->job, e->d_name, length) ||
+            out->job[length])
             continue;
-        if (!out->num) memcpy(out->job, e->d_name, length);
-        if (strncmp(out->job, e->d_name, length) || out->job[length])
-            return fsdpi_tr_refuse(why,
-                                   "%s has traces of several jobs: choose by --job '%s' or "
-                                   "--job '%.*s'",
-                                   path, out->job, (int)length, e->d_name);
         if (!(out->num & (out->num - 1))) { // there is room for a power of two
             size_t room = (size_t)(out->num ? 2 * out->num : 1) * sizeof *out->rank;
             void *more = realloc(out->rank, room);
@@ -404,7 +420,7 @@ static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_j
                                       job ? " of job " : "", job ? job : "");
 }
 
-/* Reads the files of a job. job NULL: the only one that the directory has files of. force: also if
+/* Reads the files of a job. job NULL: of the one that began last. force: also if
    clocks were not compared. Returns 0, or -1 with the reason in `why`. */
 static int fsdpi_tr_read(const char *dir, const char *job, int force, fsdpi_tr_job *out, char *why,
                          size_t cap) {

@@ -156,7 +156,8 @@ static int fsdpi_why_part_of(const fsdpi_tr_record *r) {
     }
 }
 
-// The record that ended a wait: the last one that has ended by then on the streams in question.
+// The record that ended a wait: of those issued before, the last one that has ended by then on the
+// streams in question.
 static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_tr_rank *rank,
                                                 const fsdpi_tr_record *r) {
     const fsdpi_tr_record *found = NULL;
@@ -164,7 +165,8 @@ static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_tr_rank *rank,
         const fsdpi_tr_record *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
         if (o->begin_ns > r->begin_ns) break; // they are in this order
-        if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns)
+        if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns ||
+            (int32_t)(o->seq - r->seq) > 0)
             continue;
         if (r->label == FSDP_LABEL_GATHER && !gathers) continue;
         if ((r->label == FSDP_LABEL_GRADS || r->label == FSDP_LABEL_FINAL) && gathers) continue;
@@ -460,7 +462,8 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
                 ns += o->own, late += o->late ? o->own : 0;
                 if (!o->late && o->end - o->begin > longest->end - longest->begin) longest = o;
             }
-            if (ns > most) worst = longest, most = ns, most_late = late;
+            if (ns > most || (ns == most && worst && s->begin < worst->begin))
+                worst = longest, most = ns, most_late = late;
         }
         if (!worst || most * 10 < step->part[part]) return;
         fsdpi_why_say(t, "%s %s %.*f", turn ? "," : "   worst:",
@@ -483,6 +486,10 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     if (y->job->num > 1)
         fsdpi_why_say(t, "; ranks %.*f .. %.*f", FSDPI_WHY_MS(t, y->shortest),
                       FSDPI_WHY_MS(t, y->longest));
+    if (y->job->num < y->job->size)
+        fsdpi_why_say(t, "; traces of %d of %d ranks", (int)y->job->num, (int)y->job->size);
+    if (s->rank->head.dropped)
+        fsdpi_why_say(t, "; %llu records had no room", (unsigned long long)s->rank->head.dropped);
     fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
                   FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
     fsdpi_why_say(t, "  exposed  %10.*f   of %.*f ms of communication",
@@ -494,7 +501,7 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     fsdpi_why_say(t, "\n");
     for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_PART_COUNT; p++) {
         if (s->part[p] * 1000 < all) continue; // it would be 0.0 %
-        fsdpi_why_say(t, "    %-10s %7.*f", names[p], FSDPI_WHY_MS(t, s->part[p]));
+        fsdpi_why_say(t, "    %-10s%7.*f", names[p], FSDPI_WHY_MS(t, s->part[p]));
         fsdpi_why_say_worst(y, p, t);
         fsdpi_why_say(t, "\n");
     }
@@ -612,7 +619,11 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
         for (int32_t k = 0; k < held.num && is_slots; k++)
             bytes += held.of[k]->label == p ? (int64_t)held.of[k]->bytes : 0;
-        rest += rank->pools[p].bytes - bytes;
+        rest += is_slots ? rank->pools[p].bytes - bytes : 0;
+        if (p >= FSDP_POOL_COUNT && rest < 0) { // held slots lie in an extension's memory
+            const int64_t theirs = fsdpi_why_less(bytes, -rest);
+            rest += theirs, bytes -= theirs;
+        }
         if (bytes * 1000 < all) continue;
         fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
                       (double)bytes * unit);
@@ -624,7 +635,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
                       (double)rank->kept[k].bytes * unit);
-    if (rest) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
+    if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
     fsdpi_why_say(t, "\n");
     free(room);
 }

@@ -485,5 +485,239 @@ TEST_P(why, worked_example, devices) {
     fsdpi_why_end(&y);
     fsdpi_tr_free(&d.job);
     CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
-    h_message("%s", text);
+    CHECK_MSG(strstr(text, "worst: h.0 0.00") && strstr(text, "(last of the step)"), "%s", text);
+    CHECK_MSG(!row->async || strstr(text, "(first of the step: nothing to hide it behind)"), "%s", text);
+}
+
+/* ---- screens of small traces, letter by letter ------------------------------------------------ */
+
+enum { EMBED, H0, CLIP, ADAMW, NAMES, RECORDS = 64 };
+
+/* Times in units of 10 us: a rank of a job with lanes, of two layers. */
+typedef struct {
+    fsdpi_tr_rank rank;
+    fsdpi_tr_record rec[RECORDS];
+    int64_t peers[RECORDS];
+    int32_t last[RECORDS];
+    fsdpi_tr_step step[STEPS];
+    fsdpi_tr_pool pools[FSDP_POOL_COUNT];
+    fsdpi_tr_kept kept;
+    uint32_t names[NAMES], calls[FSDP_CALL_COUNT];
+    char text[512];
+    int num;
+    uint32_t seq;
+} small;
+
+static uint32_t small_text(small *t, const char *text) {
+    uint32_t at = (uint32_t)t->rank.num_text;
+    snprintf(t->text + at, sizeof t->text - at, "%s", text);
+    t->rank.num_text += strlen(text) + 1;
+    return at;
+}
+
+static fsdpi_tr_record *small_add(small *t, int kind, int label, int stream, int what,
+                                  int64_t begin, int64_t end) {
+    CHECK(t->num < RECORDS);
+    fsdpi_tr_record *r = &t->rec[t->num];
+    memset(r, 0, sizeof *r);
+    r->kind = (uint8_t)kind, r->label = (uint8_t)label, r->stream = (uint8_t)stream;
+    r->what = (uint16_t)what;
+    r->begin_ns = begin * 10000, r->end_ns = end * 10000;
+    r->seq = kind == FSDPI_TR_CALL ? t->seq + 1 : ++t->seq;
+    r->step = t->rank.num_steps > 0 ? t->step[t->rank.num_steps - 1].number : 0;
+    t->last[t->num++] = -1;
+    return r;
+}
+/* A call that issues so many records behind it. */
+static void small_call(small *t, int call, int what, int64_t begin, int64_t end, uint32_t records) {
+    small_add(t, FSDPI_TR_CALL, call, FSDP_STREAM_COMPUTE, what, begin, end)->slot = records;
+}
+/* A collective; came: when its last member did, rank `last`. */
+static void small_comm(small *t, int kind, int what, int64_t begin, int64_t end, int64_t came,
+                       int last) {
+    const int gathers = kind == FSDP_OP_ALL_GATHER, clips = kind == FSDP_OP_ALL_REDUCE;
+    fsdpi_tr_record *r = small_add(t, kind,
+                                   clips     ? FSDP_LABEL_CLIP
+                                   : gathers ? FSDP_LABEL_GATHER
+                                             : FSDP_LABEL_REDUCE,
+                                   gathers ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE, what, begin,
+                                   end);
+    t->last[r - t->rec] = last, t->peers[r - t->rec] = came * 10000;
+}
+static void small_use(small *t, int label, int what, int64_t reached, int64_t begin) {
+    fsdpi_tr_record *r = small_add(t, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE, what, begin, begin);
+    r->waited_ns = (uint32_t)((begin - reached) * 10000);
+}
+static void small_slot(small *t, int kind, int pool, int what, uint32_t slot, uint64_t bytes,
+                       int64_t at) {
+    fsdpi_tr_record *r = small_add(t, kind, pool, FSDP_STREAM_COMPUTE, what, at, at);
+    r->slot = slot, r->bytes = bytes;
+}
+
+/* late: of this rank's first gather; who: the rank whose last it is. more: the step is longer. */
+static void small_step(small *t, int64_t at, int64_t late, int64_t came, int who, int64_t more) {
+    fsdpi_tr_step *s = &t->step[t->rank.num_steps];
+    s->number = 3 + (uint32_t)t->rank.num_steps++;
+    s->first_seq = t->seq + 1, s->begin_ns = at * 10000;
+    small_call(t, FSDP_CALL_PRE_FORWARD, EMBED, at, at + 100, 3);
+    small_slot(t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, EMBED, 1, 2000000, at + 1);
+    small_comm(t, FSDP_OP_ALL_GATHER, EMBED, at + 10 + late, at + 90, at + came, who);
+    small_use(t, FSDP_LABEL_GATHER, EMBED, at + 15, at + 90);
+    small_call(t, FSDP_CALL_PRE_FORWARD, H0, at + 300, at + 400, 3);
+    small_slot(t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 2, 1000000, at + 301);
+    small_comm(t, FSDP_OP_ALL_GATHER, H0, at + 310, at + 390, at + 310, who);
+    small_use(t, FSDP_LABEL_GATHER, H0, at + 315, at + 390);
+    small_call(t, FSDP_CALL_POST_BACKWARD, H0, at + 600, at + 620, 3);
+    small_add(t, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_COMPUTE, H0, at + 605, at + 610);
+    small_comm(t, FSDP_OP_REDUCE_SCATTER, H0, at + 610, at + 810, 0, -1);
+    small_slot(t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, H0, 2, 1000000, at + 615);
+    small_call(t, FSDP_CALL_POST_BACKWARD, EMBED, at + 700 + more, at + 710 + more, 2);
+    small_comm(t, FSDP_OP_REDUCE_SCATTER, EMBED, at + 810 + more, at + 910 + more, 0, -1);
+    small_slot(t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 1, 2000000, at + 705 + more);
+    small_call(t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, at + 720 + more, at + 920 + more, 1);
+    small_use(t, FSDP_LABEL_FINAL, FSDPI_TR_NO_NAME, at + 725 + more, at + 910 + more);
+    small_call(t, FSDP_CALL_PARAMS_CHANGED, ADAMW, at + 930 + more, at + 980 + more, 1);
+    small_add(t, FSDP_OP_UPDATE, FSDP_LABEL_COUNT, FSDP_STREAM_COMPUTE, ADAMW, at + 935 + more,
+              at + 975 + more);
+    s->end_ns = (at + 980 + more) * 10000;
+}
+
+static void small_begin(small *t, int rank, int size) {
+    static const char *const names[NAMES] = {"embed", "h.0", "clip_grad_norm", "adamw_step"};
+    memset(t, 0, sizeof *t);
+    t->rank.text = t->text;
+    small_text(t, "?");
+    for (int i = 0; i < NAMES; i++) t->names[i] = small_text(t, names[i]);
+    for (int i = 0; i < FSDP_CALL_COUNT; i++)
+        t->calls[i] = i == FSDP_CALL_PRE_FORWARD ? small_text(t, "pre_forward") : 0;
+    for (int i = 0; i < FSDP_POOL_COUNT; i++) t->pools[i].name = small_text(t, fsdp_pool_name(i));
+    t->pools[FSDP_POOL_SHARD].bytes = t->pools[FSDP_POOL_SHARD_GRAD].bytes = 1500000;
+    t->pools[FSDP_POOL_GATHER].bytes = 4000000;
+    t->kept.name = small_text(t, "adamw"), t->kept.bytes = 3000000;
+    t->rank.head.rank = rank, t->rank.head.size = size, t->rank.head.run = FSDP_RUN_LANES;
+    t->rank.names = t->names, t->rank.num_names = NAMES;
+    t->rank.calls = t->calls, t->rank.num_calls = FSDP_CALL_COUNT;
+    t->rank.pools = t->pools, t->rank.num_pools = FSDP_POOL_COUNT;
+    t->rank.kept = &t->kept, t->rank.num_kept = 1, t->rank.num_units = 2;
+    t->rank.steps = t->step;
+}
+
+static void small_job(small *t, int num, fsdpi_tr_rank *ranks, fsdpi_tr_job *job) {
+    memset(job, 0, sizeof *job);
+    for (int k = 0; k < num; k++) {
+        t[k].rank.records = t[k].rec, t[k].rank.num_records = (uint64_t)t[k].num;
+        t[k].rank.peers_ns = t[k].peers, t[k].rank.last = t[k].last;
+        ranks[k] = t[k].rank;
+    }
+    job->num = job->size = num, job->rank = ranks;
+}
+
+static void small_screen(const fsdpi_tr_job *job, char *text, size_t cap) {
+    fsdpi_why y;
+    fsdpi_why_text t = {text, cap, 0, 0};
+    CHECK_EQ_INT(fsdpi_why_make(job, &y), 1);
+    fsdpi_why_screen(&y, &t);
+    CHECK(t.used < cap);
+    fsdpi_why_end(&y);
+}
+
+/* Rank 1 comes 0.3 ms late to the first gather of each step, rank 0 is last at no other one. */
+TEST(why, screen_of_lanes) {
+    static small t[2];
+    fsdpi_tr_rank ranks[2];
+    fsdpi_tr_job job;
+    char text[4096];
+    for (int k = 0; k < 2; k++) {
+        small_begin(&t[k], k, 2);
+        for (int s = 0; s < 2; s++) small_step(&t[k], 2000 * s, k ? 30 : 0, 40, 1, k ? 10 : 0);
+    }
+    small_job(t, 2, ranks, &job);
+    small_screen(&job, text, sizeof text);
+    CHECK_EQ_STR(
+        text,
+        "step 9.800 ms (median of 2; ranks 9.800 .. 9.900)\n"
+        "  compute       5.000   caller's time between calls\n"
+        "  exposed       3.350   of 4.600 ms of communication (27 % hidden), 0.250 for ranks that "
+        "came late\n"
+        "    gather      1.500   worst: embed 0.750 (first of the step: nothing to hide it behind), "
+        "h.0 0.750 (not prefetched)\n"
+        "    reduce      1.850   worst: embed 1.850 (last of the step)\n"
+        "  host          1.450   in calls: copies 0.050, optimizer 0.400, rest 1.000\n"
+        "who came last: rank 1 in 100 % of the collectives, by 0.300 ms in the median (steady)\n"
+        "memory at the peak (step 3, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
+        "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody holds 1.0\n");
+}
+
+/* Each reason once, on a device with streams. The host has nothing to do with it. */
+TEST(why, screen_of_streams) {
+    static small t;
+    fsdpi_tr_rank ranks[1];
+    fsdpi_tr_job job;
+    fsdpi_tr_record *r;
+    char text[4096];
+    small_begin(&t, 0, 4);
+    t.rank.head.run = FSDP_RUN_STREAMS;
+    t.step[0].number = 7, t.step[0].first_seq = 1, t.rank.num_steps = 1;
+    small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 1, 3);
+    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 90, 3); /* rank 3 comes late */
+    small_comm(&t, FSDP_OP_ALL_GATHER, H0, 400, 600, 0, -1);  /* prefetched, but waits for a slot */
+    r = &t.rec[t.num - 1];
+    r->waited_ns = 280 * 10000; /* from 120 on */
+    small_use(&t, FSDP_LABEL_GATHER, EMBED, 10, 100);
+    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 1, 2, 1);
+    small_use(&t, FSDP_LABEL_GATHER, H0, 150, 600);
+    small_call(&t, FSDP_CALL_POST_BACKWARD, EMBED, 2, 3, 4);
+    small_comm(&t, FSDP_OP_REDUCE_SCATTER, EMBED, 700, 800, 0, -1);
+    r = small_add(&t, FSDP_OP_ZERO, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, H0, 800, 810);
+    r->waited_ns = 20 * 10000;
+    small_comm(&t, FSDP_OP_ALL_REDUCE, CLIP, 810, 870, 0, -1);
+    small_use(&t, FSDP_LABEL_CLIP, CLIP, 820, 870);
+    small_call(&t, FSDP_CALL_POST_BACKWARD, H0, 3, 4, 2);
+    small_comm(&t, FSDP_OP_REDUCE_SCATTER, H0, 900, 1000, 0, -1);
+    small_use(&t, FSDP_LABEL_COUNT, ADAMW, 910, 1000); /* an extension's: not the last reduction */
+    small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 4, 5, 2);
+    small_comm(&t, FSDP_OP_REDUCE_SCATTER, EMBED, 1000, 1100, 0, -1);
+    small_use(&t, FSDP_LABEL_FINAL, FSDPI_TR_NO_NAME, 1080, 1100);
+    small_job(&t, 1, ranks, &job);
+    job.size = 4, ranks[0].head.dropped = 5;
+    small_screen(&job, text, sizeof text);
+    CHECK_EQ_STR(
+        text,
+        "step 11.00 ms (median of 1; traces of 1 of 4 ranks; 5 records had no room)\n"
+        "  compute        3.70   caller's time between calls\n"
+        "  exposed        7.20   of 6.60 ms of communication (29 % hidden), 0.80 for ranks that came "
+        "late\n"
+        "    gather       5.40   worst: h.0 4.50 (it waits for a slot), embed 0.90 (rank 3 came "
+        "late)\n"
+        "    reduce       1.10   worst: h.0 0.90 (takes 1.00, longer than what it hides behind), "
+        "embed 0.20 (last of the step)\n"
+        "    slot         0.20   worst: embed 0.20 (the reduction still reads the slot for "
+        "gradients)\n"
+        "    clip         0.50   worst: clip_grad_norm 0.50 (takes 0.60, longer than what it hides "
+        "behind)\n"
+        "  host           0.10   in calls: copies 0.10, optimizer 0.00, rest 0.00\n");
+}
+
+/* Each of two ranks is last in one of two steps. */
+TEST(why, stragglers_that_move) {
+    static small t[2];
+    fsdpi_tr_rank ranks[2];
+    fsdpi_tr_job job;
+    char text[4096];
+    for (int late = 0; late < 2; late++) {
+        for (int k = 0; k < 2; k++) {
+            small_begin(&t[k], k, 2);
+            for (int s = 0; s < 3; s++) {
+                const int who = late ? s == 1 : 1; /* rank 0 in steps 0 and 2; or 1 always */
+                small_step(&t[k], 2000 * s, k == who ? 30 : 0, 40, who, 0);
+            }
+        }
+        small_job(t, 2, ranks, &job);
+        small_screen(&job, text, sizeof text);
+        CHECK_MSG(strstr(text, late ? "rank 0 in 67 % of the collectives, by 0.300 ms in the median "
+                                      "(moving)"
+                                    : "rank 1 in 100 % of the collectives, by 0.300 ms in the median "
+                                      "(steady)"),
+                  "%s", text);
+    }
 }
