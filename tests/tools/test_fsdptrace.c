@@ -49,12 +49,15 @@ static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
 
 static void show(char *to, const char *text) { snprintf(to, 64, "%s", text); }
 
-static int fault(fsdp_world *w) {
+/* On streams, what this rank has issued comes to its end first: with the process its device would
+   stop, and the others would wait in an earlier operation. */
+static int fault(fsdp_world *w, fsdp_model *m) {
     double value[2] = {1, 1};
     int next = own.call;
     while (next < CALLS && !own.ops[next][0]) next++;
     show(board->next, next < CALLS ? own.ops[next] : own.ops[0]);
     show(board->last, own.names[own.call ? own.call - 1 : CALLS]);
+    if ((board->fault == KILLED || board->fault == STOPPED) && fsdp_wait_stream(m, -1)) return 1;
     __atomic_store_n(&board->faulty, 1, __ATOMIC_SEQ_CST);
     switch (board->fault) {
     case LATE:
@@ -69,10 +72,11 @@ static int fault(fsdp_world *w) {
 }
 
 /* Before a call of a unit; 1: this rank ends. If counts are to differ, the others sum, too. */
-static int before(fsdp_world *w, int step, const char *what, int unit) {
+static int before(fsdp_model *m, int step, const char *what, int unit) {
     int is_place = board->fault != NO_FAULT && step == board->step && own.call == board->call;
+    fsdp_world *w = fsdp_model_world(m);
     int is_me = fsdp_rank(w) == board->rank;
-    if (is_place && is_me && fault(w)) return 1;
+    if (is_place && is_me && fault(w, m)) return 1;
     if (is_place && !is_me && board->fault == OTHER_COUNT) {
         double value = 1;
         (void)fsdp_all_reduce(w, NULL, &value, 1, FSDP_F64, FSDP_SUM);
@@ -104,12 +108,12 @@ static int rank_main(fsdp_world *w, void *arg) {
         for (int half = 0; half < 2; half++)
             for (int k = 0; k < UNITS; k++) {
                 int i = half ? UNITS - 1 - k : k;
-                if (before(w, step, half ? "pre_backward" : "pre_forward", i)) return FSDP_OK;
+                if (before(m, step, half ? "pre_backward" : "pre_forward", i)) return FSDP_OK;
                 if (half ? fsdp_pre_backward(u[i]) : fsdp_pre_forward(u[i])) return 1;
                 own.call++;
                 for (int p = 0; p < 2 && half; p++)
                     if (!fsdp_grad(u[i], p)) return 1;
-                if (before(w, step, half ? "post_backward" : "post_forward", i)) return FSDP_OK;
+                if (before(m, step, half ? "post_backward" : "post_forward", i)) return FSDP_OK;
                 if (half ? fsdp_post_backward(u[i]) : fsdp_post_forward(u[i])) return 1;
                 own.call++;
             }
