@@ -133,6 +133,7 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 // What the library tells.
 
 static void fsdpi_tr_finish(fsdp_trace *t);
+static fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
 // What units hold when the trace begins, as if they acquired it then.
 static void fsdpi_tr_take_held(fsdp_trace *t) {
@@ -159,7 +160,10 @@ static void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
     t->is_between = 0;
-    if (number > t->last_step) fsdpi_tr_finish(t);
+    if (number > t->last_step) {
+        fsdpi_tr_finish(t);
+        (void)fsdpi_tr_result(t); // it is logged; fsdp_trace_stop returns it
+    }
     if (number < t->first_step || number > t->last_step) return;
     int64_t now = fsdp_now(t->world);
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
@@ -523,24 +527,25 @@ static fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     return status;
 }
 
+static fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
+    if (!t->error) return FSDP_OK;
+    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9001] the trace %s cannot be written: %s", t->path,
+                     strerror(t->error));
+}
+
 // No record is taken from here on. The file is written.
 static void fsdpi_tr_finish(fsdp_trace *t) {
-    if (t->is_done) return;
-    int had_steps = t->num_steps > 0;
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
     (void)fsdp_wait_stream(t->model, -1); // what has been issued is told
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
-    if (had_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
+    if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
     if (fsdpi_tr_meet(t)) return; // the world has failed
     t->error = fsdpi_tr_write(t);
-    if (t->error)
-        fsdp_warn(t->world, "[E924] the trace %s cannot be written: %s", t->path,
-                  strerror(t->error));
-    else if (t->next_record > t->room)
+    if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
-                  "the trace %s had no room for %lld of its records: give "
-                  "fsdp_trace_desc.records, or fewer steps (FSDP_TRACE_STEPS)",
+                  "[E9002] the trace %s has no room for %lld of its records: set "
+                  "fsdp_trace_desc.records, or record fewer steps (FSDP_TRACE_STEPS)",
                   t->path, (long long)(t->next_record - t->room));
 }
 
@@ -557,15 +562,11 @@ static void fsdpi_tr_destroy(void *user) {
 FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
     if (!trace) return FSDP_OK;
     fsdp_world *w = trace->world;
-    fsdpi_tr_finish(trace);
-    int error = trace->error;
-    char path[sizeof trace->path];
-    memcpy(path, trace->path, sizeof path);
+    if (!trace->is_done) fsdpi_tr_finish(trace);
+    fsdp_status written = fsdpi_tr_result(trace);
     fsdp_status status = fsdp_detach(trace->model, &trace->extension);
     if (!status) status = fsdp_world_status(w);
-    if (status || !error) return status;
-    return fsdp_fail(w, FSDP_ERR_IO, "[E924] the trace %s cannot be written: %s", path,
-                     strerror(error));
+    return status ? status : written;
 }
 
 // The directory, and the steps, of the desc or the environment.
@@ -575,16 +576,18 @@ static fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
     int end = 0;
     if (!d->dir) d->dir = getenv("FSDP_TRACE");
     if (!d->dir || !*d->dir)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E925] trace_start: no directory: set fsdp_trace_desc.dir or FSDP_TRACE");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "[E9003] trace_start: no directory: set fsdp_trace_desc.dir or FSDP_TRACE");
     if (d->first_step || d->last_step) first = d->first_step, last = d->last_step;
-    else if (steps && (sscanf(steps, "%lld:%lld%n", &first, &last, &end) != 2 || steps[end]))
+    else if (steps && *steps &&
+             (sscanf(steps, "%lld:%lld%n", &first, &last, &end) != 2 || steps[end]))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E926] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
+                         "[E9004] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
     if (first < 0 || last < first || last - first >= 1000000 || d->records < 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "[E926] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
+            "[E9005] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
             "<= last, at most 1,000,000 steps, and no negative number",
             first, last, (long long)d->records);
     d->first_step = first, d->last_step = last;
@@ -649,7 +652,7 @@ static fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     int error = used >= sizeof t->path ? ENAMETOOLONG : 0;
     if (!error && mkdir(dir, 0777) && errno != EEXIST) error = errno;
     if (!error) return FSDP_OK;
-    return fsdp_fail(t->world, FSDP_ERR_IO, "[E927] trace_start: directory '%s': %s", dir,
+    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
                      strerror(error));
 }
 
@@ -667,7 +670,7 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_trace *t = NULL;
     if (trace) *trace = NULL;
-    if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E928] trace_start: model is NULL");
+    if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E9007] trace_start: model is NULL");
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_trace_desc");
     if (!status) status = fsdp_model_commit(model);
@@ -681,7 +684,7 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     }
     if (had || fsdp_find_extension(model, "plan"))
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "[E928] trace_start: the model has a %s already: start the trace before",
+                         "[E9008] trace_start: the model has a %s already: start the trace before",
                          had ? "trace" : "plan");
     status = fsdpi_tr_settings(w, &d);
     if (!status) status = fsdpi_tr_new(model, &d, &t);
@@ -692,7 +695,7 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     if (!met && !worst) met = fsdpi_tr_meet(t);
     if (!status) status = met;
     if (!status && worst)
-        status = fsdp_fail(w, (fsdp_status)worst, "[E928] trace_start: another rank has failed");
+        status = fsdp_fail(w, (fsdp_status)worst, "[E9009] trace_start: another rank has failed");
     if (!status && trace) *trace = t;
     if (!status || !t) return status;
     if (is_attached) (void)fsdp_detach(model, &t->extension);

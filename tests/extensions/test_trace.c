@@ -405,10 +405,10 @@ TEST(trace, environment) {
     /* What cannot be done is logged, and the program goes on. */
     CHECK(!setenv("FSDP_TRACE_STEPS", "5:2x", 1));
     lab_run(1, NULL, train_alone, &x);
-    CHECK_MSG(strstr(logged, "[E926]"), "%s", logged);
+    CHECK_MSG(strstr(logged, "[E9004]"), "%s", logged);
     CHECK(!setenv("FSDP_TRACE_STEPS", "", 1) && !setenv("FSDP_TRACE", "/dev/null/x", 1));
     lab_run(1, NULL, train_alone, &x);
-    CHECK_MSG(strstr(logged, "[E92"), "%s", logged);
+    CHECK_MSG(strstr(logged, "[E9006]"), "%s", logged);
     CHECK(!unsetenv("FSDP_TRACE") && !unsetenv("FSDP_TRACE_STEPS"));
 }
 
@@ -456,13 +456,13 @@ static void failures(lab_rank *r) {
     CALL(r->w, fsdp_model_commit(m.model));
     CHECK_STATUS(fsdp_trace_start(NULL, NULL, &t), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_trace_start(m.model, NULL, &t), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(r->w), "[E925]"));
+    CHECK(strstr(fsdp_last_error(r->w), "[E9003]"));
     d.dir = "/dev/null/x";
     CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_IO);
-    CHECK(strstr(fsdp_last_error(r->w), "[E927]"));
+    CHECK(strstr(fsdp_last_error(r->w), "[E9006]"));
     d.dir = dir_of("t"), d.first_step = 5, d.last_step = 4;
     CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(r->w), "[E926]"));
+    CHECK(strstr(fsdp_last_error(r->w), "[E9005]"));
     d.first_step = 0;
     /* One rank has no memory: no other one waits, and all may try again. */
     for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
@@ -471,7 +471,7 @@ static void failures(lab_rank *r) {
         w_fail(r->heap, -1);
         if (status) CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
         if (status) CHECK(t == NULL);
-        if (status && !r->rank) CHECK(strstr(fsdp_last_error(r->w), "[E928]"));
+        if (status && !r->rank) CHECK(strstr(fsdp_last_error(r->w), "[E9009]"));
         CHECK(n < 50);
     }
     CHECK(n >= 3);
@@ -492,7 +492,7 @@ static void cannot_write(lab_rank *r) {
     for (int step = 0; step <= LAST; step++) step_of(&m, opt);
     if (r->arg) step_of(&m, opt); /* it was tried, and logged */
     CHECK_STATUS(fsdp_trace_stop(t), FSDP_ERR_IO);
-    CHECK_MSG(strstr(fsdp_last_error(r->w), "[E924]"), "%s", fsdp_last_error(r->w));
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "[E9001]"), "%s", fsdp_last_error(r->w));
     step_of(&m, opt);
 }
 TEST(trace, cannot_write) {
@@ -500,7 +500,7 @@ TEST(trace, cannot_write) {
     w_log = keep_log;
     lab_run(1, NULL, cannot_write, NULL);
     lab_run(1, NULL, cannot_write, &tried);
-    CHECK(strstr(logged, "[E924]"));
+    CHECK(strstr(logged, "[E9001]"));
 }
 
 /* ---- no system call -------------------------------------------------------------------------- */
