@@ -23,6 +23,8 @@
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
+#define FSDPI_TR_COLD __attribute__((cold)) // it is small: every program has it
+
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024 };
 
 typedef struct fsdpi_tr_key { // of a text: where it lies. NULL: free
@@ -136,7 +138,7 @@ static void fsdpi_tr_finish(fsdp_trace *t);
 static fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
 // What units hold when the trace begins, as if they acquired it then.
-static void fsdpi_tr_take_held(fsdp_trace *t) {
+static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     fsdp_param_view v = FSDP_ZERO;
     for (const fsdp_unit *last = NULL; fsdp_next_param(t->model, &v); last = v.unit) {
         fsdp_memory held;
@@ -278,24 +280,25 @@ static void fsdpi_tr_put(fsdpi_tr_out *o, const void *data, size_t bytes) {
 }
 
 // Offers an entry of a section.
-static void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry, size_t size) {
+static FSDPI_TR_COLD void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry,
+                                         size_t size) {
     if (o->section < 0) o->head.section[section].count += section == FSDPI_TR_IN_TEXT ? size : 1;
     else if (o->section == section) fsdpi_tr_put(o, entry, size);
 }
 
-static uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
+static FSDPI_TR_COLD uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
     uint32_t at = o->text, size = (uint32_t)strlen(text) + 1;
     fsdpi_tr_offer(o, FSDPI_TR_IN_TEXT, text, size);
     o->text += size;
     return at;
 }
 
-static void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
     uint32_t at = fsdpi_tr_offer_text(o, name);
     fsdpi_tr_offer(o, section, &at, sizeof at);
 }
 
-static void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
     static const char *const calls[FSDP_CALL_COUNT] = {
 #define FSDP_X(name, text) text,
         FSDP_CALL_LIST(FSDP_X)
@@ -324,7 +327,7 @@ static void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_STATES, states[k]);
 }
 
-static void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
     fsdpi_tr_unit u = FSDP_ZERO;
     fsdp_unit_desc d = FSDP_ZERO;
     fsdp_mesh_info info = FSDP_ZERO;
@@ -340,7 +343,7 @@ static void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
     fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_name(unit));
 }
 
-static void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
     fsdp_param_view v = FSDP_ZERO;
     const fsdp_unit *last = NULL;
     while (fsdp_next_param(t->model, &v)) {
@@ -355,7 +358,7 @@ static void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
     }
 }
 
-static void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     fsdp_state_item item = FSDP_ZERO;
     fsdp_memory memory = FSDP_ZERO;
     fsdpi_tr_kept kept = FSDP_ZERO;
@@ -377,7 +380,7 @@ static void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     }
 }
 
-static void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
     uint32_t at = 0;
     for (uint32_t k = 0; k < FSDPI_TR_GROUPS; k++) {
         fsdpi_tr_comm c = {k, 0, at, 0};
@@ -405,7 +408,7 @@ static int fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
     return 0;
 }
 
-static void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
     uint64_t records = t->next_record < t->room ? t->next_record : t->room;
     o->text = 0;
     fsdpi_tr_offer_model(t, o);
@@ -429,7 +432,7 @@ static int64_t fsdpi_tr_time(int clock) {
 
 /* What all processes of a host have in common, if the world's clock is the host's. Else the rank
    has a clock of its own. */
-static uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
+static FSDPI_TR_COLD uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
     char text[64] = "";
     uint64_t hash = 0;
     int64_t before = fsdpi_tr_time(1 /* CLOCK_MONOTONIC */), now = fsdp_now(t->world);
@@ -451,7 +454,7 @@ static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     return hash;
 }
 
-static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
+static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     fsdp_model_desc d = FSDP_ZERO;
     fsdp_memory memory = FSDP_ZERO;
     (void)fsdp_model_desc_get(t->model, &d), (void)fsdp_model_memory(t->model, &memory);
@@ -473,7 +476,7 @@ static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
 }
 
 // Returns errno. A reader sees the whole file or none.
-static int fsdpi_tr_write(fsdp_trace *t) {
+static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
     static const uint32_t sizes[FSDPI_TR_SECTION_COUNT] = {
 #define FSDP_X(number, name, type) sizeof(type),
         FSDPI_TR_SECTIONS(FSDP_X)
@@ -512,7 +515,7 @@ static int fsdpi_tr_write(fsdp_trace *t) {
 // From start to end.
 
 // All ranks of the mesh meet, so that their clocks can be compared.
-static fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(t->model, &info);
     if (status || fsdp_mesh_size(info.mesh, -1) == 1) return status;
@@ -570,7 +573,7 @@ FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
 }
 
 // The directory, and the steps, of the desc or the environment.
-static fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
     const char *steps = getenv("FSDP_TRACE_STEPS");
     long long first = 3, last = 5;
     int end = 0;
@@ -601,7 +604,8 @@ static int64_t fsdpi_tr_part(int64_t *bytes, int64_t count, size_t size) {
 }
 
 // One allocation for all.
-static fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d, fsdp_trace **out) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d,
+                                              fsdp_trace **out) {
     int64_t bytes = 0, keys = 2, units = fsdp_num_units(model), room = d->records;
     int64_t num_steps = d->last_step - d->first_step + 1;
     fsdp_world *w = fsdp_model_world(model);
@@ -638,7 +642,7 @@ static fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d, fsd
 }
 
 // DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory.
-static fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
     char turn[16] = "";
     int number = fsdp_model_number(t->model);
@@ -664,8 +668,8 @@ static fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
     return fsdp_attach(t->model, e);
 }
 
-FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
-                                      fsdp_trace **trace) {
+FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
+                                                    fsdp_trace **trace) {
     fsdp_trace_desc d;
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_trace *t = NULL;
