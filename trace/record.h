@@ -716,7 +716,8 @@ static void fsdpi_tr_committed(fsdp_model *model) {
     if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;
 }
 
-static __attribute__((constructor)) void fsdpi_tr_begin(void) {
+// Before other functions of this kind, which may make models.
+static __attribute__((constructor(101))) void fsdpi_tr_begin(void) {
     static fsdp_commit_hook hook = {fsdpi_tr_committed, NULL};
     fsdp_on_commit(&hook);
 }
