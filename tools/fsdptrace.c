@@ -21,6 +21,7 @@
 #include "fsdptrace_json.h"
 #pragma GCC diagnostic pop
 #include <dirent.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -696,16 +697,18 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
     fsdpi_why_text t = {text, sizeof text, 0, 0};
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
     const int made = fsdpi_why_make(&traces, &y);
-    const double ns = (double)(y.step.end - y.step.begin);
+    const double percent = 100 / fmax(1, (double)(y.step.end - y.step.begin));
     if (made > 0) fsdpi_why_screen(&y, &t);
     if (made > 0 && brief)
-        printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n", (int)strcspn(text, "(") - 1,
-               text, 100 * (double)y.step.part[FSDPI_WHY_COMPUTE] / ns,
-               100 * (double)fsdpi_why_exposed(&y.step) / ns,
-               100 * (double)fsdpi_why_host(&y.step) / ns);
+        printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
+               (int)strcspn(text, "(") - 1, text,
+               percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
+               percent * (double)fsdpi_why_exposed(&y.step),
+               percent * (double)fsdpi_why_host(&y.step));
     else put_lines(text);
     const char *last = strstr(text, "who came last");
-    if (made > 0 && !helps_print(&y) && brief && last) printf("%.*s\n", (int)strcspn(last, "\n"), last);
+    if (made > 0 && !helps_print(&y, t.digits) && brief && last)
+        printf("%.*s\n", (int)strcspn(last, "\n"), last);
     fsdpi_why_end(&y);
     fsdpi_tr_free(&traces);
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");

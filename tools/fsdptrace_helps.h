@@ -93,6 +93,12 @@ static int64_t helps_work(const helps *h, int i) {
     return has && end > begin ? end - begin : 0;
 }
 
+static int helps_by_seq(const void *a, const void *b) {
+    const fsdpi_tr_record *x = *(const fsdpi_tr_record *const *)a,
+                          *y = *(const fsdpi_tr_record *const *)b;
+    return x->seq < y->seq ? -1 : x->seq > y->seq;
+}
+
 // The program and its costs. 0, or what stands in the way.
 static const char *helps_begin(helps *h, const fsdpi_why *y) {
     const fsdpi_tr_rank *rank = y->step.rank;
@@ -102,19 +108,25 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     h->calls = (const fsdpi_tr_record **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
     h->work = (int64_t *)calloc((size_t)rank->num_records + 1, sizeof *h->work);
     if (!h->calls || !h->work) return "no memory";
+    const fsdpi_tr_step *step = rank->steps;
+    while (step->number != y->step.number) step++;
+    const int is_last = step + 1 == rank->steps + rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : step[1].first_seq - step->first_seq;
     for (uint64_t i = 0; i < rank->num_records; i++) {
         const fsdpi_tr_record *r = &rank->records[i];
-        if (r->begin_ns < y->step.begin || r->end_ns > y->step.end) continue;
-        if (r->kind == FSDPI_TR_CALL && r->label <= FSDP_CALL_FINALIZE) {
+        if (r->kind == FSDPI_TR_CALL && r->label <= FSDP_CALL_FINALIZE &&
+            r->seq - step->first_seq < length) {
             if (r->label != FSDP_CALL_FINALIZE && r->what >= rank->num_units)
                 return "a call is of no unit";
             h->calls[h->num_calls++] = r;
             issuing += (double)(r->end_ns - r->begin_ns);
         }
+        if (r->begin_ns < y->step.begin || r->end_ns > y->step.end) continue;
         ops += r->kind < FSDP_OP_HOOK;
         if ((r->kind != FSDP_OP_COPY && r->kind != FSDP_OP_ZERO) || !r->bytes) continue;
         bytes += (double)r->bytes, copying += (double)(r->end_ns - r->begin_ns);
     }
+    qsort(h->calls, (size_t)h->num_calls, sizeof *h->calls, helps_by_seq);
     if (!rank->num_units || !h->num_calls ||
         h->calls[h->num_calls - 1]->label != FSDP_CALL_FINALIZE)
         return "the step does not end with finalize";
@@ -328,8 +340,8 @@ static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     return num;
 }
 
-// Prints on one line what would help, or why that is not known. 0: nothing helps.
-static int helps_print(const fsdpi_why *y) {
+// Prints on one line what would help, or why that is not known. 0: nothing helps. digits: of ms.
+static int helps_print(const fsdpi_why *y, int digits) {
     helps_option list[HELPS_OPTIONS], none;
     fsdp_plan_times base, times;
     char why[256] = "no memory";
@@ -368,7 +380,10 @@ static int helps_print(const fsdpi_why *y) {
     for (int i = 0; i < num && i < HELPS_LINES; i++) {
         printf("%s ", said++ ? ";" : "what would help:");
         put_safe(stdout, list[i].text);
-        printf(" %+.2f ms for %+.1f MB", -(double)list[i].gain * 1e-6, (double)list[i].bytes * 1e-6);
+        char letter;
+        const double unit = fsdpi_why_unit(llabs(list[i].bytes), &letter);
+        printf(" %+.*f ms for %+.1f %cB", digits, -(double)list[i].gain * 1e-6,
+               (double)list[i].bytes / unit, letter);
     }
     if (said) printf(" (simulated; as recorded: %+.0f %% of the record)\n", 100 * error);
     helps_end(&h);

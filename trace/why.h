@@ -7,6 +7,7 @@
 #ifndef FSDPI_TRACE_WHY_H
 #define FSDPI_TRACE_WHY_H
 
+#include "format.h"
 #include "read.h"
 
 #include <stdarg.h>
@@ -258,7 +259,8 @@ static int fsdpi_why_keeps_up(const fsdpi_tr_rank *rank, const fsdpi_tr_record *
 static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
                             fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
-    const uint32_t length = i + 1 < rank->num_steps ? s[1].first_seq - s->first_seq : UINT32_MAX / 2;
+    const int is_last = i + 1 == rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : s[1].first_seq - s->first_seq;
     uint32_t records = 0; // up to the last call that ends the step
     out->begin = INT64_MAX, out->end = INT64_MIN;
     for (uint64_t k = 0; k < rank->num_records; k++) {
@@ -393,6 +395,13 @@ static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
 
 #define FSDPI_WHY_MS(t, ns) (t)->digits, (double)(ns)*1e-6 // for %.*f
 
+// What a number of bytes is divided by, for %.1f %cB.
+static double fsdpi_why_unit(int64_t bytes, char *letter) {
+    const int big = (bytes >= 1000000) + (bytes >= (int64_t)10000000000);
+    *letter = "kMG"[big];
+    return big == 0 ? 1e3 : big == 1 ? 1e6 : 1e9;
+}
+
 static const char *fsdpi_why_name(const fsdpi_tr_rank *rank, uint16_t what) {
     return fsdpi_tr_name(rank, rank->names, rank->num_names, what);
 }
@@ -427,7 +436,8 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
     else if ((s->part == FSDPI_WHY_REDUCE || s->part == FSDPI_WHY_REPLICAS) &&
              fsdpi_why_is_edge(&y->step, op, 0))
         fsdpi_why_say(t, " (last of the step)");
-    else if (rank->head.run == FSDP_RUN_INLINE) return; // all is exposed
+    else if (rank->head.run == FSDP_RUN_INLINE || op == s->waits) return; // nothing can hide it
+    else if (s->end - op->end_ns > half) fsdpi_why_say(t, " (COMPUTE went on later than it ended)");
     else if (s->part == FSDPI_WHY_SLOT)
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
     else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > half)
@@ -602,18 +612,18 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_record *at = room ? fsdpi_why_peak(rank, &held, room) : NULL;
     int64_t all = 0, rest = 0;
     int32_t said = 0;
-    if (!at) {
-        free(room);
-        return;
-    }
-    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, at->seq);
+    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, at->seq) : NULL;
+    if (!room) return;
     for (uint64_t p = 0; p < rank->num_pools; p++) all += rank->pools[p].bytes;
     for (uint64_t k = 0; k < rank->num_kept; k++) all += rank->kept[k].bytes;
-    const double unit = all < 1000000 ? 1e-3 : all < (int64_t)10000000000 ? 1e-6 : 1e-9;
-    fsdpi_why_say(t, "memory at the peak (step %u, %s of %s): %.1f %cB =", (unsigned)at->step,
-                  call ? fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label) : "?",
-                  fsdpi_why_name(rank, at->what), (double)all * unit,
-                  unit > 1e-4 ? 'k' : unit > 1e-7 ? 'M' : 'G');
+    char letter;
+    const double unit = fsdpi_why_unit(all, &letter);
+    fsdpi_why_say(t, "memory");
+    if (call)
+        fsdpi_why_say(t, " at the peak (step %u, %s of %s)", (unsigned)at->step,
+                      fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label),
+                      fsdpi_why_name(rank, at->what));
+    fsdpi_why_say(t, ": %.1f %cB =", (double)all / unit, letter);
     for (uint64_t p = 0; p < rank->num_pools; p++) {
         const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
         int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
@@ -626,7 +636,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         }
         if (bytes * 1000 < all) continue;
         fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
-                      (double)bytes * unit);
+                      (double)bytes / unit);
         for (int32_t k = 0, n = 0; k < held.num && is_slots; k++)
             if (held.of[k]->label == p)
                 fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
@@ -634,8 +644,8 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     }
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
-                      (double)rank->kept[k].bytes * unit);
-    if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest * unit);
+                      (double)rank->kept[k].bytes / unit);
+    if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest / unit);
     fsdpi_why_say(t, "\n");
     free(room);
 }

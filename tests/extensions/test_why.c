@@ -721,3 +721,66 @@ TEST(why, stragglers_that_move) {
                   "%s", text);
     }
 }
+
+/* ---- fsdptrace why ---------------------------------------------------------------------------- */
+
+static char output[16384];
+
+static int tool(const char *dir, const char *options) {
+    const char *path = getenv("FSDPTRACE");
+    char command[8192];
+    if (!path || !*path) path = "tools/fsdptrace";
+    if (access(path, X_OK)) SKIP("no tools/fsdptrace here: make tools/fsdptrace");
+    snprintf(command, sizeof command, "%s why %s %s 2>&1", path, dir, options);
+    FILE *f = popen(command, "r");
+    CHECK(f != NULL);
+    output[fread(output, 1, sizeof output - 1, f)] = 0;
+    int status = pclose(f);
+    CHECK_MSG(WIFEXITED(status), "%s", output);
+    return WEXITSTATUS(status);
+}
+/* The number behind a text; 0 if it is not there. */
+static double behind(const char *text) {
+    const char *at = strstr(output, text);
+    return at ? strtod(at + strlen(text), NULL) : 0;
+}
+
+static void helps_bed(bed *d, int async, int never, const char *dir) {
+    memset(d, 0, sizeof *d);
+    d->net = plan_chain(4, 64, 64);
+    d->net.model.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    sim_init(&d->s, 4, 0);
+    d->s.async = async, d->s.latency_ns = 5000, d->s.coll_bytes_per_ns = 1;
+    for (int i = 0; i < d->net.num_calls; i++) d->work[i] = i % 2 ? 0 : 9000; /* gathers show */
+    plan_sim = &d->s;
+    bed_run(d, dir);
+}
+
+/* "What would help" beside a run that does it: both are clocks, of two that share no code. */
+TEST_P(why, what_would_help, devices) {
+    static bed d;
+    char dirs[2][4096];
+    double took[2];
+    for (int never = 0; never < 2; never++) {
+        fsdpi_why y;
+        snprintf(dirs[never], sizeof dirs[0], "%s/%d", h_tmpdir(), never);
+        helps_bed(&d, row->async, never, dirs[never]);
+        CHECK_EQ_INT(fsdpi_why_make(&d.job, &y), 1);
+        took[never] = (double)(y.step.end - y.step.begin) * 1e-6;
+        fsdpi_why_end(&y);
+        fsdpi_tr_free(&d.job);
+    }
+    CHECK_EQ_INT(tool(dirs[0], ""), 0);
+    h_message("%s%.4f ms with all gathered, %.4f before", output, took[1], took[0]);
+    const double gain = behind("reshard_after_forward never on all units -");
+    CHECK(took[0] - took[1] > 0.05 * took[0]);
+    CHECK_NEAR(gain, took[0] - took[1], 0.01 * took[0]);
+    CHECK_NEAR(behind("as recorded: "), 0, 3);
+    CHECK_EQ_INT(tool(dirs[1], ""), 0); /* it is done: nobody says it again */
+    CHECK_MSG(!strstr(output, "never on all units"), "%s", output);
+    CHECK_EQ_INT(tool(dirs[0], "--brief"), 0);
+    CHECK_EQ_INT(strchr(output, '\n') + 1 - output +
+                     (ptrdiff_t)strcspn(strchr(output, '\n') + 1, "\n") + 1,
+                 (ptrdiff_t)strlen(output)); /* two lines */
+    CHECK_EQ_INT(tool("/nowhere", ""), 2);
+}
