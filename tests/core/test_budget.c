@@ -36,7 +36,7 @@ static const struct {
     {"streams", 1, FSDP_BF16, 0, {1920, 2430, 665, 100, 110}, NULL},
     {"by_columns", 0, FSDP_F32, 1, {980, 1385, 660, 100, 110}, NULL},
     {"recorded", 0, FSDP_F32, 0, {1600, 2100, 900, 100, 110}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4700, 99000, 9900, 100, 110}, "FSDP_TRACE"},
+    {"traced", 0, FSDP_F32, 0, {4700, 6500, 830, 100, 110}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
@@ -60,7 +60,7 @@ TEST_P(budget, instructions, budgets, SECONDS(120)) {
         h_message("%-9s %5.0f instructions with 2 ranks, %5.0f with 1,024, at most %.0f",
                   host_loops[i].name, few[i], many[i], row->bounds[i]);
         CHECK(few[i] > 0 && few[i] <= row->bounds[i]);
-        CHECK_NEAR(many[i], few[i], 8);
+        CHECK_NEAR(many[i], few[i], 0.01 * few[i]); /* names are found by their addresses */
     }
 #endif
 }
