@@ -1091,9 +1091,8 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
    Result      FSDP_OK; INVALID_STATE (the text names a unit that is open in forward); collective
                errors. If it succeeds itself, it returns the first failure of a hook or setter
                since the last finalize that succeeded
-   Collective  yes      Blocks until all reductions are done. On devices with streams only with
-               cpu_offload, or if this rank has to ask whether others used a parameter that it did
-               not use      Allocates at its first use
+   Collective  yes      Blocks until all reductions are done; on devices with streams only with
+               cpu_offload      Allocates at its first use
    Replicas    the first one reads all shards of units that replicate, and compares them: see
                fsdp_model_broadcast. On devices it waits, and copies them to the host piece by piece
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */

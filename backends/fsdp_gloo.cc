@@ -1003,7 +1003,11 @@ void connect(fsdp_gloo_context *c, int index, int socket) {
     c->agent->call([&] {
         peer->last = c->context->createUnboundBuffer(&peer->byte, 1);
         c->agent->swap(fd, socket, dynamic_cast<tcp::Handler *>(pair), peer);
-        peer->last->recv(index, FSDP_GLOO_SLOT_LAST, 0, 1);
+        try {
+            peer->last->recv(index, FSDP_GLOO_SLOT_LAST, 0, 1);
+        } catch (const gloo::EnforceNotMet &) { // the pair is closed
+            throw gloo::IoException("the peer has closed the connection");
+        }
     });
 }
 
@@ -1048,7 +1052,7 @@ int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
     return guarded([&] {
         std::unique_ptr<fsdp_gloo_context> made(new fsdp_gloo_context);
         made->context = device->device->createContext(index, size);
-        made->context->setTimeout(std::chrono::seconds(2)); // for connections within this process
+        made->context->setTimeout(std::chrono::seconds(30)); // for connections within this process
         made->agent = device->agent.get();
         char byte;
         if (!can_look(made->context->createUnboundBuffer(&byte, 1).get())) made->agent->overlap(1);

@@ -43,8 +43,8 @@ typedef struct fsdp_extension {
     // A call of which `call` is told has ended, other than SET, reset and load: the caller's work
     // comes next.
     void (*returned)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
-    // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
-    // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
+    // A record is about to run. You get a copy and may change it; kind, seq, stream, src, dst
+    // and its waits stay. Return non-zero to take the record: it does not run,
     // later extensions do not see it, and all else goes on as if it had run.
     int (*op)(void *user, fsdp_model *model, fsdp_op *op);
     // released NULL: the unit is about to take a slot of a pool; if you return a buffer, the unit

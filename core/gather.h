@@ -126,8 +126,8 @@ static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
 
 static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->options.num_prefetch[0] && !status; i++)
-        status = fsdpi_prefetch(u->model->units[u->options.prefetch[0][i]]);
+    for (int i = 0; i < u->options.num_prefetch[FSDPI_FORWARD] && !status; i++)
+        status = fsdpi_prefetch(u->model->units[u->options.prefetch[FSDPI_FORWARD][i]]);
     return status;
 }
 
@@ -138,13 +138,13 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
     int at = u->state.last_order, policy = m->desc.implicit_prefetch;
     fsdp_status status = FSDP_OK;
     if (at >= 0) u->state.last_order = m->order[at].previous;
-    for (int i = 0; i < u->options.num_prefetch[1] && !status; i++) {
-        fsdp_unit *target = m->units[u->options.prefetch[1][i]];
+    for (int i = 0; i < u->options.num_prefetch[FSDPI_BACKWARD] && !status; i++) {
+        fsdp_unit *target = m->units[u->options.prefetch[FSDPI_BACKWARD][i]];
         if (target->options.unshard_in_backward) status = fsdpi_prefetch(target);
     }
     int overlaps = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
                                                    : policy == FSDP_PREFETCH_ALWAYS;
-    if (u->options.num_prefetch[1] || at <= 0 || !overlaps ||
+    if (u->options.num_prefetch[FSDPI_BACKWARD] || at <= 0 || !overlaps ||
         !m->order[at - 1].unit->options.unshard_in_backward)
         return status;
     return fsdpi_prefetch(m->order[at - 1].unit);

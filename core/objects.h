@@ -206,12 +206,14 @@ typedef struct fsdpi_desc {
     X(uint8_t, reduce_unused, 0)                                                                   \
     FSDPI_ROUTE_OPTIONS(X)
 
+enum { FSDPI_FORWARD, FSDPI_BACKWARD };
+
 // What setters change.
 typedef struct fsdpi_options {
 #define FSDP_X(type, name, initial) type name;
     FSDPI_OPTIONS(FSDP_X)
 #undef FSDP_X
-    int32_t *prefetch[2];    // indices of units: forward, backward
+    int32_t *prefetch[2];    // indices of units: FSDPI_FORWARD, FSDPI_BACKWARD
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
@@ -312,8 +314,8 @@ typedef struct fsdpi_names {
 } fsdpi_names;
 
 // What extensions of a model listen to: bits of fsdp_model.watch.
-enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RECORDS = 10 };
-enum { FSDPI_RETURNS = 16 };
+enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RETURNS = 16 };
+enum { FSDPI_RECORDS = FSDPI_OPS | FSDPI_TIMES };
 
 struct fsdp_model {
     fsdp_world *world;

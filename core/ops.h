@@ -70,8 +70,9 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_op seen;
     fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
-    if (op->dst) op->dst->avail.seq = 0; // what an extension emits in its place waits for it, too
-    // Gathers, and what extensions issue, go on while others wait for what is there.
+    // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
+    if (op->dst) op->dst->avail.seq = 0;
+    // GATHER and EXTENSION run ahead: their next record may come before a reader of this one.
     unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
     if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
     return status;

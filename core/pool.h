@@ -203,7 +203,8 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// `stream` is a slot's last consumer. But for gradients, REDUCE writes again what it gives back.
+// `stream` is a slot's last consumer. The event is due at once, unless the same stream writes the
+// slot next, and needs none: so does REDUCE with REDUCE_IN and REDUCE_OUT.
 static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
     int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
     if (buf->avail.seq == 0) // else no record has written it since the last release

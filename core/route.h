@@ -154,9 +154,10 @@ static int fsdpi_facts_gather(const fsdpi_facts *f) {
                                            : FSDPI_GATHER_ALIAS;
 }
 
-/* Must gradients be copied to REDUCE_IN before they are reduced? Yes, to another dtype or from
-   several parts. Not if the reduction can read narrower ones: a fused one can, and so can the last
-   copy of a single rank, if no hook is shown the reduce input. */
+/* Does TO_IN have to copy gradients to REDUCE_IN before they are reduced? Yes, if they are in
+   several parts, or in another dtype than that of the reduction. Gradients of 16 bits that are
+   reduced in f32 need no copy if the next step widens what it reads: a fused reduce_scatter does,
+   and so does TO_SHARD of a single rank, unless an all-reduce hook is shown the reduce input. */
 static int fsdpi_facts_copy_first(const fsdpi_facts *f, int hook) {
     if (!f->one_train) return 1;
     if (f->gathered == f->reduce) return 0;
@@ -174,15 +175,19 @@ static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
 
 enum { FSDPI_AT_THE_END = FSDPI_STEP_COUNT };
 
-/* How a reduction divides: what goes in by `before`, sums of the shard group by `sums`, both powers
-   of two, and in the step `divides` by the rest of the factor. The first two do not depend on the
-   factor, so that it may change while gradients wait. They follow from ranks, dtypes, the backend
-   and custom_all_reduce, which may not change meanwhile (fsdp_set_custom_all_reduce).
-   An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores; for
-   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+/* How a reduction divides: all at once in its last step, except for sums in f16 of several ranks,
+   which have to stay in range. These are divided in stages:
+     - If the backend's reduce_scatter cannot scale, or a function of the user all-reduces: what
+       goes in by `before`, and in the last step by the rest of the factor.
+     - Else the backend sums in f32 and divides what it stores: with replicas the shard group's sums
+       by `sums`, and in REPLICAS by the rest; without replicas TO_OUT divides by the factor.
+   `before` and `sums` are powers of two. They do not depend on the factor, which may change while
+   gradients wait. They follow from ranks, dtypes, the backend and custom_all_reduce, which may not
+   change meanwhile (fsdp_set_custom_all_reduce).
+   Source: torch: _get_gradient_divide_factors. */
 typedef struct fsdpi_scales {
     double before, sums;
-    int divides; // FSDPI_STEP_TO_OUT, FSDPI_STEP_REPLICAS; FSDPI_AT_THE_END: the last step
+    int divides; // by the rest: FSDPI_STEP_TO_OUT, FSDPI_STEP_REPLICAS, or FSDPI_AT_THE_END
 } fsdpi_scales;
 
 static fsdpi_scales fsdpi_facts_scales(const fsdpi_facts *f) {

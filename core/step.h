@@ -153,21 +153,25 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
     return fsdpi_row_at(&at, call);
 }
 
-// The first of at most `depth` hooks after which a call is possible; or -1.
+// The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
+// copy of the state: a pre hook opens the parameters, post_forward outside of backward makes one
+// forward due, pre_backward uses one and begins backward, finalize ends it.
 static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                 FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
                                 FSDP_CALL_FINALIZE};
     for (int i = 0; i < 5; i++) {
         fsdpi_point at = *from;
-        const fsdpi_row *row = fsdpi_row_at(from, hooks[i]);
+        const int hook = hooks[i], begins = hook == FSDP_CALL_PRE_BACKWARD;
+        const fsdpi_row *row = fsdpi_row_at(from, hook);
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
-        at.open = i == 0 || i == 2;
-        at.forwards += (i == 1 && !from->backward) - (i == 2 && (row->asks & FSDPI_DUE));
-        at.backward = i == 2 || (from->backward && i != 4);
-        if (fsdpi_row_at(&at, call)) return hooks[i];
-        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
+        at.open = begins || hook == FSDP_CALL_PRE_FORWARD;
+        at.forwards += hook == FSDP_CALL_POST_FORWARD && !from->backward;
+        at.forwards -= begins && (row->asks & FSDPI_DUE);
+        at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
+        if (fsdpi_row_at(&at, call)) return hook;
+        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hook;
     }
     return -1;
 }

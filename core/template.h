@@ -185,7 +185,8 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
                                                      const fsdpi_step *s) {
     fsdp_op *op = &t->op;
     const int group = fsdpi_step_rows[s->kind].group;
-    // REDUCE_IN has segments of its own, the second ones: in GRAD parameters lie as wholes.
+    // The work of TO_OUT and SCATTER is a pair: that of GRAD, where parameters lie as wholes, and
+    // that of REDUCE_IN.
     const int second = group == FSDPI_SUMS && s->from == FSDP_POOL_REDUCE_IN;
     fsdp_dtype to = op->kind == FSDP_OP_ZERO ? FSDP_U8 : fsdpi_place_dtype(u, t->part, s->to);
     fsdp_dtype from = s->from == FSDPI_NOWHERE ? to : fsdpi_place_dtype(u, t->part, s->from);

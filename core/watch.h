@@ -42,23 +42,23 @@ static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int 
     m->asking--;
 }
 
-/* Has an extension taken a record? Extensions may change the copy of a record, except its kind and
-   the fields from which its order was derived. */
+/* Has an extension taken a record? Each may change the copy of a record, except its kind, its order
+   and the fields from which that was derived. */
 static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
     const fsdp_op was = *op;
     int taken = 0;
     m->asking++;
-    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
-        taken = a->e.op && a->e.op(a->e.user, m, op);
-    taken |= m->rehearsing;
+    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next) {
+        if (!a->e.op) continue;
+        taken = a->e.op(a->e.user, m, op);
+        op->kind = was.kind, op->stream = was.stream, op->seq = was.seq;
+        op->src = was.src, op->dst = was.dst;
+        op->num_waits = was.num_waits;
+        memcpy(op->wait, was.wait, sizeof op->wait);
+        if (!op->call) op->call = was.call;
+    }
     m->asking--;
-    op->kind = was.kind;
-    op->stream = was.stream;
-    op->seq = was.seq;
-    op->src = was.src;
-    op->dst = was.dst;
-    if (!op->call) op->call = was.call;
-    return taken;
+    return taken | m->rehearsing;
 }
 
 // A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
