@@ -23,6 +23,8 @@
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
+#define FSDPI_TR_COLD __attribute__((cold)) // it is small: every program has it
+
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024 };
 
 typedef struct fsdpi_tr_key { // of a text: where it lies. NULL: free
@@ -133,9 +135,10 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 // What the library tells.
 
 static void fsdpi_tr_finish(fsdp_trace *t);
+static fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
 // What units hold when the trace begins, as if they acquired it then.
-static void fsdpi_tr_take_held(fsdp_trace *t) {
+static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     fsdp_param_view v = FSDP_ZERO;
     for (const fsdp_unit *last = NULL; fsdp_next_param(t->model, &v); last = v.unit) {
         fsdp_memory held;
@@ -159,7 +162,10 @@ static void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
     t->is_between = 0;
-    if (number > t->last_step) fsdpi_tr_finish(t);
+    if (number > t->last_step) {
+        fsdpi_tr_finish(t);
+        (void)fsdpi_tr_result(t); // it is logged; fsdp_trace_stop returns it
+    }
     if (number < t->first_step || number > t->last_step) return;
     int64_t now = fsdp_now(t->world);
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
@@ -274,24 +280,25 @@ static void fsdpi_tr_put(fsdpi_tr_out *o, const void *data, size_t bytes) {
 }
 
 // Offers an entry of a section.
-static void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry, size_t size) {
+static FSDPI_TR_COLD void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry,
+                                         size_t size) {
     if (o->section < 0) o->head.section[section].count += section == FSDPI_TR_IN_TEXT ? size : 1;
     else if (o->section == section) fsdpi_tr_put(o, entry, size);
 }
 
-static uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
+static FSDPI_TR_COLD uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
     uint32_t at = o->text, size = (uint32_t)strlen(text) + 1;
     fsdpi_tr_offer(o, FSDPI_TR_IN_TEXT, text, size);
     o->text += size;
     return at;
 }
 
-static void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
     uint32_t at = fsdpi_tr_offer_text(o, name);
     fsdpi_tr_offer(o, section, &at, sizeof at);
 }
 
-static void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
     static const char *const calls[FSDP_CALL_COUNT] = {
 #define FSDP_X(name, text) text,
         FSDP_CALL_LIST(FSDP_X)
@@ -320,7 +327,7 @@ static void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_STATES, states[k]);
 }
 
-static void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
     fsdpi_tr_unit u = FSDP_ZERO;
     fsdp_unit_desc d = FSDP_ZERO;
     fsdp_mesh_info info = FSDP_ZERO;
@@ -336,7 +343,7 @@ static void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
     fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_name(unit));
 }
 
-static void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
     fsdp_param_view v = FSDP_ZERO;
     const fsdp_unit *last = NULL;
     while (fsdp_next_param(t->model, &v)) {
@@ -351,7 +358,7 @@ static void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
     }
 }
 
-static void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     fsdp_state_item item = FSDP_ZERO;
     fsdp_memory memory = FSDP_ZERO;
     fsdpi_tr_kept kept = FSDP_ZERO;
@@ -373,7 +380,7 @@ static void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     }
 }
 
-static void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
     uint32_t at = 0;
     for (uint32_t k = 0; k < FSDPI_TR_GROUPS; k++) {
         fsdpi_tr_comm c = {k, 0, at, 0};
@@ -401,7 +408,7 @@ static int fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
     return 0;
 }
 
-static void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDPI_TR_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
     uint64_t records = t->next_record < t->room ? t->next_record : t->room;
     o->text = 0;
     fsdpi_tr_offer_model(t, o);
@@ -425,7 +432,7 @@ static int64_t fsdpi_tr_time(int clock) {
 
 /* What all processes of a host have in common, if the world's clock is the host's. Else the rank
    has a clock of its own. */
-static uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
+static FSDPI_TR_COLD uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
     char text[64] = "";
     uint64_t hash = 0;
     int64_t before = fsdpi_tr_time(1 /* CLOCK_MONOTONIC */), now = fsdp_now(t->world);
@@ -447,7 +454,7 @@ static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     return hash;
 }
 
-static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
+static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     fsdp_model_desc d = FSDP_ZERO;
     fsdp_memory memory = FSDP_ZERO;
     (void)fsdp_model_desc_get(t->model, &d), (void)fsdp_model_memory(t->model, &memory);
@@ -469,7 +476,7 @@ static void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
 }
 
 // Returns errno. A reader sees the whole file or none.
-static int fsdpi_tr_write(fsdp_trace *t) {
+static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
     static const uint32_t sizes[FSDPI_TR_SECTION_COUNT] = {
 #define FSDP_X(number, name, type) sizeof(type),
         FSDPI_TR_SECTIONS(FSDP_X)
@@ -508,7 +515,7 @@ static int fsdpi_tr_write(fsdp_trace *t) {
 // From start to end.
 
 // All ranks of the mesh meet, so that their clocks can be compared.
-static fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(t->model, &info);
     if (status || fsdp_mesh_size(info.mesh, -1) == 1) return status;
@@ -523,24 +530,25 @@ static fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     return status;
 }
 
+static fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
+    if (!t->error) return FSDP_OK;
+    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9001] the trace %s cannot be written: %s", t->path,
+                     strerror(t->error));
+}
+
 // No record is taken from here on. The file is written.
 static void fsdpi_tr_finish(fsdp_trace *t) {
-    if (t->is_done) return;
-    int had_steps = t->num_steps > 0;
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
     (void)fsdp_wait_stream(t->model, -1); // what has been issued is told
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
-    if (had_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
+    if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
     if (fsdpi_tr_meet(t)) return; // the world has failed
     t->error = fsdpi_tr_write(t);
-    if (t->error)
-        fsdp_warn(t->world, "[E924] the trace %s cannot be written: %s", t->path,
-                  strerror(t->error));
-    else if (t->next_record > t->room)
+    if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
-                  "the trace %s had no room for %lld of its records: give "
-                  "fsdp_trace_desc.records, or fewer steps (FSDP_TRACE_STEPS)",
+                  "[E9002] the trace %s has no room for %lld of its records: set "
+                  "fsdp_trace_desc.records, or record fewer steps (FSDP_TRACE_STEPS)",
                   t->path, (long long)(t->next_record - t->room));
 }
 
@@ -557,34 +565,32 @@ static void fsdpi_tr_destroy(void *user) {
 FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
     if (!trace) return FSDP_OK;
     fsdp_world *w = trace->world;
-    fsdpi_tr_finish(trace);
-    int error = trace->error;
-    char path[sizeof trace->path];
-    memcpy(path, trace->path, sizeof path);
+    if (!trace->is_done) fsdpi_tr_finish(trace);
+    fsdp_status written = fsdpi_tr_result(trace);
     fsdp_status status = fsdp_detach(trace->model, &trace->extension);
     if (!status) status = fsdp_world_status(w);
-    if (status || !error) return status;
-    return fsdp_fail(w, FSDP_ERR_IO, "[E924] the trace %s cannot be written: %s", path,
-                     strerror(error));
+    return status ? status : written;
 }
 
 // The directory, and the steps, of the desc or the environment.
-static fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
     const char *steps = getenv("FSDP_TRACE_STEPS");
     long long first = 3, last = 5;
     int end = 0;
     if (!d->dir) d->dir = getenv("FSDP_TRACE");
     if (!d->dir || !*d->dir)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E925] trace_start: no directory: set fsdp_trace_desc.dir or FSDP_TRACE");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "[E9003] trace_start: no directory: set fsdp_trace_desc.dir or FSDP_TRACE");
     if (d->first_step || d->last_step) first = d->first_step, last = d->last_step;
-    else if (steps && (sscanf(steps, "%lld:%lld%n", &first, &last, &end) != 2 || steps[end]))
+    else if (steps && *steps &&
+             (sscanf(steps, "%lld:%lld%n", &first, &last, &end) != 2 || steps[end]))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E926] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
+                         "[E9004] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
     if (first < 0 || last < first || last - first >= 1000000 || d->records < 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "[E926] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
+            "[E9005] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
             "<= last, at most 1,000,000 steps, and no negative number",
             first, last, (long long)d->records);
     d->first_step = first, d->last_step = last;
@@ -598,7 +604,8 @@ static int64_t fsdpi_tr_part(int64_t *bytes, int64_t count, size_t size) {
 }
 
 // One allocation for all.
-static fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d, fsdp_trace **out) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d,
+                                              fsdp_trace **out) {
     int64_t bytes = 0, keys = 2, units = fsdp_num_units(model), room = d->records;
     int64_t num_steps = d->last_step - d->first_step + 1;
     fsdp_world *w = fsdp_model_world(model);
@@ -635,7 +642,7 @@ static fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d, fsd
 }
 
 // DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory.
-static fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
     char turn[16] = "";
     int number = fsdp_model_number(t->model);
@@ -649,7 +656,7 @@ static fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     int error = used >= sizeof t->path ? ENAMETOOLONG : 0;
     if (!error && mkdir(dir, 0777) && errno != EEXIST) error = errno;
     if (!error) return FSDP_OK;
-    return fsdp_fail(t->world, FSDP_ERR_IO, "[E927] trace_start: directory '%s': %s", dir,
+    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
                      strerror(error));
 }
 
@@ -661,13 +668,13 @@ static fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
     return fsdp_attach(t->model, e);
 }
 
-FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
-                                      fsdp_trace **trace) {
+FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
+                                                    fsdp_trace **trace) {
     fsdp_trace_desc d;
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_trace *t = NULL;
     if (trace) *trace = NULL;
-    if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E928] trace_start: model is NULL");
+    if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E9007] trace_start: model is NULL");
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_trace_desc");
     if (!status) status = fsdp_model_commit(model);
@@ -681,7 +688,7 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     }
     if (had || fsdp_find_extension(model, "plan"))
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "[E928] trace_start: the model has a %s already: start the trace before",
+                         "[E9008] trace_start: the model has a %s already: start the trace before",
                          had ? "trace" : "plan");
     status = fsdpi_tr_settings(w, &d);
     if (!status) status = fsdpi_tr_new(model, &d, &t);
@@ -692,7 +699,7 @@ FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *
     if (!met && !worst) met = fsdpi_tr_meet(t);
     if (!status) status = met;
     if (!status && worst)
-        status = fsdp_fail(w, (fsdp_status)worst, "[E928] trace_start: another rank has failed");
+        status = fsdp_fail(w, (fsdp_status)worst, "[E9009] trace_start: another rank has failed");
     if (!status && trace) *trace = t;
     if (!status || !t) return status;
     if (is_attached) (void)fsdp_detach(model, &t->extension);
@@ -709,7 +716,8 @@ static void fsdpi_tr_committed(fsdp_model *model) {
     if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;
 }
 
-static __attribute__((constructor)) void fsdpi_tr_begin(void) {
+// Before other functions of this kind, which may make models.
+static __attribute__((constructor(101))) void fsdpi_tr_begin(void) {
     static fsdp_commit_hook hook = {fsdpi_tr_committed, NULL};
     fsdp_on_commit(&hook);
 }
