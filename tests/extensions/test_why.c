@@ -485,8 +485,9 @@ TEST_P(why, worked_example, devices) {
     fsdpi_why_end(&y);
     fsdpi_tr_free(&d.job);
     CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
-    CHECK_MSG(strstr(text, "worst: h.0 0.00") && strstr(text, "(last of the step)"), "%s", text);
-    CHECK_MSG(!row->async || strstr(text, "(first of the step: nothing to hide it behind)"), "%s", text);
+    CHECK_MSG(strstr(text, "worst: h.0 0.00"), "%s", text);
+    CHECK_MSG(strstr(text, "(first of the step: nothing to hide it behind)"), "%s", text);
+    CHECK_MSG(!row->async || strstr(text, "(last of the step)"), "%s", text);
 }
 
 /* ---- screens of small traces, letter by letter ------------------------------------------------ */
@@ -695,7 +696,9 @@ TEST(why, screen_of_streams) {
         "gradients)\n"
         "    clip         0.50   worst: clip_grad_norm 0.50 (takes 0.60, longer than what it hides "
         "behind)\n"
-        "  host           0.10   in calls: copies 0.10, optimizer 0.00, rest 0.00\n");
+        "  host           0.10   in calls: copies 0.10, optimizer 0.00, rest 0.00\n"
+        "memory: 10.0 MB = shards 1.5 + shard gradients 1.5 + adamw 3.0 + slots that nobody holds "
+        "4.0\n");
 }
 
 /* Each of two ranks is last in one of two steps. */
@@ -786,7 +789,7 @@ TEST_P(why, what_would_help, devices) {
 }
 
 /* Of random programs the simulation of what was recorded takes as long as the record says: inline
-   to 1 %; on streams it is not known when COMPUTE has come to calls that issue nothing there, and
+   to 6 %, of steps of some 20 us; on streams it is not known when COMPUTE has come to calls that issue nothing there, and
    what is farther off than 15 % is not computed. */
 TEST_P(why, simulation_reproduces_the_record, devices) {
     static bed d;
@@ -808,7 +811,7 @@ TEST_P(why, simulation_reproduces_the_record, devices) {
         said += strstr(output, "as recorded: ") != NULL;
         refused += strstr(output, "not computed") != NULL;
         if (strstr(output, "not computed")) h_message("seed %d: %s", (int)seed, output);
-        CHECK_MSG(fabs(behind("as recorded: ")) <= (row->async ? 15 : 1), "seed %d: %s", (int)seed,
+        CHECK_MSG(fabs(behind("as recorded: ")) <= (row->async ? 15 : 6), "seed %d: %s", (int)seed,
                   output);
     }
     h_message("%d of 40, %d are not computed", said, refused);
