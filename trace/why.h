@@ -69,11 +69,9 @@ static int fsdpi_why_floor(const fsdpi_why_span *s) {
     return s->part >= FSDPI_WHY_GATHER ? 3 + s->late : s->part >= FSDPI_WHY_UPDATE ? 2 : 1;
 }
 
-// Who is covered comes first; of two alike, the later one.
+// Who is covered comes first. COMPUTE does one thing at a time: those of a floor do not overlap.
 static int fsdpi_why_by_floor(const void *a, const void *b) {
-    const fsdpi_why_span *x = (const fsdpi_why_span *)a, *y = (const fsdpi_why_span *)b;
-    const int floors = fsdpi_why_floor(x) - fsdpi_why_floor(y);
-    return floors ? floors : (x->begin < y->begin) - (x->begin > y->begin);
+    return fsdpi_why_floor((const fsdpi_why_span *)a) - fsdpi_why_floor((const fsdpi_why_span *)b);
 }
 
 static int32_t fsdpi_why_place(const int64_t *cuts, int32_t num, int64_t time) {

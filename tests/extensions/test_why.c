@@ -725,6 +725,47 @@ TEST(why, stragglers_that_move) {
     }
 }
 
+/* Half of the collectives of a step are not more than half. */
+TEST(why, half_is_not_steady) {
+    static small t[2];
+    fsdpi_tr_rank ranks[2];
+    fsdpi_tr_job job;
+    char text[4096];
+    for (int k = 0; k < 2; k++) {
+        small_begin(&t[k], k, 2);
+        small_step(&t[k], 0, k ? 30 : 0, 40, 1, 0);
+        for (int i = 0; i < t[k].num; i++)
+            if (t[k].rec[i].kind == FSDP_OP_ALL_GATHER && t[k].rec[i].what == H0) t[k].last[i] = 0;
+    }
+    small_job(t, 2, ranks, &job);
+    small_screen(&job, text, sizeof text);
+    CHECK_MSG(strstr(text, "rank 0 in 50 % of the collectives, by 0.000 ms in the median (moving)"),
+              "%s", text);
+}
+
+/* With lanes the caller's thread may wake up late, when another stream has ended something, too. */
+TEST(why, late_wake_up) {
+    static small t;
+    fsdpi_tr_rank ranks[1];
+    fsdpi_tr_job job;
+    fsdpi_why y;
+    small_begin(&t, 0, 1);
+    t.step[0].first_seq = 1, t.rank.num_steps = 1;
+    small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 100, 3);
+    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 1, 80, 0, -1);
+    small_comm(&t, FSDP_OP_REDUCE_SCATTER, H0, 2, 85, 0, -1);
+    small_use(&t, FSDP_LABEL_GATHER, EMBED, 5, 90);
+    small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 100, 200, 3);
+    small_comm(&t, FSDP_OP_REDUCE_SCATTER, EMBED, 101, 150, 0, -1);
+    small_comm(&t, FSDP_OP_ALL_GATHER, H0, 102, 155, 0, -1);
+    small_use(&t, FSDP_LABEL_FINAL, FSDPI_TR_NO_NAME, 110, 160);
+    small_job(&t, 1, ranks, &job);
+    CHECK_EQ_INT(fsdpi_why_make(&job, &y), 1);
+    CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], 850000);
+    CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], 500000);
+    fsdpi_why_end(&y);
+}
+
 /* ---- fsdptrace why ---------------------------------------------------------------------------- */
 
 static char output[16384];
@@ -789,8 +830,8 @@ TEST_P(why, what_would_help, devices) {
 }
 
 /* Of random programs the simulation of what was recorded takes as long as the record says: inline
-   to 6 %, of steps of some 20 us; on streams it is not known when COMPUTE has come to calls that issue nothing there, and
-   what is farther off than 15 % is not computed. */
+   to 6 %, of steps of some 20 us. On streams it is not known when COMPUTE has come to calls that
+   issue nothing there; what is farther off than 15 % is not computed. */
 TEST_P(why, simulation_reproduces_the_record, devices) {
     static bed d;
     int said = 0, refused = 0;
@@ -799,7 +840,7 @@ TEST_P(why, simulation_reproduces_the_record, devices) {
         snprintf(dir, sizeof dir, "%s/%d", h_tmpdir(), (int)seed);
         bed_draw(&d, h_seed() + seed, row->async);
         d.net.sets &= PLAN_LISTS; /* a hook takes time that nobody can know */
-        if (row->async) { /* nor how the work behind calls without a record of COMPUTE is divided */
+        if (row->async) { /* nor how the work behind calls without records on COMPUTE is divided */
             int order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
             d.net.num_calls = 0;
             plan_visit(&d.net, order, d.net.num_units);
