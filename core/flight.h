@@ -149,15 +149,15 @@ static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
         return strerror(error);
     }
     fsdpi_flight_record *f = (fsdpi_flight_record *)at;
-    struct fsdpi_timespec real;
-    (void)fsdpi_clock_gettime(0 /* CLOCK_REALTIME */, &real);
     f->bytes = (uint32_t)sizeof *f;
     f->rank = w->rank;
     f->size = w->size;
     f->pid = (int32_t)getpid();
     f->pid_began = fsdpi_process_began(f->pid, NULL);
-    f->real_ns = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
+    struct fsdpi_timespec real;
+    (void)fsdpi_clock_gettime(0 /* CLOCK_REALTIME */, &real);
     f->opened_ns = f->call_ns = fsdpi_now(w);
+    f->real_ns = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     (void)fsdpi_gethostname(f->host, sizeof f->host - 1);
     snprintf(f->job, sizeof f->job, "%s", w->job);
     snprintf(f->backend, sizeof f->backend, "%s", w->comm_ops ? w->comm_ops->name : "none");

@@ -241,8 +241,10 @@ static int read_all(const char *dir, const char *wanted) {
         const int64_t lived = f->ended_ns > 0 && f->ended_ns < (int64_t)1 << 61
                                   ? f->ended_ns - f->opened_ns
                                   : 0;
-        const int is_old = f->state != FSDPI_FLIGHT_RUNS && // it ended before the last rank began
-                           f->real_ns + lived < last->real_ns;
+        // It ended before the last rank began. Clocks of ranks may differ by what a rank was not
+        // scheduled for while it read two of them.
+        const int is_old = f->state != FSDPI_FLIGHT_RUNS &&
+                           f->real_ns + lived + 1000000000 < last->real_ns;
         if (!is_old) r->f = f;
     }
     free(files);
@@ -307,8 +309,10 @@ static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op 
     if (o->kind >= FSDP_OP_COUNT) return;
     if (o->comm > 0 && r->f->comm[o->comm].number > 2)
         fsdpi_say(t, " in '%s'", r->f->comm[o->comm].name);
-    fsdpi_say(t, " (%sstep %u, op %u)", o->state < FSDP_STATE_COUNT ? states[o->state] : "",
-              o->step, o->seq);
+    if (o->label == FSDP_LABEL_WORLD) fsdpi_say(t, " (op %u)", o->seq); // of no step
+    else
+        fsdpi_say(t, " (%sstep %u, op %u)", o->state < FSDP_STATE_COUNT ? states[o->state] : "",
+                  o->step, o->seq);
 }
 
 static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
@@ -340,6 +344,25 @@ static void say_call(fsdpi_text *t, const record *r) {
     fsdpi_say(t, ", %.1f s ago", seconds(r, f->call_ns));
 }
 
+static const record *first_failure(int *rank) {
+    const record *first = NULL;
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        if (!r->f || r->f->state != FSDPI_FLIGHT_FAILED) continue;
+        if (first && first->f->ended_ns + first->shift <= r->f->ended_ns + r->shift) continue;
+        first = r;
+        *rank = k;
+    }
+    return first;
+}
+
+// Did its process end before the others noticed? If all were killed together, none did.
+static int has_died(const record *r) {
+    int rank;
+    return r->f && r->f->state == FSDPI_FLIGHT_RUNS && r->process == ENDED &&
+           (!job.is_over || first_failure(&rank));
+}
+
 // Why a rank is not in the operation that others wait in.
 static void say_situation(fsdpi_text *t, int rank) {
     const record *r = &job.of[rank];
@@ -356,9 +379,9 @@ static void say_situation(fsdpi_text *t, int rank) {
         say_operation(t, r, &r->op[0]);
         fsdpi_say(t, ", for %.1f s", seconds(r, r->op[0].begin_ns));
     } else say_call(t, r);
-    if (r->process == STOPPED) fsdpi_say(t, "; process %d is stopped (SIGSTOP)", (int)r->f->pid);
-    if (r->process == ENDED && !job.is_over)
-        fsdpi_say(t, "; process %d has ended", (int)r->f->pid);
+    static const char *const states[] = {"runs", "is stopped (SIGSTOP)", "has died", ""};
+    if (r->process < ELSEWHERE && (r->process != ENDED || has_died(r)))
+        fsdpi_say(t, "; process %d %s", (int)r->f->pid, states[r->process]);
 }
 
 /* ---- findings -------------------------------------------------------------------------------- */
@@ -553,18 +576,6 @@ static void put_findings(const char *key, const findings *all) {
     putchar(']');
 }
 
-static const record *first_failure(int *rank) {
-    const record *first = NULL;
-    for (int k = 0; k < job.size; k++) {
-        const record *r = &job.of[k];
-        if (!r->f || r->f->state != FSDPI_FLIGHT_FAILED) continue;
-        if (first && first->f->ended_ns + first->shift <= r->f->ended_ns + r->shift) continue;
-        first = r;
-        *rank = k;
-    }
-    return first;
-}
-
 static void print_json(const set *missing, const char *advice) {
     int rank = -1;
     const record *failed = first_failure(&rank);
@@ -633,7 +644,8 @@ static void print_text(const set *missing, const char *advice) {
     }
     const record *failed = first_failure(&rank);
     if (failed) {
-        printf("rank %d failed first, %.1f s ago: ", rank, seconds(failed, failed->f->ended_ns));
+        printf("rank %d was the first to report an error, %.1f s ago: ", rank,
+               seconds(failed, failed->f->ended_ns));
         put_safe(stdout, failed->f->failure);
         putchar('\n');
     }
@@ -641,6 +653,18 @@ static void print_text(const set *missing, const char *advice) {
     print_findings(&others, NULL);
     print_findings(&parts, NULL);
     printf("%s\n", advice);
+}
+
+// With those that the others wait for: by the first of them.
+static const char *what_to_do(void) {
+    const record *r = &job.of[others.list[0].ranks.ranks[0]];
+    if (r->f && r->f->state == FSDPI_FLIGHT_SHUT_DOWN)
+        return "The others wait for a rank that has left before them: do all make as many steps?";
+    if (r->process == STOPPED) return "The others wait for a process that is stopped: continue it.";
+    if (has_died(r))
+        return "The others wait for a process that has died: look at its output, and whether the "
+               "system has killed it for memory.";
+    return "The others wait for these ranks: look at what they do.";
 }
 
 static int hang(const char *dir, const char *wanted, double after, int json) {
@@ -667,8 +691,9 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
             all_wait &= job.of[others.list[i].ranks.ranks[k]].num > 0;
     const char *advice =
         parts.num || all_wait
-                      ? "The ranks make different calls: look at what the program does before them."
-        : others.num  ? "The others wait for these ranks: look at what they do."
+            ? "The ranks make different calls, or the same with other arguments: look at what the "
+              "program does before them."
+        : others.num  ? what_to_do()
         : waits.num   ? "All ranks of the group are in it: look at network, GPUs and load."
         : is_lost     ? "No rank waits. Processes have ended without fsdp_shutdown."
                       : "No rank waits.";
