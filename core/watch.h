@@ -143,7 +143,8 @@ FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int
     }
     for (const fsdp_mesh *mesh = world->meshes; mesh; mesh = mesh->next)
         for (int d = 0; d < mesh->ndim; d++)
-            if (!mesh->borrowed[d] && (comm == mesh->gather_comm[d] || comm == mesh->reduce_comm[d]))
+            if (!mesh->borrowed[d] &&
+                (comm == mesh->gather_comm[d] || comm == mesh->reduce_comm[d]))
                 return fsdpi_comm_members(mesh, d, mesh->shape[d], out);
     for (const fsdpi_subgroup *sub = world->subgroups; sub; sub = sub->next)
         if (comm == sub->comm) return fsdpi_comm_members(sub->mesh, sub->dim, sub->size, out);

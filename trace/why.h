@@ -113,7 +113,7 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
         fsdpi_why_span *s = owner[k] ? &step->spans[owner[k] - 1] : NULL;
         const int64_t ns = cuts[k + 1] - cuts[k];
         if (cuts[k] < step->begin || cuts[k] >= step->end) continue;
-        step->part[s ? s->part : FSDPI_WHY_COMPUTE] += ns;
+        step->part[s ? s->part : (uint8_t)FSDPI_WHY_COMPUTE] += ns;
         if (s) s->own += ns;
         if (s && s->late) step->late += ns;
         if (under[k]) step->comm += ns;
