@@ -743,6 +743,23 @@ TEST(why, half_is_not_steady) {
               "%s", text);
 }
 
+/* A slot that was taken before the trace began shows by its release. */
+TEST(why, slots_from_before) {
+    static small t;
+    fsdpi_tr_rank ranks[1];
+    fsdpi_tr_job job;
+    char text[4096];
+    small_begin(&t, 0, 1);
+    t.step[0].first_seq = 1, t.rank.num_steps = 1;
+    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 0, 100, 2);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 6, 1000000, 1);
+    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 5, 2000000, 2);
+    small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 100, 200, 0);
+    small_job(&t, 1, ranks, &job);
+    small_screen(&job, text, sizeof text);
+    CHECK_MSG(strstr(text, "gathered parameters 3.0 (embed, h.0)"), "%s", text);
+}
+
 /* With lanes the caller's thread may wake up late, when another stream has ended something, too. */
 TEST(why, late_wake_up) {
     static small t;
