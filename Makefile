@@ -27,8 +27,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-FOLDERS  := core plan dtensor optim muon checkpoint safetensors backends
-PARTS    := $(wildcard $(patsubst %,%/*.h,$(FOLDERS)))
+PARTS    := $(wildcard $(addsuffix /*.h,core plan dtensor optim muon checkpoint safetensors trace backends))
 PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/probe_*.c))))
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
@@ -194,9 +193,10 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) $(SANFLAGS) -o $@ $< $(LIBRARY).a $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 run: ## train a small GPT on 4 ranks; 3 ranks go on from its checkpoint
-	@$(SUBMAKE) $(GPT)
+	@$(SUBMAKE) $(GPT) tools/fsdptrace
 	@rm -rf $(BUILD)/run
-	examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
+	FSDP_TRACE=$(BUILD)/run/trace examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
+	tools/fsdptrace why --brief $(BUILD)/run/trace
 	examples/gpt/train_gpt --ranks 3 --save $(BUILD)/run --resume --steps 1010
 
 gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples

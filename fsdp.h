@@ -1642,6 +1642,7 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 #include "core/options.h"
 #include "core/predict.h"
 #include "core/spawn.h"
+#include "trace/record.h" // an extension that every program has: FSDP_TRACE, docs/see.md
 #endif // FSDP_MATH_ONLY
 #endif // FSDP_IMPLEMENTATION
 

@@ -230,6 +230,14 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
     return status;
 }
 
+static fsdp_commit_hook *fsdpi_commit_hooks;
+
+FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook) {
+    if (!hook || !hook->fn) return;
+    hook->next = fsdpi_commit_hooks;
+    fsdpi_commit_hooks = hook;
+}
+
 static fsdp_status fsdpi_commit(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || m->committed) return status;
@@ -255,6 +263,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     m->committed = 1;
     m->layout++;
     fsdpi_tell_layout(m);
+    int is_first = m->layout == 1 && m->world->models; // the world of a prediction lists none
+    for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
     return FSDP_OK;
 }
 

@@ -10,6 +10,7 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
+#include "flight.h"
 #include "guard.h"
 #include "objects.h"
 #include "ops.h"
@@ -52,6 +53,12 @@ FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
                   : -1;
     return i < 0 ? -1 : FSDP_POOL_COUNT + i;
 }
+
+FSDP_API int64_t fsdp_now(const fsdp_world *world) { return world ? fsdpi_now(world) : 0; }
+
+FSDP_API const char *fsdp_world_job(const fsdp_world *world) { return world ? world->job : ""; }
+
+FSDP_API int fsdp_model_number(const fsdp_model *model) { return model ? model->number : 0; }
 
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream) {

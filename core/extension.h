@@ -232,6 +232,36 @@ FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven);
 FSDP_API int fsdp_is_uneven(const fsdp_model *model);
 
+/* fsdp_now          - nanoseconds on the world's clock, as `ran` gets them
+   fsdp_world_job    - the name of the job, or ""; valid until fsdp_shutdown
+   fsdp_model_number - how many models of its world were made before it
+   fsdp_comm_ranks   - world ranks of the members of a group, in order of position
+   out         room for them, or NULL
+   Result      ranks: their number; 0: it is no group of this world
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int64_t fsdp_now(const fsdp_world *world);
+FSDP_API const char *fsdp_world_job(const fsdp_world *world);
+FSDP_API int fsdp_model_number(const fsdp_model *model);
+FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out);
+
+/* fsdp_model_desc_get - the options of a model, with defaults filled in; mesh as the desc gave it
+   fsdp_unit_desc_get  - those of a unit as they are now, without params, mesh and mesh_info
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out);
+FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out);
+
+/* fsdp_on_commit - from now on call fn at the end of the first commit of each model of the process:
+   it may attach extensions, and communicate over the model's mesh. So an extension comes to models
+   of programs that do not call it
+   hook        not copied: it lives as long as the process. Give it before the first world is made
+   Thread      any, one at a time */
+typedef struct fsdp_commit_hook {
+    void (*fn)(fsdp_model *model);
+    struct fsdp_commit_hook *next; // the library's
+} fsdp_commit_hook;
+FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook);
+
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
    compare all bytes given so far in the next collective of a unit; different ones are a MISMATCH
    data        nbytes bytes, copied; without padding, which may differ

@@ -101,6 +101,7 @@ static fsdp_status fsdpi_model_create(fsdp_world *world, const fsdp_model_desc *
                fsdpi_mesh_numel(m->info.mesh);
     if (m->info.shard_mesh_dim >= 0)
         m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
+    m->number = world->num_models++;
     m->next = world->models;
     world->models = m;
     fsdpi_watch(m);

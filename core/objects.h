@@ -63,7 +63,7 @@ struct fsdp_world {
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     fsdpi_timeline *timeline;             // FSDPI_NATIVE: records whose times are awaited, or NULL
     fsdpi_flight_record *flight;          // the flight record, or NULL
-    int32_t num_comms;                    // numbers given to communicators so far
+    int32_t num_comms, num_models;        // numbers given to communicators and models so far
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
     fsdp_mesh *meshes;         // all of this world
@@ -327,7 +327,7 @@ struct fsdp_model {
     int grad_hooks; // post_accumulate hooks have been set
     const fsdp_unit *outside; // a unit whose mesh has ranks that the model's mesh lacks, or NULL
     fsdp_unit **units;
-    int num_units, cap_units, num_params;
+    int num_units, cap_units, num_params, number; // number: in the world
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
     fsdpi_class *classes;
     int num_classes, cap_classes;

@@ -162,6 +162,27 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     return t.used;
 }
 
+FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_desc_get", "model or out");
+    *out = model->desc;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out) {
+    static const fsdp_unit_desc none = FSDP_ZERO;
+    if (!unit || !out) return fsdpi_null(NULL, "unit_desc_get", "unit or out");
+    *out = none;
+    out->name = unit->desc.name;
+    out->num_params = unit->desc.num_params;
+    out->reshard_after_forward = unit->options.reshard_after_forward;
+    out->param_dtype = unit->desc.policy_dtype;
+    out->reduce_dtype = unit->desc.policy_reduce;
+    out->output_dtype = unit->desc.output_dtype;
+    out->keep_forward_inputs = unit->desc.keep_inputs;
+    out->user = unit->desc.user;
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
     if (!model || !out) return fsdpi_null(NULL, "model_counters", "model or out");
     *out = model->counters;

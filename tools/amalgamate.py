@@ -116,14 +116,20 @@ class Amalgamation:
     def with_heading(self, part):
         """A part's text, below those that it uses; of its first comment what one file has to say
         once is left out."""
-        comment, code = self.read(part).split("*/", 1)
+        text = self.read(part)
+        if "/" not in part:  # an extension's declarations: what implements it is in its own file
+            text = text.split("\n/* =====")[0] + "\n"
+        comment, code = text.split("*/", 1)
         paragraphs = re.split(r"\n\s*\n", comment.strip()[2:].strip())
         title, *rest = [self.without_place(p) for p in paragraphs if "SPDX-" not in p]
         title = title.split(" - ", 1)[-1]
         self.titles[part] = " ".join(title.split()).split(":")[0]
         comment = "\n\n   ".join([title] + [p for p in rest if p])
         before = []
-        code = self.expand(part, TO_FRONT.sub("", code).lstrip("\n"), before)
+        front = TO_FRONT.search(code)
+        if front and f'/{self.parts[0]}"' in front.group() or self.parts[0] != "fsdp.h":
+            code = TO_FRONT.sub("", code)
+        code = self.expand(part, code.lstrip("\n"), before)
         return f"{''.join(before)}{self.heading(part)}\n   {comment} */\n\n{code}\n"
 
     def without_place(self, paragraph):

@@ -62,7 +62,7 @@ gate_alone() { # HEADER'S STEM
 gate_parts() { # COMPILER STANDARD
     local h flags
     for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h optim/*.h muon/*.h checkpoint/*.h \
-        backends/*.h; do
+        trace/*.h backends/*.h; do
         case $h in
         *nccl.h | *cuda.h | *cuda_gemm.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
         *) flags= ;;
@@ -312,7 +312,7 @@ gate_mutations() {
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
     tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
-        --scratch "$work/mutate" --file core dtensor optim muon plan checkpoint safetensors fsdp \
+        --scratch "$work/mutate" --file core dtensor optim muon plan checkpoint safetensors trace fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }

@@ -36,9 +36,9 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
-PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h") + glob.glob("optim/*.h") +
-              glob.glob("muon/*.h") +
-              glob.glob("checkpoint/*.h") + glob.glob("safetensors/*.h"))  # parts of extensions
+PLAN = sorted(path for folder in ("plan", "dtensor", "optim", "muon", "checkpoint", "safetensors",
+                                  "trace")
+              for path in glob.glob(f"{folder}/*.h"))  # parts of extensions
 DECLARES = HEADERS + glob.glob("core/extension.h")
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]

@@ -1,7 +1,9 @@
-/* fsdptrace.c - which ranks of a job wait, for what, and for whom
+/* fsdptrace.c - which ranks of a job wait, for what, and for whom; where the time of a step went
 
        cc -O2 -o fsdptrace tools/fsdptrace.c -pthread -lm
        ./fsdptrace hang DIR
+       ./fsdptrace why DIR
+       ./fsdptrace json DIR -o trace.json
 
    `hang` reads the flight records that FSDP_FLIGHT_RECORD=DIR has left: of a job that runs, hangs,
    has failed or was killed. docs/see.md explains what it prints. Linux.
@@ -11,12 +13,15 @@
 #define FSDP_IMPLEMENTATION
 #define FSDP_STATIC
 #define FSDP_NO_BACKEND
+#define FSDP_BACKEND_FAKE
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
-#include "../fsdp.h"
+#include "../fsdp_trace.h"
+#include "fsdptrace_helps.h"
+#include "fsdptrace_json.h"
 #pragma GCC diagnostic pop
-#include "put_safe.h"
 #include <dirent.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -551,15 +556,7 @@ static int by_seconds(const void *a, const void *b) {
 
 /* ---- what is printed ------------------------------------------------------------------------- */
 
-static void put_json(const char *text) {
-    putchar('"');
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '"' || *c == '\\') printf("\\%c", *c);
-        else if (*c >= 0x20 && *c < 0x7f) putchar(*c);
-        else printf("\\u%04x", *c);
-    }
-    putchar('"');
-}
+static void put_json(const char *text) { json_text(stdout, text); }
 static void put_ranks(const set *s) {
     putchar('[');
     for (int i = 0; i < s->num; i++) printf("%s%d", i ? ", " : "", s->ranks[i]);
@@ -705,6 +702,74 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
     return hangs || is_lost ? EXIT_WAITS : 0;
 }
 
+/* ---- why ------------------------------------------------------------------------------------- */
+
+// The lines of a text; names in it are of strangers.
+static void put_lines(const char *text) {
+    for (const char *line = text, *end; *line; line = *end ? end + 1 : end) {
+        char part[16384];
+        end = line + strcspn(line, "\n");
+        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
+        put_safe(stdout, part);
+        putchar('\n');
+    }
+}
+
+static int why(const char *dir, const char *wanted, int force, int brief) {
+    char text[16384] = "";
+    fsdpi_tr_job traces;
+    fsdpi_why y;
+    fsdpi_why_text t = {text, sizeof text, 0, 0};
+    if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    const int made = fsdpi_why_make(&traces, &y);
+    const double percent = 100 / fmax(1, (double)(y.step.end - y.step.begin));
+    if (made > 0) fsdpi_why_screen(&y, &t);
+    if (made > 0 && brief)
+        printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
+               (int)strcspn(text, "(") - 1, text,
+               percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
+               percent * (double)fsdpi_why_exposed(&y.step),
+               percent * (double)fsdpi_why_host(&y.step));
+    else put_lines(text);
+    const char *last = strstr(text, "who came last");
+    if (made > 0 && !helps_print(&y, t.digits) && brief && last)
+        printf("%.*s\n", (int)strcspn(last, "\n"), last);
+    fsdpi_why_end(&y);
+    fsdpi_tr_free(&traces);
+    return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
+}
+
+/* ---- json ------------------------------------------------------------------------------------ */
+
+// A file is there whole, or not at all.
+static int write_json(const char *dir, const char *wanted, int force, const char *path) {
+    char text[1024] = "", made[4096];
+    fsdpi_tr_job traces;
+    if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    if ((size_t)snprintf(made, sizeof made, "%s.new", path) >= sizeof made)
+        return fail(path, "the path is too long");
+    FILE *to = fopen(made, "w");
+    if (!to) return fail(path, strerror(errno));
+    int bad = json_write(&traces, to, text, sizeof text);
+    if (fflush(to) || ferror(to)) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (fclose(to) && !bad) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (!bad && rename(made, path)) bad = 1, snprintf(text, sizeof text, "%s", strerror(errno));
+    if (bad) (void)unlink(made);
+    for (int k = 0; k < traces.num && !bad; k++) {
+        const fsdpi_tr_rank *r = &traces.rank[k];
+        if (r->head.dropped)
+            printf("rank %d: %llu records had no room in the trace\n", r->head.rank,
+                   (unsigned long long)r->head.dropped);
+        if (r->error_ns < 0) printf("rank %d: its clock was not compared\n", r->head.rank);
+        if (r->error_ns > 0)
+            printf("rank %d: its clock is known to %.1f us\n", r->head.rank,
+                   (double)r->error_ns / 1000);
+    }
+    if (!bad) printf("%s: ranks: %d of %d\n", path, traces.num, traces.size);
+    fsdpi_tr_free(&traces);
+    return bad ? fail(path, text) : 0;
+}
+
 /* ---- arguments ------------------------------------------------------------------------------- */
 
 static void usage(FILE *to) {
@@ -712,33 +777,48 @@ static void usage(FILE *to) {
           "Says which ranks wait in which operation and for whom, from the flight records in DIR:\n"
           "run the job with FSDP_FLIGHT_RECORD=DIR. Without --job: of the job that began last.\n"
           "Exit status: 0: no rank waits longer than --after (10) seconds; 1: some do, or the job\n"
-          "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n",
+          "has failed or was killed; 2: the records cannot be read, or an argument is wrong.\n"
+          "\n"
+          "       fsdptrace why DIR [--job NAME] [--force] [--brief]\n"
+          "       fsdptrace json DIR -o FILE [--job NAME] [--force]\n"
+          "Says where the time of a step went, or writes what Perfetto opens, from the traces in\n"
+          "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not\n"
+          "compared.\n",
           to);
 }
 
 int main(int argc, char **argv) {
-    const char *dir = NULL, *wanted = NULL;
+    const char *dir = NULL, *wanted = NULL, *to = NULL, *verb = argc > 2 ? argv[1] : "";
     double after = 10;
-    int json = 0;
+    int json = 0, force = 0, brief = 0;
     if (argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"))) {
         usage(stdout);
         return 0;
     }
-    int bad = argc < 3 || strcmp(argv[1], "hang");
+    const int hangs = !strcmp(verb, "hang"), explains = !strcmp(verb, "why");
+    const int writes = !strcmp(verb, "json");
+    int bad = !hangs && !explains && !writes;
+    (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
+    (void)unsetenv("FSDP_TRACE");
     for (int i = 2; i < argc && !bad; i++) {
         char *end = NULL;
-        if (!strcmp(argv[i], "--json")) json = 1;
+        if (hangs && !strcmp(argv[i], "--json")) json = 1;
+        else if (!hangs && !strcmp(argv[i], "--force")) force = 1;
+        else if (explains && !strcmp(argv[i], "--brief")) brief = 1;
+        else if (writes && !strcmp(argv[i], "-o") && i + 1 < argc) to = argv[++i];
         else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
-        else if (!strcmp(argv[i], "--after") && i + 1 < argc) {
+        else if (hangs && !strcmp(argv[i], "--after") && i + 1 < argc) {
             after = strtod(argv[++i], &end);
             bad = *end || end == argv[i] || !(after >= 0);
         } else if (argv[i][0] != '-' && !dir) dir = argv[i];
         else bad = 1;
     }
-    if (bad || !dir) {
+    if (bad || !dir || writes != (to != NULL)) {
         usage(stderr);
         return EXIT_UNREADABLE;
     }
-    int status = hang(dir, wanted, after, json);
+    int status = hangs      ? hang(dir, wanted, after, json)
+                 : explains ? why(dir, wanted, force, brief)
+                            : write_json(dir, wanted, force, to);
     return fflush(stdout) || ferror(stdout) ? fail("standard output", strerror(errno)) : status;
 }

@@ -60,6 +60,7 @@ typedef struct {
     int tp;               // ranks that cut each block; behind fsdp_dtensor.h
     int plan;             // behind fsdp_plan.h
     const char *plan_out; // NULL: none
+    const char *trace_dir; // behind fsdp_trace.h. NULL: none
     uint64_t seed;
     const char *data_path; // NULL: the project's own sources and documents
     const char *csv_path;  // NULL: none
@@ -273,6 +274,9 @@ static const char HELP[] =
     "  --plan           record the second step and replay it from the third one on\n"
     "  --plan-out FILE  the same, and write the plan as text\n"
 #endif
+#ifdef FSDP_TRACE_H
+    "  --trace DIR      record steps 3 to 5 in DIR, and tell at the end where their time went\n"
+#endif
 #ifdef FSDP_CHECKPOINT_H
     "  --save DIR       save checkpoints below DIR: at the end, and while it trains\n"
     "  --save-every N   after every N steps (0: only at the end)\n"
@@ -440,6 +444,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
 #ifdef FSDP_PLAN_H
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
 #endif
+#ifdef FSDP_TRACE_H
+        {"trace", 1, NULL, 'e'},
+#endif
 #ifdef FSDP_CHECKPOINT_H
         {"save", 1, NULL, 'w'}, {"resume", 0, NULL, 'u'},   {"async", 0, NULL, 'a'},
 #endif
@@ -498,6 +505,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         } else if (c == 'o') {
             opt->plan = 1;
             opt->plan_out = optarg;
+        } else if (c == 'e') {
+            if (setenv("FSDP_TRACE", optarg, 1)) bad = impossible("--trace: %s", strerror(errno));
+            opt->trace_dir = optarg;
         } else if (c == 'w') {
             if (!*optarg) bad = impossible("--save '': expected the name of a directory");
             opt->save_dir = optarg;
@@ -985,6 +995,21 @@ static fsdp_status show_sample(trainer *t) {
     return status;
 }
 
+#ifdef FSDP_TRACE_H
+/* Where the time of the traced steps went. All ranks have written their files by then. */
+static fsdp_status show_trace(const trainer *t) {
+    const char *dir = t->j->opt.trace_dir;
+    char text[8192];
+    fsdp_status status = fsdp_trace_stop((fsdp_trace *)fsdp_find_extension(t->model, "trace"));
+    if (!status) status = fsdp_barrier(t->world);
+    if (status || t->rank != 0) return status;
+    status = fsdp_trace_report(dir, text, sizeof text);
+    printf("\n%s%s", text, status ? "\n" : "");
+    if (!status) printf("fsdptrace why %s tells, too, what would help\n", dir);
+    return FSDP_OK;
+}
+#endif
+
 /* Host memory of this rank and the csv; what fsdp.h made ends with the world. */
 static fsdp_status open_rank(trainer *t) {
     const options *opt = &t->j->opt;
@@ -1076,6 +1101,9 @@ static int run_rank(fsdp_world *world, void *arg) {
         if (t->model) show_traffic(t, &counters);
         show_curve(t);
     }
+#ifdef FSDP_TRACE_H
+    if (!status && t->model && t->j->opt.trace_dir) status = show_trace(t);
+#endif
     return (int)close_rank(t, status);
 }
 

@@ -35,6 +35,7 @@
 #include "fsdp_plan.h"       // fsdp_plan_*
 #include "fsdp_dtensor.h"    // fsdp_tp_*, fsdp_redistribute
 #include "fsdp_checkpoint.h" // fsdp_checkpoint_*
+#include "fsdp_trace.h"      // fsdp_trace_*
 
 #define PROGRAM "train_gpt"
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these

@@ -659,6 +659,41 @@ TEST_P(gpt, killed_rank, victims) {
     for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // nobody is left
 }
 
+/* ---- --trace --------------------------------------------------------------------------------- */
+
+typedef struct trace_row {
+    const char *name, *prefix, *options;
+} trace_row;
+static const trace_row traces[] = {{"inline", "", "--ranks 2"},
+                                   {"lanes", "env FSDP_LANES=2", "--ranks 2"},
+                                   {"plan", "", "--ranks 2 --plan"},
+                                   {"short", "", "--ranks 1 --steps 5"}};
+
+/* The number behind a text of the output. */
+static double behind(const char *text) {
+    const char *at = strstr(out_text, text);
+    CHECK_MSG(at != NULL, "expected '%s' in: %s", text, out_text);
+    return at ? strtod(at + strlen(text), NULL) : 0;
+}
+
+/* A training ends with the screen that says where its time went. */
+TEST_P(gpt, trace, traces) {
+    char text[512], args[2048], dir[512];
+    snprintf(args, sizeof args,
+             "--data %s --steps 8 --batch 4 --context 32 --layers 2 --heads 2 --channels 32 --trace %s "
+             "%s",
+             write_text(text, TEXT_NBYTES), in_tmpdir(dir, "trace"), row->options);
+    CHECK_EQ_INT(finish(start(row->prefix, args)), 0);
+    CHECK_EQ_STR(err_text, "");
+    const double step = behind("\n\nstep "), compute = behind("\n  compute "),
+                 exposed = behind("\n  exposed "), host = behind("\n  host ");
+    CHECK(compute > 0 && host > 0 && exposed >= 0);
+    CHECK_NEAR(compute + exposed + host, step, 0.02); /* as far as digits are printed */
+    after("\nmemory");
+    const int is_inline = strcmp(row->name, "lanes") != 0;
+    CHECK_EQ_INT(strstr(out_text, "inline: nothing is hidden") != NULL, is_inline);
+}
+
 /* ---- checkpoints ----------------------------------------------------------------------------- */
 
 /* A training of 50 steps that saves behind each 20 of them and at its end into the directory `dir`

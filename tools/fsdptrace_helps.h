@@ -1,0 +1,371 @@
+/* fsdptrace_helps.h - what would make a recorded step shorter: it is simulated again, with one
+   option changed
+
+   The model of a trace is made once more, in a world without peers whose memory is addresses only
+   (backends/fsdp_fake.h), as tools/fsdpfit does. There its calls are rehearsed, and
+   fsdp_plan_simulate tells how long they take under the costs that the trace has.
+
+   SPDX-License-Identifier: MIT */
+#ifndef FSDP_TOOLS_FSDPTRACE_HELPS_H
+#define FSDP_TOOLS_FSDPTRACE_HELPS_H
+
+#include "../backends/fsdp_fake.h"
+#include "../fsdp_plan.h"
+#include "../fsdp_trace.h"
+#include "put_safe.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { HELPS_UNITS = 3, HELPS_LINES = 3, HELPS_OPTIONS = HELPS_UNITS + 5, HELPS_AHEAD = 64 };
+#define HELPS_MOST_ERROR 0.15 // of a simulation beside the record
+#define HELPS_LEAST_GAIN 0.01 // of the step: what is less is not said
+
+// What a simulation has otherwise than the record. All zero: nothing.
+typedef struct helps_option {
+    const char *text;
+    int reshards;        // 1 + the unit that never reshards; -1: all
+    int overlaps;        // worker threads in place of inline
+    int prefetches;      // forward gathers the next unit ahead
+    int planned, slots;  // slots that a plan has more
+    int64_t gain, bytes; // nanoseconds; of slots
+} helps_option;
+
+typedef struct helps {
+    const fsdpi_why *why;
+    const fsdpi_tr_rank *rank;
+    const fsdpi_tr_record **calls; // the program of the step
+    int num_calls, shards, replicas, plain; // plain: reductions do not scale: copies do
+    int leads;     // 1: COMPUTE is at work before the first call, whose gather is under way by then
+    int64_t *work; // [leads + num_calls] of the caller behind each
+    fsdp_plan_cost cost;
+    int64_t plan_bytes; // of a plan with as many slots as it takes
+} helps;
+
+/* ---- the program and its costs --------------------------------------------------------------- */
+
+// Least squares: latency + bytes / rate, of the full side of collectives over so many ranks. If all
+// have as many bytes, a rate cannot be told.
+static void helps_fit(const helps *h, int kind, double ranks, double *latency, double *rate) {
+    const double full = ranks < 2 ? 1 : ranks / (ranks - 1) / (kind == FSDP_OP_ALL_REDUCE ? 2 : 1);
+    double n = 0, x = 0, y = 0, xx = 0, xy = 0;
+    for (uint64_t i = 0; i < h->rank->num_records; i++) {
+        const fsdpi_tr_record *r = &h->rank->records[i];
+        if (r->kind != kind || r->label == FSDP_LABEL_CLIP || r->label == FSDP_LABEL_WORLD) continue;
+        if (r->begin_ns < h->why->step.begin || r->end_ns > h->why->step.end) continue;
+        const double bytes = full * (double)r->bytes, ns = (double)(r->end_ns - r->begin_ns);
+        n++, x += bytes, y += ns, xx += bytes * bytes, xy += bytes * ns;
+    }
+    const double spread = n * xx - x * x;
+    double slope = fmax(0, spread > 1e-6 * xx * n ? (n * xy - x * y) / spread : 0);
+    *latency = n > 0 ? (y - slope * x) / n : 0;
+    if (*latency < 0) *latency = 0, slope = x > 0 ? y / x : 0;
+    *rate = slope > 0 ? 1 / slope : 0;
+}
+
+/* The caller's work behind a call: until the next one begins. On streams: from the last record of
+   the call on COMPUTE until COMPUTE comes to the next one. */
+static int64_t helps_work(const helps *h, int i) {
+    const fsdpi_tr_record *call = h->calls[i];
+    const int is_last = i + 1 == h->num_calls;
+    int64_t begin = call->end_ns, end = is_last ? h->why->step.end : h->calls[i + 1]->begin_ns;
+    uint32_t next = UINT32_MAX;
+    int has = h->rank->head.run != FSDP_RUN_STREAMS;
+    if (!has) end = h->why->step.end;
+    for (uint64_t k = 0; k < h->rank->num_records; k++) {
+        const fsdpi_tr_record *r = &h->rank->records[k];
+        if (h->rank->head.run != FSDP_RUN_STREAMS || !fsdpi_why_on_compute(h->rank, r)) continue;
+        if (fsdpi_why_has(call, r->seq)) begin = r->end_ns, has = 1;
+        else if (r->seq > call->seq && r->seq < next && !is_last)
+            next = r->seq, end = r->begin_ns - r->waited_ns;
+    }
+    return has && end > begin ? end - begin : 0;
+}
+
+// On streams the host has made the first call before COMPUTE comes to it: the time until then.
+static int64_t helps_lead(const helps *h) {
+    const fsdpi_tr_record *call = h->calls[0], *first = NULL;
+    for (uint64_t k = 0; k < h->rank->num_records; k++) {
+        const fsdpi_tr_record *r = &h->rank->records[k];
+        if (fsdpi_why_has(call, r->seq) && fsdpi_why_on_compute(h->rank, r) &&
+            (!first || r->seq < first->seq))
+            first = r;
+    }
+    const int known = first && h->rank->head.run == FSDP_RUN_STREAMS &&
+                      call->label == FSDP_CALL_PRE_FORWARD;
+    return known ? first->begin_ns - first->waited_ns - h->why->step.begin : 0;
+}
+
+static int helps_by_seq(const void *a, const void *b) {
+    const uint32_t x = (*(const fsdpi_tr_record *const *)a)->seq,
+                   y = (*(const fsdpi_tr_record *const *)b)->seq;
+    return x < y ? -1 : x > y;
+}
+
+// 0, or what stands in the way.
+static const char *helps_begin(helps *h, const fsdpi_why *y) {
+    const fsdpi_tr_rank *rank = y->step.rank;
+    const fsdpi_tr_step *step = rank->steps;
+    double bytes = 0, copying = 0, issuing = 0, ops = 0;
+    int copies = 0, reductions = 0;
+    memset(h, 0, sizeof *h);
+    h->why = y, h->rank = rank;
+    h->calls = (const fsdpi_tr_record **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
+    h->work = (int64_t *)calloc((size_t)rank->num_records + 2, sizeof *h->work);
+    if (!h->calls || !h->work) return "no memory";
+    if (!rank->num_units) return "there is no unit";
+    h->shards = rank->units[0].shards, h->replicas = rank->units[0].replicas;
+    for (uint64_t u = 0; u < rank->num_units; u++)
+        if (rank->units[u].shards != h->shards || rank->units[u].replicas != h->replicas ||
+            h->shards > FSDPI_FAKE_RANKS / h->replicas)
+            return "units have different meshes";
+    for (uint64_t p = FSDP_POOL_COUNT; p < rank->num_pools; p++)
+        if (!strcmp(fsdpi_tr_text(rank, rank->pools[p].name), "arena"))
+            return "the steps are planned already";
+    while (step->number != y->step.number) step++;
+    const int is_last = step + 1 == rank->steps + rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : step[1].first_seq - step->first_seq;
+    for (uint64_t i = 0; i < rank->num_records; i++) {
+        const fsdpi_tr_record *r = &rank->records[i];
+        const int is_call = r->kind == FSDPI_TR_CALL && r->label <= FSDP_CALL_FINALIZE;
+        if (is_call && r->seq - step->first_seq < length) {
+            if (r->label != FSDP_CALL_FINALIZE && r->what >= rank->num_units)
+                return "a call is of no unit";
+            h->calls[h->num_calls++] = r;
+            issuing += (double)(r->end_ns - r->begin_ns);
+        }
+        if (r->begin_ns < y->step.begin || r->end_ns > y->step.end) continue;
+        ops += r->kind < FSDP_OP_HOOK;
+        copies += r->kind == FSDP_OP_COPY && r->stream == FSDP_STREAM_REDUCE;
+        reductions += r->kind == FSDP_OP_REDUCE_SCATTER;
+        if (r->kind != FSDP_OP_COPY && r->kind != FSDP_OP_ZERO) continue;
+        bytes += (double)r->bytes, copying += (double)(r->end_ns - r->begin_ns);
+    }
+    qsort(h->calls, (size_t)h->num_calls, sizeof *h->calls, helps_by_seq);
+    if (!h->num_calls || h->calls[h->num_calls - 1]->label != FSDP_CALL_FINALIZE)
+        return "the step does not end with finalize";
+    fsdp_plan_cost *c = &h->cost;
+    helps_fit(h, FSDP_OP_ALL_GATHER, h->shards, &c->gather_latency_ns, &c->gather_bytes_per_ns);
+    helps_fit(h, FSDP_OP_REDUCE_SCATTER, h->shards, &c->reduce_latency_ns, &c->reduce_bytes_per_ns);
+    helps_fit(h, FSDP_OP_ALL_REDUCE, h->replicas, &c->replica_latency_ns, &c->replica_bytes_per_ns);
+    c->copy_bytes_per_ns = copying > 0 ? bytes / copying : 0;
+    if (rank->head.run != FSDP_RUN_STREAMS) issuing = (double)y->step.part[FSDPI_WHY_CALLS];
+    c->issue_ns = ops > 0 ? issuing / ops : 0;
+    h->plain = copies > 0 && copies >= reductions;
+    h->work[0] = helps_lead(h);
+    h->leads = h->work[0] > 0;
+    for (int i = 0; i < h->num_calls; i++) h->work[h->leads + i] = helps_work(h, i);
+    c->compute_ns = h->work, c->num_compute = h->leads + h->num_calls;
+    return NULL;
+}
+
+/* ---- the model, once more -------------------------------------------------------------------- */
+
+static fsdp_status helps_unit(const helps *h, fsdp_model *m, int u, const helps_option *o,
+                              const fsdpi_tr_param *from, fsdp_unit **out) {
+    const fsdpi_tr_unit *unit = &h->rank->units[u];
+    fsdp_param_desc *params = (fsdp_param_desc *)calloc((size_t)unit->num_params + 1,
+                                                        sizeof *params);
+    fsdp_unit_desc d = FSDP_ZERO;
+    if (!params) return FSDP_ERR_OUT_OF_MEMORY;
+    for (int i = 0; i < unit->num_params; i++) {
+        params[i].dtype = (fsdp_dtype)from[i].dtype, params[i].ndim = from[i].ndim;
+        params[i].shard_dim = from[i].shard_dim, params[i].frozen = !from[i].requires_grad;
+        memcpy(params[i].shape, from[i].shape, sizeof params[i].shape);
+    }
+    d.name = fsdpi_why_name(h->rank, (uint16_t)u);
+    d.params = params, d.num_params = unit->num_params;
+    d.param_dtype = (fsdp_dtype)unit->param_dtype, d.reduce_dtype = (fsdp_dtype)unit->reduce_dtype;
+    d.reshard_after_forward = o->reshards == -1 || o->reshards == u + 1
+                                  ? (int)FSDP_RESHARD_NEVER
+                                  : unit->reshard_after_forward;
+    fsdp_status status = fsdp_fully_shard(m, &d, out);
+    free(params);
+    return status;
+}
+
+// Units whose gathers a forward issues beside its own, as in the record; with the option: the next.
+static fsdp_status helps_prefetch(const helps *h, const helps_option *o, fsdp_unit **units) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < h->num_calls && !status; i++) {
+        const fsdpi_tr_record *call = h->calls[i];
+        fsdp_unit *ahead[HELPS_AHEAD];
+        int num = 0, next = i + 1;
+        if (call->label != FSDP_CALL_PRE_FORWARD) continue;
+        for (uint64_t k = 0; k < h->rank->num_records && num < HELPS_AHEAD; k++) {
+            const fsdpi_tr_record *r = &h->rank->records[k];
+            if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r->seq) &&
+                r->what != call->what && r->what < h->rank->num_units)
+                ahead[num++] = units[r->what];
+        }
+        while (next < h->num_calls && h->calls[next]->label != FSDP_CALL_PRE_FORWARD) next++;
+        if (o->prefetches && !num && next < h->num_calls && h->calls[next]->what != call->what)
+            ahead[num++] = units[h->calls[next]->what];
+        if (num) status = fsdp_set_modules_to_forward_prefetch(units[call->what], ahead, num);
+    }
+    return status;
+}
+
+static fsdp_status helps_step(const helps *h, fsdp_model *m, fsdp_unit **units) {
+    static fsdp_status (*const calls[])(fsdp_unit *) = {
+        fsdp_pre_forward, fsdp_post_forward, fsdp_pre_backward, fsdp_post_backward,
+        fsdp_unshard,     fsdp_wait,         fsdp_reshard};
+    fsdp_status status = h->leads ? fsdp_unshard(units[h->calls[0]->what]) : FSDP_OK;
+    for (int i = 0; i + 1 < h->num_calls && !status; i++) {
+        const int call = h->calls[i]->label;
+        fsdp_unit *u = call < FSDP_CALL_FINALIZE ? units[h->calls[i]->what] : NULL;
+        status = u ? calls[call](u) : fsdp_finalize_backward(m);
+        for (int k = 0; call == FSDP_CALL_PRE_BACKWARD && k < u->desc.num_params; k++)
+            if (u->params[k].requires_grad) (void)fsdp_grad(u, k);
+    }
+    if (!status) status = fsdp_finalize_backward(m);
+    if (!status) status = fsdp_params_changed(m);
+    return status ? status : fsdp_zero_grad(m);
+}
+
+static fsdp_status helps_model(const helps *h, const helps_option *o, fsdp_world *w,
+                               fsdp_model **m, fsdp_unit **units) {
+    const fsdpi_tr_header *head = &h->rank->head;
+    const fsdpi_tr_param *params = h->rank->params;
+    fsdp_mesh_desc md = FSDP_ZERO;
+    fsdp_model_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh = NULL;
+    md.ndim = 2, md.shape[0] = h->replicas, md.shape[1] = h->shards;
+    md.names[0] = "replicas", md.names[1] = "shards";
+    fsdp_status status = h->replicas > 1 ? fsdp_mesh_create(w, &md, &mesh) : FSDP_OK;
+    d.mesh = mesh, d.param_dtype = (fsdp_dtype)head->param_dtype;
+    d.reduce_dtype = (fsdp_dtype)head->reduce_dtype, d.grad_dtype = (fsdp_dtype)head->grad_dtype;
+    d.reshard_after_forward = head->reshard_after_forward, d.cpu_offload = head->cpu_offload;
+    d.implicit_prefetch = head->implicit_prefetch, d.prefetch_bytes = head->prefetch_bytes;
+    d.direct_min = head->direct_min;
+    if (!status) status = fsdp_model_create(w, &d, m);
+    for (int u = 0; u < (int)h->rank->num_units && !status; u++) {
+        status = helps_unit(h, *m, u, o, params, &units[u]);
+        params += h->rank->units[u].num_params;
+    }
+    return status ? status : helps_prefetch(h, o, units);
+}
+
+// 0, or a failure, whose text is in `why`.
+static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_plan_times *out,
+                                  char *why, size_t cap) {
+    const int run = h->rank->head.run, streams = run == FSDP_RUN_STREAMS;
+    int64_t slot = 0;
+    fsdp_fake fake = FSDP_ZERO;
+    fsdp_world_desc wd = FSDP_ZERO;
+    fsdp_plan_desc pd = FSDP_ZERO;
+    fsdp_world *w = NULL;
+    fsdp_model *m = NULL;
+    fsdp_plan *plan = NULL;
+    fsdp_unit **units = (fsdp_unit **)calloc((size_t)h->rank->num_units, sizeof *units);
+    if (!units) return FSDP_ERR_OUT_OF_MEMORY;
+    for (uint64_t u = 0; u < h->rank->num_units; u++)
+        slot = fsdpi_why_more(slot, h->rank->units[u].slot_bytes[FSDP_POOL_GATHER]);
+    fake.addresses = 1, fake.plain = h->plain;
+    wd.backend = "fake", wd.user = &fake, wd.log_level = FSDP_LOG_NONE;
+    wd.device_ops = fsdp_fake_device_ops(streams), wd.world_size = h->shards * h->replicas;
+    wd.lanes = run == FSDP_RUN_LANES || o->overlaps ? 2 : -1;
+    pd.most_bytes = o->slots ? h->plan_bytes + o->slots * slot : 0;
+    fsdp_status status = fsdp_init(&wd, &w);
+    if (!status) status = helps_model(h, o, w, &m, units);
+    if (!status) status = fsdp_plan_create(m, &pd, &plan);
+    for (int step = 0; step < 2 && !status; step++) status = helps_step(h, m, units);
+    if (!status) status = fsdp_plan_simulate(plan, 0, !o->planned, &h->cost, out);
+    if (status) snprintf(why, cap, "%.250s", fsdp_last_error(w));
+    if (w && fsdp_shutdown(w) && !status) status = FSDP_ERR_INTERNAL;
+    free(units);
+    return status;
+}
+
+/* ---- what helps ------------------------------------------------------------------------------ */
+
+// Gain per byte, the most first.
+static int helps_by_worth(const void *a, const void *b) {
+    const helps_option *x = (const helps_option *)a, *y = (const helps_option *)b;
+    const double left = (double)x->gain * fmax(1, (double)y->bytes),
+                 right = (double)y->gain * fmax(1, (double)x->bytes);
+    return (left < right) - (left > right);
+}
+
+// What is tried. The units are those for whose gathers COMPUTE waits longest.
+static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
+    const int is_inline = h->rank->head.run == FSDP_RUN_INLINE;
+    const helps_option always[] = {
+        {"reshard_after_forward never on all units", -1, 0, 0, 0, 0, 0, 0},
+        {is_inline ? "worker threads (FSDP_LANES=2)" : "forward prefetch of the next unit", 0,
+         is_inline, !is_inline, 0, 0, 0, 0},
+        {"a plan (fsdp_plan_create)", 0, 0, 0, 1, 0, 0, 0},
+        {"a plan with one slot more", 0, 0, 0, 1, 1, 0, 0},
+        {"a plan with two slots more", 0, 0, 0, 1, 2, 0, 0}};
+    int num = 0;
+    for (int worst; num < HELPS_UNITS; num++) {
+        int64_t most = 0;
+        for (int u = 0; u < (int)h->rank->num_units; u++) {
+            int64_t ns = 0;
+            for (int32_t i = 0; i < h->why->step.num_spans; i++) {
+                const fsdpi_why_span *s = &h->why->step.spans[i];
+                if (s->part == FSDPI_WHY_GATHER && s->op && s->op->what == u) ns += s->own;
+            }
+            for (int k = 0; k < num; k++) ns *= list[k].reshards != 1 + u;
+            if (ns > most) most = ns, worst = u;
+        }
+        if (!most) break;
+        memset(&list[num], 0, sizeof list[num]);
+        list[num].reshards = 1 + worst;
+    }
+    memcpy(&list[num], always, sizeof always);
+    return num + (int)(sizeof always / sizeof *always);
+}
+
+static void helps_say(const helps *h, const helps_option *o, int digits) {
+    char letter;
+    const double unit = fsdpi_why_unit(llabs(o->bytes), &letter);
+    if (o->text) printf("%s", o->text);
+    else printf("reshard_after_forward never on "),
+         put_safe(stdout, fsdpi_why_name(h->rank, (uint16_t)(o->reshards - 1)));
+    printf(" %+.*f ms for %+.1f %cB", digits, -(double)o->gain * 1e-6, (double)o->bytes / unit,
+           letter);
+}
+
+// Prints on one line what would help, or why that is not known. 0: nothing helps. digits: of ms.
+static int helps_print(const fsdpi_why *y, int digits) {
+    helps_option list[HELPS_OPTIONS], none;
+    fsdp_plan_times base, times;
+    char why[256] = "no memory";
+    helps h;
+    int num = 0;
+    int64_t best_plan = 0;
+    const double recorded = (double)(y->step.end - y->step.begin);
+    const char *reason = helps_begin(&h, y);
+    memset(&none, 0, sizeof none);
+    if (!reason && helps_simulate(&h, &none, &base, why, sizeof why)) reason = why;
+    const double error = reason ? 0 : (double)base.step_ns / recorded - 1;
+    const int known = !reason && fabs(error) <= HELPS_MOST_ERROR;
+    const int tried = known ? helps_list(&h, list) : 0;
+    if (!known) printf("what would help: not computed: ");
+    if (reason) put_safe(stdout, reason);
+    else if (!known) printf("the simulation differs from the record by %+.0f %%", 100 * error);
+    for (int i = 0; i < tried; i++) {
+        helps_option o = list[i];
+        if ((o.slots && !h.plan_bytes) || helps_simulate(&h, &o, &times, why, sizeof why)) continue;
+        if (o.planned && !o.slots) h.plan_bytes = times.peak_bytes;
+        o.gain = base.step_ns - times.step_ns, o.bytes = times.peak_bytes - base.peak_bytes;
+        if ((double)o.gain < HELPS_LEAST_GAIN * recorded) continue;
+        if (o.planned && o.gain <= best_plan) continue; // as a plan with fewer slots
+        if (o.planned) best_plan = o.gain;
+        list[num++] = o;
+    }
+    qsort(list, (size_t)num, sizeof *list, helps_by_worth);
+    for (int i = 0; i < num && i < HELPS_LINES; i++) {
+        printf("%s ", i ? ";" : "what would help:");
+        helps_say(&h, &list[i], digits);
+    }
+    if (num) printf(" (simulated; as recorded: %+.0f %% of the record)", 100 * error);
+    if (num || !known) printf("\n");
+    free(h.calls);
+    free(h.work);
+    return num || !known;
+}
+
+#endif // FSDP_TOOLS_FSDPTRACE_HELPS_H

@@ -1,0 +1,444 @@
+/* trace/read.h - trace files read and checked; clocks and collectives of all ranks brought together
+
+   A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_TRACE_H
+#include "../fsdp_trace.h"
+#endif
+#ifndef FSDPI_TRACE_READ_H
+#define FSDPI_TRACE_READ_H
+
+#include "format.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+// The trace of a rank, as its file has it, but: records are in the order of begin_ns, and their
+// times, and those of steps, are on the job's clock, which is that of its first rank. A collective
+// has in `slot` its number among those of its group, from 1 on.
+typedef struct fsdpi_tr_rank {
+    fsdpi_tr_header head;
+#define FSDP_X(number, name, type)                                                                 \
+    type *name;                                                                                    \
+    uint64_t num_##name;
+    FSDPI_TR_SECTIONS(FSDP_X)
+#undef FSDP_X
+    int64_t *peers_ns; // [num_records] of a collective that is matched: when the last member came
+    int32_t *last;     // [num_records] which rank that was; -1: not matched
+    int64_t shift_ns;  // the rank's clock + shift_ns = the job's clock, when the trace began
+    int64_t error_ns;  // of the times here, at most; 0: the same clock. -1: not known (force)
+    void *memory;
+} fsdpi_tr_rank;
+
+typedef struct fsdpi_tr_job {
+    char job[128];
+    int32_t num, size;   // files that were found; ranks of the job
+    fsdpi_tr_rank *rank; // [num], in the order of ranks
+} fsdpi_tr_job;
+
+// Why files cannot be read: a text of the caller's. The first reason stays.
+typedef struct fsdpi_tr_why {
+    char *text;
+    size_t cap;
+} fsdpi_tr_why;
+
+static FSDP_PRINTF(2, 3) int fsdpi_tr_refuse(const fsdpi_tr_why *why, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (why->cap && !why->text[0]) (void)vsnprintf(why->text, why->cap, format, args);
+    va_end(args);
+    return -1;
+}
+
+// A text by its place in TEXT, and by its number in a list of such places.
+static const char *fsdpi_tr_text(const fsdpi_tr_rank *r, uint64_t at) {
+    return at < r->num_text ? r->text + at : "?";
+}
+static const char *fsdpi_tr_name(const fsdpi_tr_rank *r, const uint32_t *list, uint64_t num,
+                                 uint64_t number) {
+    return number < num ? fsdpi_tr_text(r, list[number]) : "";
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// A file. Every number in it that is an index or a size is checked before it is used.
+
+static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why *why) {
+    char *base = (char *)r->memory;
+    uint64_t at = sizeof r->head, i = 0;
+#define FSDP_X(number, field, type)                                                                \
+    do {                                                                                           \
+        const fsdpi_tr_section *s = &r->head.section[i++];                                         \
+        if (s->at != at || s->size != sizeof(type) || at > r->head.bytes ||                        \
+            s->count > (r->head.bytes - at) / sizeof(type))                                        \
+            return fsdpi_tr_refuse(why, "%s: its section %s is of another version, or damaged",    \
+                                   name, #field);                                                  \
+        r->field = (type *)(void *)(base + at);                                                    \
+        r->num_##field = s->count;                                                                 \
+        at += (s->count * sizeof(type) + 7) / 8 * 8;                                               \
+    } while (0);
+    FSDPI_TR_SECTIONS(FSDP_X)
+#undef FSDP_X
+    return at == r->head.bytes ? 0 : fsdpi_tr_refuse(why, "%s: it has more than sections", name);
+}
+
+static int fsdpi_tr_is_time(int64_t begin, int64_t end) {
+    return begin > -((int64_t)1 << 61) && end >= begin && end < (int64_t)1 << 61;
+}
+
+static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
+    uint64_t labels = o->kind == FSDPI_TR_CALL                            ? r->num_calls
+                      : o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL ? r->num_pools
+                                                                          : r->num_labels;
+    return o->kind < r->num_kinds && o->label < labels && o->stream < r->num_streams &&
+           o->state < r->num_states && (o->what < r->num_names || o->what == FSDPI_TR_NO_NAME) &&
+           fsdpi_tr_is_time(o->begin_ns, o->end_ns);
+}
+
+static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why *why) {
+    const fsdpi_tr_header *h = &r->head;
+    if (fsdpi_tr_check_sections(r, name, why)) return -1;
+    int good = h->rank >= 0 && h->rank < h->size && h->size <= 1 << 20 && r->num_text > 0 &&
+               !r->text[r->num_text - 1] && memchr(h->job, 0, sizeof h->job) &&
+               memchr(h->host, 0, sizeof h->host) && r->num_names >= r->num_units &&
+               r->num_kinds == FSDPI_TR_KINDS && r->num_streams == FSDP_STREAM_COUNT;
+    const uint32_t *const lists[] = {r->names, r->kinds,   r->labels,
+                                     r->calls, r->streams, r->states};
+    const uint64_t nums[] = {r->num_names, r->num_kinds,   r->num_labels,
+                             r->num_calls, r->num_streams, r->num_states};
+    for (int k = 0; k < 6; k++)
+        for (uint64_t i = 0; i < nums[k]; i++) good &= lists[k][i] < r->num_text;
+    uint64_t params = 0;
+    for (uint64_t i = 0; i < r->num_units; i++) {
+        good &= r->units[i].num_params >= 0 && r->units[i].shards > 0 && r->units[i].replicas > 0;
+        params += (uint64_t)(uint32_t)r->units[i].num_params;
+    }
+    good &= params == r->num_params;
+    for (uint64_t i = 0; i < r->num_params; i++)
+        good &= r->params[i].ndim > 0 && r->params[i].ndim <= FSDP_MAX_DIMS;
+    for (uint64_t i = 0; i < r->num_comms; i++)
+        good &= r->comms[i].ranks <= r->num_ranks &&
+                r->comms[i].size <= r->num_ranks - r->comms[i].ranks && r->comms[i].size > 0;
+    for (uint64_t i = 0; i < r->num_meetings; i++)
+        good &= fsdpi_tr_is_time(r->meetings[i].came_ns, r->meetings[i].left_ns);
+    for (uint64_t i = 0; i < r->num_steps; i++)
+        good &= fsdpi_tr_is_time(r->steps[i].begin_ns, r->steps[i].end_ns);
+    for (uint64_t i = 0; i < r->num_records && good; i++)
+        good &= fsdpi_tr_is_record(r, &r->records[i]);
+    return good ? 0 : fsdpi_tr_refuse(why, "%s: a number in it is out of range", name);
+}
+
+// Reads the blocks of a file; their sums are left out.
+static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank *r,
+                              const fsdpi_tr_why *why) {
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode) || st.st_size <= 0)
+        return fsdpi_tr_refuse(why, "%s: it is no file, or an empty one", name);
+    FILE *file = fopen(path, "rb");
+    char *at = (char *)calloc((size_t)st.st_size + sizeof r->head, 1), *base = at;
+    r->memory = base;
+    if (!file || !at) {
+        int error = errno;
+        if (file) (void)fclose(file);
+        return fsdpi_tr_refuse(why, "%s: %s", name, strerror(error));
+    }
+    int64_t left = (int64_t)st.st_size, bad = 0;
+    for (uint64_t sum; left > 0 && !bad;) {
+        size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : (size_t)FSDPI_TR_BLOCK;
+        bad = piece <= sizeof sum || fread(at, piece, 1, file) != 1;
+        if (bad) break;
+        memcpy(&sum, at + piece - sizeof sum, sizeof sum);
+        bad = sum != fsdpi_tr_sum(at, piece - sizeof sum);
+        at += piece - sizeof sum, left -= (int64_t)piece;
+    }
+    (void)fclose(file);
+    memcpy(&r->head, base, sizeof r->head);
+    if (memcmp(r->head.magic, FSDPI_TR_MAGIC, sizeof r->head.magic))
+        return fsdpi_tr_refuse(why, "%s: it is no trace of this version", name);
+    if (bad || r->head.bytes != (uint64_t)(at - base))
+        return fsdpi_tr_refuse(why, "%s: it is damaged or cut, at byte %lld", name,
+                               (long long)(st.st_size - left));
+    return fsdpi_tr_check(r, name, why);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Clocks.
+
+// What meetings k .. end tell of `b`, of which `a` is a member, too: low <= shift of b <= high.
+static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint64_t k, uint64_t end,
+                           int64_t bound[2]) {
+    for (; k < end && k < a->num_meetings && k < b->num_meetings; k++) {
+        int64_t low = a->meetings[k].came_ns - b->meetings[k].left_ns;
+        int64_t high = a->meetings[k].left_ns - b->meetings[k].came_ns;
+        if (bound[0] < low) bound[0] = low;
+        if (bound[1] > high) bound[1] = high;
+    }
+}
+
+static void fsdpi_tr_shift(fsdpi_tr_rank *r, const int64_t shift[2]) {
+    int64_t from = r->num_meetings ? r->meetings[0].came_ns : 0;
+    int64_t to = r->num_meetings ? r->meetings[r->num_meetings - 1].left_ns : 0;
+    double drift = to > from ? (double)(shift[1] - shift[0]) / (double)(to - from) : 0;
+#define FSDPI_TR_MOVE(t) (t) += shift[0] + (int64_t)(drift * (double)((t)-from))
+    for (uint64_t i = 0; i < r->num_records; i++) {
+        FSDPI_TR_MOVE(r->records[i].begin_ns);
+        FSDPI_TR_MOVE(r->records[i].end_ns);
+    }
+    for (uint64_t i = 0; i < r->num_steps; i++) {
+        FSDPI_TR_MOVE(r->steps[i].begin_ns);
+        FSDPI_TR_MOVE(r->steps[i].end_ns);
+    }
+#undef FSDPI_TR_MOVE
+    r->shift_ns = shift[0];
+}
+
+/* The clock of rank j of the job, by the meetings of all ranks that have its clock with the first
+   one that has the job's. The meetings at the begin and at the end of the trace give a shift each;
+   between them it is a line. */
+static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t shift[2],
+                             const fsdpi_tr_why *why) {
+    const int64_t far = (int64_t)1 << 62;
+    const fsdpi_tr_rank *r = &job->rank[j], *first = &job->rank[0];
+    int64_t bound[2][2] = {{-far, far}, {-far, far}}, error = 0;
+    for (int b = j; b < job->num; b++) {
+        if (job->rank[b].head.clock != r->head.clock) continue;
+        int a = 0;
+        while (a < job->num && (job->rank[a].head.clock != first->head.clock ||
+                                job->rank[a].head.mesh != job->rank[b].head.mesh))
+            a++;
+        if (a == job->num) continue;
+        fsdpi_tr_bound(&job->rank[a], &job->rank[b], 0, FSDPI_TR_MEETINGS, bound[0]);
+        fsdpi_tr_bound(&job->rank[a], &job->rank[b], FSDPI_TR_MEETINGS, UINT64_MAX, bound[1]);
+    }
+    int known = bound[0][0] > -far;
+    if (bound[1][0] == -far) memcpy(bound[1], bound[0], sizeof bound[1]);
+    for (int k = 0; k < 2 && known; k++) {
+        int64_t half = (bound[k][1] - bound[k][0] + 1) / 2;
+        if (half < 0)
+            return fsdpi_tr_refuse(why, "the clocks of ranks %d and %d contradict each other",
+                                   first->head.rank, r->head.rank);
+        shift[k] = bound[k][0] + half;
+        if (error < half) error = half;
+    }
+    job->rank[j].error_ns = known ? error : -1;
+    if (known) return 0;
+    shift[0] = shift[1] = r->head.real_ns - r->head.clock_ns -
+                          (first->head.real_ns - first->head.clock_ns);
+    if (force) return 0;
+    return fsdpi_tr_refuse(why,
+                           "the clocks of ranks %d and %d were not compared: --force takes "
+                           "the hosts' time of day",
+                           first->head.rank, r->head.rank);
+}
+
+static int fsdpi_tr_clocks(fsdpi_tr_job *job, int force, const fsdpi_tr_why *why) {
+    int64_t(*shift)[2] = (int64_t(*)[2])calloc((size_t)job->num, sizeof *shift);
+    int status = shift ? 0 : fsdpi_tr_refuse(why, "there is no memory");
+    for (int j = 1, i; j < job->num && !status; j++) {
+        for (i = 0; job->rank[i].head.clock != job->rank[j].head.clock;) i++;
+        if (i == j) status = fsdpi_tr_clock_of(job, j, force, shift[j], why);
+        else memcpy(shift[j], shift[i], sizeof *shift);
+        if (i != j) job->rank[j].error_ns = job->rank[i].error_ns;
+    }
+    for (int j = 1; j < job->num && !status; j++) fsdpi_tr_shift(&job->rank[j], shift[j]);
+    free(shift);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Collectives of all ranks.
+
+typedef struct fsdpi_tr_meets { // a collective on a rank
+    uint64_t group;             // a hash of its number and members
+    uint32_t turn, size;
+    int32_t rank; // index in the job
+    uint64_t record;
+} fsdpi_tr_meets;
+
+static int fsdpi_tr_by_time(const void *a, const void *b) {
+    const fsdpi_tr_record *x = (const fsdpi_tr_record *)a, *y = (const fsdpi_tr_record *)b;
+    if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
+    if (x->end_ns != y->end_ns) return x->end_ns > y->end_ns ? -1 : 1;
+    return (int32_t)(x->seq - y->seq) < 0 ? -1 : x->seq != y->seq;
+}
+
+static int fsdpi_tr_by_group(const void *a, const void *b) {
+    const fsdpi_tr_meets *x = (const fsdpi_tr_meets *)a, *y = (const fsdpi_tr_meets *)b;
+    if (x->group != y->group) return x->group < y->group ? -1 : 1;
+    if (x->turn != y->turn) return x->turn < y->turn ? -1 : 1;
+    return x->rank < y->rank ? -1 : x->rank != y->rank;
+}
+
+static int fsdpi_tr_is_collective(const fsdpi_tr_record *o) {
+    return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL && o->comm;
+}
+
+// Counts the operations of each group of a rank: `slot`. Returns how many there are; out NULL: only
+// that. Operations of a group do not overlap.
+static uint64_t fsdpi_tr_list(fsdpi_tr_job *job, int rank, fsdpi_tr_meets *out) {
+    fsdpi_tr_rank *r = &job->rank[rank];
+    uint64_t num = 0;
+    for (uint64_t c = 0; c < r->num_comms; c++) {
+        const fsdpi_tr_comm *comm = &r->comms[c];
+        uint64_t group = comm->number;
+        uint32_t turn = 0;
+        for (uint32_t k = 0; k < comm->size; k++)
+            group = (group ^ (uint64_t)(uint32_t)r->ranks[comm->ranks + k]) * 0x9E3779B97F4A7C15u;
+        for (uint64_t i = 0; i < r->num_records; i++) {
+            if (!fsdpi_tr_is_collective(&r->records[i]) || r->records[i].comm != comm->number)
+                continue;
+            const fsdpi_tr_meets m = {group, ++turn, comm->size, rank, i};
+            r->records[i].slot = turn;
+            if (out) out[num] = m;
+            num++;
+        }
+    }
+    return num;
+}
+
+// Members that do the same, as far as names tell.
+static int fsdpi_tr_alike(const fsdpi_tr_job *job, const fsdpi_tr_meets *x,
+                          const fsdpi_tr_meets *y) {
+    const fsdpi_tr_rank *a = &job->rank[x->rank], *b = &job->rank[y->rank];
+    const fsdpi_tr_record *o = &a->records[x->record], *p = &b->records[y->record];
+    return x->group == y->group && x->turn == y->turn && o->kind == p->kind &&
+           !strcmp(fsdpi_tr_name(a, a->names, a->num_names, o->what),
+                   fsdpi_tr_name(b, b->names, b->num_names, p->what));
+}
+
+static int fsdpi_tr_match(fsdpi_tr_job *job, const fsdpi_tr_why *why) {
+    uint64_t num = 0, at = 0, end;
+    for (int k = 0; k < job->num; k++) {
+        fsdpi_tr_rank *r = &job->rank[k];
+        qsort(r->records, r->num_records, sizeof *r->records, fsdpi_tr_by_time);
+        r->peers_ns = (int64_t *)calloc(r->num_records + 1, sizeof *r->peers_ns);
+        r->last = (int32_t *)malloc((r->num_records + 1) * sizeof *r->last);
+        if (!r->peers_ns || !r->last) return fsdpi_tr_refuse(why, "there is no memory");
+        for (uint64_t i = 0; i < r->num_records; i++) r->last[i] = -1;
+        num += fsdpi_tr_list(job, k, NULL);
+    }
+    fsdpi_tr_meets *all = (fsdpi_tr_meets *)calloc(num + 1, sizeof *all);
+    if (!all) return fsdpi_tr_refuse(why, "there is no memory");
+    for (int k = 0; k < job->num; k++) at += fsdpi_tr_list(job, k, all + at);
+    qsort(all, num, sizeof *all, fsdpi_tr_by_group);
+    for (at = 0; at < num; at = end) {
+        int64_t came = INT64_MIN;
+        int32_t last = -1;
+        for (end = at; end < num && fsdpi_tr_alike(job, &all[at], &all[end]); end++) {
+            const fsdpi_tr_rank *r = &job->rank[all[end].rank];
+            if (r->records[all[end].record].begin_ns <= came) continue;
+            came = r->records[all[end].record].begin_ns, last = r->head.rank;
+        }
+        for (uint64_t i = at; i < end && end - at == all[at].size; i++) {
+            job->rank[all[i].rank].peers_ns[all[i].record] = came;
+            job->rank[all[i].rank].last[all[i].record] = last;
+        }
+    }
+    free(all);
+    return 0;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// A job.
+
+static void fsdpi_tr_free(fsdpi_tr_job *job) {
+    for (int k = 0; k < job->num; k++) {
+        free(job->rank[k].memory), free(job->rank[k].peers_ns), free(job->rank[k].last);
+    }
+    free(job->rank);
+    job->rank = NULL, job->num = 0;
+}
+
+// "JOB.RANK.trace": the length of JOB and the rank, or -1.
+static int fsdpi_tr_is_file(const char *name, size_t *length) {
+    int rank = -1, end = 0;
+    const char *dot = strrchr(name, '.');
+    if (!dot || strcmp(dot, ".trace") || dot == name) return -1;
+    do dot--;
+    while (dot > name && *dot != '.');
+    *length = (size_t)(dot - name);
+    if (sscanf(dot, ".%7d.trace%n", &rank, &end) != 1 || !end || dot[end]) return -1;
+    return rank;
+}
+
+static int fsdpi_tr_by_rank(const void *a, const void *b) {
+    return ((const fsdpi_tr_rank *)a)->head.rank - ((const fsdpi_tr_rank *)b)->head.rank;
+}
+
+// The job of the trace in a directory that began last, into out->job.
+static void fsdpi_tr_newest(DIR *dir, const char *path, fsdpi_tr_job *out) {
+    char file[4096];
+    int64_t newest = INT64_MIN;
+    for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
+        fsdpi_tr_header head;
+        size_t length = 0;
+        if (fsdpi_tr_is_file(e->d_name, &length) < 0 || length >= sizeof out->job) continue;
+        snprintf(file, sizeof file, "%s/%s", path, e->d_name);
+        FILE *f = fopen(file, "rb");
+        const int got = f && fread(&head, sizeof head, 1, f) == 1;
+        if (f) (void)fclose(f);
+        if (!got || head.real_ns <= newest) continue;
+        newest = head.real_ns;
+        memset(out->job, 0, sizeof out->job);
+        memcpy(out->job, e->d_name, length);
+    }
+    rewinddir(dir);
+}
+
+// The files of the job in a directory.
+static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_job *out,
+                         const fsdpi_tr_why *why) {
+    char file[4096];
+    if (job) snprintf(out->job, sizeof out->job, "%s", job);
+    else fsdpi_tr_newest(dir, path, out);
+    for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
+        size_t length = 0;
+        int rank = fsdpi_tr_is_file(e->d_name, &length);
+        if (rank < 0 || length >= sizeof out->job || strncmp(out->job, e->d_name, length) ||
+            out->job[length])
+            continue;
+        if (!(out->num & (out->num - 1))) { // there is room for a power of two
+            size_t room = (size_t)(out->num ? 2 * out->num : 1) * sizeof *out->rank;
+            void *more = realloc(out->rank, room);
+            if (!more) return fsdpi_tr_refuse(why, "there is no memory");
+            out->rank = (fsdpi_tr_rank *)more;
+        }
+        fsdpi_tr_rank *r = &out->rank[out->num++];
+        memset(r, 0, sizeof *r);
+        if ((size_t)snprintf(file, sizeof file, "%s/%s", path, e->d_name) >= sizeof file)
+            return fsdpi_tr_refuse(why, "%s: the path is too long", e->d_name);
+        if (fsdpi_tr_read_file(file, e->d_name, r, why)) return -1;
+        if (r->head.rank != rank || r->head.size != out->rank[0].head.size)
+            return fsdpi_tr_refuse(why, "%s: it is of rank %d of %d", e->d_name, r->head.rank,
+                                   r->head.size);
+    }
+    return out->num ? 0
+                    : fsdpi_tr_refuse(why, "there are no traces (*.trace)%s%s",
+                                      job ? " of job " : "", job ? job : "");
+}
+
+/* Reads the files of a job. job NULL: of the one that began last. force: also if
+   clocks were not compared. Returns 0, or -1 with the reason in `why`. */
+static int fsdpi_tr_read(const char *dir, const char *job, int force, fsdpi_tr_job *out, char *why,
+                         size_t cap) {
+    const fsdpi_tr_why reason = {why, cap};
+    memset(out, 0, sizeof *out);
+    if (cap) why[0] = 0;
+    DIR *opened = opendir(dir);
+    if (!opened) return fsdpi_tr_refuse(&reason, "%s: %s", dir, strerror(errno));
+    int status = fsdpi_tr_find(opened, dir, job, out, &reason);
+    (void)closedir(opened);
+    if (!status) {
+        qsort(out->rank, (size_t)out->num, sizeof *out->rank, fsdpi_tr_by_rank);
+        out->size = out->rank[0].head.size;
+        status = fsdpi_tr_clocks(out, force, &reason);
+    }
+    if (!status) status = fsdpi_tr_match(out, &reason);
+    if (status) fsdpi_tr_free(out);
+    return status;
+}
+
+#endif // FSDPI_TRACE_READ_H
