@@ -1139,6 +1139,9 @@ static void in_backward(job *j) {
             W_CHECK(hook >= 0 && next_op(j, hook, -1, FSDP_LABEL_REDUCE, j->m.unit[u]) < 0 &&
                         next_op(j, hook, -1, FSDP_LABEL_RED_OUT, j->m.unit[u]) < 0,
                     "unit %d: the hook comes too early", u);
+            const fsdp_op *o = &j->log.ops[hook]; /* others wait for it by the blocks that it names */
+            CHECK(o->src && o->src_ptr == fsdp_buf_ptr(o->src) && o->dst);
+            CHECK(o->dst_ptr == fsdp_buf_ptr(o->dst) && o->dst != o->src);
         }
         check_grads(j);
         CALL(j->w, fsdp_zero_grad(j->m.model));

@@ -506,6 +506,47 @@ static void check_getters(bed *b, model *m, int at, int mark) {
 
 /* ---- every cell ------------------------------------------------------------------------------ */
 
+/* How many hooks have to come before a call is possible, by the documents; `most`: so many or more. */
+static int hooks_before(int state, int backward, int due, int open, int call, int most) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD, FSDP_CALL_PRE_BACKWARD,
+                                FSDP_CALL_POST_BACKWARD, FSDP_CALL_FINALIZE};
+    const int cell = 4 * state + 2 * backward + (due > 0);
+    if (documented[call].cells[cell] != '.' && (call != FSDP_CALL_DATA || open)) return 0;
+    for (int i = 0; i < 5 && most > 1; i++) {
+        const char next = documented[hooks[i]].cells[cell];
+        if (next == '.') continue;
+        const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
+        const int dues = due + (i == 1 && !backward) - (i == 2 && next != '=');
+        const int way = 1 + hooks_before(to, i == 2 || (backward && i < 4), dues, i == 0 || i == 2, call,
+                                         most - 1);
+        if (way < most) most = way;
+    }
+    return most;
+}
+
+/* What a text names is possible, and begins a shortest way to the call. If a backward is due, it opens
+   parameters, though a forward would do so, too. */
+static void check_named(const bed *b, int cell, int call) {
+    const int state = cell / 4, backward = cell / 2 % 2, due = cell % 2, most = 5;
+    const int before = hooks_before(state, backward, due, 0, call, most);
+    const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
+    CHECK(first != NULL);
+    int named = 0;
+    while (strncmp(first + 12, documented[named].name, strlen(documented[named].name))) named++;
+    CHECK_MSG(documented[named].cells[cell] != '.', "%s", fsdp_last_error(b->s.world));
+    CHECK_EQ_INT(named == FSDP_CALL_RESET, before == most);
+    if (call == FSDP_CALL_DATA && due && state != FSDP_STATE_FORWARD)
+        CHECK_EQ_INT(named, FSDP_CALL_PRE_BACKWARD);
+    if (before == most || call == FSDP_CALL_DATA) return;
+    const char next = documented[named].cells[cell];
+    const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
+    const int is_back = named == FSDP_CALL_PRE_BACKWARD;
+    const int dues = due + (named == FSDP_CALL_POST_FORWARD && !backward) - (is_back && next != '=');
+    const int phase = is_back || (backward && named != FSDP_CALL_FINALIZE);
+    CHECK_MSG(hooks_before(to, phase, dues, 0, call, most) == before - 1, "%s in %s, backward %d, due %d: %s",
+              documented[call].name, state_names[state], backward, due, fsdp_last_error(b->s.world));
+}
+
 /* The library's own table agrees with the documents, also in cells that no order of calls reaches.
    */
 TEST(table, legality_of_every_cell) {
@@ -527,6 +568,11 @@ TEST(table, legality_of_every_cell) {
             if (row && next != '=') CHECK_EQ_INT(state_letters[row->next], next);
             if (row && next == '=')
                 CHECK(row->next == FSDPI_KEEP || row->next == u->state.training);
+            u->state.storage = FSDP_STORAGE_SHARDED;
+            if (row && call != FSDP_CALL_DATA) continue;
+            if (cell / 4 == FSDP_STATE_PRE_BACKWARD && call == FSDP_CALL_DATA) continue; /* is gathered */
+            CHECK_STATUS(fsdpi_wrong_call(u, call, "wrong"), FSDP_ERR_INVALID_STATE);
+            check_named(&b, cell, call);
         }
     }
     u->state.training = 0;
