@@ -163,7 +163,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         const fsdpi_row *row = fsdpi_row_at(from, hooks[i]);
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
-        at.open = i == 0 || i == 2;
+        at.open = i == 0; // of a backward that is due fsdpi_wrong_call knows
         at.forwards += (i == 1 && !from->backward) - (i == 2 && (row->asks & FSDPI_DUE));
         at.backward = i == 2 || (from->backward && i != 4);
         if (fsdpi_row_at(&at, call)) return hooks[i];
@@ -265,10 +265,8 @@ static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) 
 
 // Their rows, once it is.
 static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
-    for (int i = 0; i < m->num_units; i++) {
-        fsdp_status status = fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call));
-        if (status) return status;
-    }
+    for (int i = 0; i < m->num_units; i++)
+        FSDPI_TRY(fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call)));
     return FSDP_OK;
 }
 
@@ -299,13 +297,15 @@ static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
 // Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
-    fsdp_status status = fsdpi_commit(m);
-    if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
-    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
-    if (!status) status = fsdpi_check_units(m, call, what);
-    if (!status) status = fsdpi_announce(m, call, what);
-    return status || !run ? status : fsdpi_run_units(m, call);
+    fsdp_status status = FSDP_OK;
+    FSDPI_TRY(fsdpi_commit(m));
+    if (m->world->flight) fsdpi_flight_call(m->world, call, NULL);
+    if (run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    FSDPI_TRY(status);
+    FSDPI_TRY(fsdpi_check_units(m, call, what));
+    FSDPI_TRY(fsdpi_announce(m, call, what));
+    return run ? fsdpi_run_units(m, call) : FSDP_OK;
 }
 
 // Finalize reports the first failure again.

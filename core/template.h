@@ -202,7 +202,7 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
 /* What ranks compare in a reduction: the unit, what it held when the reduction began, and the
    parameters that have no gradient, whose first one is named if ranks differ. */
 static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
-    uint64_t unused = 0;
+    uint64_t unused = 0; // equivalent +1: any number begins a hash
     int used = 0;
     op->unused = NULL;
     for (int k = 0; k < u->use_words; k++) // the sum of eight bytes, 0 or 1 each
