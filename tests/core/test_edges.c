@@ -446,6 +446,8 @@ static void waits_for_finalize(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     lab_log log = FSDP_ZERO;
     fsdp_param_view v;
+    int markers = 0;
+    float full[8];
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
     lab_watch(&log, x.w, x.m);
@@ -456,10 +458,18 @@ static void waits_for_finalize(lab_rank *r) {
     CALL(x.w, fsdp_post_backward(x.u));
     for (int sync = 0; sync < 2; sync++) {
         CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, sync));
-        CALL(x.w, fsdp_finalize_backward(x.m));
+        CHECK_STATUS(fsdp_param_full(x.u, 1, full), FSDP_ERR_INVALID_ARG);
+        CALL(x.w, fsdp_finalize_backward(x.m)); /* it has nothing to tell again: that text stays */
+        CHECK(strstr(fsdp_last_error(x.w), "param_full"));
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WROTE, -1, x.u), 1);
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, x.u), sync);
     }
+    for (int n = 0; n < log.num; n++) { /* what finalize emits is in no training state */
+        if (log.ops[n].kind != FSDP_OP_HOOK || log.ops[n].count != FSDP_CALL_FINALIZE) continue;
+        CHECK_EQ_INT(log.ops[n].state, FSDP_STATE_IDLE);
+        markers++;
+    }
+    CHECK_EQ_INT(markers, 2);
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 3);
     fsdp_model_destroy(x.m);
