@@ -301,7 +301,7 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     fsdp_status status = FSDP_OK;
     FSDPI_TRY(fsdpi_commit(m));
     if (m->world->flight) fsdpi_flight_call(m->world, call, NULL);
-    if (run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    if (run) (void)fsdpi_answered(m, NULL, call, &status);
     FSDPI_TRY(status);
     FSDPI_TRY(fsdpi_check_units(m, call, what));
     FSDPI_TRY(fsdpi_announce(m, call, what));
@@ -335,7 +335,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_status status = FSDP_OK;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->watch & FSDPI_OPS) {
+    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
         m->call_state = fsdpi_next_state(u, row);
         status = fsdpi_show_call(m, u, call, NULL);
     }
@@ -568,7 +568,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     fsdp_model *m = unit->model;
-    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
+    (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
     if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
         status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
     if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
@@ -587,8 +587,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
-    if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
-        return status;
+    if (fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
     if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
     status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");

@@ -464,6 +464,7 @@ static void waits_for_finalize(lab_rank *r) {
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WROTE, -1, x.u), 1);
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, x.u), sync);
     }
+    CHECK_EQ_INT(log.ops[lab_next_op(&log, 0, FSDP_OP_WROTE, -1, x.u)].stream, FSDP_STREAM_COMPUTE);
     for (int n = 0; n < log.num; n++) { /* what finalize emits is in no training state */
         if (log.ops[n].kind != FSDP_OP_HOOK || log.ops[n].count != FSDP_CALL_FINALIZE) continue;
         CHECK_EQ_INT(log.ops[n].state, FSDP_STATE_IDLE);
@@ -472,6 +473,10 @@ static void waits_for_finalize(lab_rank *r) {
     CHECK_EQ_INT(markers, 2);
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 3);
+    CALL(x.w, fsdp_set_grad_none(x.u, 0));
+    const int num = log.num;
+    CALL(x.w, fsdp_set_grad_none(x.u, 0)); /* there is none any more: nothing is done */
+    CHECK_EQ_INT(log.num, num);
     fsdp_model_destroy(x.m);
     free(log.ops);
 }
