@@ -169,7 +169,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         if (fsdpi_row_at(&at, call)) return hooks[i];
         if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
     }
-    return -1;
+    return -1; // equivalent +1: any negative number
 }
 
 // Where in a step a unit is, in words.
@@ -297,15 +297,13 @@ static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
 // Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
+    fsdp_status status = fsdpi_commit(m);
+    if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
-    fsdp_status status = FSDP_OK;
-    FSDPI_TRY(fsdpi_commit(m));
-    if (m->world->flight) fsdpi_flight_call(m->world, call, NULL);
-    if (run) (void)fsdpi_answered(m, NULL, call, &status);
-    FSDPI_TRY(status);
-    FSDPI_TRY(fsdpi_check_units(m, call, what));
-    FSDPI_TRY(fsdpi_announce(m, call, what));
-    return run ? fsdpi_run_units(m, call) : FSDP_OK;
+    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    if (!status) status = fsdpi_check_units(m, call, what);
+    if (!status) status = fsdpi_announce(m, call, what);
+    return status || !run ? status : fsdpi_run_units(m, call);
 }
 
 // Finalize reports the first failure again.

@@ -474,6 +474,8 @@ static void waits_for_finalize(lab_rank *r) {
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 3);
     CALL(x.w, fsdp_set_grad_none(x.u, 0));
+    CALL(x.w, fsdp_wait_stream(x.m, -1));
+    for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 0);
     const int num = log.num;
     CALL(x.w, fsdp_set_grad_none(x.u, 0)); /* there is none any more: nothing is done */
     CHECK_EQ_INT(log.num, num);

@@ -704,6 +704,21 @@ TEST(table, broken_states_are_found) {
     }
 }
 
+/* Forwards without a backward: the record of them ends, and each may still run backward. */
+TEST(table, record_of_forwards_is_bounded) {
+    enum { FORWARDS = 100 };
+    bed b;
+    bed_open(&b, &settings[0], 1);
+    for (int n = 0; n < FORWARDS; n++) {
+        CHECK_OK(fsdp_pre_forward(b.units[0]));
+        CHECK_OK(fsdp_post_forward(b.units[0]));
+    }
+    CHECK_EQ_INT(b.model->num_order, 64);
+    CHECK_EQ_INT(b.units[0]->state.forwards, FORWARDS);
+    CHECK_OK(fsdp_model_reset(b.model));
+    bed_close(&b);
+}
+
 /* All states of two units that calls can reach, with a shortest way to each. */
 typedef struct {
     model m;
