@@ -31,7 +31,7 @@ static const fsdpi_step
 
 static fsdp_status fsdpi_emit_wait(fsdp_unit *u) {
     int alias = u->layout.gather == FSDPI_GATHER_ALIAS;
-    return fsdpi_emit_step(u, alias ? &fsdpi_wait_shards : &fsdpi_wait_gather, 0);
+    return fsdpi_emit_step(u, alias ? &fsdpi_wait_shards : &fsdpi_wait_gather);
 }
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
@@ -77,12 +77,12 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     if (gather != FSDPI_GATHER_ALIAS)
         FSDPI_TRY(fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]));
     if (s->slot[FSDP_POOL_SLICE]) { // over fewer ranks, each piece to its last place
-        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_gather_slices, 0));
+        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_gather_slices));
     } else if (gather != FSDPI_GATHER_ALIAS) {
         const int staged = gather == FSDPI_GATHER_STAGED;
-        if (staged) FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_in, 0));
-        FSDPI_TRY(fsdpi_emit_step(u, staged ? &fsdpi_gather_staged : &fsdpi_gather_shards, 0));
-        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_out, 0));
+        if (staged) FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_in));
+        FSDPI_TRY(fsdpi_emit_step(u, staged ? &fsdpi_gather_staged : &fsdpi_gather_shards));
+        FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_copy_out));
     }
     s->storage = FSDP_STORAGE_IN_FLIGHT;
     return FSDP_OK;
@@ -96,7 +96,7 @@ static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
-    FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_slice, 0));
+    FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_slice));
     u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
     return FSDP_OK;
 }
@@ -125,10 +125,9 @@ static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->options.num_prefetch[FSDPI_FORWARD] && !status; i++)
-        status = fsdpi_prefetch(u->model->units[u->options.prefetch[FSDPI_FORWARD][i]]);
-    return status;
+    for (int i = 0; i < u->options.num_prefetch[FSDPI_FORWARD]; i++)
+        FSDPI_TRY(fsdpi_prefetch(u->model->units[u->options.prefetch[FSDPI_FORWARD][i]]));
+    return FSDP_OK;
 }
 
 /* The units that were named; else the one whose forward came before this one's: it is gathered
@@ -136,17 +135,16 @@ static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
 static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int at = u->state.last_order, policy = m->desc.implicit_prefetch;
-    fsdp_status status = FSDP_OK;
     if (at >= 0) u->state.last_order = m->order[at].previous;
-    for (int i = 0; i < u->options.num_prefetch[FSDPI_BACKWARD] && !status; i++) {
+    for (int i = 0; i < u->options.num_prefetch[FSDPI_BACKWARD]; i++) {
         fsdp_unit *target = m->units[u->options.prefetch[FSDPI_BACKWARD][i]];
-        if (target->options.unshard_in_backward) status = fsdpi_prefetch(target);
+        if (target->options.unshard_in_backward) FSDPI_TRY(fsdpi_prefetch(target));
     }
     int overlaps = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
                                                    : policy == FSDP_PREFETCH_ALWAYS;
     if (u->options.num_prefetch[FSDPI_BACKWARD] || at <= 0 || !overlaps ||
         !m->order[at - 1].unit->options.unshard_in_backward)
-        return status;
+        return FSDP_OK;
     return fsdpi_prefetch(m->order[at - 1].unit);
 }
 

@@ -126,7 +126,7 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     if (u->layout.num_train == 0) return FSDP_OK;
     fsdpi_usage_begin(u);
     if (held & FSDPI_HELD_GRAD) return FSDP_OK;
-    if (!fsdpi_facts_write_shard(&u->facts, held)) return fsdpi_emit_step(u, &zero, held);
+    if (!fsdpi_facts_write_shard(&u->facts, held)) return fsdpi_emit_step(u, &zero);
     // One rank: gradients are written where they end.
     const fsdpi_part *part = &u->layout.parts[0];
     fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
@@ -185,7 +185,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     }
     const fsdpi_route *route = fsdpi_route_now(u);
     for (int i = 0; i < route->num; i++)
-        FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i], route->held));
+        FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i]));
     if (!route->done) return FSDP_OK;
     u->state.shard_grad = FSDPI_SHARD_GRAD_REDUCED;
     fsdpi_usage_reduced(u);

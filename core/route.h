@@ -159,11 +159,9 @@ static int fsdpi_facts_gather(const fsdpi_facts *f) {
    reduced in f32 need no copy if the next step widens what it reads: a fused reduce_scatter does,
    and so does TO_SHARD of a single rank, unless an all-reduce hook is shown the reduce input. */
 static int fsdpi_facts_copy_first(const fsdpi_facts *f, int hook) {
-    if (!f->one_train) return 1;
-    if (f->gathered == f->reduce) return 0;
     int widens = f->reduce == FSDP_F32 && fsdp_dtype_size(f->gathered) == 2;
     int reads = f->shards > 1 ? f->fuses : f->replicas == 1 && !hook;
-    return !(widens && reads);
+    return !f->one_train || (f->gathered != f->reduce && !(widens && reads));
 }
 
 // Can gradients be written where they end? One rank, nothing that waits, to convert or to show.

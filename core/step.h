@@ -154,7 +154,7 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
 }
 
 // The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
-// copy of the state: a pre hook opens the parameters, post_forward outside of backward makes one
+// copy of the state: pre_forward opens the parameters, post_forward outside of backward makes one
 // forward due, pre_backward uses one and begins backward, finalize ends it.
 static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
@@ -166,14 +166,14 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         const fsdpi_row *row = fsdpi_row_at(from, hook);
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
-        at.open = begins || hook == FSDP_CALL_PRE_FORWARD;
+        at.open = hook == FSDP_CALL_PRE_FORWARD; // of a backward that is due fsdpi_wrong_call knows
         at.forwards += hook == FSDP_CALL_POST_FORWARD && !from->backward;
         at.forwards -= begins && (row->asks & FSDPI_DUE);
         at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
         if (fsdpi_row_at(&at, call)) return hook;
         if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hook;
     }
-    return -1;
+    return -1; // equivalent +1: any negative number
 }
 
 // Where in a step a unit is, in words.
@@ -275,10 +275,8 @@ static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) 
 
 // Their rows, once it is.
 static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
-    for (int i = 0; i < m->num_units; i++) {
-        fsdp_status status = fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call));
-        if (status) return status;
-    }
+    for (int i = 0; i < m->num_units; i++)
+        FSDPI_TRY(fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call)));
     return FSDP_OK;
 }
 
@@ -345,7 +343,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_status status = FSDP_OK;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->watch & FSDPI_OPS) {
+    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
         m->call_state = fsdpi_next_state(u, row);
         status = fsdpi_show_call(m, u, call, NULL);
     }
@@ -578,7 +576,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     fsdp_model *m = unit->model;
-    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
+    (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
     if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
         status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
     if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
@@ -597,8 +595,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
-    if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
-        return status;
+    if (fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
     if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
     status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");

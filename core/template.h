@@ -127,13 +127,12 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
                                 u->desc.reduce_comm, u->desc.replicate_comm};
     const int calls = row->call && (!part || part->extended);
     int label = row->label;
-    memset(t, 0, sizeof *t);
+    memset(t, 0, sizeof *t); // no step goes from SHARD to SHARD: its places are not set yet
     if (calls && kind == FSDPI_STEP_COPY_IN) label = FSDP_LABEL_PRE_GATHER;
     if (calls && kind == FSDPI_STEP_COPY_OUT) label = FSDP_LABEL_POST_GATHER;
     t->op = fsdpi_op(u->model, u, calls ? (int)FSDP_OP_CALL : row->op, label,
                      fsdpi_step_stream(u, kind));
     t->part = part;
-    t->from = t->to = FSDPI_NOWHERE + 1; // no places are set yet
     t->is_compared = row->group == FSDPI_SUMS || row->group == FSDPI_REPLICAS;
     t->op.group_size = sizes[row->group];
     t->op.comm = comms[row->group];
@@ -204,7 +203,7 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
 /* What ranks compare in a reduction: the unit, what it held when the reduction began, and the
    parameters that have no gradient, whose first one is named if ranks differ. */
 static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
-    uint64_t unused = 0;
+    uint64_t unused = 0; // equivalent +1: any number begins a hash
     int used = 0;
     op->unused = NULL;
     for (int k = 0; k < u->use_words; k++) // the sum of eight bytes, 0 or 1 each
@@ -212,7 +211,7 @@ static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
     for (int i = 0; used < u->layout.num_train && i < u->desc.num_params; i++) {
         if (!u->params[i].requires_grad || *fsdpi_use(u, i) & FSDPI_USE_USED) continue;
         if (!op->unused) op->unused = u->params[i].name;
-        unused = fsdpi_hash(unused, (uint64_t)i + 1);
+        unused = fsdpi_hash(unused, (uint64_t)i);
     }
     const uint64_t alike[] = {(uint64_t)held, unused};
     op->what_hash = fsdpi_hash_words(u->layout.hash, alike, 2);
@@ -220,9 +219,9 @@ static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
     op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)held;
 }
 
-/* Emits the records of a step. held: what the unit held when its route was made. Steps run in the
-   order of their streams: a slot that the step gives back is released after its last record. */
-static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) {
+// Emits the records of a step. Steps run in the order of their streams: a slot that the step gives
+// back is released after its last record.
+static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s) {
     fsdp_model *m = u->model;
     fsdpi_template *t = u->layout.templates[s->kind], *end = u->layout.templates[s->kind + 1];
     if (t == end && !s->how) return FSDP_OK;
@@ -248,7 +247,7 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s, int held) 
         op->state = m->call_state;
         op->step = m->step;
         op->given = m->given;
-        if (t->is_compared) fsdpi_set_compared(u, held, op);
+        if (t->is_compared) fsdpi_set_compared(u, u->route.held, op);
         FSDPI_TRY(fsdpi_emit(m, op));
     }
     if (!(s->how & FSDPI_RELEASES)) return FSDP_OK;

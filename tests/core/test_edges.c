@@ -440,6 +440,50 @@ static void factor_in_between(lab_rank *r) {
 }
 TEST(edges, divide_factor_between_microbatches) { lab_run(2, NULL, factor_in_between, NULL); }
 
+/* Finalize reduces gradients that wait, though no backward has reached their unit. The caller has written
+   nothing since then, and extensions are not told that it has. */
+static void waits_for_finalize(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    lab_log log = FSDP_ZERO;
+    fsdp_param_view v;
+    int markers = 0;
+    float full[8];
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    lab_watch(&log, x.w, x.m);
+    CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, 0));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 8; i++) ((float *)fsdp_grad(x.u, 0))[i] += 3;
+    CALL(x.w, fsdp_post_backward(x.u));
+    for (int sync = 0; sync < 2; sync++) {
+        CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, sync));
+        CHECK_STATUS(fsdp_param_full(x.u, 1, full), FSDP_ERR_INVALID_ARG);
+        CALL(x.w, fsdp_finalize_backward(x.m)); /* it has nothing to tell again: that text stays */
+        CHECK(strstr(fsdp_last_error(x.w), "param_full"));
+        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WROTE, -1, x.u), 1);
+        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, x.u), sync);
+    }
+    CHECK_EQ_INT(log.ops[lab_next_op(&log, 0, FSDP_OP_WROTE, -1, x.u)].stream, FSDP_STREAM_COMPUTE);
+    for (int n = 0; n < log.num; n++) { /* what finalize emits is in no training state */
+        if (log.ops[n].kind != FSDP_OP_HOOK || log.ops[n].count != FSDP_CALL_FINALIZE) continue;
+        CHECK_EQ_INT(log.ops[n].state, FSDP_STATE_IDLE);
+        markers++;
+    }
+    CHECK_EQ_INT(markers, 2);
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 3);
+    CALL(x.w, fsdp_set_grad_none(x.u, 0));
+    CALL(x.w, fsdp_wait_stream(x.m, -1));
+    for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 0);
+    const int num = log.num;
+    CALL(x.w, fsdp_set_grad_none(x.u, 0)); /* there is none any more: nothing is done */
+    CHECK_EQ_INT(log.num, num);
+    fsdp_model_destroy(x.m);
+    free(log.ops);
+}
+TEST(edges, finalize_reduces_what_waits) { lab_run(2, NULL, waits_for_finalize, NULL); }
+
 /* Ranks that divide by different factors would drift apart. */
 static void factors_differ(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);

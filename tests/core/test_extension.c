@@ -1261,7 +1261,7 @@ TEST_P(extension, tells_when_records_ran, settings, RANKS(row->world)) {
    post_forward: the last one is told neither of the call nor of its end. */
 typedef struct {
     char text[64];
-    int answers;
+    int answers, fails; /* post_forward; zero_grad */
 } calls_seen;
 static const char call_letters[] = {'f', 'p', 'b', 'q', 'e', 'z', 'c'};
 static void note_call(calls_seen *c, int call, int is_end) {
@@ -1277,9 +1277,10 @@ static void note_call(calls_seen *c, int call, int is_end) {
 static int seen_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                      fsdp_status *status) {
     calls_seen *c = (calls_seen *)user;
-    (void)model, (void)unit, (void)status;
+    (void)model, (void)unit;
     note_call(c, call, 0);
-    return c->answers && call == FSDP_CALL_POST_FORWARD;
+    if (c->fails && call == FSDP_CALL_ZERO_GRAD) *status = FSDP_ERR_IO;
+    return (c->answers && call == FSDP_CALL_POST_FORWARD) || *status;
 }
 static void seen_end(void *user, fsdp_model *model, fsdp_unit *unit, int call) {
     (void)model, (void)unit;
@@ -1309,6 +1310,15 @@ TEST(extension, tells_when_calls_end) {
     CHECK_EQ_STR(seen[0].text, "fFpPpPbBqQeEzZcC");
     CHECK_EQ_STR(seen[1].text, seen[0].text);
     CHECK_EQ_STR(seen[2].text, "fFpPbBqQeEzZcC");
+    for (int k = 0; k < 3; k++) memset(seen[k].text, 0, sizeof seen[k].text);
+    CHECK_STATUS(fsdp_post_backward(u), FSDP_ERR_INVALID_STATE); /* ends, too, and finalize tells it */
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    seen[1].fails = 1;
+    CHECK_STATUS(fsdp_zero_grad(b.model), FSDP_ERR_IO);
+    seen[1].fails = 0;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_IO);
+    CHECK_EQ_STR(seen[0].text, "qQeEeEzZeE");
     bed_close(&b);
 }
 

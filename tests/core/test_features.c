@@ -1139,7 +1139,14 @@ static void in_backward(job *j) {
             W_CHECK(hook >= 0 && next_op(j, hook, -1, FSDP_LABEL_REDUCE, j->m.unit[u]) < 0 &&
                         next_op(j, hook, -1, FSDP_LABEL_RED_OUT, j->m.unit[u]) < 0,
                     "unit %d: the hook comes too early", u);
+            const fsdp_op *o = &j->log.ops[hook]; /* others wait for it by the blocks that it names */
+            CHECK(o->src && o->src_ptr == fsdp_buf_ptr(o->src) && o->dst);
+            CHECK(o->dst_ptr == fsdp_buf_ptr(o->dst) && o->dst != o->src);
+            if (j->n == 1 && !j->c->variant) /* the caller has written what the hook sees */
+                CHECK_EQ_INT(o->stream, FSDP_STREAM_COMPUTE);
         }
+        for (int k = first; k < j->log.num; k++) /* a record that divides says by what */
+            if (j->log.ops[k].share != 0) CHECK(j->log.ops[k].factor == j->n);
         check_grads(j);
         CALL(j->w, fsdp_zero_grad(j->m.model));
         update_reference(j); /* SGD after backward: the same bits */

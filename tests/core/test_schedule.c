@@ -1077,6 +1077,9 @@ TEST(streams, hooks_of_used_parameters) {
         CHECK_EQ_INT(r.s.syncs, syncs);
         CHECK_EQ_INT(runs, used == 0);
         play(&r, ".");
+        const int64_t waits = r.s.syncs;
+        CHECK_OK(fsdp_set_grad_none(r.units[1], used));
+        CHECK_EQ_INT(r.s.syncs, waits); /* only with offload the host waits */
     }
     rig_close(&r);
 }

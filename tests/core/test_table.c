@@ -3,6 +3,12 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
+#ifndef FSDPI_DEBUG
+#define FSDPI_DEBUG /* each row of the table ends with fsdpi_unit_check */
+#endif
+#define FSDP_ASSERT(world, condition)                                                                        \
+    (condition ? FSDP_OK : is_broken ? FSDP_ERR_INTERNAL : fsdpi_assert_failed(world, __func__, #condition))
+static int is_broken; /* a test has broken a rule, and expects that a check finds it */
 #include "library.c"
 #include "lab.h"
 #include "sim.h"
@@ -500,6 +506,48 @@ static void check_getters(bed *b, model *m, int at, int mark) {
 
 /* ---- every cell ------------------------------------------------------------------------------ */
 
+/* How many hooks have to come before a call is possible, by the documents; `most`: so many or more. */
+static int hooks_before(int state, int backward, int due, int open, int call, int most) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD, FSDP_CALL_PRE_BACKWARD,
+                                FSDP_CALL_POST_BACKWARD, FSDP_CALL_FINALIZE};
+    const int cell = 4 * state + 2 * backward + (due > 0);
+    if (documented[call].cells[cell] != '.' && (call != FSDP_CALL_DATA || open)) return 0;
+    for (int i = 0; i < 5 && most > 1; i++) {
+        const char next = documented[hooks[i]].cells[cell];
+        if (next == '.') continue;
+        const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
+        const int dues = due + (i == 1 && !backward) - (i == 2 && next != '=');
+        const int way = 1 + hooks_before(to, i == 2 || (backward && i < 4), dues, i == 0 || i == 2, call,
+                                         most - 1);
+        if (way < most) most = way;
+    }
+    return most;
+}
+
+/* What a text names is possible, and begins a shortest way to the call. If a backward is due, it opens
+   parameters, though a forward would do so, too. */
+static void check_named(const bed *b, int cell, int call) {
+    const int state = cell / 4, backward = cell / 2 % 2, due = cell % 2, most = 5;
+    const int before = hooks_before(state, backward, due, 0, call, most);
+    const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
+    CHECK(first != NULL);
+    int named = 0;
+    while (strncmp(first + 12, documented[named].name, strlen(documented[named].name))) named++;
+    CHECK_MSG(documented[named].cells[cell] != '.', "%s", fsdp_last_error(b->s.world));
+    CHECK_EQ_INT(named == FSDP_CALL_RESET, before == most);
+    if (call == FSDP_CALL_DATA && due && state != FSDP_STATE_FORWARD)
+        CHECK_EQ_INT(named, FSDP_CALL_PRE_BACKWARD);
+    if (before == most || (call == FSDP_CALL_DATA && due)) return;
+    const char next = documented[named].cells[cell];
+    const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
+    const int is_back = named == FSDP_CALL_PRE_BACKWARD;
+    const int dues = due + (named == FSDP_CALL_POST_FORWARD && !backward) - (is_back && next != '=');
+    const int phase = is_back || (backward && named != FSDP_CALL_FINALIZE);
+    const int open = is_back || named == FSDP_CALL_PRE_FORWARD;
+    CHECK_MSG(hooks_before(to, phase, dues, open, call, most) == before - 1, "%s in %s, backward %d, due %d: %s",
+              documented[call].name, state_names[state], backward, due, fsdp_last_error(b->s.world));
+}
+
 /* The library's own table agrees with the documents, also in cells that no order of calls reaches.
    */
 TEST(table, legality_of_every_cell) {
@@ -521,12 +569,154 @@ TEST(table, legality_of_every_cell) {
             if (row && next != '=') CHECK_EQ_INT(state_letters[row->next], next);
             if (row && next == '=')
                 CHECK(row->next == FSDPI_KEEP || row->next == u->state.training);
+            u->state.storage = FSDP_STORAGE_SHARDED;
+            if (row && call != FSDP_CALL_DATA) continue;
+            if (cell / 4 == FSDP_STATE_PRE_BACKWARD && !b.model->backward) continue; /* never */
+            CHECK_STATUS(fsdpi_wrong_call(u, call, "wrong"), FSDP_ERR_INVALID_STATE);
+            check_named(&b, cell, call);
         }
     }
     u->state.training = 0;
     b.model->backward = u->state.forwards = 0;
     bed_close(&b);
     h_message("%d cells", cells);
+}
+
+/* ---- what holds of a unit between two calls ---------------------------------------------------- */
+
+enum { /* slots that a unit holds, as a set of places */
+    GATHER = 1 << FSDP_POOL_GATHER,
+    SLICE = 1 << FSDP_POOL_SLICE,
+    GRAD = 1 << FSDP_POOL_GRAD,
+    IN = 1 << FSDP_POOL_REDUCE_IN,
+    OUT = 1 << FSDP_POOL_REDUCE_OUT,
+    FRESH = 1 << FSDPI_FRESH
+};
+enum { /* its other marks */
+    AHEAD = 1,
+    STALE = 2,
+    DUE = 4,       /* a forward */
+    NEGATIVE = 8,  /* less than none is */
+    PARTS = 16,    /* trainables of several parts */
+    CAST = 32,     /* gradients are reduced in another dtype */
+    WATCHED = 64,  /* by an extension */
+    REHEARSES = 128,
+    USED = 256,    /* a parameter */
+    REDUCED = 512, /* a parameter */
+    ALIAS = 1024   /* the full parameters are the shards */
+};
+
+/* States that a call may leave, and states that break one rule each. */
+static const struct {
+    const char *what;
+    int holds;
+    int shards, replicas, trains, training, storage, slots, marks, shard_grad;
+} states[] = {
+#define IDLE        FSDP_STATE_IDLE
+#define BACK        FSDP_STATE_PRE_BACKWARD
+#define SHARDED     FSDP_STORAGE_SHARDED
+#define FLIES       FSDP_STORAGE_IN_FLIGHT
+#define OPEN        FSDP_STORAGE_UNSHARDED
+#define SLICED      FSDP_STORAGE_SHARDED_POST_FORWARD
+#define NONE        FSDPI_SHARD_GRAD_NONE
+#define ZEROED      FSDPI_SHARD_GRAD_ZERO
+#define HAS         FSDPI_SHARD_GRAD_REDUCED
+    {"nothing held", 1, 2, 1, 1, IDLE, SHARDED, 0, 0, NONE},
+    {"a slot of a gather that is not", 0, 2, 1, 1, IDLE, SHARDED, GATHER, 0, NONE},
+    {"gathered", 1, 2, 1, 1, IDLE, OPEN, GATHER, 0, NONE},
+    {"gathered into no slot", 0, 2, 1, 1, IDLE, OPEN, 0, 0, NONE},
+    {"under way", 1, 2, 1, 1, IDLE, FLIES, GATHER, 0, NONE},
+    {"under way into no slot", 0, 2, 1, 1, IDLE, FLIES, 0, 0, NONE},
+    {"the shards themselves", 1, 1, 1, 1, IDLE, OPEN, 0, ALIAS, NONE},
+    {"the shards themselves, in a slot", 0, 1, 1, 1, IDLE, OPEN, GATHER, ALIAS, NONE},
+    {"a slice", 1, 2, 1, 1, IDLE, SLICED, SLICE, 0, NONE},
+    {"a slice in no slot", 0, 2, 1, 1, IDLE, SLICED, 0, 0, NONE},
+    {"a slot of a slice that is not", 0, 2, 1, 1, IDLE, SHARDED, SLICE, 0, NONE},
+    {"prefetched", 1, 2, 1, 1, IDLE, FLIES, GATHER, AHEAD, NONE},
+    {"prefetched and waited for", 0, 2, 1, 1, IDLE, OPEN, GATHER, AHEAD, NONE},
+    {"prefetched shards", 0, 1, 1, 1, IDLE, FLIES, 0, AHEAD | ALIAS, NONE},
+    {"stale", 1, 2, 1, 1, IDLE, OPEN, GATHER, STALE, NONE},
+    {"stale, of nothing", 0, 2, 1, 1, IDLE, SHARDED, 0, STALE, NONE},
+    {"a forward is due", 1, 2, 1, 1, IDLE, SHARDED, 0, DUE, NONE},
+    {"fewer forwards than none", 0, 2, 1, 1, IDLE, SHARDED, 0, NEGATIVE, NONE},
+    {"in backward", 1, 2, 1, 1, BACK, OPEN, GATHER | GRAD, USED, NONE},
+    {"in backward, nothing is used yet", 1, 2, 1, 2, BACK, OPEN, GATHER | GRAD, 0, ZEROED},
+    {"in backward without a slot", 0, 2, 1, 1, BACK, OPEN, GATHER, 0, NONE},
+    {"a replica in backward without a slot", 0, 1, 2, 1, BACK, OPEN, GATHER, 0, NONE},
+    {"nothing trains, in backward", 1, 2, 1, 0, BACK, OPEN, GATHER, 0, NONE},
+    {"nothing trains, with gradients", 0, 2, 1, 0, BACK, OPEN, GATHER | GRAD, 0, NONE},
+    {"nothing trains, with a reduce input", 0, 2, 1, 0, BACK, OPEN, GATHER | IN, 0, NONE},
+    {"nothing trains, with sums", 0, 2, 2, 0, BACK, OPEN, GATHER | OUT, 0, NONE},
+    {"sums of a call", 0, 2, 2, 1, IDLE, SHARDED, OUT | FRESH, USED, NONE},
+    {"one rank writes the shard gradient", 1, 1, 1, 1, BACK, OPEN, 0, USED | ALIAS, HAS},
+    {"one rank, nothing was there", 1, 1, 1, 1, BACK, OPEN, 0, USED | ALIAS, NONE},
+    {"one rank writes what counts as zeros", 0, 1, 1, 1, BACK, OPEN, 0, USED | ALIAS, ZEROED},
+    {"one rank, no trainables, zeros", 1, 1, 1, 0, BACK, OPEN, 0, ALIAS, ZEROED},
+    {"gradients wait", 1, 2, 1, 1, IDLE, SHARDED, GRAD, USED, NONE},
+    {"gradients wait to be cast", 1, 2, 1, 1, IDLE, SHARDED, IN, USED | CAST, NONE},
+    {"gradients wait in two slots", 0, 2, 1, 1, IDLE, SHARDED, GRAD | IN, USED, NONE},
+    {"a backward adds to them", 1, 2, 1, 1, BACK, OPEN, GATHER | GRAD | IN, USED | CAST, NONE},
+    {"of several parts as written", 0, 2, 1, 1, IDLE, SHARDED, GRAD, USED | PARTS, NONE},
+    {"of several parts, in backward", 1, 2, 1, 1, BACK, OPEN, GATHER | GRAD, USED | PARTS, NONE},
+    {"to be cast, as written", 0, 2, 1, 1, IDLE, SHARDED, GRAD, USED | CAST, NONE},
+    {"sums wait", 1, 2, 2, 1, IDLE, SHARDED, OUT, USED, NONE},
+    {"sums wait, and gradients", 1, 2, 2, 1, IDLE, SHARDED, OUT | GRAD, USED, NONE},
+    {"sums without replicas", 0, 2, 1, 1, IDLE, SHARDED, OUT, USED, NONE},
+    {"sums without shards", 0, 1, 2, 1, IDLE, SHARDED, OUT, USED, NONE},
+    {"used, and nothing waits", 0, 2, 1, 1, IDLE, SHARDED, 0, USED, NONE},
+    {"what waits is not used", 0, 2, 1, 1, IDLE, SHARDED, GRAD, 0, NONE},
+    {"a plan keeps it", 1, 2, 1, 1, IDLE, SHARDED, GRAD, WATCHED, NONE},
+    {"reduced", 1, 2, 1, 1, IDLE, SHARDED, 0, REDUCED, HAS},
+    {"reduced, and zeros", 0, 2, 1, 1, IDLE, SHARDED, 0, REDUCED, ZEROED},
+    {"reduced before a rehearsal", 1, 2, 1, 1, IDLE, SHARDED, 0, REDUCED | REHEARSES, NONE},
+};
+TEST(table, broken_states_are_found) {
+    for (size_t k = 0; k < sizeof states / sizeof *states; k++) {
+        static fsdp_model m;
+        static fsdp_unit u;
+        fsdp_buf buf[FSDPI_PLACES];
+        const int marks = states[k].marks;
+        uint64_t use = (marks & USED ? FSDPI_USE_USED : 0) | (marks & REDUCED ? FSDPI_USE_REDUCED : 0);
+        memset(&m, 0, sizeof m);
+        memset(&u, 0, sizeof u);
+        memset(buf, 0, sizeof buf);
+        u.model = &m, u.use = &use, u.use_words = 1;
+        m.watch = marks & WATCHED ? FSDPI_OPS : 0, m.rehearsing = (marks & REHEARSES) != 0;
+        u.layout.gather = marks & ALIAS ? FSDPI_GATHER_ALIAS : FSDPI_GATHER_SHARDS;
+        u.layout.num_train = states[k].trains;
+        u.facts.shards = states[k].shards, u.facts.replicas = states[k].replicas;
+        u.facts.one_train = !(marks & PARTS);
+        u.facts.gathered = FSDP_F32, u.facts.reduce = marks & CAST ? FSDP_F64 : FSDP_F32;
+        u.state.training = (uint8_t)states[k].training, u.state.storage = (uint8_t)states[k].storage;
+        u.state.ahead = (marks & AHEAD) != 0, u.state.stale = (marks & STALE) != 0;
+        u.state.forwards = marks & DUE ? 1 : marks & NEGATIVE ? -1 : 0;
+        u.state.shard_grad = (uint8_t)states[k].shard_grad;
+        for (int i = 0; i < FSDPI_PLACES; i++)
+            if (states[k].slots >> i & 1) u.state.slot[i] = &buf[i], buf[i].held = 1;
+        is_broken = 1;
+        CHECK_MSG((fsdpi_unit_check(&u) == FSDP_OK) == states[k].holds, "%s", states[k].what);
+        for (int i = 0; i < FSDPI_PLACES && states[k].holds; i++) { /* a slot that nobody holds */
+            buf[i].held = 0;
+            if (u.state.slot[i]) CHECK_MSG(fsdpi_unit_check(&u), "%s: slot %d", states[k].what, i);
+            buf[i].held = 1;
+        }
+        is_broken = 0;
+    }
+}
+
+/* Forwards without a backward: the record of them ends, and each may still run backward. */
+TEST(table, record_of_forwards_is_bounded) {
+    enum { FORWARDS = 100 };
+    bed b;
+    bed_open(&b, &settings[0], 1);
+    for (int n = 0; n < FORWARDS; n++) {
+        CHECK_OK(fsdp_pre_forward(b.units[0]));
+        CHECK_OK(fsdp_post_forward(b.units[0]));
+    }
+    CHECK_EQ_INT(b.model->num_order, 64);
+    CHECK_EQ_INT(b.units[0]->state.forwards, FORWARDS);
+    CHECK_OK(fsdp_model_reset(b.model));
+    bed_close(&b);
 }
 
 /* All states of two units that calls can reach, with a shortest way to each. */
