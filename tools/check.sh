@@ -219,14 +219,14 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (11860), $((text / 1024)) KB of .text (173)," \
+    echo "note: fsdp.h and core/: $lines lines (12000), $((text / 1024)) KB of .text (182)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 11860 ] || die 'fsdp.h and core/ are too long'
-    [ "$text" -le $((173 * 1024)) ] || die 'too much code'
+    [ "$lines" -lt 12000 ] || die 'fsdp.h and core/ are too long'
+    [ "$text" -le $((182 * 1024)) ] || die 'too much code'
 }
 
 # What examples and tests include, with the one header in place of fsdp.h and core/.
@@ -312,7 +312,8 @@ gate_mutations() {
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
     tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
-        --scratch "$work/mutate" --file core dtensor optim muon plan checkpoint safetensors trace fsdp \
+        --scratch "$work/mutate" \
+        --file core dtensor optim muon plan checkpoint safetensors trace fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }
