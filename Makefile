@@ -194,7 +194,7 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
 
 run: ## train a small GPT on 4 ranks; 3 ranks go on from its checkpoint
 	@$(SUBMAKE) $(GPT) tools/fsdptrace
-	@rm -rf $(BUILD)/run
+	@rm -rf $(BUILD)/run && mkdir -p $(BUILD)/run
 	FSDP_TRACE=$(BUILD)/run/trace examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
 	tools/fsdptrace why --brief $(BUILD)/run/trace
 	examples/gpt/train_gpt --ranks 3 --save $(BUILD)/run --resume --steps 1010

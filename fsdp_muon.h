@@ -57,10 +57,11 @@
    HOST OR DEVICE
      On the host the library has a product. On a device give desc.gemm:
      backends/fsdp_cuda_gemm.h has one for cuBLAS. cpu_offload on a device is refused.
-   MEMORY, the same on all ranks, to the byte; W ranks shard a matrix, V replicas exchange results
-     For each element of this rank's rows 4 bytes, the momentum, and tables, as AdamW. In the pool
+   MEMORY, to the byte; W ranks shard a matrix, V replicas exchange results
+     For each element of this rank's rows 4 bytes, the momentum, and tables, as AdamW. All else is
+     the same on all ranks. In the pool
      "muon" on several ranks 2 W N + 2 V W N elements of desc.dtype, where N is the most that a pair
-     of ranks sends in a flight; on one rank N. For products 2 R C elements of the largest matrix
+     of ranks sends in a flight; if nothing travels N. For products 2 R C elements of the largest matrix
      and 2 min(R, C)^2 of the one with the largest, each rounded up to 64 bytes, 64 bytes, and for
      fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A step allocates nothing, except the first one after a
      freeze or thaw. */
@@ -241,7 +242,8 @@ static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
     if (!status) status = fsdpi_muon_buffers(o);
     o->host_bytes = fsdpi_optim_host_bytes(o->base.model) - before;
     for (int i = 0; i < o->num && !status; i++) {
-        const int64_t given[] = {o->matrices[i].ordinal, o->matrices[i].owner, o->matrices[i].at};
+        const fsdpi_muon_matrix *m = &o->matrices[i];
+        const int64_t given[] = {m->ordinal, m->owner, m->at, m->columns};
         status = fsdp_agree(o->base.model, given, sizeof given);
     }
     if (!status) o->laid = o->base.laid;
@@ -554,6 +556,9 @@ static fsdp_status fsdpi_muon_ranges(fsdp_world *w, const char *name, const fsdp
                              "[E9013] %s: desc.%s is %lld, expected %lld..%lld", name, all[i].field,
                              (long long)all[i].value, (long long)all[i].least,
                              (long long)all[i].most);
+    if (!(d->eps > 0))
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9019] %s: desc.eps is %g, expected > 0", name,
+                         d->eps);
     if (d->dtype == FSDP_F32 || d->dtype == FSDP_BF16) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9014] %s: desc.dtype is %s, expected f32 or bf16",
                      name, fsdp_dtype_name(d->dtype));
@@ -651,7 +656,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     (void)fsdpi_muon_tables(o, params, ranks);
     const double given[] = {
         d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
-        (double)d.adjust, (double)d.dtype};
+        (double)d.adjust, (double)d.dtype, (double)d.replicas};
     status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG
                                          : fsdpi_optim_agree(base, given, sizeof given);
     if (!status) status = fsdpi_muon_follow(o, name);

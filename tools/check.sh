@@ -273,7 +273,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors)/' "$program.d" ||
+    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors|trace)/' "$program.d" ||
         die "$1 was not compiled with the one header"
     "$program"
 }
@@ -282,7 +282,7 @@ gate_single_tests() {
     local tests='test_features test_shard test_spawn'
     single_folder "$dir"
     make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" $(printf "$of/tests/%s " $tests)
-    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors)/' "$of"/tests/*.d ||
+    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors|trace)/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $tests; do
         "$of/tests/$t" --tags=shm >"$work/single.$t.log" 2>&1 ||

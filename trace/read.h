@@ -368,7 +368,7 @@ static int fsdpi_tr_by_rank(const void *a, const void *b) {
     return ((const fsdpi_tr_rank *)a)->head.rank - ((const fsdpi_tr_rank *)b)->head.rank;
 }
 
-// The job of the trace in a directory that began last, into out->job.
+// The job of the trace in a directory that was written last, into out->job.
 static void fsdpi_tr_newest(DIR *dir, const char *path, fsdpi_tr_job *out) {
     char file[4096];
     int64_t newest = INT64_MIN;
@@ -420,7 +420,7 @@ static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_j
                                       job ? " of job " : "", job ? job : "");
 }
 
-/* Reads the files of a job. job NULL: of the one that began last. force: also if
+/* Reads the files of a job. job NULL: of the one that was written last. force: also if
    clocks were not compared. Returns 0, or -1 with the reason in `why`. */
 static int fsdpi_tr_read(const char *dir, const char *job, int force, fsdpi_tr_job *out, char *why,
                          size_t cap) {

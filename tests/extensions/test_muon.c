@@ -590,6 +590,7 @@ static void refuse(lab_rank *r) {
     REFUSE(momentum, 1, "desc.momentum is 1");
     REFUSE(weight_decay, -1, "desc.weight_decay is -1");
     REFUSE(eps, LAB_NAN, "desc.eps is");
+    REFUSE(eps, 0, "[E9019] muon_create: desc.eps is 0, expected > 0");
     REFUSE(a, LAB_INF, "desc.a, b or c");
     REFUSE(ns_steps, 0, "[E9013] muon_create: desc.ns_steps is 0, expected 1..99");
     REFUSE(adjust, 3, "desc.adjust is 3");
