@@ -92,7 +92,7 @@ typedef struct fsdp_muon_desc {
     uint32_t size, start_canary;
     double weight_decay;  // default 0.1;  >= 0
     double momentum;      // default 0.95; 0 <= momentum < 1
-    double eps;           // default 1e-7; > 0
+    double eps;           // default 1e-7; >= 1e-30
     double a, b, c;       // defaults 3.4445, -4.7750, 2.0315: finite
     int32_t ns_steps;     // default 5; 1..99
     int32_t nesterov;     // default 1
@@ -132,8 +132,10 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_create(fsdp_model *model, const f
 
 /* fsdp_muon_step - update every matrix that has a gradient; ends with fsdp_params_changed
    lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it. If ranks
-               give different ones, this step's first collective is a MISMATCH
-   Result      FSDP_OK; as fsdp_adamw_step; collective errors, after which the world has ended
+               give different ones, this step's first collective is a MISMATCH; if it has none, the
+               next one of a unit
+   Result      FSDP_OK; as fsdp_adamw_step; collective errors, after which the world has ended. If
+               one rank has no memory, the others wait for it until their time is over
    Collective  yes: every rank of the mesh; after a freeze or thaw as fsdp_muon_create
    Blocks      inline and with lanes: for the ranks that send, at most timeout_ms; on streams: no
    Allocates   no; the first step after a freeze or thaw does      Source torch: Muon.step */
@@ -145,14 +147,15 @@ FSDP_API fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_opti
 
 /* fsdp_muon_takes    - 1 if Muon takes this parameter, whether it is frozen or not. NULL: 0
    fsdp_muon_nbytes   - host and device memory of the optimizer in bytes; 0: NULL
-   fsdp_muon_describe - as text: matrices, owners, flights, bytes that this rank receives in a step,
-               what replicas do. Writes at most cap bytes with the end, and returns the length of
+   fsdp_muon_describe - as text: matrices, how many of them this rank computes, flights, bytes that
+               it receives in a step, what replicas do. Writes at most cap bytes with the end, and returns the length of
                the whole text, as snprintf */
 FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param);
 FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon);
 FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap);
 
-/* fsdp_muon_destroy - free an optimizer before its model ends; NULL is allowed
+/* fsdp_muon_destroy - free an optimizer before its model ends; NULL is allowed. End those optimizers
+               first whose groups ask fsdp_muon_takes
    Collective  yes: every rank of the mesh      Blocks for operations under way */
 FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 
@@ -227,7 +230,7 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
         status = fsdp_alloc(m, o->base.memory, o->room_bytes, "muon: no memory for products",
                             &o->room);
     if (!o->room) o->room_bytes = 0;
-    if (o->desc.gemm == fsdp_host_gemm)
+    if (o->desc.gemm == fsdp_host_gemm && o->room)
         o->desc.gemm_user = (char *)o->room + o->room_bytes - FSDP_HOST_GEMM_BYTES;
     return status;
 }
@@ -238,7 +241,7 @@ static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
     if (status || o->laid == o->base.laid) return status;
     fsdpi_muon_free_buffers(o);
     int64_t before = fsdpi_optim_host_bytes(o->base.model);
-    status = fsdpi_muon_plan(o);
+    status = fsdpi_muon_plan(o, what);
     if (!status) status = fsdpi_muon_buffers(o);
     o->host_bytes = fsdpi_optim_host_bytes(o->base.model) - before;
     for (int i = 0; i < o->num && !status; i++) {
@@ -347,6 +350,7 @@ static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_flight 
                                              f->replica * f->all.count);
     if (status || !f->replicas_comm) return status;
     fsdp_op op = fsdpi_muon_record(o, FSDP_OP_ALL_GATHER, FSDP_STREAM_EXTENSION, o->x, o->x);
+    op.unit = o->base.params[o->matrices[f->first].param].unit; // so that ranks compare lr here
     op.comm = f->replicas_comm, op.group_size = f->replicas, op.in_place = 1;
     op.list = &f->all, op.list_count = 1;
     op.count = (uint64_t)f->all.count;
@@ -363,13 +367,14 @@ static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_flight *f, do
         const fsdp_optim_group *g = &o->base.groups[p->group];
         double rows = (double)m->rows, columns = (double)m->columns, rate = lr * g->lr_scale;
         double ratio = o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW
-                           ? 0.04 * (rows > columns ? rows : columns)
+                           ? (rows > columns ? rows : columns)
                            : rows / columns;
         volatile double decay = rate * g->weight_decay; // rounded before it is subtracted
         fsdp_param_view v = FSDP_ZERO;
         if (!fsdpi_muon_view(o, m, &v) || v.numel == 0) continue;
         if (o->desc.adjust == FSDP_MUON_ORIGINAL && ratio < 1) ratio = 1;
         fsdpi_sqrt(1, &ratio, &ratio, 1);
+        if (o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW) ratio *= 0.2;
         fsdp_update *u = &o->base.updates[num++];
         memset(u, 0, sizeof *u);
         u->kind = FSDP_UPDATE_MUON;
@@ -556,9 +561,9 @@ static fsdp_status fsdpi_muon_ranges(fsdp_world *w, const char *name, const fsdp
                              "[E9013] %s: desc.%s is %lld, expected %lld..%lld", name, all[i].field,
                              (long long)all[i].value, (long long)all[i].least,
                              (long long)all[i].most);
-    if (!(d->eps > 0))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9019] %s: desc.eps is %g, expected > 0", name,
-                         d->eps);
+    if (!(d->eps >= 1e-30)) // 1/eps is a number of f32
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E9019] %s: desc.eps is %g, expected at least 1e-30", name, d->eps);
     if (d->dtype == FSDP_F32 || d->dtype == FSDP_BF16) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9014] %s: desc.dtype is %s, expected f32 or bf16",
                      name, fsdp_dtype_name(d->dtype));
@@ -581,7 +586,8 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
     if (!status) status = fsdp_model_commit(model);
     while (!status && fsdp_next_param(model, &v))
-        if (fsdpi_muon_taken(d, &v)) status = fsdpi_muon_check(w, name, d, &v);
+        if (fsdpi_muon_group((void *)(uintptr_t)d, &v) >= 0)
+            status = fsdpi_muon_check(w, name, d, &v);
     return status;
 }
 
@@ -592,10 +598,11 @@ static fsdp_status fsdpi_muon_place_check(fsdp_model *model, const char *name,
     int memory = FSDP_MEMORY_HOST;
     fsdp_status status = fsdp_update_place(model, name, &memory);
     if (status) return status;
-    if (memory == FSDP_MEMORY_DEVICE && !d->gemm)
+    if (memory == FSDP_MEMORY_DEVICE && (!d->gemm || d->gemm == fsdp_host_gemm))
         return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "[E9015] %s: the shards are on a device, and desc.gemm is NULL: include "
-                         "backends/fsdp_cuda_gemm.h, and set desc.gemm to fsdp_cuda_gemm",
+                         "[E9015] %s: the shards are on a device, and desc.gemm is NULL or the "
+                         "host's: include backends/fsdp_cuda_gemm.h, and set desc.gemm to "
+                         "fsdp_cuda_gemm",
                          name);
     if (memory == FSDP_MEMORY_HOST && fsdp_model_run(model) == FSDP_RUN_STREAMS)
         return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,

@@ -400,7 +400,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
    WHILE SWAPPED  forward, backward and fsdp_param_full see the average. A step of an optimizer,
                clipping, unscaling, fsdp_ema_update, a save, a load, fsdp_set_requires_grad and
                fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
-               call fsdp_zero_grad before the training goes on.
+               call fsdp_zero_grad before the training goes on. Your hooks must not write shards.
    CHECKPOINTS  have the items `ema` and `ema_step`, from which any number of ranks goes on to the
                bit. Create the average before a load that has them. Create it after a load of the
                weights alone (params_only, source, a checkpoint without it): it begins with them.
@@ -418,7 +418,8 @@ typedef struct fsdp_ema_desc {
     double decay;  // default 0.999; 0 <= decay <= 1
     int64_t every; // default 1, >= 1: of the calls of update each such one averages, others only
                    // count
-    int64_t after; // default 0, >= 0: up to this call the average is a copy of the weights
+    int64_t after; // default 0, >= 0: of the calls that average, those up to this one copy the
+                   // weights
     fsdp_ema_decay_fn decay_at; // instead of decay; NULL: none
     void *user;                 // argument of decay_at
     int32_t cpu; // 1: the average of weights on a device is in pinned host memory, and the device
@@ -462,7 +463,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_swap(fsdp_ema *ema);
 FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema);
 
 /* fsdp_ema_destroy - free an average before its model ends; NULL is allowed. If it is swapped, the
-   weights come back first
+               weights come back first. If they cannot, as units are not idle, that is logged
    Blocks      until the device has finished its updates */
 FSDP_API void fsdp_ema_destroy(fsdp_ema *ema);
 

@@ -23,7 +23,8 @@ extern "C" {
 // clang-format off
 /* fsdp_cuda_gemm - an fsdp_gemm_fn of f32 and bf16 in device memory
    user        a cublasHandle_t of the rank's device; its stream becomes `stream`
-   Arithmetic  f32: sums of f32, without TF32. bf16: sums of f32
+   Arithmetic  f32: sums of f32, without TF32 unless the handle's math mode allows it. bf16: sums of
+               f32
    Result      FSDP_OK; UNSUPPORTED: another dtype, or a size beyond int32_t; BACKEND: cuBLAS failed
    Thread      that of the handle
    Source      cublasGemmStridedBatchedEx */

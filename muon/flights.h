@@ -49,7 +49,7 @@ struct fsdp_muon {
     int64_t room_bytes, most, square; // elements of the largest matrix, and of its square
 };
 
-// Address of part i of elements of the dtype that travels.
+// Address behind so many elements of the dtype that travels.
 static char *fsdpi_muon_part(const fsdp_muon *o, const fsdp_buf *buf, int64_t elements) {
     return (char *)fsdp_buf_ptr(buf) + elements * (int64_t)fsdp_dtype_size(o->desc.dtype);
 }
@@ -114,7 +114,7 @@ static int fsdpi_muon_spreads(const fsdp_muon *o, const fsdp_mesh_info *info) {
 }
 
 // Lists the trainable matrices, those of a mesh together, in the order of backward.
-static fsdp_status fsdpi_muon_list(fsdp_muon *o) {
+static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
     o->num = 0;
     while (fsdp_next_param(o->base.model, &v)) {
@@ -131,7 +131,9 @@ static fsdp_status fsdpi_muon_list(fsdp_muon *o) {
         m.dim = v.shape[v.shard_dim];
         if (m.outer * m.dim * m.inner == 0) continue;
         m.rows = m.outer * m.dim * m.inner / m.columns;
-        fsdp_status status = fsdp_unit_mesh_info(v.unit, &mine);
+        // Once more: a cast may have made it f64.
+        fsdp_status status = fsdpi_muon_check(fsdp_model_world(o->base.model), what, &o->desc, &v);
+        if (!status) status = fsdp_unit_mesh_info(v.unit, &mine);
         for (int i = 0; i < o->num && !status && m.mesh == m.ordinal; i++) {
             status = fsdp_unit_mesh_info(o->base.params[o->matrices[i].param].unit, &other);
             if (fsdp_mesh_equal(mine.mesh, other.mesh) && mine.kind == other.kind &&
@@ -196,8 +198,8 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
 }
 
 // Owners and flights of the present layout. Makes groups for the stream EXTENSION.
-static fsdp_status fsdpi_muon_plan(fsdp_muon *o) {
-    fsdp_status status = fsdpi_muon_list(o);
+static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
+    fsdp_status status = fsdpi_muon_list(o, what);
     o->num_flights = o->travels = 0;
     for (int first = 0, end; first < o->num && !status; first = end) {
         fsdp_mesh_info info = FSDP_ZERO;

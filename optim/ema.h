@@ -197,7 +197,12 @@ FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema) {
 
 FSDP_API void fsdp_ema_destroy(fsdp_ema *ema) {
     if (!ema) return;
-    if (ema->swapped && fsdp_ema_swap(ema)) (void)fsdp_lend(ema->base.model, NULL);
+    fsdp_model *m = ema->base.model;
+    if (ema->swapped && fsdp_ema_swap(ema)) { // between calls of a step, or the world has failed
+        (void)fsdp_lend(m, NULL);
+        fsdp_warn(fsdp_model_world(m), "[E233] ema_destroy: the weights could not be swapped back, "
+                                       "and are lost: the model has their average");
+    }
     fsdpi_optim_destroy(&ema->base);
 }
 

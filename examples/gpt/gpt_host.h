@@ -445,7 +445,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
 #endif
 #ifdef FSDP_TRACE_H
-        {"trace", 1, NULL, 'e'},
+        {"trace", 1, NULL, 'i'},
 #endif
 #ifdef FSDP_CHECKPOINT_H
         {"save", 1, NULL, 'w'}, {"resume", 0, NULL, 'u'},   {"async", 0, NULL, 'a'},
@@ -505,7 +505,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         } else if (c == 'o') {
             opt->plan = 1;
             opt->plan_out = optarg;
-        } else if (c == 'e') {
+        } else if (c == 'i') {
             if (setenv("FSDP_TRACE", optarg, 1)) bad = impossible("--trace: %s", strerror(errno));
             opt->trace_dir = optarg;
         } else if (c == 'w') {

@@ -314,6 +314,106 @@ TEST_P(muon, replicas, hsdp) {
     CHECK(bits_by(row->replicas * 2, row) == bits_by(1, &plain));
 }
 
+/* With microbatches, a scaler and clipping, and groups that change: the same bits on any ranks. What
+   clips does not bind, as norms depend on the ranks in their last bit. */
+typedef struct {
+    int with_scaler; /* and microbatches, and clipping */
+    uint64_t bits;
+} company;
+static void train_in_company(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
+    company *c = (company *)r->arg;
+    fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_grad_scaler_desc sd = FSDP_ZERO;
+    fsdp_grad_scaler *scaler;
+    fsdp_optim_group g = fsdp_muon_defaults().groups[0];
+    fsdp_muon *muon;
+    lab_built m;
+    uint64_t bits = 1;
+    double norm;
+    sd.init_scale = 1024;
+    build(r, &s, &m);
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    CALL(r->w, fsdp_grad_scaler_create(m.model, &sd, &scaler));
+    CHECK_STATUS(fsdp_muon_set_group(muon, 2, &g), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_muon_set_group(NULL, 0, &g), FSDP_ERR_INVALID_ARG);
+    for (int step = 0; step < STEPS; step++) {
+        if (c->with_scaler) {
+            fsdp_set_requires_gradient_sync(m.model, NULL, 0);
+            backward(&m, step + 7, 0);
+            fsdp_set_requires_gradient_sync(m.model, NULL, 1);
+        }
+        backward(&m, step, 0);
+        if (c->with_scaler) {
+            CALL(r->w, fsdp_grad_scaler_unscale(scaler));
+            CALL(r->w, fsdp_clip_grad_norm(m.model, 1e9, &norm));
+            CHECK(norm > 0 && !fsdp_grad_scaler_found_inf(scaler));
+        }
+        const uint64_t before = bits_of(&m, 1);
+        for (int k = 0; k < 2 && step == STEPS - 1; k++) { /* at last no group learns */
+            g.lr_scale = 0, g.weight_decay = 0;
+            CALL(r->w, fsdp_muon_set_group(muon, k, &g));
+        }
+        CALL(r->w, fsdp_muon_step(muon, 0.02));
+        if (c->with_scaler) CALL(r->w, fsdp_grad_scaler_update(scaler));
+        CALL(r->w, fsdp_zero_grad(m.model));
+        CHECK((bits_of(&m, 1) == before) == (step == STEPS - 1));
+        bits = bits_of(&m, bits);
+    }
+    fsdp_muon_destroy(muon);
+    if (r->rank == 0) c->bits = bits;
+}
+TEST(muon, groups_scaler_clipping_microbatches) {
+    company one[2] = {{0, 0}, {1, 0}};
+    for (int k = 0; k < 2; k++) {
+        lab_run(1, NULL, train_in_company, &one[k]);
+        for (int world = 2; world <= 3; world++) {
+            company c = {k, 0};
+            lab_run(world, NULL, train_in_company, &c);
+            CHECK_MSG(c.bits == one[k].bits, "%d ranks have other bits than one", world);
+        }
+    }
+    CHECK(one[0].bits != one[1].bits);
+}
+
+/* What torch.optim.Muon has, if nothing is said. */
+TEST(muon, defaults) {
+    const fsdp_muon_desc d = fsdp_muon_defaults();
+    CHECK(d.weight_decay > 0.0999 && d.weight_decay < 0.1001);
+    CHECK(d.momentum > 0.9499 && d.momentum < 0.9501 && d.eps > 0.99e-7 && d.eps < 1.01e-7);
+    CHECK_EQ_INT(d.nesterov, 1);
+    CHECK_EQ_INT(d.ns_steps, 5);
+    CHECK_EQ_INT(d.adjust, FSDP_MUON_ORIGINAL);
+    CHECK_EQ_INT(d.replicas, FSDP_MUON_BY_BYTES);
+    CHECK_EQ_INT(d.dtype, FSDP_F32);
+    CHECK_EQ_INT(d.flight_bytes, 64 << 20);
+}
+
+/* A product that fails ends the world, with its status. */
+static fsdp_status no_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
+                           const void *a, int64_t lda, int a_transposed, const void *b,
+                           int64_t ldb, int b_transposed, float beta, void *c, int64_t ldc,
+                           fsdp_dtype dtype) {
+    (void)user, (void)stream, (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda;
+    (void)a_transposed, (void)b, (void)ldb, (void)b_transposed, (void)beta, (void)c, (void)ldc;
+    return dtype == FSDP_F32 ? FSDP_ERR_BACKEND : FSDP_OK;
+}
+static void fail_to_multiply(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
+    fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_muon *muon;
+    lab_built m;
+    d.gemm = no_gemm;
+    build(r, &s, &m);
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    backward(&m, 0, 1);
+    fsdp_status status = fsdp_muon_step(muon, 0.02);
+    if (!status) status = fsdp_wait_stream(m.model, -1);
+    CHECK_STATUS(status, FSDP_ERR_BACKEND);
+    CHECK_STATUS(fsdp_world_status(r->w), FSDP_ERR_BACKEND);
+}
+TEST(muon, failing_product) { lab_run(1, NULL, fail_to_multiply, NULL); }
+
 /* ---- owners, flights, bytes and memory, computed once more ------------------------------------ */
 
 enum { MATRICES = 10 };
@@ -590,7 +690,7 @@ static void refuse(lab_rank *r) {
     REFUSE(momentum, 1, "desc.momentum is 1");
     REFUSE(weight_decay, -1, "desc.weight_decay is -1");
     REFUSE(eps, LAB_NAN, "desc.eps is");
-    REFUSE(eps, 0, "[E9019] muon_create: desc.eps is 0, expected > 0");
+    REFUSE(eps, 0, "[E9019] muon_create: desc.eps is 0, expected at least 1e-30");
     REFUSE(a, LAB_INF, "desc.a, b or c");
     REFUSE(ns_steps, 0, "[E9013] muon_create: desc.ns_steps is 0, expected 1..99");
     REFUSE(adjust, 3, "desc.adjust is 3");

@@ -144,6 +144,21 @@ TEST_P(gpt_cuda, parity, runs) {
     else check_same(&cpu, &gpu, 1e-4, 1e-3);
 }
 
+/* Muon by cuBLAS: the losses of the CPU, on one rank and on two. */
+TEST(gpt_cuda, muon) {
+    static const char *const options[] = {"--optimizer muon", "--ranks 2 --optimizer muon"};
+    curve adamw, cpu, gpu;
+    const char *program = cuda_program();
+    train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1", &adamw);
+    train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1 --optimizer muon", &cpu);
+    CHECK(fabs(adamw.loss[STEPS - 1] - cpu.loss[STEPS - 1]) > 1e-3); // another optimizer
+    for (int i = 0; i < 2; i++) {
+        train(OVER_NCCL, program, options[i], &gpu);
+        CHECK_EQ_INT(gpu.count, STEPS);
+        check_same(&cpu, &gpu, 1e-4, 1e-3);
+    }
+}
+
 /* The weights and their average, with a graph, too. */
 TEST(gpt_cuda, ema) {
     static const char *const options[] = {"--ema 0.8", "--ranks 2 --ema 0.8", "--graph --ema 0.8"};
