@@ -237,8 +237,7 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     while (at > 0 && f->comm[at].key != key) at--;
     uint64_t number = __atomic_add_fetch(&f->begun, 1, __ATOMIC_RELAXED);
     fsdpi_flight_op *o = &f->op[(number - 1) % FSDPI_FLIGHT_OPS];
-    __atomic_store_n(&o->number, 0, __ATOMIC_RELAXED);
-    __atomic_thread_fence(__ATOMIC_RELEASE);
+    (void)__atomic_exchange_n(&o->number, 0, __ATOMIC_ACQ_REL); // before what follows
     __atomic_store_n(&o->end_ns, 0, __ATOMIC_RELAXED);
     o->begin_ns = fsdpi_now(w);
     o->count = op->count;
