@@ -325,7 +325,9 @@ typedef struct {
     fsdp_adamw *adamw;
     fsdp_trace *trace;
     int64_t work[PLAN_CALLS + 4]; /* of the caller, behind each call; then finalize, clip, adamw */
-    int clips;
+    int clips;    /* 2: the norm is fetched, which is an operation of the world */
+    int from_0;   /* traced from step 0 on, where numbers of the world and of the model are near */
+    int gathered; /* parameters stay gathered after backward */
     int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1]; /* what the clocks say of a step */
     fsdpi_tr_job job;
 } bed;
@@ -356,7 +358,8 @@ static void bed_step(bed *d, int step) {
     CALL(d->w, fsdp_finalize_backward(d->b.model));
     sim_compute(&d->s, d->work[i]);
     if (d->clips) {
-        CALL(d->w, fsdp_clip_grad_norm(d->b.model, 1, NULL));
+        double norm;
+        CALL(d->w, fsdp_clip_grad_norm(d->b.model, 1, d->clips == 2 ? &norm : NULL));
         sim_compute(&d->s, d->work[i + 1]);
         compute += d->work[i + 1];
     }
@@ -378,10 +381,11 @@ static void bed_run(bed *d, const char *dir) {
     CHECK(d->w != NULL);
     plan_open(&d->b, &d->net, d->w);
     CALL(d->w, fsdp_adamw_create(d->b.model, NULL, &d->adamw));
-    td.dir = dir, td.first_step = FIRST, td.last_step = LAST;
+    if (d->gathered) CALL(d->w, fsdp_set_reshard_after_backward(d->b.model, NULL, 0));
+    td.dir = dir, td.first_step = d->from_0 ? 0 : FIRST, td.last_step = LAST;
     CALL(d->w, fsdp_trace_start(d->b.model, &td, &d->trace));
     for (int step = 0; step <= LAST + 1; step++) {
-        if (step == FIRST) sim_host_waits(&d->s);
+        if (step == td.first_step) sim_host_waits(&d->s);
         bed_step(d, step);
     }
     CALL(d->w, fsdp_trace_stop(d->trace));
@@ -412,7 +416,7 @@ static void bed_draw(bed *d, uint64_t seed, int async) {
     d->s.async = async, d->s.fused = below(seed, 12, 2);
     d->s.latency_ns = below(seed, 13, 3000), d->s.coll_bytes_per_ns = 1;
     d->s.copy_bytes_per_ns = below(seed, 14, 20);
-    d->clips = below(seed, 15, 2);
+    d->clips = below(seed, 15, 3), d->from_0 = below(seed, 16, 2);
     for (int i = 0; i < PLAN_CALLS + 4; i++) d->work[i] = below(seed, 100 + i, 6000);
 }
 
@@ -432,11 +436,12 @@ TEST_P(why, simulated_device, devices) {
         bed_draw(&d, h_seed() + seed, row->async);
         plan_sim = &d.s;
         bed_run(&d, dir);
-        CHECK_EQ_INT((int64_t)d.job.rank[0].num_steps, LAST - FIRST + 1);
+        const int first = d.from_0 ? 0 : FIRST;
+        CHECK_EQ_INT((int64_t)d.job.rank[0].num_steps, LAST - first + 1);
         CHECK_EQ_INT((int64_t)d.job.rank[0].head.dropped, 0);
-        for (int i = FIRST; i <= LAST; i++) {
+        for (int i = first; i <= LAST; i++) {
             fsdpi_why_step step;
-            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - FIRST), end, &step), 1);
+            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - first), end, &step), 1);
             int64_t waits = fsdpi_why_exposed(&step), host = fsdpi_why_host(&step);
             int64_t all = step.part[FSDPI_WHY_COMPUTE] + waits + host;
             CHECK_EQ_INT(all, step.end - step.begin);
@@ -743,7 +748,7 @@ TEST(why, half_is_not_steady) {
               "%s", text);
 }
 
-/* A slot that was taken before the trace began shows by its release. */
+/* Slots that were taken before the trace began have no number; their release has it. */
 TEST(why, slots_from_before) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -751,13 +756,48 @@ TEST(why, slots_from_before) {
     char text[4096];
     small_begin(&t, 0, 1);
     t.step[0].first_seq = 1, t.rank.num_steps = 1;
-    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 0, 100, 2);
-    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 6, 1000000, 1);
-    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 5, 2000000, 2);
+    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 0, 100, 5);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, FSDPI_TR_HELD, 500000, 0);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, EMBED, FSDPI_TR_HELD, 2000000, 0);
+    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, H0, 6, 500000, 1);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 6, 1000000, 2);
+    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 5, 2000000, 3);
     small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 100, 200, 0);
     small_job(&t, 1, ranks, &job);
     small_screen(&job, text, sizeof text);
-    CHECK_MSG(strstr(text, "gathered parameters 3.0 (embed, h.0)"), "%s", text);
+    CHECK_MSG(strstr(text, "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
+                           "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody "
+                           "holds 1.0\n"),
+              "%s", text);
+}
+
+/* Parameters that stay gathered after backward are held from the begin of the trace on. */
+TEST_P(why, slots_that_stay, devices) {
+    static bed d;
+    char text[4096], wants[128], letter;
+    memset(&d, 0, sizeof d);
+    d.net = plan_chain(3, 64, 64);
+    d.net.model.param_dtype = FSDP_BF16, d.gathered = 1;
+    sim_init(&d.s, 4, 0);
+    d.s.async = row->async, d.s.latency_ns = 5000, d.s.coll_bytes_per_ns = 1;
+    for (int i = 0; i < d.net.num_calls; i++) d.work[i] = 9000;
+    plan_sim = &d.s;
+    bed_run(&d, h_tmpdir());
+    const fsdpi_tr_rank *r = &d.job.rank[0];
+    int64_t bytes = 0, all = 0;
+    int held = 0;
+    for (uint64_t i = 0; i < r->num_records; i++)
+        held += r->records[i].kind == FSDP_OP_ACQUIRE && r->records[i].slot == FSDPI_TR_HELD;
+    for (uint64_t u = 0; u < r->num_units; u++) bytes += r->units[u].slot_bytes[FSDP_POOL_GATHER];
+    for (uint64_t p = 0; p < r->num_pools; p++) all += r->pools[p].bytes;
+    for (uint64_t k = 0; k < r->num_kept; k++) all += r->kept[k].bytes;
+    CHECK(held >= 3);
+    CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
+    snprintf(wants, sizeof wants, "gathered parameters %.1f (h.", (double)bytes /
+                                                                      fsdpi_why_unit(all, &letter));
+    const char *at = strstr(text, wants);
+    CHECK_MSG(at && strcspn(at, ")") == strlen(wants) + strlen("0, h.1, h.2"), "%s\n%s", wants, text);
+    fsdpi_tr_free(&d.job);
 }
 
 /* With lanes the caller's thread may wake up late, when another stream has ended something, too. */
