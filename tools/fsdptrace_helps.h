@@ -195,8 +195,8 @@ static fsdp_status helps_prefetch(const helps *h, const helps_option *o, fsdp_un
         if (call->label != FSDP_CALL_PRE_FORWARD) continue;
         for (uint64_t k = 0; k < h->rank->num_records && num < HELPS_AHEAD; k++) {
             const fsdpi_tr_record *r = &h->rank->records[k];
-            if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r) &&
-                r->what != call->what && r->what < h->rank->num_units)
+            if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r) && r->what != call->what &&
+                r->what < h->rank->num_units)
                 ahead[num++] = units[r->what];
         }
         while (next < h->num_calls && h->calls[next]->label != FSDP_CALL_PRE_FORWARD) next++;

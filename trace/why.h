@@ -311,8 +311,7 @@ static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_b
     out->rank = rank, out->number = s->number;
     out->begin = INT64_MAX, out->end = INT64_MIN;
     out->first = i ? fsdpi_why_at(rank, s[-1].begin_ns) : 0;
-    out->past = i + 2 < rank->num_steps ? fsdpi_why_at(rank, s[2].begin_ns + 1)
-                                           : rank->num_records;
+    out->past = i + 2 < rank->num_steps ? fsdpi_why_at(rank, s[2].begin_ns + 1) : rank->num_records;
     for (uint64_t k = out->first; k < out->past; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
         if (r->kind != FSDPI_TR_CALL || !fsdpi_why_is_of(rank, i, r)) continue;
@@ -491,8 +490,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
                              fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_record *op = s->op;
-    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, y->step.first, y->step.past,
-                                                    s->waits);
+    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
     const int gathers = s->part == FSDPI_WHY_GATHER;
     const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, half = (s->end - s->begin) / 2;
     if (!op) return;
@@ -645,12 +643,13 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
     const int known = error >= 0 && error <= median, steady = fsdpi_why_is_steady(job, who);
     free(waits);
     if (steady < 0) return;
-    fsdpi_why_say(t, "who came last: rank %d in %.0f %% of the collectives, by %.*f ms in the "
-                     "median (%s",
+    fsdpi_why_say(t,
+                  "who came last: rank %d in %.0f %% of the collectives, by %.*f ms in the "
+                  "median (%s",
                   (int)w->head.rank, 100.0 * (double)most / (double)all, FSDPI_WHY_MS(t, median),
-                  !steady                ? "moving"
+                  !steady               ? "moving"
                   : known || error == 0 ? "steady"
-                                         : "perhaps");
+                                        : "perhaps");
     if (error < 0) fsdpi_why_say(t, "; clocks were not compared: hosts' time of day, by --force");
     if (error > 0) fsdpi_why_say(t, "; clocks may be wrong by %.*f ms", FSDPI_WHY_MS(t, error));
     fsdpi_why_say(t, ")\n");

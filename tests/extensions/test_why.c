@@ -728,16 +728,15 @@ TEST(why, screen_of_a_busy_stream) {
     small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 4, 5, 0);
     small_job(&t, 1, ranks, &job);
     small_screen(&job, text, sizeof text);
-    CHECK_EQ_STR(
-        text,
-        "step 6.000 ms (median of 1)\n"
-        "  compute       2.000   caller's time between calls\n"
-        "  exposed       4.000   of 3.900 ms of communication (18 % hidden)\n"
-        "    gather      4.000   worst: h.0 2.100 (its stream is busy before it), embed 1.900 (COMPUTE "
-        "went on later than it ended)\n"
-        "  host          0.000   in calls: copies 0.000, optimizer 0.000, rest 0.000\n"
-        "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + adamw 3.0 (host) + slots "
-        "that nobody holds 4.0\n");
+    CHECK_EQ_STR(text,
+                 "step 6.000 ms (median of 1)\n"
+                 "  compute       2.000   caller's time between calls\n"
+                 "  exposed       4.000   of 3.900 ms of communication (18 % hidden)\n"
+                 "    gather      4.000   worst: h.0 2.100 (its stream is busy before it), embed "
+                 "1.900 (COMPUTE went on later than it ended)\n"
+                 "  host          0.000   in calls: copies 0.000, optimizer 0.000, rest 0.000\n"
+                 "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + adamw 3.0 "
+                 "(host) + slots that nobody holds 4.0\n");
 }
 
 /* Each of two ranks is last in one of two steps. */
@@ -799,15 +798,15 @@ TEST(why, microbatches) {
     fsdpi_tr_job job;
     char text[4096];
     for (int empty = 0; empty < 2; empty++)
-        for (int last = 0; last <= STEPS; last++) { /* the step with an optimizer; STEPS: none has */
+        for (int last = 0; last <= STEPS; last++) { /* which step has one; STEPS: none */
             small_begin(&t, 0, 1);
             for (int s = 0; s < STEPS; s++) {
                 small_step(&t, 2000 * s, 0, 0, -1, 10 * s);
                 if (s == last && !empty) continue;
                 t.num -= 2, t.seq--;
                 if (s == last)
-                    small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME, 2000 * s + 970 + 10 * s,
-                               2000 * s + 980 + 10 * s, 0);
+                    small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME,
+                               2000 * s + 970 + 10 * s, 2000 * s + 980 + 10 * s, 0);
             }
             small_job(&t, 1, ranks, &job);
             small_screen(&job, text, sizeof text);
@@ -855,9 +854,10 @@ TEST(why, slots_from_before) {
     small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 100, 200, 0);
     small_job(&t, 1, ranks, &job);
     small_screen(&job, text, sizeof text);
-    CHECK_MSG(strstr(text, "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
-                           "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody "
-                           "holds 1.0\n"),
+    CHECK_MSG(strstr(text,
+                     "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
+                     "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody "
+                     "holds 1.0\n"),
               "%s", text);
 }
 
@@ -883,8 +883,8 @@ TEST_P(why, slots_that_stay, devices) {
     for (uint64_t k = 0; k < r->num_kept; k++) all += r->kept[k].bytes;
     CHECK(held >= 3);
     CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
-    snprintf(wants, sizeof wants, "gathered parameters %.1f (h.", (double)bytes /
-                                                                      fsdpi_why_unit(all, &letter));
+    snprintf(wants, sizeof wants, "gathered parameters %.1f (h.",
+             (double)bytes / fsdpi_why_unit(all, &letter));
     const char *at = strstr(text, wants);
     const size_t length = strlen(wants) + strlen("0, h.1, h.2");
     CHECK_MSG(at && strcspn(at, ")") == length, "%s\n%s", wants, text);
