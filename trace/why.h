@@ -740,7 +740,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f%s", fsdpi_tr_text(rank, rank->kept[k].name),
                       (double)rank->kept[k].bytes / unit,
-                      offloads && rank->kept[k].on_host ? " (host)" : "");
+                      offloads ? " (host)" : "");
     if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest / unit);
     fsdpi_why_say(t, "\n");
     free(room);

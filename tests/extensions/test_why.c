@@ -713,7 +713,7 @@ TEST(why, screen_of_a_busy_stream) {
     fsdpi_tr_job job;
     char text[4096];
     small_begin(&t, 0, 1);
-    t.rank.head.run = FSDP_RUN_STREAMS, t.rank.head.cpu_offload = 1, t.kept.on_host = 1;
+    t.rank.head.run = FSDP_RUN_STREAMS, t.rank.head.cpu_offload = 1;
     t.step[0].number = 7, t.step[0].first_seq = 1, t.rank.num_steps = 1;
     small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 1, 4);
     small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 0, -1);
