@@ -59,12 +59,11 @@
      backends/fsdp_cuda_gemm.h has one for cuBLAS. cpu_offload on a device is refused.
    MEMORY, to the byte; W ranks shard a matrix, V replicas exchange results
      For each element of this rank's rows 4 bytes, the momentum, and tables, as AdamW. All else is
-     the same on all ranks. In the pool
-     "muon" on several ranks 2 W N + 2 V W N elements of desc.dtype, where N is the most that a pair
-     of ranks sends in a flight; if nothing travels N. For products 2 R C elements of the largest matrix
-     and 2 min(R, C)^2 of the one with the largest, each rounded up to 64 bytes, 64 bytes, and for
-     fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A step allocates nothing, except the first one after a
-     freeze or thaw. */
+     the same on all ranks. In the pool "muon" on several ranks 2 W N + 2 V W N elements of
+     desc.dtype, where N is the most that a pair of ranks sends in a flight; if nothing travels N.
+     For products 2 R C elements of the largest matrix and 2 min(R, C)^2 of the one with the
+     largest, each rounded up to 64 bytes, 64 bytes, and for fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A step
+     allocates nothing, except the first one after a freeze or thaw. */
 #include "fsdp_optim.h"
 #include "backends/fsdp_host_gemm.h"
 
@@ -148,14 +147,14 @@ FSDP_API fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_opti
 /* fsdp_muon_takes    - 1 if Muon takes this parameter, whether it is frozen or not. NULL: 0
    fsdp_muon_nbytes   - host and device memory of the optimizer in bytes; 0: NULL
    fsdp_muon_describe - as text: matrices, how many of them this rank computes, flights, bytes that
-               it receives in a step, what replicas do. Writes at most cap bytes with the end, and returns the length of
-               the whole text, as snprintf */
+               it receives in a step, what replicas do. Writes at most cap bytes with the end, and
+               returns the length of the whole text, as snprintf */
 FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param);
 FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon);
 FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap);
 
-/* fsdp_muon_destroy - free an optimizer before its model ends; NULL is allowed. End those optimizers
-               first whose groups ask fsdp_muon_takes
+/* fsdp_muon_destroy - free an optimizer before its model ends; NULL is allowed. First end the
+               optimizers whose groups ask fsdp_muon_takes
    Collective  yes: every rank of the mesh      Blocks for operations under way */
 FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 

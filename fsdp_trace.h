@@ -47,9 +47,10 @@ typedef struct fsdp_trace_desc {
                NULL: you do not need it; NULL in it after a failure
    Effect      the first call after the last step writes the file. If that fails, it is logged.
                Records that have no room are left out and counted
+               A file that an earlier run has left in its place is removed
    Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle;
                the model has a trace, or a plan already), UNSUPPORTED (the device cannot measure
-               times), OUT_OF_MEMORY; errors of commit and collective ones
+               times), OUT_OF_MEMORY, IO (the directory); errors of commit and collective ones
    Collective  yes: every rank of the model's mesh      Blocks, Allocates yes
    Source      torch: torch.profiler.profile, schedule */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_trace_start(fsdp_model *model,

@@ -300,7 +300,7 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
     if (!status) fsdpi_shards_written(model);
-    return fsdpi_model_call_ends(model, FSDP_CALL_PARAMS_CHANGED, status);
+    return fsdpi_writing_ends(model, NULL, FSDP_CALL_PARAMS_CHANGED, status);
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {

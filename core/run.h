@@ -228,12 +228,12 @@ static void *fsdpi_lane_main(void *arg) {
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
         fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        int64_t reached = op->timed ? fsdpi_now(w) : 0;
+        int64_t reached = op->timed && op->num_waits ? fsdpi_now(w) : 0;
         for (int i = 0; i < op->num_waits; i++) {
             fsdpi_lane *other = w->lanes[op->wait[i].stream];
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
-        if (op->timed) op->waited_ns = fsdpi_now(w) - reached;
+        if (op->timed && op->num_waits) op->waited_ns = fsdpi_now(w) - reached;
         if (!fsdpi_failed(w))
             (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
@@ -416,12 +416,12 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
         if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);
         return FSDP_OK;
     }
-    int64_t reached = op->timed ? fsdpi_now(w) : 0;
+    int64_t reached = op->timed && op->num_waits ? fsdpi_now(w) : 0;
     for (int i = 0; i < op->num_waits; i++) {
         fsdpi_lane *lane = w->lanes[op->wait[i].stream];
         if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
     }
-    if (op->timed) op->waited_ns = fsdpi_now(w) - reached;
+    if (op->timed && op->num_waits) op->waited_ns = fsdpi_now(w) - reached;
     FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
     return fsdpi_run_op(w, op, NULL);
 }

@@ -330,11 +330,11 @@ static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
     return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
-// The end of a call of the model that writes shards or their gradients.
-static fsdp_status fsdpi_model_call_ends(fsdp_model *m, int call, fsdp_status status) {
+// The end of a call that writes shards or their gradients. u NULL: of all units.
+static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsdp_status status) {
     if (!m) return status;
     status = fsdpi_keep_status(m, status);
-    if (m->watch & FSDPI_RETURNS) fsdpi_tell_returned(m, NULL, call, NULL);
+    if (m->watch & FSDPI_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
     return status;
 }
 
@@ -567,8 +567,8 @@ FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
-    return fsdpi_model_call_ends(model, FSDP_CALL_ZERO_GRAD,
-                                 fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1));
+    return fsdpi_writing_ends(model, NULL, FSDP_CALL_ZERO_GRAD,
+                              fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1));
 }
 
 FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
@@ -580,7 +580,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
         status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
     if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
-        return fsdpi_keep_status(m, status);
+        return fsdpi_writing_ends(m, unit, FSDP_CALL_ZERO_GRAD, status);
     const fsdpi_param *p = &unit->params[index];
     *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
@@ -588,7 +588,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
                              fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset, p->lay.shard_numel,
                              0);
     if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    return fsdpi_keep_status(m, status);
+    return fsdpi_writing_ends(m, unit, FSDP_CALL_ZERO_GRAD, status);
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {

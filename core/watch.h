@@ -12,7 +12,8 @@
 #include "objects.h"
 #include "os.h"
 
-// If fsdp_model.watch is 0, none of these functions is called. fsdp_attach is in attach.h.
+// If fsdp_model.watch is 0, the calls of a step and records pass these functions by. fsdp_attach is
+// in attach.h.
 
 /* A call begins: the flight record notes it. Returns the extension that has answered, or NULL;
    *status is the result then. If an extension makes calls while it is asked, only later extensions

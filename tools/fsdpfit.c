@@ -471,6 +471,7 @@ int main(int argc, char **argv) {
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
     (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
+    (void)unsetenv("FSDP_TRACE");
     const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
     if (!bad && !asks) bad = read_arguments(argc, argv, &paths);
     if (!want.s.param) want.s.param = want.store;

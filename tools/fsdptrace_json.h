@@ -13,7 +13,8 @@
 /* A process for each rank; its threads: steps, host (the calls of the program), and a stream each.
    A collective that has waited for peers, or for other streams before it began, holds an event for
    that. The slots that units hold are a counter for each pool. */
-enum { JSON_STEPS, JSON_HOST, JSON_STREAM }; // threads; JSON_STREAM + FSDP_STREAM_*
+enum { JSON_STEPS, JSON_HOST, JSON_STREAM };    // threads; JSON_STREAM + FSDP_STREAM_*
+enum { JSON_EVENTS = 4, JSON_INEXACT = 50000 }; // of a record; nanoseconds
 
 typedef struct json_event {
     int64_t begin, end;
@@ -38,13 +39,32 @@ static int json_by_place(const void *a, const void *b) {
     return x->depth - y->depth;
 }
 
-// In quotes. What is no printable ASCII is escaped: names are of strangers.
+// The bytes of the character that begins here; 0: it is no UTF-8.
+static int json_utf8(const unsigned char *c) {
+    int num = c[0] < 0x80 ? 1 : c[0] < 0xc2 ? 0 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4;
+    if (c[0] > 0xf4) return 0;
+    for (int k = 1; k < num; k++)
+        if ((c[k] & 0xc0) != 0x80) return 0;
+    if (c[0] == 0xe0 && c[1] < 0xa0) return 0; // a shorter one says the same
+    if (c[0] == 0xf0 && c[1] < 0x90) return 0;
+    if (c[0] == 0xed && c[1] > 0x9f) return 0; // half of a pair
+    return c[0] == 0xf4 && c[1] > 0x8f ? 0 : num;
+}
+
+// In quotes. Names are of strangers: control characters are escaped, and bytes that are no UTF-8
+// become the character that says so.
 static void json_text(FILE *to, const char *text) {
     fputc('"', to);
     for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
         if (*c == '"' || *c == '\\') fprintf(to, "\\%c", *c);
         else if (*c >= 0x20 && *c < 0x7f) fputc(*c, to);
-        else fprintf(to, "\\u%04x", *c);
+        else if (*c < 0x80) fprintf(to, "\\u%04x", *c);
+        else if (!json_utf8(c)) fputs("\\ufffd", to);
+        else {
+            int num = json_utf8(c);
+            fwrite(c, 1, (size_t)num, to);
+            c += num - 1;
+        }
     }
     fputc('"', to);
 }
@@ -125,8 +145,10 @@ static int json_events(json_writer *w, json_event *list, int64_t num, char *why,
     return 1;
 }
 
+// Adds an event, or what there is of it from like->begin on.
 static void json_add(json_event *list, int64_t *num, const json_event *like, int64_t begin,
                      int64_t end, const char *name) {
+    if (begin < like->begin) begin = like->begin;
     if (begin >= end && like->depth) return; // a part that took no time
     json_event *e = &list[(*num)++];
     *e = *like;
@@ -134,8 +156,10 @@ static void json_add(json_event *list, int64_t *num, const json_event *like, int
     if (name != e->name) snprintf(e->name, sizeof e->name, "%s", name);
 }
 
-// The events of a record: at most three.
-static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, int64_t *num) {
+/* The events of a record: at most JSON_EVENTS. `ended`: when the records before it on its stream
+   had. What begins a little earlier is moved there: times of a device are not exact. */
+static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, int64_t *num,
+                        int64_t *ended) {
     const fsdpi_tr_record *o = &r->records[i];
     json_event e;
     memset(&e, 0, sizeof e);
@@ -143,6 +167,12 @@ static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, in
     e.thread = o->kind == FSDPI_TR_CALL ? JSON_HOST : JSON_STREAM + o->stream;
     json_name(r, o, e.name, sizeof e.name);
     int64_t waited = o->stream == FSDP_STREAM_COMPUTE ? (int64_t)o->waited_ns : 0;
+    e.begin = o->begin_ns - waited;
+    if (o->kind != FSDPI_TR_CALL) {
+        if (e.begin < *ended && *ended < o->end_ns && *ended - e.begin <= JSON_INEXACT)
+            e.begin = *ended;
+        if (*ended < o->end_ns) *ended = o->end_ns;
+    }
     json_add(list, num, &e, o->begin_ns - waited, o->end_ns, e.name);
     e.depth = 1;
     json_add(list, num, &e, o->begin_ns - waited, o->begin_ns, "waits for another stream");
@@ -180,21 +210,21 @@ static void json_counter(json_writer *w, uint64_t pool, int64_t ns, int64_t byte
 static int json_memory(json_writer *w) {
     const fsdpi_tr_rank *r = w->rank;
     const uint64_t places = r->num_pools * (r->num_names + 1);
-    int64_t *held = (int64_t *)calloc(places + 2 * r->num_pools + 1, sizeof *held);
-    int64_t *sum = held + places, *markers = sum + r->num_pools;
+    uint64_t *held = (uint64_t *)calloc(places + 2 * r->num_pools + 1, sizeof *held);
+    uint64_t *sum = held + places, *markers = sum + r->num_pools;
     if (!held) return 0;
     for (int turn = 0; turn < 2; turn++) {
         for (uint64_t i = 0; i < r->num_records; i++) {
             const fsdpi_tr_record *o = &r->records[i];
             if (o->kind != FSDP_OP_ACQUIRE && o->kind != FSDP_OP_RELEASE) continue;
             uint64_t name = o->what < r->num_names ? o->what : r->num_names;
-            int64_t *place = &held[o->label * (r->num_names + 1) + name];
+            uint64_t *place = &held[o->label * (r->num_names + 1) + name];
             markers[o->label]++;
             if (!turn) continue;
             sum[o->label] -= *place;
-            *place = o->kind == FSDP_OP_ACQUIRE ? (int64_t)o->bytes : 0;
+            *place = o->kind == FSDP_OP_ACQUIRE ? o->bytes : 0;
             sum[o->label] += *place;
-            json_counter(w, o->label, o->begin_ns, sum[o->label]);
+            json_counter(w, o->label, o->begin_ns, (int64_t)sum[o->label]);
         }
         for (uint64_t p = 0; p < r->num_pools && !turn; p++)
             if (r->pools[p].bytes && !markers[p]) json_counter(w, p, w->zero, r->pools[p].bytes);
@@ -205,10 +235,12 @@ static int json_memory(json_writer *w) {
 
 static int json_rank(json_writer *w, char *why, size_t cap) {
     const fsdpi_tr_rank *r = w->rank;
-    json_event *list = (json_event *)calloc(3 * r->num_records + r->num_steps + 1, sizeof *list);
-    int64_t num = 0;
+    json_event *list = (json_event *)calloc(JSON_EVENTS * r->num_records + r->num_steps + 1,
+                                            sizeof *list);
+    int64_t num = 0, ended[FSDP_STREAM_COUNT];
     char text[160];
     if (!list) return 0;
+    for (int k = 0; k < FSDP_STREAM_COUNT; k++) ended[k] = INT64_MIN;
     snprintf(text, sizeof text, "rank %d (%.63s)", r->head.rank, r->head.host);
     json_named(w, "process_name", JSON_STEPS, text);
     json_named(w, "thread_name", JSON_STEPS, "steps");
@@ -222,8 +254,9 @@ static int json_rank(json_writer *w, char *why, size_t cap) {
         snprintf(e->name, sizeof e->name, "step %u", r->steps[k].number);
     }
     for (uint64_t i = 0; i < r->num_records; i++) {
-        if (json_is_event(&r->records[i])) json_record(r, i, list, &num);
-        else if (r->records[i].kind == FSDPI_TR_SPAN) json_span(w, i);
+        const fsdpi_tr_record *o = &r->records[i];
+        if (json_is_event(o)) json_record(r, i, list, &num, &ended[o->stream]);
+        else if (o->kind == FSDPI_TR_SPAN) json_span(w, i);
     }
     int done = json_memory(w) && json_events(w, list, num, why, cap);
     free(list);
@@ -239,7 +272,8 @@ static int json_write(const fsdpi_tr_job *job, FILE *to, char *why, size_t cap) 
             int64_t begin = r->records[i].begin_ns - (int64_t)r->records[i].waited_ns;
             if (begin < w.zero) w.zero = begin;
         }
-        if (r->num_steps && r->steps[0].begin_ns < w.zero) w.zero = r->steps[0].begin_ns;
+        for (uint64_t i = 0; i < r->num_steps; i++)
+            if (r->steps[i].begin_ns < w.zero) w.zero = r->steps[i].begin_ns;
     }
     if (w.zero == INT64_MAX) w.zero = 0;
     snprintf(why, cap, "no memory");

@@ -19,7 +19,7 @@
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
 #define FSDPI_TR_HELD  UINT32_MAX // a slot
-#define FSDPI_TR_MAGIC "fsdptr01"
+#define FSDPI_TR_MAGIC "fsdptr02"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
 enum { FSDPI_TR_CALL = FSDP_OP_COUNT, FSDPI_TR_SPAN, FSDPI_TR_KINDS };
@@ -73,7 +73,7 @@ typedef struct fsdpi_tr_pool { // by the number of the pool, at the end of the t
 } fsdpi_tr_pool;
 
 typedef struct fsdpi_tr_kept { // by an extension (fsdp_next_state), without padding
-    uint32_t name, on_host;    // in TEXT
+    uint32_t name, reserved;   // in TEXT
     int64_t bytes;
 } fsdpi_tr_kept;
 
@@ -92,8 +92,8 @@ typedef struct fsdpi_tr_param {
 } fsdpi_tr_param;
 
 typedef struct fsdpi_tr_comm {
-    uint32_t number, size;    // fsdp_op.comm_number
-    uint32_t ranks, reserved; // where its members begin in RANKS
+    uint32_t number, size; // fsdp_op.comm_number
+    uint32_t ranks;        // where its members begin in RANKS
 } fsdpi_tr_comm;
 
 // All ranks of the model's mesh have met: none left before the last one came. So two clocks can be
@@ -121,10 +121,9 @@ typedef struct fsdpi_tr_header {
     int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
     int32_t rank, size, pid, run; // run: FSDP_RUN_*
     // Options of the model, as in fsdp_model_desc.
-    int32_t param_dtype, reduce_dtype, grad_dtype, output_dtype;
-    int32_t reshard_after_forward, cpu_offload, implicit_prefetch, reserved;
+    int32_t param_dtype, reduce_dtype, grad_dtype;
+    int32_t reshard_after_forward, cpu_offload, implicit_prefetch;
     int64_t prefetch_bytes, direct_min;
-    int64_t host_bytes, comm_bytes, unsharded_bytes; // as in fsdp_memory, at the end of the trace
     char job[128], host[64];
     fsdpi_tr_section section[FSDPI_TR_SECTION_COUNT];
 } fsdpi_tr_header;

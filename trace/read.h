@@ -85,9 +85,18 @@ static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsd
     return at == r->head.bytes ? 0 : fsdpi_tr_refuse(why, "%s: it has more than sections", name);
 }
 
-static int fsdpi_tr_is_time(int64_t begin, int64_t end) {
-    return begin > -((int64_t)1 << 61) && end >= begin && end < (int64_t)1 << 61;
+// A time of the rank: less than nine years from the moment when its file was written. So
+// differences of times, and sums of some of them, are numbers, too.
+static int fsdpi_tr_is_time(const fsdpi_tr_header *h, int64_t begin, int64_t end) {
+    const int64_t near = (int64_t)1 << 58;
+    return begin > h->clock_ns - near && end >= begin && end < h->clock_ns + near;
 }
+
+static int fsdpi_tr_is_clock(int64_t ns) {
+    return ns > -((int64_t)1 << 61) && ns < (int64_t)1 << 61; // the time of day, until 2043
+}
+
+static int fsdpi_tr_is_bytes(int64_t bytes) { return bytes >= 0 && bytes < (int64_t)1 << 56; }
 
 static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
     uint64_t labels = o->kind == FSDPI_TR_CALL                            ? r->num_calls
@@ -95,7 +104,7 @@ static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) 
                                                                           : r->num_labels;
     return o->kind < r->num_kinds && o->label < labels && o->stream < r->num_streams &&
            o->state < r->num_states && (o->what < r->num_names || o->what == FSDPI_TR_NO_NAME) &&
-           fsdpi_tr_is_time(o->begin_ns, o->end_ns);
+           o->bytes < (uint64_t)1 << 56 && fsdpi_tr_is_time(&r->head, o->begin_ns, o->end_ns);
 }
 
 static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why *why) {
@@ -105,6 +114,8 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
                !r->text[r->num_text - 1] && memchr(h->job, 0, sizeof h->job) &&
                memchr(h->host, 0, sizeof h->host) && r->num_names >= r->num_units &&
                r->num_kinds == FSDPI_TR_KINDS && r->num_streams == FSDP_STREAM_COUNT;
+    if (!fsdpi_tr_is_clock(h->real_ns) || !fsdpi_tr_is_clock(h->clock_ns))
+        return fsdpi_tr_refuse(why, "%s: a number in it is out of range", name);
     const uint32_t *const lists[] = {r->names, r->kinds,   r->labels,
                                      r->calls, r->streams, r->states};
     const uint64_t nums[] = {r->num_names, r->num_kinds,   r->num_labels,
@@ -115,7 +126,11 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
     for (uint64_t i = 0; i < r->num_units; i++) {
         good &= r->units[i].num_params >= 0 && r->units[i].shards > 0 && r->units[i].replicas > 0;
         params += (uint64_t)(uint32_t)r->units[i].num_params;
+        for (int k = 0; k < FSDP_POOL_COUNT; k++)
+            good &= fsdpi_tr_is_bytes(r->units[i].slot_bytes[k]);
     }
+    for (uint64_t i = 0; i < r->num_pools; i++) good &= fsdpi_tr_is_bytes(r->pools[i].bytes);
+    for (uint64_t i = 0; i < r->num_kept; i++) good &= fsdpi_tr_is_bytes(r->kept[i].bytes);
     good &= params == r->num_params;
     for (uint64_t i = 0; i < r->num_params; i++)
         good &= r->params[i].ndim > 0 && r->params[i].ndim <= FSDP_MAX_DIMS;
@@ -123,29 +138,37 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
         good &= r->comms[i].ranks <= r->num_ranks &&
                 r->comms[i].size <= r->num_ranks - r->comms[i].ranks && r->comms[i].size > 0;
     for (uint64_t i = 0; i < r->num_meetings; i++)
-        good &= fsdpi_tr_is_time(r->meetings[i].came_ns, r->meetings[i].left_ns);
+        good &= fsdpi_tr_is_time(h, r->meetings[i].came_ns, r->meetings[i].left_ns);
     for (uint64_t i = 0; i < r->num_steps; i++)
-        good &= fsdpi_tr_is_time(r->steps[i].begin_ns, r->steps[i].end_ns);
+        good &= fsdpi_tr_is_time(h, r->steps[i].begin_ns, r->steps[i].end_ns);
     for (uint64_t i = 0; i < r->num_records && good; i++)
         good &= fsdpi_tr_is_record(r, &r->records[i]);
     return good ? 0 : fsdpi_tr_refuse(why, "%s: a number in it is out of range", name);
 }
 
+// Opens what is a file: a pipe would block for ever. `size` is 0 if it is none.
+static FILE *fsdpi_tr_open_file(const char *path, int64_t *size) {
+    struct stat st;
+    *size = 0;
+    if (stat(path, &st) || !S_ISREG(st.st_mode)) return NULL;
+    *size = (int64_t)st.st_size;
+    return fopen(path, "rb");
+}
+
 // Reads the blocks of a file; their sums are left out.
 static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank *r,
                               const fsdpi_tr_why *why) {
-    struct stat st;
-    if (stat(path, &st) || !S_ISREG(st.st_mode) || st.st_size <= 0)
-        return fsdpi_tr_refuse(why, "%s: it is no file, or an empty one", name);
-    FILE *file = fopen(path, "rb");
-    char *at = (char *)calloc((size_t)st.st_size + sizeof r->head, 1), *base = at;
+    int64_t size, bad = 0;
+    FILE *file = fsdpi_tr_open_file(path, &size);
+    int error = errno;
+    char *at = file && size ? (char *)calloc((size_t)size + sizeof r->head, 1) : NULL, *base = at;
     r->memory = base;
-    if (!file || !at) {
-        int error = errno;
-        if (file) (void)fclose(file);
+    if (!at) {
+        if (file) error = ENOMEM, (void)fclose(file);
+        if (!size) return fsdpi_tr_refuse(why, "%s: it is no file, or an empty one", name);
         return fsdpi_tr_refuse(why, "%s: %s", name, strerror(error));
     }
-    int64_t left = (int64_t)st.st_size, bad = 0;
+    int64_t left = size;
     for (uint64_t sum; left > 0 && !bad;) {
         size_t piece = left < FSDPI_TR_BLOCK ? (size_t)left : (size_t)FSDPI_TR_BLOCK;
         bad = piece <= sizeof sum || fread(at, piece, 1, file) != 1;
@@ -160,7 +183,7 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
         return fsdpi_tr_refuse(why, "%s: it is no trace of this version", name);
     if (bad || r->head.bytes != (uint64_t)(at - base))
         return fsdpi_tr_refuse(why, "%s: it is damaged or cut, at byte %lld", name,
-                               (long long)(st.st_size - left));
+                               (long long)(size - left));
     return fsdpi_tr_check(r, name, why);
 }
 
@@ -178,10 +201,25 @@ static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint6
     }
 }
 
-static void fsdpi_tr_shift(fsdpi_tr_rank *r, const int64_t shift[2]) {
+/* Moves the times of a rank to the clock of the first one. No clock goes by more than a thousandth
+   faster than another one: what two bounds that are far from exact say beyond that is an error. */
+static int fsdpi_tr_shift(fsdpi_tr_rank *r, const fsdpi_tr_rank *first, const int64_t shift[2],
+                          const fsdpi_tr_why *why) {
+    const int64_t near = (int64_t)1 << 58;
+    for (int k = 0; k < 2; k++) {
+        int64_t off = r->head.clock_ns + shift[k] - first->head.clock_ns;
+        if (off <= -near || off >= near)
+            return fsdpi_tr_refuse(why, "the traces of ranks %d and %d are years apart",
+                                   first->head.rank, r->head.rank);
+    }
     int64_t from = r->num_meetings ? r->meetings[0].came_ns : 0;
     int64_t to = r->num_meetings ? r->meetings[r->num_meetings - 1].left_ns : 0;
     double drift = to > from ? (double)(shift[1] - shift[0]) / (double)(to - from) : 0;
+    double more = ((drift < 0 ? -drift : drift) - 1e-3) * (double)(to - from);
+    if (more > 0 && more > 2.0 * (double)r->error_ns)
+        return fsdpi_tr_refuse(why, "the clocks of ranks %d and %d do not go alike",
+                               first->head.rank, r->head.rank);
+    if (more > 0) drift = drift < 0 ? -1e-3 : 1e-3, r->error_ns += (int64_t)more;
 #define FSDPI_TR_MOVE(t) (t) += shift[0] + (int64_t)(drift * (double)((t)-from))
     for (uint64_t i = 0; i < r->num_records; i++) {
         FSDPI_TR_MOVE(r->records[i].begin_ns);
@@ -193,6 +231,7 @@ static void fsdpi_tr_shift(fsdpi_tr_rank *r, const int64_t shift[2]) {
     }
 #undef FSDPI_TR_MOVE
     r->shift_ns = shift[0];
+    return 0;
 }
 
 /* The clock of rank j of the job, by the meetings of all ranks that have its clock with the first
@@ -216,8 +255,8 @@ static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t 
     int known = bound[0][0] > -far;
     if (bound[1][0] == -far) memcpy(bound[1], bound[0], sizeof bound[1]);
     for (int k = 0; k < 2 && known; k++) {
-        int64_t half = (bound[k][1] - bound[k][0] + 1) / 2;
-        if (half < 0)
+        int64_t half = (int64_t)(((uint64_t)bound[k][1] - (uint64_t)bound[k][0] + 1) / 2);
+        if (bound[k][1] < bound[k][0])
             return fsdpi_tr_refuse(why, "the clocks of ranks %d and %d contradict each other",
                                    first->head.rank, r->head.rank);
         shift[k] = bound[k][0] + half;
@@ -243,7 +282,8 @@ static int fsdpi_tr_clocks(fsdpi_tr_job *job, int force, const fsdpi_tr_why *why
         else memcpy(shift[j], shift[i], sizeof *shift);
         if (i != j) job->rank[j].error_ns = job->rank[i].error_ns;
     }
-    for (int j = 1; j < job->num && !status; j++) fsdpi_tr_shift(&job->rank[j], shift[j]);
+    for (int j = 1; j < job->num && !status; j++)
+        status = fsdpi_tr_shift(&job->rank[j], &job->rank[0], shift[j], why);
     free(shift);
     return status;
 }
@@ -377,7 +417,8 @@ static void fsdpi_tr_newest(DIR *dir, const char *path, fsdpi_tr_job *out) {
         size_t length = 0;
         if (fsdpi_tr_is_file(e->d_name, &length) < 0 || length >= sizeof out->job) continue;
         snprintf(file, sizeof file, "%s/%s", path, e->d_name);
-        FILE *f = fopen(file, "rb");
+        int64_t size;
+        FILE *f = fsdpi_tr_open_file(file, &size);
         const int got = f && fread(&head, sizeof head, 1, f) == 1;
         if (f) (void)fclose(f);
         if (!got || head.real_ns <= newest) continue;

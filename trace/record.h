@@ -109,9 +109,11 @@ static void fsdpi_tr_take(fsdp_trace *t, const fsdp_op *op, int64_t begin_ns, in
     const fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
     fsdpi_tr_record *r = fsdpi_tr_place(t);
     if (!r) return;
-    r->begin_ns = begin_ns, r->end_ns = end_ns;
+    r->begin_ns = begin_ns, r->end_ns = end_ns > begin_ns ? end_ns : begin_ns;
     r->bytes = is_marker ? (uint64_t)fsdp_buf_nbytes(buf) : op->bytes;
-    r->waited_ns = (uint32_t)(op->waited_ns < UINT32_MAX ? op->waited_ns : UINT32_MAX);
+    r->waited_ns = (uint32_t)(op->waited_ns <= 0           ? 0
+                              : op->waited_ns < UINT32_MAX ? op->waited_ns
+                                                           : UINT32_MAX);
     r->seq = (uint32_t)op->seq;
     r->step = 0; // until it is written
     r->slot = is_marker ? (uint32_t)op->slot : 0;
@@ -162,6 +164,8 @@ static void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
     t->is_between = 0;
+    // After a finalize that has failed the step goes on.
+    if (t->num_steps && t->step[t->num_steps - 1].number >= (uint32_t)number) return;
     if (number > t->last_step) {
         fsdpi_tr_finish(t);
         (void)fsdpi_tr_result(t); // it is logged; fsdp_trace_stop returns it
@@ -374,7 +378,6 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_ou
         if (whose && !goes_on) fsdpi_tr_offer(o, FSDPI_TR_IN_KEPT, &kept, sizeof kept);
         if (!item.name) break;
         if (!goes_on) kept.bytes = 0, kept.name = fsdpi_tr_offer_text(o, item.extension);
-        kept.on_host = item.memory == FSDP_MEMORY_HOST;
         kept.bytes += item.numel * (int64_t)fsdp_dtype_size(item.dtype);
         whose = item.extension;
     }
@@ -383,7 +386,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_ou
 static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
     uint32_t at = 0;
     for (uint32_t k = 0; k < FSDPI_TR_GROUPS; k++) {
-        fsdpi_tr_comm c = {k, 0, at, 0};
+        fsdpi_tr_comm c = {k, 0, at};
         c.size = (uint32_t)fsdp_comm_ranks(t->world, t->group[k], NULL);
         if (!c.size) continue;
         (void)fsdp_comm_ranks(t->world, t->group[k], t->rank);
@@ -395,21 +398,30 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_ou
 }
 
 /* The step of a record: of those of the world, whose numbers are others, and of spans by the time.
-   Returns 0 if it is of no step that is recorded. */
-static int fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
+   A record of no step that is recorded becomes one of no kind. */
+static void fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
     int by_time = r->kind == FSDPI_TR_SPAN ||
                   (r->kind < FSDPI_TR_CALL &&
                    (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER));
-    for (uint64_t k = t->num_steps; k-- > 0;) {
+    uint64_t low = 0, high = t->num_steps; // those before low had begun, those from high on had not
+    while (low < high) {
+        uint64_t k = low + (high - low) / 2;
         const fsdpi_tr_step *s = &t->step[k];
-        r->step = s->number;
-        if (by_time ? r->begin_ns >= s->begin_ns : (int32_t)(r->seq - s->first_seq) >= 0) return 1;
+        int begun = by_time ? r->begin_ns >= s->begin_ns : (int32_t)(r->seq - s->first_seq) >= 0;
+        if (begun) low = k + 1;
+        else high = k;
     }
-    return 0;
+    if (low) r->step = t->step[low - 1].number;
+    else r->kind = FSDPI_TR_KINDS;
+}
+
+// The records that there are.
+static uint64_t fsdpi_tr_taken(const fsdp_trace *t) {
+    return t->next_record < t->room ? t->next_record : t->room;
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
-    uint64_t records = t->next_record < t->room ? t->next_record : t->room;
+    uint64_t records = fsdpi_tr_taken(t);
     o->text = 0;
     fsdpi_tr_offer_model(t, o);
     fsdpi_tr_offer_names(t, o);
@@ -420,7 +432,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
     for (uint64_t k = 0; k < t->num_steps; k++)
         fsdpi_tr_offer(o, FSDPI_TR_IN_STEPS, &t->step[k], sizeof t->step[k]);
     for (uint64_t k = 0; k < records; k++)
-        if (fsdpi_tr_set_step(t, &t->record[k]))
+        if (t->record[k].kind < FSDPI_TR_KINDS)
             fsdpi_tr_offer(o, FSDPI_TR_IN_RECORDS, &t->record[k], sizeof t->record[k]);
 }
 
@@ -456,8 +468,7 @@ static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
 
 static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     fsdp_model_desc d = FSDP_ZERO;
-    fsdp_memory memory = FSDP_ZERO;
-    (void)fsdp_model_desc_get(t->model, &d), (void)fsdp_model_memory(t->model, &memory);
+    (void)fsdp_model_desc_get(t->model, &d);
     memcpy(h->magic, FSDPI_TR_MAGIC, sizeof h->magic);
     (void)fsdpi_tr_gethostname(h->host, sizeof h->host - 1);
     snprintf(h->job, sizeof h->job, "%s", t->job);
@@ -467,12 +478,10 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
     h->pid = (int32_t)getpid(), h->run = fsdp_model_run(t->model);
     h->param_dtype = d.param_dtype, h->reduce_dtype = d.reduce_dtype;
-    h->grad_dtype = d.grad_dtype, h->output_dtype = d.output_dtype;
+    h->grad_dtype = d.grad_dtype;
     h->reshard_after_forward = d.reshard_after_forward, h->cpu_offload = d.cpu_offload;
     h->implicit_prefetch = d.implicit_prefetch;
     h->prefetch_bytes = d.prefetch_bytes, h->direct_min = d.direct_min;
-    h->host_bytes = memory.host_bytes, h->comm_bytes = memory.comm_bytes;
-    h->unsharded_bytes = memory.unsharded_bytes;
 }
 
 // Returns errno. A reader sees the whole file or none.
@@ -486,6 +495,7 @@ static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
     char path[sizeof t->path + 4];
     fsdpi_tr_out o = FSDP_ZERO;
     snprintf(path, sizeof path, "%s.new", t->path);
+    for (uint64_t k = 0; k < fsdpi_tr_taken(t); k++) fsdpi_tr_set_step(t, &t->record[k]);
     o.block = t->block;
     o.section = -1;
     fsdpi_tr_offer_all(t, &o);
@@ -587,11 +597,12 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_des
              (sscanf(steps, "%lld:%lld%n", &first, &last, &end) != 2 || steps[end]))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "[E9004] FSDP_TRACE_STEPS is '%s', expected two numbers, as 3:5", steps);
-    if (first < 0 || last < first || last - first >= 1000000 || d->records < 0)
+    if (first < 0 || last < first || last - first >= 1000000 || d->records < 0 ||
+        d->records > (int64_t)1 << 40)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "[E9005] trace_start: steps %lld to %lld, %lld records: expected 0 <= first "
-            "<= last, at most 1,000,000 steps, and no negative number",
+            "<= last, at most 1,000,000 steps, and 0 to 2^40 records",
             first, last, (long long)d->records);
     d->first_step = first, d->last_step = last;
     return FSDP_OK;
@@ -641,10 +652,11 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     return FSDP_OK;
 }
 
-// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory.
+// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, and
+// takes the file of an earlier run away, so that a reader does not mix the two.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
-    char turn[16] = "";
+    char turn[16] = "", made[sizeof t->path + 4];
     int number = fsdp_model_number(t->model);
     if (number) snprintf(turn, sizeof turn, "-%d", number);
     snprintf(t->job, sizeof t->job, "%.*s%s", (int)(sizeof t->job - sizeof turn),
@@ -655,6 +667,11 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
                                    fsdp_rank(t->world));
     int error = used >= sizeof t->path ? ENAMETOOLONG : 0;
     if (!error && mkdir(dir, 0777) && errno != EEXIST) error = errno;
+    snprintf(made, sizeof made, "%s.new", t->path);
+    FILE *file = error ? NULL : fopen(made, "wb"); // the end of the trace makes it, too
+    if (!error && !file) error = errno;
+    if (file) (void)fclose(file), (void)unlink(made);
+    if (!error && unlink(t->path) && errno != ENOENT) error = errno;
     if (!error) return FSDP_OK;
     return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
                      strerror(error));

@@ -1000,9 +1000,12 @@ static fsdp_status show_sample(trainer *t) {
 static fsdp_status show_trace(const trainer *t) {
     const char *dir = t->j->opt.trace_dir;
     char text[8192];
-    fsdp_status status = fsdp_trace_stop((fsdp_trace *)fsdp_find_extension(t->model, "trace"));
-    if (!status) status = fsdp_barrier(t->world);
-    if (status || t->rank != 0) return status;
+    fsdp_trace *trace = (fsdp_trace *)fsdp_find_extension(t->model, "trace");
+    if (!trace && t->rank == 0) printf("\nthere is no trace of this run in %s\n", dir);
+    if (!trace) return FSDP_OK; // on no rank
+    fsdp_status status = fsdp_trace_stop(trace);
+    const fsdp_status met = fsdp_barrier(t->world); // also if this rank alone could not write
+    if (status || met || t->rank != 0) return status ? status : met;
     status = fsdp_trace_report(dir, text, sizeof text);
     printf("\n%s%s", text, status ? "\n" : "");
     if (!status) printf("fsdptrace why %s tells, too, what would help\n", dir);

@@ -36,7 +36,7 @@ static const struct {
     {"streams", 1, FSDP_BF16, 0, {1920, 2430, 665, 100, 110}, NULL},
     {"by_columns", 0, FSDP_F32, 1, {980, 1385, 660, 100, 110}, NULL},
     {"recorded", 0, FSDP_F32, 0, {1600, 2100, 900, 100, 110}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4700, 6500, 830, 100, 110}, "FSDP_TRACE"},
+    {"traced", 0, FSDP_F32, 0, {4900, 6700, 830, 100, 110}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {

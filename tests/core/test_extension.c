@@ -1307,9 +1307,10 @@ TEST(extension, tells_when_calls_end) {
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_OK(fsdp_zero_grad(b.model));
     CHECK_OK(fsdp_params_changed(b.model));
-    CHECK_EQ_STR(seen[0].text, "fFpPpPbBqQeEzZcC");
+    CHECK_OK(fsdp_set_grad_none(u, 0));
+    CHECK_EQ_STR(seen[0].text, "fFpPpPbBqQeEzZcCzZ");
     CHECK_EQ_STR(seen[1].text, seen[0].text);
-    CHECK_EQ_STR(seen[2].text, "fFpPbBqQeEzZcC");
+    CHECK_EQ_STR(seen[2].text, "fFpPbBqQeEzZcCzZ");
     for (int k = 0; k < 3; k++) memset(seen[k].text, 0, sizeof seen[k].text);
     CHECK_STATUS(fsdp_post_backward(u), FSDP_ERR_INVALID_STATE); /* ends, too, and finalize tells it */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);

@@ -11,6 +11,7 @@
 #include "fsdp_optim.h"
 #include "lab_net.h"
 #include "sim.h"
+#include "../../tools/fsdptrace_json.h"
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
@@ -463,7 +464,10 @@ static void failures(lab_rank *r) {
     d.dir = dir_of("t"), d.first_step = 5, d.last_step = 4;
     CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(r->w), "[E9005]"));
-    d.first_step = 0;
+    d.first_step = 0, d.records = INT64_MAX;
+    CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(r->w), "[E9005]"));
+    d.records = 0;
     /* One rank has no memory: no other one waits, and all may try again. */
     for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
         if (r->rank == 1) w_fail(r->heap, n);
@@ -502,6 +506,54 @@ TEST(trace, cannot_write) {
     lab_run(1, NULL, cannot_write, &tried);
     CHECK(strstr(logged, "[E9001]"));
 }
+
+/* Steps whose finalize fails are begun again, more often than there is room for steps. */
+static void fail_and_reset(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    fsdp_adamw *opt;
+    build(&m, r->w, &modes[6]);
+    fsdp_trace *t = start(&m, dir_of("t"), 0);
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
+    for (int step = 0; step <= LAST; step++) {
+        for (int k = 0; k < 100; k++) {
+            CALL(r->w, fsdp_pre_forward(m.unit[0]));
+            CHECK_STATUS(fsdp_finalize_backward(m.model), FSDP_ERR_INVALID_STATE);
+            CHECK_MSG(strstr(fsdp_last_error(r->w), "[E2"), "%s", fsdp_last_error(r->w));
+            CALL(r->w, fsdp_model_reset(m.model));
+        }
+        step_of(&m, opt);
+        CHECK_EQ_INT(t->num_steps, step < FIRST ? 0 : step - FIRST + 1);
+    }
+    CALL(r->w, fsdp_trace_stop(t));
+}
+TEST(trace, failed_steps) {
+    fsdpi_tr_job job;
+    lab_run(1, NULL, fail_and_reset, NULL);
+    read_one(dir_of("t"), &job);
+    CHECK_EQ_INT(job.rank[0].num_steps, LAST - FIRST + 1);
+    for (int k = 0; k <= LAST - FIRST; k++) CHECK_EQ_INT(job.rank[0].steps[k].number, FIRST + k);
+    fsdpi_tr_free(&job);
+}
+
+/* The file of an earlier run goes when the next one begins; a file is no directory. */
+static void start_again(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    fsdp_trace_desc d = FSDP_ZERO;
+    char path[1024];
+    build(&m, r->w, &modes[6]);
+    fsdp_trace *t = start(&m, dir_of("t"), 0);
+    snprintf(path, sizeof path, "%s", t->path);
+    CALL(r->w, fsdp_trace_stop(t));
+    CHECK(!access(path, F_OK));
+    d.dir = path;
+    CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_IO);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "[E9006]"), "%s", fsdp_last_error(r->w));
+    t = start(&m, dir_of("t"), 0);
+    CHECK(access(path, F_OK) && errno == ENOENT);
+    CALL(r->w, fsdp_trace_stop(t));
+    CHECK(!access(path, F_OK));
+}
+TEST(trace, earlier_file) { lab_run(1, NULL, start_again, NULL); }
 
 /* ---- no system call -------------------------------------------------------------------------- */
 
@@ -578,6 +630,10 @@ static int is_refused(const char *dir) {
                 strlen(fsdpi_tr_name(r, r->kinds, r->num_kinds, r->records[i].kind));
     for (uint64_t i = 0; i < r->num_pools; i++) read += strlen(fsdpi_tr_text(r, r->pools[i].name));
     CHECK(read > 0);
+    FILE *none = fopen("/dev/null", "w");
+    CHECK(none != NULL);
+    if (json_write(&job, none, why, sizeof why)) CHECK(*why);
+    fclose(none);
     fsdpi_tr_free(&job);
     return 0;
 }
@@ -630,6 +686,81 @@ TEST(trace, hostile_files, SECONDS(120)) {
     put_bytes(path, bytes, size);
     CHECK(!is_refused(x.dir));
     free(bytes), free(bad);
+}
+
+TEST(trace, no_file) {
+    char path[400], why[400];
+    fsdpi_tr_job job;
+    CHECK(!mkdir(dir_of("t"), 0777));
+    snprintf(path, sizeof path, "%s/x.0.trace", dir_of("t"));
+    CHECK(!mkfifo(path, 0600));
+    CHECK(fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why));
+    CHECK_MSG(strstr(why, "there are no traces"), "%s", why);
+    CHECK(fsdpi_tr_read(dir_of("t"), "x", 0, &job, why, sizeof why));
+    CHECK_MSG(strstr(why, "it is no file"), "%s", why);
+}
+
+/* ---- JSON ------------------------------------------------------------------------------------ */
+
+static char written[1 << 20];
+static int json_of(const fsdpi_tr_job *job, char *why, size_t cap) {
+    FILE *file = tmpfile();
+    CHECK(file != NULL);
+    int status = json_write(job, file, why, cap);
+    rewind(file);
+    written[fread(written, 1, sizeof written - 1, file)] = 0;
+    fclose(file);
+    return status;
+}
+static int count_of(const char *text) {
+    int num = 0;
+    for (const char *at = written; (at = strstr(at, text)) != NULL; at++) num++;
+    return num;
+}
+static void train_two(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    fsdp_adamw *opt;
+    build(&m, r->w, &modes[0]);
+    fsdp_trace *t = start(&m, dir_of("t"), 0);
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
+    for (int step = 0; step <= LAST; step++) step_of(&m, opt);
+    CALL(r->w, fsdp_trace_stop(t));
+}
+/* Collectives that have waited for a stream and for a rank, all on one stream; such as begin before
+   the end of the one before; and a name that is UTF-8 in part. */
+TEST(trace, json) {
+    fsdpi_tr_job job;
+    char why[400];
+    lab_run(2, NULL, train_two, NULL);
+    CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
+    fsdpi_tr_rank *r = &job.rank[0];
+    int num = 0, ranks = job.num;
+    for (uint64_t i = 0; i < r->num_records; i++)
+        if (fsdpi_tr_is_collective(&r->records[i])) r->records[num++] = r->records[i];
+    CHECK(num > 10);
+    r->num_records = (uint64_t)num, r->num_steps = 0, job.num = 1;
+    for (int i = 0; i < num; i++) {
+        fsdpi_tr_record *o = &r->records[i];
+        o->begin_ns = 1000000 * (i + 1), o->end_ns = o->begin_ns + 600000;
+        o->stream = FSDP_STREAM_COMPUTE, o->waited_ns = 3000, o->what = 0;
+        r->peers_ns[i] = o->begin_ns + 100000, r->last[i] = 1;
+    }
+    memcpy(r->text + r->names[0], "\xc3\xa4\xffxy", 5);
+    CHECK_MSG(!json_of(&job, why, sizeof why), "%s", why);
+    CHECK_EQ_INT(count_of("\"waits for another stream\""), num);
+    CHECK_EQ_INT(count_of("\"waits for rank 1\""), num);
+    CHECK_EQ_INT(count_of("\"transfer\""), num);
+    CHECK_EQ_INT(count_of("\"\xc3\xa4\\ufffdxy "), num);
+    CHECK_EQ_INT(count_of("\"ts\":603.000,\"name\":\"transfer"), 0);
+    r->records[1].begin_ns = r->records[0].end_ns - 40000; /* it has waited for 3 us before */
+    CHECK_MSG(!json_of(&job, why, sizeof why), "%s", why);
+    CHECK_EQ_INT(count_of("\"waits for another stream\""), num - 1);
+    CHECK_EQ_INT(count_of("\"ts\":603.000,\"name\":\"waits for rank 1\",\"dur\":500.000"), 1);
+    r->records[1].begin_ns = r->records[0].end_ns - 48000;
+    CHECK_EQ_INT(json_of(&job, why, sizeof why), -1);
+    CHECK_MSG(strstr(why, "overlap on a thread"), "%s", why);
+    job.num = ranks;
+    fsdpi_tr_free(&job);
 }
 
 /* ---- clocks ---------------------------------------------------------------------------------- */

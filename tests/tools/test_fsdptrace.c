@@ -17,6 +17,8 @@ enum { LATE, KILLED, STOPPED, OTHER_CALL, OTHER_COUNT, QUITS, NO_FAULT };
 typedef struct {
     int fault, rank, step, call; /* the fault comes before this call of this rank */
     int faulty;                  /* 1: it has come */
+    pid_t pid;                   /* of this rank */
+    int goes;                    /* 1: it may shut down */
     char last[64];               /* the call before it */
     char next[64];               /* the first operation of a group from there on */
 } plan_of_job;
@@ -49,23 +51,23 @@ static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
 
 static void show(char *to, const char *text) { snprintf(to, 64, "%s", text); }
 
-/* On streams, what this rank has issued comes to its end first: with the process its device would
-   stop, and the others would wait in an earlier operation. */
-static int fault(fsdp_world *w, fsdp_model *m) {
+static int fault(fsdp_world *w) {
     double value[2] = {1, 1};
     int next = own.call;
     while (next < CALLS && !own.ops[next][0]) next++;
     show(board->next, next < CALLS ? own.ops[next] : own.ops[0]);
     show(board->last, own.names[own.call ? own.call - 1 : CALLS]);
-    if ((board->fault == KILLED || board->fault == STOPPED) && fsdp_wait_stream(m, -1)) return 1;
+    board->pid = getpid();
     __atomic_store_n(&board->faulty, 1, __ATOMIC_SEQ_CST);
     switch (board->fault) {
     case LATE:
+    case KILLED:
+    case STOPPED:
         for (;;) pause();
-    case KILLED: (void)raise(SIGKILL); break;
-    case STOPPED: (void)raise(SIGSTOP); break;
     case OTHER_CALL: (void)fsdp_barrier(w); break;
-    case QUITS: return 1;
+    case QUITS:
+        while (!__atomic_load_n(&board->goes, __ATOMIC_SEQ_CST)) usleep(1000);
+        return 1;
     default: (void)fsdp_all_reduce(w, NULL, value, 2, FSDP_F64, FSDP_SUM);
     }
     return 0;
@@ -76,7 +78,7 @@ static int before(fsdp_model *m, int step, const char *what, int unit) {
     int is_place = board->fault != NO_FAULT && step == board->step && own.call == board->call;
     fsdp_world *w = fsdp_model_world(m);
     int is_me = fsdp_rank(w) == board->rank;
-    if (is_place && is_me && fault(w, m)) return 1;
+    if (is_place && is_me && fault(w)) return 1;
     if (is_place && !is_me && board->fault == OTHER_COUNT) {
         double value = 1;
         (void)fsdp_all_reduce(w, NULL, &value, 1, FSDP_F64, FSDP_SUM);
@@ -174,28 +176,28 @@ static pid_t start(const char *dir) {
     _exit(fsdp_spawn(&d, rank_main, NULL) != FSDP_OK);
 }
 
-/* Has the tool found it? The line of a rank that has not come, and what the others wait in. */
-static int found(void) {
+/* Has the tool found the fault? The line of a rank that has not come, and what the others wait in. */
+static int found(int fault) {
     char begin[64], text[160];
     const char *differs = "";
-    const char *call = board->fault == OTHER_CALL ? "fsdp_barrier" : "fsdp_all_reduce";
-    if (board->fault == OTHER_CALL || board->fault == OTHER_COUNT) {
+    const char *call = fault == OTHER_CALL ? "fsdp_barrier" : "fsdp_all_reduce";
+    if (fault == OTHER_CALL || fault == OTHER_COUNT) {
         differs = line("operation ");
         snprintf(text, sizeof text, "rank %d: all_reduce of '%s'", board->rank, call);
         if (strstr(differs, text))
-            return strstr(differs, board->fault == OTHER_CALL ? board->next : "1 elements of f64")
+            return strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64")
                    != NULL;
         /* A reduction has a communicator of its own: so each side waits for the other. */
-        if (board->fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
+        if (fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
         snprintf(text, sizeof text, "rank %d waits in all_reduce of '%s'", board->rank, call);
         if (!says(text)) return 0;
     }
     others_of(board->rank, begin, sizeof begin);
     snprintf(text, sizeof text, "%s%s", begin, board->next);
-    if (board->fault == OTHER_CALL) return !strncmp(line(begin), text, strlen(text));
+    if (fault == OTHER_CALL) return !strncmp(line(begin), text, strlen(text));
     if (strncmp(line(begin), text, strlen(text)) != 0) return 0;
     snprintf(begin, sizeof begin, "rank %d: it", board->rank);
-    if (board->fault == QUITS) return strstr(line(begin), "it has called fsdp_shutdown") != NULL;
+    if (fault == QUITS) return strstr(line(begin), "it has called fsdp_shutdown") != NULL;
     snprintf(text, sizeof text, "its last call was %s, ", board->last);
     return strstr(line(begin), text) != NULL;
 }
@@ -212,21 +214,25 @@ static void one_job(uint64_t *random, int kind) {
     board->call = (int)(h_rand64(random) % CALLS);
     pid_t pid = start(dir);
     while (!__atomic_load_n(&board->faulty, __ATOMIC_SEQ_CST)) usleep(1000);
-    int rc = -1;
-    do { /* until the others are there */
+    int rc = -1, is_late = kind == KILLED || kind == STOPPED || kind == QUITS;
+    do { /* until the others are there; then the rank ends: before, they might fail in earlier calls */
         CHECK_MSG(h_now_ms() < h_deadline_ms, "fault %d of rank %d before call %d of step %d: "
                   "expected %s; last %s: %s", kind, board->rank, board->call, board->step,
                   board->next, board->last, output);
         rc = hang(dir, "--after 0");
         usleep(20000);
-    } while (!found() || rc != 1);
-    if (kind == STOPPED) CHECK_MSG(says("is stopped (SIGSTOP)"), "%s", output);
+        if (!is_late || !found(LATE)) continue;
+        is_late = 0, rc = -1;
+        __atomic_store_n(&board->goes, 1, __ATOMIC_SEQ_CST);
+        if (kind != QUITS) CHECK(!kill(board->pid, kind == KILLED ? SIGKILL : SIGSTOP));
+    } while (is_late || rc != 1 || !found(kind) || (kind == KILLED && !says(" has died")) ||
+             (kind == STOPPED && !says(" is stopped (SIGSTOP)")));
     (void)kill(-pid, SIGKILL);
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
     do rc = hang(dir, ""); /* from the files alone, once all have died */
     while (!says("No process runs here") && h_now_ms() < h_deadline_ms);
     CHECK_EQ_INT(rc, 1);
-    CHECK_MSG(found(), "afterwards: %s", output);
+    CHECK_MSG(found(kind), "afterwards: %s", output);
 }
 
 static const struct {

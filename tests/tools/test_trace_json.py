@@ -20,7 +20,7 @@ TOOL = os.path.join(ROOT, "tools/fsdptrace")
 CLEAN = {k: v for k, v in os.environ.items()
          if not k.startswith("FSDP_") and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 KEYS = {"M": {"args"}, "C": {"args"}, "X": {"dur", "args"}, "b": {"cat", "id"}, "e": {"cat", "id"}}
-BLOCK, SECTIONS, RECORD = 65536, 336, 48  # of the trace's format; where the sections are told
+BLOCK, SECTIONS, RECORD = 65536, 304, 48  # of the trace's format; where the sections are told
 
 
 def traced(folder, ranks=2, **env):
@@ -52,7 +52,7 @@ def not_a_number(word):
 
 def strict(path):
     """The events, of which each has what its kind has, and no more."""
-    with open(path, encoding="ascii") as f:
+    with open(path, encoding="utf-8") as f:
         whole = json.load(f, object_pairs_hook=once, parse_constant=not_a_number)
     check(set(whole) == {"displayTimeUnit", "traceEvents"} and whole["displayTimeUnit"] == "ns")
     open_spans = {}
