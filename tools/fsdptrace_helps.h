@@ -52,7 +52,7 @@ static void helps_fit(const helps *h, int kind, double ranks, double *latency, d
     double n = 0, x = 0, y = 0, xx = 0, xy = 0;
     for (uint64_t i = 0; i < h->rank->num_records; i++) {
         const fsdpi_tr_record *r = &h->rank->records[i];
-        if (r->kind != kind || r->label == FSDP_LABEL_CLIP || r->label == FSDP_LABEL_WORLD) continue;
+        if (r->kind != kind || r->label == FSDP_LABEL_CLIP || fsdpi_tr_is_world(r)) continue;
         if (r->begin_ns < h->why->step.begin || r->end_ns > h->why->step.end) continue;
         const double bytes = full * (double)r->bytes, ns = (double)(r->end_ns - r->begin_ns);
         n++, x += bytes, y += ns, xx += bytes * bytes, xy += bytes * ns;
@@ -76,8 +76,8 @@ static int64_t helps_work(const helps *h, int i) {
     for (uint64_t k = 0; k < h->rank->num_records; k++) {
         const fsdpi_tr_record *r = &h->rank->records[k];
         if (h->rank->head.run != FSDP_RUN_STREAMS || !fsdpi_why_on_compute(h->rank, r)) continue;
-        if (fsdpi_why_has(call, r->seq)) begin = r->end_ns, has = 1;
-        else if (r->seq > call->seq && r->seq < next && !is_last)
+        if (fsdpi_why_has(call, r)) begin = r->end_ns, has = 1;
+        else if (!fsdpi_tr_is_world(r) && r->seq > call->seq && r->seq < next && !is_last)
             next = r->seq, end = r->begin_ns - r->waited_ns;
     }
     return has && end > begin ? end - begin : 0;
@@ -88,7 +88,7 @@ static int64_t helps_lead(const helps *h) {
     const fsdpi_tr_record *call = h->calls[0], *first = NULL;
     for (uint64_t k = 0; k < h->rank->num_records; k++) {
         const fsdpi_tr_record *r = &h->rank->records[k];
-        if (fsdpi_why_has(call, r->seq) && fsdpi_why_on_compute(h->rank, r) &&
+        if (fsdpi_why_has(call, r) && fsdpi_why_on_compute(h->rank, r) &&
             (!first || r->seq < first->seq))
             first = r;
     }
@@ -195,8 +195,8 @@ static fsdp_status helps_prefetch(const helps *h, const helps_option *o, fsdp_un
         if (call->label != FSDP_CALL_PRE_FORWARD) continue;
         for (uint64_t k = 0; k < h->rank->num_records && num < HELPS_AHEAD; k++) {
             const fsdpi_tr_record *r = &h->rank->records[k];
-            if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r->seq) &&
-                r->what != call->what && r->what < h->rank->num_units)
+            if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r) && r->what != call->what &&
+                r->what < h->rank->num_units)
                 ahead[num++] = units[r->what];
         }
         while (next < h->num_calls && h->calls[next]->label != FSDP_CALL_PRE_FORWARD) next++;

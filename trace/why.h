@@ -52,6 +52,8 @@ typedef struct fsdpi_why_step { // of one rank
     int64_t comm, hidden, late; // a collective is under way; and COMPUTE does not wait for one
     fsdpi_why_span *spans;      // in the order in which they cover each other
     int32_t num_spans;
+    uint64_t first, past; // its records, with those of about a step before and behind
+    int updates, picked;  // it ends in an optimizer or params_changed; others of its rank do not
 } fsdpi_why_step;
 
 static int64_t fsdpi_why_less(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -155,17 +157,25 @@ static int fsdpi_why_part_of(const fsdpi_tr_record *r) {
     }
 }
 
+// An operation of the world: its number is not one of the model's. A marker has a pool as label.
+static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
+    return r->kind <= FSDP_OP_HOOK &&
+           (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
+}
+
 // The record that ended a wait: of those issued before, the last one that has ended by then on the
 // streams in question.
-static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_tr_rank *rank,
+static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_why_step *step,
                                                 const fsdpi_tr_record *r) {
+    const fsdpi_tr_rank *rank = step->rank;
     const fsdpi_tr_record *found = NULL;
-    for (uint64_t i = 0; i < rank->num_records; i++) {
+    for (uint64_t i = step->first; i < step->past; i++) {
         const fsdpi_tr_record *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
+        const int alike = !fsdpi_tr_is_world(o) && !fsdpi_tr_is_world(r); // numbers, that is
         if (o->begin_ns > r->begin_ns) break; // they are in this order
         if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns ||
-            (int32_t)(o->seq - r->seq) > 0)
+            (alike && (int32_t)(o->seq - r->seq) > 0))
             continue;
         if (r->label == FSDP_LABEL_GATHER && !gathers) continue;
         if ((r->label == FSDP_LABEL_GRADS || r->label == FSDP_LABEL_FINAL) && gathers) continue;
@@ -211,7 +221,7 @@ static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int6
 static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
     const int64_t reached = r->begin_ns - r->waited_ns;
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
-        const fsdpi_tr_record *op = fsdpi_why_awaited(all->step->rank, r);
+        const fsdpi_tr_record *op = fsdpi_why_awaited(all->step, r);
         const int part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
                          : op                         ? fsdpi_why_part_of(op)
                                                       : (int)FSDPI_WHY_OTHERS;
@@ -227,58 +237,100 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
 /* -------------------------------------------------------------------------------------------- */
 // Calls and steps.
 
-static int fsdpi_why_has(const fsdpi_tr_record *call, uint32_t seq) {
-    return seq - call->seq < call->slot;
+// The first record that does not begin before a time.
+static uint64_t fsdpi_why_at(const fsdpi_tr_rank *rank, int64_t time) {
+    uint64_t low = 0, high = rank->num_records;
+    while (low < high) {
+        uint64_t mid = low + (high - low) / 2;
+        if (rank->records[mid].begin_ns < time) low = mid + 1;
+        else high = mid;
+    }
+    return low;
 }
 
-// The call that issued a record, of nested ones the inner one; or NULL.
-static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint32_t seq) {
+// A call has issued a record.
+static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
+    return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
+}
+
+// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
+static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
+                                                uint64_t past, const fsdpi_tr_record *of) {
     const fsdpi_tr_record *found = NULL;
-    for (uint64_t i = 0; i < rank->num_records; i++) {
+    for (uint64_t i = first; i < past; i++) {
         const fsdpi_tr_record *r = &rank->records[i];
-        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, seq)) found = r;
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
     }
     return found;
 }
 
 // On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before
 // the call ended, it had nothing else to do.
-static int fsdpi_why_keeps_up(const fsdpi_tr_rank *rank, const fsdpi_tr_record *call) {
-    int came = rank->head.run != FSDP_RUN_STREAMS;
-    for (uint64_t i = 0; i < rank->num_records && !came; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
-        came = fsdpi_why_on_compute(rank, r) && fsdpi_why_has(call, r->seq) &&
+static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_record *call) {
+    int came = step->rank->head.run != FSDP_RUN_STREAMS;
+    for (uint64_t i = step->first; i < step->past && !came; i++) {
+        const fsdpi_tr_record *r = &step->rank->records[i];
+        came = fsdpi_why_on_compute(step->rank, r) && fsdpi_why_has(call, r) &&
                r->begin_ns - r->waited_ns <= call->end_ns;
     }
     return came;
+}
+
+// A call belongs to a step by the number of its first record. One that has issued nothing has the
+// number of what comes next, perhaps in the next step: there the time tells.
+static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, const fsdpi_tr_record *call) {
+    const fsdpi_tr_step *s = &rank->steps[i];
+    const int is_last = i + 1 == rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : s[1].first_seq - s->first_seq;
+    const uint32_t at = call->seq - s->first_seq;
+    if (!call->slot && !at) return !i || call->begin_ns >= s->begin_ns;
+    return at < length || (!is_last && !call->slot && at == length &&
+                           call->begin_ns < s[1].begin_ns && call->begin_ns >= s->begin_ns);
+}
+
+/* On streams a step ends with its last record on COMPUTE, which runs records in the order of their
+   numbers. records: those of the step, up to the last call that ends it. */
+static void fsdpi_why_last(fsdpi_why_step *out, uint32_t first_seq, uint32_t records) {
+    const fsdpi_tr_rank *rank = out->rank;
+    int64_t next = INT64_MAX; // when COMPUTE comes to what is behind the step
+    for (uint64_t k = out->first; k < rank->num_records; k++) {
+        const fsdpi_tr_record *r = &rank->records[k];
+        const uint32_t at = r->seq - first_seq;
+        if (r->begin_ns > next) break;
+        if (!fsdpi_why_on_compute(rank, r) || fsdpi_tr_is_world(r)) continue;
+        if (at < records) out->end = fsdpi_why_more(out->end, r->end_ns);
+        else if (at < UINT32_MAX / 2) next = fsdpi_why_less(next, r->begin_ns);
+    }
 }
 
 // When a step of a rank begins and ends. 0: it is not whole.
 static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
                             fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
-    const int is_last = i + 1 == rank->num_steps;
-    const uint32_t length = is_last ? UINT32_MAX / 2 : s[1].first_seq - s->first_seq;
     uint32_t records = 0; // up to the last call that ends the step
+    out->rank = rank, out->number = s->number;
     out->begin = INT64_MAX, out->end = INT64_MIN;
-    for (uint64_t k = 0; k < rank->num_records; k++) {
+    out->first = i ? fsdpi_why_at(rank, s[-1].begin_ns) : 0;
+    out->past = i + 2 < rank->num_steps ? fsdpi_why_at(rank, s[2].begin_ns + 1) : rank->num_records;
+    for (uint64_t k = out->first; k < out->past; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
-        if (r->kind != FSDPI_TR_CALL || r->seq - s->first_seq >= length) continue;
+        if (r->kind != FSDPI_TR_CALL || !fsdpi_why_is_of(rank, i, r)) continue;
         out->begin = fsdpi_why_less(out->begin, r->begin_ns);
         if (r->label != FSDP_CALL_FINALIZE && r->label != FSDP_CALL_CLIP &&
             r->label != FSDP_CALL_PARAMS_CHANGED)
             continue;
+        out->updates |= r->label == FSDP_CALL_PARAMS_CHANGED;
         out->end = fsdpi_why_more(out->end, r->end_ns);
         if (r->seq + r->slot - s->first_seq > records) records = r->seq + r->slot - s->first_seq;
     }
-    for (uint64_t k = 0; k < rank->num_records && rank->head.run == FSDP_RUN_STREAMS; k++) {
-        const fsdpi_tr_record *r = &rank->records[k];
-        if (fsdpi_why_on_compute(rank, r) && r->seq - s->first_seq < records)
-            out->end = fsdpi_why_more(out->end, r->end_ns);
-    }
-    out->rank = rank, out->number = s->number;
+    if (rank->head.run == FSDP_RUN_STREAMS) fsdpi_why_last(out, s->first_seq, records);
     out->begin = fsdpi_why_more(out->begin, not_before);
-    return out->begin < out->end;
+    if (out->begin >= out->end) return 0;
+    const int64_t ns = out->end - out->begin;
+    const uint64_t first = fsdpi_why_at(rank, out->begin - ns);
+    out->first = first < out->first ? first : out->first;
+    out->past = fsdpi_why_at(rank, out->end + ns);
+    return 1;
 }
 
 // Step i of a rank. 1: it is whole; 0: it is not; -1: no memory.
@@ -288,13 +340,13 @@ static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, int64_t no
     int32_t num_comms = 0;
     memset(out, 0, sizeof *out);
     if (!fsdpi_why_bounds(rank, i, not_before, out)) return 0;
-    int64_t *comms = (int64_t *)calloc((size_t)rank->num_records + 1, 2 * sizeof *comms);
+    int64_t *comms = (int64_t *)calloc((size_t)(out->past - out->first) + 1, 2 * sizeof *comms);
     if (!comms) return -1;
-    for (uint64_t k = 0; k < rank->num_records; k++) {
+    for (uint64_t k = out->first; k < out->past; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
         if (r->end_ns <= out->begin || r->begin_ns - r->waited_ns >= out->end) continue;
         if (fsdpi_why_on_compute(rank, r)) fsdpi_why_record(&all, r);
-        if (r->kind == FSDPI_TR_CALL && fsdpi_why_keeps_up(rank, r))
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_keeps_up(out, r))
             fsdpi_why_add(&all, FSDPI_WHY_CALLS, 0, r->begin_ns, r->end_ns, r, NULL);
         if (!fsdpi_why_is_comm(r)) continue;
         comms[2 * num_comms] = r->begin_ns, comms[2 * num_comms++ + 1] = r->end_ns;
@@ -336,6 +388,18 @@ static int32_t fsdpi_why_middle(fsdpi_why_step *steps, int32_t num, fsdpi_why_st
     return num;
 }
 
+// If some steps end in an optimizer, the others are microbatches: they go. Returns how many stay.
+static int32_t fsdpi_why_pick(fsdpi_why_step *steps, int32_t num) {
+    int32_t updates = 0, kept = 0;
+    for (int32_t i = 0; i < num; i++) updates += steps[i].updates;
+    if (!updates || updates == num) return num;
+    for (int32_t i = 0; i < num; i++) {
+        if (!steps[i].updates) free(steps[i].spans);
+        else steps[i].picked = 1, steps[kept++] = steps[i];
+    }
+    return kept;
+}
+
 // The median step of a rank. 0: it has no whole step; -1: no memory.
 static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
     fsdpi_why_step *steps = (fsdpi_why_step *)calloc((size_t)rank->num_steps + 1, sizeof *steps);
@@ -346,6 +410,7 @@ static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
         made = fsdpi_why_make_step(rank, i, end, &steps[num]);
         if (made > 0) end = steps[num++].end;
     }
+    num = fsdpi_why_pick(steps, num);
     num = fsdpi_why_middle(steps, num, out);
     free(steps);
     return made < 0 ? -1 : num;
@@ -408,7 +473,7 @@ static const char *fsdpi_why_name(const fsdpi_tr_rank *rank, uint16_t what) {
 static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *op, int gathers) {
     const fsdpi_tr_rank *rank = step->rank;
     const fsdpi_tr_record *edge = NULL;
-    for (uint64_t i = 0; i < rank->num_records; i++) {
+    for (uint64_t i = step->first; i < step->past; i++) {
         const fsdpi_tr_record *r = &rank->records[i];
         const int reduces = r->kind == FSDP_OP_REDUCE_SCATTER || r->label == FSDP_LABEL_REPLICAS;
         if (r->end_ns <= step->begin || r->begin_ns >= step->end) continue;
@@ -416,7 +481,8 @@ static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *
         if (r->kind < FSDP_OP_USE) edge = r;
     }
     return edge && edge->what == op->what &&
-           fsdpi_why_call_of(rank, edge->seq) == fsdpi_why_call_of(rank, op->seq);
+           fsdpi_why_call_of(rank, step->first, step->past, edge) ==
+               fsdpi_why_call_of(rank, step->first, step->past, op);
 }
 
 // Why COMPUTE has to wait, of the longest wait for a unit. late: mostly for a member of its group.
@@ -424,7 +490,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
                              fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_record *op = s->op;
-    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, s->waits->seq);
+    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
     const int gathers = s->part == FSDPI_WHY_GATHER;
     const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, half = (s->end - s->begin) / 2;
     if (!op) return;
@@ -440,7 +506,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
     else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > half)
         fsdpi_why_say(t, " (it waits for a slot)");
-    else if (gathers && call && fsdpi_why_has(call, op->seq))
+    else if (gathers && call && fsdpi_why_has(call, op))
         fsdpi_why_say(t, rank->head.prefetch_bytes ? " (not prefetched: prefetch_bytes)"
                                                    : " (not prefetched)");
     else if (op->begin_ns - s->begin > half) fsdpi_why_say(t, " (its stream is busy before it)");
@@ -490,7 +556,8 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_why_step *s = &y->step;
     const int64_t all = s->end - s->begin;
     t->digits = all < 1000000 ? 4 : all < 10000000 ? 3 : 2;
-    fsdpi_why_say(t, "step %.*f ms (median of %d", FSDPI_WHY_MS(t, all), (int)y->num_steps);
+    fsdpi_why_say(t, "step %.*f ms (median of %d%s", FSDPI_WHY_MS(t, all), (int)y->num_steps,
+                  s->picked ? " that end in an optimizer" : "");
     if (y->job->num > 1)
         fsdpi_why_say(t, "; ranks %.*f .. %.*f", FSDPI_WHY_MS(t, y->shortest),
                       FSDPI_WHY_MS(t, y->longest));
@@ -519,18 +586,49 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
                       p > FSDPI_WHY_CALLS ? "," : "\n");
 }
 
+// 1: in every step of rank `who` of the job it is last in more collectives than others are; 0: it
+// is not; -1: no memory. Records and steps are in the order of time.
+static int fsdpi_why_is_steady(const fsdpi_tr_job *job, int32_t who) {
+    const uint64_t num = job->rank[who].num_steps;
+    int64_t *more = (int64_t *)calloc((size_t)num + 1, sizeof *more); // own ones less others
+    int steady = 1;
+    if (!more) return -1;
+    for (int32_t k = 0; k < job->num; k++) {
+        const fsdpi_tr_rank *r = &job->rank[k];
+        for (uint64_t i = 0, step = 0; i < r->num_records; i++) {
+            const int64_t begin = r->records[i].begin_ns;
+            while (step < r->num_steps && r->steps[step].end_ns < begin) step++;
+            if (step >= r->num_steps || step >= num) break;
+            if (r->last[i] == r->head.rank && begin >= r->steps[step].begin_ns)
+                more[step] += k == who ? 1 : -1;
+        }
+    }
+    for (uint64_t step = 0; step < num; step++) steady &= more[step] > 0;
+    free(more);
+    return steady;
+}
+
+// By how much times of two ranks may be wrong, at most; -1: that is not known.
+static int64_t fsdpi_why_error(const fsdpi_tr_job *job) {
+    int64_t error = 0;
+    for (int32_t k = 0; k < job->num && error >= 0; k++)
+        error = job->rank[k].error_ns < 0 ? -1 : fsdpi_why_more(error, job->rank[k].error_ns);
+    return error;
+}
+
 // Who came last, of the collectives of which all members are there; each counts on its last one.
 static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_job *job = y->job;
     uint64_t all = 0, most = 0;
-    int32_t who = -1, num = 0, steady = 1;
+    int32_t who = -1;
+    int64_t num = 0;
     for (int32_t k = 0; k < job->num; k++) {
         const fsdpi_tr_rank *r = &job->rank[k];
         uint64_t own = 0;
         for (uint64_t i = 0; i < r->num_records; i++) own += r->last[i] == r->head.rank;
         all += own;
         if (own > most) most = own, who = k;
-        num += (int32_t)r->num_records;
+        num += (int64_t)r->num_records;
     }
     int64_t *waits = who < 0 ? NULL : (int64_t *)calloc((size_t)num, sizeof *waits);
     if (!waits) return;
@@ -541,25 +639,20 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
             if (k != who && job->rank[k].last[i] == w->head.rank)
                 waits[num++] = job->rank[k].peers_ns[i] - job->rank[k].records[i].begin_ns;
     qsort(waits, (size_t)num, sizeof *waits, fsdpi_why_by_time);
-    for (uint64_t step = 0; step < w->num_steps; step++) {
-        uint64_t own = 0, others = 0;
-        for (int32_t k = 0; k < job->num; k++)
-            for (uint64_t i = 0; i < job->rank[k].num_records; i++) {
-                const fsdpi_tr_rank *r = &job->rank[k];
-                if (r->last[i] != r->head.rank || step >= r->num_steps) continue;
-                if (r->records[i].begin_ns < r->steps[step].begin_ns ||
-                    r->records[i].begin_ns > r->steps[step].end_ns)
-                    continue;
-                if (k == who) own++;
-                else others++;
-            }
-        steady &= own > others;
-    }
-    fsdpi_why_say(t, "who came last: rank %d in %.0f %% of the collectives, by %.*f ms in the "
-                     "median (%s)\n",
-                  (int)w->head.rank, 100.0 * (double)most / (double)all,
-                  FSDPI_WHY_MS(t, num ? waits[num / 2] : 0), steady ? "steady" : "moving");
+    const int64_t median = num ? waits[num / 2] : 0, error = fsdpi_why_error(job);
+    const int known = error >= 0 && error <= median, steady = fsdpi_why_is_steady(job, who);
     free(waits);
+    if (steady < 0) return;
+    fsdpi_why_say(t,
+                  "who came last: rank %d in %.0f %% of the collectives, by %.*f ms in the "
+                  "median (%s",
+                  (int)w->head.rank, 100.0 * (double)most / (double)all, FSDPI_WHY_MS(t, median),
+                  !steady               ? "moving"
+                  : known || error == 0 ? "steady"
+                                        : "perhaps");
+    if (error < 0) fsdpi_why_say(t, "; clocks were not compared: hosts' time of day, by --force");
+    if (error > 0) fsdpi_why_say(t, "; clocks may be wrong by %.*f ms", FSDPI_WHY_MS(t, error));
+    fsdpi_why_say(t, ")\n");
 }
 
 typedef struct fsdpi_why_slots { // that units hold
@@ -568,14 +661,18 @@ typedef struct fsdpi_why_slots { // that units hold
     int64_t bytes;
 } fsdpi_why_slots;
 
-// A slot is held from here on, or no more.
-static void fsdpi_why_hold(fsdpi_why_slots *s, const fsdpi_tr_record *r, int holds) {
+// A unit holds a slot of a pool from here on, or no more. It never holds two of one pool; what it
+// held before the trace has no number.
+static void fsdpi_why_hold(fsdpi_why_slots *s, const fsdpi_tr_record *r) {
     int32_t k = 0;
-    while (k < s->num && s->of[k]->slot != r->slot) k++;
-    if (holds == (k < s->num)) return;
-    s->bytes += (holds ? 1 : -1) * (int64_t)r->bytes;
-    if (holds) s->of[s->num++] = r;
-    else s->of[k] = s->of[--s->num];
+    while (k < s->num && (s->of[k]->label != r->label || s->of[k]->what != r->what)) k++;
+    if (k < s->num) {
+        s->bytes -= (int64_t)s->of[k]->bytes;
+        s->of[k] = s->of[--s->num];
+    }
+    if (r->kind != FSDP_OP_ACQUIRE) return;
+    s->bytes += (int64_t)r->bytes;
+    s->of[s->num++] = r;
 }
 
 // The record of a rank at which units held most, or NULL, and which slots those were. room: for
@@ -584,20 +681,18 @@ static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_wh
                                              const fsdpi_tr_record **room) {
     const fsdpi_tr_record *peak = NULL;
     fsdpi_why_slots now = {room, 0, 0};
-    for (uint64_t i = rank->num_records; i-- > 0;) { // what was held when the trace began
-        const int kind = rank->records[i].kind;
-        if (kind == FSDP_OP_ACQUIRE || kind == FSDP_OP_RELEASE)
-            fsdpi_why_hold(&now, &rank->records[i], kind == FSDP_OP_RELEASE);
-    }
     held->num = 0, held->bytes = -1;
-    for (uint64_t i = 0; i < rank->num_records; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
-        if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) continue;
-        fsdpi_why_hold(&now, r, r->kind == FSDP_OP_ACQUIRE);
-        if (now.bytes <= held->bytes) continue;
-        memcpy(held->of, now.of, (size_t)now.num * sizeof *now.of);
-        held->num = now.num, held->bytes = now.bytes;
-        peak = r;
+    for (int turn = 0; turn < 2; turn++) { // what was held before the trace comes first
+        for (uint64_t i = 0; i < rank->num_records; i++) {
+            const fsdpi_tr_record *r = &rank->records[i];
+            if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) continue;
+            if ((r->slot == FSDPI_TR_HELD) == turn) continue;
+            fsdpi_why_hold(&now, r);
+            if (now.bytes <= held->bytes) continue;
+            memcpy(held->of, now.of, (size_t)now.num * sizeof *now.of);
+            held->num = now.num, held->bytes = now.bytes;
+            peak = r;
+        }
     }
     return peak;
 }
@@ -608,9 +703,10 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_record **room = (const fsdpi_tr_record **)calloc(2 * most, sizeof *room);
     fsdpi_why_slots held = {room + most, 0, 0};
     const fsdpi_tr_record *at = room ? fsdpi_why_peak(rank, &held, room) : NULL;
+    const int offloads = rank->head.cpu_offload && rank->head.run == FSDP_RUN_STREAMS;
     int64_t all = 0, rest = 0;
     int32_t said = 0;
-    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, at->seq) : NULL;
+    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, 0, rank->num_records, at) : NULL;
     if (!room) return;
     for (uint64_t p = 0; p < rank->num_pools; p++) all += rank->pools[p].bytes;
     for (uint64_t k = 0; k < rank->num_kept; k++) all += rank->kept[k].bytes;
@@ -639,10 +735,12 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
             if (held.of[k]->label == p)
                 fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
         if (is_slots) fsdpi_why_say(t, ")");
+        if (offloads && p < FSDP_POOL_GATHER) fsdpi_why_say(t, " (host)");
     }
     for (uint64_t k = 0; k < rank->num_kept; k++)
-        fsdpi_why_say(t, " + %s %.1f", fsdpi_tr_text(rank, rank->kept[k].name),
-                      (double)rank->kept[k].bytes / unit);
+        fsdpi_why_say(t, " + %s %.1f%s", fsdpi_tr_text(rank, rank->kept[k].name),
+                      (double)rank->kept[k].bytes / unit,
+                      offloads ? " (host)" : "");
     if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest / unit);
     fsdpi_why_say(t, "\n");
     free(room);

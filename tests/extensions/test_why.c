@@ -325,7 +325,9 @@ typedef struct {
     fsdp_adamw *adamw;
     fsdp_trace *trace;
     int64_t work[PLAN_CALLS + 4]; /* of the caller, behind each call; then finalize, clip, adamw */
-    int clips;
+    int clips;    /* 2: the norm is fetched, which is an operation of the world */
+    int from_0;   /* traced from step 0 on, where numbers of the world and of the model are near */
+    int gathered; /* parameters stay gathered after backward */
     int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1]; /* what the clocks say of a step */
     fsdpi_tr_job job;
 } bed;
@@ -356,7 +358,8 @@ static void bed_step(bed *d, int step) {
     CALL(d->w, fsdp_finalize_backward(d->b.model));
     sim_compute(&d->s, d->work[i]);
     if (d->clips) {
-        CALL(d->w, fsdp_clip_grad_norm(d->b.model, 1, NULL));
+        double norm;
+        CALL(d->w, fsdp_clip_grad_norm(d->b.model, 1, d->clips == 2 ? &norm : NULL));
         sim_compute(&d->s, d->work[i + 1]);
         compute += d->work[i + 1];
     }
@@ -378,10 +381,11 @@ static void bed_run(bed *d, const char *dir) {
     CHECK(d->w != NULL);
     plan_open(&d->b, &d->net, d->w);
     CALL(d->w, fsdp_adamw_create(d->b.model, NULL, &d->adamw));
-    td.dir = dir, td.first_step = FIRST, td.last_step = LAST;
+    if (d->gathered) CALL(d->w, fsdp_set_reshard_after_backward(d->b.model, NULL, 0));
+    td.dir = dir, td.first_step = d->from_0 ? 0 : FIRST, td.last_step = LAST;
     CALL(d->w, fsdp_trace_start(d->b.model, &td, &d->trace));
     for (int step = 0; step <= LAST + 1; step++) {
-        if (step == FIRST) sim_host_waits(&d->s);
+        if (step == td.first_step) sim_host_waits(&d->s);
         bed_step(d, step);
     }
     CALL(d->w, fsdp_trace_stop(d->trace));
@@ -412,7 +416,7 @@ static void bed_draw(bed *d, uint64_t seed, int async) {
     d->s.async = async, d->s.fused = below(seed, 12, 2);
     d->s.latency_ns = below(seed, 13, 3000), d->s.coll_bytes_per_ns = 1;
     d->s.copy_bytes_per_ns = below(seed, 14, 20);
-    d->clips = below(seed, 15, 2);
+    d->clips = below(seed, 15, 3), d->from_0 = below(seed, 16, 2);
     for (int i = 0; i < PLAN_CALLS + 4; i++) d->work[i] = below(seed, 100 + i, 6000);
 }
 
@@ -432,11 +436,12 @@ TEST_P(why, simulated_device, devices) {
         bed_draw(&d, h_seed() + seed, row->async);
         plan_sim = &d.s;
         bed_run(&d, dir);
-        CHECK_EQ_INT((int64_t)d.job.rank[0].num_steps, LAST - FIRST + 1);
+        const int first = d.from_0 ? 0 : FIRST;
+        CHECK_EQ_INT((int64_t)d.job.rank[0].num_steps, LAST - first + 1);
         CHECK_EQ_INT((int64_t)d.job.rank[0].head.dropped, 0);
-        for (int i = FIRST; i <= LAST; i++) {
+        for (int i = first; i <= LAST; i++) {
             fsdpi_why_step step;
-            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - FIRST), end, &step), 1);
+            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - first), end, &step), 1);
             int64_t waits = fsdpi_why_exposed(&step), host = fsdpi_why_host(&step);
             int64_t all = step.part[FSDPI_WHY_COMPUTE] + waits + host;
             CHECK_EQ_INT(all, step.end - step.begin);
@@ -701,6 +706,39 @@ TEST(why, screen_of_streams) {
         "4.0\n");
 }
 
+/* Reasons that another screen has no room for. */
+TEST(why, screen_of_a_busy_stream) {
+    static small t;
+    fsdpi_tr_rank ranks[1];
+    fsdpi_tr_job job;
+    char text[4096];
+    small_begin(&t, 0, 1);
+    t.rank.head.run = FSDP_RUN_STREAMS, t.rank.head.cpu_offload = 1;
+    t.step[0].number = 7, t.step[0].first_seq = 1, t.rank.num_steps = 1;
+    small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 1, 4);
+    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 0, -1);
+    small_comm(&t, FSDP_OP_ALL_GATHER, ADAMW, 100, 300, 0, -1);
+    small_comm(&t, FSDP_OP_ALL_GATHER, H0, 300, 360, 0, -1); /* prefetched, behind the other one */
+    small_use(&t, FSDP_LABEL_GATHER, EMBED, 10, 100);
+    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 1, 2, 1);
+    small_use(&t, FSDP_LABEL_GATHER, H0, 150, 360);
+    small_call(&t, FSDP_CALL_PRE_BACKWARD, EMBED, 2, 3, 2);
+    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 490, 520, 0, -1);
+    small_use(&t, FSDP_LABEL_GATHER, EMBED, 500, 600);
+    small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 4, 5, 0);
+    small_job(&t, 1, ranks, &job);
+    small_screen(&job, text, sizeof text);
+    CHECK_EQ_STR(text,
+                 "step 6.000 ms (median of 1)\n"
+                 "  compute       2.000   caller's time between calls\n"
+                 "  exposed       4.000   of 3.900 ms of communication (18 % hidden)\n"
+                 "    gather      4.000   worst: h.0 2.100 (its stream is busy before it), embed "
+                 "1.900 (COMPUTE went on later than it ended)\n"
+                 "  host          0.000   in calls: copies 0.000, optimizer 0.000, rest 0.000\n"
+                 "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + adamw 3.0 "
+                 "(host) + slots that nobody holds 4.0\n");
+}
+
 /* Each of two ranks is last in one of two steps. */
 TEST(why, stragglers_that_move) {
     static small t[2];
@@ -725,6 +763,62 @@ TEST(why, stragglers_that_move) {
     }
 }
 
+/* Who is late by less than the clocks may be wrong is perhaps not late. */
+TEST(why, clocks_of_a_straggler) {
+    static const struct {
+        int64_t error;
+        const char *text;
+    } rows[] = {{0, "(steady)\n"},
+                {10000, "(steady; clocks may be wrong by 0.010 ms)\n"},
+                {300000, "(steady; clocks may be wrong by 0.300 ms)\n"},
+                {300001, "(perhaps; clocks may be wrong by 0.300 ms)\n"},
+                {-1, "(perhaps; clocks were not compared: hosts' time of day, by --force)\n"}};
+    static small t[3];
+    fsdpi_tr_rank ranks[3];
+    fsdpi_tr_job job;
+    char text[4096];
+    for (int k = 0; k < 3; k++) {
+        small_begin(&t[k], k, 3);
+        for (int s = 0; s < 3; s++) small_step(&t[k], 2000 * s, k == 1 ? 30 : 0, 40, 1, 0);
+    }
+    for (int i = 0; i < 5; i++) {
+        small_job(t, 3, ranks, &job);
+        ranks[1].error_ns = rows[i].error, ranks[2].error_ns = rows[i].error ? 5000 : 0;
+        small_screen(&job, text, sizeof text);
+        const char *at = strstr(text, "by 0.300 ms in the median ");
+        CHECK_MSG(at && !strncmp(strchr(at, '('), rows[i].text, strlen(rows[i].text)), "%s", text);
+    }
+}
+
+/* Of microbatches only those count that end in an optimizer. Its call may issue nothing; then it
+   has the number of the next step's first record. */
+TEST(why, microbatches) {
+    static small t;
+    fsdpi_tr_rank ranks[1];
+    fsdpi_tr_job job;
+    char text[4096];
+    for (int empty = 0; empty < 2; empty++)
+        for (int last = 0; last <= STEPS; last++) { /* which step has one; STEPS: none */
+            small_begin(&t, 0, 1);
+            for (int s = 0; s < STEPS; s++) {
+                small_step(&t, 2000 * s, 0, 0, -1, 10 * s);
+                if (s == last && !empty) continue;
+                t.num -= 2, t.seq--;
+                if (s == last)
+                    small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME,
+                               2000 * s + 970 + 10 * s, 2000 * s + 980 + 10 * s, 0);
+            }
+            small_job(&t, 1, ranks, &job);
+            small_screen(&job, text, sizeof text);
+            static const char *const wants[] = {
+                "step 9.800 ms (median of 1 that end in an optimizer)\n",
+                "step 9.900 ms (median of 1 that end in an optimizer)\n",
+                "step 10.00 ms (median of 1 that end in an optimizer)\n",
+                "step 9.300 ms (median of 3)\n"};
+            CHECK_MSG(!strncmp(text, wants[last], strlen(wants[last])), "%s", text);
+        }
+}
+
 /* Half of the collectives of a step are not more than half. */
 TEST(why, half_is_not_steady) {
     static small t[2];
@@ -743,7 +837,7 @@ TEST(why, half_is_not_steady) {
               "%s", text);
 }
 
-/* A slot that was taken before the trace began shows by its release. */
+/* Slots that were taken before the trace began have no number; their release has it. */
 TEST(why, slots_from_before) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -751,13 +845,50 @@ TEST(why, slots_from_before) {
     char text[4096];
     small_begin(&t, 0, 1);
     t.step[0].first_seq = 1, t.rank.num_steps = 1;
-    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 0, 100, 2);
-    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 6, 1000000, 1);
-    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 5, 2000000, 2);
+    small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 0, 100, 5);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, FSDPI_TR_HELD, 500000, 0);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, EMBED, FSDPI_TR_HELD, 2000000, 0);
+    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, H0, 6, 500000, 1);
+    small_slot(&t, FSDP_OP_ACQUIRE, FSDP_POOL_GATHER, H0, 6, 1000000, 2);
+    small_slot(&t, FSDP_OP_RELEASE, FSDP_POOL_GATHER, EMBED, 5, 2000000, 3);
     small_call(&t, FSDP_CALL_FINALIZE, FSDPI_TR_NO_NAME, 100, 200, 0);
     small_job(&t, 1, ranks, &job);
     small_screen(&job, text, sizeof text);
-    CHECK_MSG(strstr(text, "gathered parameters 3.0 (embed, h.0)"), "%s", text);
+    CHECK_MSG(strstr(text,
+                     "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
+                     "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody "
+                     "holds 1.0\n"),
+              "%s", text);
+}
+
+/* Parameters that stay gathered after backward are held from the begin of the trace on. */
+TEST_P(why, slots_that_stay, devices) {
+    static bed d;
+    char text[4096], wants[128], letter;
+    memset(&d, 0, sizeof d);
+    d.net = plan_chain(3, 64, 64);
+    d.net.model.param_dtype = FSDP_BF16, d.gathered = 1;
+    sim_init(&d.s, 4, 0);
+    d.s.async = row->async, d.s.latency_ns = 5000, d.s.coll_bytes_per_ns = 1;
+    for (int i = 0; i < d.net.num_calls; i++) d.work[i] = 9000;
+    plan_sim = &d.s;
+    bed_run(&d, h_tmpdir());
+    const fsdpi_tr_rank *r = &d.job.rank[0];
+    int64_t bytes = 0, all = 0;
+    int held = 0;
+    for (uint64_t i = 0; i < r->num_records; i++)
+        held += r->records[i].kind == FSDP_OP_ACQUIRE && r->records[i].slot == FSDPI_TR_HELD;
+    for (uint64_t u = 0; u < r->num_units; u++) bytes += r->units[u].slot_bytes[FSDP_POOL_GATHER];
+    for (uint64_t p = 0; p < r->num_pools; p++) all += r->pools[p].bytes;
+    for (uint64_t k = 0; k < r->num_kept; k++) all += r->kept[k].bytes;
+    CHECK(held >= 3);
+    CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
+    snprintf(wants, sizeof wants, "gathered parameters %.1f (h.",
+             (double)bytes / fsdpi_why_unit(all, &letter));
+    const char *at = strstr(text, wants);
+    const size_t length = strlen(wants) + strlen("0, h.1, h.2");
+    CHECK_MSG(at && strcspn(at, ")") == length, "%s\n%s", wants, text);
+    fsdpi_tr_free(&d.job);
 }
 
 /* With lanes the caller's thread may wake up late, when another stream has ended something, too. */
@@ -781,6 +912,55 @@ TEST(why, late_wake_up) {
     CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], 850000);
     CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], 500000);
     fsdpi_why_end(&y);
+}
+
+/* ---- clocks of several hosts ------------------------------------------------------------------ */
+
+static fsdp_threads shared;
+static int64_t late_now(void *user) { return w_now_ns(user) + 5000000000; }
+
+static void other_clock(int rank, int size, void *arg) {
+    static plan_bed beds[2];
+    const plan_net *net = (const plan_net *)arg;
+    plan_bed *b = &beds[rank];
+    fsdp_world_desc d = w_desc(rank, size, &shared, "clocks", 0);
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_trace *t;
+    if (rank == 1) d.clock.now_ns = late_now;
+    CALL(NULL, fsdp_init(&d, &w));
+    plan_open(b, net, w);
+    td.dir = h_tmpdir(), td.first_step = FIRST, td.last_step = LAST;
+    CALL(w, fsdp_trace_start(b->model, &td, &t));
+    for (int step = 0; step <= LAST + 1; step++) {
+        for (int i = 0; i < net->num_calls; i++)
+            CALL(w, plan_hook(b, net->calls[i].unit, net->calls[i].call));
+        CALL(w, fsdp_finalize_backward(b->model));
+        CALL(w, fsdp_params_changed(b->model));
+    }
+    CALL(w, fsdp_trace_stop(t));
+    fsdp_model_destroy(b->model);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* One of two hosts has a clock that is 5 s ahead; the screen says what is known of it. */
+TEST(why, clocks) {
+    static plan_net net;
+    char text[4096], why[256];
+    fsdpi_tr_job job;
+    net = plan_chain(3, 16, 16);
+    shared.size = 2;
+    plan_sim = NULL;
+    h_ranks_thread(2, other_clock, &net);
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    CHECK(job.rank[1].error_ns > 0);
+    CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
+    const char *at = strstr(text, "; clocks may be wrong by ");
+    CHECK_MSG(at, "%s", text);
+    const double said = strtod(at + strlen("; clocks may be wrong by "), NULL);
+    h_message("%.4f ms, said %.4f", (double)job.rank[1].error_ns * 1e-6, said);
+    CHECK_NEAR(said, (double)job.rank[1].error_ns * 1e-6, 0.0051); /* two digits, or more */
+    fsdpi_tr_free(&job);
 }
 
 /* ---- fsdptrace why ---------------------------------------------------------------------------- */
