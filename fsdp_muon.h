@@ -62,8 +62,8 @@
      the same on all ranks. In the pool "muon" on several ranks 2 W N + 2 V W N elements of
      desc.dtype, where N is the most that a pair of ranks sends in a flight; if nothing travels N.
      For products 2 R C elements of the largest matrix and 2 min(R, C)^2 of the one with the
-     largest, each rounded up to 64 bytes, 64 bytes, and for fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A step
-     allocates nothing, except the first one after a freeze or thaw. */
+     largest, each rounded up to 64 bytes, 64 bytes, and for fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A
+     step allocates nothing, except the first one after a freeze or thaw. */
 #include "fsdp_optim.h"
 #include "backends/fsdp_host_gemm.h"
 
