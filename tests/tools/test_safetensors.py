@@ -116,18 +116,17 @@ def loaded(path, ranks, *more):
 # ---- safetensors ----------------------------------------------------------------------------------
 
 
-@needs("torch", "safetensors")
-def test_python_reads_c(folder):
-    """Every file opens; boxes put together are the tensors; nothing is there twice."""
+def boxes_of(path, files):
+    """The tensors of a checkpoint, from the boxes of its files; and how many elements of each."""
     import torch
     from safetensors import safe_open
-    path, whole, seen = saved(folder), {}, {}
-    files = sorted(glob.glob(path + "/*.safetensors"))
-    check(len(files) == 3, str(files))
-    for number, file in enumerate(files):
+    whole, seen = {}, {}
+    names = sorted(glob.glob(path + "/*.safetensors"))
+    check(len(names) == files, str(names))
+    for number, file in enumerate(names):
         with safe_open(file, "pt") as f:
             metadata = f.metadata()
-            check(metadata["fsdp.writer"] == f"{number + 1}/3", str(metadata))
+            check(metadata["fsdp.writer"] == f"{number + 1}/{files}", str(metadata))
             boxes = json.loads(metadata["DCP_SHARDING_INFO"])
             check(sorted(boxes) == sorted(f.keys()), "sharding info of each tensor")
             for name in f.keys():
@@ -137,6 +136,13 @@ def test_python_reads_c(folder):
                 place = tuple(slice(a, a + n) for a, n in zip(at, box.shape))
                 all_of[place] = box
                 seen[name] = seen.get(name, 0) + box.numel()
+    return whole, seen
+
+
+@needs("torch", "safetensors")
+def test_python_reads_c(folder):
+    """Every file opens; boxes put together are the tensors; nothing is there twice."""
+    whole, seen = boxes_of(saved(folder), 3)
     want = expected()
     check(sorted(whole) == sorted(want), str(sorted(set(whole) ^ set(want))))
     for name, tensor in want.items():
@@ -385,6 +391,38 @@ def round_trip(folder, model):
             want = theirs.pop(key).detach()
             check(torch.equal(parameter.detach(), want.to(parameter.dtype)), f"{name}: {key}")
         check(not theirs, str(list(theirs)))
+
+
+@needs("torch", "safetensors")
+def test_torch_goes_on_with_muon(folder):
+    """torch.optim.Muon takes parameters and momentum of a job on three ranks, and its next step is
+    the job's: the gradient follows from the momentum before and behind it. PyTorch computes in bf16,
+    so that the two differ by up to 6 %."""
+    import torch
+    program = os.path.join(ROOT, "examples", "gpt", "train_gpt")
+    if not hasattr(torch.optim, "Muon") or not os.access(program, os.X_OK):
+        raise Skip("no torch.optim.Muon, or no train_gpt: make")
+    sh(f"{program} --ranks 3 --optimizer muon --layers 1 --heads 2 --channels 32 --batch 3 "
+       f"--context 16 --steps 5 --sample 0 --save-every 1 --keep 9 --save {folder}/run")
+    before, after = (boxes_of(f"{folder}/run/step-{step:08d}", 3)[0] for step in (4, 5))
+    for name in ("h.0.fcw", "h.0.fcprojw"):
+        momentum = f"optim.state.{name}.momentum_buffer"
+        old, new = before[momentum].double(), after[momentum].double()
+        p = torch.nn.Parameter(before[name].clone())
+        p.grad = (old + (new - old) / 0.05).float()
+        muon = torch.optim.Muon([p], lr=1.0, weight_decay=0.0)
+        state = muon.state_dict()
+        state["state"] = {0: {"momentum_buffer": before[momentum].clone()}}
+        muon.load_state_dict(state)
+        muon.step()
+        check(torch.allclose(muon.state[p]["momentum_buffer"].double(), new, atol=1e-6), name)
+        # The job's step is this one times its learning rate, and a decay of the parameter.
+        took = (after[name] - before[name]).double().flatten()
+        basis = torch.stack([(p.detach() - before[name]).double().flatten(),
+                             before[name].double().flatten()], 1)
+        fit = torch.linalg.lstsq(basis, took[:, None]).solution
+        rest = (took - (basis @ fit).flatten()).norm() / took.norm()
+        check(fit[0] > 0 and rest < 0.08, f"{name}: {float(rest):.3f} of the step differs")
 
 
 @needs("torch", "safetensors", "transformers")
