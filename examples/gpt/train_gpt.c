@@ -38,7 +38,7 @@
 #include "fsdp_trace.h"      // fsdp_trace_*
 
 #define PROGRAM "train_gpt"
-#include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
+#include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls some of these
 #include "examples/gpt/gpt_tp.h"   // the same with --tp: tp_*
 
 static fsdp_status open_math(trainer *t) {

@@ -29,13 +29,14 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"       // fsdp_*
 #include "fsdp_muon.h"  // fsdp_muon_*, fsdp_adamw_*
+#include "fsdp_trace.h" // fsdp_trace_*
 
 #include "backends/fsdp_cuda_gemm.h"    // fsdp_cuda_gemm
 #include "backends/fsdp_cuda_kernels.h" // fsdp_cuda_update, for --plain
 
 #define PROGRAM "train_gpt_cuda"
 #define GPT_ON_GPU
-#include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
+#include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls some of these
 
 enum { EAGER_STEPS = 2 }; // of --graph, before the capture
 
