@@ -7,9 +7,13 @@
    a barrier: median over steps behind the first. Bytes are what rank 0 receives in a step.
 
    SPDX-License-Identifier: MIT */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#endif
+#include "bench/bench.h"
+
 #define FSDP_IMPLEMENTATION
 #include "fsdp_muon.h"
-#include "bench.h"
 #include <string.h> // strcmp
 
 typedef struct {

@@ -62,8 +62,8 @@ static float train(fsdp_unit **h, int place) {
         }
     }
     for (int i = 0; i < C; i++) {
-        d[i] = (x[L][i] - x[0][C - 1 - i]) / SAMPLES;
-        loss += d[i] * d[i] * SAMPLES / 2;
+        d[i] = (x[L][i] - x[0][C - 1 - i]) / (float)SAMPLES;
+        loss += d[i] * d[i] * (float)SAMPLES / 2;
     }
     for (int l = L - 1; l >= 0; l--) {
         const float *w = (float *)fsdp_data(h[l], 0);
@@ -109,7 +109,7 @@ static int rank_main(fsdp_world *world, void *arg) {
         for (int i = 0; i < SAMPLES; i++) loss += train(h, fsdp_rank(world) * SAMPLES + i);
         for (int l = L - 1; l >= 0; l--) fsdp_post_backward(h[l]);
         if (fsdp_finalize_backward(model)) return 1;
-        const double lr = 0.04 * (1 - (double)s / STEPS);
+        const double lr = 0.04 * (1 - (double)s / (double)STEPS);
         if (muon && fsdp_muon_step(muon, lr)) return 1;
         if (fsdp_adamw_step(adamw, lr) || fsdp_zero_grad(model)) return 1;
         if (fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM)) return 1;

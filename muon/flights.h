@@ -7,6 +7,8 @@
 #ifndef FSDPI_MUON_FLIGHTS_H
 #define FSDPI_MUON_FLIGHTS_H
 
+#include "../optim/states.h"
+
 #include <string.h>
 
 // Owns: owners and flights. Invariants: they follow from the model and the desc alone, so that all

@@ -76,7 +76,7 @@ class Amalgamation:
             if self.is_optional(conditions):
                 out.append(line.replace(include.group(1), found))
                 continue
-            if found == "fsdp.h" != self.parts[0]:  # what an extension is beside
+            if "/" not in found and self.parts[0] != "fsdp.h":  # what an extension is beside
                 out.append(line)
                 continue
             if found.startswith("core/") and self.parts[0] != "fsdp.h":  # it is in there

@@ -174,14 +174,16 @@ gate_math_only() {
     [ -z "$bad" ] || die "calls:" $bad
 }
 
-# Exported names begin with fsdp_, and nothing writable is global but what a thread owns.
+# Exported names begin with fsdp_, and nothing writable is global but what a thread owns, and the
+# list of hooks of fsdp_on_commit, with that of traces.
 gate_symbols() {
     local bad
     implement | compile gcc c99 -O0 -fno-pic -fno-pie -c -o "$work/impl.o"
     bad=$(nm -g --defined-only "$work/impl.o" | awk '$3 !~ /^fsdp_/ {print $3}')
     [ -z "$bad" ] || die "exported without the prefix:" $bad
     bad=$(objdump -t "$work/impl.o" |
-        awk '/\.(data|bss)|\*COM\*/ && $NF !~ /^\.(data|bss)/ && !/\.data\.rel\.ro/ {print $NF}')
+        awk '/\.(data|bss)|\*COM\*/ && $NF !~ /^\.(data|bss)/ && !/\.data\.rel\.ro/ &&
+             $NF !~ /^(fsdpi_commit_hooks|hook\.[0-9]+)$/ {print $NF}')
     [ -z "$bad" ] || die "writable globals:" $bad
 }
 
@@ -318,8 +320,8 @@ gate_mutations() {
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }
 mutated_by='test_agree test_checkpoint test_dtensor test_edges test_features test_fully_shard_init
-    test_golden_events test_launch test_mesh test_plan_text test_propagate test_safetensors
-    test_scaler'
+    test_ema test_golden_events test_launch test_mesh test_muon test_plan_text test_propagate
+    test_safetensors test_scaler test_trace test_why'
 
 gate_report() { # the pictures of docs/performance.md and docs/measurements.md
     need python3

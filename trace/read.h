@@ -255,12 +255,12 @@ static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t 
     int known = bound[0][0] > -far;
     if (bound[1][0] == -far) memcpy(bound[1], bound[0], sizeof bound[1]);
     for (int k = 0; k < 2 && known; k++) {
-        int64_t half = (int64_t)(((uint64_t)bound[k][1] - (uint64_t)bound[k][0] + 1) / 2);
+        int64_t middle = (int64_t)(((uint64_t)bound[k][1] - (uint64_t)bound[k][0] + 1) / 2);
         if (bound[k][1] < bound[k][0])
             return fsdpi_tr_refuse(why, "the clocks of ranks %d and %d contradict each other",
                                    first->head.rank, r->head.rank);
-        shift[k] = bound[k][0] + half;
-        if (error < half) error = half;
+        shift[k] = bound[k][0] + middle;
+        if (error < middle) error = middle;
     }
     job->rank[j].error_ns = known ? error : -1;
     if (known) return 0;

@@ -492,7 +492,7 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
     const fsdpi_tr_record *op = s->op;
     const fsdpi_tr_record *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
     const int gathers = s->part == FSDPI_WHY_GATHER;
-    const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, half = (s->end - s->begin) / 2;
+    const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, mid = (s->end - s->begin) / 2;
     if (!op) return;
     if (late) fsdpi_why_say(t, " (rank %d came late)", (int)rank->last[op - rank->records]);
     else if (gathers && fsdpi_why_is_edge(&y->step, op, 1))
@@ -501,15 +501,15 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
              fsdpi_why_is_edge(&y->step, op, 0))
         fsdpi_why_say(t, " (last of the step)");
     else if (rank->head.run == FSDP_RUN_INLINE || op == s->waits) return; // nothing can hide it
-    else if (s->end - op->end_ns > half) fsdpi_why_say(t, " (COMPUTE went on later than it ended)");
+    else if (s->end - op->end_ns > mid) fsdpi_why_say(t, " (COMPUTE went on later than it ended)");
     else if (s->part == FSDPI_WHY_SLOT)
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
-    else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > half)
+    else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > mid)
         fsdpi_why_say(t, " (it waits for a slot)");
     else if (gathers && call && fsdpi_why_has(call, op))
         fsdpi_why_say(t, rank->head.prefetch_bytes ? " (not prefetched: prefetch_bytes)"
                                                    : " (not prefetched)");
-    else if (op->begin_ns - s->begin > half) fsdpi_why_say(t, " (its stream is busy before it)");
+    else if (op->begin_ns - s->begin > mid) fsdpi_why_say(t, " (its stream is busy before it)");
     else
         fsdpi_why_say(t, " (takes %.*f, longer than what it hides behind)",
                       FSDPI_WHY_MS(t, op->end_ns - op->begin_ns));
