@@ -297,7 +297,7 @@ def front_of(path):
 def check_layers():
     parts = PARTS + PLAN + [p for p in BACKENDS if re.search(r"(?<!_shim)\.h$", p)]
     below = {"core": ["core"], "backends": ["backends", "core"], "plan": ["plan", "core"],
-             "checkpoint": ["checkpoint", "safetensors"]}
+             "checkpoint": ["checkpoint", "safetensors"], "muon": ["muon", "optim"]}
     uses = {path: set(includes(path)) - {front_of(path)} for path in parts}
     for path in parts:
         folder, front = os.path.dirname(path), front_of(path)
