@@ -127,6 +127,17 @@ static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int n
     }
 }
 
+// World ranks of `size` neighbours along a dim, of which this rank is one. If this rank is outside
+// the mesh: those of the first place.
+static void fsdpi_mesh_neighbours(const fsdp_mesh *mesh, int dim, int size, int32_t *out) {
+    int at = 0;
+    for (int d = 0; d < mesh->ndim; d++) {
+        int32_t place = mesh->coord[d] < 0 ? 0 : mesh->coord[d];
+        at += (d == dim ? place / size * size : place) * fsdpi_mesh_stride(mesh, d);
+    }
+    for (int k = 0; k < size; k++) out[k] = mesh->ranks[at + k * fsdpi_mesh_stride(mesh, dim)];
+}
+
 // Makes the communicator of a group, with its number (fsdpi_comm_number).
 static fsdp_status fsdpi_split(fsdp_world *w, fsdp_comm *parent, const fsdp_group *group,
                                int number, fsdp_comm **out) {
@@ -149,17 +160,35 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
                                     const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
     fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
-    int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
-    const size_t bytes = (size_t)mesh->shape[dim] * sizeof(int32_t);
+    const int32_t me = mesh->coord[dim];
+    const size_t bytes = (size_t)size * sizeof(int32_t);
     int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, bytes);
     if (!members) return fsdpi_no_memory(w, "mesh: group", "", bytes);
-    fsdpi_mesh_members(mesh, &d, 1, members);
-    fsdp_group group = {
-        me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
-        name ? name : "mesh"};
+    fsdpi_mesh_neighbours(mesh, dim, size, members);
+    fsdp_group group = {me < 0 ? -1 : members[0], me < 0 ? -1 : me % size, size, lane, members,
+                        name ? name : "mesh"};
     fsdp_status status = fsdpi_split(w, parent, &group, ++w->num_comms, out);
     fsdpi_free(&w->boot.allocator, members);
     return status;
+}
+
+FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out) {
+    if (!world || !comm) return 0;
+    if (comm == world->comm || comm == world->reduce_comm) {
+        for (int32_t k = 0; out && k < world->size; k++) out[k] = k;
+        return world->size;
+    }
+    const fsdp_mesh *of = NULL;
+    int dim = 0, size = 0;
+    for (const fsdp_mesh *mesh = world->meshes; mesh; mesh = mesh->next)
+        for (int d = 0; d < mesh->ndim; d++)
+            if (!mesh->borrowed[d] &&
+                (comm == mesh->gather_comm[d] || comm == mesh->reduce_comm[d]))
+                of = mesh, dim = d, size = mesh->shape[d];
+    for (const fsdpi_subgroup *sub = world->subgroups; sub && !of; sub = sub->next)
+        if (comm == sub->comm) of = sub->mesh, dim = sub->dim, size = sub->size;
+    if (of && out) fsdpi_mesh_neighbours(of, dim, size, out);
+    return size;
 }
 
 // This rank's group of `size` neighbours along a dim, for one stream. The first use makes it.

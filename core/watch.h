@@ -126,32 +126,6 @@ static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int
     return 0;
 }
 
-// The ranks of n neighbours along a dim of a mesh, of which this rank is one.
-static int fsdpi_comm_members(const fsdp_mesh *mesh, int dim, int n, int32_t *out) {
-    int64_t stride = 1, at = 0;
-    for (int d = mesh->ndim - 1; d > dim; d--) stride *= mesh->shape[d];
-    for (int d = 0; d < mesh->ndim; d++)
-        at = at * mesh->shape[d] + (d == dim ? mesh->coord[d] / n * n : mesh->coord[d]);
-    for (int k = 0; out && k < n; k++) out[k] = mesh->ranks[at + k * stride];
-    return n;
-}
-
-FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out) {
-    if (!world || !comm) return 0;
-    if (comm == world->comm || comm == world->reduce_comm) {
-        for (int32_t k = 0; out && k < world->size; k++) out[k] = k;
-        return world->size;
-    }
-    for (const fsdp_mesh *mesh = world->meshes; mesh; mesh = mesh->next)
-        for (int d = 0; d < mesh->ndim; d++)
-            if (!mesh->borrowed[d] &&
-                (comm == mesh->gather_comm[d] || comm == mesh->reduce_comm[d]))
-                return fsdpi_comm_members(mesh, d, mesh->shape[d], out);
-    for (const fsdpi_subgroup *sub = world->subgroups; sub; sub = sub->next)
-        if (comm == sub->comm) return fsdpi_comm_members(sub->mesh, sub->dim, sub->size, out);
-    return 0;
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // Names of records, labels and pools.
 

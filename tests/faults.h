@@ -84,6 +84,20 @@ H_FN double slowness(void) {
     return slow < 1 ? 1 : slow;
 }
 
+/* On NCCL what ranks call is compared before each collective, which waits for it: so a rank is in the
+   operation that it names. With lanes it is not: the host has gone on, and names where it waits. */
+H_FN int on_nccl(void) {
+    const char *backend = getenv("FSDP_BACKEND");
+    return backend && !strcmp(backend, "nccl");
+}
+H_FN void environment(job *j, int rank) { /* for job.begin */
+    (void)rank;
+    if (!on_nccl()) return;
+    unsetenv("FSDP_STUB_CHECKS"); /* with it, the stand-in's calls wait for each other */
+    setenv("FSDP_CUDA_MANAGED", "1", 1);
+    setenv("FSDP_NCCL_CHECK", j->lanes ? "0" : "1", 1);
+}
+
 H_FN int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
 
 /* From here on it is counted how long the ranks take. */

@@ -556,7 +556,6 @@ static int by_seconds(const void *a, const void *b) {
 
 /* ---- what is printed ------------------------------------------------------------------------- */
 
-static void put_json(const char *text) { json_text(stdout, text); }
 static void put_ranks(const set *s) {
     putchar('[');
     for (int i = 0; i < s->num; i++) printf("%s%d", i ? ", " : "", s->ranks[i]);
@@ -570,7 +569,7 @@ static void put_findings(const char *key, const findings *all) {
         put_ranks(&all->list[i].ranks);
         if (all->list[i].r) printf(", \"seconds\": %.3f", all->list[i].seconds);
         printf(", \"text\": ");
-        put_json(all->list[i].text);
+        json_text(stdout, all->list[i].text);
         putchar('}');
     }
     putchar(']');
@@ -580,22 +579,22 @@ static void print_json(const set *missing, const char *advice) {
     int rank = -1;
     const record *failed = first_failure(&rank);
     printf("{\"job\": ");
-    put_json(job.job);
+    json_text(stdout, job.job);
     printf(", \"backend\": ");
-    put_json(job.backend);
+    json_text(stdout, job.backend);
     printf(", \"ranks\": %d, \"is_over\": %s, \"no_record\": ", job.size,
            job.is_over ? "true" : "false");
     put_ranks(missing);
     if (failed) {
         printf(",\n \"failure\": {\"rank\": %d, \"text\": ", rank);
-        put_json(failed->f->failure);
+        json_text(stdout, failed->f->failure);
         putchar('}');
     }
     put_findings("waits", &waits);
     put_findings("missing", &others);
     put_findings("differ", &parts);
     printf(",\n \"advice\": ");
-    put_json(advice);
+    json_text(stdout, advice);
     printf("}\n");
 }
 

@@ -153,7 +153,7 @@ static void json_add(json_event *list, int64_t *num, const json_event *like, int
     json_event *e = &list[(*num)++];
     *e = *like;
     e->begin = begin, e->end = end;
-    if (name != e->name) snprintf(e->name, sizeof e->name, "%s", name);
+    snprintf(e->name, sizeof e->name, "%s", name);
 }
 
 /* The events of a record: at most JSON_EVENTS. `ended`: when the records before it on its stream

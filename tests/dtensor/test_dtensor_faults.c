@@ -97,19 +97,6 @@ static void moves(job *j, int rank) {
     leave(j, rank, t.world, status);
 }
 
-/* See test_replicate_faults. */
-static int on_nccl(void) {
-    const char *backend = getenv("FSDP_BACKEND");
-    return backend && !strcmp(backend, "nccl");
-}
-static void environment(job *j, int rank) {
-    (void)rank;
-    if (!on_nccl()) return;
-    unsetenv("FSDP_STUB_CHECKS");
-    setenv("FSDP_CUDA_MANAGED", "1", 1);
-    setenv("FSDP_NCCL_CHECK", j->lanes ? "0" : "1", 1);
-}
-
 typedef struct {
     const char *name;
     int victim, lanes, beside;

@@ -23,10 +23,6 @@ typedef struct {
 
 static int how; /* a signal for the victim in a flight; 0: none */
 
-static int on_nccl(void) {
-    const char *backend = getenv("FSDP_BACKEND");
-    return backend && !strcmp(backend, "nccl");
-}
 static fsdp_status gemm_of_host(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                                 float alpha, const void *a, int64_t lda, int a_transposed,
                                 const void *b, int64_t ldb, int b_transposed, float beta, void *c,
@@ -104,14 +100,6 @@ static void train(job *j, int rank) {
     if (!status) status = make_trainer(&t);
     for (int step = 0; !status && step < j->rounds; step++) status = train_step(&t);
     leave(j, rank, t.world, status);
-}
-
-static void environment(job *j, int rank) {
-    (void)rank;
-    if (!on_nccl()) return;
-    unsetenv("FSDP_STUB_CHECKS"); /* with it, the stand-in's calls wait for each other */
-    setenv("FSDP_CUDA_MANAGED", "1", 1);
-    setenv("FSDP_NCCL_CHECK", j->lanes ? "0" : "1", 1);
 }
 
 typedef struct {

@@ -84,20 +84,6 @@ static void train(job *j, int rank) {
     leave(j, rank, t.world, status);
 }
 
-/* On NCCL what ranks call is compared before each collective, which waits for it: so a rank is in the
-   bucket that it names. With lanes it is not: the host has gone on, and names where it waits. */
-static int on_nccl(void) {
-    const char *backend = getenv("FSDP_BACKEND");
-    return backend && !strcmp(backend, "nccl");
-}
-static void environment(job *j, int rank) {
-    (void)rank;
-    if (!on_nccl()) return;
-    unsetenv("FSDP_STUB_CHECKS"); /* with it, the stand-in's calls wait for each other */
-    setenv("FSDP_CUDA_MANAGED", "1", 1);
-    setenv("FSDP_NCCL_CHECK", j->lanes ? "0" : "1", 1);
-}
-
 typedef struct {
     const char *name;
     int world, victim, lanes;

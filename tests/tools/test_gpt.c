@@ -443,7 +443,6 @@ TEST(gpt, closed_descriptors) {
     }
 }
 
-/* Runs differ by seed and repeat by seed; the text generated at the end too. */
 /* Both losses at the end are those of one rank, rounding apart, and the training is as without. */
 static void ema_losses(const char *options, double *loss, curve *c) {
     train("", options, c);
@@ -469,6 +468,7 @@ TEST(gpt, ema) {
     }
 }
 
+/* Runs differ by seed and repeat by seed; the text generated at the end too. */
 TEST(gpt, seed) {
     curve a, b, c;
     char first[OUTPUT_NBYTES];
