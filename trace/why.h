@@ -96,7 +96,8 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
     if (!cuts) return -1;
     memset(step->part, 0, sizeof step->part);
     step->comm = step->hidden = step->late = 0;
-    qsort(step->spans, (size_t)step->num_spans, sizeof *step->spans, fsdpi_why_by_floor);
+    if (step->num_spans)
+        qsort(step->spans, (size_t)step->num_spans, sizeof *step->spans, fsdpi_why_by_floor);
     cuts[num++] = step->begin, cuts[num++] = step->end;
     for (int32_t i = 0; i < step->num_spans; i++)
         cuts[num++] = step->spans[i].begin, cuts[num++] = step->spans[i].end;

@@ -77,7 +77,7 @@ static void train_case(lab_rank *r) {
     fsdp_muon_desc desc = steps->desc;
     desc.gemm = defaults_for(r->w).gemm;
     CALL(r->w, fsdp_muon_create(model, &desc, &muon));
-    for (const muon_step *g = steps; g->number && g < steps + GOLDEN_STEPS; g++) {
+    for (const muon_step *g = steps; g < steps + GOLDEN_STEPS && g->number; g++) {
         fsdp_state_item item = FSDP_ZERO;
         fsdp_param_view v;
         lab_forward(r->w, unit);
@@ -526,7 +526,8 @@ static void check_plan(lab_rank *r) {
     lab_watch(&log, r->w, model);
     lab_forward(r->w, unit);
     CALL(r->w, fsdp_pre_backward(unit));
-    for (int i = 0; i < e.num; i++) memset(fsdp_grad(unit, i), 1, 64);
+    for (int i = 0; i < e.num; i++)
+        memset(fsdp_grad(unit, i), 1, (size_t)(row->shapes[i][0] * row->shapes[i][1]) * 4);
     CALL(r->w, fsdp_post_backward(unit));
     CALL(r->w, fsdp_finalize_backward(model));
     const int first = log.num;
