@@ -1,7 +1,10 @@
 /* bench_muon.c - steps of Muon: half of the matrices are 768 x 768, half 768 x 3072
 
-       build/bench/bench_muon [--ranks 2] [--matrices 48] [--steps 5]
+       build/bench/bench_muon [--ranks 2] [--matrices 48] [--steps 5] [--bf16 0]
        FSDP_BACKEND=gloo build/gloo/bench/bench_muon      beside PyTorch: bench/compare_muon.py
+
+   --bf16 1 multiplies by oneDNN (libdnnl-dev) in place of fsdp_host_gemm; compile it in by
+       CPPFLAGS=-DBENCH_ONEDNN LDLIBS=-ldnnl make GLOO=yes BUILD=build/gloo build/gloo/bench/bench_muon
 
    Ranks are processes of this host with one thread each. A time is a fsdp_muon_step of rank 0 behind
    a barrier: median over steps behind the first. Bytes are what rank 0 receives in a step.
@@ -14,10 +17,16 @@
 
 #define FSDP_IMPLEMENTATION
 #include "fsdp_muon.h"
+#ifdef BENCH_ONEDNN
+#include "bench/gemm_onednn.h"
+static const fsdp_gemm_fn gemm_bf16 = gemm_onednn;
+#else
+static const fsdp_gemm_fn gemm_bf16 = NULL;
+#endif
 #include <string.h> // strcmp
 
 typedef struct {
-    int ranks, matrices, steps;
+    int ranks, matrices, steps, bf16;
 } job;
 
 static void first_value(void *user, const fsdp_param_view *rows) {
@@ -37,6 +46,7 @@ static int rank_main(fsdp_world *world, void *arg) {
     double samples[BENCH_SAMPLES_MAX];
     fsdp_model *model;
     fsdp_muon *muon;
+    fsdp_muon_desc md = fsdp_muon_defaults();
     fsdp_unit *units[256];
     int64_t before = 0;
     if (fsdp_model_create(world, NULL, &model)) return 1;
@@ -46,7 +56,8 @@ static int rank_main(fsdp_world *world, void *arg) {
         ud.params = &p, ud.num_params = 1;
         if (fsdp_fully_shard(model, &ud, &units[i])) return 1;
     }
-    if (fsdp_init_params(model, first_value, NULL) || fsdp_muon_create(model, NULL, &muon))
+    if (j->bf16) md.dtype = FSDP_BF16, md.gemm = gemm_bf16;
+    if (fsdp_init_params(model, first_value, NULL) || fsdp_muon_create(model, &md, &muon))
         return 1;
     for (int i = 0; i < j->matrices; i++) fsdp_pre_forward(units[i]), fsdp_post_forward(units[i]);
     for (int i = j->matrices - 1; i >= 0; i--) {
@@ -72,15 +83,20 @@ static int rank_main(fsdp_world *world, void *arg) {
 }
 
 int main(int argc, char **argv) {
-    job j = {2, 48, 5};
+    job j = {2, 48, 5, 0};
     fsdp_spawn_desc d = FSDP_ZERO;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (!strcmp(argv[i], "--ranks")) j.ranks = atoi(argv[i + 1]);
         if (!strcmp(argv[i], "--matrices")) j.matrices = atoi(argv[i + 1]);
         if (!strcmp(argv[i], "--steps")) j.steps = atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--bf16")) j.bf16 = atoi(argv[i + 1]);
     }
     if (j.ranks < 1 || j.matrices < 1 || j.matrices > 256 || j.steps < 1 || j.steps > 1000)
         return 2;
+    if (j.bf16 && !gemm_bf16) {
+        fprintf(stderr, "bench_muon: compiled without oneDNN: see its first comment\n");
+        return 2;
+    }
     printf("ranks,matrices,step_ms,bytes_received,optimizer_bytes\n");
     fflush(stdout);
     d.num_ranks = j.ranks;

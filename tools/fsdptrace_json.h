@@ -69,12 +69,15 @@ static void json_text(FILE *to, const char *text) {
     fputc('"', to);
 }
 
-// Begins an event. Times are microseconds.
+// Begins an event. Times are microseconds. Perfetto gives thread 0 of every process to its own idle
+// thread, and takes a thread with the number of its process for the main one: so threads are
+// numbered above all ranks.
 static void json_begin(json_writer *w, const char *phase, int thread, const char *name,
                        int64_t ns) {
     fprintf(w->to, "%s\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"name\":",
-            w->said++ ? "," : "", phase, w->rank->head.rank, thread,
-            (long long)((ns - w->zero) / 1000), (int)((ns - w->zero) % 1000));
+            w->said++ ? "," : "", phase, w->rank->head.rank,
+            thread + w->rank->head.size, (long long)((ns - w->zero) / 1000),
+            (int)((ns - w->zero) % 1000));
     json_text(w->to, name);
 }
 

@@ -59,6 +59,7 @@ def strict(path):
     for e in whole["traceEvents"]:
         check(set(e) == {"ph", "pid", "tid", "ts", "name"} | KEYS[e["ph"]], f"{e}")
         check(e["ts"] >= 0 and e["name"] and isinstance(e["pid"], int), f"{e}")
+        check(e["tid"] > 0 and e["tid"] != e["pid"], f"Perfetto takes another thread for it: {e}")
         if e["ph"] in "be":
             open_spans[e["id"]] = open_spans.get(e["id"], 0) + (1 if e["ph"] == "b" else -1)
     check(not any(open_spans.values()), "a span has no end")
