@@ -1,0 +1,407 @@
+/* test_muon_values.c - Muon beside a slow model in f64, element by element: parameters and matrices
+   of each dtype, matrices of any shape cut along any dim, on any mesh, frozen, thawed and unused;
+   and the same bits on each of these meshes.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS BITS
+#include "harness.h"
+#include "lab.h"
+#include <math.h> /* sqrt, fabs */
+
+enum { UNITS = 8, MOST_ROWS = 80, MOST = 960, STEPS = 6 };
+
+typedef struct { /* a parameter */
+    int ndim, shard_dim, unit, index;
+    int64_t shape[4];
+} row_of;
+static row_of rows[MOST_ROWS];
+static int num_rows;
+
+static int64_t numel_of(const row_of *r) { return lab_numel(r->ndim, r->shape); }
+
+static void add_row(int ndim, int64_t a, int64_t b, int64_t c, int64_t d, int shard_dim) {
+    const row_of r = {ndim, shard_dim, 0, 0, {a, b, c, d}};
+    CHECK(num_rows < MOST_ROWS && numel_of(&r) <= MOST);
+    rows[num_rows++] = r;
+}
+
+/* Each small shape cut along each dim, shapes without elements, larger ones; vectors are others'. */
+static void make_rows(void) {
+    static const int64_t sizes[] = {1, 2, 3, 5};
+    static const int64_t cubes[][4] = {{2, 3, 2, 0}, {1, 1, 4, 0}, {3, 1, 2, 0}, {5, 2, 1, 0},
+                                       {1, 4, 3, 0}, {2, 2, 2, 3}, {3, 1, 2, 2}, {1, 2, 3, 1}};
+    num_rows = 0;
+    for (int i = 0; i < 16; i++)
+        for (int dim = 0; dim < 2; dim++) add_row(2, sizes[i / 4], sizes[i % 4], 0, 0, dim);
+    for (int i = 0; i < 4; i++) add_row(2, i % 2 ? 3 : 0, i % 2 ? 0 : 3, 0, 0, i / 2);
+    for (int i = 0; i < 8; i++) {
+        const int64_t *s = cubes[i];
+        for (int dim = 0; dim < (s[3] ? 4 : 3); dim++)
+            add_row(s[3] ? 4 : 3, s[0], s[1], s[2], s[3], dim);
+    }
+    add_row(2, 24, 40, 0, 0, 0), add_row(2, 40, 24, 0, 0, 1), add_row(2, 17, 33, 0, 0, 1);
+    add_row(2, 33, 17, 0, 0, 0), add_row(1, 5, 0, 0, 0, 0), add_row(1, 12, 0, 0, 0, 0);
+    for (int p = 0, index = 0; p < num_rows; p++) {
+        rows[p].unit = p * UNITS / num_rows;
+        index = p && rows[p].unit == rows[p - 1].unit ? index + 1 : 0;
+        rows[p].index = index;
+    }
+}
+
+typedef struct {
+    const char *name;
+    fsdp_dtype dtype, grads, travels; /* of parameters; of reduced gradients; of u and x */
+    int adjust, plain, ns_steps;      /* plain: without nesterov */
+    int columns;                      /* desc.take says how many */
+    int64_t flight_bytes;
+    int narrow; /* products are of bf16 */
+} setting;
+
+enum { FLAT, HSDP, DDP, MIXED }; /* mesh; MIXED: units have different ones */
+
+typedef struct {
+    const setting *s;
+    int mesh, how, lanes;
+    uint64_t bits;
+    double worst; /* difference from the model, in elements of x */
+} outcome;
+
+/* Of how many columns a matrix is; 0: it is none. */
+static int64_t columns_of(const setting *s, const row_of *r) {
+    const int64_t numel = numel_of(r), last = r->shape[r->ndim - 1];
+    if (r->ndim == 1) return s->columns && numel == 12 ? 4 : 0;
+    if (numel == 0) return 1;
+    if (!s->columns) return numel / r->shape[0];
+    if (r->ndim > 2) return last > 1 ? last : numel;
+    return r->shard_dim ? numel : last;
+}
+static int take_columns(void *user, const fsdp_param_view *v) {
+    const row_of *r = (const row_of *)v->user;
+    const int64_t columns = columns_of((const setting *)user, r);
+    if (r->ndim == 2 && (!r->shard_dim || columns <= 1)) return 1;
+    return (int)columns;
+}
+
+/* ---- the model --------------------------------------------------------------------------------- */
+
+typedef struct {
+    float momentum[MOST_ROWS][MOST];
+    char was[MOST_ROWS][MOST * 4], now[MOST_ROWS][MOST * 4];
+    double x[MOST_ROWS][MOST]; /* of this step */
+    int updated[MOST_ROWS], frozen[MOST_ROWS];
+} truth;
+
+/* y = a of m x k times b of k x n, or its transpose */
+static void multiply(double *y, const double *a, const double *b, int64_t m, int64_t n, int64_t k,
+                     int transposed) {
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+            double sum = 0;
+            for (int64_t l = 0; l < k; l++)
+                sum += a[i * k + l] * (transposed ? b[j * k + l] : b[l * n + j]);
+            y[i * n + j] = sum;
+        }
+}
+static void transpose(double *y, const double *x, int64_t r, int64_t c) {
+    for (int64_t i = 0; i < r * c; i++) y[i % c * r + i / c] = x[i];
+}
+
+/* The matrix x made orthogonal, of whatever shape: by the wide one. */
+static void orthogonalize(double *x, int64_t r, int64_t c, int ns_steps) {
+    double wide[MOST], s[MOST], t[MOST], y[MOST], norm = 0;
+    const int64_t n = r < c ? r : c, m = r < c ? c : r;
+    CHECK(n * n <= MOST);
+    for (int64_t i = 0; i < r * c; i++) norm += x[i] * x[i];
+    norm = sqrt(norm) > 1e-7 ? sqrt(norm) : 1e-7;
+    for (int64_t i = 0; i < r * c; i++) x[i] /= norm;
+    if (r > c) transpose(wide, x, r, c);
+    else memcpy(wide, x, sizeof wide);
+    for (int k = 0; k < ns_steps; k++) {
+        multiply(s, wide, wide, n, n, m, 1);
+        multiply(t, s, s, n, n, n, 0);
+        for (int64_t i = 0; i < n * n; i++) t[i] = -4.7750 * s[i] + 2.0315 * t[i];
+        multiply(y, t, wide, n, m, n, 0);
+        for (int64_t i = 0; i < n * m; i++) wide[i] = 3.4445 * wide[i] + y[i];
+    }
+    if (r > c) transpose(x, wide, c, r);
+    else memcpy(x, wide, sizeof wide);
+}
+
+/* Few digits, so that each dtype has them; in the first step some are zeros. For products of bf16 near
+   4 times the unit matrix: else what is rounded grows with the quotient of the singular values. */
+static double gradient(const setting *s, int step, int p, int64_t i) {
+    const double x = (double)(lab_hash((uint64_t)step, (uint64_t)p, (uint64_t)i, 3) % 127) / 16 - 4;
+    const int64_t columns = columns_of(s, &rows[p]);
+    if (step == 0 && p % 11 == 5) return 0;
+    return s->narrow && columns ? (i / columns == i % columns ? 4 : x / 32) : x;
+}
+static int uses(int step, int p) { return (step + p) % 5 != 0; }
+static double rate_of(int step) { return 0.02 * (step + 1); }
+
+LAB_PRECISE_BEGIN
+/* The momentum has the bits of these operations; u, too. */
+static void advance(const setting *s, truth *t, int step, int p) {
+    const double momentum = 0.95;
+    volatile float weight = (float)(1 - momentum), rest = (float)momentum, d, product;
+    for (int64_t i = 0; i < numel_of(&rows[p]); i++) {
+        volatile float g = (float)gradient(s, step, p, i), b = t->momentum[p][i], u;
+        d = g - b, product = d * weight, b = b + product;
+        t->momentum[p][i] = b;
+        d = b - g, product = d * rest, u = g + product;
+        if (s->plain) u = b;
+        t->x[p][i] = s->travels == FSDP_BF16 ? lab_round(FSDP_BF16, (double)u) : (double)u;
+    }
+}
+LAB_PRECISE_END
+
+static void update(const setting *s, truth *t, int step, int p) {
+    const int64_t columns = columns_of(s, &rows[p]), numel = numel_of(&rows[p]);
+    t->updated[p] = columns > 0 && numel > 0 && uses(step, p) && !t->frozen[p];
+    if (!t->updated[p]) return;
+    advance(s, t, step, p);
+    orthogonalize(t->x[p], numel / columns, columns, s->ns_steps ? s->ns_steps : 5);
+}
+
+/* A parameter after a step: what the model makes of what it was before. An element of x may be 5e-5
+   off, and 2^-8 of itself if it travelled as bf16; the last step rounds three times. */
+static void compare(outcome *o, const truth *t, int step, int p) {
+    const setting *s = o->s;
+    const fsdp_dtype dtype = s->dtype;
+    const int64_t numel = numel_of(&rows[p]), columns = columns_of(s, &rows[p]);
+    const double r = columns ? (double)numel / (double)columns : 1, c = (double)columns;
+    const double ratio = s->adjust == FSDP_MUON_SPECTRAL          ? sqrt(r / c)
+                         : s->adjust == FSDP_MUON_MATCH_RMS_ADAMW ? 0.2 * sqrt(r > c ? r : c)
+                                                                  : sqrt(r > c ? r / c : 1);
+    const int group = p % 2;
+    const double lr = rate_of(step) * (group ? 0.5 : 1), decay = lr * (group ? 0 : 0.1);
+    double difference = 0, length = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        const double was = lab_get(t->was[p], dtype, i), got = lab_get(t->now[p], dtype, i);
+        if (!t->updated[p]) {
+            W_CHECK(lab_same(got, was), "parameter %d[%lld] has changed", p, (long long)i);
+            continue;
+        }
+        const double x = t->x[p][i], want = was * (1 - decay) - lr * ratio * x;
+        const double off = 5e-5 + (s->travels == FSDP_BF16 ? fabs(x) / 256 : 0),
+                     e = lr * ratio * off + 3 * (fabs(was) + fabs(want)) / 16777216;
+        difference += pow(got - want, 2), length += pow(lr * ratio * x, 2);
+        if (s->narrow) continue;
+        W_CHECK(got >= lab_round(dtype, want - e) && got <= lab_round(dtype, want + e),
+                "step %d, parameter %d[%lld] of %g x %g: %.9g, expected %.9g, at most %g off", step,
+                p, (long long)i, r, c, got, want, e);
+        if (dtype == FSDP_F32 && s->travels != FSDP_BF16)
+            o->worst = fmax(o->worst, fabs(got - want) / (lr * ratio));
+    }
+    if (!s->narrow || !(length > 0)) return;
+    o->worst = fmax(o->worst, sqrt(difference / length));
+    W_CHECK(difference <= 0.06 * 0.06 * length, "parameter %d: %g of its update off", p,
+            sqrt(difference / length));
+}
+
+/* A product of bf16: sums are not rounded on the way. */
+static fsdp_status narrow_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k,
+                               float alpha, const void *a, int64_t lda, int a_transposed,
+                               const void *b, int64_t ldb, int b_transposed, float beta, void *c,
+                               int64_t ldc, fsdp_dtype dtype) {
+    CHECK(user == rows && !stream && dtype == FSDP_BF16);
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+            double sum = beta < 0 || beta > 0 ? (double)beta * lab_get(c, dtype, i * ldc + j) : 0;
+            for (int64_t l = 0; l < k; l++)
+                sum += (double)alpha * lab_get(a, dtype, a_transposed ? l * lda + i : i * lda + l) *
+                       lab_get(b, dtype, b_transposed ? j * ldb + l : l * ldb + j);
+            lab_put(c, dtype, i * ldc + j, sum);
+        }
+    return FSDP_OK;
+}
+
+/* ---- the library -------------------------------------------------------------------------------- */
+
+static int group_of(void *user, const fsdp_param_view *v) {
+    (void)user;
+    return (int)((const row_of *)v->user - rows) % 2;
+}
+
+static void first_values(void *user, const fsdp_param_view *block) {
+    const uint64_t p = (uint64_t)((const row_of *)block->user - rows);
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(block->data, block->dtype, k,
+                (double)(lab_hash(p, (uint64_t)fsdp_view_index(block, k), 1, 2) % 4001) / 1000 - 2);
+}
+
+static fsdp_mesh_info mesh_of(fsdp_world *w, fsdp_mesh *const mesh[2], int which) {
+    static const struct {
+        int mesh, kind, shard, replicate;
+    } infos[] = {{0, FSDP_MESH_INFO_FSDP, 0, -1},
+                 {1, FSDP_MESH_INFO_HSDP, 1, 0},
+                 {0, FSDP_MESH_INFO_DDP, -1, 0},
+                 {1, FSDP_MESH_INFO_HSDP, 0, 1}};
+    fsdp_mesh_info info;
+    CALL(w, fsdp_mesh_info_init(mesh[infos[which].mesh], infos[which].kind, infos[which].shard,
+                                infos[which].replicate, &info));
+    return info;
+}
+
+static void build(lab_rank *r, const outcome *o, fsdp_model **model, fsdp_unit **unit) {
+    const setting *s = o->s;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *mesh[2] = {NULL, NULL};
+    md.grad_dtype = s->grads;
+    CALL(r->w, fsdp_mesh_1d(r->w, "all", &mesh[0]));
+    if (o->mesh == HSDP || o->mesh == MIXED) mesh[1] = lab_hsdp(r->w, 2, r->size / 2);
+    *model = lab_model(r->w, &md);
+    for (int u = 0, p = 0; u < UNITS; u++) {
+        fsdp_param_desc d[MOST_ROWS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fsdp_mesh_info info = mesh_of(r->w, mesh, o->mesh == MIXED ? u % 4 : o->mesh);
+        int count = 0;
+        for (; p < num_rows && rows[p].unit == u; p++) {
+            d[count] = lab_desc(rows[p].ndim, rows[p].shape, rows[p].shard_dim, s->dtype, 0);
+            d[count++].user = &rows[p];
+        }
+        ud.mesh_info = &info;
+        unit[u] = lab_unit(r->w, *model, &ud, d, count);
+    }
+    CALL(r->w, fsdp_init_params(*model, first_values, NULL));
+    CALL(r->w, fsdp_set_gradient_divide_factor(*model, NULL, 1));
+}
+
+/* Rank 0 has the gradients, the others have zeros. */
+static void backward(const lab_rank *r, const setting *s, const truth *t, fsdp_model *model,
+                     fsdp_unit *const *unit, int step) {
+    for (int u = 0; u < UNITS; u++) lab_forward(r->w, unit[u]);
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(r->w, fsdp_pre_backward(unit[u]));
+        for (int p = 0; p < num_rows; p++) {
+            if (rows[p].unit != u || t->frozen[p] || !uses(step, p)) continue;
+            void *grad = fsdp_grad(unit[u], rows[p].index);
+            const fsdp_dtype dtype = lab_view(r->w, unit[u], rows[p].index).dtype;
+            for (int64_t i = 0; r->rank == 0 && i < numel_of(&rows[p]); i++)
+                lab_put(grad, dtype, i, gradient(s, step, p, i));
+        }
+        CALL(r->w, fsdp_post_backward(unit[u]));
+    }
+    CALL(r->w, fsdp_finalize_backward(model));
+}
+
+static void check_momentum(const lab_rank *r, const truth *t, const setting *s, fsdp_model *model) {
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    int64_t compared = 0;
+    while (fsdp_next_param(model, &v)) {
+        const int p = (int)((const row_of *)v.user - rows);
+        do CALL(r->w, fsdp_next_state(model, &item));
+        while (item.name && (item.ordinal != v.ordinal || strcmp(item.name, "momentum_buffer")));
+        W_CHECK(!item.name == !columns_of(s, &rows[p]), "parameter %d", p);
+        for (int64_t k = 0; item.name && k < v.numel; k++, compared++)
+            W_CHECK(!memcmp((float *)item.data + k, &t->momentum[p][fsdp_view_index(&v, k)], 4),
+                    "momentum of %d[%lld]: %.9g, expected %.9g", p,
+                    (long long)fsdp_view_index(&v, k), (double)((float *)item.data)[k],
+                    (double)t->momentum[p][fsdp_view_index(&v, k)]);
+        item = (fsdp_state_item)FSDP_ZERO;
+    }
+    CHECK(compared > 0 || r->size > 1);
+}
+
+static void train(lab_rank *r) {
+    outcome *o = (outcome *)r->arg;
+    const setting *s = o->s;
+    fsdp_muon_desc d = fsdp_muon_defaults();
+    fsdp_unit *unit[UNITS];
+    fsdp_model *model;
+    fsdp_muon *muon;
+    truth *t = (truth *)lab_zeros(1, sizeof *t);
+    uint64_t bits = 1;
+    snprintf(w_case, sizeof w_case, "%s, mesh %d, replicas %d, lanes %d, rank %d of %d", s->name,
+             o->mesh, o->how, o->lanes, r->rank, r->size);
+    build(r, o, &model, unit);
+    d.flatten = !s->columns, d.adjust = s->adjust, d.nesterov = !s->plain, d.replicas = o->how;
+    if (s->ns_steps) d.ns_steps = s->ns_steps;
+    if (s->travels) d.dtype = s->travels;
+    if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
+    if (s->columns) d.take = take_columns;
+    if (s->narrow) d.gemm = narrow_gemm, d.gemm_user = rows;
+    d.num_groups = 2, d.group = group_of, d.user = (void *)(uintptr_t)s;
+    d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    for (int step = 0; step < STEPS; step++) {
+        for (int p = 0; p < num_rows; p++) {
+            fsdp_unit *u = unit[rows[p].unit];
+            if ((step == 2 || step == 4) && p % 7 == 3) {
+                t->frozen[p] = step == 2;
+                CALL(r->w, fsdp_set_requires_grad(u, rows[p].index, step != 2));
+            }
+            CALL(r->w, fsdp_param_full(u, rows[p].index, t->was[p]));
+        }
+        backward(r, s, t, model, unit, step);
+        CALL(r->w, fsdp_muon_step(muon, rate_of(step)));
+        CALL(r->w, fsdp_zero_grad(model));
+        for (int p = 0; p < num_rows; p++) {
+            const row_of *row = &rows[p];
+            CALL(r->w, fsdp_param_full(unit[row->unit], row->index, t->now[p]));
+            update(s, t, step, p);
+            if (r->rank == 0) compare(o, t, step, p);
+            lab_fold(&bits, t->now[p], (size_t)numel_of(row) * fsdp_dtype_size(s->dtype));
+        }
+        check_momentum(r, t, s, model);
+    }
+    if (r->rank == 0) o->bits = bits;
+    free(t);
+}
+
+static double worst;
+static uint64_t bits_of(const setting *s, int world, int mesh, int how, int lanes) {
+    outcome o = {s, mesh, how, lanes, 0, 0};
+    lab_how h = FSDP_ZERO;
+    h.job = "muon_values", h.lanes = lanes;
+    make_rows();
+    lab_run(world, &h, train, &o);
+    if (o.worst > worst) worst = o.worst;
+    return o.bits;
+}
+
+static const setting settings[] = {
+    {"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16", FSDP_BF16, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"f16", FSDP_F16, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16_grads_f32", FSDP_BF16, FSDP_F32, 0, 0, 0, 0, 0, 0, 0},
+    {"travels_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 700, 0},
+    {"all_bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 0, 0},
+    {"products_of_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 500, 1},
+    {"match_rms", FSDP_F32, 0, 0, FSDP_MUON_MATCH_RMS_ADAMW, 0, 0, 0, 0, 0},
+    {"spectral_one_iteration", FSDP_F32, 0, 0, FSDP_MUON_SPECTRAL, 0, 1, 0, 0, 0},
+    {"plain_momentum", FSDP_F32, 0, 0, 0, 1, 2, 0, 1, 0},
+    {"columns", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0}};
+
+/* On one rank a travel as bf16 rounds, too. */
+TEST_P(muon_values, ranks, settings) {
+    const uint64_t one = bits_of(row, 1, FLAT, 0, 0);
+    for (int world = 2; world <= 4; world++)
+        CHECK_MSG(bits_of(row, world, FLAT, 0, world == 3 ? 2 : 0) == one,
+                  "%d ranks have other bits than one", world);
+    h_message("%s: at most %g off", row->narrow ? "updates" : "elements of x", worst);
+}
+
+static const struct {
+    const char *name;
+    int world, mesh, how, lanes;
+} meshes[] = {{"hsdp_by_bytes", 4, HSDP, FSDP_MUON_BY_BYTES, 0},
+              {"hsdp_all_each", 4, HSDP, FSDP_MUON_ALL_EACH, 0},
+              {"hsdp_a_part_each", 4, HSDP, FSDP_MUON_A_PART_EACH, 2},
+              {"ddp_all_each", 3, DDP, FSDP_MUON_ALL_EACH, 0},
+              {"ddp_a_part_each", 3, DDP, FSDP_MUON_A_PART_EACH, 0},
+              {"mixed_by_bytes", 4, MIXED, FSDP_MUON_BY_BYTES, 2},
+              {"mixed_all_each", 4, MIXED, FSDP_MUON_ALL_EACH, 0},
+              {"mixed_a_part_each", 4, MIXED, FSDP_MUON_A_PART_EACH, 0},
+              {"more_ranks_than_rows", 6, FLAT, 0, 0}};
+
+TEST_P(muon_values, meshes, meshes) {
+    static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
+                                   {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0},
+                                   {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0}};
+    for (int k = 0; k < 3; k++)
+        CHECK_MSG(bits_of(&some[k], row->world, row->mesh, row->how, row->lanes) ==
+                      bits_of(&some[k], 1, FLAT, 0, 0),
+                  "%s has other bits than on one rank", some[k].name);
+}
