@@ -79,6 +79,7 @@ typedef struct sim {
     int threads;    /* lanes of the host device: 0, 1, 2; the sim then only counts ops */
     int fused;      /* FSDP_CAP_FUSED_REDUCE */
     int comm_lanes; /* fsdp_caps.lanes */
+    int all_to_all; /* the comm has it */
     int opaque;     /* the host cannot read device memory */
     int no_update;  /* the device has no function for updates */
     int moves, checks;
@@ -470,6 +471,7 @@ SIM_FN fsdp_status sim_comm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_co
     sim *s = (sim *)boot->user;
     caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                   1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
+    if (s->all_to_all) caps->kinds |= 1u << FSDP_OP_ALL_TO_ALL;
     caps->flags = s->fused ? FSDP_CAP_FUSED_REDUCE : 0;
     caps->lanes = s->comm_lanes;
     return sim_group_new(s, boot->size, boot->rank, world);
@@ -511,10 +513,12 @@ SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_col
             sim_touch(s, actor, what, dst + seg->shard * out, seg->count * out, 1);
         }
     }
-    if (c->num_segs == 0) sim_touch(s, actor, what, dst, (int64_t)c->count * in, 1);
+    const int64_t all = (int64_t)c->count * in * (c->kind == FSDP_OP_ALL_TO_ALL ? g->size : 1);
+    if (c->kind == FSDP_OP_ALL_TO_ALL) sim_touch(s, actor, what, src, all, 0);
+    if (c->num_segs == 0) sim_touch(s, actor, what, dst, all, 1);
 }
 
-/* Every rank holds what this one holds: a gather repeats it, a sum multiplies it. */
+/* Every rank holds what this one holds: a gather and an exchange repeat it, a sum multiplies it. */
 SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
     size_t in = fsdp_dtype_size(c->dtype), out = fsdp_dtype_size(c->out_dtype);
     const char *src = (const char *)sim_host(g->owner, c->src);
@@ -532,6 +536,9 @@ SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
             lib_sum(dst + (size_t)seg->shard * out, c->out_dtype, piece, c->dtype, (size_t)seg->count,
                     c->scale * g->size, c->accumulate);
     }
+    const size_t pair = (size_t)c->count * in;
+    for (int k = 0; c->kind == FSDP_OP_ALL_TO_ALL && k < g->size; k++)
+        memcpy(dst + (size_t)k * pair, src + (size_t)g->rank * pair, pair);
     if (c->kind == FSDP_OP_ALL_REDUCE && c->redop == FSDP_SUM && fsdp_dtype_is_float(c->dtype))
         lib_sum(dst, c->dtype, dst, c->dtype, (size_t)c->count, g->size, 0);
 }
