@@ -10,13 +10,16 @@
 
 /* ---- the simulated device ---------------------------------------------------------------------- */
 
-enum { UNITS = 4, NUM = 9, STEPS = 3 };
+enum { UNITS = 4, NUM = 13, STEPS = 3 };
 
+/* Of the matrices of one row whole flights are without elements on all ranks but the first. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {12, 8}}, {0, "a.t", FSDP_F32, 0, 0, 2, 0, {13, 5}},
     {0, "a.b", FSDP_F32, 0, 0, 1, 0, {7}},     {1, "b.w", FSDP_F32, 0, 0, 2, 0, {12, 8}},
     {1, "b.k", FSDP_F32, 0, 0, 2, 1, {6, 10}}, {2, "c.w", FSDP_F32, 0, 0, 2, 0, {12, 8}},
-    {2, "c.r", FSDP_F32, 0, 0, 2, 0, {1, 9}},  {3, "d.h", FSDP_BF16, 0, 0, 2, 0, {9, 6}},
+    {2, "c.1", FSDP_F32, 0, 0, 2, 0, {1, 9}},  {2, "c.2", FSDP_F32, 0, 0, 2, 0, {1, 9}},
+    {2, "c.3", FSDP_F32, 0, 0, 2, 0, {1, 9}},  {2, "c.4", FSDP_F32, 0, 0, 2, 0, {1, 9}},
+    {2, "c.5", FSDP_F32, 0, 0, 2, 0, {1, 9}},  {3, "d.h", FSDP_BF16, 0, 0, 2, 0, {9, 6}},
     {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {12, 8}}};
 static const lab_net net = {rows, NUM, UNITS};
 
@@ -118,7 +121,7 @@ static int races_of(const place *p, int64_t ignored, int64_t *waits) {
 }
 
 static const place places[] = {{"shards", 3, 1, 0, 0, FSDP_F32},
-                               {"bf16", 2, 0, 0, 0, FSDP_BF16},
+                               {"bf16", 2, 1, 0, 0, FSDP_BF16},
                                {"replicas", 4, 2, 2, 0, FSDP_F32},
                                {"mixed", 4, 3, 2, 1, FSDP_F32}};
 
