@@ -95,6 +95,7 @@ static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
 static int fsdpi_optim_is_nan(double x) { // by bits: correct with -Ofast, too
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
+    // equivalent compare: who asks refuses an infinity, too
     return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
 }
 

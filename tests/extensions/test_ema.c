@@ -270,7 +270,8 @@ static const config configs[] = {{"plain", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.9, 0, ST
                                  {"schedule", 0, 0, 0, 0, 0, 1, 0, 2, 2, 0.9, 0, STEPS, NULL},
                                  {"offload", 0, 0, 1, 0, 0, 0, 0, 0, 0, 0.9, 0, STEPS, NULL},
                                  {"frozen", 0, 0, 0, 0, 1, 0, 0, 0, 0, 0.9, 0, STEPS, NULL},
-                                 {"planned", 0, 0, 0, 1, 0, 0, 0, 0, 0, 0.9, 0, 2 * STEPS, NULL}};
+                                 {"planned", 0, 0, 0, 1, 0, 0, 0, 0, 0, 0.9, 0, 2 * STEPS, NULL},
+                                 {"half", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.5, 0, STEPS, NULL}};
 
 TEST_P(ema, sharded, configs) {
     static const int64_t direct[] = {0, 1, FSDP_DIRECT_NEVER};
@@ -448,6 +449,13 @@ static void patterns_rank(lab_rank *r) {
             CHECK_EQ_MEM(got, was[i], (size_t)numel * fsdp_dtype_size(dtypes[i]));
         }
         CALL(r->w, fsdp_ema_update(ema));
+    }
+    fsdp_ema_destroy(ema);
+    CALL(r->w, fsdp_ema_create(m, NULL, &ema)); /* a copy, of zeros with a sign and of NaNs, too */
+    CALL(r->w, fsdp_ema_swap(ema));
+    for (int i = 2; i < 4; i++) {
+        CALL(r->w, fsdp_param_full(unit[i], 0, got));
+        CHECK_EQ_MEM(got, was[i], (size_t)numel * fsdp_dtype_size(dtypes[i]));
     }
     for (int i = 0; i < 4; i++) free(was[i]);
     free(got);

@@ -33,8 +33,11 @@ typedef struct {
     sim s;
     lab_built m;
     fsdp_muon *muon;
-    int64_t product_ns; /* how long a product takes */
+    int64_t product_ns;                    /* how long a product takes */
+    int used;                              /* the parameter that has a gradient; else SOME or ALL */
+    uint64_t exchanges, gathers, received; /* of a step of Muon */
 } device;
+enum { SOME = -1, ALL = -2, NONE = -3 };
 
 /* On what the addresses of the device stand for; the host's product, at once. */
 static fsdp_status product(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
@@ -86,6 +89,9 @@ static void set_up(device *d, const place *p) {
     CALL(w, fsdp_muon_create(d->m.model, &md, &d->muon));
 }
 
+static int uses(const device *d, int step, int p) {
+    return d->used == SOME ? (step + p) % 4 : d->used == ALL || d->used == p;
+}
 static void train_step(device *d, int step) {
     for (int u = 0; u < UNITS; u++) {
         CALL(d->m.w, fsdp_pre_forward(d->m.unit[u]));
@@ -97,12 +103,18 @@ static void train_step(device *d, int step) {
     for (int u = UNITS - 1; u >= 0; u--) {
         CALL(d->m.w, fsdp_pre_backward(d->m.unit[u]));
         for (int p = 0; p < NUM; p++)
-            if (rows[p].unit == u && (step + p) % 4)
+            if (rows[p].unit == u && uses(d, step, p))
                 sim_write(&d->s, "backward", lab_grad(&d->m, p), (int64_t)lab_nbytes_of(&net, p));
         CALL(d->m.w, fsdp_post_backward(d->m.unit[u]));
     }
     CALL(d->m.w, fsdp_finalize_backward(d->m.model));
+    const uint64_t *colls = d->s.colls, *bytes = d->s.coll_bytes;
+    const uint64_t before[] = {colls[FSDP_OP_ALL_TO_ALL], colls[FSDP_OP_ALL_GATHER],
+                               bytes[FSDP_OP_ALL_TO_ALL] + bytes[FSDP_OP_ALL_GATHER]};
     CALL(d->m.w, fsdp_muon_step(d->muon, 0.02));
+    d->exchanges = colls[FSDP_OP_ALL_TO_ALL] - before[0];
+    d->gathers = colls[FSDP_OP_ALL_GATHER] - before[1];
+    d->received = bytes[FSDP_OP_ALL_TO_ALL] + bytes[FSDP_OP_ALL_GATHER] - before[2];
     CALL(d->m.w, fsdp_zero_grad(d->m.model));
 }
 
@@ -110,6 +122,7 @@ static void train_step(device *d, int step) {
 static int races_of(const place *p, int64_t ignored, int64_t *waits) {
     device *d = (device *)lab_zeros(1, sizeof *d);
     set_up(d, p);
+    d->used = SOME;
     d->s.waits = 0, d->s.ignore_wait = ignored;
     for (int step = 0; step < STEPS; step++) train_step(d, step);
     const int races = d->s.races;
@@ -132,6 +145,49 @@ TEST_P(muon_flights, no_race, places, NO(TSAN)) {
     h_message("%lld waits, of which %lld are missed if they are left out", (long long)waits,
               (long long)seen);
     CHECK(seen > waits / 2);
+}
+
+/* What a device and an extension see of an update. */
+static void see_update(void *user, const fsdp_op *op) {
+    const fsdp_update *u = (const fsdp_update *)op->list;
+    uint64_t count = 0, bytes = 0;
+    (void)user;
+    if (op->kind != FSDP_OP_UPDATE) return;
+    for (uint32_t i = 0; i < op->list_count; i++) {
+        CHECK(u[i].kind == FSDP_UPDATE_MOMENTUM || u[i].kind == FSDP_UPDATE_MUON ||
+              (u[i].kind == FSDP_UPDATE_UNSCALE && op->list_count == 1));
+        CHECK_EQ_INT(u[i].kind, u->kind);
+        count += (uint64_t)u[i].count;
+        bytes += (uint64_t)u[i].count *
+                 fsdp_dtype_size(u[i].kind == FSDP_UPDATE_UNSCALE ? u[i].grad_dtype : u[i].dtype);
+    }
+    CHECK(count == op->count && bytes == op->bytes && count > 0);
+}
+
+/* A flight of which no matrix has a gradient does not travel; describe tells what all send. */
+TEST_P(muon_flights, records, places, NO(TSAN)) {
+    device *d = (device *)lab_zeros(1, sizeof *d);
+    char text[400], want[80];
+    const int gathers = row->replicas > 0 && !row->mixed;
+    set_up(d, row);
+    d->s.on_op = see_update;
+    CALL(d->m.w, sim_watch(&d->s, d->m.model));
+    d->used = NUM - 1;
+    train_step(d, 0);
+    if (!row->mixed) CHECK(d->exchanges == 2 && d->gathers == (uint64_t)gathers);
+    if (row->mixed) CHECK(d->exchanges == 0 && d->gathers == 1); /* replicas of all of it */
+    d->used = NONE;
+    train_step(d, 1);
+    CHECK(d->exchanges == 0 && d->gathers == 0 && d->received == 0);
+    d->used = ALL;
+    train_step(d, 2);
+    snprintf(want, sizeof want, "; receives %llu bytes in a step; replicas compute %s",
+             (unsigned long long)d->received, row->replicas ? "a part each" : "all each");
+    (void)fsdp_muon_describe(d->muon, text, sizeof text);
+    W_CHECK(strstr(text, want), "'%s' has not '%s'", text, want);
+    CHECK_EQ_INT(fsdp_muon_describe(d->muon, NULL, 0), (int64_t)strlen(text));
+    CHECK_EQ_INT(sim_close(&d->s), 0);
+    free(d);
 }
 
 /* Six flights of a matrix for each of two owners, whose products take longer than two travels: all
