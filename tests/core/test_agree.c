@@ -268,6 +268,126 @@ TEST_P(agree, optimizers, settings) {
     lab_run(2, NULL, optim_rank, &job);
 }
 
+/* The same for Muon and averages, at the first step. Numbers do not matter. */
+enum {
+    MUON_SAME,
+    MUON_LR,
+    MUON_DECAY,
+    MUON_MOMENTUM,
+    MUON_EPS,
+    MUON_A,
+    MUON_B,
+    MUON_C,
+    MUON_STEPS,
+    MUON_NESTEROV,
+    MUON_ADJUST,
+    MUON_DTYPE,
+    MUON_FLIGHTS,
+    MUON_TAKES,
+    MUON_COLUMNS,
+    MUON_GROUP,
+    MUON_SET_GROUP,
+    EMA_EVERY,
+    EMA_AFTER,
+    EMA_SCHEDULE
+};
+static const struct {
+    const char *name;
+    int what;
+} muon_settings[] = {{"same", MUON_SAME},
+                     {"lr", MUON_LR},
+                     {"weight_decay", MUON_DECAY},
+                     {"momentum", MUON_MOMENTUM},
+                     {"eps", MUON_EPS},
+                     {"a", MUON_A},
+                     {"b", MUON_B},
+                     {"c", MUON_C},
+                     {"ns_steps", MUON_STEPS},
+                     {"nesterov", MUON_NESTEROV},
+                     {"adjust", MUON_ADJUST},
+                     {"dtype", MUON_DTYPE},
+                     {"flight_bytes", MUON_FLIGHTS},
+                     {"take", MUON_TAKES},
+                     {"columns", MUON_COLUMNS},
+                     {"lr_scale", MUON_GROUP},
+                     {"set_group", MUON_SET_GROUP},
+                     {"ema_every", EMA_EVERY},
+                     {"ema_after", EMA_AFTER},
+                     {"ema_schedule", EMA_SCHEDULE}};
+
+static fsdp_status no_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
+                              float alpha, const void *a, int64_t lda, int a_transposed,
+                              const void *b, int64_t ldb, int b_transposed, float beta, void *c,
+                              int64_t ldc, fsdp_dtype dtype) {
+    (void)user, (void)stream, (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda;
+    (void)a_transposed, (void)b, (void)ldb, (void)b_transposed, (void)beta, (void)c, (void)ldc;
+    return dtype == FSDP_F32 || dtype == FSDP_BF16 ? FSDP_OK : FSDP_ERR_UNSUPPORTED;
+}
+static int takes_three(void *user, const fsdp_param_view *v) { return (void)user, v->index < 3; }
+static int takes_as_squares(void *user, const fsdp_param_view *v) { return (void)user, v ? 4 : 0; }
+static double schedule(void *user, int64_t step) { return (void)user, step ? 0.999 : 0; }
+
+static fsdp_muon_desc muon_desc_of(int what) {
+    fsdp_muon_desc d = fsdp_muon_defaults();
+    d.num_groups = 1, d.gemm = no_product;
+    if (what == MUON_DECAY) d.weight_decay = 0;
+    if (what == MUON_MOMENTUM) d.momentum = 0.9;
+    if (what == MUON_EPS) d.eps = 1e-8;
+    if (what == MUON_A) d.a = 3;
+    if (what == MUON_B) d.b = -4;
+    if (what == MUON_C) d.c = 2;
+    if (what == MUON_STEPS) d.ns_steps = 6;
+    if (what == MUON_NESTEROV) d.nesterov = 0;
+    if (what == MUON_ADJUST) d.adjust = FSDP_MUON_SPECTRAL;
+    if (what == MUON_DTYPE) d.dtype = FSDP_BF16;
+    if (what == MUON_FLIGHTS) d.flight_bytes = 1;
+    if (what == MUON_TAKES) d.take = takes_three;
+    if (what == MUON_COLUMNS) d.take = takes_as_squares;
+    if (what == MUON_GROUP) d.groups[0].lr_scale = 0.5;
+    return d;
+}
+
+static void muon_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    const int what = r->rank ? MUON_SAME : job->what;
+    fsdp_param_desc p[4];
+    fsdp_muon_desc d = muon_desc_of(what);
+    fsdp_ema_desc ed = fsdp_ema_defaults();
+    fsdp_muon *muon;
+    fsdp_ema *ema;
+    for (int i = 0; i < 4; i++) p[i] = fsdp_mat(NULL, 8, 2);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 4);
+    CHECK_OK(fsdp_muon_create(m, &d, &muon));
+    if (what == EMA_EVERY) ed.every = 2;
+    if (what == EMA_AFTER) ed.after = 2;
+    if (what == EMA_SCHEDULE) ed.decay_at = schedule;
+    CHECK_OK(fsdp_ema_create(m, &ed, &ema));
+    if (what == MUON_SET_GROUP) {
+        fsdp_optim_group g = d.groups[0];
+        g.weight_decay = 0.02;
+        CHECK_OK(fsdp_muon_set_group(muon, 0, &g));
+    }
+    fsdp_status status = fsdp_pre_forward(u);
+    if (!status) status = fsdp_post_forward(u);
+    if (!status) status = fsdp_pre_backward(u);
+    for (int i = 0; i < 4 && !status; i++) (void)fsdp_grad(u, i);
+    if (!status) status = fsdp_post_backward(u);
+    if (!status) status = fsdp_finalize_backward(m);
+    if (!status) status = fsdp_muon_step(muon, what == MUON_LR ? 0.1000001 : 0.1);
+    if (!status) status = fsdp_wait_stream(m, -1);
+    CHECK_STATUS(status, job->what == MUON_SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
+    if (status)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"), "%s",
+                  fsdp_last_error(r->w));
+    end_with(r, status);
+}
+
+TEST_P(agree, muon, muon_settings) {
+    agree_job job = {row->what, row->name, 0};
+    lab_run(2, NULL, muon_rank, &job);
+}
+
 /* Of fsdp_clip_grads; rank 0 differs. Replicas have no collective in it, and hear it in the next. */
 static const struct {
     const char *name;
