@@ -248,7 +248,8 @@ static fsdp_status before_exchange(lab_guard *guard, const fsdp_group *group,
                                    const fsdp_coll *coll) {
     traveller *t = (traveller *)(void *)guard;
     (void)group;
-    if (coll && coll->kind == FSDP_OP_ALL_TO_ALL && is_late(t, t->begun++)) w_sleep_ns(3000000);
+    if (coll && coll->kind == FSDP_OP_ALL_TO_ALL && is_late(t, t->begun++ % (2 * t->flights)))
+        w_sleep_ns(3000000);
     return FSDP_OK;
 }
 static fsdp_status run_exchange(fsdp_comm *comm, const fsdp_coll *coll) {
@@ -266,8 +267,8 @@ static fsdp_status patient_product(void *user, void *stream, int64_t m, int64_t 
                                    void *c, int64_t ldc, fsdp_dtype dtype) {
     static __thread char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
     traveller *t = (traveller *)user;
-    const int flight = t->products / 15;
-    int sent = 2 * flight + (flight + 1 < t->flights ? 2 : 1);
+    const int step = t->products / 15 / t->flights, flight = t->products / 15 % t->flights;
+    const int sent = 2 * (step * t->flights + flight) + (flight + 1 < t->flights ? 2 : 1);
     long ns = 0;
     if (t->products++ % 15 == 0) {
         while (t->waits && __atomic_load_n(&t->arrived, __ATOMIC_SEQ_CST) < sent) h_nap(&ns);
@@ -288,6 +289,7 @@ static void travel(lab_rank *r) {
     fsdp_world *w;
     float full[SIDE * SIDE];
     t->guard.before = before_exchange, t->rank = r->rank;
+    t->flights = MATRICES / r->size;
     ops.run = run_exchange;
     wd.comm_ops = &ops, wd.user = t, wd.allocator = w_heap_allocator(r->heap);
     CALL(NULL, fsdp_init(&wd, &w));
@@ -297,7 +299,6 @@ static void travel(lab_rank *r) {
     CALL(w, fsdp_init_params(model, lab_fill, NULL));
     md.gemm = patient_product, md.gemm_user = t, md.flight_bytes = 1;
     CALL(w, fsdp_muon_create(model, &md, &muon));
-    t->flights = (MATRICES + r->size - 1) / r->size;
     for (int step = 0; step < 2; step++) {
         lab_forward(w, unit);
         CALL(w, fsdp_pre_backward(unit));
@@ -307,7 +308,6 @@ static void travel(lab_rank *r) {
                                                                                            : -1);
         CALL(w, fsdp_post_backward(unit));
         CALL(w, fsdp_finalize_backward(model));
-        t->begun = t->products = t->arrived = 0;
         CALL(w, fsdp_muon_step(muon, 0.02));
         CALL(w, fsdp_zero_grad(model));
     }

@@ -203,14 +203,17 @@ static fsdp_status narrow_gemm(void *user, void *stream, int64_t m, int64_t n, i
                                float alpha, const void *a, int64_t lda, int a_transposed,
                                const void *b, int64_t ldb, int b_transposed, float beta, void *c,
                                int64_t ldc, fsdp_dtype dtype) {
+    static __thread double x[MOST], y[MOST];
     CHECK(user == rows && !stream && dtype == FSDP_BF16);
+    lab_load(x, a, dtype, (a_transposed ? k : m) * lda);
+    lab_load(y, b, dtype, (b_transposed ? n : k) * ldb);
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) {
-            double sum = beta < 0 || beta > 0 ? (double)beta * lab_get(c, dtype, i * ldc + j) : 0;
+            double sum = 0, old = beta < 0 || beta > 0 ? lab_get(c, dtype, i * ldc + j) : 0;
             for (int64_t l = 0; l < k; l++)
-                sum += (double)alpha * lab_get(a, dtype, a_transposed ? l * lda + i : i * lda + l) *
-                       lab_get(b, dtype, b_transposed ? j * ldb + l : l * ldb + j);
-            lab_put(c, dtype, i * ldc + j, sum);
+                sum += x[a_transposed ? l * lda + i : i * lda + l] *
+                       y[b_transposed ? j * ldb + l : l * ldb + j];
+            lab_put(c, dtype, i * ldc + j, (double)alpha * sum + (double)beta * old);
         }
     return FSDP_OK;
 }
