@@ -129,9 +129,11 @@ static void orthogonalize(double *x, int64_t r, int64_t c, int ns_steps) {
 
 /* Few digits, so that each dtype has them; in the first step some are zeros. For products of bf16 near
    4 times the unit matrix: else what is rounded grows with the quotient of the singular values. */
+static int poisoned = -1; /* this parameter's first gradient is none */
 static double gradient(const setting *s, int step, int p, int64_t i) {
     const double x = (double)(lab_hash((uint64_t)step, (uint64_t)p, (uint64_t)i, 3) % 127) / 16 - 4;
     const int64_t columns = columns_of(s, &rows[p]);
+    if (p == poisoned && i == 0) return LAB_NAN;
     if (step == 0 && p % 11 == 5) return 0;
     return s->narrow && columns ? (i / columns == i % columns ? 4 : x / 32) : x;
 }
@@ -414,9 +416,10 @@ TEST_P(muon_values, meshes, meshes) {
                   "%s has other bits than on one rank", some[k].name);
 }
 
-/* Three steps; what comes between them with `odd` is made good, and leaves no trace. */
+/* Three steps; what comes between them with `odd` is made good, and leaves no trace. `without`: this
+   parameter is not looked at. */
 typedef struct {
-    int odd;
+    int odd, without;
     uint64_t bits;
 } detour;
 static void freeze_matrices(const lab_rank *r, truth *t, fsdp_unit *const *unit, int frozen) {
@@ -470,20 +473,74 @@ static void wander(lab_rank *r) {
     }
     for (int p = 0; p < num_rows; p++) {
         CALL(r->w, fsdp_param_full(unit[rows[p].unit], rows[p].index, t->now[p]));
-        lab_fold(&bits, t->now[p], (size_t)numel_of(&rows[p]) * 4);
+        for (int64_t i = 0; p == poisoned && i < numel_of(&rows[p]); i++)
+            CHECK((lab_bits32(((float *)t->now[p])[i]) & 0x7FFFFFFF) > 0x7F800000);
+        if (p != d->without) lab_fold(&bits, t->now[p], (size_t)numel_of(&rows[p]) * 4);
     }
     if (r->rank == 0) d->bits = bits;
     free(t);
 }
 TEST(muon_values, detours) {
-    detour straight = {0, 0};
+    detour straight = {0, -1, 0};
     make_rows();
     lab_run(1, NULL, wander, &straight);
     for (int world = 1; world <= 3; world++) {
-        detour odd = {1, 0};
+        detour odd = {1, -1, 0};
         lab_run(world, NULL, wander, &odd);
         CHECK_MSG(odd.bits == straight.bits, "%d ranks have other bits", world);
     }
+}
+
+/* A gradient that is no number makes all of its matrix that, and touches no other one. */
+TEST(muon_values, poisoned) {
+    static const int which[] = {5, 31, 50, 63, 66};
+    make_rows();
+    for (int k = 0; k < 5; k++) {
+        detour good = {0, which[k], 0}, bad = {0, which[k], 0};
+        CHECK(numel_of(&rows[which[k]]) > 1 && rows[which[k]].ndim > 1);
+        poisoned = -1;
+        lab_run(1, NULL, wander, &good);
+        poisoned = which[k];
+        lab_run(3, NULL, wander, &bad);
+        CHECK_MSG(bad.bits == good.bits, "matrix %d has touched others", which[k]);
+    }
+}
+
+/* The pool of flights, to the byte: a matrix of 10 x 7, of which a rank has 5 rows, or all. */
+typedef struct {
+    int mesh, how;
+    int64_t bytes;
+} memory_row;
+static int64_t round_up(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
+static void measure(lab_rank *r) {
+    const memory_row *row = (const memory_row *)r->arg;
+    fsdp_muon_desc d = fsdp_muon_defaults();
+    fsdp_param_desc p = fsdp_mat("w", 10, 7);
+    fsdp_mesh *mesh[2] = {NULL, NULL};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_memory memory;
+    fsdp_muon *muon;
+    char text[300];
+    CALL(r->w, fsdp_mesh_1d(r->w, "all", &mesh[0]));
+    if (row->mesh == HSDP) mesh[1] = lab_hsdp(r->w, 2, r->size / 2);
+    const fsdp_mesh_info info = mesh_of(r->w, mesh, row->mesh);
+    md.mesh_info = &info;
+    fsdp_model *model = lab_model(r->w, &md);
+    (void)lab_unit(r->w, model, NULL, &p, 1);
+    d.replicas = row->how;
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    CALL(r->w, fsdp_model_memory(model, &memory));
+    CHECK_EQ_INT(memory.pool_bytes[fsdp_pool_register(model, "muon")], row->bytes);
+    CHECK(fsdp_muon_describe(NULL, text, sizeof text) > 0 && strstr(text, "muon: 0 matrices"));
+}
+TEST(muon_values, memory, NO(ASAN)) { /* which has no buffers that touch */
+    const int64_t shard = 5 * 7 * 4, whole = 10 * 7 * 4;
+    const memory_row all[] = {
+        {HSDP, FSDP_MUON_A_PART_EACH, 2 * round_up(2 * shard) + 2 * round_up(2 * 2 * shard)},
+        {HSDP, FSDP_MUON_ALL_EACH, 4 * round_up(2 * shard)},
+        {DDP, FSDP_MUON_A_PART_EACH, 2 * round_up(whole) + 2 * round_up(4 * whole)},
+        {DDP, FSDP_MUON_BY_BYTES, round_up(whole)}};
+    for (int k = 0; k < 4; k++) lab_run(4, NULL, measure, (void *)(uintptr_t)&all[k]);
 }
 
 static int take_negative(void *user, const fsdp_param_view *v) { return (void)user, -v->ndim; }
