@@ -406,7 +406,7 @@ static const struct {
               {"mixed_a_part_each", 4, MIXED, FSDP_MUON_A_PART_EACH, 0},
               {"more_ranks_than_rows", 6, FLAT, 0, 0}};
 
-TEST_P(muon_values, meshes, meshes) {
+TEST_P(muon_values, meshes, meshes, row->world > 4 ? MANY_RANKS | AT_NIGHT(GLOO) : AT_NIGHT(GLOO)) {
     static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
                                    {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0},
                                    {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0}};
