@@ -49,6 +49,7 @@ static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double
         v.grad_dtype = o->params[i].dtype;
         status = fsdpi_optim_extend(o, &run, &o->params[i], &v, fsdpi_ema_fill, 1, &num);
     }
+    // equivalent condition: without rounding nothing fails before it
     if (!status) status = fsdpi_optim_append(o, &run, fsdpi_ema_fill, 1, &num);
     return status ? status : fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
 }
