@@ -26,7 +26,7 @@
      in bf16 stores its sums in bf16, so set reduce_dtype to f32.
      Shared memory and Gloo do all that in one pass already, if backward writes bf16 and the
      reduction runs in f32, with the same bits: attach the extension there only if backward writes
-     f32 gradients, which it compresses. A gradient that is not bf16 is off by 2^-9 of itself at
+     f32 gradients, which it compresses. A gradient that is not bf16 is off by 2^-8 of itself at
      most, and so is the sum, of the sum of their absolute values.
    COST
      A reduction over W ranks is a copy to bf16, the all_to_all, W copies that add, and one to the

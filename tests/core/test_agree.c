@@ -198,7 +198,7 @@ TEST_P(agree, steps, steps) {
 
 /* ---- what optimizers are given --------------------------------------------------------------- */
 
-enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS, EMA_SWAP };
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS, EMA_SWAP, SEED, UNUSED_SEED };
 static const struct {
     const char *name;
     int what;
@@ -207,7 +207,7 @@ static const struct {
     {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
     {"left_out", LEFT_OUT},  {"set_group", SET_GROUP},
     {"ema_decay", EMA_DECAY}, {"ema_calls", EMA_CALLS},
-    {"ema_swap", EMA_SWAP}};
+    {"ema_swap", EMA_SWAP}, {"seed", SEED}, {"unused_seed", UNUSED_SEED}};
 
 /* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
 static void optim_rank(lab_rank *r) {
@@ -222,6 +222,8 @@ static void optim_rank(lab_rank *r) {
     fsdp_unit *u;
     ad.num_groups = 1;
     sd.momentum = 0.9;
+    ad.stochastic_rounding = job->what == SEED;
+    if (what == SEED || what == UNUSED_SEED) ad.seed = 7;
     if (what == BETA) ad.beta2 = 0.99;
     if (what == EPS) ad.eps = 1e-7;
     if (what == DECAY) ad.weight_decay = 0;
@@ -254,7 +256,8 @@ static void optim_rank(lab_rank *r) {
         if (what != EMA_CALLS) CHECK_OK(fsdp_ema_update(ema));
         for (int i = 0; i < 2 && what == EMA_SWAP; i++) CHECK_OK(fsdp_ema_swap(ema));
     }
-    CHECK_STATUS(status, job->what == SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
+    CHECK_STATUS(status, job->what == SAME || job->what == UNUSED_SEED ? FSDP_OK
+                                                                       : FSDP_ERR_MISMATCH);
     if (status)
         CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"), "%s",
                   fsdp_last_error(r->w));

@@ -129,7 +129,7 @@ static void check_items(const lab_built *m, const truth *t) {
         const fsdp_param_view v = lab_view_of(m, p);
         seen[p] = 1;
         W_CHECK(item.dtype == (rows[p].dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32) && item.sharded &&
-                    item.numel == v.numel,
+                    item.numel == v.numel && item.memory == FSDP_MEMORY_HOST,
                 "%s", rows[p].name);
         for (int64_t k = 0; k < v.numel; k++)
             W_CHECK(
@@ -474,6 +474,7 @@ static void descs_rank(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_ema *ema = NULL;
     double given = lab_from_bits(0x7FF8000000000000u);
+    float full[35]; /* of a.w */
     lab_build(&m, &net, r->w, NULL);
     const int64_t live = r->heap->live;
     for (int i = 0; i < 5; i++) {
@@ -490,7 +491,7 @@ static void descs_rank(lab_rank *r) {
     d.every = 1, d.after = -1;
     REFUSED(r->w, fsdp_ema_create(m.model, &d, &ema), "desc.after -1");
     d.after = 0, d.end_canary = 1;
-    CHECK_STATUS(fsdp_ema_create(m.model, &d, &ema), FSDP_ERR_INVALID_ARG);
+    REFUSED(r->w, fsdp_ema_create(m.model, &d, &ema), "a canary is not 0");
     CHECK_STATUS(fsdp_ema_create(NULL, NULL, &ema), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_ema_create(m.model, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_ema_update(NULL), FSDP_ERR_INVALID_ARG);
@@ -510,12 +511,40 @@ static void descs_rank(lab_rank *r) {
         REFUSED(r->w, fsdp_ema_update(ema), "[E926] ema_update: what decay_at returned is ");
     given = 1;
     CALL(r->w, fsdp_ema_update(ema));
+    CALL(r->w, fsdp_init_params(m.model, lab_fill, NULL)); /* the average has zeros */
     CALL(r->w, fsdp_pre_forward(m.unit[0]));
     CHECK_STATUS(fsdp_ema_update(ema), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_ema_swap(ema), FSDP_ERR_INVALID_STATE);
     CALL(r->w, fsdp_model_reset(m.model));
+    CALL(r->w, fsdp_param_full(m.unit[0], 0, full));
+    for (int i = 0; i < 35; i++) CHECK(lab_same((double)full[i], (double)(float)lab_value(0, i)));
 }
 TEST(ema, descs_are_refused) { lab_run(1, NULL, descs_rank, NULL); }
+
+/* Thawed before a save: the first item that the save asks for has the weights already. */
+static void thawed_rank(lab_rank *r) {
+    fsdp_param_desc d[2] = {fsdp_vec("a", 6), fsdp_vec("b", 5)};
+    const float values[6] = {1, 2, 3, 4, 5, 6};
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_ema *ema;
+    d[0].frozen = 1;
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *unit = lab_unit(r->w, m, NULL, d, 2);
+    CALL(r->w, fsdp_param_load(unit, 0, values));
+    CALL(r->w, fsdp_ema_create(m, NULL, &ema));
+    CALL(r->w, fsdp_set_requires_grad(unit, 0, 1));
+    CALL(r->w, fsdp_model_commit(m));
+    CALL(r->w, fsdp_next_state(m, &item));
+    CHECK(item.ordinal == 0 && strcmp(item.name, "ema") == 0);
+    const fsdp_param_view v = lab_view(r->w, unit, 0);
+    CHECK_EQ_INT(item.numel, v.numel);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK(lab_same((double)((float *)item.data)[k], (double)values[fsdp_view_index(&v, k)]));
+}
+TEST(ema, thawed_before_a_save) {
+    lab_run(1, NULL, thawed_rank, NULL);
+    lab_run(2, NULL, thawed_rank, NULL);
+}
 
 #define SWAPPED(call) REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, call, "call fsdp_ema_swap first")
 

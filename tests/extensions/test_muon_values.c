@@ -299,6 +299,7 @@ static void check_momentum(const lab_rank *r, const truth *t, const setting *s, 
         do CALL(r->w, fsdp_next_state(model, &item));
         while (item.name && (item.ordinal != v.ordinal || strcmp(item.name, "momentum_buffer")));
         W_CHECK(!item.name == !columns_of(s, &rows[p]), "parameter %d", p);
+        CHECK(!item.name || (item.memory == FSDP_MEMORY_HOST && item.sharded));
         for (int64_t k = 0; item.name && k < v.numel; k++, compared++)
             W_CHECK(!memcmp((float *)item.data + k, &t->momentum[p][fsdp_view_index(&v, k)], 4),
                     "momentum of %d[%lld]: %.9g, expected %.9g", p,
