@@ -198,7 +198,8 @@ TEST_P(agree, steps, steps) {
 
 /* ---- what optimizers are given --------------------------------------------------------------- */
 
-enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS, EMA_SWAP, SEED, UNUSED_SEED };
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS,
+       EMA_SWAP, SEED, UNUSED_SEED };
 static const struct {
     const char *name;
     int what;

@@ -305,7 +305,7 @@ static void check_momentum(const lab_rank *r, const truth *t, const setting *s, 
                     "momentum of %d[%lld]: %.9g, expected %.9g", p,
                     (long long)fsdp_view_index(&v, k), (double)((float *)item.data)[k],
                     (double)t->momentum[p][fsdp_view_index(&v, k)]);
-        item = (fsdp_state_item)FSDP_ZERO;
+        memset(&item, 0, sizeof item);
     }
     CHECK(compared > 0 || r->size > 1);
 }
