@@ -57,11 +57,12 @@ typedef struct {
     int narrow; /* products are of bf16 */
 } setting;
 
+enum { PLANNED = 1, STEADY };    /* STEADY: the steps of a plan, without it */
 enum { FLAT, HSDP, DDP, MIXED }; /* mesh; MIXED: units have different ones */
 
 typedef struct {
     const setting *s;
-    int mesh, how, lanes;
+    int mesh, how, lanes, planned;
     uint64_t bits;
     double worst; /* difference from the model, in elements of x */
 } outcome;
@@ -137,7 +138,8 @@ static double gradient(const setting *s, int step, int p, int64_t i) {
     if (step == 0 && p % 11 == 5) return 0;
     return s->narrow && columns ? (i / columns == i % columns ? 4 : x / 32) : x;
 }
-static int uses(int step, int p) { return (step + p) % 5 != 0; }
+static int steady; /* all steps are alike, for a plan */
+static int uses(int step, int p) { return steady || (step + p) % 5 != 0; }
 static double rate_of(int step) { return 0.02 * (step + 1); }
 
 LAB_PRECISE_BEGIN
@@ -317,6 +319,7 @@ static void train(lab_rank *r) {
     fsdp_unit *unit[UNITS];
     fsdp_model *model;
     fsdp_muon *muon;
+    fsdp_plan *plan = NULL;
     truth *t = (truth *)lab_zeros(1, sizeof *t);
     uint64_t bits = 1;
     snprintf(w_case, sizeof w_case, "%s, mesh %d, replicas %d, lanes %d, rank %d of %d", s->name,
@@ -331,6 +334,7 @@ static void train(lab_rank *r) {
     d.num_groups = 2, d.group = group_of, d.user = (void *)(uintptr_t)s;
     d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
     CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    if (o->planned == PLANNED) CALL(r->w, fsdp_plan_create(model, NULL, &plan));
     for (int p = 0; p < num_rows; p++) {
         const fsdp_param_view v = lab_view(r->w, unit[rows[p].unit], rows[p].index);
         W_CHECK(fsdp_muon_takes(muon, &v) == (columns_of(s, &rows[p]) > 0), "parameter %d", p);
@@ -338,7 +342,7 @@ static void train(lab_rank *r) {
     for (int step = 0; step < STEPS; step++) {
         for (int p = 0; p < num_rows; p++) {
             fsdp_unit *u = unit[rows[p].unit];
-            if ((step == 2 || step == 4) && p % 7 == 3) {
+            if (!steady && (step == 2 || step == 4) && p % 7 == 3) {
                 t->frozen[p] = step == 2;
                 CALL(r->w, fsdp_set_requires_grad(u, rows[p].index, step != 2));
             }
@@ -356,15 +360,17 @@ static void train(lab_rank *r) {
         }
         check_momentum(r, t, s, model);
     }
+    W_CHECK(!plan || fsdp_plan_state(plan) == FSDP_PLAN_REPLAYING, "%s", fsdp_plan_why(plan));
     if (r->rank == 0) o->bits = bits;
     free(t);
 }
 
 static double worst;
-static uint64_t bits_of(const setting *s, int world, int mesh, int how, int lanes) {
-    outcome o = {s, mesh, how, lanes, 0, 0};
+static uint64_t bits_of(const setting *s, int world, int mesh, int how, int lanes, int planned) {
+    outcome o = {s, mesh, how, lanes, planned, 0, 0};
     lab_how h = FSDP_ZERO;
     h.job = "muon_values", h.lanes = lanes;
+    steady = planned != 0;
     make_rows();
     lab_run(world, &h, train, &o);
     if (o.worst > worst) worst = o.worst;
@@ -386,9 +392,9 @@ static const setting settings[] = {
 
 /* On one rank a travel as bf16 rounds, too. */
 TEST_P(muon_values, ranks, settings) {
-    const uint64_t one = bits_of(row, 1, FLAT, 0, 0);
+    const uint64_t one = bits_of(row, 1, FLAT, 0, 0, 0);
     for (int world = 2; world <= 4; world++)
-        CHECK_MSG(bits_of(row, world, FLAT, 0, world == 3 ? 2 : 0) == one,
+        CHECK_MSG(bits_of(row, world, FLAT, 0, world == 3 ? 2 : 0, 0) == one,
                   "%d ranks have other bits than one", world);
     if (worst > 0)
         h_message("%s: at most %g off", row->narrow ? "updates" : "elements of x", worst);
@@ -396,24 +402,26 @@ TEST_P(muon_values, ranks, settings) {
 
 static const struct {
     const char *name;
-    int world, mesh, how, lanes;
-} meshes[] = {{"hsdp_by_bytes", 4, HSDP, FSDP_MUON_BY_BYTES, 0},
-              {"hsdp_all_each", 4, HSDP, FSDP_MUON_ALL_EACH, 0},
-              {"hsdp_a_part_each", 4, HSDP, FSDP_MUON_A_PART_EACH, 2},
-              {"ddp_all_each", 3, DDP, FSDP_MUON_ALL_EACH, 0},
-              {"ddp_a_part_each", 3, DDP, FSDP_MUON_A_PART_EACH, 0},
-              {"mixed_by_bytes", 4, MIXED, FSDP_MUON_BY_BYTES, 2},
-              {"mixed_all_each", 4, MIXED, FSDP_MUON_ALL_EACH, 0},
-              {"mixed_a_part_each", 4, MIXED, FSDP_MUON_A_PART_EACH, 0},
-              {"more_ranks_than_rows", 6, FLAT, 0, 0}};
+    int world, mesh, how, lanes, planned;
+} meshes[] = {{"hsdp_by_bytes", 4, HSDP, FSDP_MUON_BY_BYTES, 0, 0},
+              {"hsdp_all_each", 4, HSDP, FSDP_MUON_ALL_EACH, 0, 0},
+              {"hsdp_a_part_each", 4, HSDP, FSDP_MUON_A_PART_EACH, 2, 0},
+              {"ddp_all_each", 3, DDP, FSDP_MUON_ALL_EACH, 0, 0},
+              {"ddp_a_part_each", 3, DDP, FSDP_MUON_A_PART_EACH, 0, 0},
+              {"mixed_by_bytes", 4, MIXED, FSDP_MUON_BY_BYTES, 2, 0},
+              {"mixed_all_each", 4, MIXED, FSDP_MUON_ALL_EACH, 0, 0},
+              {"mixed_a_part_each", 4, MIXED, FSDP_MUON_A_PART_EACH, 0, 0},
+              {"more_ranks_than_rows", 6, FLAT, 0, 0, 0},
+              {"hsdp_planned", 4, HSDP, FSDP_MUON_A_PART_EACH, 0, PLANNED},
+              {"ddp_planned", 3, DDP, FSDP_MUON_A_PART_EACH, 2, PLANNED}};
 
 TEST_P(muon_values, meshes, meshes, row->world > 4 ? MANY_RANKS | AT_NIGHT(GLOO) : AT_NIGHT(GLOO)) {
     static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
                                    {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0},
                                    {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0}};
     for (int k = 0; k < 3; k++)
-        CHECK_MSG(bits_of(&some[k], row->world, row->mesh, row->how, row->lanes) ==
-                      bits_of(&some[k], 1, FLAT, 0, 0),
+        CHECK_MSG(bits_of(&some[k], row->world, row->mesh, row->how, row->lanes, row->planned) ==
+                      bits_of(&some[k], 1, FLAT, 0, 0, row->planned ? STEADY : 0),
                   "%s has other bits than on one rank", some[k].name);
 }
 
@@ -455,7 +463,7 @@ static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit 
 }
 static void wander(lab_rank *r) {
     static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0};
-    const outcome o = {&plain, FLAT, 0, 0, 0, 0};
+    const outcome o = {&plain, FLAT, 0, 0, 0, 0, 0};
     detour *d = (detour *)r->arg;
     fsdp_muon_desc md = fsdp_muon_defaults();
     fsdp_unit *unit[UNITS];
@@ -546,7 +554,7 @@ TEST(muon_values, memory, NO(ASAN)) { /* which has no buffers that touch */
 
 static int take_negative(void *user, const fsdp_param_view *v) { return (void)user, v ? -1 : 0; }
 static void refuse(lab_rank *r) {
-    const outcome o = {&settings[0], FLAT, 0, 0, 0, 0};
+    const outcome o = {&settings[0], FLAT, 0, 0, 0, 0, 0};
     fsdp_muon_desc d = fsdp_muon_defaults();
     fsdp_unit *unit[UNITS];
     fsdp_model *model;
