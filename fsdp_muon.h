@@ -171,67 +171,52 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 
 #include "muon/flights.h"
 
-#include <math.h>   // fabs, HUGE_VAL
+#include <math.h>   // HUGE_VAL
 #include <stdio.h>  // snprintf
 #include <string.h> // memset
 
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("no-fast-math", "fp-contract=off")
-#endif
-
 /* -------------------------------------------------------------------------------------------- */
 // >>muon
-// Owns: the buffers of flights.
-
-static int64_t fsdpi_muon_align(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
+// Owns: the buffers of flights, and the room for products.
 
 static void fsdpi_muon_free_buffers(fsdp_muon *o) {
-    fsdp_model *m = o->base.model;
-    fsdp_buf **all[] = {&o->u, &o->x, &o->whole[0], &o->whole[1]};
-    for (int i = 0; i < 4; i++) {
-        fsdp_buf_destroy(m, *all[i]);
-        *all[i] = NULL;
+    for (int i = 0; i < FSDPI_MUON_BUFS; i++) {
+        if (i == 0 || o->travels) fsdp_buf_destroy(o->base.model, o->bufs[i]);
+        o->bufs[i] = NULL;
     }
-    fsdp_free(m, o->base.memory, o->room, o->room_bytes);
+    fsdp_free(o->base.model, o->base.memory, o->room, o->room_bytes);
     o->room = NULL;
     o->room_bytes = 0;
 }
 
 static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
-    fsdp_model *m = o->base.model;
-    int64_t size = (int64_t)fsdp_dtype_size(o->desc.dtype), sent = 0, got = 0;
-    int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
-    fsdp_buf **all[] = {&o->whole[0], &o->whole[1], &o->u, &o->x};
+    const int64_t size = (int64_t)fsdp_dtype_size(o->desc.dtype);
+    const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
+    const int64_t matrix = (o->most * element + 63) / 64 * 64;
+    const int64_t square = (o->square * element + 63) / 64 * 64;
+    const int64_t packed = o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0;
+    const int64_t norm = 64, room_bytes = norm + 2 * matrix + 2 * square + packed;
+    int64_t sent = 0, got = 0;
     fsdp_status status = FSDP_OK;
-    o->most = o->square = 0;
-    for (int i = 0; i < o->num; i++) {
-        const fsdpi_muon_matrix *a = &o->matrices[i];
-        int64_t least = fsdpi_muon_least(a->rows, a->columns);
-        if (a->rows * a->columns > o->most) o->most = a->rows * a->columns;
-        if (least * least > o->square) o->square = least * least;
-    }
     for (int i = 0; i < o->num_flights; i++) {
         const fsdpi_muon_flight *f = &o->flights[i];
         if (f->all.count > sent) sent = f->all.count;
         if (f->all.count * f->replicas > got) got = f->all.count * f->replicas;
     }
-    for (int i = o->travels ? 0 : 2; i < (o->travels ? 4 : 3) && sent && !status; i++)
-        status = fsdp_buf_create(m, o->pool, FSDP_MEMORY_DEVICE, (i < 2 ? sent : got) * size,
-                                 all[i]);
-    o->room_bytes = 64 + 2 * fsdpi_muon_align(o->most * element) +
-                    2 * fsdpi_muon_align(o->square * element) +
-                    (o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0);
-    if (sent && !status)
-        status = fsdp_alloc(m, o->base.memory, o->room_bytes, "muon: no memory for products",
-                            &o->room);
-    if (!o->room) o->room_bytes = 0;
-    if (o->desc.gemm == fsdp_host_gemm && o->room)
-        o->desc.gemm_user = (char *)o->room + o->room_bytes - FSDP_HOST_GEMM_BYTES;
-    return status;
+    if (!sent) return FSDP_OK;
+    for (int i = 0; i < FSDPI_MUON_BUFS && !status; i++)
+        if (i > 0 && !o->travels) o->bufs[i] = o->bufs[0];
+        else
+            status = fsdp_buf_create(o->base.model, o->pool, FSDP_MEMORY_DEVICE,
+                                     (i < FSDPI_MUON_WHOLE ? got : sent) * size, &o->bufs[i]);
+    if (!status)
+        status = fsdp_alloc(o->base.model, o->base.memory, room_bytes,
+                            "muon: no memory for products", &o->room);
+    if (status) return status;
+    o->room_bytes = room_bytes;
+    o->x = (char *)o->room + norm, o->y = o->x + matrix, o->s = o->y + matrix, o->t = o->s + square;
+    if (packed) o->desc.gemm_user = o->t + square;
+    return FSDP_OK;
 }
 
 // Follows the model's layout: the optimizer's table, owners, flights and buffers.
@@ -254,9 +239,9 @@ static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>muon step
-// Owns: the records of a step. Invariants: those that read or write u, x or `whole` name these
-// buffers, so that COMPUTE and EXTENSION wait for each other; `room` is COMPUTE's alone. Lists of
-// records on COMPUTE are read when they are emitted.
+// Owns: the records of a step. Invariants: those that read or write u, x or whole matrices name
+// these buffers, so that COMPUTE and EXTENSION wait for each other; `room` is COMPUTE's alone. Lists
+// of records on COMPUTE are read when they are emitted.
 
 static fsdp_op fsdpi_muon_record(const fsdp_muon *o, int kind, int stream, fsdp_buf *src,
                                  fsdp_buf *dst) {
@@ -268,11 +253,27 @@ static fsdp_op fsdpi_muon_record(const fsdp_muon *o, int kind, int stream, fsdp_
     return op;
 }
 
-static fsdp_status fsdpi_muon_copy(const fsdp_muon *o, fsdp_op op, const fsdp_block *blocks,
-                                   int num) {
+static fsdp_status fsdpi_muon_emit_blocks(const fsdp_muon *o, fsdp_op op, const fsdp_block *blocks,
+                                          int num) {
     op.list = blocks, op.list_count = (uint32_t)num;
     for (int i = 0; i < num; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
     return fsdp_emit(o->base.model, &op);
+}
+
+// Emits the first updates of the optimizer's list.
+static fsdp_status fsdpi_muon_emit_updates(const fsdp_muon *o, int num, fsdp_buf *src,
+                                           fsdp_buf *dst) {
+    return fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step", o->base.updates, num,
+                               src, dst);
+}
+
+static fsdp_update fsdpi_muon_update(int kind, fsdp_dtype dtype, fsdp_dtype grad_dtype,
+                                     void *param, void *grad, int64_t count) {
+    fsdp_update u;
+    memset(&u, 0, sizeof u);
+    u.kind = (uint8_t)kind, u.dtype = (uint8_t)dtype, u.grad_dtype = (uint8_t)grad_dtype;
+    u.param = param, u.grad = grad, u.count = count;
+    return u;
 }
 
 // View of a matrix. Returns whether it has a gradient.
@@ -281,12 +282,13 @@ static int fsdpi_muon_view(const fsdp_muon *o, const fsdpi_muon_matrix *m, fsdp_
     return !fsdp_param_view_get(p->unit, p->index, v) && v->shard_grad;
 }
 
-static int64_t fsdpi_muon_place(const fsdpi_muon_flight *f, const fsdpi_muon_matrix *m) {
-    return m->owner * f->part + m->at;
+// Address of so many elements of the dtype that travels.
+static char *fsdpi_muon_at(const fsdp_muon *o, int buf, int64_t elements) {
+    return (char *)fsdp_buf_ptr(o->bufs[buf]) + elements * (int64_t)fsdp_dtype_size(o->desc.dtype);
 }
 
-static fsdp_buf *fsdpi_muon_whole(const fsdp_muon *o, const fsdpi_muon_flight *f) {
-    return o->travels ? o->whole[(f - o->flights) % 2] : o->u;
+static int fsdpi_muon_whole(const fsdp_muon *o, const fsdpi_muon_flight *f) {
+    return FSDPI_MUON_WHOLE + (int)(f - o->flights) % 2;
 }
 
 // A record on `stream` has read the buffer: what writes it next waits for that.
@@ -296,18 +298,19 @@ static fsdp_status fsdpi_muon_release(const fsdp_muon *o, int stream, fsdp_buf *
 }
 
 // Exchanges the parts of the shard group; a group of one rank copies its own.
-static fsdp_status fsdpi_muon_exchange(const fsdp_muon *o, const fsdpi_muon_flight *f,
-                                       fsdp_buf *from, int64_t begin, fsdp_buf *to, int64_t end) {
+static fsdp_status fsdpi_muon_exchange(const fsdp_muon *o, const fsdpi_muon_flight *f, int from,
+                                       int64_t begin, int to, int64_t end) {
     const fsdp_block all = {0, 0, f->part, 1, f->part, f->part};
     fsdp_op op = fsdpi_muon_record(o, f->comm ? FSDP_OP_ALL_TO_ALL : FSDP_OP_COPY,
-                                   f->comm ? FSDP_STREAM_EXTENSION : FSDP_STREAM_COMPUTE, from, to);
-    op.src_ptr = fsdpi_muon_part(o, from, begin);
-    op.dst_ptr = fsdpi_muon_part(o, to, end);
-    if (!f->comm) return fsdpi_muon_copy(o, op, &all, 1);
-    op.comm = f->comm, op.group_size = f->shards, op.count = (uint64_t)f->part;
+                                   f->comm ? FSDP_STREAM_EXTENSION : FSDP_STREAM_COMPUTE,
+                                   o->bufs[from], o->bufs[to]);
+    op.src_ptr = fsdpi_muon_at(o, from, begin);
+    op.dst_ptr = fsdpi_muon_at(o, to, end);
+    if (!f->comm) return fsdpi_muon_emit_blocks(o, op, &all, 1);
     op.unit = o->base.params[o->matrices[f->first].param].unit; // so that ranks compare lr here
+    op.comm = f->comm, op.group_size = f->shards, op.count = (uint64_t)f->part;
     fsdp_status status = fsdp_emit(o->base.model, &op);
-    return status ? status : fsdpi_muon_release(o, FSDP_STREAM_EXTENSION, from);
+    return status ? status : fsdpi_muon_release(o, FSDP_STREAM_EXTENSION, o->bufs[from]);
 }
 
 // Updates the momentum of a flight, and sends u to the owners. Sets whether there is a gradient.
@@ -316,39 +319,36 @@ static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_flight *f) {
     f->is_used = 0;
     for (int i = f->first; i < f->first + f->num; i++) {
         const fsdpi_muon_matrix *m = &o->matrices[i];
-        fsdpi_optim_param *p = &o->base.params[m->param];
         fsdp_param_view v = FSDP_ZERO;
         if (!fsdpi_muon_view(o, m, &v)) continue;
-        p->step++;
         f->is_used = 1;
         if (v.numel == 0) continue;
         fsdp_update *u = &o->base.updates[num++];
-        memset(u, 0, sizeof *u);
-        u->kind = FSDP_UPDATE_MOMENTUM;
-        u->dtype = (uint8_t)o->desc.dtype, u->grad_dtype = (uint8_t)v.grad_dtype;
-        u->count = v.numel;
-        u->grad = v.shard_grad;
-        u->first = o->base.states[0][0] + (size_t)p->state * sizeof(float);
-        u->param = fsdpi_muon_part(o, o->u, fsdpi_muon_place(f, m));
+        *u = fsdpi_muon_update(FSDP_UPDATE_MOMENTUM, o->desc.dtype, v.grad_dtype,
+                               fsdpi_muon_at(o, FSDPI_MUON_U, m->owner * f->part + m->at),
+                               v.shard_grad, v.numel);
+        u->first = o->base.states[0][0] + (size_t)o->base.params[m->param].state * sizeof(float);
         u->scalars[0] = 1 - o->desc.momentum, u->scalars[1] = o->desc.momentum;
         u->scalars[2] = o->desc.nesterov != 0;
     }
-    fsdp_status status = fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step",
-                                             o->base.updates, num, NULL, o->u);
+    fsdp_buf *to = o->bufs[FSDPI_MUON_U];
+    fsdp_status status = fsdpi_muon_emit_updates(o, num, NULL, to);
     // Without rows here it is sent all the same: a write after that has to know of this one.
-    fsdp_op none = fsdpi_muon_record(o, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE, NULL, o->u);
+    fsdp_op none = fsdpi_muon_record(o, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE, NULL, to);
     if (!status && num == 0 && f->is_used) status = fsdp_emit(o->base.model, &none);
     if (status || !f->is_used || !o->travels) return status;
-    return fsdpi_muon_exchange(o, f, o->u, f->replica * f->all.count, fsdpi_muon_whole(o, f), 0);
+    return fsdpi_muon_exchange(o, f, FSDPI_MUON_U, f->replica * f->all.count,
+                               fsdpi_muon_whole(o, f), 0);
 }
 
 // Brings x of a flight back to the shards, and to the replicas.
-static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_flight *f) {
-    if (!f->is_used || !o->travels) return FSDP_OK;
-    fsdp_status status = fsdpi_muon_exchange(o, f, fsdpi_muon_whole(o, f), 0, o->x,
+static fsdp_status fsdpi_muon_bring(fsdp_muon *o, fsdpi_muon_flight *f) {
+    if (!o->travels) return FSDP_OK;
+    fsdp_status status = fsdpi_muon_exchange(o, f, fsdpi_muon_whole(o, f), 0, FSDPI_MUON_X,
                                              f->replica * f->all.count);
     if (status || !f->replicas_comm) return status;
-    fsdp_op op = fsdpi_muon_record(o, FSDP_OP_ALL_GATHER, FSDP_STREAM_EXTENSION, o->x, o->x);
+    fsdp_op op = fsdpi_muon_record(o, FSDP_OP_ALL_GATHER, FSDP_STREAM_EXTENSION,
+                                   o->bufs[FSDPI_MUON_X], o->bufs[FSDPI_MUON_X]);
     op.unit = o->base.params[o->matrices[f->first].param].unit; // so that ranks compare lr here
     op.comm = f->replicas_comm, op.group_size = f->replicas, op.in_place = 1;
     op.list = &f->all, op.list_count = 1;
@@ -357,106 +357,93 @@ static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_flight 
 }
 
 // Updates the parameters of a flight.
-static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_flight *f, double lr) {
-    fsdp_buf *x = o->travels ? o->x : o->u;
+static fsdp_status fsdpi_muon_apply(fsdp_muon *o, fsdpi_muon_flight *f) {
+    const int adamw = o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW;
+    fsdp_buf *x = o->bufs[FSDPI_MUON_X];
     int num = 0;
-    for (int i = f->first; i < f->first + f->num && f->is_used; i++) {
+    for (int i = f->first; i < f->first + f->num; i++) {
         const fsdpi_muon_matrix *m = &o->matrices[i];
-        const fsdpi_optim_param *p = &o->base.params[m->param];
-        const fsdp_optim_group *g = &o->base.groups[p->group];
-        double rows = (double)m->rows, columns = (double)m->columns, rate = lr * g->lr_scale;
-        double ratio = o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW
-                           ? (rows > columns ? rows : columns)
-                           : rows / columns;
-        volatile double decay = rate * g->weight_decay; // rounded before it is subtracted
         fsdp_param_view v = FSDP_ZERO;
         if (!fsdpi_muon_view(o, m, &v) || v.numel == 0) continue;
-        if (o->desc.adjust == FSDP_MUON_ORIGINAL && ratio < 1) ratio = 1;
-        fsdpi_sqrt(1, &ratio, &ratio, 1);
-        if (o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW) ratio *= 0.2;
         fsdp_update *u = &o->base.updates[num++];
-        memset(u, 0, sizeof *u);
-        u->kind = FSDP_UPDATE_MUON;
-        u->dtype = (uint8_t)v.dtype, u->grad_dtype = (uint8_t)o->desc.dtype;
-        u->count = v.numel;
-        u->grad = fsdpi_muon_part(o, x, fsdpi_muon_place(f, m));
-        u->param = v.shard;
-        u->scalars[0] = 1 - decay, u->scalars[1] = rate * ratio;
+        *u = fsdpi_muon_update(FSDP_UPDATE_MUON, v.dtype, o->desc.dtype, v.shard,
+                               fsdpi_muon_at(o, FSDPI_MUON_X, m->owner * f->part + m->at), v.numel);
+        fsdpi_muon_prepare(u->scalars, o->lr, &o->base.groups[o->base.params[m->param].group],
+                           (double)(adamw ? m->rows * m->columns / m->side : m->rows),
+                           (double)(adamw ? 1 : m->columns), o->desc.adjust == FSDP_MUON_ORIGINAL,
+                           adamw ? 0.2 : 1);
     }
-    fsdp_status status = fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step",
-                                             o->base.updates, num, x, NULL);
+    fsdp_status status = fsdpi_muon_emit_updates(o, num, x, NULL);
     return status ? status : fsdpi_muon_release(o, FSDP_STREAM_COMPUTE, x);
 }
 
-typedef struct fsdpi_muon_work { // one matrix at its owner
-    const fsdp_muon *o;
-    int64_t rows, columns, side; // side: of the squares
-    char *x, *y, *s, *t;
-    int part; // of an iteration: which products
-} fsdpi_muon_work;
+// s = x x'; of tall x: s = x' x
+static fsdp_status fsdpi_muon_square(const fsdp_op *op, void *stream) {
+    const fsdp_muon *o = (const fsdp_muon *)op->list;
+    const int64_t n = o->now->side, c = o->now->columns, rows = o->now->rows;
+    const int tall = rows > c;
+    return o->desc.gemm(o->desc.gemm_user, stream, n, n, tall ? rows : c, 1, o->x, c, tall, o->x, c,
+                        !tall, 0, o->s, n, o->dtype);
+}
 
-// Part 0: s = x x'. Part 1, where t is s, and y is x: t = b t + c s s', y = a y + t x. Of tall x:
-// s = x' x, and y = a y + x t.
-static fsdp_status fsdpi_muon_products(const fsdp_op *op, void *stream) {
-    const fsdpi_muon_work *w = (const fsdpi_muon_work *)op->list;
-    const fsdp_muon *o = w->o;
+// With t = s and y = x: t = b t + c s s', then y = a y + t x; of tall x: y = a y + x t
+static fsdp_status fsdpi_muon_polynomial(const fsdp_op *op, void *stream) {
+    const fsdp_muon *o = (const fsdp_muon *)op->list;
     const fsdp_muon_desc *d = &o->desc;
-    const int tall = w->rows > w->columns;
-    const int64_t n = w->side, c = w->columns;
-    if (w->part == 0)
-        return d->gemm(d->gemm_user, stream, n, n, tall ? w->rows : c, 1, w->x, c, tall, w->x, c,
-                       !tall, 0, w->s, n, o->dtype);
-    fsdp_status status = d->gemm(d->gemm_user, stream, n, n, n, (float)d->c, w->s, n, 0, w->s, n, 1,
-                                 (float)d->b, w->t, n, o->dtype);
+    const int64_t n = o->now->side, c = o->now->columns, rows = o->now->rows;
+    const int tall = rows > c;
+    fsdp_status status = d->gemm(d->gemm_user, stream, n, n, n, (float)d->c, o->s, n, 0, o->s, n, 1,
+                                 (float)d->b, o->t, n, o->dtype);
     if (status) return status;
-    return d->gemm(d->gemm_user, stream, w->rows, c, n, 1, tall ? w->x : w->t, tall ? c : n, 0,
-                   tall ? w->t : w->x, c, 0, (float)d->a, w->y, c, o->dtype);
+    return d->gemm(d->gemm_user, stream, rows, c, n, 1, tall ? o->x : o->t, tall ? c : n, 0,
+                   tall ? o->t : o->x, c, 0, (float)d->a, o->y, c, o->dtype);
 }
 
-static fsdp_status fsdpi_muon_call(fsdpi_muon_work *w, int part) {
-    fsdp_op op = fsdpi_muon_record(w->o, FSDP_OP_CALL, FSDP_STREAM_COMPUTE, NULL, NULL);
-    op.call = fsdpi_muon_products, op.list = w, op.list_count = 1;
-    w->part = part;
-    return fsdp_emit(w->o->base.model, &op);
+static fsdp_status fsdpi_muon_call(const fsdp_muon *o,
+                                   fsdp_status (*call)(const fsdp_op *, void *)) {
+    fsdp_op op = fsdpi_muon_record(o, FSDP_OP_CALL, FSDP_STREAM_COMPUTE, NULL, NULL);
+    op.call = call, op.list = o, op.list_count = 1;
+    return fsdp_emit(o->base.model, &op);
 }
 
-// A copy within `room`.
-static fsdp_status fsdpi_muon_duplicate(const fsdp_muon *o, void *to, const void *from,
-                                        int64_t count) {
+// x = x * (1 / max(norm(x), eps))
+static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, int64_t count) {
     const fsdp_block all = {0, 0, count, 1, count, count};
+    fsdp_update *u = o->base.updates;
+    fsdp_op op = fsdpi_muon_record(o, FSDP_OP_NORM, FSDP_STREAM_COMPUTE, NULL, NULL);
+    *u = fsdpi_muon_update(FSDP_UPDATE_UNSCALE, o->dtype, o->dtype, NULL, o->x, count);
+    u->first = o->room;
+    u->scalars[0] = o->desc.eps;
+    op.dtype = (uint8_t)o->dtype, op.out_dtype = FSDP_F64, op.norm_type = 2;
+    op.src_ptr = o->x, op.dst_ptr = o->room;
+    fsdp_status status = fsdpi_muon_emit_blocks(o, op, &all, 1);
+    return status ? status : fsdpi_muon_emit_updates(o, 1, NULL, NULL);
+}
+
+// An iteration of Newton-Schulz. The next x is in y, and they change places.
+static fsdp_status fsdpi_muon_iterate(fsdp_muon *o, int64_t numel, int64_t square) {
+    const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
+    const char *room = (char *)o->room;
+    const fsdp_block both[] = {
+        {(o->x - room) / element, (o->y - room) / element, numel, 1, numel, numel},
+        {(o->s - room) / element, (o->t - room) / element, square, 1, square, square}};
     fsdp_op op = fsdpi_muon_record(o, FSDP_OP_COPY, FSDP_STREAM_COMPUTE, NULL, NULL);
     op.dtype = op.out_dtype = (uint8_t)o->dtype;
-    op.src_ptr = from, op.dst_ptr = to;
-    return fsdpi_muon_copy(o, op, &all, 1);
-}
-
-// x *= 1 / max(norm(x), eps)
-static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, char *x, int64_t count) {
-    const fsdp_block all = {0, 0, count, 1, count, count};
-    fsdp_op op = fsdpi_muon_record(o, FSDP_OP_NORM, FSDP_STREAM_COMPUTE, NULL, NULL);
-    fsdp_update u;
-    memset(&u, 0, sizeof u);
-    u.kind = FSDP_UPDATE_UNSCALE;
-    u.dtype = u.grad_dtype = op.dtype = (uint8_t)o->dtype;
-    u.count = count;
-    u.grad = x, u.first = o->room;
-    u.scalars[0] = o->desc.eps;
-    op.out_dtype = FSDP_F64, op.norm_type = 2;
-    op.src_ptr = x, op.dst_ptr = o->room;
-    op.list = &all, op.list_count = 1, op.count = (uint64_t)count;
-    fsdp_status status = fsdp_emit(o->base.model, &op);
-    return status
-               ? status
-               : fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step", &u, 1, NULL, NULL);
+    op.src_ptr = op.dst_ptr = o->room;
+    fsdp_status status = fsdpi_muon_call(o, fsdpi_muon_square);
+    if (!status) status = fsdpi_muon_emit_blocks(o, op, both, 2);
+    if (!status) status = fsdpi_muon_call(o, fsdpi_muon_polynomial);
+    char *next = o->y;
+    o->y = o->x, o->x = next;
+    return status;
 }
 
 // Copies the rows of all ranks together to x, or back.
 static fsdp_status fsdpi_muon_pieces(const fsdp_muon *o, const fsdpi_muon_flight *f,
-                                     const fsdpi_muon_matrix *m, char *x, int back) {
-    fsdp_buf *whole = fsdpi_muon_whole(o, f);
+                                     const fsdpi_muon_matrix *m, int back) {
+    fsdp_buf *whole = o->bufs[fsdpi_muon_whole(o, f)];
     fsdp_op op = fsdpi_muon_record(o, FSDP_OP_COPY, FSDP_STREAM_COMPUTE, back ? NULL : whole,
                                    back ? whole : NULL);
-    // Without travels the parts of all owners lie in u; this rank is the only one.
     int64_t begin = m->at;
     int num = 0;
     for (int k = 0; k < f->shards; k++, begin += f->part) {
@@ -467,63 +454,53 @@ static fsdp_status fsdpi_muon_pieces(const fsdp_muon *o, const fsdpi_muon_flight
                          again = {at, begin, width, m->outer, m->dim * m->inner, width};
         if (r.count) o->blocks[num++] = back ? again : there;
     }
-    if (back) op.src_ptr = x, op.dtype = (uint8_t)o->dtype;
-    else op.dst_ptr = x, op.out_dtype = (uint8_t)o->dtype;
-    return fsdpi_muon_copy(o, op, o->blocks, num);
+    if (back) op.src_ptr = o->x, op.dtype = (uint8_t)o->dtype;
+    else op.dst_ptr = o->x, op.out_dtype = (uint8_t)o->dtype;
+    return fsdpi_muon_emit_blocks(o, op, o->blocks, num);
 }
 
 // Computes the matrices of a flight that this rank owns.
-static fsdp_status fsdpi_muon_compute(const fsdp_muon *o, const fsdpi_muon_flight *f) {
-    const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
-    const int64_t matrix = fsdpi_muon_align(o->most * element);
+static fsdp_status fsdpi_muon_compute(fsdp_muon *o, fsdpi_muon_flight *f) {
     fsdp_status status = FSDP_OK;
     for (int i = f->first; i < f->first + f->num && !status; i++) {
-        const fsdpi_muon_matrix *m = &o->matrices[i];
-        char *at = (char *)o->room + 64;
-        fsdpi_muon_work w = {
-            o,  m->rows,     m->columns,      fsdpi_muon_least(m->rows, m->columns),
-            at, at + matrix, at + 2 * matrix, NULL,
-            0};
+        const fsdpi_muon_matrix *m = o->now = &o->matrices[i];
         fsdp_param_view v = FSDP_ZERO;
-        w.t = w.s + fsdpi_muon_align(o->square * element);
-        if (m->owner != f->replica * f->shards + f->rank || !fsdpi_muon_view(o, m, &v)) continue;
-        status = fsdpi_muon_pieces(o, f, m, w.x, 0);
-        if (!status) status = fsdpi_muon_normalize(o, w.x, m->rows * m->columns);
-        for (int step = 0; step < o->desc.ns_steps && !status; step++) {
-            status = fsdpi_muon_call(&w, 0);
-            if (!status) status = fsdpi_muon_duplicate(o, w.t, w.s, w.side * w.side);
-            if (!status) status = fsdpi_muon_duplicate(o, w.y, w.x, m->rows * m->columns);
-            if (!status) status = fsdpi_muon_call(&w, 1);
-            char *next = w.y;
-            w.y = w.x, w.x = next;
-        }
-        if (!status) status = fsdpi_muon_pieces(o, f, m, w.x, 1);
+        if (m->owner != f->me || !fsdpi_muon_view(o, m, &v)) continue;
+        status = fsdpi_muon_pieces(o, f, m, 0);
+        if (!status) status = fsdpi_muon_normalize(o, m->rows * m->columns);
+        for (int step = 0; step < o->desc.ns_steps && !status; step++)
+            status = fsdpi_muon_iterate(o, m->rows * m->columns, m->side * m->side);
+        if (!status) status = fsdpi_muon_pieces(o, f, m, 1);
     }
     return status;
 }
 
 FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
     static const char *const name = "muon_step";
+    // While a flight is computed, the next one travels there, and the last one back.
+    static const struct {
+        fsdp_status (*run)(fsdp_muon *, fsdpi_muon_flight *);
+        int behind; // so many flights behind the first stage
+    } stages[] = {{fsdpi_muon_send, 0},
+                  {fsdpi_muon_compute, 1},
+                  {fsdpi_muon_apply, 2},
+                  {fsdpi_muon_bring, 1}};
     if (!muon) return fsdpi_optim_null(name, "the optimizer");
-    fsdp_model *model = muon->base.model;
     fsdp_status status = fsdpi_optim_begin(&muon->base, lr, name);
     if (!status) status = fsdpi_muon_follow(muon, name);
-    if (!status) status = fsdp_agree(model, &lr, sizeof lr);
-    const int ahead = muon->travels, num = muon->num_flights;
+    if (!status) status = fsdp_agree(muon->base.model, &lr, sizeof lr);
+    const int lag = muon->travels, num = status ? 0 : muon->num_flights;
     int used = 0;
-    if (!status && ahead && num) status = fsdpi_muon_send(muon, muon->flights);
-    for (int i = 0; i < num && !status; i++) {
-        fsdpi_muon_flight *f = &muon->flights[i];
-        if (!ahead) status = fsdpi_muon_send(muon, f);
-        else if (i + 1 < num) status = fsdpi_muon_send(muon, f + 1); // while f is computed
-        if (!status) status = fsdpi_muon_compute(muon, f);
-        if (!status && ahead && i > 0) status = fsdpi_muon_apply(muon, f - 1, lr);
-        if (!status) status = fsdpi_muon_bring(muon, f);
-        if (!status && (!ahead || i + 1 == num)) status = fsdpi_muon_apply(muon, f, lr);
-        used |= f->is_used;
-    }
+    muon->lr = lr;
+    for (int i = 0; i < num + 2 * lag; i++)
+        for (int k = 0; k < 4 && !status; k++) {
+            const int at = i - lag * stages[k].behind;
+            if (at < 0 || at >= num || (k > 0 && !muon->flights[at].is_used)) continue;
+            status = stages[k].run(muon, &muon->flights[at]);
+            used |= muon->flights[at].is_used;
+        }
     if (!status && num && !used) fsdpi_optim_tell(&muon->base, name);
-    return status ? status : fsdp_params_changed(model);
+    return status ? status : fsdp_params_changed(muon->base.model);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -545,87 +522,53 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void) {
     return d;
 }
 
-// The settings that have a range of whole numbers.
-static fsdp_status fsdpi_muon_ranges(fsdp_world *w, const char *name, const fsdp_muon_desc *d) {
-    const struct {
-        const char *field;
-        int64_t value, least, most;
-    } all[] = {{"ns_steps", d->ns_steps, 1, 99},
-               {"adjust", d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL},
-               {"replicas", d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH},
-               {"flight_bytes", d->flight_bytes, 1, INT64_MAX}};
-    for (int i = 0; i < 4; i++)
-        if (all[i].value < all[i].least || all[i].value > all[i].most)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "[E9013] %s: desc.%s is %lld, expected %lld..%lld", name, all[i].field,
-                             (long long)all[i].value, (long long)all[i].least,
-                             (long long)all[i].most);
-    if (!(d->eps >= 1e-30)) // 1/eps is a number of f32
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E9019] %s: desc.eps is %g, expected at least 1e-30", name, d->eps);
-    if (d->dtype == FSDP_F32 || d->dtype == FSDP_BF16) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E9014] %s: desc.dtype is %s, expected f32 or bf16",
-                     name, fsdp_dtype_name(d->dtype));
-}
-
+// Are the settings in their ranges, and can Muon have the parameters that they choose?
 static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdpi_optim *o,
                                        const fsdp_muon_desc *d) {
+    const fsdpi_optim_range ranges[] = {
+        {"desc.weight_decay", d->weight_decay, 0, HUGE_VAL},
+        {"desc.momentum", d->momentum, 0, 1},
+        {"desc.eps", d->eps, 1e-30, HUGE_VAL}, // 1/eps, as a, b and c, is a number of f32
+        {"desc.a", d->a, -1e30, 1e30},
+        {"desc.b", d->b, -1e30, 1e30},
+        {"desc.c", d->c, -1e30, 1e30},
+        {"desc.ns_steps", d->ns_steps, 1, 100},
+        {"desc.adjust", d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
+        {"desc.replicas", d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
+        {"desc.flight_bytes", (double)d->flight_bytes, 1, HUGE_VAL}};
     fsdp_world *w = fsdp_model_world(model);
-    const double coefficients[] = {d->a, d->b, d->c};
     fsdp_param_view v = FSDP_ZERO;
+    fsdp_mesh_info info;
     fsdp_status status = fsdpi_optim_begun(o, w, d->magic);
-    if (!status)
-        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d->weight_decay, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.momentum", d->momentum, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.eps", d->eps, HUGE_VAL);
-    for (int i = 0; i < 3 && !status; i++)
-        status = fsdpi_optim_setting(w, name, "the absolute value of desc.a, b or c",
-                                     fabs(coefficients[i]), HUGE_VAL);
-    if (!status) status = fsdpi_muon_ranges(w, name, d);
+    if (!status) status = fsdpi_optim_ranges(w, name, ranges, 10);
+    if (!status && d->dtype != FSDP_F32 && d->dtype != FSDP_BF16)
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "[E9011] %s: desc.dtype is %s, expected f32 or bf16", name,
+                           fsdp_dtype_name(d->dtype));
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
     if (!status) status = fsdp_model_commit(model);
     while (!status && fsdp_next_param(model, &v))
         if (fsdpi_muon_group((void *)(uintptr_t)d, &v) >= 0)
-            status = fsdpi_muon_check(w, name, d, &v);
+            status = fsdpi_muon_check(w, name, d, &v, &info);
     return status;
 }
 
 // Can this world run it?
-static fsdp_status fsdpi_muon_place_check(fsdp_model *model, const char *name,
-                                          const fsdp_muon_desc *d) {
+static fsdp_status fsdpi_muon_place(fsdp_model *model, const char *name, const fsdp_muon_desc *d) {
     fsdp_world *w = fsdp_model_world(model);
     int memory = FSDP_MEMORY_HOST;
     fsdp_status status = fsdp_update_place(model, name, &memory);
-    if (status) return status;
-    if (memory == FSDP_MEMORY_DEVICE && (!d->gemm || d->gemm == fsdp_host_gemm))
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "[E9015] %s: the shards are on a device, and desc.gemm is NULL or the "
-                         "host's: include backends/fsdp_cuda_gemm.h, and set desc.gemm to "
-                         "fsdp_cuda_gemm",
-                         name);
-    if (memory == FSDP_MEMORY_HOST && fsdp_model_run(model) == FSDP_RUN_STREAMS)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "[E9016] %s: the shards are in host memory, and matrices travel in the "
-                         "device's: do not set cpu_offload",
-                         name);
+    const char *why = NULL;
     if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9017] %s: the backend has no all_to_all",
-                         name);
-    return FSDP_OK;
-}
-
-// The tables behind the struct.
-static int64_t fsdpi_muon_tables(fsdp_muon *o, int64_t params, int64_t ranks) {
-    int64_t at = fsdpi_muon_align((int64_t)sizeof *o);
-    char *base = (char *)o;
-    if (o) o->matrices = (fsdpi_muon_matrix *)(void *)(base + at);
-    at += fsdpi_muon_align(params * (int64_t)sizeof *o->matrices);
-    if (o) o->flights = (fsdpi_muon_flight *)(void *)(base + at);
-    at += fsdpi_muon_align(params * (int64_t)sizeof *o->flights);
-    if (o) o->blocks = (fsdp_block *)(void *)(base + at);
-    at += fsdpi_muon_align(ranks * (int64_t)sizeof *o->blocks);
-    if (o) o->loads = (int64_t *)(void *)(base + at);
-    return at + 2 * ranks * (int64_t)sizeof *o->loads;
+        why = "the backend has no all_to_all";
+    if (memory == FSDP_MEMORY_HOST && fsdp_model_run(model) == FSDP_RUN_STREAMS)
+        why = "the shards are in host memory, and matrices travel in the device's: do not set "
+              "cpu_offload";
+    if (memory == FSDP_MEMORY_DEVICE && (!d->gemm || d->gemm == fsdp_host_gemm))
+        why = "the shards are on a device, and desc.gemm is NULL or the host's: include "
+              "backends/fsdp_cuda_gemm.h, and set desc.gemm to fsdp_cuda_gemm";
+    if (status || !why) return status;
+    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9012] %s: %s", name, why);
 }
 
 FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *desc,
@@ -636,30 +579,33 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     if (!model || !muon) return fsdpi_optim_null(name, "model or muon");
     *muon = NULL;
     fsdp_world *w = fsdp_model_world(model);
+    const int64_t params = fsdp_num_params(model), ranks = fsdp_world_size(w);
     fsdp_status status = fsdp_desc_read(w, &d, desc ? desc : &defaults, sizeof d, "fsdp_muon_desc");
-    if (status) return status;
     memset(&settings, 0, sizeof settings);
     settings.name = name;
     settings.extension.name = "muon";
     settings.extension.destroy = fsdpi_muon_free;
     settings.state_names[0] = "momentum_buffer";
-    settings.step_name = "step";
     settings.num_states = 1;
-    status = fsdpi_muon_settings(model, name, &settings, &d);
-    if (!status) status = fsdpi_muon_place_check(model, name, &d);
-    int64_t params = fsdp_num_params(model), ranks = fsdp_world_size(w);
-    if (!status)
-        status = fsdpi_optim_create(model, &settings, fsdpi_muon_tables(NULL, params, ranks),
-                                    fsdpi_muon_group, &d, &base);
+    if (!status) status = fsdpi_muon_settings(model, name, &settings, &d);
+    if (!status) status = fsdpi_muon_place(model, name, &d);
+    // The struct, and its tables behind it.
+    const int64_t size = (int64_t)sizeof(fsdp_muon) +
+                         params * (int64_t)(sizeof(fsdpi_muon_matrix) + sizeof(fsdpi_muon_flight)) +
+                         ranks * (int64_t)(sizeof(fsdp_block) + 2 * sizeof(int64_t));
+    if (!status) status = fsdpi_optim_create(model, &settings, size, fsdpi_muon_group, &d, &base);
     if (status) return status;
     fsdp_muon *o = (fsdp_muon *)(void *)base;
+    o->matrices = (fsdpi_muon_matrix *)(void *)(o + 1);
+    o->flights = (fsdpi_muon_flight *)(void *)(o->matrices + params);
+    o->blocks = (fsdp_block *)(void *)(o->flights + params);
+    o->loads = (int64_t *)(void *)(o->blocks + ranks);
     o->desc = d;
     if (!d.gemm) o->desc.gemm = fsdp_host_gemm;
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
     o->label = fsdp_label_register(model, "muon");
     o->pool = fsdp_pool_register(model, "muon");
-    (void)fsdpi_muon_tables(o, params, ranks);
     const double given[] = {
         d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
         (double)d.adjust, (double)d.dtype, (double)d.replicas};
@@ -676,42 +622,37 @@ FSDP_API fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_opti
 }
 
 FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param) {
-    return muon && param && fsdpi_muon_group(&((fsdp_muon *)(uintptr_t)muon)->desc, param) >= 0;
+    return muon && param && fsdpi_muon_group((void *)(uintptr_t)&muon->desc, param) >= 0;
 }
 
 FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon) {
     if (!muon) return 0;
-    return fsdpi_optim_nbytes(&muon->base) + muon->host_bytes +
-           (muon->base.memory == FSDP_MEMORY_DEVICE ? muon->room_bytes : 0) +
-           fsdp_buf_nbytes(muon->u) + fsdp_buf_nbytes(muon->x) + fsdp_buf_nbytes(muon->whole[0]) +
-           fsdp_buf_nbytes(muon->whole[1]);
+    int64_t nbytes = fsdpi_optim_nbytes(&muon->base) + muon->host_bytes;
+    if (muon->base.memory == FSDP_MEMORY_DEVICE) nbytes += muon->room_bytes;
+    for (int i = 0; i < (muon->travels ? FSDPI_MUON_BUFS : 1); i++)
+        nbytes += fsdp_buf_nbytes(muon->bufs[i]);
+    return nbytes;
 }
 
 FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap) {
-    int64_t elements = 0, size = muon ? (int64_t)fsdp_dtype_size(muon->desc.dtype) : 0;
-    int mine = 0, replicas = 1;
+    int64_t elements = 0;
+    int mine = 0, parts = 0;
     for (int i = 0; muon && i < muon->num_flights; i++) {
         const fsdpi_muon_flight *f = &muon->flights[i];
         elements += 2 * (f->shards - 1) * f->part + (f->replicas - 1) * f->all.count;
-        if (f->replicas > replicas) replicas = f->replicas;
-        for (int k = f->first; k < f->first + f->num; k++)
-            mine += muon->matrices[k].owner == f->replica * f->shards + f->rank;
+        parts |= f->replicas > 1;
+        for (int k = 0; k < f->num; k++) mine += muon->matrices[f->first + k].owner == f->me;
     }
-    int length = snprintf(
+    if (muon) elements *= (int64_t)fsdp_dtype_size(muon->desc.dtype);
+    const int length = snprintf(
         text, cap,
-        "muon: %d matrices, of which this rank computes %d; %d flights; receives "
-        "%lld bytes in a step; replicas %s; %lld bytes of memory",
-        muon ? muon->num : 0, mine, muon ? muon->num_flights : 0, (long long)(elements * size),
-        replicas > 1 ? "compute a part each" : "compute all each, if there are any",
-        (long long)fsdp_muon_nbytes(muon));
+        "muon: %d matrices, of which this rank computes %d; %d flights; receives %lld bytes in a "
+        "step; replicas compute %s; %lld bytes of memory",
+        muon ? muon->num : 0, mine, muon ? muon->num_flights : 0, (long long)elements,
+        parts ? "a part each" : "all each", (long long)fsdp_muon_nbytes(muon));
     return length > 0 ? (size_t)length : 0;
 }
 
 FSDP_API void fsdp_muon_destroy(fsdp_muon *muon) { fsdpi_optim_destroy(muon ? &muon->base : NULL); }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
 #endif // FSDP_IMPLEMENTATION

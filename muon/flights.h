@@ -17,22 +17,26 @@
 // same for all ranks.
 
 typedef struct fsdpi_muon_matrix {
-    int32_t param, ordinal;    // in the optimizer's table; in the model
-    int32_t mesh;              // ordinal of the first parameter with the same mesh
-    int32_t owner;             // replica * shards + rank in the shard group; -1: not yet chosen
-    int64_t rows, columns;     // of the matrix
-    int64_t outer, dim, inner; // it is cut along dim
-    int64_t chunk, at;         // elements of the largest shard; place in a part
+    int32_t param, ordinal;      // in the optimizer's table; in the model
+    int32_t mesh;                // ordinal of the first parameter with the same groups of ranks
+    int32_t owner;               // replica * shards + rank in the shard group; -1: not yet chosen
+    fsdp_mesh_info info;         // of its unit
+    int64_t rows, columns, side; // of the matrix; side: the smaller of both
+    int64_t outer, dim, inner;   // it is cut along dim
+    int64_t chunk, at;           // elements of the largest shard; place in a part
 } fsdpi_muon_matrix;
 
 typedef struct fsdpi_muon_flight {
-    int32_t first, num;                      // of matrices
-    int32_t shards, rank, replicas, replica; // replicas: that exchange results, 1 or more
-    int is_used;                             // 1: in this step a matrix has a gradient
-    int64_t part;                            // elements
-    fsdp_comm *comm, *replicas_comm;
+    int32_t first, num;                    // of matrices
+    int32_t shards, replicas, replica, me; // replicas: that exchange results; me: as an owner
+    int is_used;                           // 1: in this step a matrix has a gradient
+    int64_t part;                          // elements
+    fsdp_comm *comm, *replicas_comm;       // NULL: of one rank
     fsdp_seg all; // of the gather over the replicas: a list has to outlive its record
 } fsdpi_muon_flight;
+
+// Buffers of flights. WHOLE and the one behind it take turns.
+enum { FSDPI_MUON_U, FSDPI_MUON_X, FSDPI_MUON_WHOLE, FSDPI_MUON_BUFS = 4 };
 
 struct fsdp_muon {
     fsdpi_optim base;
@@ -41,22 +45,18 @@ struct fsdp_muon {
     int laid, label, pool;
     int num, num_flights;
     int travels;        // 1: matrices have several ranks
+    double lr;          // of this step
     int64_t host_bytes; // of buffers and room
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
-    int64_t *loads;     // [2][ranks of the world]
     fsdp_block *blocks; // [ranks of the world]
-    fsdp_buf *u, *x, *whole[2];
-    void *room;                       // double norm; matrices x, y; squares s, t; packed tiles
-    int64_t room_bytes, most, square; // elements of the largest matrix, and of its square
+    int64_t *loads;     // [2][ranks of the world]
+    fsdp_buf *bufs[FSDPI_MUON_BUFS];
+    int64_t most, square, room_bytes; // elements of the largest matrix, and of its square
+    void *room;                       // a norm, then:
+    char *x, *y, *s, *t;              // matrices x and y, squares s and t
+    const fsdpi_muon_matrix *now;     // that is computed
 };
-
-// Address behind so many elements of the dtype that travels.
-static char *fsdpi_muon_part(const fsdp_muon *o, const fsdp_buf *buf, int64_t elements) {
-    return (char *)fsdp_buf_ptr(buf) + elements * (int64_t)fsdp_dtype_size(o->desc.dtype);
-}
-
-static int64_t fsdpi_muon_least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // What desc.take says of a parameter.
 static int fsdpi_muon_taken(const fsdp_muon_desc *d, const fsdp_param_view *v) {
@@ -71,80 +71,62 @@ static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
     return d->group ? d->group(d->user, v) : 0;
 }
 
-// Can Muon have this parameter?
+// Can Muon have a parameter that desc.take chooses?
 static fsdp_status fsdpi_muon_check(fsdp_world *w, const char *name, const fsdp_muon_desc *d,
-                                    const fsdp_param_view *v) {
-    fsdp_mesh_info info = FSDP_ZERO;
+                                    const fsdp_param_view *v, fsdp_mesh_info *info) {
     const int taken = fsdpi_muon_taken(d, v);
+    const char *expected = NULL;
     int64_t numel = 1;
+    fsdp_status status = fsdp_unit_mesh_info(v->unit, info);
     for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
-    if (taken < 0 || numel % taken)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E9018] %s: desc.take returned %d columns for parameter '%s' of unit "
-                         "'%s', expected a number that divides its %lld elements",
-                         name, taken, v->name, v->unit_name, (long long)numel);
-    if (taken == 1 && (v->ndim < 2 || (v->ndim > 2 && !d->flatten)))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E9010] %s: parameter '%s' of unit '%s' has %d dims, expected 2: leave "
-                         "it out by desc.take%s",
-                         name, v->name, v->unit_name, v->ndim,
-                         v->ndim > 2 ? ", or set desc.flatten" : "");
-    if (v->dtype == FSDP_F64 || !fsdp_dtype_is_float(v->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "[E9011] %s: parameter '%s' of unit '%s' is %s, expected f32, bf16 or "
-                         "f16: leave it out by desc.take",
-                         name, v->name, v->unit_name, fsdp_dtype_name(v->dtype));
-    fsdp_status status = fsdp_unit_mesh_info(v->unit, &info);
-    for (int dim = 0; !status && dim < fsdp_mesh_ndim(info.mesh); dim++)
-        if (dim != info.shard_mesh_dim && dim != info.replicate_mesh_dim &&
-            fsdp_mesh_size(info.mesh, dim) > 1)
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                             "[E9012] %s: unit '%s' has parameter '%s', and is on a mesh of which "
-                             "dim %d neither shards nor replicates: tensor parallelism cuts its "
-                             "matrices, and Muon needs whole ones: leave them out by desc.take",
-                             name, v->unit_name, v->name, dim);
-    return status;
+    if (taken < 0 || numel % taken) expected = "a number of columns that divides its elements";
+    else if (taken == 1 && v->ndim != 2 && !(d->flatten && v->ndim > 2))
+        expected = "2 dims, or with desc.flatten more";
+    else if (v->dtype == FSDP_F64 || !fsdp_dtype_is_float(v->dtype)) expected = "f32, bf16 or f16";
+    for (int dim = 0; !status && !expected && dim < fsdp_mesh_ndim(info->mesh); dim++)
+        if (dim != info->shard_mesh_dim && dim != info->replicate_mesh_dim &&
+            fsdp_mesh_size(info->mesh, dim) > 1)
+            expected = "a whole matrix; its mesh has a dim that neither shards nor replicates, so "
+                       "that tensor parallelism cuts it";
+    if (status || !expected) return status;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E9010] %s: desc.take returned %d for parameter '%s' of unit '%s', which has "
+                     "%d dims and is %s; expected %s: return 0 for it, and AdamW may have it",
+                     name, taken, v->name, v->unit_name, v->ndim, fsdp_dtype_name(v->dtype),
+                     expected);
 }
 
-// Do the ranks of each shard group share the matrices of all replicas?
-static int fsdpi_muon_spreads(const fsdp_muon *o, const fsdp_mesh_info *info) {
-    int64_t w = info->shard_mesh_size;
-    if (o->desc.replicas) return o->desc.replicas == FSDP_MUON_A_PART_EACH;
-    // Each all: 2 (W-1)/W of this rank's rows. With R replicas 1/R of that, and (R-1)/R by the
-    // gather: as much if W is 2, and less if W is more.
-    return w >= 2;
-}
-
-// Lists the trainable matrices, those of a mesh together, in the order of backward.
+// Lists the trainable matrices, those of the same groups together, in the order of backward.
 static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
-    o->num = 0;
+    o->num = 0, o->most = o->square = 0;
     while (fsdp_next_param(o->base.model, &v)) {
         const fsdpi_optim_param *p = fsdpi_optim_find(&o->base, v.ordinal);
         const int taken = fsdpi_muon_taken(&o->desc, &v);
-        fsdpi_muon_matrix m = {0, v.ordinal, v.ordinal, -1, 0, taken > 1 ? taken : 1,
-                               1, 1,         1,         0,  0};
-        fsdp_mesh_info mine = FSDP_ZERO, other = FSDP_ZERO;
+        fsdpi_muon_matrix m;
+        memset(&m, 0, sizeof m);
         if (!p || !v.requires_grad) continue;
-        m.param = (int32_t)(p - o->base.params);
-        for (int d = 1; d < v.ndim && taken == 1; d++) m.columns *= v.shape[d];
-        for (int d = 0; d < v.shard_dim; d++) m.outer *= v.shape[d];
-        for (int d = v.shard_dim + 1; d < v.ndim; d++) m.inner *= v.shape[d];
-        m.dim = v.shape[v.shard_dim];
-        if (m.outer * m.dim * m.inner == 0) continue;
-        m.rows = m.outer * m.dim * m.inner / m.columns;
         // Once more: a cast may have made it f64.
-        fsdp_status status = fsdpi_muon_check(fsdp_model_world(o->base.model), what, &o->desc, &v);
-        if (!status) status = fsdp_unit_mesh_info(v.unit, &mine);
-        for (int i = 0; i < o->num && !status && m.mesh == m.ordinal; i++) {
-            status = fsdp_unit_mesh_info(o->base.params[o->matrices[i].param].unit, &other);
-            if (fsdp_mesh_equal(mine.mesh, other.mesh) && mine.kind == other.kind &&
-                mine.shard_mesh_dim == other.shard_mesh_dim &&
-                mine.replicate_mesh_dim == other.replicate_mesh_dim)
-                m.mesh = o->matrices[i].mesh;
-        }
+        fsdp_status status = fsdpi_muon_check(fsdp_model_world(o->base.model), what, &o->desc, &v,
+                                              &m.info);
         if (status) return status;
-        m.chunk = (m.dim + mine.shard_mesh_size - 1) / mine.shard_mesh_size * m.outer * m.inner;
+        m.param = (int32_t)(p - o->base.params);
+        m.ordinal = m.mesh = v.ordinal, m.owner = -1;
+        m.columns = taken, m.outer = m.inner = 1, m.dim = v.shape[v.shard_dim];
+        for (int d = 0; d < v.ndim; d++) {
+            if (d > 0 && taken == 1) m.columns *= v.shape[d];
+            if (d != v.shard_dim) *(d < v.shard_dim ? &m.outer : &m.inner) *= v.shape[d];
+        }
+        const int64_t numel = m.outer * m.dim * m.inner, shards = m.info.shard_mesh_size;
+        if (numel == 0) continue;
+        m.rows = numel / m.columns, m.side = m.rows < m.columns ? m.rows : m.columns;
+        m.chunk = (m.dim + shards - 1) / shards * m.outer * m.inner;
+        if (numel > o->most) o->most = numel;
+        if (m.side * m.side > o->square) o->square = m.side * m.side;
+        for (int i = 0; i < o->num; i++)
+            if (m.info.shard_comm == o->matrices[i].info.shard_comm &&
+                m.info.replicate_comm == o->matrices[i].info.replicate_comm)
+                m.mesh = o->matrices[i].mesh;
         int at = o->num++;
         for (; at > 0 && o->matrices[at - 1].mesh <= m.mesh; at--)
             o->matrices[at] = o->matrices[at - 1];
@@ -153,8 +135,9 @@ static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
     return FSDP_OK;
 }
 
-static int64_t fsdpi_muon_cost(const fsdp_muon *o, const fsdpi_muon_matrix *m) {
-    return m->rows * m->columns * fsdpi_muon_least(m->rows, m->columns) * 3 * o->desc.ns_steps;
+// The time of its products, in proportion.
+static int64_t fsdpi_muon_cost(const fsdpi_muon_matrix *m) {
+    return m->rows * m->columns * m->side;
 }
 
 // Owners of matrices first .. end-1: longest processing time first; ties: the first in the model.
@@ -165,17 +148,16 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
         int least = 0;
         for (int i = end - 1; i >= first; i--) { // the last one is the first in the model
             fsdpi_muon_matrix *m = &o->matrices[i];
-            if (m->owner < 0 && (!next || fsdpi_muon_cost(o, m) > fsdpi_muon_cost(o, next)))
-                next = m;
+            if (m->owner < 0 && (!next || fsdpi_muon_cost(m) > fsdpi_muon_cost(next))) next = m;
         }
         for (int k = 1; k < owners; k++)
             if (o->loads[k] < o->loads[least]) least = k;
         next->owner = least;
-        o->loads[least] += fsdpi_muon_cost(o, next);
+        o->loads[least] += fsdpi_muon_cost(next);
     }
 }
 
-// Cuts matrices first .. end-1, which have the mesh of `like`, into flights.
+// Cuts matrices first .. end-1, which have the groups of `like`, into flights.
 static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
                            const fsdpi_muon_flight *like) {
     const int64_t limit = o->desc.flight_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
@@ -199,28 +181,35 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
     }
 }
 
+// Do replicas compute a part each? If each computes all, it sends 2 (W-1)/W of its rows. With R
+// replicas it is 1/R of that, and (R-1)/R by the gather: as much if W is 2, and less if W is more.
+static int fsdpi_muon_spreads(const fsdp_muon *o, const fsdp_mesh_info *info) {
+    return info->replicate_mesh_size > 1 && o->desc.replicas != FSDP_MUON_ALL_EACH &&
+           (info->shard_mesh_size > 1 || o->desc.replicas == FSDP_MUON_A_PART_EACH);
+}
+
 // Owners and flights of the present layout. Makes groups for the stream EXTENSION.
 static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
+    const int stream = FSDP_STREAM_EXTENSION;
     fsdp_status status = fsdpi_muon_list(o, what);
     o->num_flights = o->travels = 0;
-    for (int first = 0, end; first < o->num && !status; first = end) {
-        fsdp_mesh_info info = FSDP_ZERO;
-        fsdpi_muon_flight like = {0, 0, 1, 0, 1, 0, 0, 0, NULL, NULL, {0, 0, 0}};
-        status = fsdp_unit_mesh_info(o->base.params[o->matrices[first].param].unit, &info);
-        for (end = first; end < o->num && o->matrices[end].mesh == o->matrices[first].mesh;) end++;
-        if (status) return status;
-        like.shards = info.shard_mesh_size, like.rank = info.shard_mesh_rank;
+    for (int first = 0, end = 0; first < o->num && !status; first = end) {
+        const fsdp_mesh_info *i = &o->matrices[first].info;
+        fsdpi_muon_flight like;
+        memset(&like, 0, sizeof like);
+        while (end < o->num && o->matrices[end].mesh == o->matrices[first].mesh) end++;
+        like.shards = i->shard_mesh_size, like.replicas = 1;
         if (like.shards > 1)
-            status = fsdp_mesh_comm(info.mesh, info.shard_mesh_dim, FSDP_STREAM_EXTENSION,
-                                    &like.comm);
-        if (!status && info.replicate_mesh_size > 1 && fsdpi_muon_spreads(o, &info)) {
-            like.replicas = info.replicate_mesh_size, like.replica = info.replicate_mesh_rank;
-            status = fsdp_mesh_comm(info.mesh, info.replicate_mesh_dim, FSDP_STREAM_EXTENSION,
-                                    &like.replicas_comm);
+            status = fsdp_mesh_comm(i->mesh, i->shard_mesh_dim, stream, &like.comm);
+        if (!status && fsdpi_muon_spreads(o, i)) {
+            like.replicas = i->replicate_mesh_size, like.replica = i->replicate_mesh_rank;
+            status = fsdp_mesh_comm(i->mesh, i->replicate_mesh_dim, stream, &like.replicas_comm);
         }
-        if (like.shards > 1 || like.replicas > 1) o->travels = 1;
-        fsdpi_muon_own(o, first, end, like.shards * like.replicas);
-        fsdpi_muon_cut(o, first, end, like.shards * like.replicas, &like);
+        const int owners = like.shards * like.replicas;
+        like.me = like.replica * like.shards + i->shard_mesh_rank;
+        o->travels |= owners > 1;
+        fsdpi_muon_own(o, first, end, owners);
+        fsdpi_muon_cut(o, first, end, owners, &like);
     }
     return status;
 }

@@ -79,14 +79,14 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.rounds = d.stochastic_rounding != 0;
     settings.base.seed = d.seed;
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.beta1", d.beta1, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.beta2", d.beta2, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.eps", d.eps, HUGE_VAL);
+    const fsdpi_optim_range ranges[] = {{"desc.beta1", d.beta1, 0, 1},
+                                        {"desc.beta2", d.beta2, 0, 1},
+                                        {"desc.eps", d.eps, 0, HUGE_VAL},
+                                        {"desc.weight_decay", d.weight_decay, 0, HUGE_VAL}};
+    if (!status) status = fsdpi_optim_ranges(w, name, ranges, 4);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E938] %s: desc.beta2 and desc.eps are both 0: give one of them", name);
-    if (!status)
-        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d.weight_decay, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
@@ -157,10 +157,10 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.state_names[0] = "momentum_buffer";
     settings.base.step_name = "step";
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.momentum", d.momentum, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "desc.dampening", d.dampening, HUGE_VAL);
-    if (!status)
-        status = fsdpi_optim_setting(w, name, "desc.weight_decay", d.weight_decay, HUGE_VAL);
+    const fsdpi_optim_range ranges[] = {{"desc.momentum", d.momentum, 0, HUGE_VAL},
+                                        {"desc.dampening", d.dampening, 0, HUGE_VAL},
+                                        {"desc.weight_decay", d.weight_decay, 0, HUGE_VAL}};
+    if (!status) status = fsdpi_optim_ranges(w, name, ranges, 3);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
         status = fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,

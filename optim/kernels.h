@@ -364,6 +364,18 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 }
 
 #ifndef FSDP_MATH_ONLY
+// The scalars of FSDP_UPDATE_MUON: 1 - lr*weight_decay, and lr*factor*sqrt(max(ratio, least)).
+static inline void fsdpi_muon_prepare(double *scalars, double lr, const fsdp_optim_group *group,
+                                      double rows, double columns, double least, double factor) {
+    double rate = lr * group->lr_scale, ratio = rows / columns;
+    volatile double decay = rate * group->weight_decay; // as that of AdamW
+    if (ratio < least) ratio = least;
+    fsdpi_sqrt(1, &ratio, &ratio, 1);
+    ratio = ratio * factor;
+    scalars[0] = 1 - decay;
+    scalars[1] = rate * ratio;
+}
+
 // Is a number infinite or NaN? The bits of its exponent say so, with -Ofast, too.
 static inline uint32_t fsdpi_is_bad_f32(float x) {
     uint32_t u;

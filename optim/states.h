@@ -35,7 +35,7 @@ typedef struct fsdpi_optim {
     fsdp_extension extension;
     const char *name;
     const char *state_names[2];
-    const char *step_name;
+    const char *step_name; // NULL: updates do not depend on their number
     int memory;                             // updates run on FSDP_MEMORY_HOST or _DEVICE
     int place;                              // of states: as memory, or FSDP_MEMORY_PINNED
     int num_params, num_groups, num_states; // states: numbers for each element
@@ -79,12 +79,24 @@ static fsdp_status fsdpi_optim_null(const char *call, const char *which) {
     return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call, which);
 }
 
-static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field, double x,
-                                       double below) {
-    if (!fsdpi_optim_bad(x, below)) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "[E930] %s: %s is %g, expected a finite number >= 0%s", what, field, x,
-                     below <= 1 ? " and < 1" : "");
+// A number that a caller gives, and its range.
+typedef struct fsdpi_optim_range {
+    const char *field;
+    double value, least, below;
+} fsdpi_optim_range;
+
+static fsdp_status fsdpi_optim_ranges(fsdp_world *w, const char *what, const fsdpi_optim_range *r,
+                                      int num) {
+    fsdp_status status = FSDP_OK;
+    char text[32] = "";
+    for (; num > 0 && !status; num--, r++) {
+        if (!fsdpi_optim_is_nan(r->value) && r->value >= r->least && r->value < r->below) continue;
+        if (r->below < HUGE_VAL) snprintf(text, sizeof text, " and < %g", r->below);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "[E930] %s: %s is %g, expected a finite number >= %g%s", what, r->field,
+                           r->value, r->least, text);
+    }
+    return status;
 }
 
 #define FSDPI_OPTIM_MAGIC 0x4F707469u // in a desc that fsdp_*_defaults has filled
@@ -101,7 +113,7 @@ static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32
 static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
                                           const char *field, int k, const fsdp_optim_group *given) {
     fsdp_optim_group g = *given;
-    char text[64];
+    char scale[64], decay[64];
     if (g.magic != FSDPI_OPTIM_MAGIC)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "[E922] %s: %s does not come from fsdp_%s_defaults(): change the fields "
@@ -109,10 +121,11 @@ static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const c
                          what, field, o->extension.name, k);
     if (g.weight_decay <= FSDP_OPTIM_SAME && g.weight_decay >= FSDP_OPTIM_SAME)
         g.weight_decay = o->weight_decay;
-    snprintf(text, sizeof text, "%s.lr_scale", field);
-    fsdp_status status = fsdpi_optim_setting(w, what, text, g.lr_scale, HUGE_VAL);
-    snprintf(text, sizeof text, "%s.weight_decay", field);
-    if (!status) status = fsdpi_optim_setting(w, what, text, g.weight_decay, HUGE_VAL);
+    snprintf(scale, sizeof scale, "%s.lr_scale", field);
+    snprintf(decay, sizeof decay, "%s.weight_decay", field);
+    const fsdpi_optim_range ranges[] = {{scale, g.lr_scale, 0, HUGE_VAL},
+                                        {decay, g.weight_decay, 0, HUGE_VAL}};
+    fsdp_status status = fsdpi_optim_ranges(w, what, ranges, 2);
     if (!status) o->groups[k] = g;
     return status;
 }
@@ -330,7 +343,8 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
     fsdp_status status = fsdpi_optim_follow(o, o->name);
-    int place = index / (o->num_states + 1), which = index % (o->num_states + 1);
+    const int items = o->num_states + (o->step_name != NULL); // of a parameter
+    const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;
     fsdpi_optim_param *p = &o->params[place];
     int wide = fsdpi_optim_wide(p);
