@@ -13,13 +13,9 @@
        fsdp_muon_create(model, NULL, &muon);                   // after the last fsdp_fully_shard
        fsdp_adamw_desc desc = fsdp_adamw_defaults();
        desc.group = others, desc.user = muon;
-       fsdp_adamw_create(model, &desc, &adamw);
-       for (;;) {
-           ...                                                 // forward, backward
-           if (fsdp_finalize_backward(model)) break;
-           if (fsdp_muon_step(muon, 0.02) || fsdp_adamw_step(adamw, 3e-4)) break;
-           fsdp_zero_grad(model);
-       }                                                       // fsdp_shutdown frees both
+       fsdp_adamw_create(model, &desc, &adamw);                // fsdp_shutdown frees both
+       ...                                                     // behind fsdp_finalize_backward:
+       if (fsdp_muon_step(muon, 0.02) || fsdp_adamw_step(adamw, 3e-4)) break;
 
    SPDX-License-Identifier: MIT (full text in fsdp.h)
 
@@ -39,28 +35,23 @@
      BF16, u and x travel as bf16: half of the bytes, and x off by 2^-9 of itself at most. The
      products are then of bf16, too, if there is a `gemm`; the default one is of f32.
    WHICH PARAMETERS
-     desc.take chooses them, and may say of how many columns; else rows are the first dim. With
-     `flatten` parameters of more than two dims are rows x the rest. Embeddings and heads, which
-     have two dims, too, are better left to AdamW. Units of which tensor parallelism cuts the
-     parameters are refused.
+     Those that desc.take chooses, and that require a gradient. Embeddings and heads, which have two
+     dims, too, are better left to AdamW. Units that tensor parallelism cuts are refused.
    OWNERS AND FLIGHTS
      Ranks choose the owners alike, without a message: the matrix that costs most first, to the
      owner that has least. Owners are the ranks of the shard group; with replicas (HSDP, DDP) those
      of all replicas, which then exchange results (desc.replicas).
      Matrices travel in flights, in the order of backward: u to the owners by one all_to_all, x back
      by another one, on the stream EXTENSION. While a flight is computed on COMPUTE, the next one
-     travels there and the last one back. A step begins when all gradients are reduced. In the
-     all_to_all each pair of ranks sends as much as the pair that sends most, with each shard as
-     large as the largest one: a flight of W equal matrices, whose rows W divides, has no padding.
+     travels there and the last one back. In the all_to_all each pair of ranks sends as much as the
+     pair that sends most, with each shard as large as the largest one: a flight of W equal
+     matrices, whose rows W divides, has no padding.
    UPDATED PARAMETERS, FREEZE AND THAW, CHECKPOINTS
-     As for AdamW (fsdp_optim.h). The state is "momentum_buffer", as in PyTorch.
-   HOST OR DEVICE
-     On the host the library has a product. On a device give desc.gemm:
-     backends/fsdp_cuda_gemm.h has one for cuBLAS. cpu_offload on a device is refused.
+     As for AdamW (fsdp_optim.h). The state is "momentum_buffer" alone, as in PyTorch.
    MEMORY, to the byte; W ranks shard a matrix, V replicas exchange results
      For each element of this rank's rows 4 bytes, the momentum, and tables, as AdamW. All else is
-     the same on all ranks. In the pool "muon" on several ranks 2 W N + 2 V W N elements of
-     desc.dtype, where N is the most that a pair of ranks sends in a flight; if nothing travels N.
+     in the pool "muon", and the same on all ranks. For flights 2 W N + 2 V W N elements of
+     desc.dtype, where N is the most that a pair of ranks sends in a flight; if nothing travels, N.
      For products 2 R C elements of the largest matrix and 2 min(R, C)^2 of the one with the
      largest, each rounded up to 64 bytes, 64 bytes, and for fsdp_host_gemm FSDP_HOST_GEMM_BYTES. A
      step allocates nothing, except the first one after a freeze or thaw. */
@@ -92,7 +83,7 @@ typedef struct fsdp_muon_desc {
     double weight_decay;  // default 0.1;  >= 0
     double momentum;      // default 0.95; 0 <= momentum < 1
     double eps;           // default 1e-7; >= 1e-30
-    double a, b, c;       // defaults 3.4445, -4.7750, 2.0315: finite
+    double a, b, c;       // defaults 3.4445, -4.7750, 2.0315; -1e30 to 1e30
     int32_t ns_steps;     // default 5; 1..99
     int32_t nesterov;     // default 1
     int32_t adjust;       // default FSDP_MUON_ORIGINAL
@@ -106,8 +97,8 @@ typedef struct fsdp_muon_desc {
     fsdp_optim_group_fn group; // NULL: all matrices are in group 0
     fsdp_muon_take_fn take;    // NULL: all of two dims; with flatten of two or more
     void *user;                // argument of group and take
-    fsdp_gemm_fn gemm;         // NULL: fsdp_host_gemm. A failure of it ends the world
-    void *gemm_user;           // argument of gemm
+    fsdp_gemm_fn gemm;         // NULL: fsdp_host_gemm. On a device give one, as fsdp_cuda_gemm
+    void *gemm_user;           // argument of gemm. If gemm fails, the world ends
     uint32_t magic, reserved2; // magic: fsdp_muon_defaults sets it. Leave it as it is
     uint64_t end_canary;
 } fsdp_muon_desc;
@@ -121,8 +112,8 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void);
    muon        the model owns it: it ends with fsdp_muon_destroy, the model or the world. NULL after
                a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter), UNSUPPORTED (a
-               unit that tensor parallelism cuts; a device without desc.gemm; cpu_offload on a
-               device; the backend has no all_to_all), OUT_OF_MEMORY, errors of commit
+               device without desc.gemm, or with cpu_offload; the backend has no all_to_all),
+               OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit, and over the world: groups are made for the stream EXTENSION.
                If ranks give other descs, or take other matrices, the next collective is a MISMATCH
    Blocks      while groups are made      Allocates yes      Source torch: torch.optim.Muon */
@@ -181,12 +172,9 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 
 static void fsdpi_muon_free_buffers(fsdp_muon *o) {
     for (int i = 0; i < FSDPI_MUON_BUFS; i++) {
-        if (i == 0 || o->travels) fsdp_buf_destroy(o->base.model, o->bufs[i]);
+        if (i <= FSDPI_MUON_U || o->travels) fsdp_buf_destroy(o->base.model, o->bufs[i]);
         o->bufs[i] = NULL;
     }
-    fsdp_free(o->base.model, o->base.memory, o->room, o->room_bytes);
-    o->room = NULL;
-    o->room_bytes = 0;
 }
 
 static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
@@ -194,29 +182,27 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
     const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
     const int64_t matrix = (o->most * element + 63) / 64 * 64;
     const int64_t square = (o->square * element + 63) / 64 * 64;
-    const int64_t packed = o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0;
-    const int64_t norm = 64, room_bytes = norm + 2 * matrix + 2 * square + packed;
+    const int64_t packed = o->desc.gemm == fsdp_host_gemm ? FSDP_HOST_GEMM_BYTES : 0, norm = 64;
+    const int memory = o->base.memory == FSDP_MEMORY_HOST ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     int64_t sent = 0, got = 0;
-    fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_flights; i++) {
         const fsdpi_muon_flight *f = &o->flights[i];
         if (f->all.count > sent) sent = f->all.count;
         if (f->all.count * f->replicas > got) got = f->all.count * f->replicas;
     }
     if (!sent) return FSDP_OK;
-    for (int i = 0; i < FSDPI_MUON_BUFS && !status; i++)
-        if (i > 0 && !o->travels) o->bufs[i] = o->bufs[0];
+    fsdp_status status = fsdp_buf_create(o->base.model, o->pool, memory,
+                                         norm + 2 * matrix + 2 * square + packed,
+                                         &o->bufs[FSDPI_MUON_ROOM]);
+    for (int i = FSDPI_MUON_U; i < FSDPI_MUON_BUFS && !status; i++)
+        if (i > FSDPI_MUON_U && !o->travels) o->bufs[i] = o->bufs[FSDPI_MUON_U];
         else
             status = fsdp_buf_create(o->base.model, o->pool, FSDP_MEMORY_DEVICE,
                                      (i < FSDPI_MUON_WHOLE ? got : sent) * size, &o->bufs[i]);
-    if (!status)
-        status = fsdp_alloc(o->base.model, o->base.memory, room_bytes,
-                            "muon: no memory for products", &o->room);
-    if (status) return status;
-    o->room_bytes = room_bytes;
-    o->x = (char *)o->room + norm, o->y = o->x + matrix, o->s = o->y + matrix, o->t = o->s + square;
+    o->room = (char *)fsdp_buf_ptr(o->bufs[FSDPI_MUON_ROOM]);
+    o->x = o->room + norm, o->y = o->x + matrix, o->s = o->y + matrix, o->t = o->s + square;
     if (packed) o->desc.gemm_user = o->t + square;
-    return FSDP_OK;
+    return status;
 }
 
 // Follows the model's layout: the optimizer's table, owners, flights and buffers.
@@ -342,8 +328,8 @@ static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_flight *f) {
 }
 
 // Brings x of a flight back to the shards, and to the replicas.
-static fsdp_status fsdpi_muon_bring(fsdp_muon *o, fsdpi_muon_flight *f) {
-    if (!o->travels) return FSDP_OK;
+static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_flight *f) {
+    if (!f->is_used || !o->travels) return FSDP_OK;
     fsdp_status status = fsdpi_muon_exchange(o, f, fsdpi_muon_whole(o, f), 0, FSDPI_MUON_X,
                                              f->replica * f->all.count);
     if (status || !f->replicas_comm) return status;
@@ -357,7 +343,7 @@ static fsdp_status fsdpi_muon_bring(fsdp_muon *o, fsdpi_muon_flight *f) {
 }
 
 // Updates the parameters of a flight.
-static fsdp_status fsdpi_muon_apply(fsdp_muon *o, fsdpi_muon_flight *f) {
+static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_flight *f) {
     const int adamw = o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW;
     fsdp_buf *x = o->bufs[FSDPI_MUON_X];
     int num = 0;
@@ -423,10 +409,9 @@ static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, int64_t count) {
 // An iteration of Newton-Schulz. The next x is in y, and they change places.
 static fsdp_status fsdpi_muon_iterate(fsdp_muon *o, int64_t numel, int64_t square) {
     const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
-    const char *room = (char *)o->room;
     const fsdp_block both[] = {
-        {(o->x - room) / element, (o->y - room) / element, numel, 1, numel, numel},
-        {(o->s - room) / element, (o->t - room) / element, square, 1, square, square}};
+        {(o->x - o->room) / element, (o->y - o->room) / element, numel, 1, numel, numel},
+        {(o->s - o->room) / element, (o->t - o->room) / element, square, 1, square, square}};
     fsdp_op op = fsdpi_muon_record(o, FSDP_OP_COPY, FSDP_STREAM_COMPUTE, NULL, NULL);
     op.dtype = op.out_dtype = (uint8_t)o->dtype;
     op.src_ptr = op.dst_ptr = o->room;
@@ -460,7 +445,7 @@ static fsdp_status fsdpi_muon_pieces(const fsdp_muon *o, const fsdpi_muon_flight
 }
 
 // Computes the matrices of a flight that this rank owns.
-static fsdp_status fsdpi_muon_compute(fsdp_muon *o, fsdpi_muon_flight *f) {
+static fsdp_status fsdpi_muon_compute(fsdp_muon *o, const fsdpi_muon_flight *f) {
     fsdp_status status = FSDP_OK;
     for (int i = f->first; i < f->first + f->num && !status; i++) {
         const fsdpi_muon_matrix *m = o->now = &o->matrices[i];
@@ -477,28 +462,22 @@ static fsdp_status fsdpi_muon_compute(fsdp_muon *o, fsdpi_muon_flight *f) {
 
 FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
     static const char *const name = "muon_step";
-    // While a flight is computed, the next one travels there, and the last one back.
-    static const struct {
-        fsdp_status (*run)(fsdp_muon *, fsdpi_muon_flight *);
-        int behind; // so many flights behind the first stage
-    } stages[] = {{fsdpi_muon_send, 0},
-                  {fsdpi_muon_compute, 1},
-                  {fsdpi_muon_apply, 2},
-                  {fsdpi_muon_bring, 1}};
     if (!muon) return fsdpi_optim_null(name, "the optimizer");
     fsdp_status status = fsdpi_optim_begin(&muon->base, lr, name);
     if (!status) status = fsdpi_muon_follow(muon, name);
     if (!status) status = fsdp_agree(muon->base.model, &lr, sizeof lr);
+    // While a flight is computed, the next one travels there, and the last one back.
     const int lag = muon->travels, num = status ? 0 : muon->num_flights;
     int used = 0;
     muon->lr = lr;
-    for (int i = 0; i < num + 2 * lag; i++)
-        for (int k = 0; k < 4 && !status; k++) {
-            const int at = i - lag * stages[k].behind;
-            if (at < 0 || at >= num || (k > 0 && !muon->flights[at].is_used)) continue;
-            status = stages[k].run(muon, &muon->flights[at]);
-            used |= muon->flights[at].is_used;
-        }
+    for (int i = 0; i < num + 2 * lag && !status; i++) {
+        fsdpi_muon_flight *f = muon->flights + i;
+        const int computes = i >= lag && i - lag < num;
+        if (i < num) status = fsdpi_muon_send(muon, f), used |= f->is_used;
+        if (!status && computes) status = fsdpi_muon_compute(muon, f - lag);
+        if (!status && i >= 2 * lag) status = fsdpi_muon_apply(muon, f - 2 * lag);
+        if (!status && computes) status = fsdpi_muon_bring(muon, f - lag);
+    }
     if (!status && num && !used) fsdpi_optim_tell(&muon->base, name);
     return status ? status : fsdp_params_changed(muon->base.model);
 }
@@ -628,9 +607,8 @@ FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param
 FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon) {
     if (!muon) return 0;
     int64_t nbytes = fsdpi_optim_nbytes(&muon->base) + muon->host_bytes;
-    if (muon->base.memory == FSDP_MEMORY_DEVICE) nbytes += muon->room_bytes;
-    for (int i = 0; i < (muon->travels ? FSDPI_MUON_BUFS : 1); i++)
-        nbytes += fsdp_buf_nbytes(muon->bufs[i]);
+    for (int i = 0; i < FSDPI_MUON_BUFS; i++)
+        if (i <= FSDPI_MUON_U || muon->travels) nbytes += fsdp_buf_nbytes(muon->bufs[i]);
     return nbytes;
 }
 

@@ -35,8 +35,9 @@ typedef struct fsdpi_muon_flight {
     fsdp_seg all; // of the gather over the replicas: a list has to outlive its record
 } fsdpi_muon_flight;
 
-// Buffers of flights. WHOLE and the one behind it take turns.
-enum { FSDPI_MUON_U, FSDPI_MUON_X, FSDPI_MUON_WHOLE, FSDPI_MUON_BUFS = 4 };
+// Buffers: room for products, then those of flights. WHOLE and the one behind it take turns. If
+// nothing travels, all behind U are U.
+enum { FSDPI_MUON_ROOM, FSDPI_MUON_U, FSDPI_MUON_X, FSDPI_MUON_WHOLE, FSDPI_MUON_BUFS = 5 };
 
 struct fsdp_muon {
     fsdpi_optim base;
@@ -46,16 +47,15 @@ struct fsdp_muon {
     int num, num_flights;
     int travels;        // 1: matrices have several ranks
     double lr;          // of this step
-    int64_t host_bytes; // of buffers and room
+    int64_t host_bytes; // of the buffers' own
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
     fsdp_block *blocks; // [ranks of the world]
     int64_t *loads;     // [2][ranks of the world]
     fsdp_buf *bufs[FSDPI_MUON_BUFS];
-    int64_t most, square, room_bytes; // elements of the largest matrix, and of its square
-    void *room;                       // a norm, then:
-    char *x, *y, *s, *t;              // matrices x and y, squares s and t
-    const fsdpi_muon_matrix *now;     // that is computed
+    int64_t most, square;         // elements of the largest matrix, and of its square
+    char *room, *x, *y, *s, *t;   // a norm, matrices x and y, squares s and t
+    const fsdpi_muon_matrix *now; // that is computed
 };
 
 // What desc.take says of a parameter.
