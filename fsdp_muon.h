@@ -191,18 +191,20 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
         if (f->all.count * f->replicas > got) got = f->all.count * f->replicas;
     }
     if (!sent) return FSDP_OK;
-    fsdp_status status = fsdp_buf_create(o->base.model, o->pool, memory,
+    const int pool = fsdp_pool_register(o->base.model, "muon");
+    fsdp_status status = fsdp_buf_create(o->base.model, pool, memory,
                                          norm + 2 * matrix + 2 * square + packed,
                                          &o->bufs[FSDPI_MUON_ROOM]);
     for (int i = FSDPI_MUON_U; i < FSDPI_MUON_BUFS && !status; i++)
         if (i > FSDPI_MUON_U && !o->travels) o->bufs[i] = o->bufs[FSDPI_MUON_U];
         else
-            status = fsdp_buf_create(o->base.model, o->pool, FSDP_MEMORY_DEVICE,
+            status = fsdp_buf_create(o->base.model, pool, FSDP_MEMORY_DEVICE,
                                      (i < FSDPI_MUON_WHOLE ? got : sent) * size, &o->bufs[i]);
+    if (status) return status;
     o->room = (char *)fsdp_buf_ptr(o->bufs[FSDPI_MUON_ROOM]);
     o->x = o->room + norm, o->y = o->x + matrix, o->s = o->y + matrix, o->t = o->s + square;
     if (packed) o->desc.gemm_user = o->t + square;
-    return status;
+    return FSDP_OK;
 }
 
 // Follows the model's layout: the optimizer's table, owners, flights and buffers.
@@ -522,7 +524,7 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
     if (!status) status = fsdpi_optim_ranges(w, name, ranges, 10);
     if (!status && d->dtype != FSDP_F32 && d->dtype != FSDP_BF16)
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "[E9011] %s: desc.dtype is %s, expected f32 or bf16", name,
+                           "[E9014] %s: desc.dtype is %s, expected f32 or bf16", name,
                            fsdp_dtype_name(d->dtype));
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
     if (!status) status = fsdp_model_commit(model);
@@ -547,7 +549,7 @@ static fsdp_status fsdpi_muon_place(fsdp_model *model, const char *name, const f
         why = "the shards are on a device, and desc.gemm is NULL or the host's: include "
               "backends/fsdp_cuda_gemm.h, and set desc.gemm to fsdp_cuda_gemm";
     if (status || !why) return status;
-    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9012] %s: %s", name, why);
+    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9015] %s: %s", name, why);
 }
 
 FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *desc,
@@ -583,13 +585,11 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     if (!d.gemm) o->desc.gemm = fsdp_host_gemm;
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
-    o->label = fsdp_label_register(model, "muon");
-    o->pool = fsdp_pool_register(model, "muon");
     const double given[] = {
         d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
         (double)d.adjust, (double)d.dtype, (double)d.replicas};
-    status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG
-                                         : fsdpi_optim_agree(base, given, sizeof given);
+    o->label = fsdp_label_register(model, "muon"); // now, as ranks compare it
+    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_optim_agree(base, given, sizeof given);
     if (!status) status = fsdpi_muon_follow(o, name);
     if (status) fsdp_muon_destroy(o);
     else *muon = o;

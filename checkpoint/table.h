@@ -214,11 +214,17 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
         order[i].index = i;
     }
     qsort(order, (size_t)t->num, sizeof *order, fsdpi_ck_by_name);
-    for (int i = 1; i < t->num; i++)
-        if (strcmp(order[i - 1].name, order[i].name) == 0)
+    for (int i = 1; i < t->num; i++) {
+        const int32_t of = fsdpi_ck_tensor_at(t, order[i].index)->ordinal;
+        if (strcmp(order[i - 1].name, order[i].name) != 0) continue;
+        if (of >= 0 && of == fsdpi_ck_tensor_at(t, order[i - 1].index)->ordinal)
             return fsdpi_ck_bad(ck, call, order[i].name,
-                                "two tensors have this name: give units, parameters or extensions "
-                                "other names, or give desc.place");
+                                "two optimizers have this state of one parameter: destroy one of "
+                                "them, or let desc.group of one return -1 for it");
+        return fsdpi_ck_bad(ck, call, order[i].name,
+                            "two tensors have this name: give units, parameters or extensions "
+                            "other names, or give desc.place");
+    }
     return FSDP_OK;
 }
 

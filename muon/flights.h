@@ -43,8 +43,7 @@ struct fsdp_muon {
     fsdpi_optim base;
     fsdp_muon_desc desc;
     fsdp_dtype dtype; // of products
-    int laid, label, pool;
-    int num, num_flights;
+    int laid, label, num, num_flights;
     int travels;        // 1: matrices have several ranks
     double lr;          // of this step
     int64_t host_bytes; // of the buffers' own

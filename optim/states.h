@@ -390,6 +390,29 @@ static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
     return o->nbytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
 }
 
+// Does Muon have one of these parameters, or an optimizer one of Muon's? Both would update it.
+static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
+    static const char *const names[] = {"exp_avg", "momentum_buffer", "step"}; // of optimizers
+    const int is_muon = !strcmp(o->extension.name, "muon");
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_status status = fsdp_next_state(o->model, &item);
+    for (; !status && item.name; status = fsdp_next_state(o->model, &item)) {
+        const fsdpi_optim_param *p = fsdpi_optim_find(o, item.ordinal);
+        fsdp_param_view v = FSDP_ZERO;
+        int updates = 0;
+        for (int i = 0; i < 3; i++) updates |= !strcmp(item.name, names[i]);
+        if (!p || !updates || is_muon == !strcmp(item.extension, "muon")) continue;
+        status = fsdp_param_view_get(p->unit, p->index, &v);
+        if (status) return status;
+        return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                         "[E9020] %s: %s has parameter '%s' of unit '%s' already, and %s would "
+                         "update it again: desc.group of AdamW or SGD returns -1 where "
+                         "fsdp_muon_takes returns 1, or desc.take of Muon returns 0",
+                         o->name, item.extension, v.name, v.unit_name, o->extension.name);
+    }
+    return status;
+}
+
 // Makes an optimizer of `size` bytes, with settings, tables and the states.
 static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
@@ -423,6 +446,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->extension.hold = fsdpi_optim_hold;
     if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
+    if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // an average may have all
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
         fsdpi_optim_free(o);

@@ -5,35 +5,9 @@
 #define TAGS BITS | GLOO | NCCL
 #include "harness.h"
 #include "golden.h"
+#include "lab_muon.h"
 #include <math.h> /* sqrt */
 #include "lab_net.h"
-
-/* On a device (stand-ins; memory that the host can read) the product of the host, in the order of the
-   stream: so results have the bits of the host. */
-static fsdp_status gemm_of_host(void *user, void *stream, int64_t m, int64_t n, int64_t k,
-                                float alpha, const void *a, int64_t lda, int a_transposed,
-                                const void *b, int64_t ldb, int b_transposed, float beta, void *c,
-                                int64_t ldc, fsdp_dtype dtype) {
-    static __thread char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
-    (void)user;
-    lib_wait(stream);
-    for (int64_t i = 0; dtype == FSDP_BF16 && i < m; i++)
-        for (int64_t j = 0; j < n; j++) {
-            double sum = beta < 0 || beta > 0 ? (double)beta * lab_get(c, dtype, i * ldc + j) : 0;
-            for (int64_t l = 0; l < k; l++)
-                sum += (double)alpha * lab_get(a, dtype, a_transposed ? l * lda + i : i * lda + l) *
-                       lab_get(b, dtype, b_transposed ? j * ldb + l : l * ldb + j);
-            lab_put(c, dtype, i * ldc + j, sum);
-        }
-    if (dtype == FSDP_BF16) return FSDP_OK;
-    return fsdp_host_gemm(room, NULL, m, n, k, alpha, a, lda, a_transposed, b, ldb, b_transposed,
-                          beta, c, ldc, dtype);
-}
-static fsdp_muon_desc defaults_for(const fsdp_world *w) {
-    fsdp_muon_desc d = fsdp_muon_defaults();
-    if (lib_on_streams(w)) d.gemm = gemm_of_host;
-    return d;
-}
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
@@ -75,7 +49,7 @@ static void train_case(lab_rank *r) {
     float *full = (float *)lab_zeros((size_t)numel, sizeof *full);
     CALL(r->w, fsdp_init_params(model, golden_rows, (void *)(uintptr_t)steps));
     fsdp_muon_desc desc = steps->desc;
-    desc.gemm = defaults_for(r->w).gemm;
+    desc.gemm = lab_muon_defaults(r->w).gemm;
     CALL(r->w, fsdp_muon_create(model, &desc, &muon));
     for (const muon_step *g = steps; g < steps + GOLDEN_STEPS && g->number; g++) {
         fsdp_state_item item = FSDP_ZERO;
@@ -192,7 +166,7 @@ static int is_others(void *user, const fsdp_param_view *v) {
 }
 
 static fsdp_muon_desc desc_of_net(const fsdp_world *w, const setting *s) {
-    fsdp_muon_desc d = defaults_for(w);
+    fsdp_muon_desc d = lab_muon_defaults(w);
     d.flatten = !s->columns, d.replicas = s->how, d.num_groups = 2, d.group = group_of;
     d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
     if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
@@ -485,7 +459,7 @@ static void check_plan(lab_rank *r) {
     const int64_t size = (int64_t)fsdp_dtype_size(row->dtype), ranks = r->size;
     fsdp_param_desc p[MATRICES];
     fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_muon_desc d = defaults_for(r->w);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
     fsdp_muon *muon;
     fsdp_unit *unit;
     fsdp_memory before, after;
@@ -660,6 +634,56 @@ TEST(muon, checkpoints) {
     }
 }
 
+/* The state of torch.optim.Muon is momentum_buffer alone: such a file is all that a load needs. */
+enum { TORCH_ROWS = 5, TORCH_COLUMNS = 4, TORCH_NUMEL = TORCH_ROWS * TORCH_COLUMNS };
+static void write_as_torch(const char *path) {
+    float data[2 * TORCH_NUMEL];
+    fsdp_safetensors_entry e[2];
+    char header[1024];
+    memset(e, 0, sizeof e);
+    for (int i = 0; i < 2 * TORCH_NUMEL; i++) data[i] = (float)(i - 7) / 8;
+    for (int i = 0; i < 2; i++) {
+        e[i].name = i ? "optim.state.h.w.momentum_buffer" : "h.w";
+        e[i].dtype = FSDP_F32, e[i].ndim = 2;
+        e[i].shape[0] = TORCH_ROWS, e[i].shape[1] = TORCH_COLUMNS;
+    }
+    const int64_t size = fsdp_safetensors_print(e, 2, 0, NULL, NULL, 0, header, sizeof header);
+    FILE *f = fopen(path, "wb");
+    CHECK(f && size > 0 && size <= (int64_t)sizeof header);
+    for (int i = 0; i < 8; i++) fputc((int)((uint64_t)size >> 8 * i & 255), f);
+    CHECK(fwrite(header, 1, (size_t)size, f) == (size_t)size);
+    CHECK(fwrite(data, sizeof *data, 2 * TORCH_NUMEL, f) == 2 * TORCH_NUMEL && !fclose(f));
+}
+static void load_of_torch(lab_rank *r) {
+    const fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_param_desc p = fsdp_mat("w", TORCH_ROWS, TORCH_COLUMNS);
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_checkpoint *ck;
+    fsdp_muon *muon;
+    fsdp_model *model = lab_model(r->w, NULL);
+    ud.name = "h";
+    fsdp_unit *unit = lab_unit(r->w, model, &ud, &p, 1);
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    CALL(r->w, fsdp_checkpoint_create(model, NULL, &ck));
+    CALL(r->w, fsdp_checkpoint_load(ck, (const char *)r->arg, NULL));
+    const fsdp_param_view v = lab_view(r->w, unit, 0);
+    CALL(r->w, fsdp_next_state(model, &item));
+    for (int64_t k = 0; k < v.numel; k++) {
+        const double at = (double)fsdp_view_index(&v, k);
+        CHECK_NEAR((double)((float *)v.shard)[k], (at - 7) / 8, 0);
+        CHECK_NEAR((double)((float *)item.data)[k], (at + TORCH_NUMEL - 7) / 8, 0);
+    }
+    CALL(r->w, fsdp_next_state(model, &item));
+    CHECK_MSG(!item.name, "Muon has a state '%s', too, that PyTorch lacks", item.name);
+}
+TEST(muon, loads_the_state_of_torch) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/torch.safetensors", h_tmpdir());
+    write_as_torch(path);
+    for (int world = 1; world <= 3; world++) lab_run(world, NULL, load_of_torch, path);
+}
+
 /* ---- what it refuses -------------------------------------------------------------------------- */
 
 static int takes_all(void *user, const fsdp_param_view *v) { return (void)user, v != NULL; }
@@ -677,7 +701,7 @@ static void refused(const lab_rank *r, fsdp_model *model, const fsdp_muon_desc *
 }
 static void refuse(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
-    const fsdp_muon_desc good = defaults_for(r->w);
+    const fsdp_muon_desc good = lab_muon_defaults(r->w);
     const fsdp_status bad = FSDP_ERR_INVALID_ARG;
     fsdp_muon_desc d = FSDP_ZERO;
     fsdp_muon *muon = NULL;
@@ -697,7 +721,7 @@ static void refuse(lab_rank *r) {
     REFUSE(adjust, 3, "desc.adjust is 3");
     REFUSE(replicas, -1, "desc.replicas is -1");
     REFUSE(flight_bytes, 0, "desc.flight_bytes is 0");
-    REFUSE(dtype, FSDP_F16, "[E9011] muon_create: desc.dtype is f16");
+    REFUSE(dtype, FSDP_F16, "[E9014] muon_create: desc.dtype is f16");
     REFUSE(num_groups, 9, "desc.num_groups is 9");
     REFUSE(take, takes_all,
            "[E9010] muon_create: desc.take returned 1 for parameter 'a.b' of unit 'unit0', which has "
@@ -733,7 +757,7 @@ static void refuse_tp(lab_rank *r) {
     fsdp_mesh_info info;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p = fsdp_mat("w", 4, 4);
-    fsdp_muon_desc d = defaults_for(r->w);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
     CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, -1, &info));
     md.mesh_info = &info;
     fsdp_model *model = lab_model(r->w, &md);
@@ -741,6 +765,41 @@ static void refuse_tp(lab_rank *r) {
     refused(r, model, &d, FSDP_ERR_INVALID_ARG, "tensor parallelism cuts it");
 }
 TEST(muon, refuses_tensor_parallelism) { lab_run(4, NULL, refuse_tp, NULL); }
+
+/* A matrix has one optimizer: the second one is refused, and the text names both. */
+static void both_have(lab_rank *r) {
+    static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
+    const fsdp_muon_desc d = desc_of_net(r->w, &s);
+    fsdp_adamw_desc a = fsdp_adamw_defaults();
+    const char *const advice = "desc.group of AdamW or SGD returns -1 where fsdp_muon_takes returns 1";
+    fsdp_adamw *adamw, *second;
+    fsdp_checkpoint *ck;
+    fsdp_muon *muon;
+    fsdp_sgd *sgd;
+    fsdp_ema *ema;
+    lab_built m;
+    build(r, &s, &m);
+    CALL(r->w, fsdp_ema_create(m.model, NULL, &ema)); /* which updates no weights */
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &adamw));
+    refused(r, m.model, &d, FSDP_ERR_INVALID_ARG,
+            "[E9020] muon_create: adamw has parameter 'a.w' of unit 'unit0' already, and muon would");
+    CHECK(strstr(fsdp_last_error(r->w), advice));
+    fsdp_adamw_destroy(adamw);
+    CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
+    CHECK_STATUS(fsdp_adamw_create(m.model, NULL, &adamw), FSDP_ERR_INVALID_ARG);
+    CHECK(!adamw && strstr(fsdp_last_error(r->w), "[E9020] adamw_create: muon has parameter 'a.w'"));
+    CHECK_STATUS(fsdp_sgd_create(m.model, NULL, &sgd), FSDP_ERR_INVALID_ARG);
+    CHECK(!sgd && strstr(fsdp_last_error(r->w), "[E9020] sgd_create: muon has parameter 'a.w'"));
+    a.group = is_others, a.user = muon;
+    CALL(r->w, fsdp_adamw_create(m.model, &a, &adamw));
+    CALL(r->w, fsdp_adamw_create(m.model, &a, &second));
+    CHECK_STATUS(fsdp_checkpoint_create(m.model, NULL, &ck), FSDP_ERR_INVALID_ARG);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "two optimizers have this state of one parameter"), "%s",
+              fsdp_last_error(r->w));
+    fsdp_adamw_destroy(second);
+    CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
+}
+TEST(muon, one_optimizer_each) { lab_run(2, NULL, both_have, NULL); }
 
 /* Each allocation of create fails once: create fails, and nothing is left of it. */
 static void short_of_memory(lab_rank *r) {

@@ -7,7 +7,7 @@
 #define TAGS SLOW | GLOO | NCCL | AT_NIGHT(ASAN)
 #include "harness.h"
 #include "library.c"
-#include "lab.h"
+#include "lab_muon.h"
 #include "faults.h"
 
 enum { MATRICES = 6, ROWS = 8, COLUMNS = 12, ODD_STEP = 3 };
@@ -22,17 +22,6 @@ typedef struct {
 } trainer;
 
 static int how; /* a signal for the victim in a flight; 0: none */
-
-static fsdp_status gemm_of_host(void *user, void *stream, int64_t m, int64_t n, int64_t k,
-                                float alpha, const void *a, int64_t lda, int a_transposed,
-                                const void *b, int64_t ldb, int b_transposed, float beta, void *c,
-                                int64_t ldc, fsdp_dtype dtype) {
-    static char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
-    (void)user;
-    lib_wait(stream);
-    return fsdp_host_gemm(room, NULL, m, n, k, alpha, a, lda, a_transposed, b, ldb, b_transposed,
-                          beta, c, ldc, dtype);
-}
 
 /* Before the third all_to_all of a step: the first flight has travelled there, and the second. */
 static int watch(void *user, fsdp_model *model, fsdp_op *op) {
@@ -62,7 +51,7 @@ static fsdp_status make_trainer(trainer *t) {
     }
     TRY(fsdp_init_params(t->model, first_values, NULL));
     d.flight_bytes = 1; /* one matrix of each owner */
-    if (on_nccl()) d.gemm = gemm_of_host;
+    if (on_nccl()) d.gemm = lab_gemm;
     if (t->j->other == -2 && is_victim(t->j, fsdp_rank(t->world))) d.take = takes_less;
     TRY(fsdp_muon_create(t->model, &d, &t->muon));
     watcher.op = watch, watcher.user = t;
