@@ -17,7 +17,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" // a tool uses a part of the library
 #include "../fsdp_dtensor.h"
-#include "../fsdp_optim.h"
+#include "../fsdp_muon.h"
 #include "fsdpfit_shapes.h"
 #pragma GCC diagnostic pop
 #include <stdio.h>
@@ -37,7 +37,7 @@ typedef struct setting {
 
 typedef struct outcome {            // bytes of one rank
     fsdp_memory memory;             // as fsdp_model_memory tells it after two steps
-    int64_t optimizer, average, world, host; // host: of memory.total_bytes
+    int64_t optimizer, muon, average, world, host; // host: of memory.total_bytes
     int64_t need;                   // on the device, with activations
     int64_t moved; // in a step: received from other ranks, or copied to or from pinned memory
 } outcome;
@@ -177,12 +177,55 @@ static void show_padding(const run *x) {
             x->s->shards, most);
 }
 
+static const char *const optimizers[] = {"none", "sgd", "adamw", "muon"};
+enum { NONE, SGD, ADAMW, MUON };
+
+// Embeddings and heads are in no layer, and are AdamW's.
+static int of_a_layer(void *user, const fsdp_param_view *v) {
+    return (void)user, v->ndim == 2 && strcmp(v->unit_name, "root") != 0;
+}
+static int not_of_muon(void *user, const fsdp_param_view *v) {
+    return fsdp_muon_takes((const fsdp_muon *)user, v) ? -1 : 0;
+}
+
+// In place of the product of a device.
+static fsdp_status no_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
+                              float alpha, const void *a, int64_t lda, int a_transposed,
+                              const void *b, int64_t ldb, int b_transposed, float beta, void *c,
+                              int64_t ldc, fsdp_dtype dtype) {
+    (void)user, (void)stream, (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda;
+    (void)a_transposed, (void)b, (void)ldb, (void)b_transposed, (void)beta, (void)c, (void)ldc;
+    return (void)dtype, FSDP_OK;
+}
+
+// Makes the optimizer, and tells the bytes. Offloaded, states are in memory of the host, uncounted.
+static fsdp_status make_optimizer(run *x, outcome *out, fsdp_muon **muon) {
+    const int64_t *given = x->fake.given;
+    fsdp_muon_desc md = fsdp_muon_defaults();
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    fsdp_adamw *adamw;
+    fsdp_sgd *sgd;
+    fsdp_status status = FSDP_OK;
+    md.take = of_a_layer;
+    if (want.streams || !x->s->offload) md.gemm = no_product;
+    out->muon = -given[0] - given[1];
+    if (want.optimizer == MUON) status = fsdp_muon_create(x->m, &md, muon);
+    out->muon += given[0] + given[1];
+    ad.group = not_of_muon, ad.user = *muon;
+    out->optimizer = -given[0];
+    if (!status && want.optimizer == SGD && !x->s->offload)
+        status = fsdp_sgd_create(x->m, NULL, &sgd);
+    if (!status && want.optimizer >= ADAMW && !x->s->offload)
+        status = fsdp_adamw_create(x->m, &ad, &adamw);
+    out->optimizer += given[0];
+    return status;
+}
+
 // 0, or an exit status.
 static int run_it(const setting *s, outcome *out, int show) {
     run x;
     fsdp_memory predicted;
-    fsdp_adamw *adamw;
-    fsdp_sgd *sgd;
+    fsdp_muon *muon = NULL;
     fsdp_ema *ema;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     memset(out, 0, sizeof *out);
@@ -195,12 +238,7 @@ static int run_it(const setting *s, outcome *out, int show) {
     fsdp_status status = make_model(&x);
     out->world = given[0];
     if (!status) status = fsdp_model_commit(x.m);
-    out->optimizer = -given[0];
-    // Offloaded, its states are in memory of the host.
-    if (!status && want.optimizer == 1 && !s->offload) status = fsdp_sgd_create(x.m, NULL, &sgd);
-    if (!status && want.optimizer == 2 && !s->offload)
-        status = fsdp_adamw_create(x.m, NULL, &adamw);
-    out->optimizer += given[0];
+    if (!status) status = make_optimizer(&x, out, &muon);
     out->average = -given[0];
     if (!status && want.ema && !s->offload) status = fsdp_ema_create(x.m, NULL, &ema);
     out->average += given[0];
@@ -208,6 +246,7 @@ static int run_it(const setting *s, outcome *out, int show) {
         (void)fsdp_model_counters(x.m, &before);
         x.fake.bus_bytes = 0;
         status = fsdpi_rehearse(x.m);
+        if (!status && muon && !s->offload) status = fsdp_muon_step(muon, 0);
         if (!status) status = fsdp_zero_grad(x.m);
     }
     if (!status) status = fsdp_model_predict(x.m, &predicted);
@@ -219,17 +258,20 @@ static int run_it(const setting *s, outcome *out, int show) {
         out->moved += (int64_t)(after.bytes[k] - before.bytes[k]);
     out->host = given[FSDP_MEMORY_PINNED];
     out->need = given[0] + want.activations;
-    if (memcmp(predicted.pool_bytes, out->memory.pool_bytes, sizeof predicted.pool_bytes) ||
-        out->memory.total_bytes + out->optimizer + out->average + out->world !=
-            given[0] + given[1])
+    const int64_t others = out->optimizer + out->muon + out->average + out->world;
+    if (memcmp(predicted.pool_bytes, out->memory.pool_bytes,
+               FSDP_POOL_COUNT * sizeof *predicted.pool_bytes) ||
+        predicted.total_bytes + others != given[0] + given[1])
         return complain("[E478] %lld bytes are predicted, %lld allocated: please report",
-                        (long long)predicted.total_bytes, (long long)out->memory.total_bytes);
+                        (long long)(predicted.total_bytes + others),
+                        (long long)(given[0] + given[1]));
+    // A job on CPUs has the product of the host.
+    const int64_t packed = out->muon && !want.streams && !s->offload ? FSDP_HOST_GEMM_BYTES : 0;
+    out->muon += packed, out->need += packed;
     if (show) show_padding(&x);
     free(x.params), free(x.cuts);
     return fsdp_shutdown(x.w) ? EXIT_UNREADABLE : 0;
 }
-
-static const char *const optimizers[] = {"none", "sgd", "adamw"};
 
 static int fits(const outcome *o) { return !want.limit || o->need <= want.limit - want.reserve; }
 
@@ -301,7 +343,7 @@ static int show_what_fits(void) {
         if (way) x->s = want.s, snprintf(x->what, sizeof x->what, "%s", words[way - 1]);
         if (way == 1) x->s.reshard = FSDP_RESHARD_ALWAYS;
         if (way == 2) x->s.param = FSDP_BF16;
-        if (way == 3) x->s.offload = 1;
+        if (way == 3) x->s.offload = want.optimizer != MUON || !want.streams; // which refuses it
         if (way < 4 && !memcmp(&x->s, &want.s, sizeof x->s)) continue;
         if (way) bad = way < 4 ? run_it(&x->s, &x->o, 0) : more_shards(x);
         if (way == 4)
@@ -339,7 +381,8 @@ static int show(void) {
            : want.lanes ? "lanes"
                         : "inline");
     for (int p = 0; p < FSDP_POOL_COUNT; p++) line(fsdp_pool_name(p), o.memory.pool_bytes[p]);
-    line(optimizers[want.optimizer], o.optimizer);
+    line("muon", o.muon);
+    line(optimizers[want.optimizer < MUON ? want.optimizer : ADAMW], o.optimizer);
     line("average of the weights", o.average);
     line("world: collectives on host data", o.world);
     line("activations, as you say", want.activations);
@@ -374,7 +417,7 @@ static const struct known {
     {"--param", "dtype of gathered parameters; default as stored", 'd', &want.s.param},
     {"--reduce", "dtype that is reduced; default as stored", 'd', &want.reduce},
     {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
-    {"--optimizer", "adamw (default), sgd or none", 'o', &want.optimizer},
+    {"--optimizer", "adamw (default), sgd, none; muon: Muon has the matrices of layers, AdamW the rest", 'o', &want.optimizer},
     {"--ema", "an average of the weights (fsdp_ema_create)", 'f', &want.ema},
     {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
@@ -434,7 +477,7 @@ static int read_value(const struct known *o, const char *v) {
             good = !strcmp(v, fsdp_dtype_name(*n));
         break;
     default:
-        for (*n = 0; !good && *n < 3; *n += !good) good = !strcmp(v, optimizers[*n]);
+        for (*n = NONE; !good && *n <= MUON; *n += !good) good = !strcmp(v, optimizers[*n]);
     }
     return good ? 0 : expected(o->name, o->help);
 }
@@ -466,7 +509,7 @@ static int read_arguments(int argc, char **argv, int *paths) {
 
 int main(int argc, char **argv) {
     int paths = 0;
-    want.s.tp = want.s.reshard = 1, want.store = FSDP_F32, want.optimizer = 2;
+    want.s.tp = want.s.reshard = 1, want.store = FSDP_F32, want.optimizer = ADAMW;
     int bad = regcomp(&want.rules.unit, LAYERS, REG_EXTENDED) |
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);

@@ -9,7 +9,7 @@
 #include "sim.h"
 #include "fsdp_checkpoint.h"
 #include "fsdp_dtensor.h"
-#include "fsdp_optim.h"
+#include "fsdp_muon.h"
 #include <sys/resource.h> /* struct rusage */
 
 static char output[65536]; /* of the last command, both streams */
@@ -226,9 +226,9 @@ static void train_net(built *b, fsdp_world *w, const net *n) {
     }
 }
 
-/* Each pool of the model is what the tool says, and so is what the optimizer takes. */
-static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer) {
-    int64_t sum = optimizer + bytes_of("world: collectives on host data");
+/* Each pool of the model is what the tool says, and so is what the optimizers take. */
+static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer, int64_t muon) {
+    int64_t sum = optimizer + muon + bytes_of("world: collectives on host data");
     for (int p = 0; p < FSDP_POOL_COUNT; p++) {
         CHECK_MSG(bytes_of(fsdp_pool_name(p)) == m->pool_bytes[p],
                   "%s: %s: a job has %lld bytes, fsdpfit says:\n%s", w_case, fsdp_pool_name(p),
@@ -236,6 +236,7 @@ static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer) {
         sum += m->pool_bytes[p];
     }
     CHECK_EQ_INT(bytes_of("adamw"), optimizer);
+    CHECK_EQ_INT(bytes_of("muon"), muon);
     CHECK_EQ_INT(bytes_of("on the device"), sum);
 }
 
@@ -243,8 +244,20 @@ typedef struct nets {
     int count;
     net *net;
     fsdp_memory *memory;
-    int64_t *optimizer;
+    int64_t *optimizer, *muon; /* muon: bytes; NULL: without */
 } nets;
+
+typedef struct matrices {
+    fsdp_muon *muon;
+    const fsdp_unit *root; /* NULL: there is none */
+} matrices;
+static int of_a_layer(void *user, const fsdp_param_view *v) {
+    return v->ndim == 2 && v->unit != ((const matrices *)user)->root;
+}
+static int not_of_muon(void *user, const fsdp_param_view *v) {
+    return fsdp_muon_takes(((const matrices *)user)->muon, v) ? -1 : 0;
+}
+static int64_t rows_of(int64_t numel) { return (numel + 15) / 16 * 16; } /* elements of a state */
 
 static void on_ranks(lab_rank *r) {
     const nets *n = (const nets *)r->arg;
@@ -252,20 +265,28 @@ static void on_ranks(lab_rank *r) {
     for (int i = 0; i < 3; i++) worlds[i] = lab_world(r, i, i, NULL);
     for (int i = 0; i < n->count; i++) {
         fsdp_world *w = worlds[n->net[i].lanes];
+        fsdp_adamw_desc ad = fsdp_adamw_defaults();
+        fsdp_muon_desc md = fsdp_muon_defaults();
         fsdp_adamw *adamw;
         fsdp_memory before, after;
         built b;
+        matrices x = {NULL, NULL};
+        int64_t numel[2] = {0, 0};
         train_net(&b, w, &n->net[i]);
         CALL(w, fsdp_model_memory(b.m, &before));
-        CALL(w, fsdp_adamw_create(b.m, NULL, &adamw));
-        if (r->rank == 0) {
-            CALL(w, fsdp_model_memory(b.m, &after));
-            n->memory[i] = before;
-            n->optimizer[i] = 0;
-            for (fsdp_param_view v = FSDP_ZERO; fsdp_next_param(b.m, &v);)
-                n->optimizer[i] += v.numel; /* of a state; rounded below */
-        }
+        if (n->net[i].root) x.root = b.units[0];
+        md.take = of_a_layer, md.user = &x;
+        if (n->muon) CALL(w, fsdp_muon_create(b.m, &md, &x.muon));
+        ad.group = not_of_muon, ad.user = &x;
+        CALL(w, fsdp_adamw_create(b.m, &ad, &adamw));
+        CALL(w, fsdp_model_memory(b.m, &after));
+        for (fsdp_param_view v = FSDP_ZERO; fsdp_next_param(b.m, &v);)
+            numel[fsdp_muon_takes(x.muon, &v)] += v.numel;
+        const int pool = n->muon ? fsdp_pool_register(b.m, "muon") : 0;
+        if (r->rank == 0) n->memory[i] = before, n->optimizer[i] = numel[0];
+        if (r->rank == 0 && n->muon) n->muon[i] = after.pool_bytes[pool] + rows_of(numel[1]) * 4;
         fsdp_adamw_destroy(adamw);
+        fsdp_muon_destroy(x.muon);
         fsdp_model_destroy(b.m);
     }
     for (int i = 0; i < 3; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
@@ -273,16 +294,18 @@ static void on_ranks(lab_rank *r) {
 
 /* Two states of f32, or of f64 for parameters in f64; a row of them takes multiples of 16. */
 static int64_t states_of(const net *n, int64_t numel) {
-    return (numel + 15) / 16 * 16 * (n->store == FSDP_F64 ? 8 : 4) * 2;
+    return rows_of(numel) * (n->store == FSDP_F64 ? 8 : 4) * 2;
 }
 
-static void predict_all(int ranks, int count, int tp, int replicas) {
+static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
     uint64_t state = h_seed() * 31 + (uint64_t)ranks;
     nets n = {count, (net *)lab_zeros((size_t)count, sizeof(net)),
               (fsdp_memory *)lab_zeros((size_t)count, sizeof(fsdp_memory)),
-              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t))};
+              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)), NULL};
+    if (muon) n.muon = (int64_t *)lab_zeros((size_t)count, sizeof(int64_t));
     for (int i = 0; i < count; i++) {
-        n.net[i] = random_net(&state);
+        do n.net[i] = random_net(&state);
+        while (muon && n.net[i].store == FSDP_F64); /* which Muon refuses */
         n.net[i].tp = tp, n.net[i].replicas = replicas;
     }
     lab_how how = FSDP_ZERO;
@@ -290,10 +313,11 @@ static void predict_all(int ranks, int count, int tp, int replicas) {
     lab_run(ranks, &how, on_ranks, &n);
     for (int i = 0; i < count; i++) {
         snprintf(w_case, sizeof w_case, "net %d of %d ranks, lanes %d", i, ranks, n.net[i].lanes);
-        CHECK_MSG(fit_net(&n.net[i], ranks, "") == 0, "%s: %s", w_case, output);
-        as_the_tool_says(&n.memory[i], states_of(&n.net[i], n.optimizer[i]));
+        CHECK_MSG(fit_net(&n.net[i], ranks, muon ? "--optimizer muon" : "") == 0, "%s: %s", w_case,
+                  output);
+        as_the_tool_says(&n.memory[i], states_of(&n.net[i], n.optimizer[i]), muon ? n.muon[i] : 0);
     }
-    free(n.net), free(n.memory), free(n.optimizer);
+    free(n.net), free(n.memory), free(n.optimizer), free(n.muon);
 }
 
 static const struct {
@@ -303,7 +327,12 @@ static const struct {
             {"4", 4, 1, 1},         {"2x2", 4, 1, 2},       {"3x1", 3, 1, 3},
             {"1x2, tp 2", 4, 2, 1}, {"1x1, tp 2", 2, 2, 1}, {"2x1, tp 2", 4, 2, 2}};
 TEST_P(fsdpfit, says_what_a_job_allocates, jobs) {
-    predict_all(row->ranks, 12, row->tp, row->replicas);
+    predict_all(row->ranks, 12, row->tp, row->replicas, 0);
+}
+TEST(fsdpfit, says_what_muon_takes) {
+    for (int ranks = 1; ranks <= 4; ranks++) predict_all(ranks, 6, 1, 1, 1);
+    predict_all(4, 6, 1, 2, 1);
+    predict_all(3, 6, 1, 3, 1);
 }
 
 /* A device with streams, over a backend that neither casts nor scales, as NCCL. */
@@ -327,7 +356,7 @@ TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
         CHECK_EQ_INT(sim_close(&s), 0);
         snprintf(w_case, sizeof w_case, "net %d of %d ranks", i, row->ranks);
         CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer none") == 0, "%s", output);
-        as_the_tool_says(&memory, 0);
+        as_the_tool_says(&memory, 0, 0);
     }
 }
 
