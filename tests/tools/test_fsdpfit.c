@@ -5,7 +5,7 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN) /* there a job has memory that it guards */
 #include "harness.h"
-#include "lab.h"
+#include "lab_muon.h"
 #include "sim.h"
 #include "fsdp_checkpoint.h"
 #include "fsdp_dtensor.h"
@@ -349,14 +349,30 @@ TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
         sim s;
         n.replicas = row->replicas, n.lanes = 0;
         sim_init(&s, row->ranks, 0);
-        s.fused = 0;
+        s.fused = 0, s.all_to_all = 1;
         CHECK(sim_open(&s));
         train_net(&b, s.world, &n);
         CALL(s.world, fsdp_model_memory(b.m, &memory));
+        int64_t numel[2] = {0, 0}, muon = 0;
+        matrices x = {NULL, n.root ? b.units[0] : NULL};
+        fsdp_muon_desc md = fsdp_muon_defaults();
+        fsdp_memory after;
+        md.take = of_a_layer, md.user = &x, md.gemm = lab_gemm;
+        const int with_muon = n.store != FSDP_F64; /* which Muon refuses */
+        if (with_muon) {
+            CALL(s.world, fsdp_muon_create(b.m, &md, &x.muon));
+            CALL(s.world, fsdp_model_memory(b.m, &after));
+            for (fsdp_param_view v = FSDP_ZERO; fsdp_next_param(b.m, &v);)
+                numel[fsdp_muon_takes(x.muon, &v)] += v.numel;
+            muon = after.pool_bytes[fsdp_pool_register(b.m, "muon")] + rows_of(numel[1]) * 4;
+        }
         CHECK_EQ_INT(sim_close(&s), 0);
         snprintf(w_case, sizeof w_case, "net %d of %d ranks", i, row->ranks);
         CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer none") == 0, "%s", output);
         as_the_tool_says(&memory, 0, 0);
+        if (!with_muon) continue;
+        CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer muon") == 0, "%s", output);
+        as_the_tool_says(&memory, states_of(&n, numel[0]), muon);
     }
 }
 
