@@ -244,7 +244,7 @@ typedef struct nets {
     int count;
     net *net;
     fsdp_memory *memory;
-    int64_t *optimizer, *muon; /* muon: bytes; NULL: without */
+    int64_t *optimizer, *muon, *received; /* muon: bytes; NULL: without. received: in its step */
 } nets;
 
 typedef struct matrices {
@@ -284,7 +284,13 @@ static void on_ranks(lab_rank *r) {
             numel[fsdp_muon_takes(x.muon, &v)] += v.numel;
         const int pool = n->muon ? fsdp_pool_register(b.m, "muon") : 0;
         if (r->rank == 0) n->memory[i] = before, n->optimizer[i] = numel[0];
-        if (r->rank == 0 && n->muon) n->muon[i] = after.pool_bytes[pool] + rows_of(numel[1]) * 4;
+        if (r->rank == 0 && n->muon) {
+            char text[400];
+            long long received = -1;
+            (void)fsdp_muon_describe(x.muon, text, sizeof text);
+            CHECK_EQ_INT(sscanf(strstr(text, "receives"), "receives %lld", &received), 1);
+            n->muon[i] = after.pool_bytes[pool] + rows_of(numel[1]) * 4, n->received[i] = received;
+        }
         fsdp_adamw_destroy(adamw);
         fsdp_muon_destroy(x.muon);
         fsdp_model_destroy(b.m);
@@ -301,7 +307,10 @@ static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
     uint64_t state = h_seed() * 31 + (uint64_t)ranks;
     nets n = {count, (net *)lab_zeros((size_t)count, sizeof(net)),
               (fsdp_memory *)lab_zeros((size_t)count, sizeof(fsdp_memory)),
-              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)), NULL};
+              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)), NULL,
+              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t))};
+    static const char moved[] = "moved in a step: received from other ranks, or copied to or from "
+                                "the host";
     if (muon) n.muon = (int64_t *)lab_zeros((size_t)count, sizeof(int64_t));
     for (int i = 0; i < count; i++) {
         do n.net[i] = random_net(&state);
@@ -316,8 +325,11 @@ static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
         CHECK_MSG(fit_net(&n.net[i], ranks, muon ? "--optimizer muon" : "") == 0, "%s: %s", w_case,
                   output);
         as_the_tool_says(&n.memory[i], states_of(&n.net[i], n.optimizer[i]), muon ? n.muon[i] : 0);
+        const int64_t with = bytes_of(moved);
+        if (muon) CHECK(fit_net(&n.net[i], ranks, "--optimizer adamw") == 0);
+        CHECK_EQ_INT(with - bytes_of(moved), n.received[i]);
     }
-    free(n.net), free(n.memory), free(n.optimizer), free(n.muon);
+    free(n.net), free(n.memory), free(n.optimizer), free(n.muon), free(n.received);
 }
 
 static const struct {
