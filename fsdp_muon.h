@@ -228,8 +228,8 @@ static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
 /* -------------------------------------------------------------------------------------------- */
 // >>muon step
 // Owns: the records of a step. Invariants: those that read or write u, x or whole matrices name
-// these buffers, so that COMPUTE and EXTENSION wait for each other; `room` is COMPUTE's alone. Lists
-// of records on COMPUTE are read when they are emitted.
+// these buffers, so that COMPUTE and EXTENSION wait for each other; `room` is COMPUTE's alone.
+// Lists of records on COMPUTE are read when they are emitted.
 
 static fsdp_op fsdpi_muon_record(const fsdp_muon *o, int kind, int stream, fsdp_buf *src,
                                  fsdp_buf *dst) {

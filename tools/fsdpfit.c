@@ -417,7 +417,7 @@ static const struct known {
     {"--param", "dtype of gathered parameters; default as stored", 'd', &want.s.param},
     {"--reduce", "dtype that is reduced; default as stored", 'd', &want.reduce},
     {"--reshard", "after forward: 1 always (default), 0 never, or a number", 'n', &want.s.reshard},
-    {"--optimizer", "adamw (default), sgd, none; muon: Muon has the matrices of layers, AdamW the rest", 'o', &want.optimizer},
+    {"--optimizer", "adamw (default), sgd, muon (and adamw) or none", 'o', &want.optimizer},
     {"--ema", "an average of the weights (fsdp_ema_create)", 'f', &want.ema},
     {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},

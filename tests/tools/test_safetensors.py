@@ -407,6 +407,7 @@ def test_torch_goes_on_with_muon(folder):
     before, after = (boxes_of(f"{folder}/run/step-{step:08d}", 3)[0] for step in (4, 5))
     for name in ("h.0.fcw", "h.0.fcprojw"):
         momentum = f"optim.state.{name}.momentum_buffer"
+        check([key for key in before if key.startswith(f"optim.state.{name}.")] == [momentum], name)
         old, new = before[momentum].double(), after[momentum].double()
         p = torch.nn.Parameter(before[name].clone())
         p.grad = (old + (new - old) / 0.05).float()
