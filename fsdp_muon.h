@@ -211,11 +211,11 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
 static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
     fsdp_status status = fsdpi_optim_follow(&o->base, what);
     if (status || o->laid == o->base.laid) return status;
-    fsdpi_muon_free_buffers(o);
     int64_t before = fsdpi_optim_host_bytes(o->base.model);
+    fsdpi_muon_free_buffers(o);
     status = fsdpi_muon_plan(o, what);
     if (!status) status = fsdpi_muon_buffers(o);
-    o->host_bytes = fsdpi_optim_host_bytes(o->base.model) - before;
+    o->base.nbytes += fsdpi_optim_host_bytes(o->base.model) - before;
     for (int i = 0; i < o->num && !status; i++) {
         const fsdpi_muon_matrix *m = &o->matrices[i];
         const int64_t given[] = {m->ordinal, m->owner, m->at, m->columns};
@@ -606,7 +606,7 @@ FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param
 
 FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon) {
     if (!muon) return 0;
-    int64_t nbytes = fsdpi_optim_nbytes(&muon->base) + muon->host_bytes;
+    int64_t nbytes = fsdpi_optim_nbytes(&muon->base);
     for (int i = 0; i < FSDPI_MUON_BUFS; i++)
         if (i <= FSDPI_MUON_U || muon->travels) nbytes += fsdp_buf_nbytes(muon->bufs[i]);
     return nbytes;

@@ -46,7 +46,6 @@ struct fsdp_muon {
     int laid, label, num, num_flights;
     int travels;        // 1: matrices have several ranks
     double lr;          // of this step
-    int64_t host_bytes; // of the buffers' own
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
     fsdp_block *blocks; // [ranks of the world]
