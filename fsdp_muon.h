@@ -255,8 +255,8 @@ static fsdp_status fsdpi_muon_emit_updates(const fsdp_muon *o, int num, fsdp_buf
                                src, dst);
 }
 
-static fsdp_update fsdpi_muon_update(int kind, fsdp_dtype dtype, fsdp_dtype grad_dtype,
-                                     void *param, void *grad, int64_t count) {
+static fsdp_update fsdpi_muon_update(int kind, fsdp_dtype dtype, fsdp_dtype grad_dtype, void *param,
+                                     void *grad, int64_t count) {
     fsdp_update u;
     memset(&u, 0, sizeof u);
     u.kind = (uint8_t)kind, u.dtype = (uint8_t)dtype, u.grad_dtype = (uint8_t)grad_dtype;
@@ -513,9 +513,9 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
         {"desc.a", d->a, -1e30, 1e30},
         {"desc.b", d->b, -1e30, 1e30},
         {"desc.c", d->c, -1e30, 1e30},
-        {"desc.ns_steps", d->ns_steps, 1, 100},
-        {"desc.adjust", d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
-        {"desc.replicas", d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
+        {"desc.ns_steps", (double)d->ns_steps, 1, 100},
+        {"desc.adjust", (double)d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
+        {"desc.replicas", (double)d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
         {"desc.flight_bytes", (double)d->flight_bytes, 1, HUGE_VAL}};
     fsdp_world *w = fsdp_model_world(model);
     fsdp_param_view v = FSDP_ZERO;
@@ -528,6 +528,8 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
                            fsdp_dtype_name(d->dtype));
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
     if (!status) status = fsdp_model_commit(model);
+    for (int i = 0; i < 10 && !status; i++)
+        status = fsdp_agree(model, &ranges[i].value, sizeof ranges[i].value);
     while (!status && fsdp_next_param(model, &v))
         if (fsdpi_muon_group((void *)(uintptr_t)d, &v) >= 0)
             status = fsdpi_muon_check(w, name, d, &v, &info);
@@ -585,10 +587,8 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     if (!d.gemm) o->desc.gemm = fsdp_host_gemm;
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
-    const double given[] = {
-        d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
-        (double)d.adjust, (double)d.dtype, (double)d.replicas};
-    o->label = fsdp_label_register(model, "muon"); // now, as ranks compare it
+    const double given[] = {d.nesterov ? 1 : 0, (double)d.dtype}; // beside what has a range
+    o->label = fsdp_label_register(model, "muon");                // now, as ranks compare it
     status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_optim_agree(base, given, sizeof given);
     if (!status) status = fsdpi_muon_follow(o, name);
     if (status) fsdp_muon_destroy(o);

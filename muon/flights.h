@@ -44,8 +44,8 @@ struct fsdp_muon {
     fsdp_muon_desc desc;
     fsdp_dtype dtype; // of products
     int laid, label, num, num_flights;
-    int travels;        // 1: matrices have several ranks
-    double lr;          // of this step
+    int travels; // 1: matrices have several ranks
+    double lr;   // of this step
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
     fsdp_block *blocks; // [ranks of the world]

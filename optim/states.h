@@ -35,7 +35,7 @@ typedef struct fsdpi_optim {
     fsdp_extension extension;
     const char *name;
     const char *state_names[2];
-    const char *step_name; // NULL: updates do not depend on their number
+    const char *step_name;                  // NULL: updates do not depend on their number
     int memory;                             // updates run on FSDP_MEMORY_HOST or _DEVICE
     int place;                              // of states: as memory, or FSDP_MEMORY_PINNED
     int num_params, num_groups, num_states; // states: numbers for each element

@@ -35,10 +35,10 @@ typedef struct setting {
     int reshard, offload;
 } setting;
 
-typedef struct outcome {            // bytes of one rank
-    fsdp_memory memory;             // as fsdp_model_memory tells it after two steps
+typedef struct outcome {                           // bytes of one rank
+    fsdp_memory memory;                            // as fsdp_model_memory tells it after two steps
     int64_t optimizer, muon, average, world, host; // host: of memory.total_bytes
-    int64_t need;                   // on the device, with activations
+    int64_t need;                                  // on the device, with activations
     int64_t moved; // in a step: received from other ranks, or copied to or from pinned memory
 } outcome;
 
