@@ -503,9 +503,8 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void) {
     return d;
 }
 
-// Are the settings in their ranges, and can Muon have the parameters that they choose?
-static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdpi_optim *o,
-                                       const fsdp_muon_desc *d) {
+// Are the settings in their ranges, and can this world run them? Commits the model.
+static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const fsdp_muon_desc *d) {
     const fsdpi_optim_range ranges[] = {
         {"desc.weight_decay", d->weight_decay, 0, HUGE_VAL},
         {"desc.momentum", d->momentum, 0, 1},
@@ -517,31 +516,19 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, const char *name, fsdp
         {"desc.adjust", (double)d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
         {"desc.replicas", (double)d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
         {"desc.flight_bytes", (double)d->flight_bytes, 1, HUGE_VAL}};
+    const double others[] = {d->nesterov ? 1 : 0, (double)d->dtype}; // that ranks compare
     fsdp_world *w = fsdp_model_world(model);
-    fsdp_param_view v = FSDP_ZERO;
-    fsdp_mesh_info info;
+    const char *why = NULL;
+    int memory = FSDP_MEMORY_HOST;
     fsdp_status status = fsdpi_optim_begun(o, w, d->magic);
-    if (!status) status = fsdpi_optim_ranges(w, name, ranges, 10);
+    if (!status) status = fsdpi_optim_ranges(w, o->name, ranges, 10);
     if (!status && d->dtype != FSDP_F32 && d->dtype != FSDP_BF16)
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "[E9014] %s: desc.dtype is %s, expected f32 or bf16", name,
+                           "[E9014] %s: desc.dtype is %s, expected f32 or bf16", o->name,
                            fsdp_dtype_name(d->dtype));
     if (!status) status = fsdpi_optim_groups(o, w, d->num_groups, d->groups, d->weight_decay);
-    if (!status) status = fsdp_model_commit(model);
-    for (int i = 0; i < 10 && !status; i++)
-        status = fsdp_agree(model, &ranges[i].value, sizeof ranges[i].value);
-    while (!status && fsdp_next_param(model, &v))
-        if (fsdpi_muon_group((void *)(uintptr_t)d, &v) >= 0)
-            status = fsdpi_muon_check(w, name, d, &v, &info);
-    return status;
-}
-
-// Can this world run it?
-static fsdp_status fsdpi_muon_place(fsdp_model *model, const char *name, const fsdp_muon_desc *d) {
-    fsdp_world *w = fsdp_model_world(model);
-    int memory = FSDP_MEMORY_HOST;
-    fsdp_status status = fsdp_update_place(model, name, &memory);
-    const char *why = NULL;
+    if (!status) status = fsdp_update_place(model, o->name, &memory);
+    if (status) return status;
     if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
         why = "the backend has no all_to_all";
     if (memory == FSDP_MEMORY_HOST && fsdp_model_run(model) == FSDP_RUN_STREAMS)
@@ -550,8 +537,10 @@ static fsdp_status fsdpi_muon_place(fsdp_model *model, const char *name, const f
     if (memory == FSDP_MEMORY_DEVICE && (!d->gemm || d->gemm == fsdp_host_gemm))
         why = "the shards are on a device, and desc.gemm is NULL or the host's: include "
               "backends/fsdp_cuda_gemm.h, and set desc.gemm to fsdp_cuda_gemm";
-    if (status || !why) return status;
-    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9015] %s: %s", name, why);
+    if (why) return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9015] %s: %s", o->name, why);
+    for (int i = 0; i < 10 && !status; i++)
+        status = fsdp_agree(model, &ranges[i].value, sizeof ranges[i].value);
+    return status ? status : fsdp_agree(model, others, sizeof others);
 }
 
 FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *desc,
@@ -570,8 +559,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     settings.extension.destroy = fsdpi_muon_free;
     settings.state_names[0] = "momentum_buffer";
     settings.num_states = 1;
-    if (!status) status = fsdpi_muon_settings(model, name, &settings, &d);
-    if (!status) status = fsdpi_muon_place(model, name, &d);
+    if (!status) status = fsdpi_muon_settings(model, &settings, &d);
     // The struct, and its tables behind it.
     const int64_t size = (int64_t)sizeof(fsdp_muon) +
                          params * (int64_t)(sizeof(fsdpi_muon_matrix) + sizeof(fsdpi_muon_flight)) +
@@ -587,9 +575,8 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     if (!d.gemm) o->desc.gemm = fsdp_host_gemm;
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
-    const double given[] = {d.nesterov ? 1 : 0, (double)d.dtype}; // beside what has a range
-    o->label = fsdp_label_register(model, "muon");                // now, as ranks compare it
-    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_optim_agree(base, given, sizeof given);
+    o->label = fsdp_label_register(model, "muon"); // now, as ranks compare it
+    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_optim_agree(base, NULL, 0);
     if (!status) status = fsdpi_muon_follow(o, name);
     if (status) fsdp_muon_destroy(o);
     else *muon = o;

@@ -69,28 +69,26 @@ static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
     return d->group ? d->group(d->user, v) : 0;
 }
 
-// Can Muon have a parameter that desc.take chooses?
-static fsdp_status fsdpi_muon_check(fsdp_world *w, const char *name, const fsdp_muon_desc *d,
-                                    const fsdp_param_view *v, fsdp_mesh_info *info) {
-    const int taken = fsdpi_muon_taken(d, v);
+// Can Muon have a matrix that desc.take chooses?
+static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const fsdp_param_view *v,
+                                    const fsdp_mesh_info *info, int taken) {
     const char *expected = NULL;
     int64_t numel = 1;
-    fsdp_status status = fsdp_unit_mesh_info(v->unit, info);
     for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
     if (taken < 0 || numel % taken) expected = "a number of columns that divides its elements";
-    else if (taken == 1 && v->ndim != 2 && !(d->flatten && v->ndim > 2))
+    else if (taken == 1 && v->ndim != 2 && !(o->desc.flatten && v->ndim > 2))
         expected = "2 dims, or with desc.flatten more";
     else if (v->dtype == FSDP_F64 || !fsdp_dtype_is_float(v->dtype)) expected = "f32, bf16 or f16";
-    for (int dim = 0; !status && !expected && dim < fsdp_mesh_ndim(info->mesh); dim++)
+    for (int dim = 0; !expected && dim < fsdp_mesh_ndim(info->mesh); dim++)
         if (dim != info->shard_mesh_dim && dim != info->replicate_mesh_dim &&
             fsdp_mesh_size(info->mesh, dim) > 1)
             expected = "a whole matrix; its mesh has a dim that neither shards nor replicates, so "
                        "that tensor parallelism cuts it";
-    if (status || !expected) return status;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+    if (!expected) return FSDP_OK;
+    return fsdp_fail(fsdp_model_world(o->base.model), FSDP_ERR_INVALID_ARG,
                      "[E9010] %s: desc.take returned %d for parameter '%s' of unit '%s', which has "
                      "%d dims and is %s; expected %s: return 0 for it, and AdamW may have it",
-                     name, taken, v->name, v->unit_name, v->ndim, fsdp_dtype_name(v->dtype),
+                     what, taken, v->name, v->unit_name, v->ndim, fsdp_dtype_name(v->dtype),
                      expected);
 }
 
@@ -104,9 +102,8 @@ static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
         fsdpi_muon_matrix m;
         memset(&m, 0, sizeof m);
         if (!p || !v.requires_grad) continue;
-        // Once more: a cast may have made it f64.
-        fsdp_status status = fsdpi_muon_check(fsdp_model_world(o->base.model), what, &o->desc, &v,
-                                              &m.info);
+        fsdp_status status = fsdp_unit_mesh_info(v.unit, &m.info);
+        if (!status) status = fsdpi_muon_check(o, what, &v, &m.info, taken);
         if (status) return status;
         m.param = (int32_t)(p - o->base.params);
         m.ordinal = m.mesh = v.ordinal, m.owner = -1;
@@ -179,13 +176,6 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
     }
 }
 
-// Do replicas compute a part each? If each computes all, it sends 2 (W-1)/W of its rows. With R
-// replicas it is 1/R of that, and (R-1)/R by the gather: as much if W is 2, and less if W is more.
-static int fsdpi_muon_spreads(const fsdp_muon *o, const fsdp_mesh_info *info) {
-    return info->replicate_mesh_size > 1 && o->desc.replicas != FSDP_MUON_ALL_EACH &&
-           (info->shard_mesh_size > 1 || o->desc.replicas == FSDP_MUON_A_PART_EACH);
-}
-
 // Owners and flights of the present layout. Makes groups for the stream EXTENSION.
 static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
     const int stream = FSDP_STREAM_EXTENSION;
@@ -199,7 +189,11 @@ static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
         like.shards = i->shard_mesh_size, like.replicas = 1;
         if (like.shards > 1)
             status = fsdp_mesh_comm(i->mesh, i->shard_mesh_dim, stream, &like.comm);
-        if (!status && fsdpi_muon_spreads(o, i)) {
+        // Replicas compute a part each if that sends no more. If each computes all, it sends
+        // 2 (W-1)/W of its rows. With R replicas it is 1/R of that, and (R-1)/R by the gather: as
+        // much if W is 2, and less if W is more.
+        if (!status && i->replicate_mesh_size > 1 && o->desc.replicas != FSDP_MUON_ALL_EACH &&
+            (like.shards > 1 || o->desc.replicas == FSDP_MUON_A_PART_EACH)) {
             like.replicas = i->replicate_mesh_size, like.replica = i->replicate_mesh_rank;
             status = fsdp_mesh_comm(i->mesh, i->replicate_mesh_dim, stream, &like.replicas_comm);
         }
