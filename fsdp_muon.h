@@ -162,7 +162,6 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 
 #include "muon/flights.h"
 
-#include <math.h>   // HUGE_VAL
 #include <stdio.h>  // snprintf
 #include <string.h> // memset
 
@@ -473,12 +472,12 @@ FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
     int used = 0;
     muon->lr = lr;
     for (int i = 0; i < num + 2 * lag && !status; i++) {
-        fsdpi_muon_flight *f = muon->flights + i;
-        const int computes = i >= lag && i - lag < num;
-        if (i < num) status = fsdpi_muon_send(muon, f), used |= f->is_used;
-        if (!status && computes) status = fsdpi_muon_compute(muon, f - lag);
-        if (!status && i >= 2 * lag) status = fsdpi_muon_apply(muon, f - 2 * lag);
-        if (!status && computes) status = fsdpi_muon_bring(muon, f - lag);
+        const int at = i - lag, computes = at >= 0 && at < num;
+        if (i < num) status = fsdpi_muon_send(muon, &muon->flights[i]);
+        if (!status && computes) status = fsdpi_muon_compute(muon, &muon->flights[at]);
+        if (!status && at >= lag) status = fsdpi_muon_apply(muon, &muon->flights[at - lag]);
+        if (!status && computes) status = fsdpi_muon_bring(muon, &muon->flights[at]);
+        if (computes) used |= muon->flights[at].is_used;
     }
     if (!status && num && !used) fsdpi_optim_tell(&muon->base, name);
     return status ? status : fsdp_params_changed(muon->base.model);
@@ -506,16 +505,16 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void) {
 // Are the settings in their ranges, and can this world run them? Commits the model.
 static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const fsdp_muon_desc *d) {
     const fsdpi_optim_range ranges[] = {
-        {"desc.weight_decay", d->weight_decay, 0, HUGE_VAL},
+        {"desc.weight_decay", d->weight_decay, 0, FSDPI_OPTIM_FINITE},
         {"desc.momentum", d->momentum, 0, 1},
-        {"desc.eps", d->eps, 1e-30, HUGE_VAL}, // 1/eps, as a, b and c, is a number of f32
+        {"desc.eps", d->eps, 1e-30, FSDPI_OPTIM_FINITE}, // 1/eps, as a, b and c, is a number of f32
         {"desc.a", d->a, -1e30, 1e30},
         {"desc.b", d->b, -1e30, 1e30},
         {"desc.c", d->c, -1e30, 1e30},
         {"desc.ns_steps", (double)d->ns_steps, 1, 100},
         {"desc.adjust", (double)d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
         {"desc.replicas", (double)d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
-        {"desc.flight_bytes", (double)d->flight_bytes, 1, HUGE_VAL}};
+        {"desc.flight_bytes", (double)d->flight_bytes, 1, FSDPI_OPTIM_FINITE}};
     const double others[] = {d->nesterov ? 1 : 0, (double)d->dtype}; // that ranks compare
     fsdp_world *w = fsdp_model_world(model);
     const char *why = NULL;

@@ -10,7 +10,6 @@
 #include "kernels.h"
 #include "states.h"
 
-#include <math.h>
 #include <string.h>
 
 // Owns: the settings of the two optimizers, and the scalars of their updates.
@@ -79,10 +78,11 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     settings.base.rounds = d.stochastic_rounding != 0;
     settings.base.seed = d.seed;
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    const fsdpi_optim_range ranges[] = {{"desc.beta1", d.beta1, 0, 1},
-                                        {"desc.beta2", d.beta2, 0, 1},
-                                        {"desc.eps", d.eps, 0, HUGE_VAL},
-                                        {"desc.weight_decay", d.weight_decay, 0, HUGE_VAL}};
+    const fsdpi_optim_range ranges[] = {
+        {"desc.beta1", d.beta1, 0, 1},
+        {"desc.beta2", d.beta2, 0, 1},
+        {"desc.eps", d.eps, 0, FSDPI_OPTIM_FINITE},
+        {"desc.weight_decay", d.weight_decay, 0, FSDPI_OPTIM_FINITE}};
     if (!status) status = fsdpi_optim_ranges(w, name, ranges, 4);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -157,9 +157,10 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.state_names[0] = "momentum_buffer";
     settings.base.step_name = "step";
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
-    const fsdpi_optim_range ranges[] = {{"desc.momentum", d.momentum, 0, HUGE_VAL},
-                                        {"desc.dampening", d.dampening, 0, HUGE_VAL},
-                                        {"desc.weight_decay", d.weight_decay, 0, HUGE_VAL}};
+    const fsdpi_optim_range ranges[] = {
+        {"desc.momentum", d.momentum, 0, FSDPI_OPTIM_FINITE},
+        {"desc.dampening", d.dampening, 0, FSDPI_OPTIM_FINITE},
+        {"desc.weight_decay", d.weight_decay, 0, FSDPI_OPTIM_FINITE}};
     if (!status) status = fsdpi_optim_ranges(w, name, ranges, 3);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
         status = fsdp_fail(

@@ -80,6 +80,7 @@ static fsdp_status fsdpi_optim_null(const char *call, const char *which) {
 }
 
 // A number that a caller gives, and its range.
+#define FSDPI_OPTIM_FINITE 1.7976931348623157e308 // `below` of one that is finite
 typedef struct fsdpi_optim_range {
     const char *field;
     double value, least, below;
@@ -91,7 +92,7 @@ static fsdp_status fsdpi_optim_ranges(fsdp_world *w, const char *what, const fsd
     char text[32] = "";
     for (; num > 0 && !status; num--, r++) {
         if (!fsdpi_optim_is_nan(r->value) && r->value >= r->least && r->value < r->below) continue;
-        if (r->below < HUGE_VAL) snprintf(text, sizeof text, " and < %g", r->below);
+        if (r->below < FSDPI_OPTIM_FINITE) snprintf(text, sizeof text, " and < %g", r->below);
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E930] %s: %s is %g, expected a finite number >= %g%s", what, r->field,
                            r->value, r->least, text);
@@ -123,8 +124,8 @@ static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const c
         g.weight_decay = o->weight_decay;
     snprintf(scale, sizeof scale, "%s.lr_scale", field);
     snprintf(decay, sizeof decay, "%s.weight_decay", field);
-    const fsdpi_optim_range ranges[] = {{scale, g.lr_scale, 0, HUGE_VAL},
-                                        {decay, g.weight_decay, 0, HUGE_VAL}};
+    const fsdpi_optim_range ranges[] = {{scale, g.lr_scale, 0, FSDPI_OPTIM_FINITE},
+                                        {decay, g.weight_decay, 0, FSDPI_OPTIM_FINITE}};
     fsdp_status status = fsdpi_optim_ranges(w, what, ranges, 2);
     if (!status) o->groups[k] = g;
     return status;
