@@ -444,7 +444,7 @@ static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit 
     fsdp_ema *ema;
     if (step == 0) { /* what it cannot have */
         CALL(r->w, fsdp_model_cast(model, FSDP_F64));
-        REFUSED(r->w, fsdp_muon_step(muon, 0.1), "[E9011] muon_step: parameter");
+        REFUSED(r->w, fsdp_muon_step(muon, 0.1), "[E9010] muon_step: desc.take returned 1");
         CALL(r->w, fsdp_model_cast(model, FSDP_F32));
     } else if (step == 1) { /* nothing to do */
         freeze_matrices(r, t, unit, 1);
@@ -515,7 +515,8 @@ TEST(muon_values, poisoned) {
     }
 }
 
-/* The pool of flights, to the byte: a matrix of 10 x 7, of which a rank has 5 rows, or all. */
+/* The pool, to the byte: flights of a matrix of 10 x 7, of which a rank has 5 rows, or all; and room
+   for products: a norm, two matrices and two squares, and what the product packs. */
 typedef struct {
     int mesh, how;
     int64_t bytes;
@@ -544,11 +545,12 @@ static void measure(lab_rank *r) {
 }
 TEST(muon_values, memory, NO(ASAN)) { /* which has no buffers that touch */
     const int64_t shard = 5 * 7 * 4, whole = 10 * 7 * 4;
+    const int64_t room = 64 + 2 * round_up(whole) + 2 * round_up(7 * 7 * 4) + FSDP_HOST_GEMM_BYTES;
     const memory_row all[] = {
-        {HSDP, FSDP_MUON_A_PART_EACH, 2 * round_up(2 * shard) + 2 * round_up(2 * 2 * shard)},
-        {HSDP, FSDP_MUON_ALL_EACH, 4 * round_up(2 * shard)},
-        {DDP, FSDP_MUON_A_PART_EACH, 2 * round_up(whole) + 2 * round_up(4 * whole)},
-        {DDP, FSDP_MUON_BY_BYTES, round_up(whole)}};
+        {HSDP, FSDP_MUON_A_PART_EACH, room + 2 * round_up(2 * shard) + 2 * round_up(2 * 2 * shard)},
+        {HSDP, FSDP_MUON_ALL_EACH, room + 4 * round_up(2 * shard)},
+        {DDP, FSDP_MUON_A_PART_EACH, room + 2 * round_up(whole) + 2 * round_up(4 * whole)},
+        {DDP, FSDP_MUON_BY_BYTES, room + round_up(whole)}};
     for (int k = 0; k < 4; k++) lab_run(4, NULL, measure, (void *)(uintptr_t)&all[k]);
 }
 
@@ -562,7 +564,7 @@ static void refuse(lab_rank *r) {
     build(r, &o, &model, unit);
     d.take = take_negative;
     REFUSED(r->w, fsdp_muon_create(model, &d, &muon),
-            "[E9018] muon_create: desc.take returned -1 columns");
+            "[E9010] muon_create: desc.take returned -1 for parameter");
 }
 TEST(muon_values, negative_columns) {
     make_rows();
