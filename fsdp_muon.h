@@ -663,9 +663,8 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     const double given[] = {
         d.momentum,       d.eps,          d.a, d.b, d.c, (double)d.ns_steps, d.nesterov ? 1. : 0,
         (double)d.adjust, (double)d.dtype, (double)d.replicas};
-    status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG
-                                         : fsdpi_optim_agree(base, given, sizeof given);
-    if (!status) status = fsdpi_muon_follow(o, name);
+    status = o->label < 0 || o->pool < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_muon_follow(o, name);
+    if (!status) status = fsdpi_optim_agree(base, given, sizeof given);
     if (status) fsdp_muon_destroy(o);
     else *muon = o;
     return status;
