@@ -32,7 +32,7 @@
      compiler; they depend on whether processors have FMA, and on a `gemm` of yours.
    DTYPES
      f32, bf16 and f16 parameters; momentum in f32. f64 parameters are refused. If desc.dtype is
-     BF16, u and x travel as bf16: half of the bytes, and x off by 2^-9 of itself at most. The
+     BF16, u and x travel as bf16: half of the bytes, and x off by 2^-8 of itself at most. The
      products are then of bf16, too, if there is a `gemm`; the default one is of f32.
    WHICH PARAMETERS
      Those that desc.take chooses, and that require a gradient. Embeddings and heads, which have two
@@ -115,7 +115,8 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void);
                device without desc.gemm, or with cpu_offload; the backend has no all_to_all),
                OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit, and over the world: groups are made for the stream EXTENSION.
-               If ranks give other descs, or take other matrices, the next collective is a MISMATCH
+               If ranks give other descs, or take other matrices, the next collective is a MISMATCH;
+               if they make other groups (desc.replicas), with worker threads a TIMEOUT
    Blocks      while groups are made      Allocates yes      Source torch: torch.optim.Muon */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *desc,
                                                       fsdp_muon **muon);
@@ -502,9 +503,13 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void) {
     return d;
 }
 
-// Are the settings in their ranges, and can this world run them? Commits the model.
-static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const fsdp_muon_desc *d) {
-    const fsdpi_optim_range ranges[] = {
+enum { FSDPI_MUON_RANGES = 10 };
+
+// Are the settings in their ranges, and can this world run them? Commits the model. given: the
+// settings that ranks compare.
+static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const fsdp_muon_desc *d,
+                                       double *given) {
+    const fsdpi_optim_range ranges[FSDPI_MUON_RANGES] = {
         {"desc.weight_decay", d->weight_decay, 0, FSDPI_OPTIM_FINITE},
         {"desc.momentum", d->momentum, 0, 1},
         {"desc.eps", d->eps, 1e-30, FSDPI_OPTIM_FINITE}, // 1/eps, as a, b and c, is a number of f32
@@ -515,12 +520,11 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const 
         {"desc.adjust", (double)d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
         {"desc.replicas", (double)d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
         {"desc.flight_bytes", (double)d->flight_bytes, 1, FSDPI_OPTIM_FINITE}};
-    const double others[] = {d->nesterov ? 1 : 0, (double)d->dtype}; // that ranks compare
     fsdp_world *w = fsdp_model_world(model);
     const char *why = NULL;
     int memory = FSDP_MEMORY_HOST;
     fsdp_status status = fsdpi_optim_begun(o, w, d->magic);
-    if (!status) status = fsdpi_optim_ranges(w, o->name, ranges, 10);
+    if (!status) status = fsdpi_optim_ranges(w, o->name, ranges, FSDPI_MUON_RANGES);
     if (!status && d->dtype != FSDP_F32 && d->dtype != FSDP_BF16)
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E9014] %s: desc.dtype is %s, expected f32 or bf16", o->name,
@@ -537,9 +541,9 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const 
         why = "the shards are on a device, and desc.gemm is NULL or the host's: include "
               "backends/fsdp_cuda_gemm.h, and set desc.gemm to fsdp_cuda_gemm";
     if (why) return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E9015] %s: %s", o->name, why);
-    for (int i = 0; i < 10 && !status; i++)
-        status = fsdp_agree(model, &ranges[i].value, sizeof ranges[i].value);
-    return status ? status : fsdp_agree(model, others, sizeof others);
+    for (int i = 0; i < FSDPI_MUON_RANGES; i++) given[i] = ranges[i].value;
+    given[FSDPI_MUON_RANGES] = 2. * (double)d->dtype + (d->nesterov != 0);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *desc,
@@ -547,6 +551,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     static const char *const name = "muon_create";
     fsdp_muon_desc d, defaults = fsdp_muon_defaults();
     fsdpi_optim settings, *base = NULL;
+    double given[FSDPI_MUON_RANGES + 1];
     if (!model || !muon) return fsdpi_optim_null(name, "model or muon");
     *muon = NULL;
     fsdp_world *w = fsdp_model_world(model);
@@ -558,7 +563,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     settings.extension.destroy = fsdpi_muon_free;
     settings.state_names[0] = "momentum_buffer";
     settings.num_states = 1;
-    if (!status) status = fsdpi_muon_settings(model, &settings, &d);
+    if (!status) status = fsdpi_muon_settings(model, &settings, &d, given);
     // The struct, and its tables behind it.
     const int64_t size = (int64_t)sizeof(fsdp_muon) +
                          params * (int64_t)(sizeof(fsdpi_muon_matrix) + sizeof(fsdpi_muon_flight)) +
@@ -575,8 +580,9 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
     o->label = fsdp_label_register(model, "muon"); // now, as ranks compare it
-    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_optim_agree(base, NULL, 0);
-    if (!status) status = fsdpi_muon_follow(o, name);
+    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_muon_follow(o, name);
+    // Last, when nothing fails any more: a rank that had no memory and calls again agrees once.
+    if (!status) status = fsdpi_optim_agree(base, given, sizeof given);
     if (status) fsdp_muon_destroy(o);
     else *muon = o;
     return status;

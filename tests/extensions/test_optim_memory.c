@@ -180,7 +180,7 @@ static void live(lab_rank *r) {
 }
 
 /* If there is no memory for a group, the world ends. */
-static const row_of calls[] = {{"muon_create", MUON_CREATE, 3, 0, 0, 12, 1},
+static const row_of calls[] = {{"muon_create", MUON_CREATE, 3, 0, 0, 12, 0},
                                {"muon_create/lanes", MUON_CREATE, 2, 2, 0, 12, 1},
                                {"muon_create/replicas", MUON_CREATE, 4, 2, 2, 12, 1},
                                {"muon_step", MUON_STEP, 3, 0, 0, 10, 0},
