@@ -62,6 +62,8 @@ SIM_FN int host_open(host_model *h, const host_case *c) {
         ud.num_params = HOST_PARAMS;
         if (fsdp_fully_shard(h->model, &ud, &h->units[i])) return 1;
     }
+    /* The loops ask for no gradients: without this there would be none to reduce. */
+    if (fsdp_set_reduce_scatter_unused_params(h->model, NULL, 1)) return 1;
     if (fsdp_model_reserve(h->model)) return 1;
     return c->way != HOST_CALLS && fsdp_plan_create(h->model, &pd, &h->plan) != FSDP_OK;
 }

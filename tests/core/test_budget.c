@@ -32,11 +32,11 @@ static const struct {
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
     const char *asked;         /* with a flight record, or a trace: its variable */
 } budgets[] = {
-    {"inline", 0, FSDP_F32, 0, {980, 1385, 660, 100, 110}, NULL},
-    {"streams", 1, FSDP_BF16, 0, {1920, 2430, 665, 100, 110}, NULL},
-    {"by_columns", 0, FSDP_F32, 1, {980, 1385, 660, 100, 110}, NULL},
-    {"recorded", 0, FSDP_F32, 0, {1600, 2100, 900, 100, 110}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4900, 6700, 830, 100, 110}, "FSDP_TRACE"},
+    {"inline", 0, FSDP_F32, 0, {980, 2100, 660, 100, 110}, NULL},
+    {"streams", 1, FSDP_BF16, 0, {1920, 3610, 665, 100, 110}, NULL},
+    {"by_columns", 0, FSDP_F32, 1, {980, 2100, 660, 100, 110}, NULL},
+    {"recorded", 0, FSDP_F32, 0, {1600, 2950, 900, 100, 110}, "FSDP_FLIGHT_RECORD"},
+    {"traced", 0, FSDP_F32, 0, {4900, 8900, 830, 100, 110}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
@@ -73,8 +73,8 @@ static const struct {
     fsdp_dtype dtype;
     double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
 } replays[] = {
-    {"inline", 0, FSDP_F32, {100, 125, 112}, {100, 120, 111}},
-    {"streams", 1, FSDP_BF16, {100, 130, 137}, {100, 127, 133}},
+    {"inline", 0, FSDP_F32, {100, 91, 81}, {100, 93, 86}},
+    {"streams", 1, FSDP_BF16, {100, 100, 105}, {100, 100, 105}},
 };
 
 TEST_P(budget, replays, replays, SECONDS(120)) {
