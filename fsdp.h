@@ -34,12 +34,12 @@ CONTENTS
     core/watch.h        which functions of extensions are called, and in what order
     core/host.h         the host as a device
     core/timeline.h     measures when records ran on a device
-    core/run.h          how records run: at once, in worker threads, on a device's streams
+    core/run.h          how records run, and fsdpi_emit, the only door to them
     core/backends.h     the table of the backends that are compiled in
     core/mesh.h         ranks arranged in N dims, and their groups
     core/layout.h       where everything lies in a unit's slots, and the lists that say so
     core/guard.h        AddressSanitizer: what the caller must not touch
-    core/ops.h          op records; fsdpi_emit, the only door to the tables
+    core/ops.h          op records: how they are made
     core/pool.h         buffers and slots, and units that take and give them back
     core/unit.h         makes a unit of the desc of fully_shard
     core/template.h     steps become records: prepared at commit, emitted by fsdpi_emit_step

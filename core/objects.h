@@ -227,7 +227,7 @@ typedef struct fsdpi_template {
     fsdp_op op;
     const fsdpi_part *part;   // NULL: of the whole unit
     const fsdpi_work *work;   // blocks or segments; NULL: none
-    fsdp_buf **src, **dst;    // the unit's slots that it reads and writes; NULL: no slots
+    fsdp_buf *const *src, *const *dst; // where the pointers to what it reads and writes stand
     int64_t begin;            // of what is read, in bytes of its buffer
     uint8_t from, to;         // the places that are set
     uint8_t is_compared;      // ranks compare which parameters are used

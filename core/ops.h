@@ -1,4 +1,4 @@
-/* core/ops.h - op records; fsdpi_emit, the only door to the tables
+/* core/ops.h - op records: how they are made
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -15,9 +15,6 @@
 #include "watch.h"
 
 #include <string.h>
-
-// fsdpi_emit numbers a record, counts it, shows it to extensions, derives its waits from the
-// buffers that it reads and writes, and runs it.
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
@@ -37,68 +34,6 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.step = m->step;
     op.given = m->given;
     return op;
-}
-
-/* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
-   time); the first write after acquire waits for the last consumer's release. */
-static inline void fsdpi_derive_waits(fsdp_op *op) {
-    const fsdp_buf *src = op->src, *dst = op->dst;
-    uint8_t num = 0;
-    if (src && src->ready.seq != 0 && src->ready.stream != op->stream) op->wait[num++] = src->ready;
-    if (dst && dst != src) {
-        const fsdp_event *event = dst->avail.seq ? &dst->avail : &dst->ready;
-        if (event->seq != 0 && event->stream != op->stream) op->wait[num++] = *event;
-    }
-    op->num_waits = num;
-}
-
-// Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
-static FSDPI_NOINLINE fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
-    int32_t size;
-    *seen = *op;
-    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
-    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_TIMES);
-    void *user;
-    seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
-    return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
-}
-
-static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
-    fsdp_world *w = m->world;
-    fsdp_status status = FSDP_OK;
-    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
-    fsdp_op seen;
-    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
-    if (runs) status = fsdpi_issue(w, runs);
-    // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
-    if (op->dst) op->dst->avail.seq = 0;
-    // GATHER and EXTENSION run ahead: their next record may come before a reader of this one.
-    unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
-    if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
-    return status;
-}
-
-// The record is the caller's: it may be one that is issued again and again.
-static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
-    fsdp_status status = fsdpi_failed(m->world);
-    if (status) return status;
-    op->seq = ++m->seq;
-    m->counters.calls[op->kind]++;
-    m->counters.bytes[op->kind] += op->bytes;
-    if (m->world->mode == FSDPI_INLINE && !(m->watch & FSDPI_RECORDS))
-        return fsdpi_execute(m->world, op, NULL); // no order to keep
-    return fsdpi_emit_ordered(m, op);
-}
-
-// A marker: numbered, counted and shown. It waits for nothing and sets no event.
-static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
-    fsdp_status status = fsdpi_failed(m->world);
-    if (status || !(m->watch & FSDPI_OPS)) return status;
-    op->seq = ++m->seq;
-    m->counters.calls[op->kind]++;
-    fsdp_op seen;
-    (void)fsdpi_watched(m, op, &seen);
-    return FSDP_OK;
 }
 
 // What happens to a buffer, where extensions see records.

@@ -1,4 +1,5 @@
-/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams
+/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams; fsdpi_emit,
+   the only door to them
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -53,7 +54,7 @@ static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
 }
 
 // recorded: its entry in the flight record, or NULL.
-FSDPI_MERGED fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream,
+static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream,
                                               fsdpi_flight_op *recorded) {
     fsdp_coll c; // every field is set here
     c.kind = op->kind;
@@ -154,31 +155,35 @@ static inline int fsdpi_can_close(const fsdp_world *w) {
     return fsdpi_is_guarded(w) && w->device_ops->copy != NULL;
 }
 
+// The work of a record has failed: that of a function of the user, or of the device.
+static FSDPI_NOINLINE fsdp_status fsdpi_work_failed(fsdp_world *w, const fsdp_op *op,
+                                                    fsdp_status status) {
+    if (op->kind == FSDP_OP_CALL) return fsdpi_user_fail(w, op, status);
+    return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",
+                            w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what,
+                            w->device_ops->name, fsdpi_device_text(w, status));
+}
+
 // Does what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
-    fsdp_status status = FSDP_OK;
+    fsdp_status status;
     switch (op->kind) {
+    case FSDP_OP_USE: return FSDP_OK;
     case FSDP_OP_COPY: status = d->copy(w->device, stream, op); break;
     case FSDP_OP_ZERO: status = d->zero(w->device, stream, op); break;
     case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;
-    case FSDP_OP_CALL:
-        status = op->call(op, stream);
-        return status ? fsdpi_user_fail(w, op, status) : FSDP_OK;
+    case FSDP_OP_CALL: status = op->call(op, stream); break;
     case FSDP_OP_UPDATE:
         status = op->call ? op->call(op, stream)
                           : d->update(w->device, stream, (const fsdp_update *)op->list,
                                       op->list_count);
         break;
-    case FSDP_OP_USE: break;
     default:
         return w->flight ? fsdpi_run_recorded(w, op, stream)
                          : fsdpi_run_collective(w, op, stream, NULL);
     }
-    if (status == FSDP_OK) return FSDP_OK;
-    return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",
-                            w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
-                            fsdpi_device_text(w, status));
+    return status ? fsdpi_work_failed(w, op, status) : FSDP_OK;
 }
 
 // The same for a record of which an extension wants the times. On a stream: of which
@@ -424,6 +429,68 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
     if (op->timed && op->num_waits) op->waited_ns = fsdpi_now(w) - reached;
     FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
     return fsdpi_run_op(w, op, NULL);
+}
+
+/* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
+   time); the first write after acquire waits for the last consumer's release. */
+static inline void fsdpi_derive_waits(fsdp_op *op) {
+    const fsdp_buf *src = op->src, *dst = op->dst;
+    uint8_t num = 0;
+    if (src && src->ready.seq != 0 && src->ready.stream != op->stream) op->wait[num++] = src->ready;
+    if (dst && dst != src) {
+        const fsdp_event *event = dst->avail.seq ? &dst->avail : &dst->ready;
+        if (event->seq != 0 && event->stream != op->stream) op->wait[num++] = *event;
+    }
+    op->num_waits = num;
+}
+
+// Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
+static FSDPI_NOINLINE fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
+    int32_t size;
+    *seen = *op;
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
+    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_TIMES);
+    void *user;
+    seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
+    return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
+}
+
+static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
+    fsdp_world *w = m->world;
+    fsdp_status status = FSDP_OK;
+    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
+    fsdp_op seen;
+    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
+    if (runs) status = fsdpi_issue(w, runs);
+    // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
+    if (op->dst) op->dst->avail.seq = 0;
+    // GATHER and EXTENSION run ahead: their next record may come before a reader of this one.
+    unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
+    if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
+    return status;
+}
+
+// The record is the caller's: it may be one that is issued again and again.
+static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
+    op->seq = ++m->seq;
+    m->counters.calls[op->kind]++;
+    m->counters.bytes[op->kind] += op->bytes;
+    if (m->world->mode == FSDPI_INLINE && !(m->watch & FSDPI_RECORDS))
+        return fsdpi_execute(m->world, op, NULL); // no order to keep
+    return fsdpi_emit_ordered(m, op);
+}
+
+// A marker: numbered, counted and shown. It waits for nothing and sets no event.
+static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !(m->watch & FSDPI_OPS)) return status;
+    op->seq = ++m->seq;
+    m->counters.calls[op->kind]++;
+    fsdp_op seen;
+    (void)fsdpi_watched(m, op, &seen);
+    return FSDP_OK;
 }
 
 // Shows a record that belongs to no model to the extensions of all models, and runs it at once. The

@@ -60,7 +60,6 @@ static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
 }
 
 enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
-enum { FSDPI_OUTSIDE = 1, FSDPI_INSIDE = 2, FSDPI_BOTH = 3 };                // of backward
 enum { FSDPI_KEEP = 255 };                                                   // next: as it is
 
 enum {                // what a row asks of a unit beside its state
@@ -70,60 +69,56 @@ enum {                // what a row asks of a unit beside its state
 };
 
 typedef struct fsdpi_row {
-    uint8_t from, phase;
+    uint8_t from[2]; // sets of training states: outside of backward, inside of it
     uint8_t asks;
     uint8_t next;                            // training state
     fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
 } fsdpi_row;
 
 // clang-format off
-// The rows of each call, in the order of FSDP_CALL_LIST; a row with from 0 is none.
+// The rows of each call, in the order of FSDP_CALL_LIST; a row without training states is none.
 static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
-//   from               phase       asks next           actions
+//    from: outside, inside of backward     asks  next        actions
     { // pre_forward
-        {FSDPI_I | FSDPI_F, FSDPI_OUTSIDE, 0, FSDP_STATE_FORWARD,
+        {{FSDPI_I | FSDPI_F, 0}, 0, FSDP_STATE_FORWARD,
             {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
         // recompute: of a unit nested in others' backward, of the unit whose backward it is
-        {FSDPI_I | FSDPI_B, FSDPI_INSIDE, FSDPI_DUE, FSDP_STATE_FORWARD,
-            {fsdpi_do_unshard, fsdpi_do_wait}},
-        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
+        {{0, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {fsdpi_do_unshard, fsdpi_do_wait}},
     },
     { // post_forward
-        {FSDPI_F,           FSDPI_OUTSIDE, 0, FSDP_STATE_IDLE,
-            {fsdpi_do_record, fsdpi_do_reshard_forward}},
-        {FSDPI_F,           FSDPI_INSIDE, 0, FSDP_STATE_IDLE, {NULL}},
-        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}},
+        {{FSDPI_F, 0}, 0, FSDP_STATE_IDLE, {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {{0, FSDPI_F}, 0, FSDP_STATE_IDLE, {NULL}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
     },
     { // pre_backward
-        {FSDPI_I | FSDPI_B, FSDPI_BOTH, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
+        {{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
             {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
              fsdpi_do_prefetch_backward, fsdpi_do_enter}},
-        {FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
     },
     { // post_backward
-        {FSDPI_P,           FSDPI_INSIDE, 0, FSDP_STATE_POST_BACKWARD,
-            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {{0, FSDPI_P}, 0, FSDP_STATE_POST_BACKWARD, {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
     },
-    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
-    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
-    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
+    {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
     { // finalize
-        {FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
-            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+        {{FSDPI_P, FSDPI_P}, 0, FSDP_STATE_IDLE, {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDP_STATE_IDLE,
             {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
     },
-    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
-    {{FSDPI_P,           FSDPI_INSIDE, 0, FSDPI_KEEP, {NULL}}}, // grad
-    {{FSDPI_I, FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
-    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
-    {{FSDPI_I,           FSDPI_OUTSIDE, 0, FSDPI_KEEP, {NULL}}}, // full
-    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
-    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
-    {{FSDPI_I,           FSDPI_OUTSIDE, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
-    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
-    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
-    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // data
+    {{{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}}}, // grad
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{{FSDPI_I, 0}, 0, FSDPI_KEEP, {NULL}}}, // full
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
+    {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {NULL}}}, // set
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // of an extension
 };
 // clang-format on
 
@@ -138,10 +133,9 @@ typedef struct fsdpi_point {
 } fsdpi_point;
 
 static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
-    int phase = at->backward ? FSDPI_INSIDE : FSDPI_OUTSIDE;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
-        if ((row->from & (1 << at->training)) && (row->phase & phase) &&
+        if ((row->from[at->backward] >> at->training & 1) &&
             (!(row->asks & FSDPI_DUE) || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
             return row;
     }
@@ -186,7 +180,7 @@ static const char *fsdpi_place_of(const fsdpi_point *at) {
          "has run forward, and its turn in the model's backward has not come"}};
     if (at->training == FSDP_STATE_FORWARD) return "is in forward, which has not ended";
     if (at->training == FSDP_STATE_PRE_BACKWARD) return "is in backward, which has not ended";
-    if (at->training == FSDP_STATE_IDLE) return idle[at->backward != 0][at->forwards > 0];
+    if (at->training == FSDP_STATE_IDLE) return idle[at->backward][at->forwards > 0];
     return at->forwards > 0 ? "has run a backward, and a forward of it waits for another one"
                             : "has run its backward, and the model's backward has not ended";
 }
@@ -211,17 +205,11 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
                            first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
-static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
-    return row->next == FSDPI_KEEP ? u->state.training : row->next;
-}
-
 // Run one row for a unit.
 static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
-    const uint8_t next = fsdpi_next_state(u, row);
-    u->model->call_state = next;
     FSDPI_GUARD(fsdpi_open_unit(u));
     for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
-    u->state.training = next;
+    if (row->next != FSDPI_KEEP) u->state.training = row->next;
     FSDPI_GUARD(fsdpi_close_unit(u));
     FSDPI_GUARD(fsdpi_close_free(u->model));
 #ifdef FSDPI_DEBUG
@@ -340,14 +328,12 @@ static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsd
 
 FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
-    fsdp_status status = FSDP_OK;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
-        m->call_state = fsdpi_next_state(u, row);
-        status = fsdpi_show_call(m, u, call, NULL);
-    }
-    return status ? status : fsdpi_run_row(u, row);
+    m->call_state = row->next == FSDPI_KEEP ? u->state.training : row->next;
+    if (m->watch & FSDPI_OPS) // equivalent condition: it saves work alone
+        FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
+    return fsdpi_run_row(u, row);
 }
 
 // The same for a call of which an extension wants to know when it ends.

@@ -168,15 +168,16 @@ static void fsdpi_templates_make(fsdp_unit *u) {
     l->templates[FSDPI_STEP_COUNT] = t;
 }
 
-// Shards and shard gradients stay where they are; a slot is another one at another time.
-static void fsdpi_template_place(fsdp_unit *u, const fsdpi_template *t, int place, fsdp_buf **buf,
-                                 fsdp_buf ***slot) {
-    const fsdpi_part *part = t->part ? t->part : &u->layout.parts[u->layout.first_train];
-    const fsdpi_flat_block *flat = fsdpi_flat_of(u, part);
-    *buf = place == FSDP_POOL_SHARD        ? flat->shard
-           : place == FSDP_POOL_SHARD_GRAD ? flat->grad
-                                           : NULL;
-    *slot = *buf || place == FSDPI_NOWHERE ? NULL : &u->state.slot[place];
+// Where the pointer to a place's buffer stands: a slot is another one at another time.
+static fsdp_buf *const *fsdpi_template_place(const fsdp_unit *u, const fsdpi_template *t,
+                                             int place) {
+    static fsdp_buf *const none = NULL;
+    const fsdpi_flat_block *flat =
+        fsdpi_flat_of(u, t->part ? t->part : &u->layout.parts[u->layout.first_train]);
+    return place == FSDPI_NOWHERE          ? &none
+           : place == FSDP_POOL_SHARD      ? &flat->shard
+           : place == FSDP_POOL_SHARD_GRAD ? &flat->grad
+                                           : &u->state.slot[place];
 }
 
 // Writes what depends on the places that a step reads and writes, which seldom change.
@@ -191,8 +192,8 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
     fsdp_dtype from = s->from == FSDPI_NOWHERE ? to : fsdpi_place_dtype(u, t->part, s->from);
     t->from = s->from;
     t->to = s->to;
-    fsdpi_template_place(u, t, s->from, &op->src, &t->src);
-    fsdpi_template_place(u, t, s->to, &op->dst, &t->dst);
+    t->src = fsdpi_template_place(u, t, s->from);
+    t->dst = fsdpi_template_place(u, t, s->to);
     op->in_place = group && s->from == s->to;
     if (t->work) fsdpi_op_work(op, from, to, t->work + second);
     t->begin = s->kind == FSDPI_STEP_GATHER && s->from == FSDP_POOL_SHARD
@@ -224,9 +225,6 @@ static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
 static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s) {
     fsdp_model *m = u->model;
     fsdpi_template *t = u->layout.templates[s->kind], *end = u->layout.templates[s->kind + 1];
-    if (t == end && !s->how) return FSDP_OK;
-    const int divides = s->how & FSDPI_DIVIDES, of_grads = s->kind >= FSDPI_STEP_ZERO_GRAD;
-    const double factor = u->facts.divide_factor;
     if (s->how & FSDPI_ACQUIRES) {
         int pool = s->to == FSDPI_FRESH ? (int)FSDP_POOL_REDUCE_OUT : s->to;
         FSDPI_TRY(fsdpi_acquire(u, pool, &u->state.slot[s->to]));
@@ -234,20 +232,22 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s) {
     for (; t != end; t++) {
         fsdp_op *op = &t->op;
         if (t->from != s->from || t->to != s->to) fsdpi_template_set_places(u, t, s);
-        if (t->src) op->src = *t->src;
-        if (t->dst) op->dst = *t->dst;
+        op->src = *t->src;
+        op->dst = *t->dst;
         if (op->src) op->src_ptr = op->src->ptr + t->begin;
         if (op->dst) op->dst_ptr = op->dst->ptr;
-        if (of_grads) {
+        op->state = m->call_state;
+        op->step = m->step;
+        op->given = m->given;
+        if (s->kind >= FSDPI_STEP_ZERO_GRAD) {
+            const double factor = u->facts.divide_factor;
+            const int divides = s->how & FSDPI_DIVIDES;
             op->scale = divides ? s->scale / factor : s->scale;
             op->share = divides ? s->scale : 0;
             op->factor = divides || t->is_compared ? factor : 0;
             op->accumulate = s->how & FSDPI_ADDS;
+            if (t->is_compared) fsdpi_set_compared(u, u->route.held, op);
         }
-        op->state = m->call_state;
-        op->step = m->step;
-        op->given = m->given;
-        if (t->is_compared) fsdpi_set_compared(u, u->route.held, op);
         FSDPI_TRY(fsdpi_emit(m, op));
     }
     if (!(s->how & FSDPI_RELEASES)) return FSDP_OK;

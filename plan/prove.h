@@ -21,7 +21,7 @@
 // walked in the order of issue. Each stream carries a vector clock, each piece of memory the clocks
 // of its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
 // released, and writes gradients until WROTE. The rules of waits and of bytes are written here once
-// more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/ops.h: so the proof
+// more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/run.h: so the proof
 // checks the core's rules, too.
 
 // An access: by whom, at which of its ticks, and for the text at which line.
