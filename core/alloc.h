@@ -55,6 +55,13 @@ static FSDPI_NOINLINE void fsdpi_free(const fsdp_allocator *a, void *ptr) {
     if (ptr) a->free((char *)ptr - FSDPI_ALIGN, fsdpi_alloc_size(ptr), a->user);
 }
 
+static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
+    size_t size = strlen(text) + 1;
+    char *copy = (char *)fsdpi_alloc(a, size);
+    if (copy) memcpy(copy, text, size);
+    return copy;
+}
+
 static void *fsdpi_model_alloc(fsdp_model *m, size_t size) {
     void *ptr = fsdpi_alloc(&m->world->boot.allocator, size);
     if (!ptr) return NULL;

@@ -26,18 +26,15 @@ static const fsdpi_step
                    FSDPI_ACQUIRES | FSDPI_RELEASES, 1},
     fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER,
                            FSDPI_RELEASES, 1},
-    fsdpi_wait_gather = {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
-    fsdpi_wait_shards = {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1};
-
-static fsdp_status fsdpi_emit_wait(fsdp_unit *u) {
-    int alias = u->layout.gather == FSDPI_GATHER_ALIAS;
-    return fsdpi_emit_step(u, alias ? &fsdpi_wait_shards : &fsdpi_wait_gather);
-}
+    fsdpi_waits[] = { // by fsdpi_layout.gather: where the full parameters lie
+        {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
+        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
+        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    FSDPI_TRY(fsdpi_emit_wait(u));
+    FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_waits[u->layout.gather]));
     if (s->ahead) u->model->ahead_bytes -= (int64_t)s->slot[FSDP_POOL_GATHER]->bytes;
     s->ahead = 0;
     s->storage = FSDP_STORAGE_UNSHARDED;
@@ -107,7 +104,8 @@ static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int in_flight = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
     if (in_flight ? u->model->is_last_backward : u->options.reshard_after_backward)
         return fsdpi_do_reshard(u);
-    return in_flight && u->model->grad_hooks ? fsdpi_emit_wait(u) : FSDP_OK;
+    if (!in_flight || !u->model->grad_hooks) return FSDP_OK;
+    return fsdpi_emit_step(u, &fsdpi_waits[u->layout.gather]);
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.

@@ -50,7 +50,7 @@ static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
         fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
 }
 static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
-    if (!buf->ptr || !fsdpi_can_close(w)) return buf->ptr;
+    if (!fsdpi_can_close(w)) return buf->ptr;
     fsdpi_unpoison(fsdpi_spot(buf, 0), fsdpi_room(w, buf));
     return fsdpi_spot(buf, 0);
 }

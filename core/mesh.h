@@ -18,13 +18,6 @@
 // Owns: ranks arranged in N dims, row-major, and one process group per dim, or two if gathers and
 // reductions may run at the same time. Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
 
-static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
-    size_t size = strlen(text) + 1;
-    char *copy = (char *)fsdpi_alloc(a, size);
-    if (copy) memcpy(copy, text, size);
-    return copy;
-}
-
 static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
     int numel = 1;
     for (int d = 0; d < mesh->ndim; d++) numel *= mesh->shape[d];

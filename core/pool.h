@@ -35,8 +35,9 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     }
-    size_t room = fsdpi_room(w, buf);
-    char *ptr = buf->part ? NULL : fsdpi_open_room(w, buf);
+    size_t room = buf->bytes;
+    char *ptr = buf->part ? NULL : buf->ptr;
+    if (ptr) FSDPI_GUARD((room = fsdpi_room(w, buf), ptr = fsdpi_open_room(w, buf)));
     if (ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, ptr, room);
     else if (ptr)
         w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE, ptr,
@@ -65,7 +66,8 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     void *ptr = NULL;
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
-    size_t room = fsdpi_room(w, buf);
+    size_t room = buf->bytes;
+    FSDPI_GUARD((room = fsdpi_room(w, buf)));
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
                                 : w->device_ops->alloc(w->device, kind, room, &ptr);
     if (status) {
@@ -78,7 +80,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
             what, shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     }
     buf->ptr = (char *)ptr;
-    fsdpi_close_room(w, buf);
+    FSDPI_GUARD(fsdpi_close_room(w, buf));
     return FSDP_OK;
 }
 

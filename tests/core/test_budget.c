@@ -32,11 +32,11 @@ static const struct {
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
     const char *asked;         /* with a flight record, or a trace: its variable */
 } budgets[] = {
-    {"inline", 0, FSDP_F32, 0, {980, 2100, 660, 100, 110}, NULL},
-    {"streams", 1, FSDP_BF16, 0, {1920, 3610, 665, 100, 110}, NULL},
-    {"by_columns", 0, FSDP_F32, 1, {980, 2100, 660, 100, 110}, NULL},
-    {"recorded", 0, FSDP_F32, 0, {1600, 2950, 900, 100, 110}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4900, 8900, 830, 100, 110}, "FSDP_TRACE"},
+    {"inline", 0, FSDP_F32, 0, {931, 2010, 540, 100, 110}, NULL},
+    {"streams", 1, FSDP_BF16, 0, {1860, 3500, 550, 100, 110}, NULL},
+    {"by_columns", 0, FSDP_F32, 1, {931, 2010, 540, 100, 110}, NULL},
+    {"recorded", 0, FSDP_F32, 0, {1520, 2860, 570, 100, 110}, "FSDP_FLIGHT_RECORD"},
+    {"traced", 0, FSDP_F32, 0, {4800, 8800, 700, 100, 110}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
@@ -73,8 +73,8 @@ static const struct {
     fsdp_dtype dtype;
     double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
 } replays[] = {
-    {"inline", 0, FSDP_F32, {100, 91, 81}, {100, 93, 86}},
-    {"streams", 1, FSDP_BF16, {100, 100, 105}, {100, 100, 105}},
+    {"inline", 0, FSDP_F32, {100, 94, 85}, {100, 96, 89}},
+    {"streams", 1, FSDP_BF16, {100, 102, 108}, {100, 103, 108}},
 };
 
 TEST_P(budget, replays, replays, SECONDS(120)) {
