@@ -410,30 +410,6 @@ typedef struct fsdp_range {
    Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
 FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
 
-/* fsdp_chunk_with_empty - rows and starts of all chunks
-   rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
-   Thread      any
-   Source      torch: _chunk_with_empty */
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts);
-
-/* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
-   shape, out  int64_t[ndim]; may be the same array
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
-   Thread      any
-   Source      torch: _get_dim0_padded_size */
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
-
-/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
-   shape, out  int64_t[ndim]; may be the same array
-   dim         -ndim <= dim < ndim
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG
-   Thread      any
-   Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out);
-
 // `count` elements at `shard` of a flat block, world*count elements at `full` of a slot.
 // all_gather reads a list of these from left to right, reduce_scatter from right to left.
 typedef struct fsdp_seg {
@@ -966,8 +942,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_in
 /* fsdp_param_view_get - view of parameter `index` of a unit; data and shard are equal
    fsdp_param_at       - view of parameter `ordinal` of the model
    Result      FSDP_OK; INVALID_ARG, errors of commit
-   Collective  as fsdp_model_commit at the first use, then no
-   Allocates as commit
+   Collective  as fsdp_model_commit at the first use, then no      Allocates as commit
    Source      torch: the sharded nn.Parameter(DTensor), _from_local_no_grad */
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out);
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out);
@@ -996,8 +971,7 @@ typedef struct fsdp_flat {
    Result      FSDP_OK (numel 0: no trainable parameter has that dtype); INVALID_ARG, errors of
                commit
    Gradients   after fsdp_finalize_backward the gradient of a parameter that has none is zero
-   Collective  as fsdp_model_commit at the first use, then no
-   Allocates as commit */
+   Collective  as fsdp_model_commit at the first use, then no      Allocates as commit */
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
 /* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed
@@ -1296,10 +1270,9 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
                               backward
    fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  replace ops->run(comm, coll)
    fsdp_set_custom_all_reduce  replaces it for a unit's all_reduce over its replicas, in place:
-                              coll->count elements of coll->dtype at coll->dst. First come the
-                              gradients of the trainable parameters in the order of their shards,
-                              then for each of these parameters how often it was used. The hook
-                              makes all of them sums over the group; the library divides
+                              coll->count elements of coll->dtype at coll->dst, the gradients of
+                              the trainable parameters in the order of their shards. The hook makes
+                              them sums over the group; the library divides
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks for operations under way

@@ -56,9 +56,8 @@ static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *c
 // The sum of |g|^p of all gradients, or the maximum, to m->scalar. The host does not wait.
 static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     const fsdp_mesh *mesh = m->info.mesh;
-    fsdp_status status = FSDP_OK;
     int num = 0, accumulate = 0;
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
         if (!m->flats[d].grad) continue;
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_NORM, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
         op.dtype = (uint8_t)fsdpi_grad_dtype(m, d);
@@ -73,28 +72,27 @@ static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
         op.dst = m->scalar;
         op.src_ptr = op.src->ptr;
         op.dst_ptr = op.dst->ptr;
-        status = fsdpi_emit(m, &op);
+        FSDPI_TRY(fsdpi_emit(m, &op));
         accumulate = 1;
     }
     if (!accumulate) // no trainable parameter at all
-        status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
-                                 0, 1, 0);
-    if (!status && !m->mixed)
-        status = fsdpi_norm_reduce(m, given, m->shard_reduce_comm, m->info.shard_mesh_size);
-    else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
-        status = fsdpi_norm_reduce(m, given, m->world->reduce_comm, m->world->size);
+        FSDPI_TRY(fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar,
+                                  FSDP_F64, 0, 1, 0));
+    if (!m->mixed)
+        FSDPI_TRY(fsdpi_norm_reduce(m, given, m->shard_reduce_comm, m->info.shard_mesh_size));
+    else if (fsdpi_mesh_numel(mesh) == m->world->size)
+        FSDPI_TRY(fsdpi_norm_reduce(m, given, m->world->reduce_comm, m->world->size));
     else
-        for (int d = 0; d < mesh->ndim && !status; d++)
-            status = fsdpi_norm_reduce(m, given, mesh->reduce_comm[d], mesh->shape[d]);
-    return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
+        for (int d = 0; d < mesh->ndim; d++)
+            FSDPI_TRY(fsdpi_norm_reduce(m, given, mesh->reduce_comm[d], mesh->shape[d]));
+    return fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
 // The device computes the factor from m->scalar, and multiplies all gradients by it. If the norm is
 // NaN, gradients become NaN, as in PyTorch; the padding between them stays 0.
 static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     fsdp_block *blocks = m->norm_blocks + m->num_params; // a plan keeps norm and clip of a step
-    fsdp_status status = FSDP_OK;
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
         if (!m->flats[d].grad) continue;
         fsdpi_work work = {blocks, NULL, fsdpi_grad_blocks(m, d, 0, blocks), 0};
         fsdpi_count(&work);
@@ -104,10 +102,10 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
         op.scale = max_norm;
         op.norm_type = m->norm_type;
         op.clip = (const double *)(const void *)m->scalar->ptr;
-        status = fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work);
+        FSDPI_TRY(
+            fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work));
     }
-    if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    return status;
+    return m->desc.cpu_offload ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {

@@ -23,7 +23,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Where each unit lies in the flat blocks: trainables of all units, then frozen ones.
+// Where each unit lies in the flat blocks: trainables of all units, then frozen ones. A unit whose
+// parameters are all empty still needs an address to point at.
 static void fsdpi_place_units(fsdp_model *m) {
     for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
         m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
@@ -39,6 +40,14 @@ static void fsdpi_place_units(fsdp_model *m) {
                 flat->numel += fsdpi_align_up(list->shard_numel, align);
                 if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
             }
+        }
+    }
+    for (int i = 0; i < m->num_units; i++) {
+        for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->layout.parts[k];
+            fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
+            if (flat->numel == 0) flat->numel = 1;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
         }
     }
 }
@@ -123,18 +132,14 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
-    fsdp_status status = FSDP_OK;
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
         fsdpi_flat_block *flat = &m->flats[d];
-        if (flat->numel > 0)
-            status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d),
-                                   &flat->shard);
-        if (!status && flat->grad_numel > 0)
-            status = fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD,
-                                   (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
-                                   &flat->grad);
+        size_t bytes = (size_t)fsdpi_bytes(flat->numel, d);
+        size_t grad_bytes = (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d));
+        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD, bytes, &flat->shard));
+        if (grad_bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD, grad_bytes, &flat->grad));
     }
-    return status;
+    return FSDP_OK;
 }
 
 static void fsdpi_blocks_free(fsdp_model *m) {
@@ -149,18 +154,6 @@ static void fsdpi_blocks_free(fsdp_model *m) {
     m->scalar = m->full_scratch = NULL;
     m->norm_type = 0;
     m->full_copy = NULL;
-}
-
-// A unit whose parameters are all empty still needs an address to point at.
-static void fsdpi_need_blocks(fsdp_model *m) {
-    for (int i = 0; i < m->num_units; i++) {
-        for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
-            const fsdpi_part *part = &m->units[i]->layout.parts[k];
-            fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
-            if (flat->numel == 0) flat->numel = 1;
-            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
-        }
-    }
 }
 
 static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
@@ -248,7 +241,6 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
         if (!m->units[i]->layout.num_parts) status = fsdpi_unit_arrange(m->units[i]);
     if (status) return fsdpi_fail_together(m->world, status);
     fsdpi_place_units(m);
-    fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (!status) status = fsdpi_commit_tables(m);
@@ -271,10 +263,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
 /* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
    another and moves what the blocks hold. The slots go too, since their sizes change. */
 static fsdp_status fsdpi_request_commit(fsdp_model *m) {
-    fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);
-    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_do_reshard(m->units[i]);
-    if (status) return status;
+    for (int i = 0; i < m->num_units; i++) FSDPI_TRY(fsdpi_do_reshard(m->units[i]));
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++)
         for (int k = 0; k < m->units[i]->desc.num_params; k++) {

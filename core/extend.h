@@ -154,8 +154,7 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
                                      fsdp_buf **buf) {
     if (!model || !buf) return fsdpi_null_of(model, "buf_create", "model or buf");
     *buf = NULL;
-    fsdp_status status = fsdpi_failed(model->world);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(model->world));
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
         return fsdpi_bad(model->world,
@@ -208,8 +207,7 @@ FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)bu
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_refuse_in_rehearsal(model, "pools_trim");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_refuse_in_rehearsal(model, "pools_trim"));
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];
@@ -227,8 +225,7 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     if (!model || !what || !memory)
         return fsdpi_null_of(model, "update_place", "model, what or memory");
     const fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_commit(model);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_commit(model));
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
@@ -278,8 +275,8 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
     if (nbytes < 0)
         return fsdpi_bad(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
                          (long long)nbytes);
-    fsdp_status status = fsdpi_failed(model->world);
-    return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
+    FSDPI_TRY(fsdpi_failed(model->world));
+    return fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
 
 FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why) {

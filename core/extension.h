@@ -127,8 +127,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
    what        its name, for the text and the marker; NULL: the name of `call`
    Result      FSDP_OK; INVALID_STATE (the text names the missing call), errors of commit
-   Collective  as fsdp_model_commit at the first use, then no
-   Allocates as commit */
+   Collective  as fsdp_model_commit at the first use, then no      Allocates as commit */
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what);
 
 /* fsdp_label_register, fsdp_pool_register - the number of a label or pool with this name in a

@@ -70,17 +70,16 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     int world = fsdpi_shards(u);
     size_t size = fsdp_dtype_size(dtype);
     if (world == 1) {
-        fsdp_status ready = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, block);
-        if (!ready && full)
-            ready = fsdpi_transfer(m->world, full, block->ptr + (size_t)p->lay.shard_offset * size,
-                                   (size_t)p->lay.numel * size);
-        return ready;
+        FSDPI_TRY(fsdpi_emit_use(m, u, FSDP_LABEL_FULL, block));
+        if (!full) return FSDP_OK;
+        return fsdpi_transfer(m->world, full, block->ptr + (size_t)p->lay.shard_offset * size,
+                              (size_t)p->lay.numel * size);
     }
     fsdp_status status = m->full_scratch ? FSDP_OK : fsdpi_full_scratch(m);
     if (status) return fsdpi_fail_together(m->world, status);
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
-    for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
+    for (int64_t at = 0; at < p->lay.shard_numel; at += step) {
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
         m->full_seg = seg; // if the call fails, a worker thread may still read it afterwards
@@ -93,19 +92,17 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         op.in_place = 1; // peers may not be able to read the shards
         op.comm = u->desc.info.shard_comm;
         op.group_size = world;
-        status = fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own);
-        if (!status)
-            status = fsdpi_emit_work(m, &op, m->full_scratch, dtype, m->full_scratch, dtype, &all);
-        if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
-        if (!status && m->full_copy)
-            status = fsdpi_transfer(m->world, m->full_copy, m->full_scratch->ptr,
-                                    (size_t)(world * num) * size);
-        else if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-        for (int k = 0; k < world && full && !status; k++)
+        FSDPI_TRY(fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own));
+        FSDPI_TRY(fsdpi_emit_work(m, &op, m->full_scratch, dtype, m->full_scratch, dtype, &all));
+        FSDPI_TRY(fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch));
+        FSDPI_TRY(m->full_copy ? fsdpi_transfer(m->world, m->full_copy, m->full_scratch->ptr,
+                                                (size_t)(world * num) * size)
+                               : fsdpi_sync(m->world, FSDP_STREAM_COMPUTE));
+        for (int k = 0; k < world && full; k++)
             fsdpi_scatter_piece(p, world, k, at, num, pieces + (size_t)(k * num) * size, full,
                                 size);
     }
-    return status;
+    return FSDP_OK;
 }
 
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {

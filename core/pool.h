@@ -128,28 +128,23 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
-    fsdp_status status = FSDP_OK;
-    for (int depth = c->ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
-         !status && c->count < depth;)
-        status = fsdpi_class_add(m, c);
-    return status;
-}
-
 // A free slot of a class: the least recently released one, or a new one.
 static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
-    fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
     fsdp_buf *best = NULL;
+    if (c->count == 0) { // the class is filled
+        const int depth = c->ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
+        while (c->count < depth) FSDPI_TRY(fsdpi_class_add(m, c));
+    }
     for (int i = 0; i < c->count; i++) {
         fsdp_buf *buf = c->slots[i];
         if (!buf->held && (!best || buf->released < best->released)) best = buf;
     }
-    if (!status && !best) {
-        status = fsdpi_class_add(m, c);
-        if (!status) best = c->slots[c->count - 1];
+    if (!best) {
+        FSDPI_TRY(fsdpi_class_add(m, c));
+        best = c->slots[c->count - 1];
     }
     *out = best;
-    return status;
+    return FSDP_OK;
 }
 
 // Between steps all free slots count as released at one time: the next step takes the same ones.

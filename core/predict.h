@@ -25,26 +25,25 @@
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
-    fsdp_status status = FSDP_OK;
     int reshards = 0;
     for (int i = 0; i < m->num_units; i++)
         reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
         for (int pass = 0; pass < 3; pass++) { // open those around, run others, close those around
-            for (int i = 0; i < m->num_units && !status; i++) {
+            for (int i = 0; i < m->num_units; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
                 int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
-                if (pass < 2) status = fsdpi_run_row(u, fsdpi_lookup(u, call[0]));
+                if (pass < 2) FSDPI_TRY(fsdpi_run_row(u, fsdpi_lookup(u, call[0])));
                 for (int k = 0; back && k < u->desc.num_params; k++)
                     if (u->params[k].requires_grad) *fsdpi_use(u, k) |= FSDPI_USE_USED;
-                if (pass > 0 && !status) status = fsdpi_run_row(u, fsdpi_lookup(u, call[1]));
+                if (pass > 0) FSDPI_TRY(fsdpi_run_row(u, fsdpi_lookup(u, call[1])));
             }
         }
     }
-    return status ? status : fsdpi_finalize(m);
+    return fsdpi_finalize(m);
 }
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
@@ -185,25 +184,21 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change
     return fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status));
 }
 
-// Allocate the slots that a step will take, as the prediction counts them.
-static fsdp_status fsdpi_reserve(fsdp_model *m) {
+// Allocates the slots that a step will take, as the prediction counts them.
+FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     fsdp_model *dry = NULL;
-    fsdp_status status = fsdpi_commit(m);
-    if (status) return status;
-    status = fsdpi_dry_run(m, NULL, &dry);
-    for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
+    if (!model) return fsdpi_null(NULL, "model_reserve", "model");
+    FSDPI_TRY(fsdpi_commit(model));
+    fsdp_status status = fsdpi_dry_run(model, NULL, &dry);
+    for (int i = 0; !status && i < dry->num_classes; i++) {
         const fsdpi_class *wanted = &dry->classes[i];
-        int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
+        int at = fsdpi_class_find(model, wanted->pool, wanted->bytes);
         if (at < 0) status = FSDP_ERR_OUT_OF_MEMORY;
-        while (!status && m->classes[at].count < wanted->count)
-            status = fsdpi_class_add(m, &m->classes[at]);
+        while (!status && model->classes[at].count < wanted->count)
+            status = fsdpi_class_add(model, &model->classes[at]);
     }
     fsdpi_dry_free(dry);
-    return fsdpi_fail_together(m->world, status);
-}
-
-FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve", "model");
+    return fsdpi_fail_together(model->world, status);
 }
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {

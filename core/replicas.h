@@ -73,18 +73,17 @@ static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
 // Adds all rows of a unit to the hash *h. If the host cannot read them, they are copied to `room`
 // of `most` bytes, piece by piece.
 static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
-    fsdp_status status = FSDP_OK;
     for (int i = 0; i < u->desc.num_params; i++) {
         size_t nbytes;
         const char *rows = fsdpi_own_rows(u, &u->params[i], &nbytes);
-        for (size_t at = 0; room && at < nbytes && !status; at += most) {
+        for (size_t at = 0; room && at < nbytes; at += most) {
             size_t piece = nbytes - at < most ? nbytes - at : most;
-            status = fsdpi_transfer(u->model->world, room, rows + at, piece);
-            if (!status) *h = fsdpi_hash_bytes(*h, room, piece);
+            FSDPI_TRY(fsdpi_transfer(u->model->world, room, rows + at, piece));
+            *h = fsdpi_hash_bytes(*h, room, piece);
         }
         if (!room) *h = fsdpi_hash_bytes(*h, rows, nbytes);
     }
-    return status;
+    return FSDP_OK;
 }
 
 /* The first finalize asks: do replicas hold the same parameters? If not, it warns, and training

@@ -57,12 +57,6 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     if (!unit || !out) return fsdpi_null(NULL, "unit_memory", "unit or out");
-    const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
-    held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
-    held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
-    held[FSDP_POOL_GRAD] = unit->state.slot[FSDP_POOL_GRAD];
-    held[FSDP_POOL_REDUCE_IN] = unit->state.slot[FSDP_POOL_REDUCE_IN];
-    held[FSDP_POOL_REDUCE_OUT] = unit->state.slot[FSDP_POOL_REDUCE_OUT];
     memset(out, 0, sizeof *out);
     for (int k = 0; k < unit->layout.num_parts; k++) {
         const fsdpi_part *part = &unit->layout.parts[k];
@@ -71,12 +65,10 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
             part->train.shard_numel + part->frozen.shard_numel, part->dtype);
         out->pool_bytes[FSDP_POOL_SHARD_GRAD] += fsdpi_bytes(part->train.shard_numel, grad);
     }
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_REDUCE_OUT
-                       ? unit->layout.classes[pool]
-                       : -1;
+    for (int pool = 0; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
+        int slot = pool < FSDP_POOL_GATHER ? -1 : unit->layout.classes[pool];
         if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
-        out->pool_slots[pool] = held[pool] != NULL;
+        out->pool_slots[pool] = unit->state.slot[pool] != NULL;
         out->total_bytes += out->pool_bytes[pool];
     }
     out->unsharded_bytes = fsdpi_unsharded(unit);

@@ -217,6 +217,17 @@ static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
     }
 }
 
+// Before a record of the lane `own` (NULL: of COMPUTE) runs: other lanes finish what it waits for.
+static void fsdpi_lane_await(fsdp_world *w, const fsdpi_lane *own, fsdp_op *op) {
+    const int timed = op->timed && op->num_waits;
+    const int64_t reached = timed ? fsdpi_now(w) : 0;
+    for (int i = 0; i < op->num_waits; i++) {
+        fsdpi_lane *other = w->lanes[op->wait[i].stream];
+        if (other && other != own) fsdpi_lane_wait(other, op->wait[i].seq);
+    }
+    if (timed) op->waited_ns = fsdpi_now(w) - reached;
+}
+
 static void *fsdpi_lane_main(void *arg) {
     fsdpi_lane *lane = (fsdpi_lane *)arg;
     fsdp_world *w = lane->world;
@@ -233,12 +244,7 @@ static void *fsdpi_lane_main(void *arg) {
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
         fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        int64_t reached = op->timed && op->num_waits ? fsdpi_now(w) : 0;
-        for (int i = 0; i < op->num_waits; i++) {
-            fsdpi_lane *other = w->lanes[op->wait[i].stream];
-            if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
-        }
-        if (op->timed && op->num_waits) op->waited_ns = fsdpi_now(w) - reached;
+        fsdpi_lane_await(w, lane, op);
         if (!fsdpi_failed(w))
             (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
@@ -358,12 +364,11 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
     for (; at > 0 && other->recorded - at < FSDPI_POINTS; at--)
         if (p[(at - 1) % FSDPI_POINTS].behind[mark->stream] < mark->seq) break;
-    fsdp_status status = at == other->recorded ? fsdpi_record_point(w, mark->stream) : FSDP_OK;
-    if (status) return status;
+    if (at == other->recorded) FSDPI_TRY(fsdpi_record_point(w, mark->stream));
     p += at % FSDPI_POINTS;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
-    status = w->device_ops->wait(w->device, w->streams[stream], p->event);
+    fsdp_status status = w->device_ops->wait(w->device, w->streams[stream], p->event);
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
@@ -421,12 +426,7 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
         if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);
         return FSDP_OK;
     }
-    int64_t reached = op->timed && op->num_waits ? fsdpi_now(w) : 0;
-    for (int i = 0; i < op->num_waits; i++) {
-        fsdpi_lane *lane = w->lanes[op->wait[i].stream];
-        if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
-    }
-    if (op->timed && op->num_waits) op->waited_ns = fsdpi_now(w) - reached;
+    fsdpi_lane_await(w, NULL, op);
     FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
     return fsdpi_run_op(w, op, NULL);
 }
@@ -472,8 +472,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
 
 // The record is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
-    fsdp_status status = fsdpi_failed(m->world);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(m->world));
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;

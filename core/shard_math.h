@@ -7,8 +7,6 @@
 #ifndef FSDPI_CORE_SHARD_MATH_H
 #define FSDPI_CORE_SHARD_MATH_H
 
-#include <string.h> // memmove
-
 // Owns: shard math, in pure functions of sizes. Invariants: the stored shards of a parameter have
 // the same size on all ranks. Chunk k starts at row k*c of the padded tensor: the W shards one
 // after another are the padded tensor, and all padding is at its end.
@@ -50,50 +48,6 @@ static fsdp_range fsdpi_range(int64_t dim_size, int world, int rank) {
 FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out) {
     if (dim_size < 0 || world < 1 || rank < 0 || rank >= world || !out) return FSDP_ERR_INVALID_ARG;
     *out = fsdpi_range(dim_size, world, rank);
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts) {
-    if (!rows) return FSDP_ERR_INVALID_ARG;
-    for (int k = 0; k < num_chunks || k == 0; k++) {
-        fsdp_range range;
-        fsdp_status status = fsdp_shard_range(dim_size, num_chunks, k, &range);
-        if (status) return status;
-        rows[k] = range.count;
-        if (starts) starts[k] = range.start;
-    }
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world,
-                                           int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS || world < 1)
-        return FSDP_ERR_INVALID_ARG;
-    for (int d = 0; d < ndim; d++)
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    int64_t padded = fsdpi_mul(fsdpi_ceil_div(shape[0], world), world);
-    if (padded < 0) return FSDP_ERR_INVALID_ARG;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[0] = padded;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS) return FSDP_ERR_INVALID_ARG;
-    if (dim < -ndim || dim >= ndim) return FSDP_ERR_INVALID_ARG;
-    if (dim < 0) dim += ndim;
-    int empty = 0;
-    for (int d = 0; d < ndim; d++) {
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-        empty |= shape[d] == 0;
-    }
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(shape[dim], world, rank, &range);
-    if (status) return status;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[dim] = empty ? 0 : range.count;
     return FSDP_OK;
 }
 

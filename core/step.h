@@ -422,9 +422,8 @@ static void fsdpi_forget_forwards(fsdp_model *m) {
 }
 
 static fsdp_status fsdpi_finalize(fsdp_model *m) {
-    fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
-    if (!status) status = fsdpi_grads_ready(m);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_run_units(m, FSDP_CALL_FINALIZE));
+    FSDPI_TRY(fsdpi_grads_ready(m));
     for (int i = 0; i < m->num_units; i++) m->units[i]->reported_calls = 0;
     m->backward = 0;
     m->step++;
@@ -595,14 +594,13 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
     if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
-    fsdp_status status = fsdpi_commit(model);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_commit(model));
     if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     if (call < 0 || call >= FSDP_CALL_COUNT)
         return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
-    status = fsdpi_check_units(model, call, what);
-    return status ? status : fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
+    FSDPI_TRY(fsdpi_check_units(model, call, what));
+    return fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
 }
 
 #endif // FSDPI_CORE_STEP_H

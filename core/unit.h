@@ -22,14 +22,6 @@
 #include <stdio.h>
 #include <string.h>
 
-static fsdpi_options fsdpi_options_new(void) {
-    fsdpi_options o = FSDP_ZERO;
-#define FSDP_X(type, name, initial) o.name = initial;
-    FSDPI_OPTIONS(FSDP_X)
-#undef FSDP_X
-    return o;
-}
-
 static fsdpi_state fsdpi_state_new(void) {
     fsdpi_state s = FSDP_ZERO;
     s.last_order = -1;
@@ -139,13 +131,11 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdp_param_desc pd;
         char what[64], fallback[16];
         snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
-        fsdp_status status = fsdp_desc_read(m->world, &pd, at, sizeof pd, what);
-        if (status) return status;
+        FSDPI_TRY(fsdp_desc_read(m->world, &pd, at, sizeof pd, what));
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         snprintf(fallback, sizeof fallback, "p%d", i);
         const char *name = pd.name ? pd.name : fallback;
-        status = fsdpi_param_check(m->world, u->desc.name, name, &pd);
-        if (status) return status;
+        FSDPI_TRY(fsdpi_param_check(m->world, u->desc.name, name, &pd));
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
@@ -159,15 +149,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
                                  u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
-        if (!pd.frozen) status = fsdpi_trainable_check(u, p);
-        if (status) return status;
+        if (!pd.frozen) FSDPI_TRY(fsdpi_trainable_check(u, p));
         p->requires_grad = !pd.frozen;
         p->keep_dtype = pd.keep_dtype;
         p->lay.ndim = pd.ndim;
         p->lay.shard_dim = pd.shard_dim;
         memcpy(p->lay.shape, pd.shape, sizeof p->lay.shape);
-        if (pd.extension) status = fsdpi_param_extension(u, p, pd.extension);
-        if (status) return status;
+        if (pd.extension) FSDPI_TRY(fsdpi_param_extension(u, p, pd.extension));
     }
     return FSDP_OK;
 }
@@ -401,20 +389,18 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
                                count * (sizeof *u->params + sizeof *u->layout.parts));
-    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
-                                            d->param_dtype, d->reduce_dtype, d->output_dtype);
-    if (!status)
-        status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->desc.info);
-    if (status) return status;
+    FSDPI_TRY(fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name, d->param_dtype,
+                                 d->reduce_dtype, d->output_dtype));
+    FSDPI_TRY(fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->desc.info));
     u->desc.policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
     u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
     u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
     u->use = (uint64_t *)(void *)(u->params + count);
-    status = fsdpi_unit_params(u, d);
-    if (!status) status = fsdpi_unit_composes(u);
-    if (!status) status = fsdpi_unit_groups(u, d);
-    return status ? status : fsdpi_unit_arrange(u);
+    FSDPI_TRY(fsdpi_unit_params(u, d));
+    FSDPI_TRY(fsdpi_unit_composes(u));
+    FSDPI_TRY(fsdpi_unit_groups(u, d));
+    return fsdpi_unit_arrange(u);
 }
 
 FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
@@ -423,9 +409,8 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (!model || !desc || !unit) return fsdpi_null_of(model, "fully_shard", "model, desc or unit");
     *unit = NULL;
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
-    if (status) return status;
+    FSDPI_TRY(fsdpi_failed(w));
+    FSDPI_TRY(fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc"));
     if (model->layout > 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E207] fully_shard: the model is committed: add units before the first "
@@ -437,8 +422,9 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     const char *name = d.name ? d.name : "";
     if (!u) return fsdpi_no_memory(w, "fully_shard of unit", name, sizeof *u);
-    status = fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
-                        sizeof *model->units, "fully_shard of unit", name);
+    fsdp_status status = fsdpi_grow(model, (void **)&model->units, model->num_units,
+                                    &model->cap_units, sizeof *model->units, "fully_shard of unit",
+                                    name);
     if (status) {
         fsdpi_model_free(model, u);
         return status;
@@ -446,7 +432,9 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     u->model = model;
     u->desc.user = d.user;
     u->desc.index = model->num_units;
-    u->options = fsdpi_options_new();
+#define FSDP_X(type, name, initial) u->options.name = initial;
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
     u->state = fsdpi_state_new();
     status = fsdpi_unit_fill(u, &d);
     if (status) {

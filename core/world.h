@@ -32,20 +32,17 @@
 
 // Takes fields that the desc leaves open from the environment, and checks all of them.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
-    fsdp_status status = FSDP_OK;
     if (d->world_size == 0) {
-        status = fsdpi_env_ranks(w, d);
-        if (!status && d->world_size == 1) fsdpi_tell_alone(w);
+        FSDPI_TRY(fsdpi_env_ranks(w, d));
+        if (d->world_size == 1) fsdpi_tell_alone(w);
     }
-    if (!status && d->timeout_ms == 0)
-        status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
-    const char *lanes = fsdpi_env("FSDP_LANES");
-    if (!status && d->lanes == 0 && lanes && *lanes) {
-        status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
+    if (d->timeout_ms == 0)
+        FSDPI_TRY(fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms));
+    if (d->lanes == 0 && fsdpi_env("FSDP_LANES")) {
+        FSDPI_TRY(fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes));
         if (d->lanes == 0) d->lanes = -1;
     }
-    if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
-    if (status) return status;
+    if (d->log_level == FSDP_LOG_DEFAULT) FSDPI_TRY(fsdpi_env_log_level(w, &d->log_level));
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);

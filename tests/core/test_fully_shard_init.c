@@ -448,15 +448,14 @@ TEST(fully_shard_init, get_param_module_infos_list) {
 static void check_chunks(const toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(t->model, &v)) {
-        int64_t rows[64], starts[64], shape[FSDP_MAX_DIMS];
+        const int64_t columns = v.ndim == 2 ? v.shape[1] : 1;
+        fsdp_range range;
         CHECK_EQ_INT(v.shard_dim, 0);
-        CHECK_OK(fsdp_chunk_with_empty(v.shape[0], t->ranks, rows, starts));
-        CHECK_OK(fsdp_dim_chunked_size(v.shape, v.ndim, 0, t->ranks, t->place, shape));
-        CHECK_EQ_MEM(shape, v.local_shape, sizeof *shape * (size_t)v.ndim);
-        CHECK_EQ_INT(v.local_shape[0], rows[t->place]);
-        CHECK_EQ_INT(v.numel, rows[t->place] * (v.ndim == 2 ? v.shape[1] : 1));
-        if (v.numel)
-            CHECK_EQ_INT(fsdp_view_index(&v, 0), starts[t->place] * v.numel / rows[t->place]);
+        CHECK_OK(fsdp_shard_range(v.shape[0], t->ranks, t->place, &range));
+        CHECK_EQ_INT(v.local_shape[0], range.count);
+        if (v.ndim == 2) CHECK_EQ_INT(v.local_shape[1], columns);
+        CHECK_EQ_INT(v.numel, range.count * columns);
+        if (v.numel) CHECK_EQ_INT(fsdp_view_index(&v, 0), range.start * columns);
     }
     toy_shards(t);
 }

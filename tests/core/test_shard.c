@@ -58,29 +58,18 @@ static void model_make(model *m, const fsdp_layout_param *p, int world) {
 TEST(shard, ranges) {
     for (int64_t rows = 0; rows <= 40; rows++)
         for (int world = 1; world <= MAX_WORLD; world++) {
-            int64_t chunk = model_chunk(rows, world), counts[MAX_WORLD + 1], starts[MAX_WORLD + 1];
-            int64_t held[MAX_WORLD] = {0}, shape[1] = {rows}, padded[1], at = 0;
+            int64_t chunk = model_chunk(rows, world), held[MAX_WORLD] = {0}, at = 0;
             for (int64_t row = 0; row < rows; row++) held[model_owner(row, chunk)]++;
-            counts[world] = starts[world] = FREE;
-            CHECK_OK(fsdp_chunk_with_empty(rows, world, counts, starts));
-            CHECK(counts[world] == FREE && starts[world] == FREE);
             for (int rank = 0; rank < world; rank++) {
                 fsdp_range r;
                 CHECK_OK(fsdp_shard_range(rows, world, rank, &r));
                 CHECK_EQ_INT(r.start, at);
                 CHECK_EQ_INT(r.count, held[rank]);
                 CHECK_EQ_INT(r.padded, chunk);
-                CHECK_EQ_INT(counts[rank], r.count);
-                CHECK_EQ_INT(starts[rank], r.start);
                 at += r.count;
                 cases++;
             }
             CHECK_EQ_INT(at, rows); /* together they are the whole */
-            memset(counts, 0, sizeof counts);
-            CHECK_OK(fsdp_chunk_with_empty(rows, world, counts, NULL));
-            CHECK_EQ_INT(counts[0], held[0]);
-            CHECK_OK(fsdp_dim0_padded_size(shape, 1, world, padded));
-            CHECK_EQ_INT(padded[0], chunk * world);
         }
     h_message("%lld ranges", (long long)cases);
 }
@@ -108,33 +97,6 @@ TEST(shard, ranges_of_large_sizes) {
     CHECK(r.start <= INT64_MAX - r.count);
     CHECK_OK(fsdp_shard_range(1, INT_MAX, INT_MAX - 1, &r));
     CHECK(r.start == 1 && r.count == 0 && r.padded == 1);
-}
-
-TEST(shard, sizes_of_chunks) {
-    uint64_t rng = h_seed();
-    for (int n = 0; n < 20000; n++) {
-        int64_t shape[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], in_place[FSDP_MAX_DIMS];
-        int ndim = 1 + (int)(h_rand64(&rng) % FSDP_MAX_DIMS), world = 1 + (int)(h_rand64(&rng) % 9);
-        int dim = (int)(h_rand64(&rng) % (uint64_t)ndim),
-            rank = (int)(h_rand64(&rng) % (uint64_t)world);
-        int64_t held = 0, chunk, none = 0;
-        for (int d = 0; d < ndim; d++) {
-            shape[d] = (int64_t)(h_rand64(&rng) % 12);
-            none |= shape[d] == 0;
-        }
-        chunk = model_chunk(shape[dim], world);
-        for (int64_t row = 0; row < shape[dim]; row++) held += model_owner(row, chunk) == rank;
-        memcpy(in_place, shape, sizeof shape);
-        CHECK_OK(fsdp_dim_chunked_size(shape, ndim, dim, world, rank, out));
-        CHECK_OK(fsdp_dim_chunked_size(in_place, ndim, dim - ndim, world, rank, in_place));
-        CHECK_EQ_MEM(out, in_place, (size_t)ndim * sizeof *out);
-        for (int d = 0; d < ndim; d++) CHECK_EQ_INT(out[d], d != dim ? shape[d] : none ? 0 : held);
-        CHECK_OK(fsdp_dim0_padded_size(shape, ndim, world, out));
-        for (int d = 0; d < ndim; d++)
-            CHECK_EQ_INT(out[d], d ? shape[d] : model_chunk(shape[0], world) * world);
-        cases++;
-    }
-    h_message("%lld shapes", (long long)cases);
 }
 
 /* ---- a unit: gather and scatter -------------------------------------------------------------- */
@@ -490,7 +452,6 @@ TEST(shard, example) {
 
 TEST(shard, functions_refuse) {
     fsdp_range r = {1, 2, 3};
-    int64_t shape[9] = {4, 5, 6, 1, 1, 1, 1, 1, 1}, out[9] = {7, 7, 7}, huge[1] = {INT64_MAX};
     CHECK_STATUS(fsdp_shard_range(-1, 2, 0, &r), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_shard_range(INT64_MIN, 2, 0, &r), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_shard_range(5, 0, 0, &r), FSDP_ERR_INVALID_ARG);
@@ -499,28 +460,6 @@ TEST(shard, functions_refuse) {
     CHECK_STATUS(fsdp_shard_range(5, 2, -1, &r), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_shard_range(5, 2, 0, NULL), FSDP_ERR_INVALID_ARG);
     CHECK(r.start == 1 && r.count == 2 && r.padded == 3);
-    CHECK_STATUS(fsdp_chunk_with_empty(-1, 2, out, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_chunk_with_empty(5, 0, out, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_chunk_with_empty(5, -3, out, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_chunk_with_empty(5, 2, NULL, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(shape, 0, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(shape, 9, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(shape, 3, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(NULL, 3, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(shape, 3, 2, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim0_padded_size(huge, 1, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, 3, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, -4, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 0, 0, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 9, 0, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, 0, 2, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, 0, 0, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(NULL, 3, 0, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, 0, 2, 0, NULL), FSDP_ERR_INVALID_ARG);
-    shape[2] = -1;
-    CHECK_STATUS(fsdp_dim0_padded_size(shape, 3, 2, out), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_dim_chunked_size(shape, 3, 0, 2, 0, out), FSDP_ERR_INVALID_ARG);
-    CHECK(out[0] == 7 && out[1] == 7 && out[2] == 7);
 }
 
 /* What one changed field makes of a layout that was fine. */

@@ -181,38 +181,21 @@ static int64_t index_of(const held *h, int64_t k) {
     return index;
 }
 
-/* The three functions of the shard math have one opinion on a plain shard. */
-static void check_chunk(const held *h, int d, int size, int at, const fsdp_range *got) {
-    int64_t out[DIMS], *rows = numbers(size), *starts = numbers(size);
-    CHECK_OK(fsdp_chunk_with_empty(h->count[d], size, rows, starts));
-    W_CHECK(rows[at] == got->count && starts[at] == got->start, "chunk %d of %d", at, size);
-    CHECK_OK(fsdp_dim_chunked_size(h->count, h->ndim, d, size, at, out));
-    for (int i = 0; i < h->ndim; i++) {
-        int64_t want = i != d ? h->count[i] : numel_of(h) == 0 ? 0 : got->count;
-        W_CHECK(out[i] == want, "size of dim %d: %lld, expected %lld", i, (long long)out[i],
-                (long long)want);
-    }
-    free(rows), free(starts);
-}
-
 /* Keeps what coordinate `at` of a mesh dim of `size` holds: of each of `factor` chunks of the dim
    its own part. A plain shard has one such chunk. */
 static void apply(held *h, const placement *p, int size, int at) {
     const int d = (int)p->dim, factor = (int)p->factor;
-    int64_t kept = 0, *rows, *starts;
-    fsdp_range r;
+    int64_t kept = 0;
+    fsdp_range chunk, r;
     if (p->kind == REPLICATE) return;
-    rows = numbers(factor), starts = numbers(factor);
-    CHECK_OK(fsdp_chunk_with_empty(h->count[d], factor, rows, starts));
     for (int f = 0; f < factor; f++) {
-        CHECK_OK(fsdp_shard_range(rows[f], size, at, &r));
-        if (p->kind == SHARD) check_chunk(h, d, size, at, &r);
-        memmove(h->at[d] + kept, h->at[d] + starts[f] + r.start,
+        CHECK_OK(fsdp_shard_range(h->count[d], factor, f, &chunk));
+        CHECK_OK(fsdp_shard_range(chunk.count, size, at, &r));
+        memmove(h->at[d] + kept, h->at[d] + chunk.start + r.start,
                 (size_t)r.count * sizeof *h->at[d]);
         kept += r.count;
     }
     h->count[d] = kept;
-    free(rows), free(starts);
 }
 
 /* The ranks lie row-major in the mesh; placements apply from left to right. */
