@@ -1,5 +1,5 @@
-/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams; fsdpi_emit,
-   the only door to them
+/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams;
+   fsdpi_emit, the only door to them
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

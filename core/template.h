@@ -15,6 +15,7 @@
 #include "os.h"
 #include "pool.h"
 #include "route.h"
+#include "run.h"
 #include "unit.h"
 
 #include <stddef.h>

@@ -7,7 +7,7 @@
 #ifndef FSDPI_PLAN_SIMULATE_H
 #define FSDPI_PLAN_SIMULATE_H
 
-#include "../core/ops.h"
+#include "../core/run.h"
 #include "listing.h"
 #include "memory.h"
 #include "objects.h"
