@@ -319,7 +319,8 @@ typedef enum fsdp_status {
 } fsdp_status;
 
 /* -------------------------------------------------------------------------------------------- */
-/* Element types. 16-bit floats are stored as uint16_t; integers are storage only.                */
+/* Element types. 16-bit floats are stored as uint16_t; integers are storage only. The functions of
+   this section and of the next one are pure: any thread may call them.                           */
 
 #define FSDP_DTYPE_LIST(X)                                                                        \
     X(F32, 1, 4, 1)                                                                               \
@@ -345,16 +346,13 @@ enum {
 typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
-/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
-   Thread      any */
+/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype */
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
 
-/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
-   Thread      any */
+/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype */
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 
-/* fsdp_dtype_is_float - 1 for f64, f32, f16 and bf16, else 0
-   Thread      any */
+/* fsdp_dtype_is_float - 1 for f64, f32, f16 and bf16, else 0 */
 FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 
 /* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
@@ -362,32 +360,27 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
                different types)
    Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
-               and the sign of zero are kept; subnormals are exact
-   Thread      any */
+               and the sign of zero are kept; subnormals are exact */
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count);
 
 /* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
    dst         room for count elements of dtype; you own it. Untouched if no cast is needed
    Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
-   Thread      any
    Source      torch: _to_dtype_if_needed */
 FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
                                          fsdp_dtype src_dtype, int64_t count);
 
 /* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
    Result      the pointer to use
-   Thread      any
    Source      torch: _cast_fp_tensor */
 FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
                                         fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
-   Thread      any */
+/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status */
 FSDP_API const char *fsdp_status_name(fsdp_status status);
 
-/* fsdp_status_text - one sentence for people, from FSDP_STATUS_LIST
-   Thread      any */
+/* fsdp_status_text - one sentence for people, from FSDP_STATUS_LIST */
 FSDP_API const char *fsdp_status_text(fsdp_status status);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -406,7 +399,6 @@ typedef struct fsdp_range {
    world, rank shard group size >= 1, 0 <= rank < world
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
    Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
-   Thread      any
    Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
 FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
 
@@ -460,7 +452,6 @@ typedef struct fsdp_layout {
                (rank-major inside each segment), then the packed tensors copied out one by one.
                A block list from left to right is copy-out, from right to left chunk_cat
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
-   Thread      any
    Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks);

@@ -32,7 +32,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     e.size = 0;
     if (!e.name) e.name = "extension";
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read the list
-    if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
+    if (e.ran && w->mode == FSDP_RUN_STREAMS) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
                          "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",

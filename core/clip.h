@@ -102,8 +102,7 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
         op.scale = max_norm;
         op.norm_type = m->norm_type;
         op.clip = (const double *)(const void *)m->scalar->ptr;
-        FSDPI_TRY(
-            fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work));
+        FSDPI_TRY(fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work));
     }
     return m->desc.cpu_offload ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
 }

@@ -254,7 +254,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     }
     m->committed = 1;
     m->layout++;
-    fsdpi_tell_layout(m);
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.relayout) a->e.relayout(a->e.user, m);
     int is_first = m->layout == 1 && m->world->models; // the world of a prediction lists none
     for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
     return FSDP_OK;

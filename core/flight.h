@@ -116,25 +116,18 @@ static int64_t fsdpi_process_began(int pid, char *state) {
     return (int64_t)began;
 }
 
-// A job's name as a part of a file's name.
-static void fsdpi_flight_path(const char *dir, const char *job, int rank, char *out, size_t cap) {
-    fsdpi_text t = {out, cap, 0};
-    fsdpi_say(&t, "%s/", dir);
-    size_t from = t.used;
-    fsdpi_say(&t, "%s.%d.flight", *job ? job : "job", rank);
-    for (size_t i = from; i < t.used && i < cap; i++)
-        if (out[i] == '/' || out[i] == ':') out[i] = '-';
-}
-
 /* Makes the file, in place of one of an earlier job. All of its blocks are there before it is
    mapped: a full disk would end the process later. Returns NULL, or why there is no record; the
    world goes on without it. */
 static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
     char path[sizeof w->flight->path];
     void *at = MAP_FAILED;
-    if (strlen(dir) + strlen(w->job) + 32 > sizeof path) return "the path is too long";
+    const size_t from = strlen(dir) + 1; // the job's name is a part of the file's name
+    if (from + strlen(w->job) + 31 > sizeof path) return "the path is too long";
     if (mkdir(dir, 0777) && errno != EEXIST) return strerror(errno);
-    fsdpi_flight_path(dir, w->job, w->rank, path, sizeof path);
+    snprintf(path, sizeof path, "%s/%s.%d.flight", dir, *w->job ? w->job : "job", w->rank);
+    for (char *c = path + from; *c; c++)
+        if (*c == '/' || *c == ':') *c = '-';
     (void)unlink(path);
     int fd = fsdpi_fd(open(path, O_RDWR | O_CREAT | O_EXCL | FSDPI_CLOEXEC, 0644));
     if (fd < 0) return strerror(errno);

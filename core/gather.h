@@ -25,11 +25,11 @@ static const fsdpi_step
     fsdpi_slice = {FSDPI_STEP_SLICE, FSDP_POOL_GATHER, FSDP_POOL_SLICE,
                    FSDPI_ACQUIRES | FSDPI_RELEASES, 1},
     fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER,
-                           FSDPI_RELEASES, 1},
-    fsdpi_waits[] = { // by fsdpi_layout.gather: where the full parameters lie
-        {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
-        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
-        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
+                           FSDPI_RELEASES, 1};
+static const fsdpi_step fsdpi_waits[] = { // by fsdpi_layout.gather: where the full parameters lie
+    {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
+    {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
+    {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
@@ -138,7 +138,7 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
         fsdp_unit *target = m->units[u->options.prefetch[FSDPI_BACKWARD][i]];
         if (target->options.unshard_in_backward) FSDPI_TRY(fsdpi_prefetch(target));
     }
-    int overlaps = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
+    int overlaps = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDP_RUN_INLINE
                                                    : policy == FSDP_PREFETCH_ALWAYS;
     if (u->options.num_prefetch[FSDPI_BACKWARD] || at <= 0 || !overlaps ||
         !m->order[at - 1].unit->options.unshard_in_backward)

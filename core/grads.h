@@ -62,13 +62,6 @@ static int fsdpi_held(const fsdp_unit *u) {
            (u->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED ? FSDPI_HELD_SHARD : 0);
 }
 
-// The route for what the unit holds now. A step mostly asks for the one of the step before.
-static const fsdpi_route *fsdpi_route_now(fsdp_unit *u) {
-    int held = fsdpi_held(u);
-    if (u->route.held != held) u->route = fsdpi_route_of(&u->facts, held);
-    return &u->route;
-}
-
 #ifdef FSDPI_DEBUG
 #define FSDPI_HOLDS(condition) FSDPI_TRY(FSDP_ASSERT(u->model->world, condition))
 
@@ -183,9 +176,10 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:
         FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // one event
     }
-    const fsdpi_route *route = fsdpi_route_now(u);
-    for (int i = 0; i < route->num; i++)
-        FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i]));
+    const int held = fsdpi_held(u);
+    const fsdpi_route *route = &u->route; // mostly it is that of the step before
+    if (route->held != held) u->route = fsdpi_route_of(&u->facts, held);
+    for (int i = 0; i < route->num; i++) FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i]));
     if (!route->done) return FSDP_OK;
     u->state.shard_grad = FSDPI_SHARD_GRAD_REDUCED;
     fsdpi_usage_reduced(u);

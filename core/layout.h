@@ -34,7 +34,8 @@ static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
 
 // Full parameters and gradients begin at multiples of a cache line, on GPUs as cudaMalloc does.
 static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
-    return (m->world->mode == FSDPI_NATIVE ? 256 : FSDPI_ALIGN) / (int64_t)fsdp_dtype_size(dtype);
+    return (m->world->mode == FSDP_RUN_STREAMS ? 256 : FSDPI_ALIGN) /
+           (int64_t)fsdp_dtype_size(dtype);
 }
 static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
     return fsdpi_align_up(bytes, fsdpi_align_numel(m, FSDP_U8));

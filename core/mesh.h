@@ -67,20 +67,6 @@ static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, i
     return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
 }
 
-static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
-    if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
-    int64_t numel = 1;
-    for (int i = 0; i < d->ndim; i++) {
-        if (d->shape[i] < 1)
-            return fsdpi_bad(w, "[E111] mesh: size of dim %d is %d, expected >= 1", i, d->shape[i]);
-        numel *= d->shape[i];
-        if (numel > w->size)
-            return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
-    }
-    return d->ranks ? fsdpi_mesh_check_ranks(w, d->ranks, numel) : FSDP_OK;
-}
-
 // Does a mesh have all the ranks of `part`? Ranks in the same order are found at once.
 static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
     int num = fsdpi_mesh_numel(mesh), num_part = fsdpi_mesh_numel(part), at = 0;
@@ -214,7 +200,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
 
 static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
     fsdp_world *w = mesh->world;
-    int two = w->reduce_comm != w->comm, in_order = 1;
+    int in_order = 1;
     if (mesh->shape[dim] == 1) return FSDP_OK;
     for (int i = 0; i < mesh->shape[dim]; i++) in_order &= mesh->ranks[i] == i;
     if (mesh->ndim == 1 && mesh->shape[0] == w->size && in_order) { // the world's own groups
@@ -222,14 +208,13 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
         mesh->reduce_comm[0] = w->reduce_comm;
         return FSDP_OK;
     }
-    fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
-                                          mesh->names[dim], &mesh->gather_comm[dim]);
+    FSDPI_TRY(fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER, mesh->names[dim],
+                               &mesh->gather_comm[dim]));
     mesh->comm_number[dim] = w->num_comms;
-    if (!status && two)
-        status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
-                                  &mesh->reduce_comm[dim]);
-    if (!status && !two) mesh->reduce_comm[dim] = mesh->gather_comm[dim];
-    return status;
+    mesh->reduce_comm[dim] = mesh->gather_comm[dim];
+    if (w->reduce_comm == w->comm) return FSDP_OK;
+    return fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
+                            &mesh->reduce_comm[dim]);
 }
 
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
@@ -298,7 +283,19 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     *mesh = NULL;
     FSDPI_TRY(fsdpi_failed(world));
     FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc"));
-    FSDPI_TRY(fsdpi_mesh_check(world, &d));
+    if (d.ndim < 1 || d.ndim > FSDP_MAX_DIMS)
+        return fsdpi_bad(world, "[E110] mesh: ndim is %d, expected 1..%d", d.ndim, FSDP_MAX_DIMS);
+    int64_t numel = 1;
+    for (int i = 0; i < d.ndim; i++) {
+        if (d.shape[i] < 1)
+            return fsdpi_bad(world, "[E111] mesh: size of dim %d is %d, expected >= 1", i,
+                             d.shape[i]);
+        numel *= d.shape[i];
+        if (numel > world->size)
+            return fsdpi_bad(world, "[E112] mesh: the product of the sizes exceeds %d ranks",
+                             world->size);
+    }
+    if (d.ranks) FSDPI_TRY(fsdpi_mesh_check_ranks(world, d.ranks, numel));
     return fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
 }
 
@@ -394,10 +391,9 @@ FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b) {
 
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
     int size = fsdp_mesh_size(mesh, dim);
-    int32_t d = dim;
     if (size < 0 || mesh->coord[0] < 0) return -1;
     if (out && dim < 0) memcpy(out, mesh->ranks, (size_t)size * sizeof *out);
-    else if (out) fsdpi_mesh_members(mesh, &d, 1, out);
+    else if (out) fsdpi_mesh_neighbours(mesh, dim, size, out);
     return size;
 }
 
@@ -462,7 +458,7 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
-    if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
+    if (own && w->mode != FSDP_RUN_INLINE && w->caps.lanes > 1)
         return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
     *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
     return FSDP_OK;

@@ -12,12 +12,6 @@
 
 #define FSDPI_TEXT 1024
 
-enum { // ops run at once, in threads, on the device: FSDP_RUN_*
-    FSDPI_INLINE = FSDP_RUN_INLINE,
-    FSDPI_LANES = FSDP_RUN_LANES,
-    FSDPI_NATIVE = FSDP_RUN_STREAMS
-};
-
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
@@ -53,18 +47,18 @@ struct fsdp_world {
     fsdp_caps caps;
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
-    int mode;                             // FSDPI_INLINE, ...
+    int mode;                             // FSDP_RUN_*
     const char *because;                  // why: a part of a text
-    void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
+    void *streams[FSDP_STREAM_COUNT];     // FSDP_RUN_STREAMS; COMPUTE may be the caller's
     fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
     fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
-    fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
-    fsdpi_timeline *timeline;             // FSDPI_NATIVE: records whose times are awaited, or NULL
-    fsdpi_flight_record *flight;          // the flight record, or NULL
-    int32_t num_comms, num_models;        // numbers given to communicators and models so far
-    void *bounce;                         // comm memory for collectives on host data
+    fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDP_RUN_LANES; COMPUTE has none; may be the same one
+    fsdpi_timeline *timeline;      // FSDP_RUN_STREAMS: records whose times are awaited, or NULL
+    fsdpi_flight_record *flight;   // the flight record, or NULL
+    int32_t num_comms, num_models; // numbers given to communicators and models so far
+    void *bounce;                  // comm memory for collectives on host data
     uint64_t seq;
     fsdp_mesh *meshes;         // all of this world
     fsdpi_subgroup *subgroups; // of its meshes
@@ -225,12 +219,12 @@ typedef struct fsdpi_options {
    rest is written when it is emitted: see template.h. */
 typedef struct fsdpi_template {
     fsdp_op op;
-    const fsdpi_part *part;   // NULL: of the whole unit
-    const fsdpi_work *work;   // blocks or segments; NULL: none
+    const fsdpi_part *part;            // NULL: of the whole unit
+    const fsdpi_work *work;            // blocks or segments; NULL: none
     fsdp_buf *const *src, *const *dst; // where the pointers to what it reads and writes stand
-    int64_t begin;            // of what is read, in bytes of its buffer
-    uint8_t from, to;         // the places that are set
-    uint8_t is_compared;      // ranks compare which parameters are used
+    int64_t begin;                     // of what is read, in bytes of its buffer
+    uint8_t from, to;                  // the places that are set
+    uint8_t is_compared;               // ranks compare which parameters are used
 } fsdpi_template;
 
 // Where everything lies. Measured by arrange, with lists and records from commit on.
@@ -280,7 +274,7 @@ struct fsdp_unit {
     fsdpi_options options;
     fsdpi_layout layout;
     fsdpi_facts facts;
-    fsdpi_route route;       // the last one that was asked for: see fsdpi_route_now
+    fsdpi_route route;       // the last one that was asked for: see fsdpi_do_reduce
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
     uint64_t *use;           // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     int use_words;
@@ -356,7 +350,7 @@ struct fsdp_model {
     fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
     void (*explain)(const fsdp_model *m, int64_t extra, fsdpi_text *t); // see predict.h
-    uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
+    uint8_t watch; // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
     const char *lent;  // why shards are not to be written now, for texts; NULL: they may be

@@ -205,31 +205,31 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     if (!fsdp_dtype_is_float(dtype))
         return fsdpi_bad(model->world, "[E171] %s: dtype is %d, expected a floating dtype", what,
                          dtype);
-    fsdp_status status = fsdpi_may_move(model, what);
-    for (int i = 0; i < model->num_units && !status; i++)
+    FSDPI_TRY(fsdpi_may_move(model, what));
+    for (int i = 0; i < model->num_units; i++)
         for (int k = 0; k < model->units[i]->desc.num_params; k++)
             if (model->units[i]->params[k].extension.sizes)
                 return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
                                  "[E213] %s: the gather extension of '%s' in unit '%s' knows one "
                                  "dtype: give the dtype in fsdp_param_desc",
                                  what, model->units[i]->params[k].name, model->units[i]->desc.name);
-    if (!status && model->committed) status = fsdpi_request_commit(model);
-    for (int i = 0; i < model->num_units && !status; i++) {
+    if (model->committed) FSDPI_TRY(fsdpi_request_commit(model));
+    for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)
             if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
         fsdpi_option_changed(u);
-        status = fsdpi_unit_arrange(u);
+        FSDPI_TRY(fsdpi_unit_arrange(u));
     }
-    return status;
+    return FSDP_OK;
 }
 
 // The same for a hook. Records under way may read the old hook: wait for them.
 static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
-    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
-    if (!status) fsdpi_drain(u->model->world);
-    return status;
+    FSDPI_TRY(fsdpi_set(u ? u->model : NULL, u, what, &first, &end));
+    fsdpi_drain(u->model->world);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,

@@ -190,7 +190,7 @@ static fsdp_status fsdpi_load(fsdp_model *m) {
 static int fsdpi_updates_on_device(const fsdp_model *m) {
     const fsdp_world *w = m->world;
     return !m->desc.cpu_offload && w->device_ops->update &&
-           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
+           (!fsdpi_is_host(w) || w->mode == FSDP_RUN_STREAMS);
 }
 
 // Fills a parameter. If the host cannot write it in place, the host fills blocks and copies them.

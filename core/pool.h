@@ -132,7 +132,7 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
 static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
     fsdp_buf *best = NULL;
     if (c->count == 0) { // the class is filled
-        const int depth = c->ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
+        const int depth = c->ahead && m->world->mode != FSDP_RUN_INLINE ? 2 : 1;
         while (c->count < depth) FSDPI_TRY(fsdpi_class_add(m, c));
     }
     for (int i = 0; i < c->count; i++) {
@@ -252,7 +252,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (m->world->mode != FSDPI_INLINE) fsdpi_mark_released(m->world, stream, buf);
+    if (m->world->mode != FSDP_RUN_INLINE) fsdpi_mark_released(m->world, stream, buf);
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;

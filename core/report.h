@@ -19,9 +19,9 @@
 // How records run, for fsdp_model_describe and the log.
 static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
-    int lanes = w->mode != FSDPI_INLINE;
+    int lanes = w->mode != FSDP_RUN_INLINE;
     lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
-    if (w->mode == FSDPI_NATIVE) fsdpi_say(t, "on streams of %s", w->device_ops->name);
+    if (w->mode == FSDP_RUN_STREAMS) fsdpi_say(t, "on streams of %s", w->device_ops->name);
     else fsdpi_say(t, "%s, %s", texts[lanes], w->because);
 }
 

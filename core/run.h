@@ -55,7 +55,7 @@ static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
 
 // recorded: its entry in the flight record, or NULL.
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream,
-                                              fsdpi_flight_op *recorded) {
+                                        fsdpi_flight_op *recorded) {
     fsdp_coll c; // every field is set here
     c.kind = op->kind;
     c.dtype = op->dtype;
@@ -148,7 +148,7 @@ static int fsdpi_is_host(const fsdp_world *w) {
 // Does the library poison memory that the caller must not touch (guard.h)? Not if a device has the
 // memory, or runs records in an order of its own.
 static inline int fsdpi_is_guarded(const fsdp_world *w) {
-    return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDPI_NATIVE;
+    return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDP_RUN_STREAMS;
 }
 // Is there memory to poison? The device of a prediction (predict.h) has no memory and no `copy`.
 static inline int fsdpi_can_close(const fsdp_world *w) {
@@ -175,9 +175,9 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;
     case FSDP_OP_CALL: status = op->call(op, stream); break;
     case FSDP_OP_UPDATE:
-        status = op->call ? op->call(op, stream)
-                          : d->update(w->device, stream, (const fsdp_update *)op->list,
-                                      op->list_count);
+        status = op->call
+                     ? op->call(op, stream)
+                     : d->update(w->device, stream, (const fsdp_update *)op->list, op->list_count);
         break;
     default:
         return w->flight ? fsdpi_run_recorded(w, op, stream)
@@ -191,7 +191,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
 static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
                                                       void *stream) {
     fsdpi_timed *one = stream && w->timeline ? w->timeline->reached : NULL;
-    fsdp_status missed = one ? fsdpi_timeline_begin(w, one, stream) : FSDP_OK;
+    fsdp_status missed = FSDP_OK;
+    if (one && one->op.num_waits) missed = w->device_ops->record(w->device, stream, one->begin);
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
     if (one) fsdpi_timeline_end(w, one, stream, status ? status : missed);
@@ -273,12 +274,12 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
    it is another thread, if collectives of several streams may run at the same time. */
 static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     const int s = FSDP_STREAM_EXTENSION;
-    if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
+    if (w->mode == FSDP_RUN_STREAMS && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
         return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
-    if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
+    if (w->mode != FSDP_RUN_LANES || w->lanes[s]) return FSDP_OK;
     if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
     w->lanes[s] = w->lanes[FSDP_STREAM_GATHER];
     return FSDP_OK;
@@ -339,9 +340,9 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
 static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
     fsdpi_order *o = &w->order[stream];
     event->stream = stream;
-    if (w->mode == FSDPI_NATIVE) event->seq = ++o->behind[stream];
+    if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->behind[stream];
     else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (due && due->ptr && w->mode == FSDPI_NATIVE) // in a rehearsal ptr may be NULL
+    if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a rehearsal ptr may be NULL
         o->due_for = o->due++ ? NULL : due;
 }
 
@@ -406,8 +407,8 @@ static void fsdpi_drain(fsdp_world *w) {
 
 // Runs a record in the order of its stream, after the events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
-    if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
-    if (w->mode == FSDPI_NATIVE) {
+    if (w->mode == FSDP_RUN_INLINE) return fsdpi_run_op(w, op, NULL);
+    if (w->mode == FSDP_RUN_STREAMS) {
         const fsdpi_order *o = &w->order[op->stream];
         int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
         int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
@@ -458,7 +459,7 @@ static FSDPI_NOINLINE fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op, f
 static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
     fsdp_world *w = m->world;
     fsdp_status status = FSDP_OK;
-    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
+    if (w->mode != FSDP_RUN_INLINE) fsdpi_derive_waits(op);
     fsdp_op seen;
     fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
@@ -476,7 +477,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (m->world->mode == FSDPI_INLINE && !(m->watch & FSDPI_RECORDS))
+    if (m->world->mode == FSDP_RUN_INLINE && !(m->watch & FSDPI_RECORDS))
         return fsdpi_execute(m->world, op, NULL); // no order to keep
     return fsdpi_emit_ordered(m, op);
 }

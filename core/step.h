@@ -127,7 +127,7 @@ static const char *fsdpi_call_name(int call) {
     return names[call];
 }
 
-// What the table asks of a unit; open: its parameters can be read.
+// What the table asks of a unit; open: its parameters can be read, which getters ask by themselves.
 typedef struct fsdpi_point {
     int training, backward, forwards, open;
 } fsdpi_point;
@@ -136,14 +136,13 @@ static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
         if ((row->from[at->backward] >> at->training & 1) &&
-            (!(row->asks & FSDPI_DUE) || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
+            (!(row->asks & FSDPI_DUE) || at->forwards > 0))
             return row;
     }
     return NULL;
 }
-// A getter asks by itself whether parameters are open.
 static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards, 1};
+    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards, 0};
     return fsdpi_row_at(&at, call);
 }
 
@@ -164,7 +163,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
         at.forwards += hook == FSDP_CALL_POST_FORWARD && !from->backward;
         at.forwards -= begins && (row->asks & FSDPI_DUE);
         at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
-        if (fsdpi_row_at(&at, call)) return hook;
+        if (fsdpi_row_at(&at, call) && (call != FSDP_CALL_DATA || at.open)) return hook;
         if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hook;
     }
     return -1; // equivalent +1: any negative number
@@ -409,7 +408,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         if (m->grad_hooks) // they may have written shards
             FSDPI_TRY(fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard));
     }
-    int waits = m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
+    int waits = m->desc.cpu_offload || m->world->mode != FSDP_RUN_STREAMS;
     return waits ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
 }
 

@@ -173,8 +173,8 @@ static void fsdpi_templates_make(fsdp_unit *u) {
 static fsdp_buf *const *fsdpi_template_place(const fsdp_unit *u, const fsdpi_template *t,
                                              int place) {
     static fsdp_buf *const none = NULL;
-    const fsdpi_flat_block *flat =
-        fsdpi_flat_of(u, t->part ? t->part : &u->layout.parts[u->layout.first_train]);
+    const fsdpi_flat_block *flat = fsdpi_flat_of(
+        u, t->part ? t->part : &u->layout.parts[u->layout.first_train]);
     return place == FSDPI_NOWHERE          ? &none
            : place == FSDP_POOL_SHARD      ? &flat->shard
            : place == FSDP_POOL_SHARD_GRAD ? &flat->grad

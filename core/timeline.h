@@ -123,12 +123,6 @@ static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream)
     t->reached = one;
 }
 
-// Behind its waits.
-static fsdp_status fsdpi_timeline_begin(fsdp_world *w, const fsdpi_timed *one, void *stream) {
-    if (!one->op.num_waits) return FSDP_OK;
-    return w->device_ops->record(w->device, stream, one->begin);
-}
-
 // Records the last event, unless the record has failed.
 static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
     if (!status) status = w->device_ops->record(w->device, stream, one->end);

@@ -87,11 +87,6 @@ static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, i
         fsdpi_tell_model(m, op, begin_ns, end_ns);
 }
 
-static void fsdpi_tell_layout(fsdp_model *m) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.relayout) a->e.relayout(a->e.user, m);
-}
-
 // Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
 static void fsdpi_watch(fsdp_model *m) {
     int watch = m->world->flight ? FSDPI_CALLS : 0;

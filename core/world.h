@@ -173,7 +173,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
                                    : "by default";
     if (!lanes) lanes = w->caps.default_lanes;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
-        w->mode = FSDPI_NATIVE;
+        w->mode = FSDP_RUN_STREAMS;
         for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
@@ -182,7 +182,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->event(w->device, &w->points[i].event);
         if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
-        w->mode = FSDPI_LANES;
+        w->mode = FSDP_RUN_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
         status = fsdpi_lane_start(w, FSDP_STREAM_GATHER);
         if (!status && two) status = fsdpi_lane_start(w, FSDP_STREAM_REDUCE);
@@ -190,7 +190,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         w->lanes[FSDP_STREAM_ALLREDUCE] = w->lanes[FSDP_STREAM_REDUCE];
         if (status) return fsdpi_fail_together(w, status);
     }
-    if (w->size == 1 || w->mode == FSDPI_INLINE || w->caps.lanes < 2) return FSDP_OK;
+    if (w->size == 1 || w->mode == FSDP_RUN_INLINE || w->caps.lanes < 2) return FSDP_OK;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
@@ -322,7 +322,7 @@ FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     if (!world) return fsdpi_null(NULL, "set_stream", "world");
     FSDPI_TRY(fsdpi_failed(world));
-    if (world->mode != FSDPI_NATIVE)
+    if (world->mode != FSDP_RUN_STREAMS)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
                          "[E803] set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);

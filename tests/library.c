@@ -32,7 +32,7 @@ void lib_wait(void *stream) {
 #endif
     (void)stream;
 }
-int lib_on_streams(const fsdp_world *w) { return w->mode == FSDPI_NATIVE; }
+int lib_on_streams(const fsdp_world *w) { return w->mode == FSDP_RUN_STREAMS; }
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops) {
     *ops = w->comm_ops;
     return w->comm;
