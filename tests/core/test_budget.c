@@ -32,11 +32,11 @@ static const struct {
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
     const char *asked;         /* with a flight record, or a trace: its variable */
 } budgets[] = {
-    {"inline", 0, FSDP_F32, 0, {931, 2010, 540, 100, 110}, NULL},
-    {"streams", 1, FSDP_BF16, 0, {1860, 3500, 550, 100, 110}, NULL},
-    {"by_columns", 0, FSDP_F32, 1, {931, 2010, 540, 100, 110}, NULL},
-    {"recorded", 0, FSDP_F32, 0, {1520, 2860, 570, 100, 110}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4800, 8800, 700, 100, 110}, "FSDP_TRACE"},
+    {"inline", 0, FSDP_F32, 0, {931, 2000, 480, 97, 107}, NULL},
+    {"streams", 1, FSDP_BF16, 0, {1850, 3480, 490, 97, 107}, NULL},
+    {"by_columns", 0, FSDP_F32, 1, {931, 2000, 480, 97, 107}, NULL},
+    {"recorded", 0, FSDP_F32, 0, {1500, 2840, 505, 97, 107}, "FSDP_FLIGHT_RECORD"},
+    {"traced", 0, FSDP_F32, 0, {4800, 8780, 635, 97, 107}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
@@ -73,8 +73,8 @@ static const struct {
     fsdp_dtype dtype;
     double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
 } replays[] = {
-    {"inline", 0, FSDP_F32, {100, 94, 85}, {100, 96, 89}},
-    {"streams", 1, FSDP_BF16, {100, 102, 108}, {100, 103, 108}},
+    {"inline", 0, FSDP_F32, {100, 95, 84}, {100, 97, 87}},
+    {"streams", 1, FSDP_BF16, {100, 103, 107}, {100, 103, 107}},
 };
 
 TEST_P(budget, replays, replays, SECONDS(120)) {
