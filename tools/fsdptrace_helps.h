@@ -174,7 +174,7 @@ static fsdp_status helps_unit(const helps *h, fsdp_model *m, int u, const helps_
         params[i].shard_dim = from[i].shard_dim, params[i].frozen = !from[i].requires_grad;
         memcpy(params[i].shape, from[i].shape, sizeof params[i].shape);
     }
-    d.name = fsdpi_why_name(h->rank, (uint16_t)u);
+    d.name = fsdpi_tr_name(h->rank, (uint16_t)u);
     d.params = params, d.num_params = unit->num_params;
     d.param_dtype = (fsdp_dtype)unit->param_dtype, d.reduce_dtype = (fsdp_dtype)unit->reduce_dtype;
     d.reshard_after_forward = o->reshards == -1 || o->reshards == u + 1
@@ -323,7 +323,7 @@ static void helps_say(const helps *h, const helps_option *o, int digits) {
     const double unit = fsdpi_why_unit(llabs(o->bytes), &letter);
     if (o->text) printf("%s", o->text);
     else printf("reshard_after_forward never on "),
-         put_safe(stdout, fsdpi_why_name(h->rank, (uint16_t)(o->reshards - 1)));
+         put_safe(stdout, fsdpi_tr_name(h->rank, (uint16_t)(o->reshards - 1)));
     printf(" %+.*f ms for %+.1f %cB", digits, -(double)o->gain * 1e-6, (double)o->bytes / unit,
            letter);
 }

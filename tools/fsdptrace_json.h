@@ -15,6 +15,10 @@
    that. The slots that units hold are a counter for each pool. */
 enum { JSON_STEPS, JSON_HOST, JSON_STREAM };    // threads; JSON_STREAM + FSDP_STREAM_*
 enum { JSON_EVENTS = 4, JSON_INEXACT = 50000 }; // of a record; nanoseconds
+static const char *const json_streams[FSDP_STREAM_COUNT] = {"compute", "gather", "reduce",
+                                                            "all_reduce", "extension"};
+static const char *const json_states[FSDP_STATE_COUNT] = {"idle", "forward", "pre_backward",
+                                                          "post_backward"};
 
 typedef struct json_event {
     int64_t begin, end;
@@ -81,30 +85,24 @@ static void json_begin(json_writer *w, const char *phase, int thread, const char
     json_text(w->to, name);
 }
 
+// A name of a process or of a thread.
 static void json_named(json_writer *w, const char *what, int thread, const char *name) {
     json_begin(w, "M", thread, what, w->zero);
     fputs(",\"args\":{\"name\":", w->to);
     json_text(w->to, name);
-    fprintf(w->to, "}}");
-}
-
-static void json_size(char *out, size_t cap, uint64_t bytes) {
-    const char *const units[] = {"B", "kB", "MB", "GB", "TB"};
-    double x = (double)bytes;
-    int u = 0;
-    for (; x >= 999.95 && u < 4; u++) x /= 1000;
-    snprintf(out, cap, u ? " %.1f %s" : " %.0f %s", x, units[u]);
+    fputs("}}", w->to);
 }
 
 // "h.3 all_gather 14.2 MB"
 static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_record *o, char *out, size_t cap) {
-    const char *what = fsdpi_tr_name(r, r->names, r->num_names, o->what), *did;
-    char size[24] = "";
-    if (o->kind == FSDPI_TR_CALL) did = fsdpi_tr_name(r, r->calls, r->num_calls, o->label);
-    else did = fsdpi_tr_name(r, r->kinds, r->num_kinds, o->kind);
-    int is_own = o->kind == FSDPI_TR_SPAN || (o->kind == FSDPI_TR_CALL && o->what >= r->num_units);
-    if (is_own && *what) did = "";
-    if (o->kind < FSDPI_TR_CALL && o->bytes) json_size(size, sizeof size, o->bytes);
+    const char *what = fsdpi_tr_name(r, o->what);
+    const char *did = o->kind < FSDPI_TR_CALL ? fsdp_op_name(o->kind)
+                      : *what && o->what >= r->num_units ? "" // a span, or a call with its own name
+                                                         : fsdpi_tr_call_name(o->label);
+    char size[24] = "", letter;
+    const double unit = fsdpi_why_unit((int64_t)o->bytes, &letter);
+    if (o->kind < FSDPI_TR_CALL && o->bytes)
+        snprintf(size, sizeof size, " %.1f %cB", (double)o->bytes / unit, letter);
     snprintf(out, cap, "%s%s%s%s", what, *what && *did ? " " : "", did, size);
 }
 
@@ -114,9 +112,9 @@ static void json_args(json_writer *w, const json_event *e) {
     fprintf(w->to, "\"step\":%u,\"seq\":%u", o->step, o->seq);
     if (o->kind >= FSDPI_TR_CALL) return;
     fputs(",\"why\":", w->to);
-    json_text(w->to, fsdpi_tr_name(r, r->labels, r->num_labels, o->label));
+    json_text(w->to, fsdpi_tr_text(r, r->labels[o->label]));
     fputs(",\"state\":", w->to);
-    json_text(w->to, fsdpi_tr_name(r, r->states, r->num_states, o->state));
+    json_text(w->to, json_states[o->state]);
     fprintf(w->to, ",\"bytes\":%llu,\"waited_us\":%.3f", (unsigned long long)o->bytes,
             (double)o->waited_ns / 1000);
     if (o->comm) fprintf(w->to, ",\"group\":%u", o->comm);
@@ -248,9 +246,8 @@ static int json_rank(json_writer *w, char *why, size_t cap) {
     json_named(w, "process_name", JSON_STEPS, text);
     json_named(w, "thread_name", JSON_STEPS, "steps");
     json_named(w, "thread_name", JSON_HOST, "host");
-    for (uint64_t k = 0; k < r->num_streams; k++)
-        json_named(w, "thread_name", JSON_STREAM + (int)k,
-                   fsdpi_tr_name(r, r->streams, r->num_streams, k));
+    for (int k = 0; k < FSDP_STREAM_COUNT; k++)
+        json_named(w, "thread_name", JSON_STREAM + k, json_streams[k]);
     for (uint64_t k = 0; k < r->num_steps; k++) {
         json_event *e = &list[num++];
         e->begin = r->steps[k].begin_ns, e->end = r->steps[k].end_ns, e->last = -1;

@@ -466,10 +466,6 @@ static double fsdpi_why_unit(int64_t bytes, char *letter) {
     return big == 0 ? 1e3 : big == 1 ? 1e6 : 1e9;
 }
 
-static const char *fsdpi_why_name(const fsdpi_tr_rank *rank, uint16_t what) {
-    return fsdpi_tr_name(rank, rank->names, rank->num_names, what);
-}
-
 // The first gather of the step, or its last reduction: nothing is there to hide it.
 static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *op, int gathers) {
     const fsdpi_tr_rank *rank = step->rank;
@@ -542,7 +538,7 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
         }
         if (!worst || most * 10 < step->part[part]) return;
         fsdpi_why_say(t, "%s %s %.*f", turn ? "," : "   worst:",
-                      fsdpi_why_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
+                      fsdpi_tr_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
         fsdpi_why_reason(y, worst, most_late * 2 > most, t);
         said = worst;
     }
@@ -716,8 +712,8 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     fsdpi_why_say(t, "memory");
     if (call)
         fsdpi_why_say(t, " at the peak (step %u, %s of %s)", (unsigned)at->step,
-                      fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label),
-                      fsdpi_why_name(rank, at->what));
+                      fsdpi_tr_call_name(call->label),
+                      fsdpi_tr_name(rank, at->what));
     fsdpi_why_say(t, ": %.1f %cB =", (double)all / unit, letter);
     for (uint64_t p = 0; p < rank->num_pools; p++) {
         const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
@@ -734,7 +730,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
                       (double)bytes / unit);
         for (int32_t k = 0, n = 0; k < held.num && is_slots; k++)
             if (held.of[k]->label == p)
-                fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
+                fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_tr_name(rank, held.of[k]->what));
         if (is_slots) fsdpi_why_say(t, ")");
         if (offloads && p < FSDP_POOL_GATHER) fsdpi_why_say(t, " (host)");
     }

@@ -507,8 +507,8 @@ typedef struct {
     int32_t last[RECORDS];
     fsdpi_tr_step step[STEPS];
     fsdpi_tr_pool pools[FSDP_POOL_COUNT];
-    fsdpi_tr_kept kept;
-    uint32_t names[NAMES], calls[FSDP_CALL_COUNT];
+    fsdpi_tr_pool kept;
+    uint32_t names[NAMES];
     char text[512];
     int num;
     uint32_t seq;
@@ -594,15 +594,12 @@ static void small_begin(small *t, int rank, int size) {
     t->rank.text = t->text;
     small_text(t, "?");
     for (int i = 0; i < NAMES; i++) t->names[i] = small_text(t, names[i]);
-    for (int i = 0; i < FSDP_CALL_COUNT; i++)
-        t->calls[i] = i == FSDP_CALL_PRE_FORWARD ? small_text(t, "pre_forward") : 0;
     for (int i = 0; i < FSDP_POOL_COUNT; i++) t->pools[i].name = small_text(t, fsdp_pool_name(i));
     t->pools[FSDP_POOL_SHARD].bytes = t->pools[FSDP_POOL_SHARD_GRAD].bytes = 1500000;
     t->pools[FSDP_POOL_GATHER].bytes = 4000000;
     t->kept.name = small_text(t, "adamw"), t->kept.bytes = 3000000;
     t->rank.head.rank = rank, t->rank.head.size = size, t->rank.head.run = FSDP_RUN_LANES;
     t->rank.names = t->names, t->rank.num_names = NAMES;
-    t->rank.calls = t->calls, t->rank.num_calls = FSDP_CALL_COUNT;
     t->rank.pools = t->pools, t->rank.num_pools = FSDP_POOL_COUNT;
     t->rank.kept = &t->kept, t->rank.num_kept = 1, t->rank.num_units = 2;
     t->rank.steps = t->step;
