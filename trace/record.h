@@ -236,6 +236,7 @@ static void fsdpi_tr_returned(void *user, fsdp_model *model, fsdp_unit *unit, in
     t->host_ns = fsdp_now(t->world);
     fsdpi_tr_take_call(t, &t->open[--t->depth], t->host_ns);
     if (call != FSDP_CALL_PARAMS_CHANGED) return;
+    t->other.call = (uint8_t)call; // a call that ends so is a step of an optimizer
     fsdpi_tr_end_other(t, t->host_ns);
     fsdpi_tr_note_memory(t);
 }

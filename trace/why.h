@@ -23,7 +23,7 @@
 #define FSDPI_WHY_PARTS(X)                                                                         \
     X(COMPUTE, "compute") /* covered by nothing */                                                 \
     X(CALLS, "rest")      /* host: in a call */                                                    \
-    X(UPDATE, "optimizer") /* host: updates */                                                     \
+    X(UPDATE, "optimizer") /* host: updates, and other work of an optimizer */                     \
     X(COPY, "copies")     /* host: copies, zeros, norms, functions of the caller */                \
     X(GATHER, "gather")   /* exposed, from here on: COMPUTE waits for it, or runs it */            \
     X(REDUCE, "reduce")                                                                            \
@@ -146,22 +146,45 @@ static int fsdpi_why_on_compute(const fsdpi_tr_rank *rank, const fsdpi_tr_record
            (r->stream == FSDP_STREAM_COMPUTE || rank->head.run == FSDP_RUN_INLINE);
 }
 
+// An operation of the world: its number is not one of the model's. A marker has a pool as label.
+static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
+    return r->kind <= FSDP_OP_HOOK &&
+           (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
+}
+
+// A call has issued a record.
+static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
+    return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
+}
+
+// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
+static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
+                                                uint64_t past, const fsdpi_tr_record *of) {
+    const fsdpi_tr_record *found = NULL;
+    for (uint64_t i = first; i < past; i++) {
+        const fsdpi_tr_record *r = &rank->records[i];
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
+    }
+    return found;
+}
+
+// Of an optimizer: an update, or what an extension does in a call that ends a step, as Muon's products.
+static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
+    if (r->kind == FSDP_OP_UPDATE || r->label < FSDP_LABEL_COUNT) return r->kind == FSDP_OP_UPDATE;
+    const fsdpi_tr_record *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);
+    return call && call->label == FSDP_CALL_PARAMS_CHANGED;
+}
+
 // What it is to run a record, or to wait for it.
-static int fsdpi_why_part_of(const fsdpi_tr_record *r) {
+static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
     if (r->label == FSDP_LABEL_CLIP) return FSDPI_WHY_CLIP;
-    if (r->kind == FSDP_OP_UPDATE) return FSDPI_WHY_STEP;
+    if (fsdpi_why_is_update(step, r)) return FSDPI_WHY_STEP;
     switch (r->stream) {
     case FSDP_STREAM_GATHER: return FSDPI_WHY_GATHER;
     case FSDP_STREAM_REDUCE: return FSDPI_WHY_REDUCE;
     case FSDP_STREAM_ALLREDUCE: return FSDPI_WHY_REPLICAS;
     default: return FSDPI_WHY_OTHERS;
     }
-}
-
-// An operation of the world: its number is not one of the model's. A marker has a pool as label.
-static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
-    return r->kind <= FSDP_OP_HOOK &&
-           (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
 }
 
 // The record that ended a wait: of those issued before, the last one that has ended by then on the
@@ -224,15 +247,15 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
         const fsdpi_tr_record *op = fsdpi_why_awaited(all->step, r);
         const int part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
-                         : op                         ? fsdpi_why_part_of(op)
+                         : op                         ? fsdpi_why_part_of(all->step, op)
                                                       : (int)FSDPI_WHY_OTHERS;
         fsdpi_why_expose(all, part, reached, r->begin_ns, op, r);
     }
     if (fsdpi_why_is_comm(r))
-        fsdpi_why_expose(all, fsdpi_why_part_of(r), r->begin_ns, r->end_ns, r, r);
+        fsdpi_why_expose(all, fsdpi_why_part_of(all->step, r), r->begin_ns, r->end_ns, r, r);
     else if (r->kind != FSDP_OP_USE)
-        fsdpi_why_add(all, r->kind == FSDP_OP_UPDATE ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY, 0,
-                      r->begin_ns, r->end_ns, r, NULL);
+        fsdpi_why_add(all, fsdpi_why_is_update(all->step, r) ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY,
+                      0, r->begin_ns, r->end_ns, r, NULL);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -247,22 +270,6 @@ static uint64_t fsdpi_why_at(const fsdpi_tr_rank *rank, int64_t time) {
         else high = mid;
     }
     return low;
-}
-
-// A call has issued a record.
-static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
-    return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
-}
-
-// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
-static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
-                                                uint64_t past, const fsdpi_tr_record *of) {
-    const fsdpi_tr_record *found = NULL;
-    for (uint64_t i = first; i < past; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
-        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
-    }
-    return found;
 }
 
 // On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before

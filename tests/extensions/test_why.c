@@ -6,6 +6,7 @@
 #include "harness.h"
 #include "library.c"
 #include "fsdp_trace.h"
+#include "fsdp_muon.h"
 #include "plan.h"
 
 /* ---- made-up traces -------------------------------------------------------------------------- */
@@ -957,6 +958,68 @@ TEST(why, clocks) {
     const double said = strtod(at + strlen("; clocks may be wrong by "), NULL);
     h_message("%.4f ms, said %.4f", (double)job.rank[1].error_ns * 1e-6, said);
     CHECK_NEAR(said, (double)job.rank[1].error_ns * 1e-6, 0.0051); /* two digits, or more */
+    fsdpi_tr_free(&job);
+}
+
+/* ---- an optimizer that multiplies and talks --------------------------------------------------- */
+
+static void muon_rank(int rank, int size, void *arg) {
+    static plan_bed beds[2];
+    const plan_net *net = (const plan_net *)arg;
+    plan_bed *b = &beds[rank];
+    fsdp_world_desc d = w_desc(rank, size, &shared, "muon", 0);
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_trace *t;
+    fsdp_muon *muon;
+    CALL(NULL, fsdp_init(&d, &w));
+    plan_open(b, net, w);
+    td.dir = h_tmpdir(), td.first_step = FIRST, td.last_step = LAST;
+    CALL(w, fsdp_trace_start(b->model, &td, &t));
+    CALL(w, fsdp_muon_create(b->model, NULL, &muon));
+    for (int step = 0; step <= LAST + 1; step++) {
+        for (int i = 0; i < net->num_calls; i++) {
+            CALL(w, plan_hook(b, net->calls[i].unit, net->calls[i].call));
+            if (net->calls[i].call == FSDP_CALL_PRE_BACKWARD)
+                plan_look(b, net->calls[i].unit, i, 1);
+        }
+        CALL(w, fsdp_finalize_backward(b->model));
+        CALL(w, fsdp_muon_step(muon, 1e-3));
+        CALL(w, fsdp_zero_grad(b->model));
+        b->step++;
+    }
+    CALL(w, fsdp_trace_stop(t));
+    fsdp_model_destroy(b->model);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* What Muon does is the optimizer's, products and copies, and so is what COMPUTE waits for in it. */
+TEST(why, muon) {
+    static plan_net net;
+    char why[256];
+    fsdpi_tr_job job;
+    fsdpi_why_step s;
+    int products = 0, talks = 0, copies = 0;
+    net = plan_chain(2, 48, 48);
+    shared.size = 2;
+    plan_sim = NULL;
+    h_ranks_thread(2, muon_rank, &net);
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    CHECK_EQ_INT(fsdpi_why_make_step(&job.rank[0], 1, INT64_MIN, &s), 1);
+    for (int i = 0; i < s.num_spans; i++) {
+        const fsdpi_why_span *span = &s.spans[i];
+        const fsdpi_tr_record *r = span->op;
+        if (!r || r->kind >= FSDP_OP_HOOK || strcmp(fsdpi_tr_name(&job.rank[0], r->what), "muon_step"))
+            continue;
+        const int is_comm = fsdpi_why_is_comm(r);
+        CHECK_MSG(span->part == (is_comm ? FSDPI_WHY_STEP : FSDPI_WHY_UPDATE), "%s %s: part %d",
+                  fsdp_op_name(r->kind), fsdpi_tr_text(&job.rank[0], job.rank[0].labels[r->label]),
+                  span->part);
+        products += r->kind == FSDP_OP_CALL, talks += is_comm, copies += r->kind == FSDP_OP_COPY;
+    }
+    CHECK_MSG(products && talks && copies, "%d products, %d collectives, %d copies", products, talks,
+              copies);
+    free(s.spans);
     fsdpi_tr_free(&job);
 }
 
