@@ -206,31 +206,22 @@ static void json_counter(json_writer *w, uint64_t pool, int64_t ns, int64_t byte
     fprintf(w->to, ",\"args\":{\"bytes\":%lld}}", (long long)bytes);
 }
 
-/* What units hold, in the order of the markers; pools without markers as they are at the end. What
-   is given back is what was taken: a place of a unit is one slot. */
+// What units hold, in the order of the markers; pools without markers as they are at the end.
 static int json_memory(json_writer *w) {
     const fsdpi_tr_rank *r = w->rank;
-    const uint64_t places = r->num_pools * (r->num_names + 1);
-    uint64_t *held = (uint64_t *)calloc(places + 2 * r->num_pools + 1, sizeof *held);
-    uint64_t *sum = held + places, *markers = sum + r->num_pools;
-    if (!held) return 0;
-    for (int turn = 0; turn < 2; turn++) {
-        for (uint64_t i = 0; i < r->num_records; i++) {
-            const fsdpi_tr_record *o = &r->records[i];
-            if (o->kind != FSDP_OP_ACQUIRE && o->kind != FSDP_OP_RELEASE) continue;
-            uint64_t name = o->what < r->num_names ? o->what : r->num_names;
-            uint64_t *place = &held[o->label * (r->num_names + 1) + name];
-            markers[o->label]++;
-            if (!turn) continue;
-            sum[o->label] -= *place;
-            *place = o->kind == FSDP_OP_ACQUIRE ? o->bytes : 0;
-            sum[o->label] += *place;
-            json_counter(w, o->label, o->begin_ns, (int64_t)sum[o->label]);
-        }
-        for (uint64_t p = 0; p < r->num_pools && !turn; p++)
-            if (r->pools[p].bytes && !markers[p]) json_counter(w, p, w->zero, r->pools[p].bytes);
+    fsdpi_why_held held;
+    uint8_t marked[UINT8_MAX + 1] = {0};
+    if (!fsdpi_why_begin_held(r, &held)) return 0;
+    for (uint64_t i = 0; i < r->num_records; i++) {
+        const fsdpi_tr_record *o = &r->records[i];
+        if (!fsdpi_why_hold(&held, o)) continue;
+        json_counter(w, o->label, o->begin_ns, held.pool[o->label]);
+        marked[o->label] = 1;
     }
-    free(held);
+    for (uint64_t p = 0; p < r->num_pools; p++)
+        if (r->pools[p].bytes && (p > UINT8_MAX || !marked[p]))
+            json_counter(w, p, w->zero, r->pools[p].bytes);
+    free(held.bytes);
     return 1;
 }
 

@@ -305,7 +305,8 @@ static int fsdpi_tr_by_time(const void *a, const void *b) {
     const fsdpi_tr_record *x = (const fsdpi_tr_record *)a, *y = (const fsdpi_tr_record *)b;
     if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
     if (x->end_ns != y->end_ns) return x->end_ns > y->end_ns ? -1 : 1;
-    return (int32_t)(x->seq - y->seq) < 0 ? -1 : x->seq != y->seq;
+    if (x->seq != y->seq) return (int32_t)(x->seq - y->seq) < 0 ? -1 : 1;
+    return x->kind - y->kind; // what was held before the trace is taken before it is given back
 }
 
 static int fsdpi_tr_by_group(const void *a, const void *b) {
