@@ -99,7 +99,8 @@ typedef struct record {
 typedef struct group {
     uint64_t members;
     int32_t number, size, first, stride;
-    uint32_t ended, least; // the last operation that has ended on a rank; that all have begun
+    uint32_t ended, least, most; // the last operation that has ended on a rank; that all, one have
+                                 // begun
     char name[24];
 } group;
 
@@ -114,11 +115,15 @@ static struct {
     char job[128], other[128], backend[16]; // other: of which the directory has files, too
 } job;
 
-// An entry, if it was whole when the file was read.
-static int entry(const fsdpi_flight_record *f, uint32_t i, fsdpi_flight_op *out) {
-    *out = f->op[i];
-    return out->number && (out->number - 1) % FSDPI_FLIGHT_OPS == i &&
-           out->comm < FSDPI_FLIGHT_COMMS;
+// The next entry that was whole when the file was read. 0: there is none.
+static int next(const record *r, uint32_t *i, fsdpi_flight_op *out) {
+    while (r->f && *i < FSDPI_FLIGHT_OPS) {
+        *out = r->f->op[(*i)++];
+        if (out->number && (out->number - 1) % FSDPI_FLIGHT_OPS == *i - 1 &&
+            out->comm < FSDPI_FLIGHT_COMMS)
+            return 1;
+    }
+    return 0;
 }
 
 static const char *name_of(const fsdpi_flight_record *f, uint32_t at) {
@@ -150,20 +155,19 @@ static int is_pending(const record *r, const fsdpi_flight_op *o) {
 }
 
 static int is_lacking(const record *r) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-        fsdpi_flight_op o;
-        if (entry(r->f, i, &o) && r->group[o.comm] && o.turn && is_pending(r, &o) &&
+    fsdpi_flight_op o;
+    for (uint32_t i = 0; next(r, &i, &o);)
+        if (r->group[o.comm] && o.turn && is_pending(r, &o) &&
             o.turn > job.groups[r->group[o.comm] - 1].least)
             return 1;
-    }
     return 0;
 }
 
 // Keeps the oldest ones.
 static void find_pending(record *r) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-        fsdpi_flight_op o;
-        if (!entry(r->f, i, &o) || !is_pending(r, &o)) continue;
+    fsdpi_flight_op o;
+    for (uint32_t i = 0; next(r, &i, &o);) {
+        if (!is_pending(r, &o)) continue;
         int at = r->num < PENDING ? r->num : PENDING - 1;
         if (r->num == PENDING && r->op[at].begin_ns <= o.begin_ns) continue;
         for (; at > 0 && r->op[at - 1].begin_ns > o.begin_ns; at--) r->op[at] = r->op[at - 1];
@@ -262,10 +266,10 @@ static void find_groups(void) {
             r->group[c] = 1 + group_of(&r->f->comm[c]);
             group *g = &job.groups[r->group[c] - 1];
             if (r->f->comm[c].turns < g->least) g->least = r->f->comm[c].turns;
+            if (r->f->comm[c].turns > g->most) g->most = r->f->comm[c].turns;
         }
-        for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-            fsdpi_flight_op o;
-            if (!entry(r->f, i, &o)) continue;
+        fsdpi_flight_op o;
+        for (uint32_t i = 0; next(r, &i, &o);) {
             latest(r, o.begin_ns);
             latest(r, o.end_ns);
             group *g = r->group[o.comm] ? &job.groups[r->group[o.comm] - 1] : NULL;
@@ -277,10 +281,9 @@ static void find_groups(void) {
     }
     if (!job.is_over) job.now = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     int lacks = 0;
-    for (int k = 0; k < job.size && !lacks; k++) lacks = job.of[k].f && is_lacking(&job.of[k]);
+    for (int k = 0; k < job.size && !lacks; k++) lacks = is_lacking(&job.of[k]);
     job.lacks = lacks;
-    for (int k = 0; k < job.size; k++)
-        if (job.of[k].f) find_pending(&job.of[k]);
+    for (int k = 0; k < job.size; k++) find_pending(&job.of[k]);
 }
 
 /* ---- what ranks do --------------------------------------------------------------------------- */
@@ -479,48 +482,40 @@ static uint64_t signature(const record *r, const fsdpi_flight_op *o) {
     return fsdpi_hash_words(1, words, 5) | 1;
 }
 
-static const fsdpi_flight_op *turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++)
-        if (entry(r->f, i, out) && out->turn == turn && r->group[out->comm] == g) return out;
-    return NULL;
+// An operation of a group on a rank. 0: it is not there any more, or not yet.
+static int turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
+    for (uint32_t i = 0; next(r, &i, out);)
+        if (out->turn == turn && r->group[out->comm] == g) return 1;
+    return 0;
 }
 
 // The first of the last operations of a group that its members do not make alike.
 static void find_parting(int g) {
-    uint64_t seen[TURNS], from = 0, first = 0;
+    const uint32_t most = job.groups[g - 1].most;
+    uint64_t seen[TURNS];
+    uint32_t first = 0;
     int who[TURNS], differs = -1;
+    fsdpi_flight_op a, b, o;
     memset(seen, 0, sizeof seen);
-    for (int pass = 0; pass < 2; pass++)
-        for (int k = 0; k < job.size; k++) {
-            const record *r = &job.of[k];
-            if (!r->f) continue;
-            for (uint32_t c = 1; c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++) {
-                if (r->group[c] != g) continue;
-                if (pass == 0) {
-                    if (r->f->comm[c].turns > from) from = r->f->comm[c].turns;
-                    continue;
-                }
-                for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-                    fsdpi_flight_op o;
-                    if (!entry(r->f, i, &o) || o.comm != c || !o.turn || o.turn > from ||
-                        (uint64_t)o.turn + TURNS <= from)
-                        continue;
-                    uint64_t s = signature(r, &o), *had = &seen[o.turn % TURNS];
-                    if (!s) continue;
-                    if (!*had) *had = s, who[o.turn % TURNS] = k;
-                    else if (*had != s && (differs < 0 || o.turn < first))
-                        differs = k, first = o.turn;
-                }
-            }
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        for (uint32_t i = 0; next(r, &i, &o);) {
+            if (r->group[o.comm] != g || !o.turn || o.turn > most || most - o.turn >= TURNS)
+                continue;
+            const uint64_t s = signature(r, &o);
+            uint64_t *had = &seen[o.turn % TURNS];
+            if (!s) continue;
+            if (!*had) *had = s, who[o.turn % TURNS] = k;
+            else if (*had != s && (differs < 0 || o.turn < first)) differs = k, first = o.turn;
         }
+    }
     if (differs < 0) return;
     // Both sides, and what all have done before.
-    fsdpi_flight_op a, b, o;
     const record *ra = &job.of[who[first % TURNS]], *rb = &job.of[differs];
-    if (!turn_of(ra, g, (uint32_t)first, &a) || !turn_of(rb, g, (uint32_t)first, &b)) return;
+    if (!turn_of(ra, g, first, &a) || !turn_of(rb, g, first, &b)) return;
     set sides[2] = {{NULL, 0}, {NULL, 0}};
     for (int k = 0; k < job.size; k++)
-        if (job.of[k].f && turn_of(&job.of[k], g, (uint32_t)first, &o))
+        if (turn_of(&job.of[k], g, first, &o))
             add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
     if (!sides[0].num || !sides[1].num) return;
     finding *p = find_more(&parts);
@@ -534,7 +529,7 @@ static void find_parting(int g) {
         say_operation(&t, side ? rb : ra, x);
         fsdpi_say(&t, ", %s", count_of(x, count, sizeof count));
     }
-    if (first > 1 && turn_of(ra, g, (uint32_t)first - 1, &o)) {
+    if (first > 1 && turn_of(ra, g, first - 1, &o)) {
         fsdpi_say(&t, ". Before it: ");
         say_operation(&t, ra, &o);
     }

@@ -106,9 +106,9 @@ static int fsdpi_tr_is_clock(int64_t ns) {
 static int fsdpi_tr_is_bytes(int64_t bytes) { return bytes >= 0 && bytes < (int64_t)1 << 56; }
 
 static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
-    uint64_t labels = o->kind == FSDPI_TR_CALL                            ? (uint64_t)FSDP_CALL_COUNT
-                      : o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL ? r->num_pools
-                                                                          : r->num_labels;
+    uint64_t labels = r->num_labels;
+    if (o->kind == FSDPI_TR_CALL) labels = FSDP_CALL_COUNT;
+    else if (o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL) labels = r->num_pools;
     return o->kind < FSDPI_TR_KINDS && o->label < labels && o->stream < FSDP_STREAM_COUNT &&
            o->state < FSDP_STATE_COUNT && (o->what < r->num_names || o->what == FSDPI_TR_NO_NAME) &&
            o->bytes < (uint64_t)1 << 56 && fsdpi_tr_is_time(&r->head, o->begin_ns, o->end_ns);

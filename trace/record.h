@@ -537,7 +537,8 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
 
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
     if (!t->error) return FSDP_OK;
-    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9001] the trace %s cannot be written: %s. Make room, or give another "
+    return fsdp_fail(t->world, FSDP_ERR_IO,
+                     "[E9001] the trace %s cannot be written: %s. Make room, or give another "
                      "directory, and run these steps again",
                      t->path, strerror(t->error));
 }
@@ -647,11 +648,11 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     return FSDP_OK;
 }
 
-// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, and
-// takes the file of an earlier run away, so that a reader does not mix the two.
+// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, looks
+// whether files can be made there, and takes that of an earlier run away: nobody mixes the two.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
-    char turn[16] = "", made[sizeof t->path + 4];
+    char turn[16] = "";
     int number = fsdp_model_number(t->model);
     if (number) snprintf(turn, sizeof turn, "-%d", number);
     snprintf(t->job, sizeof t->job, "%.*s%s", (int)(sizeof t->job - sizeof turn),
@@ -662,12 +663,10 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
                                    fsdp_rank(t->world));
     int error = used >= sizeof t->path ? ENAMETOOLONG : 0;
     if (!error && mkdir(dir, 0777) && errno != EEXIST) error = errno;
-    snprintf(made, sizeof made, "%s.new", t->path);
-    FILE *file = error ? NULL : fopen(made, "wb"); // the end of the trace makes it, too
-    if (!error && !file) error = errno;
-    if (file) (void)fclose(file), (void)unlink(made);
-    if (!error && unlink(t->path) && errno != ENOENT) error = errno;
-    if (!error) return FSDP_OK;
+    FILE *file = error ? NULL : fopen(t->path, "wb");
+    if (file) (void)fclose(file), (void)unlink(t->path);
+    if (file) return FSDP_OK;
+    if (!error) error = errno;
     return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
                      strerror(error));
 }

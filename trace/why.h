@@ -172,7 +172,7 @@ static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint6
     return found;
 }
 
-// Of an optimizer: an update, or what an extension does in a call that ends a step, as Muon's products.
+// Of an optimizer: an update, or what an extension does in its step, as Muon's products.
 static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
     if (r->kind == FSDP_OP_UPDATE || r->label < FSDP_LABEL_COUNT) return r->kind == FSDP_OP_UPDATE;
     const fsdpi_tr_record *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);

@@ -185,8 +185,8 @@ static int found(int fault) {
         differs = line("first difference in group ");
         snprintf(text, sizeof text, "rank %d: all_reduce of '%s'", board->rank, call);
         if (strstr(differs, text)) /* one number of an operation: the model's, or the world's */
-            return strstr(differs, " of the world)") && strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64")
-                   != NULL;
+            return strstr(differs, " of the world)") &&
+                   strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64");
         /* A reduction has a communicator of its own: so each side waits for the other. */
         if (fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
         snprintf(text, sizeof text, "rank %d waits in all_reduce of '%s'", board->rank, call);
