@@ -920,6 +920,10 @@ static void groups(lab_rank *r) {
     CHECK_EQ_STR(fsdp_world_job(NULL), "");
     CHECK(*fsdp_world_job(r->w));
     CHECK_EQ_INT(fsdp_now(NULL), 0);
+    fsdp_extension none = FSDP_ZERO; /* nobody has attached it */
+    CHECK_STATUS(fsdp_retire(NULL, &none), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_retire(m.model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_retire(m.model, &none));
 }
 TEST(trace, groups) {
     lab_how how = FSDP_ZERO;
