@@ -59,6 +59,13 @@ static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     return NULL;
 }
 
+// Worker threads and events have nothing more to tell to extensions.
+static void fsdpi_end_times(const fsdp_model *m) {
+    if (!(m->watch & FSDPI_TIMES)) return;
+    fsdpi_drain(m->world);
+    fsdpi_timeline_end_all(m->world);
+}
+
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
@@ -76,15 +83,26 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
                 w, FSDP_ERR_INVALID_STATE,
                 "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
                 unit ? "may own a slot of unit " : "is in use", unit ? unit->desc.name : "");
-        if (model->watch & FSDPI_TIMES) {
-            fsdpi_drain(w);
-            fsdpi_timeline_end_all(w);
-        }
+        fsdpi_end_times(model);
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
     return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
                      e.name);
+}
+
+FSDP_API fsdp_status fsdp_retire(fsdp_model *model, fsdp_extension *extension) {
+    if (!model || !extension) return fsdpi_null_of(model, "retire", "model or extension");
+    if (fsdpi_is_child(model->world)) return fsdpi_failed(model->world);
+    fsdpi_attached *a = model->attached;
+    while (a && (a->e.user != extension->user || a->e.call != extension->call)) a = a->next;
+    if (a) fsdpi_end_times(model);
+    for (int own = 0; own < 2 && a; own++) {
+        fsdp_extension *e = own ? extension : &a->e;
+        e->call = NULL, e->returned = NULL, e->op = NULL, e->ran = NULL;
+    }
+    fsdpi_watch(model);
+    return FSDP_OK;
 }
 
 FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {

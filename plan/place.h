@@ -25,6 +25,7 @@ typedef struct fsdpi_plan_places {
     fsdpi_plan_piece *pieces;
     int32_t num;
     int32_t *order; // [num]
+    int32_t *alike; // [num] slots of this size and pool that fsdpi_plan_pool_fit has found
     int64_t *kept;  // [num] offsets of the best order
     int64_t bytes;
 } fsdpi_plan_places;
@@ -109,8 +110,10 @@ static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *u
 }
 
 /* As the pools would have them: each size its own slots, the least recently released one first.
-   deep: two from the begin on, where one is filled while the other is in use. */
-static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep) {
+   deep: two from the begin on, where one is filled while the other is in use. again: all slots that
+   the last call has found, as in pools that earlier steps have filled. */
+static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep,
+                                int again) {
     int num = 0; // slots; order[n]: the last piece in slot n
     pl->bytes = 0;
     for (int i = 0; i < pl->num; i++) {
@@ -126,6 +129,7 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 best = n;
         }
         int depth = deep && slots == 1 && fsdpi_plan_is_ahead(t, &t->uses[piece->head]) ? 2 : 1;
+        if (again) depth = pl->alike[i];
         if (best < 0 || slots < depth) {
             best = num++;
             piece->offset = pl->bytes;
@@ -134,6 +138,15 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
             piece->offset = pl->pieces[pl->order[best]].offset;
         }
         pl->order[best] = i;
+    }
+    for (int i = 0; i < pl->num; i++) {
+        const fsdpi_plan_piece *piece = &pl->pieces[i];
+        pl->alike[i] = 0;
+        for (int n = 0; n < num; n++) {
+            const fsdpi_plan_piece *other = &pl->pieces[pl->order[n]];
+            pl->alike[i] += other->bytes == piece->bytes &&
+                            t->uses[other->head].pool == t->uses[piece->head].pool;
+        }
     }
 }
 
@@ -170,6 +183,7 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->pieces);
     fsdpi_plan_free(p->model, pl->order);
     fsdpi_plan_free(p->model, pl->kept);
+    fsdpi_plan_free(p->model, pl->alike);
 }
 
 /* The slot that a unit held when the step began, and gave back before it took one that it holds at
@@ -195,6 +209,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
     fsdp_status status = fsdpi_plan_alloc(p->model, room * sizeof *pl.pieces, (void **)&pl.pieces);
     if (!status) status = fsdpi_plan_alloc(p->model, room * 4, (void **)&pl.order);
     if (!status) status = fsdpi_plan_alloc(p->model, room * 8, (void **)&pl.kept);
+    if (!status) status = fsdpi_plan_alloc(p->model, room * 4, (void **)&pl.alike);
     for (int i = 0; i < t->num_uses && !status; i++) {
         fsdpi_plan_piece piece = fsdpi_plan_piece_of(t, i);
         if (t->uses[i].glued) continue;
@@ -216,7 +231,8 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             fsdpi_plan_best_fit(&pl);
             arena = pl.bytes;
         }
-        fsdpi_plan_pool_fit(t, &pl, !inlined);
+        fsdpi_plan_pool_fit(t, &pl, !inlined, 0);
+        if (!passes) fsdpi_plan_pool_fit(t, &pl, !inlined, 1);
         if (arena < pl.bytes - pl.bytes / 20) {
             for (int i = 0; i < pl.num; i++) pl.pieces[i].offset = pl.kept[i];
             pl.bytes = arena;

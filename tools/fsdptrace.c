@@ -99,7 +99,8 @@ typedef struct record {
 typedef struct group {
     uint64_t members;
     int32_t number, size, first, stride;
-    uint32_t ended, least; // the last operation that has ended on a rank; that all have begun
+    uint32_t ended, least, most; // the last operation that has ended on a rank; that all, one have
+                                 // begun
     char name[24];
 } group;
 
@@ -111,14 +112,18 @@ static struct {
     int is_over;  // no process of the job runs here any more
     int elsewhere; // records of processes on other hosts that have not ended
     int lacks;    // a member has not come to an operation that others have begun
-    char job[128], backend[16];
+    char job[128], other[128], backend[16]; // other: of which the directory has files, too
 } job;
 
-// An entry, if it was whole when the file was read.
-static int entry(const fsdpi_flight_record *f, uint32_t i, fsdpi_flight_op *out) {
-    *out = f->op[i];
-    return out->number && (out->number - 1) % FSDPI_FLIGHT_OPS == i &&
-           out->comm < FSDPI_FLIGHT_COMMS;
+// The next entry that was whole when the file was read. 0: there is none.
+static int next(const record *r, uint32_t *i, fsdpi_flight_op *out) {
+    while (r->f && *i < FSDPI_FLIGHT_OPS) {
+        *out = r->f->op[(*i)++];
+        if (out->number && (out->number - 1) % FSDPI_FLIGHT_OPS == *i - 1 &&
+            out->comm < FSDPI_FLIGHT_COMMS)
+            return 1;
+    }
+    return 0;
 }
 
 static const char *name_of(const fsdpi_flight_record *f, uint32_t at) {
@@ -150,20 +155,19 @@ static int is_pending(const record *r, const fsdpi_flight_op *o) {
 }
 
 static int is_lacking(const record *r) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-        fsdpi_flight_op o;
-        if (entry(r->f, i, &o) && r->group[o.comm] && o.turn && is_pending(r, &o) &&
+    fsdpi_flight_op o;
+    for (uint32_t i = 0; next(r, &i, &o);)
+        if (r->group[o.comm] && o.turn && is_pending(r, &o) &&
             o.turn > job.groups[r->group[o.comm] - 1].least)
             return 1;
-    }
     return 0;
 }
 
 // Keeps the oldest ones.
 static void find_pending(record *r) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-        fsdpi_flight_op o;
-        if (!entry(r->f, i, &o) || !is_pending(r, &o)) continue;
+    fsdpi_flight_op o;
+    for (uint32_t i = 0; next(r, &i, &o);) {
+        if (!is_pending(r, &o)) continue;
         int at = r->num < PENDING ? r->num : PENDING - 1;
         if (r->num == PENDING && r->op[at].begin_ns <= o.begin_ns) continue;
         for (; at > 0 && r->op[at - 1].begin_ns > o.begin_ns; at--) r->op[at] = r->op[at - 1];
@@ -208,46 +212,40 @@ static int group_of(const fsdpi_flight_comm *c) {
     return job.num_groups++;
 }
 
+static int read_label(const void *bytes, fsdpi_tr_label *out) {
+    const fsdpi_flight_record *f = (const fsdpi_flight_record *)bytes;
+    snprintf(out->job, sizeof out->job, "%.*s", (int)sizeof f->job - 1, *f->job ? f->job : "job");
+    out->rank = f->rank, out->size = f->size, out->real_ns = f->real_ns;
+    return !memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) && f->size <= MOST_RANKS;
+}
+
 // Reads the records of the job in DIR that began last, or of the one that is named.
 static int read_all(const char *dir, const char *wanted) {
-    DIR *d = opendir(dir);
-    struct dirent *e;
-    const fsdpi_flight_record **files = NULL;
-    int num = 0, newest = -1;
-    if (!d) return fail(dir, strerror(errno));
-    while ((e = readdir(d)) != NULL) {
-        char path[PATH_MAX];
-        const char *why, *dot = strrchr(e->d_name, '.');
-        if (!dot || strcmp(dot, ".flight")) continue;
-        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+    fsdpi_tr_label last, other;
+    char text[512] = "", path[PATH_MAX];
+    const fsdpi_tr_why reason = {text, sizeof text};
+    if (fsdpi_tr_choose(dir, ".flight", wanted, read_label, &last, &other, &reason) <= 0)
+        return fail(dir, *text ? text : "there is no flight record: set FSDP_FLIGHT_RECORD=DIR");
+    job.size = last.size;
+    job.of = (record *)room((size_t)job.size * sizeof *job.of);
+    memcpy(job.job, last.job, sizeof job.job), memcpy(job.other, other.job, sizeof job.other);
+    for (int rank = 0; rank < job.size; rank++) {
+        const char *why;
+        fsdpi_tr_path(path, sizeof path, dir, last.job, rank, ".flight");
+        if (access(path, F_OK)) continue;
         const fsdpi_flight_record *f = load(path, &why);
         if (!f) (void)fail(path, why);
-        if (!f || (wanted && strcmp(f->job, wanted))) continue;
-        files = (const fsdpi_flight_record **)grow(files, num, sizeof *files);
-        files[num++] = f;
-        if (newest < 0 || f->real_ns > files[newest]->real_ns) newest = num - 1;
-    }
-    (void)closedir(d);
-    if (newest < 0) return fail(dir, "there is no flight record: set FSDP_FLIGHT_RECORD=DIR");
-    const fsdpi_flight_record *last = files[newest];
-    job.size = last->size;
-    job.of = (record *)room((size_t)job.size * sizeof *job.of);
-    snprintf(job.job, sizeof job.job, "%s", last->job);
-    snprintf(job.backend, sizeof job.backend, "%s", last->backend);
-    for (int i = 0; i < num; i++) {
-        record *r = &job.of[files[i]->rank < job.size ? files[i]->rank : 0];
-        if (strcmp(files[i]->job, last->job) || files[i]->size != last->size) continue;
-        const fsdpi_flight_record *f = files[i];
+        if (!f || f->rank != rank || f->size != last.size) continue;
+        snprintf(job.backend, sizeof job.backend, "%s", f->backend);
         const int64_t lived = f->ended_ns > 0 && f->ended_ns < (int64_t)1 << 61
                                   ? f->ended_ns - f->opened_ns
                                   : 0;
         // It ended before the last rank began. Clocks of ranks may differ by what a rank was not
         // scheduled for while it read two of them.
         const int is_old = f->state != FSDPI_FLIGHT_RUNS &&
-                           f->real_ns + lived + 1000000000 < last->real_ns;
-        if (!is_old) r->f = f;
+                           f->real_ns + lived + 1000000000 < last.real_ns;
+        if (!is_old) job.of[rank].f = f;
     }
-    free(files);
     return 0;
 }
 
@@ -268,10 +266,10 @@ static void find_groups(void) {
             r->group[c] = 1 + group_of(&r->f->comm[c]);
             group *g = &job.groups[r->group[c] - 1];
             if (r->f->comm[c].turns < g->least) g->least = r->f->comm[c].turns;
+            if (r->f->comm[c].turns > g->most) g->most = r->f->comm[c].turns;
         }
-        for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-            fsdpi_flight_op o;
-            if (!entry(r->f, i, &o)) continue;
+        fsdpi_flight_op o;
+        for (uint32_t i = 0; next(r, &i, &o);) {
             latest(r, o.begin_ns);
             latest(r, o.end_ns);
             group *g = r->group[o.comm] ? &job.groups[r->group[o.comm] - 1] : NULL;
@@ -283,10 +281,9 @@ static void find_groups(void) {
     }
     if (!job.is_over) job.now = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     int lacks = 0;
-    for (int k = 0; k < job.size && !lacks; k++) lacks = job.of[k].f && is_lacking(&job.of[k]);
+    for (int k = 0; k < job.size && !lacks; k++) lacks = is_lacking(&job.of[k]);
     job.lacks = lacks;
-    for (int k = 0; k < job.size; k++)
-        if (job.of[k].f) find_pending(&job.of[k]);
+    for (int k = 0; k < job.size; k++) find_pending(&job.of[k]);
 }
 
 /* ---- what ranks do --------------------------------------------------------------------------- */
@@ -298,8 +295,6 @@ static double seconds(const record *r, int64_t ns) {
 
 // "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)"
 static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op *o) {
-    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
-                                                         "post_backward, "};
     const char *what = name_of(r->f, o->what);
     if (o->kind == FSDPI_OPEN) fsdpi_say(t, "fsdp_init");
     else if (o->kind == FSDPI_SPLIT) fsdpi_say(t, "the making of group '%s'", what);
@@ -309,10 +304,11 @@ static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op 
     if (o->kind >= FSDP_OP_COUNT) return;
     if (o->comm > 0 && r->f->comm[o->comm].number > 2)
         fsdpi_say(t, " in '%s'", r->f->comm[o->comm].name);
-    if (o->label == FSDP_LABEL_WORLD) fsdpi_say(t, " (op %u)", o->seq); // of no step
+    const int has_state = o->state && o->state < FSDP_STATE_COUNT;
+    if (o->label == FSDP_LABEL_WORLD) fsdpi_say(t, " (op %u of the world)", o->seq); // of no step
     else
-        fsdpi_say(t, " (%sstep %u, op %u)", o->state < FSDP_STATE_COUNT ? states[o->state] : "",
-                  o->step, o->seq);
+        fsdpi_say(t, " (%s%sstep %u, op %u)", has_state ? json_states[o->state] : "",
+                  has_state ? ", " : "", o->step, o->seq);
 }
 
 static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
@@ -333,13 +329,12 @@ static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
 static void say_call(fsdpi_text *t, const record *r) {
     const fsdpi_flight_record *f = r->f;
     int has_what = f->call_what < FSDPI_FLIGHT_NAMES;
-    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
     if (!f->calls) fsdpi_say(t, "it has made no call of a model yet");
     else if (f->call == FSDP_CALL_EXTENSION && has_what)
         fsdpi_say(t, "its last call was %s", name_of(f, f->call_what));
     else
         fsdpi_say(t, "its last call was %s%s%s%s",
-                  f->call < FSDP_CALL_COUNT ? names[f->call] : "?", has_what ? " of '" : "",
+                  fsdpi_tr_call_name((int)f->call), has_what ? " of '" : "",
                   has_what ? name_of(f, f->call_what) : "", has_what ? "'" : "");
     fsdpi_say(t, ", %.1f s ago", seconds(r, f->call_ns));
 }
@@ -487,54 +482,46 @@ static uint64_t signature(const record *r, const fsdpi_flight_op *o) {
     return fsdpi_hash_words(1, words, 5) | 1;
 }
 
-static const fsdpi_flight_op *turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
-    for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++)
-        if (entry(r->f, i, out) && out->turn == turn && r->group[out->comm] == g) return out;
-    return NULL;
+// An operation of a group on a rank. 0: it is not there any more, or not yet.
+static int turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
+    for (uint32_t i = 0; next(r, &i, out);)
+        if (out->turn == turn && r->group[out->comm] == g) return 1;
+    return 0;
 }
 
 // The first of the last operations of a group that its members do not make alike.
 static void find_parting(int g) {
-    uint64_t seen[TURNS], from = 0, first = 0;
+    const uint32_t most = job.groups[g - 1].most;
+    uint64_t seen[TURNS];
+    uint32_t first = 0;
     int who[TURNS], differs = -1;
+    fsdpi_flight_op a, b, o;
     memset(seen, 0, sizeof seen);
-    for (int pass = 0; pass < 2; pass++)
-        for (int k = 0; k < job.size; k++) {
-            const record *r = &job.of[k];
-            if (!r->f) continue;
-            for (uint32_t c = 1; c < r->f->num_comms && c < FSDPI_FLIGHT_COMMS; c++) {
-                if (r->group[c] != g) continue;
-                if (pass == 0) {
-                    if (r->f->comm[c].turns > from) from = r->f->comm[c].turns;
-                    continue;
-                }
-                for (uint32_t i = 0; i < FSDPI_FLIGHT_OPS; i++) {
-                    fsdpi_flight_op o;
-                    if (!entry(r->f, i, &o) || o.comm != c || !o.turn || o.turn > from ||
-                        (uint64_t)o.turn + TURNS <= from)
-                        continue;
-                    uint64_t s = signature(r, &o), *had = &seen[o.turn % TURNS];
-                    if (!s) continue;
-                    if (!*had) *had = s, who[o.turn % TURNS] = k;
-                    else if (*had != s && (differs < 0 || o.turn < first))
-                        differs = k, first = o.turn;
-                }
-            }
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        for (uint32_t i = 0; next(r, &i, &o);) {
+            if (r->group[o.comm] != g || !o.turn || o.turn > most || most - o.turn >= TURNS)
+                continue;
+            const uint64_t s = signature(r, &o);
+            uint64_t *had = &seen[o.turn % TURNS];
+            if (!s) continue;
+            if (!*had) *had = s, who[o.turn % TURNS] = k;
+            else if (*had != s && (differs < 0 || o.turn < first)) differs = k, first = o.turn;
         }
+    }
     if (differs < 0) return;
     // Both sides, and what all have done before.
-    fsdpi_flight_op a, b, o;
     const record *ra = &job.of[who[first % TURNS]], *rb = &job.of[differs];
-    if (!turn_of(ra, g, (uint32_t)first, &a) || !turn_of(rb, g, (uint32_t)first, &b)) return;
+    if (!turn_of(ra, g, first, &a) || !turn_of(rb, g, first, &b)) return;
     set sides[2] = {{NULL, 0}, {NULL, 0}};
     for (int k = 0; k < job.size; k++)
-        if (job.of[k].f && turn_of(&job.of[k], g, (uint32_t)first, &o))
+        if (turn_of(&job.of[k], g, first, &o))
             add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
     if (!sides[0].num || !sides[1].num) return;
     finding *p = find_more(&parts);
     fsdpi_text t = {p->text, sizeof p->text, 0};
     char ranks[160], count[64];
-    fsdpi_say(&t, "operation %u of group '%s' differs: ", (unsigned)first, job.groups[g - 1].name);
+    fsdpi_say(&t, "first difference in group '%s': ", job.groups[g - 1].name);
     for (int side = 0; side < 2; side++) {
         const fsdpi_flight_op *x = side ? &b : &a;
         fsdpi_say(&t, "%srank%s %s: ", side ? "; " : "", sides[side].num > 1 ? "s" : "",
@@ -542,7 +529,7 @@ static void find_parting(int g) {
         say_operation(&t, side ? rb : ra, x);
         fsdpi_say(&t, ", %s", count_of(x, count, sizeof count));
     }
-    if (first > 1 && turn_of(ra, g, (uint32_t)first - 1, &o)) {
+    if (first > 1 && turn_of(ra, g, first - 1, &o)) {
         fsdpi_say(&t, ". Before it: ");
         say_operation(&t, ra, &o);
     }
@@ -555,6 +542,14 @@ static int by_seconds(const void *a, const void *b) {
 }
 
 /* ---- what is printed ------------------------------------------------------------------------- */
+
+// One job is shown. Another one of the directory, or "".
+static void put_other(const char *name) {
+    if (!*name) return;
+    printf("the directory has files of other jobs, too: this one is shown; another one by --job '");
+    put_safe(stdout, name);
+    printf("'\n");
+}
 
 static void put_ranks(const set *s) {
     putchar('[');
@@ -580,6 +575,8 @@ static void print_json(const set *missing, const char *advice) {
     const record *failed = first_failure(&rank);
     printf("{\"job\": ");
     json_text(stdout, job.job);
+    printf(", \"other_job\": ");
+    json_text(stdout, job.other);
     printf(", \"backend\": ");
     json_text(stdout, job.backend);
     printf(", \"ranks\": %d, \"is_over\": %s, \"no_record\": ", job.size,
@@ -634,6 +631,7 @@ static void print_text(const set *missing, const char *advice) {
         printf("; no record of rank%s %s", missing->num > 1 ? "s" : "",
                ranges(missing, text, sizeof text));
     printf("\n");
+    put_other(job.other);
     if (job.is_over) {
         time_t at = (time_t)(job.now / 1000000000);
         struct tm tm;
@@ -723,6 +721,7 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
     const int made = fsdpi_why_make(&traces, &y);
     const double percent = 100 / fmax(1, (double)(y.step.end - y.step.begin));
     if (made > 0) fsdpi_why_screen(&y, &t);
+    if (!brief) put_other(traces.other);
     if (made > 0 && brief)
         printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
                (int)strcspn(text, "(") - 1, text,
@@ -765,6 +764,7 @@ static int write_json(const char *dir, const char *wanted, int force, const char
                    (double)r->error_ns / 1000);
     }
     if (!bad) printf("%s: ranks: %d of %d\n", path, traces.num, traces.size);
+    if (!bad) put_other(traces.other);
     fsdpi_tr_free(&traces);
     return bad ? fail(path, text) : 0;
 }

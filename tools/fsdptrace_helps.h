@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HELPS_UNITS = 3, HELPS_LINES = 3, HELPS_OPTIONS = HELPS_UNITS + 5, HELPS_AHEAD = 64 };
+enum { HELPS_UNITS = 3, HELPS_LINES = 3, HELPS_OPTIONS = HELPS_UNITS + 3, HELPS_AHEAD = 64 };
 #define HELPS_MOST_ERROR 0.15 // of a simulation beside the record
 #define HELPS_LEAST_GAIN 0.01 // of the step: what is less is not said
 
@@ -28,7 +28,7 @@ typedef struct helps_option {
     int reshards;        // 1 + the unit that never reshards; -1: all
     int overlaps;        // worker threads in place of inline
     int prefetches;      // forward gathers the next unit ahead
-    int planned, slots;  // slots that a plan has more
+    int planned;
     int64_t gain, bytes; // nanoseconds; of slots
 } helps_option;
 
@@ -36,17 +36,16 @@ typedef struct helps {
     const fsdpi_why *why;
     const fsdpi_tr_rank *rank;
     const fsdpi_tr_record **calls; // the program of the step
-    int num_calls, shards, replicas, plain; // plain: reductions do not scale: copies do
+    int num_calls, shards, replicas, plain; // plain: reductions neither cast nor scale: copies do
     int leads;     // 1: COMPUTE is at work before the first call, whose gather is under way by then
     int64_t *work; // [leads + num_calls] of the caller behind each
     fsdp_plan_cost cost;
-    int64_t plan_bytes; // of a plan with as many slots as it takes
 } helps;
 
 /* ---- the program and its costs --------------------------------------------------------------- */
 
 // Least squares: latency + bytes / rate, of the full side of collectives over so many ranks. If all
-// have as many bytes, a rate cannot be told.
+// have as many bytes, the two cannot be told apart: all is rate, so that joining gains nothing.
 static void helps_fit(const helps *h, int kind, double ranks, double *latency, double *rate) {
     const double full = ranks < 2 ? 1 : ranks / (ranks - 1) / (kind == FSDP_OP_ALL_REDUCE ? 2 : 1);
     double n = 0, x = 0, y = 0, xx = 0, xy = 0;
@@ -58,7 +57,7 @@ static void helps_fit(const helps *h, int kind, double ranks, double *latency, d
         n++, x += bytes, y += ns, xx += bytes * bytes, xy += bytes * ns;
     }
     const double spread = n * xx - x * x;
-    double slope = fmax(0, spread > 1e-6 * xx * n ? (n * xy - x * y) / spread : 0);
+    double slope = spread > 1e-6 * xx * n ? fmax(0, (n * xy - x * y) / spread) : x > 0 ? y / x : 0;
     *latency = n > 0 ? (y - slope * x) / n : 0;
     if (*latency < 0) *latency = 0, slope = x > 0 ? y / x : 0;
     *rate = slope > 0 ? 1 / slope : 0;
@@ -108,7 +107,6 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_step *step = rank->steps;
     double bytes = 0, copying = 0, issuing = 0, ops = 0;
-    int copies = 0, reductions = 0;
     memset(h, 0, sizeof *h);
     h->why = y, h->rank = rank;
     h->calls = (const fsdpi_tr_record **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
@@ -137,8 +135,6 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
         }
         if (r->begin_ns < y->step.begin || r->end_ns > y->step.end) continue;
         ops += r->kind < FSDP_OP_HOOK;
-        copies += r->kind == FSDP_OP_COPY && r->stream == FSDP_STREAM_REDUCE;
-        reductions += r->kind == FSDP_OP_REDUCE_SCATTER;
         if (r->kind != FSDP_OP_COPY && r->kind != FSDP_OP_ZERO) continue;
         bytes += (double)r->bytes, copying += (double)(r->end_ns - r->begin_ns);
     }
@@ -152,7 +148,6 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     c->copy_bytes_per_ns = copying > 0 ? bytes / copying : 0;
     if (rank->head.run != FSDP_RUN_STREAMS) issuing = (double)y->step.part[FSDPI_WHY_CALLS];
     c->issue_ns = ops > 0 ? issuing / ops : 0;
-    h->plain = copies > 0 && copies >= reductions;
     h->work[0] = helps_lead(h);
     h->leads = h->work[0] > 0;
     for (int i = 0; i < h->num_calls; i++) h->work[h->leads + i] = helps_work(h, i);
@@ -174,7 +169,7 @@ static fsdp_status helps_unit(const helps *h, fsdp_model *m, int u, const helps_
         params[i].shard_dim = from[i].shard_dim, params[i].frozen = !from[i].requires_grad;
         memcpy(params[i].shape, from[i].shape, sizeof params[i].shape);
     }
-    d.name = fsdpi_why_name(h->rank, (uint16_t)u);
+    d.name = fsdpi_tr_name(h->rank, (uint16_t)u);
     d.params = params, d.num_params = unit->num_params;
     d.param_dtype = (fsdp_dtype)unit->param_dtype, d.reduce_dtype = (fsdp_dtype)unit->reduce_dtype;
     d.reshard_after_forward = o->reshards == -1 || o->reshards == u + 1
@@ -251,31 +246,42 @@ static fsdp_status helps_model(const helps *h, const helps_option *o, fsdp_world
 static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_plan_times *out,
                                   char *why, size_t cap) {
     const int run = h->rank->head.run, streams = run == FSDP_RUN_STREAMS;
-    int64_t slot = 0;
     fsdp_fake fake = FSDP_ZERO;
     fsdp_world_desc wd = FSDP_ZERO;
-    fsdp_plan_desc pd = FSDP_ZERO;
     fsdp_world *w = NULL;
     fsdp_model *m = NULL;
     fsdp_plan *plan = NULL;
     fsdp_unit **units = (fsdp_unit **)calloc((size_t)h->rank->num_units, sizeof *units);
     if (!units) return FSDP_ERR_OUT_OF_MEMORY;
-    for (uint64_t u = 0; u < h->rank->num_units; u++)
-        slot = fsdpi_why_more(slot, h->rank->units[u].slot_bytes[FSDP_POOL_GATHER]);
     fake.addresses = 1, fake.plain = h->plain;
     wd.backend = "fake", wd.user = &fake, wd.log_level = FSDP_LOG_NONE;
     wd.device_ops = fsdp_fake_device_ops(streams), wd.world_size = h->shards * h->replicas;
     wd.lanes = run == FSDP_RUN_LANES || o->overlaps ? 2 : -1;
-    pd.most_bytes = o->slots ? h->plan_bytes + o->slots * slot : 0;
     fsdp_status status = fsdp_init(&wd, &w);
     if (!status) status = helps_model(h, o, w, &m, units);
-    if (!status) status = fsdp_plan_create(m, &pd, &plan);
+    if (!status) status = fsdp_plan_create(m, NULL, &plan);
     for (int step = 0; step < 2 && !status; step++) status = helps_step(h, m, units);
     if (!status) status = fsdp_plan_simulate(plan, 0, !o->planned, &h->cost, out);
     if (status) snprintf(why, cap, "%.250s", fsdp_last_error(w));
     if (w && fsdp_shutdown(w) && !status) status = FSDP_ERR_INTERNAL;
     free(units);
     return status;
+}
+
+// What was recorded. Which kind of reductions it had is not told: the one that is nearer to it.
+static fsdp_status helps_simulate_record(helps *h, fsdp_plan_times *out, char *why, size_t cap) {
+    const fsdpi_why_step *step = &h->why->step;
+    fsdp_plan_times times[2];
+    helps_option none;
+    fsdp_status status = FSDP_OK;
+    memset(&none, 0, sizeof none);
+    for (h->plain = 0; h->plain < 2 && !status; h->plain++)
+        status = helps_simulate(h, &none, &times[h->plain], why, cap);
+    if (status) return status;
+    h->plain = llabs(times[1].step_ns - (step->end - step->begin)) <
+               llabs(times[0].step_ns - (step->end - step->begin));
+    *out = times[h->plain];
+    return FSDP_OK;
 }
 
 /* ---- what helps ------------------------------------------------------------------------------ */
@@ -292,12 +298,10 @@ static int helps_by_worth(const void *a, const void *b) {
 static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     const int is_inline = h->rank->head.run == FSDP_RUN_INLINE;
     const helps_option always[] = {
-        {"reshard_after_forward never on all units", -1, 0, 0, 0, 0, 0, 0},
+        {"reshard_after_forward never on all units", -1, 0, 0, 0, 0, 0},
         {is_inline ? "worker threads (FSDP_LANES=2)" : "forward prefetch of the next unit", 0,
-         is_inline, !is_inline, 0, 0, 0, 0},
-        {"a plan (fsdp_plan_create)", 0, 0, 0, 1, 0, 0, 0},
-        {"a plan with one slot more", 0, 0, 0, 1, 1, 0, 0},
-        {"a plan with two slots more", 0, 0, 0, 1, 2, 0, 0}};
+         is_inline, !is_inline, 0, 0, 0},
+        {"a plan (fsdp_plan_create)", 0, 0, 0, 1, 0, 0}};
     int num = 0;
     for (int worst; num < HELPS_UNITS; num++) {
         int64_t most = 0;
@@ -323,23 +327,21 @@ static void helps_say(const helps *h, const helps_option *o, int digits) {
     const double unit = fsdpi_why_unit(llabs(o->bytes), &letter);
     if (o->text) printf("%s", o->text);
     else printf("reshard_after_forward never on "),
-         put_safe(stdout, fsdpi_why_name(h->rank, (uint16_t)(o->reshards - 1)));
+         put_safe(stdout, fsdpi_tr_name(h->rank, (uint16_t)(o->reshards - 1)));
     printf(" %+.*f ms for %+.1f %cB", digits, -(double)o->gain * 1e-6, (double)o->bytes / unit,
            letter);
 }
 
 // Prints on one line what would help, or why that is not known. 0: nothing helps. digits: of ms.
 static int helps_print(const fsdpi_why *y, int digits) {
-    helps_option list[HELPS_OPTIONS], none;
+    helps_option list[HELPS_OPTIONS];
     fsdp_plan_times base, times;
     char why[256] = "no memory";
     helps h;
     int num = 0;
-    int64_t best_plan = 0;
     const double recorded = (double)(y->step.end - y->step.begin);
     const char *reason = helps_begin(&h, y);
-    memset(&none, 0, sizeof none);
-    if (!reason && helps_simulate(&h, &none, &base, why, sizeof why)) reason = why;
+    if (!reason && helps_simulate_record(&h, &base, why, sizeof why)) reason = why;
     const double error = reason ? 0 : (double)base.step_ns / recorded - 1;
     const int known = !reason && fabs(error) <= HELPS_MOST_ERROR;
     const int tried = known ? helps_list(&h, list) : 0;
@@ -348,13 +350,9 @@ static int helps_print(const fsdpi_why *y, int digits) {
     else if (!known) printf("the simulation differs from the record by %+.0f %%", 100 * error);
     for (int i = 0; i < tried; i++) {
         helps_option o = list[i];
-        if ((o.slots && !h.plan_bytes) || helps_simulate(&h, &o, &times, why, sizeof why)) continue;
-        if (o.planned && !o.slots) h.plan_bytes = times.peak_bytes;
+        if (helps_simulate(&h, &o, &times, why, sizeof why)) continue;
         o.gain = base.step_ns - times.step_ns, o.bytes = times.peak_bytes - base.peak_bytes;
-        if ((double)o.gain < HELPS_LEAST_GAIN * recorded) continue;
-        if (o.planned && o.gain <= best_plan) continue; // as a plan with fewer slots
-        if (o.planned) best_plan = o.gain;
-        list[num++] = o;
+        if ((double)o.gain >= HELPS_LEAST_GAIN * recorded) list[num++] = o;
     }
     qsort(list, (size_t)num, sizeof *list, helps_by_worth);
     for (int i = 0; i < num && i < HELPS_LINES; i++) {

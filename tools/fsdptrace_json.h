@@ -15,6 +15,10 @@
    that. The slots that units hold are a counter for each pool. */
 enum { JSON_STEPS, JSON_HOST, JSON_STREAM };    // threads; JSON_STREAM + FSDP_STREAM_*
 enum { JSON_EVENTS = 4, JSON_INEXACT = 50000 }; // of a record; nanoseconds
+static const char *const json_streams[FSDP_STREAM_COUNT] = {"compute", "gather", "reduce",
+                                                            "all_reduce", "extension"};
+static const char *const json_states[FSDP_STATE_COUNT] = {"idle", "forward", "pre_backward",
+                                                          "post_backward"};
 
 typedef struct json_event {
     int64_t begin, end;
@@ -81,30 +85,24 @@ static void json_begin(json_writer *w, const char *phase, int thread, const char
     json_text(w->to, name);
 }
 
+// A name of a process or of a thread.
 static void json_named(json_writer *w, const char *what, int thread, const char *name) {
     json_begin(w, "M", thread, what, w->zero);
     fputs(",\"args\":{\"name\":", w->to);
     json_text(w->to, name);
-    fprintf(w->to, "}}");
-}
-
-static void json_size(char *out, size_t cap, uint64_t bytes) {
-    const char *const units[] = {"B", "kB", "MB", "GB", "TB"};
-    double x = (double)bytes;
-    int u = 0;
-    for (; x >= 999.95 && u < 4; u++) x /= 1000;
-    snprintf(out, cap, u ? " %.1f %s" : " %.0f %s", x, units[u]);
+    fputs("}}", w->to);
 }
 
 // "h.3 all_gather 14.2 MB"
 static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_record *o, char *out, size_t cap) {
-    const char *what = fsdpi_tr_name(r, r->names, r->num_names, o->what), *did;
-    char size[24] = "";
-    if (o->kind == FSDPI_TR_CALL) did = fsdpi_tr_name(r, r->calls, r->num_calls, o->label);
-    else did = fsdpi_tr_name(r, r->kinds, r->num_kinds, o->kind);
-    int is_own = o->kind == FSDPI_TR_SPAN || (o->kind == FSDPI_TR_CALL && o->what >= r->num_units);
-    if (is_own && *what) did = "";
-    if (o->kind < FSDPI_TR_CALL && o->bytes) json_size(size, sizeof size, o->bytes);
+    const char *what = fsdpi_tr_name(r, o->what);
+    const char *did = o->kind < FSDPI_TR_CALL ? fsdp_op_name(o->kind)
+                      : *what && o->what >= r->num_units ? "" // a span, or a call with its own name
+                                                         : fsdpi_tr_call_name(o->label);
+    char size[24] = "", letter;
+    const double unit = fsdpi_why_unit((int64_t)o->bytes, &letter);
+    if (o->kind < FSDPI_TR_CALL && o->bytes)
+        snprintf(size, sizeof size, " %.1f %cB", (double)o->bytes / unit, letter);
     snprintf(out, cap, "%s%s%s%s", what, *what && *did ? " " : "", did, size);
 }
 
@@ -114,9 +112,9 @@ static void json_args(json_writer *w, const json_event *e) {
     fprintf(w->to, "\"step\":%u,\"seq\":%u", o->step, o->seq);
     if (o->kind >= FSDPI_TR_CALL) return;
     fputs(",\"why\":", w->to);
-    json_text(w->to, fsdpi_tr_name(r, r->labels, r->num_labels, o->label));
+    json_text(w->to, fsdpi_tr_text(r, r->labels[o->label]));
     fputs(",\"state\":", w->to);
-    json_text(w->to, fsdpi_tr_name(r, r->states, r->num_states, o->state));
+    json_text(w->to, json_states[o->state]);
     fprintf(w->to, ",\"bytes\":%llu,\"waited_us\":%.3f", (unsigned long long)o->bytes,
             (double)o->waited_ns / 1000);
     if (o->comm) fprintf(w->to, ",\"group\":%u", o->comm);
@@ -208,31 +206,22 @@ static void json_counter(json_writer *w, uint64_t pool, int64_t ns, int64_t byte
     fprintf(w->to, ",\"args\":{\"bytes\":%lld}}", (long long)bytes);
 }
 
-/* What units hold, in the order of the markers; pools without markers as they are at the end. What
-   is given back is what was taken: a place of a unit is one slot. */
+// What units hold, in the order of the markers; pools without markers as they are at the end.
 static int json_memory(json_writer *w) {
     const fsdpi_tr_rank *r = w->rank;
-    const uint64_t places = r->num_pools * (r->num_names + 1);
-    uint64_t *held = (uint64_t *)calloc(places + 2 * r->num_pools + 1, sizeof *held);
-    uint64_t *sum = held + places, *markers = sum + r->num_pools;
-    if (!held) return 0;
-    for (int turn = 0; turn < 2; turn++) {
-        for (uint64_t i = 0; i < r->num_records; i++) {
-            const fsdpi_tr_record *o = &r->records[i];
-            if (o->kind != FSDP_OP_ACQUIRE && o->kind != FSDP_OP_RELEASE) continue;
-            uint64_t name = o->what < r->num_names ? o->what : r->num_names;
-            uint64_t *place = &held[o->label * (r->num_names + 1) + name];
-            markers[o->label]++;
-            if (!turn) continue;
-            sum[o->label] -= *place;
-            *place = o->kind == FSDP_OP_ACQUIRE ? o->bytes : 0;
-            sum[o->label] += *place;
-            json_counter(w, o->label, o->begin_ns, (int64_t)sum[o->label]);
-        }
-        for (uint64_t p = 0; p < r->num_pools && !turn; p++)
-            if (r->pools[p].bytes && !markers[p]) json_counter(w, p, w->zero, r->pools[p].bytes);
+    fsdpi_why_held held;
+    uint8_t marked[UINT8_MAX + 1] = {0};
+    if (!fsdpi_why_begin_held(r, &held)) return 0;
+    for (uint64_t i = 0; i < r->num_records; i++) {
+        const fsdpi_tr_record *o = &r->records[i];
+        if (!fsdpi_why_hold(&held, o)) continue;
+        json_counter(w, o->label, o->begin_ns, held.pool[o->label]);
+        marked[o->label] = 1;
     }
-    free(held);
+    for (uint64_t p = 0; p < r->num_pools; p++)
+        if (r->pools[p].bytes && (p > UINT8_MAX || !marked[p]))
+            json_counter(w, p, w->zero, r->pools[p].bytes);
+    free(held.bytes);
     return 1;
 }
 
@@ -248,9 +237,8 @@ static int json_rank(json_writer *w, char *why, size_t cap) {
     json_named(w, "process_name", JSON_STEPS, text);
     json_named(w, "thread_name", JSON_STEPS, "steps");
     json_named(w, "thread_name", JSON_HOST, "host");
-    for (uint64_t k = 0; k < r->num_streams; k++)
-        json_named(w, "thread_name", JSON_STREAM + (int)k,
-                   fsdpi_tr_name(r, r->streams, r->num_streams, k));
+    for (int k = 0; k < FSDP_STREAM_COUNT; k++)
+        json_named(w, "thread_name", JSON_STREAM + k, json_streams[k]);
     for (uint64_t k = 0; k < r->num_steps; k++) {
         json_event *e = &list[num++];
         e->begin = r->steps[k].begin_ns, e->end = r->steps[k].end_ns, e->last = -1;

@@ -19,10 +19,15 @@
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
 #define FSDPI_TR_HELD  UINT32_MAX // a slot
-#define FSDPI_TR_MAGIC "fsdptr02"
+#define FSDPI_TR_MAGIC "fsdptr03"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
 enum { FSDPI_TR_CALL = FSDP_OP_COUNT, FSDPI_TR_SPAN, FSDPI_TR_KINDS };
+
+// Kinds, calls, streams and states are numbers of the library that wrote the file. Another one that
+// has more or fewer of them does not read it.
+enum { FSDPI_TR_NUMBERS = ((FSDPI_TR_KINDS * 64 + FSDP_CALL_COUNT) * 16 + FSDP_STREAM_COUNT) * 16 +
+                          FSDP_STATE_COUNT };
 
 /* A record, of an fsdp_op or one of the kinds above. Markers begin and end at the time when the
    host issued them. */
@@ -43,15 +48,11 @@ typedef struct fsdpi_tr_record {
 
 // The sections: enum, name, type of an entry.
 #define FSDPI_TR_SECTIONS(X)                                                                       \
-    X(TEXT, text, char)       /* texts, each with its end */                                       \
-    X(NAMES, names, uint32_t) /* where they begin in TEXT; the same for the next lists */          \
-    X(KINDS, kinds, uint32_t)                                                                      \
-    X(LABELS, labels, uint32_t)                                                                    \
-    X(CALLS, calls, uint32_t)                                                                      \
-    X(STREAMS, streams, uint32_t)                                                                  \
-    X(STATES, states, uint32_t)                                                                    \
+    X(TEXT, text, char)         /* texts, each with its end */                                     \
+    X(NAMES, names, uint32_t)   /* where they begin in TEXT */                                     \
+    X(LABELS, labels, uint32_t) /* the same, also those that extensions have registered */         \
     X(POOLS, pools, fsdpi_tr_pool)                                                                 \
-    X(KEPT, kept, fsdpi_tr_kept)                                                                   \
+    X(KEPT, kept, fsdpi_tr_pool)                                                                   \
     X(UNITS, units, fsdpi_tr_unit)                                                                 \
     X(PARAMS, params, fsdpi_tr_param)                                                              \
     X(COMMS, comms, fsdpi_tr_comm)                                                                 \
@@ -67,15 +68,12 @@ enum {
         FSDPI_TR_SECTION_COUNT
 };
 
-typedef struct fsdpi_tr_pool { // by the number of the pool, at the end of the trace
-    uint32_t name, slots;      // in TEXT
+// Memory behind the last step that ended in an optimizer, or else at the end of the trace: a pool,
+// by its number, or the states of an extension (KEPT: fsdp_next_state), without padding.
+typedef struct fsdpi_tr_pool {
+    uint32_t name, reserved; // in TEXT
     int64_t bytes;
 } fsdpi_tr_pool;
-
-typedef struct fsdpi_tr_kept { // by an extension (fsdp_next_state), without padding
-    uint32_t name, reserved;   // in TEXT
-    int64_t bytes;
-} fsdpi_tr_kept;
 
 // Options as in fsdp_unit_desc, those of the model in what the unit left to it.
 typedef struct fsdpi_tr_unit {
@@ -119,7 +117,8 @@ typedef struct fsdpi_tr_header {
     uint64_t mesh;                // ranks with the same one met
     uint64_t dropped;             // records for which there was no room
     int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
-    int32_t rank, size, pid, run; // run: FSDP_RUN_*
+    int32_t rank, size, run;      // run: FSDP_RUN_*
+    int32_t numbers;              // FSDPI_TR_NUMBERS
     // Options of the model, as in fsdp_model_desc.
     int32_t param_dtype, reduce_dtype, grad_dtype;
     int32_t reshard_after_forward, cpu_offload, implicit_prefetch;

@@ -16,10 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 // The trace of a rank, as its file has it, but: records are in the order of begin_ns, and their
-// times, and those of steps, are on the job's clock, which is that of its first rank. A collective
-// has in `slot` its number among those of its group, from 1 on.
+// times, and those of steps, are on the job's clock, which is that of its first rank.
 typedef struct fsdpi_tr_rank {
     fsdpi_tr_header head;
 #define FSDP_X(number, name, type)                                                                 \
@@ -35,7 +35,7 @@ typedef struct fsdpi_tr_rank {
 } fsdpi_tr_rank;
 
 typedef struct fsdpi_tr_job {
-    char job[128];
+    char job[128], other[128]; // other: a job of which the directory has files, too; or ""
     int32_t num, size;   // files that were found; ranks of the job
     fsdpi_tr_rank *rank; // [num], in the order of ranks
 } fsdpi_tr_job;
@@ -54,13 +54,20 @@ static FSDP_PRINTF(2, 3) int fsdpi_tr_refuse(const fsdpi_tr_why *why, const char
     return -1;
 }
 
-// A text by its place in TEXT, and by its number in a list of such places.
+// A text by its place in TEXT; a name by its number; a call by its own.
 static const char *fsdpi_tr_text(const fsdpi_tr_rank *r, uint64_t at) {
     return at < r->num_text ? r->text + at : "?";
 }
-static const char *fsdpi_tr_name(const fsdpi_tr_rank *r, const uint32_t *list, uint64_t num,
-                                 uint64_t number) {
-    return number < num ? fsdpi_tr_text(r, list[number]) : "";
+static const char *fsdpi_tr_name(const fsdpi_tr_rank *r, uint32_t what) {
+    return what < r->num_names ? fsdpi_tr_text(r, r->names[what]) : "";
+}
+static const char *fsdpi_tr_call_name(int call) {
+    static const char *const names[FSDP_CALL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_CALL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    return call >= 0 && call < FSDP_CALL_COUNT ? names[call] : "?";
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -99,11 +106,11 @@ static int fsdpi_tr_is_clock(int64_t ns) {
 static int fsdpi_tr_is_bytes(int64_t bytes) { return bytes >= 0 && bytes < (int64_t)1 << 56; }
 
 static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
-    uint64_t labels = o->kind == FSDPI_TR_CALL                            ? r->num_calls
-                      : o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL ? r->num_pools
-                                                                          : r->num_labels;
-    return o->kind < r->num_kinds && o->label < labels && o->stream < r->num_streams &&
-           o->state < r->num_states && (o->what < r->num_names || o->what == FSDPI_TR_NO_NAME) &&
+    uint64_t labels = r->num_labels;
+    if (o->kind == FSDPI_TR_CALL) labels = FSDP_CALL_COUNT;
+    else if (o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL) labels = r->num_pools;
+    return o->kind < FSDPI_TR_KINDS && o->label < labels && o->stream < FSDP_STREAM_COUNT &&
+           o->state < FSDP_STATE_COUNT && (o->what < r->num_names || o->what == FSDPI_TR_NO_NAME) &&
            o->bytes < (uint64_t)1 << 56 && fsdpi_tr_is_time(&r->head, o->begin_ns, o->end_ns);
 }
 
@@ -112,16 +119,11 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
     if (fsdpi_tr_check_sections(r, name, why)) return -1;
     int good = h->rank >= 0 && h->rank < h->size && h->size <= 1 << 20 && r->num_text > 0 &&
                !r->text[r->num_text - 1] && memchr(h->job, 0, sizeof h->job) &&
-               memchr(h->host, 0, sizeof h->host) && r->num_names >= r->num_units &&
-               r->num_kinds == FSDPI_TR_KINDS && r->num_streams == FSDP_STREAM_COUNT;
+               memchr(h->host, 0, sizeof h->host) && r->num_names >= r->num_units;
     if (!fsdpi_tr_is_clock(h->real_ns) || !fsdpi_tr_is_clock(h->clock_ns))
         return fsdpi_tr_refuse(why, "%s: a number in it is out of range", name);
-    const uint32_t *const lists[] = {r->names, r->kinds,   r->labels,
-                                     r->calls, r->streams, r->states};
-    const uint64_t nums[] = {r->num_names, r->num_kinds,   r->num_labels,
-                             r->num_calls, r->num_streams, r->num_states};
-    for (int k = 0; k < 6; k++)
-        for (uint64_t i = 0; i < nums[k]; i++) good &= lists[k][i] < r->num_text;
+    for (uint64_t i = 0; i < r->num_names; i++) good &= r->names[i] < r->num_text;
+    for (uint64_t i = 0; i < r->num_labels; i++) good &= r->labels[i] < r->num_text;
     uint64_t params = 0;
     for (uint64_t i = 0; i < r->num_units; i++) {
         good &= r->units[i].num_params >= 0 && r->units[i].shards > 0 && r->units[i].replicas > 0;
@@ -179,7 +181,8 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
     }
     (void)fclose(file);
     memcpy(&r->head, base, sizeof r->head);
-    if (memcmp(r->head.magic, FSDPI_TR_MAGIC, sizeof r->head.magic))
+    if (memcmp(r->head.magic, FSDPI_TR_MAGIC, sizeof r->head.magic) ||
+        r->head.numbers != FSDPI_TR_NUMBERS)
         return fsdpi_tr_refuse(why, "%s: it is no trace of this version", name);
     if (bad || r->head.bytes != (uint64_t)(at - base))
         return fsdpi_tr_refuse(why, "%s: it is damaged or cut, at byte %lld", name,
@@ -302,7 +305,8 @@ static int fsdpi_tr_by_time(const void *a, const void *b) {
     const fsdpi_tr_record *x = (const fsdpi_tr_record *)a, *y = (const fsdpi_tr_record *)b;
     if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
     if (x->end_ns != y->end_ns) return x->end_ns > y->end_ns ? -1 : 1;
-    return (int32_t)(x->seq - y->seq) < 0 ? -1 : x->seq != y->seq;
+    if (x->seq != y->seq) return (int32_t)(x->seq - y->seq) < 0 ? -1 : 1;
+    return x->kind - y->kind; // what was held before the trace is taken before it is given back
 }
 
 static int fsdpi_tr_by_group(const void *a, const void *b) {
@@ -316,24 +320,22 @@ static int fsdpi_tr_is_collective(const fsdpi_tr_record *o) {
     return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL && o->comm;
 }
 
-// Counts the operations of each group of a rank: `slot`. Returns how many there are; out NULL: only
-// that. Operations of a group do not overlap.
-static uint64_t fsdpi_tr_list(fsdpi_tr_job *job, int rank, fsdpi_tr_meets *out) {
-    fsdpi_tr_rank *r = &job->rank[rank];
+// Numbers the operations of each group of a rank. Returns how many there are. Those of a group do
+// not overlap.
+static uint64_t fsdpi_tr_list(const fsdpi_tr_job *job, int rank, fsdpi_tr_meets *out) {
+    const fsdpi_tr_rank *r = &job->rank[rank];
     uint64_t num = 0;
     for (uint64_t c = 0; c < r->num_comms; c++) {
         const fsdpi_tr_comm *comm = &r->comms[c];
-        uint64_t group = comm->number;
-        uint32_t turn = 0;
+        fsdpi_tr_meets m = {comm->number, 0, comm->size, rank, 0};
         for (uint32_t k = 0; k < comm->size; k++)
-            group = (group ^ (uint64_t)(uint32_t)r->ranks[comm->ranks + k]) * 0x9E3779B97F4A7C15u;
-        for (uint64_t i = 0; i < r->num_records; i++) {
-            if (!fsdpi_tr_is_collective(&r->records[i]) || r->records[i].comm != comm->number)
-                continue;
-            const fsdpi_tr_meets m = {group, ++turn, comm->size, rank, i};
-            r->records[i].slot = turn;
-            if (out) out[num] = m;
-            num++;
+            m.group = (m.group ^ (uint64_t)(uint32_t)r->ranks[comm->ranks + k]) *
+                      0x9E3779B97F4A7C15u;
+        for (m.record = 0; m.record < r->num_records; m.record++) {
+            const fsdpi_tr_record *o = &r->records[m.record];
+            if (!fsdpi_tr_is_collective(o) || o->comm != comm->number) continue;
+            m.turn++;
+            out[num++] = m;
         }
     }
     return num;
@@ -345,26 +347,28 @@ static int fsdpi_tr_alike(const fsdpi_tr_job *job, const fsdpi_tr_meets *x,
     const fsdpi_tr_rank *a = &job->rank[x->rank], *b = &job->rank[y->rank];
     const fsdpi_tr_record *o = &a->records[x->record], *p = &b->records[y->record];
     return x->group == y->group && x->turn == y->turn && o->kind == p->kind &&
-           !strcmp(fsdpi_tr_name(a, a->names, a->num_names, o->what),
-                   fsdpi_tr_name(b, b->names, b->num_names, p->what));
+           !strcmp(fsdpi_tr_name(a, o->what),
+                   fsdpi_tr_name(b, p->what));
 }
 
 static int fsdpi_tr_match(fsdpi_tr_job *job, const fsdpi_tr_why *why) {
-    uint64_t num = 0, at = 0, end;
+    uint64_t num = 0, room = 0, end;
     for (int k = 0; k < job->num; k++) {
         fsdpi_tr_rank *r = &job->rank[k];
         qsort(r->records, r->num_records, sizeof *r->records, fsdpi_tr_by_time);
         r->peers_ns = (int64_t *)calloc(r->num_records + 1, sizeof *r->peers_ns);
         r->last = (int32_t *)malloc((r->num_records + 1) * sizeof *r->last);
         if (!r->peers_ns || !r->last) return fsdpi_tr_refuse(why, "there is no memory");
-        for (uint64_t i = 0; i < r->num_records; i++) r->last[i] = -1;
-        num += fsdpi_tr_list(job, k, NULL);
+        for (uint64_t i = 0; i < r->num_records; i++) {
+            r->last[i] = -1;
+            room += fsdpi_tr_is_collective(&r->records[i]) ? 1 : 0;
+        }
     }
-    fsdpi_tr_meets *all = (fsdpi_tr_meets *)calloc(num + 1, sizeof *all);
+    fsdpi_tr_meets *all = (fsdpi_tr_meets *)calloc(room + 1, sizeof *all);
     if (!all) return fsdpi_tr_refuse(why, "there is no memory");
-    for (int k = 0; k < job->num; k++) at += fsdpi_tr_list(job, k, all + at);
+    for (int k = 0; k < job->num; k++) num += fsdpi_tr_list(job, k, all + num);
     qsort(all, num, sizeof *all, fsdpi_tr_by_group);
-    for (at = 0; at < num; at = end) {
+    for (uint64_t at = 0; at < num; at = end) {
         int64_t came = INT64_MIN;
         int32_t last = -1;
         for (end = at; end < num && fsdpi_tr_alike(job, &all[at], &all[end]); end++) {
@@ -392,55 +396,77 @@ static void fsdpi_tr_free(fsdpi_tr_job *job) {
     job->rank = NULL, job->num = 0;
 }
 
-// "JOB.RANK.trace": the length of JOB and the rank, or -1.
-static int fsdpi_tr_is_file(const char *name, size_t *length) {
-    int rank = -1, end = 0;
-    const char *dot = strrchr(name, '.');
-    if (!dot || strcmp(dot, ".trace") || dot == name) return -1;
-    do dot--;
-    while (dot > name && *dot != '.');
-    *length = (size_t)(dot - name);
-    if (sscanf(dot, ".%7d.trace%n", &rank, &end) != 1 || !end || dot[end]) return -1;
-    return rank;
+// What the header of a file says, which is named JOB.RANK and an end.
+typedef struct fsdpi_tr_label {
+    char job[128];
+    int32_t rank, size;
+    int64_t real_ns; // when it was begun or written
+} fsdpi_tr_label;
+
+static void fsdpi_tr_path(char *out, size_t cap, const char *dir, const char *job, int rank,
+                          const char *end) {
+    const int at = (int)strlen(dir) + 1, used = snprintf(out, cap, "%s/%s", dir, job);
+    for (int i = at; i < used && (size_t)i < cap; i++)
+        if (out[i] == '/' || out[i] == ':') out[i] = '-';
+    if ((size_t)used < cap) snprintf(out + used, cap - (size_t)used, ".%d%s", rank, end);
 }
 
-static int fsdpi_tr_by_rank(const void *a, const void *b) {
-    return ((const fsdpi_tr_rank *)a)->head.rank - ((const fsdpi_tr_rank *)b)->head.rank;
-}
-
-// The job of the trace in a directory that was written last, into out->job.
-static void fsdpi_tr_newest(DIR *dir, const char *path, fsdpi_tr_job *out) {
-    char file[4096];
-    int64_t newest = INT64_MIN;
-    for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
-        fsdpi_tr_header head;
-        size_t length = 0;
-        if (fsdpi_tr_is_file(e->d_name, &length) < 0 || length >= sizeof out->job) continue;
-        snprintf(file, sizeof file, "%s/%s", path, e->d_name);
+/* The job of a directory whose files are the latest, or the one that is wanted (NULL: none is): the
+   latest of its files. other: the latest of another job. read: 0 if the bytes are no header.
+   Returns 1; 0: there is none; -1: no directory. If not 1, `why` may say the reason. */
+static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
+                           int (*read)(const void *bytes, fsdpi_tr_label *out),
+                           fsdpi_tr_label *job, fsdpi_tr_label *other, const fsdpi_tr_why *why) {
+    char path[4096], named[4096];
+    DIR *opened = opendir(dir);
+    memset(job, 0, sizeof *job), memset(other, 0, sizeof *other);
+    if (!opened) return fsdpi_tr_refuse(why, "%s: %s", dir, strerror(errno));
+    for (const struct dirent *e; (e = readdir(opened)) != NULL;) {
+        uint64_t bytes[512] = {0};
+        fsdpi_tr_label label;
         int64_t size;
-        FILE *f = fsdpi_tr_open_file(file, &size);
-        const int got = f && fread(&head, sizeof head, 1, f) == 1;
-        if (f) (void)fclose(f);
-        if (!got || head.real_ns <= newest) continue;
-        newest = head.real_ns;
-        memset(out->job, 0, sizeof out->job);
-        memcpy(out->job, e->d_name, length);
+        const char *dot = strrchr(e->d_name, '.');
+        if (!dot || strcmp(dot, end)) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        FILE *file = fsdpi_tr_open_file(path, &size);
+        const int good = file && fread(bytes, 1, sizeof bytes, file) > 0 && read(bytes, &label);
+        if (file) (void)fclose(file);
+        if (good) fsdpi_tr_path(named, sizeof named, dir, label.job, label.rank, end);
+        if (!good || strcmp(named, path)) {
+            (void)fsdpi_tr_refuse(why, "%s: it is no file of this version, or damaged", e->d_name);
+            continue;
+        }
+        const int is_it = wanted ? !strcmp(label.job, wanted) : label.real_ns >= job->real_ns;
+        if (is_it && strcmp(label.job, job->job) && job->job[0]) *other = *job;
+        if (is_it && label.real_ns >= job->real_ns) *job = label;
+        else if (!is_it && strcmp(label.job, job->job) && label.real_ns >= other->real_ns)
+            *other = label;
     }
-    rewinddir(dir);
+    (void)closedir(opened);
+    if (job->job[0] && why->cap) why->text[0] = 0;
+    return job->job[0] != 0;
+}
+
+static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
+    fsdpi_tr_header head;
+    memcpy(&head, bytes, sizeof head);
+    head.job[sizeof head.job - 1] = 0;
+    snprintf(out->job, sizeof out->job, "%s", head.job);
+    out->rank = head.rank, out->size = head.size, out->real_ns = head.real_ns;
+    return !memcmp(head.magic, FSDPI_TR_MAGIC, sizeof head.magic) && head.size <= 1 << 20;
 }
 
 // The files of the job in a directory.
-static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_job *out,
+static int fsdpi_tr_find(const char *dir, const char *wanted, fsdpi_tr_job *out,
                          const fsdpi_tr_why *why) {
-    char file[4096];
-    if (job) snprintf(out->job, sizeof out->job, "%s", job);
-    else fsdpi_tr_newest(dir, path, out);
-    for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
-        size_t length = 0;
-        int rank = fsdpi_tr_is_file(e->d_name, &length);
-        if (rank < 0 || length >= sizeof out->job || strncmp(out->job, e->d_name, length) ||
-            out->job[length])
-            continue;
+    char path[4096];
+    fsdpi_tr_label job, other;
+    (void)fsdpi_tr_choose(dir, ".trace", wanted, fsdpi_tr_read_label, &job, &other, why);
+    memcpy(out->job, job.job, sizeof out->job), memcpy(out->other, other.job, sizeof out->other);
+    out->size = job.size;
+    for (int rank = 0; rank < job.size; rank++) {
+        fsdpi_tr_path(path, sizeof path, dir, job.job, rank, ".trace");
+        if (access(path, F_OK)) continue;
         if (!(out->num & (out->num - 1))) { // there is room for a power of two
             size_t room = (size_t)(out->num ? 2 * out->num : 1) * sizeof *out->rank;
             void *more = realloc(out->rank, room);
@@ -449,16 +475,14 @@ static int fsdpi_tr_find(DIR *dir, const char *path, const char *job, fsdpi_tr_j
         }
         fsdpi_tr_rank *r = &out->rank[out->num++];
         memset(r, 0, sizeof *r);
-        if ((size_t)snprintf(file, sizeof file, "%s/%s", path, e->d_name) >= sizeof file)
-            return fsdpi_tr_refuse(why, "%s: the path is too long", e->d_name);
-        if (fsdpi_tr_read_file(file, e->d_name, r, why)) return -1;
-        if (r->head.rank != rank || r->head.size != out->rank[0].head.size)
-            return fsdpi_tr_refuse(why, "%s: it is of rank %d of %d", e->d_name, r->head.rank,
-                                   r->head.size);
+        if (fsdpi_tr_read_file(path, strrchr(path, '/') + 1, r, why)) return -1;
+        if (r->head.rank != rank || r->head.size != job.size)
+            return fsdpi_tr_refuse(why, "%s: it is of rank %d of %d", strrchr(path, '/') + 1,
+                                   r->head.rank, r->head.size);
     }
     return out->num ? 0
                     : fsdpi_tr_refuse(why, "there are no traces (*.trace)%s%s",
-                                      job ? " of job " : "", job ? job : "");
+                                      wanted ? " of job " : "", wanted ? wanted : "");
 }
 
 /* Reads the files of a job. job NULL: of the one that was written last. force: also if
@@ -468,15 +492,8 @@ static int fsdpi_tr_read(const char *dir, const char *job, int force, fsdpi_tr_j
     const fsdpi_tr_why reason = {why, cap};
     memset(out, 0, sizeof *out);
     if (cap) why[0] = 0;
-    DIR *opened = opendir(dir);
-    if (!opened) return fsdpi_tr_refuse(&reason, "%s: %s", dir, strerror(errno));
-    int status = fsdpi_tr_find(opened, dir, job, out, &reason);
-    (void)closedir(opened);
-    if (!status) {
-        qsort(out->rank, (size_t)out->num, sizeof *out->rank, fsdpi_tr_by_rank);
-        out->size = out->rank[0].head.size;
-        status = fsdpi_tr_clocks(out, force, &reason);
-    }
+    int status = fsdpi_tr_find(dir, job, out, &reason);
+    if (!status) status = fsdpi_tr_clocks(out, force, &reason);
     if (!status) status = fsdpi_tr_match(out, &reason);
     if (status) fsdpi_tr_free(out);
     return status;

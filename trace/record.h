@@ -25,7 +25,7 @@ extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_get
 
 #define FSDPI_TR_COLD __attribute__((cold)) // it is small: every program has it
 
-enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024 };
+enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_KEEPERS = 8 };
 
 typedef struct fsdpi_tr_key { // of a text: where it lies. NULL: free
     const char *text;
@@ -38,6 +38,11 @@ typedef struct fsdpi_tr_open { // a call that has begun
     uint16_t what;
     uint8_t call;
 } fsdpi_tr_open;
+
+typedef struct fsdpi_tr_keeper { // an extension that keeps states
+    char name[32];
+    int64_t bytes;
+} fsdpi_tr_keeper;
 
 struct fsdp_trace {
     fsdp_extension extension;
@@ -59,11 +64,14 @@ struct fsdp_trace {
     fsdpi_tr_record *record;                 // [room]
     fsdpi_tr_step *step;                     // [last_step - first_step + 1]
     fsdpi_tr_key *key;                       // [num_keys], a power of two
-    char *block;                             // of the file
     int32_t *rank;                           // [ranks of the world]
     const fsdp_comm *group[FSDPI_TR_GROUPS]; // by number
     fsdpi_tr_meeting meeting[2 * FSDPI_TR_MEETINGS];
     char others[FSDPI_TR_OTHERS][48]; // names behind those of the units
+    fsdp_memory memory;               // and states, see fsdpi_tr_pool
+    fsdpi_tr_keeper keeper[FSDPI_TR_KEEPERS];
+    int num_keepers, has_memory;
+    char block[FSDPI_TR_BLOCK]; // of the file
 };
 
 /* -------------------------------------------------------------------------------------------- */
@@ -136,8 +144,8 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 /* -------------------------------------------------------------------------------------------- */
 // What the library tells.
 
-static void fsdpi_tr_finish(fsdp_trace *t);
-static fsdp_status fsdpi_tr_result(const fsdp_trace *t);
+static void fsdpi_tr_finish(fsdp_trace *t, int meets);
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
 // What units hold when the trace begins, as if they acquired it then.
 static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
@@ -158,8 +166,24 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     }
 }
 
+// Pools, and the states of extensions. An optimizer may end before the trace does.
+static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
+    fsdp_state_item item = FSDP_ZERO;
+    (void)fsdp_model_memory(t->model, &t->memory);
+    t->has_memory = 1, t->num_keepers = 0;
+    while (!fsdp_next_state(t->model, &item) && item.name) {
+        fsdpi_tr_keeper *k = &t->keeper[t->num_keepers];
+        if (!t->num_keepers || strncmp(k[-1].name, item.extension, sizeof k->name - 1) != 0) {
+            if (t->num_keepers == FSDPI_TR_KEEPERS) return;
+            k->bytes = 0, t->num_keepers++;
+            strncpy(k->name, item.extension, sizeof k->name - 1);
+        } else k--;
+        k->bytes += item.numel * (int64_t)fsdp_dtype_size(item.dtype);
+    }
+}
+
 // The first call of a step.
-static void fsdpi_tr_begin_step(fsdp_trace *t) {
+static FSDPI_TR_COLD void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op op;
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
@@ -167,7 +191,7 @@ static void fsdpi_tr_begin_step(fsdp_trace *t) {
     // After a finalize that has failed the step goes on.
     if (t->num_steps && t->step[t->num_steps - 1].number >= (uint32_t)number) return;
     if (number > t->last_step) {
-        fsdpi_tr_finish(t);
+        fsdpi_tr_finish(t, 1);
         (void)fsdpi_tr_result(t); // it is logged; fsdp_trace_stop returns it
     }
     if (number < t->first_step || number > t->last_step) return;
@@ -190,7 +214,6 @@ static int fsdpi_tr_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
                          fsdp_status *status) {
     fsdp_trace *t = (fsdp_trace *)user;
     (void)model, (void)status;
-    if (t->is_done) return 0;
     if (t->is_between && call < FSDP_CALL_FINALIZE) fsdpi_tr_begin_step(t);
     int ends = call != FSDP_CALL_SET && call != FSDP_CALL_RESET && call != FSDP_CALL_LOAD;
     if (!t->is_on || !ends || t->depth == FSDPI_TR_DEPTH) return 0;
@@ -212,7 +235,10 @@ static void fsdpi_tr_returned(void *user, fsdp_model *model, fsdp_unit *unit, in
     if (!t->depth) return;
     t->host_ns = fsdp_now(t->world);
     fsdpi_tr_take_call(t, &t->open[--t->depth], t->host_ns);
-    if (call == FSDP_CALL_PARAMS_CHANGED) fsdpi_tr_end_other(t, t->host_ns);
+    if (call != FSDP_CALL_PARAMS_CHANGED) return;
+    t->other.call = (uint8_t)call; // a call that ends so is a step of an optimizer
+    fsdpi_tr_end_other(t, t->host_ns);
+    fsdpi_tr_note_memory(t);
 }
 
 static int fsdpi_tr_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -303,32 +329,13 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, cons
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
-    static const char *const calls[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    static const char *const streams[FSDP_STREAM_COUNT] = {"compute", "gather", "reduce",
-                                                           "all_reduce", "extension"};
-    static const char *const states[FSDP_STATE_COUNT] = {"idle", "forward", "pre_backward",
-                                                         "post_backward"};
     uint64_t units = (uint64_t)fsdp_num_units(t->model);
     fsdp_op op;
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     for (uint64_t k = 0; k + units < t->num_names; k++)
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, t->others[k]);
-    for (int k = 0; k < FSDPI_TR_KINDS; k++)
-        fsdpi_tr_offer_name(o, FSDPI_TR_IN_KINDS,
-                            k == FSDPI_TR_CALL   ? "call"
-                            : k == FSDPI_TR_SPAN ? "span"
-                                                 : fsdp_op_name(k));
     for (op.label = 0; strcmp(fsdp_op_label(&op), "?") && op.label < UINT8_MAX; op.label++)
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_LABELS, fsdp_op_label(&op));
-    for (int k = 0; k < FSDP_CALL_COUNT; k++) fsdpi_tr_offer_name(o, FSDPI_TR_IN_CALLS, calls[k]);
-    for (int k = 0; k < FSDP_STREAM_COUNT; k++)
-        fsdpi_tr_offer_name(o, FSDPI_TR_IN_STREAMS, streams[k]);
-    for (int k = 0; k < FSDP_STATE_COUNT; k++)
-        fsdpi_tr_offer_name(o, FSDPI_TR_IN_STATES, states[k]);
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
@@ -363,23 +370,11 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
-    fsdp_state_item item = FSDP_ZERO;
-    fsdp_memory memory = FSDP_ZERO;
-    fsdpi_tr_kept kept = FSDP_ZERO;
-    const char *whose = NULL;
-    (void)fsdp_model_memory(t->model, &memory);
-    for (int k = 0; k < FSDP_POOL_MAX; k++) {
-        fsdpi_tr_pool p = {0, (uint32_t)memory.pool_slots[k], memory.pool_bytes[k]};
-        p.name = fsdpi_tr_offer_text(o, fsdp_model_pool_name(t->model, k));
-        fsdpi_tr_offer(o, FSDPI_TR_IN_POOLS, &p, sizeof p);
-    }
-    while (!fsdp_next_state(t->model, &item)) {
-        int goes_on = item.name && whose && !strcmp(whose, item.extension);
-        if (whose && !goes_on) fsdpi_tr_offer(o, FSDPI_TR_IN_KEPT, &kept, sizeof kept);
-        if (!item.name) break;
-        if (!goes_on) kept.bytes = 0, kept.name = fsdpi_tr_offer_text(o, item.extension);
-        kept.bytes += item.numel * (int64_t)fsdp_dtype_size(item.dtype);
-        whose = item.extension;
+    for (int k = 0; k < FSDP_POOL_MAX + t->num_keepers; k++) {
+        const fsdpi_tr_keeper *kept = k < FSDP_POOL_MAX ? NULL : &t->keeper[k - FSDP_POOL_MAX];
+        fsdpi_tr_pool p = {0, 0, kept ? kept->bytes : t->memory.pool_bytes[k]};
+        p.name = fsdpi_tr_offer_text(o, kept ? kept->name : fsdp_model_pool_name(t->model, k));
+        fsdpi_tr_offer(o, kept ? FSDPI_TR_IN_KEPT : FSDPI_TR_IN_POOLS, &p, sizeof p);
     }
 }
 
@@ -476,7 +471,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     h->dropped = t->next_record > t->room ? t->next_record - t->room : 0;
     h->real_ns = fsdpi_tr_time(0 /* CLOCK_REALTIME */), h->clock_ns = fsdp_now(t->world);
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
-    h->pid = (int32_t)getpid(), h->run = fsdp_model_run(t->model);
+    h->run = fsdp_model_run(t->model), h->numbers = FSDPI_TR_NUMBERS;
     h->param_dtype = d.param_dtype, h->reduce_dtype = d.reduce_dtype;
     h->grad_dtype = d.grad_dtype;
     h->reshard_after_forward = d.reshard_after_forward, h->cpu_offload = d.cpu_offload;
@@ -540,20 +535,24 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     return status;
 }
 
-static fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
     if (!t->error) return FSDP_OK;
-    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9001] the trace %s cannot be written: %s", t->path,
-                     strerror(t->error));
+    return fsdp_fail(t->world, FSDP_ERR_IO,
+                     "[E9001] the trace %s cannot be written: %s. Make room, or give another "
+                     "directory, and run these steps again",
+                     t->path, strerror(t->error));
 }
 
-// No record is taken from here on. The file is written.
-static void fsdpi_tr_finish(fsdp_trace *t) {
+/* No record is taken from here on: the library has no more to tell, and reads no clock. The file is
+   written. meets: with the other ranks, of which one may have gone when a model ends. */
+static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
-    (void)fsdp_wait_stream(t->model, -1); // what has been issued is told
+    (void)fsdp_retire(t->model, &t->extension); // what has been issued is told before
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
-    if (fsdpi_tr_meet(t)) return; // the world has failed
+    if (meets && fsdpi_tr_meet(t)) return; // the world has failed
+    if (!t->has_memory) fsdpi_tr_note_memory(t);
     t->error = fsdpi_tr_write(t);
     if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
@@ -562,20 +561,19 @@ static void fsdpi_tr_finish(fsdp_trace *t) {
                   t->path, (long long)(t->next_record - t->room));
 }
 
-static void fsdpi_tr_destroy(void *user) {
+static FSDPI_TR_COLD void fsdpi_tr_destroy(void *user) {
     fsdp_trace *t = (fsdp_trace *)user;
-    __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     if (!t->is_done && t->num_steps && !fsdp_world_status(t->world)) {
-        t->step[t->num_steps - 1].end_ns = t->host_ns;
-        (void)fsdpi_tr_write(t); // a peer may have gone: no meeting
+        fsdpi_tr_finish(t, 0);
+        (void)fsdpi_tr_result(t); // it is logged
     }
     fsdp_free(t->model, FSDP_MEMORY_HOST, t, t->bytes);
 }
 
-FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
+FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
     if (!trace) return FSDP_OK;
     fsdp_world *w = trace->world;
-    if (!trace->is_done) fsdpi_tr_finish(trace);
+    if (!trace->is_done) fsdpi_tr_finish(trace, 1);
     fsdp_status written = fsdpi_tr_result(trace);
     fsdp_status status = fsdp_detach(trace->model, &trace->extension);
     if (!status) status = fsdp_world_status(w);
@@ -629,7 +627,6 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     int64_t step = fsdpi_tr_part(&bytes, num_steps, sizeof(fsdpi_tr_step));
     int64_t key = fsdpi_tr_part(&bytes, keys, sizeof(fsdpi_tr_key));
     int64_t rank = fsdpi_tr_part(&bytes, fsdp_world_size(w), sizeof(int32_t));
-    int64_t block = fsdpi_tr_part(&bytes, FSDPI_TR_BLOCK, 1);
     fsdp_status status = fsdp_alloc(model, FSDP_MEMORY_HOST, bytes,
                                     "trace_start: no memory for records", &memory);
     if (status) return status;
@@ -639,7 +636,6 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     t->step = (fsdpi_tr_step *)(void *)(base + step);
     t->key = (fsdpi_tr_key *)(void *)(base + key);
     t->rank = (int32_t *)(void *)(base + rank);
-    t->block = base + block;
     t->bytes = bytes, t->room = (uint64_t)room, t->num_keys = (uint64_t)keys;
     t->model = model, t->world = w;
     t->first_step = d->first_step, t->last_step = d->last_step, t->is_between = 1;
@@ -652,11 +648,11 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     return FSDP_OK;
 }
 
-// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, and
-// takes the file of an earlier run away, so that a reader does not mix the two.
+// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, looks
+// whether files can be made there, and takes that of an earlier run away: nobody mixes the two.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
-    char turn[16] = "", made[sizeof t->path + 4];
+    char turn[16] = "";
     int number = fsdp_model_number(t->model);
     if (number) snprintf(turn, sizeof turn, "-%d", number);
     snprintf(t->job, sizeof t->job, "%.*s%s", (int)(sizeof t->job - sizeof turn),
@@ -667,17 +663,15 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
                                    fsdp_rank(t->world));
     int error = used >= sizeof t->path ? ENAMETOOLONG : 0;
     if (!error && mkdir(dir, 0777) && errno != EEXIST) error = errno;
-    snprintf(made, sizeof made, "%s.new", t->path);
-    FILE *file = error ? NULL : fopen(made, "wb"); // the end of the trace makes it, too
-    if (!error && !file) error = errno;
-    if (file) (void)fclose(file), (void)unlink(made);
-    if (!error && unlink(t->path) && errno != ENOENT) error = errno;
-    if (!error) return FSDP_OK;
+    FILE *file = error ? NULL : fopen(t->path, "wb");
+    if (file) (void)fclose(file), (void)unlink(t->path);
+    if (file) return FSDP_OK;
+    if (!error) error = errno;
     return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
                      strerror(error));
 }
 
-static fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
+static FSDPI_TR_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
     fsdp_extension *e = &t->extension;
     e->name = "trace", e->user = t;
     e->call = fsdpi_tr_call, e->returned = fsdpi_tr_returned, e->op = fsdpi_tr_op;
@@ -691,7 +685,6 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_trace *t = NULL;
     if (trace) *trace = NULL;
-    if (!model) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E9007] trace_start: model is NULL");
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_trace_desc");
     if (!status) status = fsdp_model_commit(model);
@@ -727,7 +720,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
 /* -------------------------------------------------------------------------------------------- */
 // FSDP_TRACE: every model of the program. What fails is logged, and the program goes on.
 
-static void fsdpi_tr_committed(fsdp_model *model) {
+static FSDPI_TR_COLD void fsdpi_tr_committed(fsdp_model *model) {
     const char *dir = getenv("FSDP_TRACE");
     fsdp_trace *trace;
     if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;

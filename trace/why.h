@@ -23,7 +23,7 @@
 #define FSDPI_WHY_PARTS(X)                                                                         \
     X(COMPUTE, "compute") /* covered by nothing */                                                 \
     X(CALLS, "rest")      /* host: in a call */                                                    \
-    X(UPDATE, "optimizer") /* host: updates */                                                     \
+    X(UPDATE, "optimizer") /* host: updates, and other work of an optimizer */                     \
     X(COPY, "copies")     /* host: copies, zeros, norms, functions of the caller */                \
     X(GATHER, "gather")   /* exposed, from here on: COMPUTE waits for it, or runs it */            \
     X(REDUCE, "reduce")                                                                            \
@@ -76,11 +76,13 @@ static int fsdpi_why_by_floor(const void *a, const void *b) {
     return fsdpi_why_floor((const fsdpi_why_span *)a) - fsdpi_why_floor((const fsdpi_why_span *)b);
 }
 
-static int32_t fsdpi_why_place(const int64_t *cuts, int32_t num, int64_t time) {
-    int32_t low = 0, high = num;
+// The first of a list, in the order of the times with which its entries begin, that is not before
+// `time`. Entries are of `size` bytes.
+static uint64_t fsdpi_why_find(const void *list, size_t size, uint64_t num, int64_t time) {
+    uint64_t low = 0, high = num;
     while (low < high) {
-        int32_t mid = low + (high - low) / 2;
-        if (cuts[mid] < time) low = mid + 1;
+        uint64_t mid = low + (high - low) / 2;
+        if (*(const int64_t *)(const void *)((const char *)list + mid * size) < time) low = mid + 1;
         else high = mid;
     }
     return low;
@@ -91,7 +93,8 @@ static int32_t fsdpi_why_place(const int64_t *cuts, int32_t num, int64_t time) {
 static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t num_comms) {
     const size_t most = 2 * ((size_t)step->num_spans + (size_t)num_comms + 1);
     int64_t *cuts = (int64_t *)calloc(most, sizeof *cuts + sizeof(int32_t) + 1);
-    int32_t *owner = (int32_t *)(void *)(cuts + most), num = 0;
+    int32_t *owner = (int32_t *)(void *)(cuts + most);
+    uint64_t num = 0;
     char *under = (char *)(owner + most);
     if (!cuts) return -1;
     memset(step->part, 0, sizeof step->part);
@@ -102,17 +105,18 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
     for (int32_t i = 0; i < step->num_spans; i++)
         cuts[num++] = step->spans[i].begin, cuts[num++] = step->spans[i].end;
     for (int32_t i = 0; i < 2 * num_comms; i++) cuts[num++] = comms[i];
-    qsort(cuts, (size_t)num, sizeof *cuts, fsdpi_why_by_time);
+    qsort(cuts, num, sizeof *cuts, fsdpi_why_by_time);
     for (int32_t i = 0; i < step->num_spans; i++) {
         const fsdpi_why_span *s = &step->spans[i];
-        for (int32_t k = fsdpi_why_place(cuts, num, s->begin); k < num && cuts[k] < s->end; k++)
+        for (uint64_t k = fsdpi_why_find(cuts, sizeof *cuts, num, s->begin);
+             k < num && cuts[k] < s->end; k++)
             owner[k] = i + 1;
     }
     for (int32_t i = 0; i < num_comms; i++)
-        for (int32_t k = fsdpi_why_place(cuts, num, comms[2 * i]);
+        for (uint64_t k = fsdpi_why_find(cuts, sizeof *cuts, num, comms[2 * i]);
              k < num && cuts[k] < comms[2 * i + 1]; k++)
             under[k] = 1;
-    for (int32_t k = 0; k + 1 < num; k++) {
+    for (uint64_t k = 0; k + 1 < num; k++) {
         fsdpi_why_span *s = owner[k] ? &step->spans[owner[k] - 1] : NULL;
         const int64_t ns = cuts[k + 1] - cuts[k];
         if (cuts[k] < step->begin || cuts[k] >= step->end) continue;
@@ -146,22 +150,45 @@ static int fsdpi_why_on_compute(const fsdpi_tr_rank *rank, const fsdpi_tr_record
            (r->stream == FSDP_STREAM_COMPUTE || rank->head.run == FSDP_RUN_INLINE);
 }
 
+// An operation of the world: its number is not one of the model's. A marker has a pool as label.
+static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
+    return r->kind <= FSDP_OP_HOOK &&
+           (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
+}
+
+// A call has issued a record.
+static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
+    return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
+}
+
+// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
+static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
+                                                uint64_t past, const fsdpi_tr_record *of) {
+    const fsdpi_tr_record *found = NULL;
+    for (uint64_t i = first; i < past; i++) {
+        const fsdpi_tr_record *r = &rank->records[i];
+        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
+    }
+    return found;
+}
+
+// Of an optimizer: an update, or what an extension does in its step, as Muon's products.
+static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
+    if (r->kind == FSDP_OP_UPDATE || r->label < FSDP_LABEL_COUNT) return r->kind == FSDP_OP_UPDATE;
+    const fsdpi_tr_record *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);
+    return call && call->label == FSDP_CALL_PARAMS_CHANGED;
+}
+
 // What it is to run a record, or to wait for it.
-static int fsdpi_why_part_of(const fsdpi_tr_record *r) {
+static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
     if (r->label == FSDP_LABEL_CLIP) return FSDPI_WHY_CLIP;
-    if (r->kind == FSDP_OP_UPDATE) return FSDPI_WHY_STEP;
+    if (fsdpi_why_is_update(step, r)) return FSDPI_WHY_STEP;
     switch (r->stream) {
     case FSDP_STREAM_GATHER: return FSDPI_WHY_GATHER;
     case FSDP_STREAM_REDUCE: return FSDPI_WHY_REDUCE;
     case FSDP_STREAM_ALLREDUCE: return FSDPI_WHY_REPLICAS;
     default: return FSDPI_WHY_OTHERS;
     }
-}
-
-// An operation of the world: its number is not one of the model's. A marker has a pool as label.
-static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
-    return r->kind <= FSDP_OP_HOOK &&
-           (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
 }
 
 // The record that ended a wait: of those issued before, the last one that has ended by then on the
@@ -224,15 +251,15 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
         const fsdpi_tr_record *op = fsdpi_why_awaited(all->step, r);
         const int part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
-                         : op                         ? fsdpi_why_part_of(op)
+                         : op                         ? fsdpi_why_part_of(all->step, op)
                                                       : (int)FSDPI_WHY_OTHERS;
         fsdpi_why_expose(all, part, reached, r->begin_ns, op, r);
     }
     if (fsdpi_why_is_comm(r))
-        fsdpi_why_expose(all, fsdpi_why_part_of(r), r->begin_ns, r->end_ns, r, r);
+        fsdpi_why_expose(all, fsdpi_why_part_of(all->step, r), r->begin_ns, r->end_ns, r, r);
     else if (r->kind != FSDP_OP_USE)
-        fsdpi_why_add(all, r->kind == FSDP_OP_UPDATE ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY, 0,
-                      r->begin_ns, r->end_ns, r, NULL);
+        fsdpi_why_add(all, fsdpi_why_is_update(all->step, r) ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY,
+                      0, r->begin_ns, r->end_ns, r, NULL);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -240,29 +267,7 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
 
 // The first record that does not begin before a time.
 static uint64_t fsdpi_why_at(const fsdpi_tr_rank *rank, int64_t time) {
-    uint64_t low = 0, high = rank->num_records;
-    while (low < high) {
-        uint64_t mid = low + (high - low) / 2;
-        if (rank->records[mid].begin_ns < time) low = mid + 1;
-        else high = mid;
-    }
-    return low;
-}
-
-// A call has issued a record.
-static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
-    return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
-}
-
-// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
-static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
-                                                uint64_t past, const fsdpi_tr_record *of) {
-    const fsdpi_tr_record *found = NULL;
-    for (uint64_t i = first; i < past; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
-        if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
-    }
-    return found;
+    return fsdpi_why_find(rank->records, sizeof *rank->records, rank->num_records, time);
 }
 
 // On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before
@@ -466,10 +471,6 @@ static double fsdpi_why_unit(int64_t bytes, char *letter) {
     return big == 0 ? 1e3 : big == 1 ? 1e6 : 1e9;
 }
 
-static const char *fsdpi_why_name(const fsdpi_tr_rank *rank, uint16_t what) {
-    return fsdpi_tr_name(rank, rank->names, rank->num_names, what);
-}
-
 // The first gather of the step, or its last reduction: nothing is there to hide it.
 static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *op, int gathers) {
     const fsdpi_tr_rank *rank = step->rank;
@@ -542,7 +543,7 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
         }
         if (!worst || most * 10 < step->part[part]) return;
         fsdpi_why_say(t, "%s %s %.*f", turn ? "," : "   worst:",
-                      fsdpi_why_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
+                      fsdpi_tr_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
         fsdpi_why_reason(y, worst, most_late * 2 > most, t);
         said = worst;
     }
@@ -656,59 +657,52 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
     fsdpi_why_say(t, ")\n");
 }
 
-typedef struct fsdpi_why_slots { // that units hold
-    const fsdpi_tr_record **of;
-    int32_t num;
-    int64_t bytes;
-} fsdpi_why_slots;
+// Slots that units hold.
+typedef struct fsdpi_why_held {
+    uint64_t names, *bytes;            // [pool * names + name of the unit]; it holds one of a pool
+    int64_t all, pool[UINT8_MAX + 1u]; // sums
+} fsdpi_why_held;
 
-// A unit holds a slot of a pool from here on, or no more. It never holds two of one pool; what it
-// held before the trace has no number.
-static void fsdpi_why_hold(fsdpi_why_slots *s, const fsdpi_tr_record *r) {
-    int32_t k = 0;
-    while (k < s->num && (s->of[k]->label != r->label || s->of[k]->what != r->what)) k++;
-    if (k < s->num) {
-        s->bytes -= (int64_t)s->of[k]->bytes;
-        s->of[k] = s->of[--s->num];
-    }
-    if (r->kind != FSDP_OP_ACQUIRE) return;
-    s->bytes += (int64_t)r->bytes;
-    s->of[s->num++] = r;
+static int fsdpi_why_begin_held(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
+    memset(h, 0, sizeof *h);
+    h->names = rank->num_names + 1;
+    h->bytes = (uint64_t *)calloc(rank->num_pools * h->names + 1, sizeof *h->bytes);
+    return h->bytes != NULL;
 }
 
-// The record of a rank at which units held most, or NULL, and which slots those were. room: for
-// all records.
-static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_slots *held,
-                                             const fsdpi_tr_record **room) {
+// From this record on. 0: it takes no slot and gives none back. The last name is that of none.
+static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_record *r) {
+    if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) return 0;
+    const uint64_t name = r->what < h->names ? r->what : h->names - 1;
+    uint64_t *place = &h->bytes[r->label * h->names + name];
+    const uint64_t had = *place;
+    *place = r->kind == FSDP_OP_ACQUIRE ? r->bytes : 0;
+    h->pool[r->label] += (int64_t)(*place - had);
+    h->all += (int64_t)(*place - had);
+    return 1;
+}
+
+// The first record of a rank at which units held most, and what they held then; NULL: none did.
+static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
     const fsdpi_tr_record *peak = NULL;
-    fsdpi_why_slots now = {room, 0, 0};
-    held->num = 0, held->bytes = -1;
-    for (int turn = 0; turn < 2; turn++) { // what was held before the trace comes first
-        for (uint64_t i = 0; i < rank->num_records; i++) {
-            const fsdpi_tr_record *r = &rank->records[i];
-            if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) continue;
-            if ((r->slot == FSDPI_TR_HELD) == turn) continue;
-            fsdpi_why_hold(&now, r);
-            if (now.bytes <= held->bytes) continue;
-            memcpy(held->of, now.of, (size_t)now.num * sizeof *now.of);
-            held->num = now.num, held->bytes = now.bytes;
-            peak = r;
-        }
-    }
+    int64_t most = 0;
+    for (uint64_t i = 0; i < rank->num_records; i++)
+        if (fsdpi_why_hold(h, &rank->records[i]) && h->all > most)
+            most = h->all, peak = &rank->records[i];
+    memset(h->pool, 0, sizeof h->pool), memset(h->bytes, 0, rank->num_pools * h->names * 8);
+    for (const fsdpi_tr_record *r = rank->records; peak && r <= peak; r++) fsdpi_why_hold(h, r);
     return peak;
 }
 
 static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
-    const size_t most = (size_t)rank->num_records + 1;
-    const fsdpi_tr_record **room = (const fsdpi_tr_record **)calloc(2 * most, sizeof *room);
-    fsdpi_why_slots held = {room + most, 0, 0};
-    const fsdpi_tr_record *at = room ? fsdpi_why_peak(rank, &held, room) : NULL;
+    fsdpi_why_held held;
+    if (!fsdpi_why_begin_held(rank, &held)) return;
+    const fsdpi_tr_record *at = fsdpi_why_peak(rank, &held);
+    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, 0, rank->num_records, at) : NULL;
     const int offloads = rank->head.cpu_offload && rank->head.run == FSDP_RUN_STREAMS;
     int64_t all = 0, rest = 0;
     int32_t said = 0;
-    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, 0, rank->num_records, at) : NULL;
-    if (!room) return;
     for (uint64_t p = 0; p < rank->num_pools; p++) all += rank->pools[p].bytes;
     for (uint64_t k = 0; k < rank->num_kept; k++) all += rank->kept[k].bytes;
     char letter;
@@ -716,14 +710,11 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     fsdpi_why_say(t, "memory");
     if (call)
         fsdpi_why_say(t, " at the peak (step %u, %s of %s)", (unsigned)at->step,
-                      fsdpi_tr_name(rank, rank->calls, rank->num_calls, call->label),
-                      fsdpi_why_name(rank, at->what));
+                      fsdpi_tr_call_name(call->label), fsdpi_tr_name(rank, at->what));
     fsdpi_why_say(t, ": %.1f %cB =", (double)all / unit, letter);
     for (uint64_t p = 0; p < rank->num_pools; p++) {
         const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
-        int64_t bytes = is_slots ? 0 : rank->pools[p].bytes;
-        for (int32_t k = 0; k < held.num && is_slots; k++)
-            bytes += held.of[k]->label == p ? (int64_t)held.of[k]->bytes : 0;
+        int64_t bytes = is_slots ? held.pool[p] : rank->pools[p].bytes;
         rest += is_slots ? rank->pools[p].bytes - bytes : 0;
         if (p >= FSDP_POOL_COUNT && rest < 0) { // held slots lie in an extension's memory
             const int64_t theirs = fsdpi_why_less(bytes, -rest);
@@ -732,19 +723,18 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         if (bytes * 1000 < all) continue;
         fsdpi_why_say(t, "%s %s %.1f", said++ ? " +" : "", fsdpi_tr_text(rank, rank->pools[p].name),
                       (double)bytes / unit);
-        for (int32_t k = 0, n = 0; k < held.num && is_slots; k++)
-            if (held.of[k]->label == p)
-                fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_why_name(rank, held.of[k]->what));
+        for (uint32_t k = 0, n = 0; k < held.names && is_slots; k++)
+            if (held.bytes[p * held.names + k])
+                fsdpi_why_say(t, "%s%s", n++ ? ", " : " (", fsdpi_tr_name(rank, k));
         if (is_slots) fsdpi_why_say(t, ")");
         if (offloads && p < FSDP_POOL_GATHER) fsdpi_why_say(t, " (host)");
     }
     for (uint64_t k = 0; k < rank->num_kept; k++)
         fsdpi_why_say(t, " + %s %.1f%s", fsdpi_tr_text(rank, rank->kept[k].name),
-                      (double)rank->kept[k].bytes / unit,
-                      offloads ? " (host)" : "");
+                      (double)rank->kept[k].bytes / unit, offloads ? " (host)" : "");
     if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest / unit);
     fsdpi_why_say(t, "\n");
-    free(room);
+    free(held.bytes);
 }
 
 static void fsdpi_why_screen(const fsdpi_why *y, fsdpi_why_text *t) {

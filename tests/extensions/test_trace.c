@@ -142,8 +142,9 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, 
         CHECK(o->step >= FIRST && o->step <= LAST);
         CHECK(o->begin_ns <= o->end_ns);
         if (o->kind == FSDPI_TR_CALL) {
-            const char *call = fsdpi_tr_name(r, r->calls, r->num_calls, o->label);
-            calls += strcmp(call, "extension") != 0 && strcmp(call, "clip_grad_norm") != 0;
+            const char *call = fsdpi_tr_name(r, o->what); /* a unit's name, or that of an extension's call */
+            calls += !*call || o->what < r->num_units;
+            if (!strcmp(call, "adamw_step")) CHECK_EQ_INT(o->label, FSDP_CALL_PARAMS_CHANGED);
             continue;
         }
         if (o->slot == FSDPI_TR_HELD) {
@@ -160,11 +161,10 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, 
             found++;
             fsdpi_tr_record like = *o;
             like.step = 0, like.what = 0;
-            if (fsdpi_tr_is_collective(o)) like.slot = 0;
             if (o->kind > FSDP_OP_HOOK) like.begin_ns = like.end_ns = 0, marked++;
             CHECK_MSG(!memcmp(&like, want, sizeof like), "%s: record %u, %s", name, o->seq,
                       fsdp_op_name(o->kind));
-            CHECK_EQ_STR(fsdpi_tr_name(r, r->names, r->num_names, o->what), x->what[k]);
+            CHECK_EQ_STR(fsdpi_tr_name(r, o->what), x->what[k]);
         }
         CHECK_MSG(found == 1, "%s: %s %u is there %d times", name, fsdp_op_name(o->kind), o->seq,
                   found);
@@ -195,7 +195,7 @@ static void check_model(const fsdpi_tr_rank *r, const mode *x) {
         const fsdpi_tr_unit *unit = &r->units[u];
         char name[16];
         snprintf(name, sizeof name, "unit%d", u);
-        CHECK_EQ_STR(fsdpi_tr_name(r, r->names, r->num_names, (uint64_t)u), name);
+        CHECK_EQ_STR(fsdpi_tr_name(r, (uint32_t)u), name);
         CHECK_EQ_INT(unit->replicas, x->replicas ? x->replicas : 1);
         CHECK_EQ_INT(unit->shards, x->world / (x->replicas ? x->replicas : 1));
         CHECK_EQ_INT(unit->reshard_after_forward, x->never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS);
@@ -369,7 +369,7 @@ TEST(trace, spans) {
     for (uint64_t i = 0; i < r->num_records; i++) {
         const fsdpi_tr_record *o = &r->records[i];
         if (o->kind != FSDPI_TR_SPAN) continue;
-        const char *name = fsdpi_tr_name(r, r->names, r->num_names, o->what);
+        const char *name = fsdpi_tr_name(r, o->what);
         int64_t length = o->end_ns - o->begin_ns;
         CHECK_EQ_STR(name, length == 9 || length == 7 ? "log" : "load");
         found++;
@@ -402,6 +402,9 @@ TEST(trace, environment) {
     lab_run(1, NULL, train_alone, &x);
     read_one(dir_of("u"), &job);
     CHECK_EQ_INT(job.rank[0].num_steps, 2);
+    CHECK_EQ_INT(job.rank[0].num_kept, 1); /* though the optimizer has ended by then */
+    CHECK_EQ_STR(fsdpi_tr_text(&job.rank[0], job.rank[0].kept[0].name), "adamw");
+    CHECK(job.rank[0].kept[0].bytes > job.rank[0].pools[FSDP_POOL_SHARD].bytes);
     fsdpi_tr_free(&job);
     /* What cannot be done is logged, and the program goes on. */
     CHECK(!setenv("FSDP_TRACE_STEPS", "5:2x", 1));
@@ -435,6 +438,7 @@ TEST(trace, two_models) {
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
     CHECK_EQ_INT(job.num, 1); /* of the one that was written last */
     snprintf(name, sizeof name, "%s", job.job);
+    CHECK(*job.other && strlen(job.other) < strlen(name) && !strncmp(job.other, name, strlen(job.other)));
     fsdpi_tr_free(&job);
     char *turn = strstr(name, "-1");
     while (turn && turn[2]) turn = strstr(turn + 1, "-1");
@@ -486,6 +490,7 @@ static void failures(lab_rank *r) {
 }
 TEST(trace, failures) { lab_run(2, NULL, failures, NULL); }
 
+enum { STOP, NEXT_STEP, MODEL_ENDS };
 static void cannot_write(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_adamw *opt;
@@ -494,17 +499,58 @@ static void cannot_write(lab_rank *r) {
     CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
     CHECK(!rmdir(dir_of("t")));
     for (int step = 0; step <= LAST; step++) step_of(&m, opt);
-    if (r->arg) step_of(&m, opt); /* it was tried, and logged */
+    const int when = *(const int *)r->arg;
+    if (when == MODEL_ENDS) return;
+    if (when == NEXT_STEP) step_of(&m, opt); /* it was tried, and logged */
     CHECK_STATUS(fsdp_trace_stop(t), FSDP_ERR_IO);
     CHECK_MSG(strstr(fsdp_last_error(r->w), "[E9001]"), "%s", fsdp_last_error(r->w));
     step_of(&m, opt);
 }
 TEST(trace, cannot_write) {
-    int tried = 1;
     w_log = keep_log;
-    lab_run(1, NULL, cannot_write, NULL);
-    lab_run(1, NULL, cannot_write, &tried);
-    CHECK(strstr(logged, "[E9001]"));
+    for (int when = STOP; when <= MODEL_ENDS; when++) {
+        logged[0] = 0;
+        lab_run(1, NULL, cannot_write, &when);
+        CHECK_MSG(strstr(logged, "[E9001]") && strstr(logged, "Make room"), "%d: %s", when, logged);
+    }
+}
+
+/* The library reads the clock for a trace while its steps are recorded, and not before or after. */
+static int64_t clock_reads;
+static int64_t counted_now(void *user) {
+    clock_reads++;
+    return w_now_ns(user);
+}
+static const struct {
+    const char *name;
+    int async;
+} devices[] = {{"inline", 0}, {"streams", 1}};
+TEST_P(trace, clock_after_it, devices) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "quiet", 0);
+    fsdp_world *w;
+    sim s;
+    lab_built m = FSDP_ZERO;
+    fsdp_adamw *opt;
+    int64_t reads[LAST + 4], events[LAST + 4];
+    d.clock.now_ns = counted_now;
+    sim_init(&s, 4, 0);
+    if (row->async) w = sim_open(&s);
+    else CALL(NULL, fsdp_init(&d, &w));
+    build(&m, w, &modes[row->async ? 0 : 6]);
+    CALL(w, fsdp_adamw_create(m.model, NULL, &opt));
+    for (int step = 0; step < LAST + 4; step++) {
+        fsdp_trace *t = step == 2 ? start(&m, dir_of("t"), 0) : NULL;
+        (void)t; /* the model ends it */
+        reads[step] = clock_reads, events[step] = s.records;
+        step_of(&m, opt);
+        reads[step] = clock_reads - reads[step], events[step] = s.records - events[step];
+    }
+    if (!row->async) CHECK_EQ_INT(reads[LAST + 3], reads[1]);
+    if (!row->async) CHECK(reads[LAST] > reads[1]);
+    if (row->async) CHECK_EQ_INT(events[LAST + 3], events[1]);
+    if (row->async) CHECK(events[LAST] > events[1]);
+    if (row->async) CHECK_EQ_INT(sim_close(&s), 0);
+    else CHECK_OK(fsdp_shutdown(w));
 }
 
 /* Steps whose finalize fails are begun again, more often than there is room for steps. */
@@ -626,8 +672,8 @@ static int is_refused(const char *dir) {
     const fsdpi_tr_rank *r = &job.rank[0]; /* what it accepts can be used */
     uint64_t read = 0;
     for (uint64_t i = 0; i < r->num_records; i++)
-        read += strlen(fsdpi_tr_name(r, r->names, r->num_names, r->records[i].what)) +
-                strlen(fsdpi_tr_name(r, r->kinds, r->num_kinds, r->records[i].kind));
+        read += strlen(fsdpi_tr_name(r, r->records[i].what)) +
+                strlen(fsdp_op_name(r->records[i].kind));
     for (uint64_t i = 0; i < r->num_pools; i++) read += strlen(fsdpi_tr_text(r, r->pools[i].name));
     CHECK(read > 0);
     FILE *none = fopen("/dev/null", "w");
@@ -695,9 +741,10 @@ TEST(trace, no_file) {
     snprintf(path, sizeof path, "%s/x.0.trace", dir_of("t"));
     CHECK(!mkfifo(path, 0600));
     CHECK(fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why));
-    CHECK_MSG(strstr(why, "there are no traces"), "%s", why);
+    CHECK_MSG(strstr(why, "x.0.trace: it is no file of this version"), "%s", why);
+    CHECK(!unlink(path));
     CHECK(fsdpi_tr_read(dir_of("t"), "x", 0, &job, why, sizeof why));
-    CHECK_MSG(strstr(why, "it is no file"), "%s", why);
+    CHECK_MSG(strstr(why, "there are no traces (*.trace) of job x"), "%s", why);
 }
 
 /* ---- JSON ------------------------------------------------------------------------------------ */
@@ -873,6 +920,10 @@ static void groups(lab_rank *r) {
     CHECK_EQ_STR(fsdp_world_job(NULL), "");
     CHECK(*fsdp_world_job(r->w));
     CHECK_EQ_INT(fsdp_now(NULL), 0);
+    fsdp_extension none = FSDP_ZERO; /* nobody has attached it */
+    CHECK_STATUS(fsdp_retire(NULL, &none), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_retire(m.model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_retire(m.model, &none));
 }
 TEST(trace, groups) {
     lab_how how = FSDP_ZERO;

@@ -6,7 +6,9 @@
 #include "harness.h"
 #include "library.c"
 #include "fsdp_trace.h"
+#include "fsdp_muon.h"
 #include "plan.h"
+#include "../../tools/fsdptrace_helps.h"
 
 /* ---- made-up traces -------------------------------------------------------------------------- */
 
@@ -328,6 +330,9 @@ typedef struct {
     int clips;    /* 2: the norm is fetched, which is an operation of the world */
     int from_0;   /* traced from step 0 on, where numbers of the world and of the model are near */
     int gathered; /* parameters stay gathered after backward */
+    int ahead;    /* forward gathers the next unit ahead */
+    int planned;  /* with a plan, traced when it replays */
+    int stays;    /* the host does not run ahead of COMPUTE */
     int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1]; /* what the clocks say of a step */
     fsdpi_tr_job job;
 } bed;
@@ -350,12 +355,15 @@ static void bed_step(bed *d, int step) {
     for (; i < n->num_calls; i++) {
         const int unit = n->calls[i].unit, call = n->calls[i].call;
         CALL(d->w, plan_hook(&d->b, unit, call));
+        if (d->stays) sim_host_waits(&d->s);
         if (call == FSDP_CALL_PRE_FORWARD) plan_look(&d->b, unit, i, 0);
         if (call == FSDP_CALL_PRE_BACKWARD) plan_look(&d->b, unit, i, 1);
         sim_compute(&d->s, d->work[i]);
+        if (d->stays) sim_host_waits(&d->s);
         compute += d->work[i];
     }
     CALL(d->w, fsdp_finalize_backward(d->b.model));
+    if (d->stays) sim_host_waits(&d->s);
     sim_compute(&d->s, d->work[i]);
     if (d->clips) {
         double norm;
@@ -364,6 +372,7 @@ static void bed_step(bed *d, int step) {
         compute += d->work[i + 1];
     }
     CALL(d->w, fsdp_adamw_step(d->adamw, 1e-3));
+    if (d->stays) sim_host_waits(&d->s);
     if (step <= LAST) {
         d->idle[step] = bed_idle(d) - idle;
         d->comm[step] = bed_comm(d) - comm, d->compute[step] = compute + d->work[i];
@@ -382,9 +391,13 @@ static void bed_run(bed *d, const char *dir) {
     plan_open(&d->b, &d->net, d->w);
     CALL(d->w, fsdp_adamw_create(d->b.model, NULL, &d->adamw));
     if (d->gathered) CALL(d->w, fsdp_set_reshard_after_backward(d->b.model, NULL, 0));
+    for (int u = 0; u + 1 < d->net.num_units && d->ahead; u++)
+        CALL(d->w, fsdp_set_modules_to_forward_prefetch(d->b.unit[u], &d->b.unit[u + 1], 1));
     td.dir = dir, td.first_step = d->from_0 ? 0 : FIRST, td.last_step = LAST;
+    if (d->planned) td.first_step += 3, td.last_step += 3;
     CALL(d->w, fsdp_trace_start(d->b.model, &td, &d->trace));
-    for (int step = 0; step <= LAST + 1; step++) {
+    if (d->planned) CALL(d->w, fsdp_plan_create(d->b.model, NULL, &d->b.plan));
+    for (int step = 0; step <= td.last_step + 1; step++) {
         if (step == td.first_step) sim_host_waits(&d->s);
         bed_step(d, step);
     }
@@ -507,8 +520,8 @@ typedef struct {
     int32_t last[RECORDS];
     fsdpi_tr_step step[STEPS];
     fsdpi_tr_pool pools[FSDP_POOL_COUNT];
-    fsdpi_tr_kept kept;
-    uint32_t names[NAMES], calls[FSDP_CALL_COUNT];
+    fsdpi_tr_pool kept;
+    uint32_t names[NAMES];
     char text[512];
     int num;
     uint32_t seq;
@@ -594,15 +607,12 @@ static void small_begin(small *t, int rank, int size) {
     t->rank.text = t->text;
     small_text(t, "?");
     for (int i = 0; i < NAMES; i++) t->names[i] = small_text(t, names[i]);
-    for (int i = 0; i < FSDP_CALL_COUNT; i++)
-        t->calls[i] = i == FSDP_CALL_PRE_FORWARD ? small_text(t, "pre_forward") : 0;
     for (int i = 0; i < FSDP_POOL_COUNT; i++) t->pools[i].name = small_text(t, fsdp_pool_name(i));
     t->pools[FSDP_POOL_SHARD].bytes = t->pools[FSDP_POOL_SHARD_GRAD].bytes = 1500000;
     t->pools[FSDP_POOL_GATHER].bytes = 4000000;
     t->kept.name = small_text(t, "adamw"), t->kept.bytes = 3000000;
     t->rank.head.rank = rank, t->rank.head.size = size, t->rank.head.run = FSDP_RUN_LANES;
     t->rank.names = t->names, t->rank.num_names = NAMES;
-    t->rank.calls = t->calls, t->rank.num_calls = FSDP_CALL_COUNT;
     t->rank.pools = t->pools, t->rank.num_pools = FSDP_POOL_COUNT;
     t->rank.kept = &t->kept, t->rank.num_kept = 1, t->rank.num_units = 2;
     t->rank.steps = t->step;
@@ -963,6 +973,68 @@ TEST(why, clocks) {
     fsdpi_tr_free(&job);
 }
 
+/* ---- an optimizer that multiplies and talks --------------------------------------------------- */
+
+static void muon_rank(int rank, int size, void *arg) {
+    static plan_bed beds[2];
+    const plan_net *net = (const plan_net *)arg;
+    plan_bed *b = &beds[rank];
+    fsdp_world_desc d = w_desc(rank, size, &shared, "muon", 0);
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_trace *t;
+    fsdp_muon *muon;
+    CALL(NULL, fsdp_init(&d, &w));
+    plan_open(b, net, w);
+    td.dir = h_tmpdir(), td.first_step = FIRST, td.last_step = LAST;
+    CALL(w, fsdp_trace_start(b->model, &td, &t));
+    CALL(w, fsdp_muon_create(b->model, NULL, &muon));
+    for (int step = 0; step <= LAST + 1; step++) {
+        for (int i = 0; i < net->num_calls; i++) {
+            CALL(w, plan_hook(b, net->calls[i].unit, net->calls[i].call));
+            if (net->calls[i].call == FSDP_CALL_PRE_BACKWARD)
+                plan_look(b, net->calls[i].unit, i, 1);
+        }
+        CALL(w, fsdp_finalize_backward(b->model));
+        CALL(w, fsdp_muon_step(muon, 1e-3));
+        CALL(w, fsdp_zero_grad(b->model));
+        b->step++;
+    }
+    CALL(w, fsdp_trace_stop(t));
+    fsdp_model_destroy(b->model);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* What Muon does is the optimizer's, products and copies, and so is what COMPUTE waits for in it. */
+TEST(why, muon) {
+    static plan_net net;
+    char why[256];
+    fsdpi_tr_job job;
+    fsdpi_why_step s;
+    int products = 0, talks = 0, copies = 0;
+    net = plan_chain(2, 48, 48);
+    shared.size = 2;
+    plan_sim = NULL;
+    h_ranks_thread(2, muon_rank, &net);
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    CHECK_EQ_INT(fsdpi_why_make_step(&job.rank[0], 1, INT64_MIN, &s), 1);
+    for (int i = 0; i < s.num_spans; i++) {
+        const fsdpi_why_span *span = &s.spans[i];
+        const fsdpi_tr_record *r = span->op;
+        if (!r || r->kind >= FSDP_OP_HOOK || strcmp(fsdpi_tr_name(&job.rank[0], r->what), "muon_step"))
+            continue;
+        const int is_comm = fsdpi_why_is_comm(r);
+        CHECK_MSG(span->part == (is_comm ? FSDPI_WHY_STEP : FSDPI_WHY_UPDATE), "%s %s: part %d",
+                  fsdp_op_name(r->kind), fsdpi_tr_text(&job.rank[0], job.rank[0].labels[r->label]),
+                  span->part);
+        products += r->kind == FSDP_OP_CALL, talks += is_comm, copies += r->kind == FSDP_OP_COPY;
+    }
+    CHECK_MSG(products && talks && copies, "%d products, %d collectives, %d copies", products, talks,
+              copies);
+    free(s.spans);
+    fsdpi_tr_free(&job);
+}
+
 /* ---- fsdptrace why ---------------------------------------------------------------------------- */
 
 static char output[16384];
@@ -1024,6 +1096,86 @@ TEST_P(why, what_would_help, devices) {
                      (ptrdiff_t)strcspn(strchr(output, '\n') + 1, "\n") + 1,
                  (ptrdiff_t)strlen(output)); /* two lines */
     CHECK_EQ_INT(tool("/nowhere", ""), 2);
+}
+
+/* Each thing that is advised beside a run that does it, of 10 random programs each. */
+static const struct {
+    const char *name;
+    int run;
+} bases[] = {{"inline", FSDP_RUN_INLINE}, {"lanes", FSDP_RUN_LANES}, {"streams", FSDP_RUN_STREAMS}};
+
+static double took_ms(bed *d, const char *dir, uint64_t seed, int run) {
+    const int ahead = d->ahead, planned = d->planned, all = d->net.model.reshard_after_forward;
+    int reshard[PLAN_UNITS];
+    fsdpi_why y;
+    memcpy(reshard, d->net.reshard, sizeof reshard);
+    memset(d, 0, sizeof *d);
+    d->net = plan_chain(3 + below(seed, 0, 4), 16 + below(seed, 1, 80), 16 + below(seed, 2, 80));
+    d->net.scaled = below(seed, 3, 4);
+    d->net.model.reshard_after_forward = all;
+    memcpy(d->net.reshard, reshard, sizeof reshard);
+    d->ahead = ahead, d->planned = planned;
+    d->stays = run == FSDP_RUN_LANES; /* the host is COMPUTE: then streams are as worker threads */
+    sim_init(&d->s, 4, 0);
+    d->s.async = run != FSDP_RUN_INLINE, d->s.latency_ns = 1000 + below(seed, 4, 8000);
+    d->s.coll_bytes_per_ns = 1, d->s.copy_bytes_per_ns = 20;
+    for (int i = 0; i < d->net.num_calls; i++) d->work[i] = i % 2 ? 0 : below(seed, 30 + i, 30000);
+    plan_sim = &d->s;
+    bed_run(d, dir);
+    fsdpi_tr_rank *r = &d->job.rank[0];
+    r->head.run = run;
+    for (uint64_t i = 0; i < r->num_records && d->stays; i++) /* a call ends when COMPUTE has done it */
+        for (uint64_t k = 0; k < r->num_records && r->records[i].kind == FSDPI_TR_CALL; k++)
+            if (fsdpi_why_on_compute(r, &r->records[k]) && fsdpi_why_has(&r->records[i], &r->records[k]))
+                r->records[i].end_ns = fsdpi_why_more(r->records[i].end_ns, r->records[k].end_ns);
+    CHECK_EQ_INT(fsdpi_why_make(&d->job, &y), 1);
+    const double ms = (double)(y.step.end - y.step.begin) * 1e-6;
+    fsdpi_why_end(&y);
+    return ms;
+}
+
+TEST_P(why, each_advice, bases) {
+    static bed base, d;
+    double most[3] = {0, 0, 0}; /* percent of the step: options; plans; what a plan says too little */
+    for (uint64_t seed = 0; seed < 10; seed++) {
+        helps_option list[HELPS_OPTIONS];
+        fsdp_plan_times was, times;
+        char dir[4096], text[256] = "";
+        helps h;
+        fsdpi_why y;
+        snprintf(dir, sizeof dir, "%s/%d", h_tmpdir(), (int)seed);
+        memset(&base, 0, sizeof base);
+        const double before = took_ms(&base, dir, h_seed() + seed, row->run);
+        const int alike = base.net.scaled < 2; /* all units have as many bytes */
+        CHECK_EQ_INT(fsdpi_why_make(&base.job, &y), 1);
+        const char *reason = helps_begin(&h, &y);
+        CHECK_MSG(!reason, "%s", reason);
+        CHECK_MSG(!helps_simulate_record(&h, &was, text, sizeof text), "%s", text);
+        const int num = helps_list(&h, list);
+        CHECK(num > 3);
+        for (int i = 0; i < num; i++) {
+            const helps_option *o = &list[i];
+            CHECK_MSG(!helps_simulate(&h, o, &times, text, sizeof text), "%s", text);
+            snprintf(dir, sizeof dir, "%s/%d.%d", h_tmpdir(), (int)seed, i);
+            memset(&d, 0, sizeof d);
+            if (o->reshards > 0) d.net.reshard[o->reshards - 1] = FSDP_RESHARD_NEVER;
+            if (o->reshards < 0) d.net.model.reshard_after_forward = FSDP_RESHARD_NEVER;
+            d.ahead = o->prefetches, d.planned = o->planned;
+            const double after = took_ms(&d, dir, h_seed() + seed,
+                                         o->overlaps ? (int)FSDP_RUN_LANES : row->run);
+            const double said = 100 * (double)(was.step_ns - times.step_ns) * 1e-6 / before;
+            const double does = 100 * (before - after) / before;
+            double *of = &most[!o->planned ? 0 : said > does || !alike ? 1 : 2];
+            if (fabs(said - does) > *of) *of = fabs(said - does);
+            fsdpi_tr_free(&d.job);
+        }
+        free(h.calls), free(h.work);
+        fsdpi_why_end(&y);
+        fsdpi_tr_free(&base.job);
+    }
+    h_message("at most %.1f %% of the step; of plans %.1f, or %.1f too little", most[0], most[1], most[2]);
+    CHECK(most[0] <= 2.5 && most[1] <= 4);
+    (void)helps_print; /* the tool's */
 }
 
 /* Of random programs the simulation of what was recorded takes as long as the record says: inline

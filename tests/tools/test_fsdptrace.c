@@ -182,11 +182,11 @@ static int found(int fault) {
     const char *differs = "";
     const char *call = fault == OTHER_CALL ? "fsdp_barrier" : "fsdp_all_reduce";
     if (fault == OTHER_CALL || fault == OTHER_COUNT) {
-        differs = line("operation ");
+        differs = line("first difference in group ");
         snprintf(text, sizeof text, "rank %d: all_reduce of '%s'", board->rank, call);
-        if (strstr(differs, text))
-            return strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64")
-                   != NULL;
+        if (strstr(differs, text)) /* one number of an operation: the model's, or the world's */
+            return strstr(differs, " of the world)") &&
+                   strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64");
         /* A reduction has a communicator of its own: so each side waits for the other. */
         if (fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
         snprintf(text, sizeof text, "rank %d waits in all_reduce of '%s'", board->rank, call);
@@ -402,7 +402,19 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     path_of(dir, 0, path, sizeof path);
     CHECK_EQ_STR(strrchr(path, '/'), "/tcp---host-1-a.0.flight");
     CHECK_EQ_INT(hang(dir, "--job tcp://host:1/a"), 0);
+    CHECK_MSG(!says("other jobs"), "%s", output);
     CHECK_EQ_INT(hang(dir, "--job other"), 2);
+    fsdp_world_desc d = FSDP_ZERO; /* a second job: the first one is told */
+    fsdp_world *w;
+    d.world_size = 1, d.flight_record = dir, d.job = "second";
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_shutdown(w));
+    CHECK_EQ_INT(hang(dir, ""), 0);
+    CHECK_MSG(says("job 'second' over") && says("another one by --job 'tcp://host:1/a'"), "%s", output);
+    CHECK_EQ_INT(hang(dir, "--job tcp://host:1/a"), 0);
+    CHECK_MSG(says("job 'tcp://host:1/a' over") && says("--job 'second'"), "%s", output);
+    CHECK_EQ_INT(hang(dir, "--json"), 0);
+    CHECK_MSG(says("\"other_job\": \"tcp://host:1/a\""), "%s", output);
 }
 
 /* Steps, with what they spent in collectives; names and groups; an end by fsdp_shutdown. */

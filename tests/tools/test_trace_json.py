@@ -144,7 +144,7 @@ def test_overlap():
         with open(path, "rb") as f:
             data = bytearray(f.read())
         check(len(data) < BLOCK)
-        at, count = struct.unpack_from("<QQ", data, SECTIONS + 15 * 24)
+        at, count = struct.unpack_from("<QQ", data, SECTIONS + 11 * 24)
         records = [at + i * RECORD for i in range(count)]
         calls = [r for r in records if data[r + 44] == 17]  # FSDPI_TR_CALL
         check(len(calls) > 4)
