@@ -2,7 +2,8 @@
 
    Muon makes the momentum of a matrix orthogonal by products of matrices (Newton-Schulz). Each
    matrix is computed whole by one rank, its owner: the products are shared out among the ranks, and
-   parameters have the same bits on any number of ranks. Results are those of torch.optim.Muon.
+   parameters have the same bits on any number of ranks. The formula is that of torch.optim.Muon,
+   computed in f32.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_muon.h"               // includes fsdp_optim.h; link with -lm
@@ -39,8 +40,8 @@
      dims, too, are better left to AdamW. Units that tensor parallelism cuts are refused.
    OWNERS AND FLIGHTS
      Ranks choose the owners alike, without a message: the matrix that costs most first, to the
-     owner that has least. Owners are the ranks of the shard group; with replicas (HSDP, DDP) those
-     of all replicas, which then exchange results (desc.replicas).
+     owner that has least. Owners are the ranks of the shard group; with replicas (HSDP, DDP) that
+     compute a part each (desc.replicas) those of all replicas, which then exchange results.
      Matrices travel in flights, in the order of backward: u to the owners by one all_to_all, x back
      by another one, on the stream EXTENSION. While a flight is computed on COMPUTE, the next one
      travels there and the last one back. In the all_to_all each pair of ranks sends as much as the
@@ -617,9 +618,9 @@ FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap
     const int length = snprintf(
         text, cap,
         "muon: %d matrices, of which this rank computes %d; %d flights; receives %lld bytes in a "
-        "step; replicas compute %s; %lld bytes of memory",
+        "step; each replica computes %s; %lld bytes of memory",
         muon ? muon->num : 0, mine, muon ? muon->num_flights : 0, (long long)elements,
-        parts ? "a part each" : "all each", (long long)fsdp_muon_nbytes(muon));
+        parts ? "a part" : "all", (long long)fsdp_muon_nbytes(muon));
     return length > 0 ? (size_t)length : 0;
 }
 

@@ -17,7 +17,8 @@
    COST
      A traced step allocates nothing and makes no system call. A record is 48 bytes in memory, and
      goes to the file after the last step. The times of records are the library's (fsdp_extension,
-     `ran`): on a device with streams they need events, also in the other steps.
+     `ran`): on a device with streams they need events, also in the steps before. After the last
+     traced step a trace costs nothing.
    NUMBERS OF STEPS are those of the error texts: finished steps before it, so 0 is the first one. A
      step ends when the next one begins: what an optimizer does is a part of it.
    SEVERAL MODELS of a world have a file each: JOB.RANK.trace, JOB-1.RANK.trace, ... */
@@ -46,7 +47,7 @@ typedef struct fsdp_trace_desc {
    trace       ends with fsdp_trace_stop or the model. If FSDP_TRACE has started one, it is that.
                NULL: you do not need it; NULL in it after a failure
    Effect      the first call after the last step writes the file. If that fails, it is logged.
-               Records that have no room are left out and counted
+               Records that have no room are left out and counted.
                A file that an earlier run has left in its place is removed
    Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle;
                the model has a trace, or a plan already), UNSUPPORTED (the device cannot measure
@@ -74,7 +75,7 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
 
 /* fsdp_trace_report - where the time of a traced step went, as `fsdptrace why DIR` prints it, but
                without what would help
-   dir         has the files of all ranks of one job. NULL: FSDP_TRACE
+   dir         has the files of all ranks; of several jobs the last one counts. NULL: FSDP_TRACE
    buf         cap bytes: the text, or why there is none; cut if it is longer
    Result      FSDP_OK; INVALID_ARG, IO, OUT_OF_MEMORY, INVALID_STATE (no rank has a whole step)
    Collective  no: one rank calls it, when all have stopped      Blocks, Allocates yes */

@@ -66,39 +66,45 @@ static void fsdpi_end_times(const fsdp_model *m) {
     fsdpi_timeline_end_all(m->world);
 }
 
-FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
+// Where the extension with these contents is attached.
+static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *given,
+                                       const char *what, fsdpi_attached ***out) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
-    fsdp_world *w = model->world;
-    if (fsdpi_is_child(w)) return fsdpi_failed(w);
-    FSDPI_TRY(fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension"));
-    if (model->rehearsing) return fsdpi_refuse_in_rehearsal(model, "detach");
+    if (!m || !given) return fsdpi_null_of(m, what, "model or extension");
+    if (fsdpi_is_child(m->world)) return fsdpi_failed(m->world);
+    FSDPI_TRY(fsdp_desc_read(m->world, &e, given, sizeof e, "fsdp_extension"));
+    if (m->rehearsing) return fsdpi_refuse_in_rehearsal(m, what);
     e.size = 0;
     if (!e.name) e.name = "extension";
-    for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
-        if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
-        const fsdp_unit *unit = e.buffer ? fsdpi_unit_with_foreign_slot(model) : NULL;
-        if (model->asking || unit)
-            return fsdp_fail(
-                w, FSDP_ERR_INVALID_STATE,
-                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
-                unit ? "may own a slot of unit " : "is in use", unit ? unit->desc.name : "");
-        fsdpi_end_times(model);
-        fsdpi_detach(model, at);
-        return FSDP_OK;
-    }
-    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
-                     e.name);
+    for (*out = &m->attached; **out; *out = &(**out)->next)
+        if (memcmp(&(**out)->e, &e, sizeof e) == 0) return FSDP_OK;
+    return fsdpi_bad(m->world, "[E903] %s: '%s' with these contents is not attached to this model",
+                     what, e.name);
+}
+
+FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdpi_attached **at = NULL;
+    fsdp_status status = fsdpi_find_attached(model, extension, "detach", &at);
+    if (status || !at) return status;
+    const fsdp_extension *e = &(*at)->e;
+    const fsdp_unit *unit = e->buffer ? fsdpi_unit_with_foreign_slot(model) : NULL;
+    if (model->asking || unit)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
+                         "[E902] detach: '%s' %s%s: detach it between steps, not in an extension",
+                         e->name, unit ? "may own a slot of unit " : "is in use",
+                         unit ? unit->desc.name : "");
+    fsdpi_end_times(model);
+    fsdpi_detach(model, at);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_retire(fsdp_model *model, fsdp_extension *extension) {
-    if (!model || !extension) return fsdpi_null_of(model, "retire", "model or extension");
-    if (fsdpi_is_child(model->world)) return fsdpi_failed(model->world);
-    fsdpi_attached *a = model->attached;
-    while (a && (a->e.user != extension->user || a->e.call != extension->call)) a = a->next;
-    if (a) fsdpi_end_times(model);
-    for (int own = 0; own < 2 && a; own++) {
-        fsdp_extension *e = own ? extension : &a->e;
+    fsdpi_attached **at = NULL;
+    fsdp_status status = fsdpi_find_attached(model, extension, "retire", &at);
+    if (status || !at) return status;
+    fsdpi_end_times(model);
+    for (int own = 0; own < 2; own++) {
+        fsdp_extension *e = own ? extension : &(*at)->e;
         e->call = NULL, e->returned = NULL, e->op = NULL, e->ran = NULL;
     }
     fsdpi_watch(model);
@@ -114,13 +120,14 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
-    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
+    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0, sizes = item->sizes_only;
     fsdpi_attached *a = model->attached;
     for (int i = 0; a && i < which; i++) a = a->next;
     memset(item, 0, sizeof *item);
     for (; a && !status; a = a->next, which++, index = 0) {
         if (!a->e.state) continue;
         item->ordinal = -1;
+        item->sizes_only = sizes;
         status = a->e.state(a->e.user, model, index, item);
         if (status || !item->name) continue;
         item->extension = a->e.name;

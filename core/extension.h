@@ -23,6 +23,7 @@ typedef struct fsdp_state_item {
     int64_t shape[FSDP_MAX_DIMS]; // of the whole tensor; for a sharded item the library fills it in
     int64_t numel;                // elements here, contiguous
     void *data;                   // a checkpoint reads it; a load writes it
+    int32_t sizes_only;           // 1: who asks does not read data. Extensions begin nothing
     int32_t at[2];                // the library's: where fsdp_next_state goes on
 } fsdp_state_item;
 
@@ -86,17 +87,18 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
 
 /* fsdp_retire - an extension has seen what it wanted: its call, returned, op and ran are not called
                any more, and what the library does for them alone, as reading the clock, ends
-   extension   as it was attached; these functions become NULL. Detach it with what it has then
-   Result      FSDP_OK; INVALID_ARG
+   extension   with the contents with which it was attached; these functions become NULL. Detach it
+               with what it has then
+   Result      FSDP_OK; INVALID_ARG (it is not attached)
    Thread      the one that uses the world, also in a function of the extension
-   Blocks      with `ran`: for operations under way */
+   Blocks      if an extension of the model has `ran`: for operations under way */
 FSDP_API fsdp_status fsdp_retire(fsdp_model *model, fsdp_extension *extension);
 
 /* fsdp_find_extension - `user` of the first attached extension with this name; NULL: none has it */
 FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
-/* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
-   at the end its name is NULL
+/* fsdp_next_state - step through the items of all extensions of a model. Start with an item that is
+               zero, but for sizes_only; at the end its name is NULL
    fsdp_state_hold    - ask the extensions to have items of a parameter that they left out, because
                it is frozen. They may leave it out again: look at the items
    fsdp_state_written - say that you have written items: the extensions read them

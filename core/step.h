@@ -206,9 +206,11 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
 
 // Run one row for a unit.
 static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
+    const uint8_t next = row->next == FSDPI_KEEP ? u->state.training : row->next;
+    u->model->call_state = next; // again: an extension may have made a call at the marker
     FSDPI_GUARD(fsdpi_open_unit(u));
     for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
-    if (row->next != FSDPI_KEEP) u->state.training = row->next;
+    u->state.training = next;
     FSDPI_GUARD(fsdpi_close_unit(u));
     FSDPI_GUARD(fsdpi_close_free(u->model));
 #ifdef FSDPI_DEBUG

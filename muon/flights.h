@@ -75,7 +75,7 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
     const char *expected = NULL;
     int64_t numel = 1;
     for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
-    if (taken < 0 || numel % taken) expected = "a number of columns that divides its elements";
+    if (taken < 1 || numel % taken) expected = "a number of columns that divides its elements";
     else if (taken == 1 && v->ndim != 2 && !(o->desc.flatten && v->ndim > 2))
         expected = "2 dims, or with desc.flatten more";
     else if (v->dtype == FSDP_F64 || !fsdp_dtype_is_float(v->dtype)) expected = "f32, bf16 or f16";
@@ -86,9 +86,10 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
                        "that tensor parallelism cuts it";
     if (!expected) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(o->base.model), FSDP_ERR_INVALID_ARG,
-                     "[E9010] %s: desc.take returned %d for parameter '%s' of unit '%s', which has "
-                     "%d dims and is %s; expected %s: return 0 for it, and AdamW may have it",
-                     what, taken, v->name, v->unit_name, v->ndim, fsdp_dtype_name(v->dtype),
+                     "[E9010] %s: Muon would take parameter '%s' of unit '%s' (desc.take: %d), "
+                     "which has %d dims and is %s; expected %s: let desc.take return 0 for it, "
+                     "and AdamW may have it",
+                     what, v->name, v->unit_name, taken, v->ndim, fsdp_dtype_name(v->dtype),
                      expected);
 }
 

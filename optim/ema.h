@@ -79,8 +79,9 @@ static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
 static fsdp_status fsdpi_ema_item(void *user, fsdp_model *model, int index, fsdp_state_item *item) {
     fsdp_ema *e = (fsdp_ema *)user;
     fsdpi_optim *o = &e->base;
-    fsdp_status status = item ? fsdpi_ema_swapped(e, "state of ema") : FSDP_OK;
-    if (item && index == 0 && !status) {
+    const int begins = item && !item->sizes_only;
+    fsdp_status status = begins ? fsdpi_ema_swapped(e, "state of ema") : FSDP_OK;
+    if (begins && index == 0 && !status) {
         status = fsdpi_ema_begin(e, "state of ema");
         for (int i = 0; i < o->num_params && !status; i++) o->params[i].step = 1 + e->calls;
         if (!status && o->place == FSDP_MEMORY_PINNED) // the host reads it there

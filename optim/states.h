@@ -343,7 +343,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                              "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
-    fsdp_status status = fsdpi_optim_follow(o, o->name);
+    fsdp_status status = item->sizes_only ? FSDP_OK : fsdpi_optim_follow(o, o->name);
     const int items = o->num_states + (o->step_name != NULL); // of a parameter
     const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;
@@ -393,15 +393,16 @@ static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
 
 // Does Muon have one of these parameters, or an optimizer one of Muon's? Both would update it.
 static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
-    static const char *const names[] = {"exp_avg", "momentum_buffer", "step"}; // of optimizers
+    static const char *const names[] = {"adamw", "sgd", "muon"};
     const int is_muon = !strcmp(o->extension.name, "muon");
     fsdp_state_item item = FSDP_ZERO;
+    item.sizes_only = 1;
     fsdp_status status = fsdp_next_state(o->model, &item);
     for (; !status && item.name; status = fsdp_next_state(o->model, &item)) {
         const fsdpi_optim_param *p = fsdpi_optim_find(o, item.ordinal);
         fsdp_param_view v = FSDP_ZERO;
         int updates = 0;
-        for (int i = 0; i < 3; i++) updates |= !strcmp(item.name, names[i]);
+        for (int i = 0; i < 3; i++) updates |= !strcmp(item.extension, names[i]);
         if (!p || !updates || is_muon == !strcmp(item.extension, "muon")) continue;
         status = fsdp_param_view_get(p->unit, p->index, &v);
         if (status) return status;

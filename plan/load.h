@@ -229,7 +229,7 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
                 "%s",
                 fsdp_last_error(p->world));
     }
-    if (!status) status = fsdpi_plan_place(p, &k->tape, l, fsdpi_plan_passes(p));
+    if (!status) status = fsdpi_plan_place(p, &k->tape, l, fsdpi_plan_passes(p), 0);
     if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     l->by_calls = given->by_calls;
     fsdp_plan_proof proof;

@@ -195,7 +195,7 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
     if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
-    return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
+    return status ? status : fsdpi_plan_place(p, &k->tape, l, passes, 0);
 }
 
 /* Finds what fits into `most` bytes. It tries all of these passes, each time with fewer units kept.

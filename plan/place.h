@@ -198,9 +198,9 @@ static fsdp_buf *fsdpi_plan_older(const fsdpi_plan_tape *t, const fsdp_unit *uni
     return NULL;
 }
 
-// Places for all uses of a tape: l->slots, l->bytes, l->bound.
+// Places for all uses of a tape: l->slots, l->bytes, l->bound. by_calls: as the pools have them.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
-                                    uint32_t passes) {
+                                    uint32_t passes, int by_calls) {
     fsdpi_plan_places pl;
     size_t room = (size_t)t->num_uses;
     int64_t lasting = 0;
@@ -232,7 +232,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             arena = pl.bytes;
         }
         fsdpi_plan_pool_fit(t, &pl, !inlined, 0);
-        if (!passes) fsdpi_plan_pool_fit(t, &pl, !inlined, 1);
+        if (by_calls) fsdpi_plan_pool_fit(t, &pl, !inlined, 1);
         if (arena < pl.bytes - pl.bytes / 20) {
             for (int i = 0; i < pl.num; i++) pl.pieces[i].offset = pl.kept[i];
             pl.bytes = arena;

@@ -216,7 +216,8 @@ static int read_label(const void *bytes, fsdpi_tr_label *out) {
     const fsdpi_flight_record *f = (const fsdpi_flight_record *)bytes;
     snprintf(out->job, sizeof out->job, "%.*s", (int)sizeof f->job - 1, *f->job ? f->job : "job");
     out->rank = f->rank, out->size = f->size, out->real_ns = f->real_ns;
-    return !memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) && f->size <= MOST_RANKS;
+    return !memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) && f->size > 0 &&
+           f->size <= MOST_RANKS;
 }
 
 // Reads the records of the job in DIR that began last, or of the one that is named.
@@ -468,10 +469,11 @@ static void find_missing(void) {
             if (turns >= 0 && turns < (int64_t)turn) find_other(k);
         }
     }
-    for (int k = 0; k < job.size && waits.num && !job.is_over; k++)
-        if (job.of[k].f && job.of[k].f->state == FSDPI_FLIGHT_RUNS &&
-            (job.of[k].process == ENDED || job.of[k].process == STOPPED))
-            find_other(k);
+    for (int k = 0; k < job.size && waits.num; k++) {
+        const record *r = &job.of[k];
+        const int is_stopped = r->f && r->f->state == FSDPI_FLIGHT_RUNS && r->process == STOPPED;
+        if (has_died(r) || is_stopped) find_other(k);
+    }
 }
 
 // What an operation is, as ranks have to agree about it; 0: that is not known.
@@ -782,7 +784,7 @@ static void usage(FILE *to) {
           "       fsdptrace json DIR -o FILE [--job NAME] [--force]\n"
           "Says where the time of a step went, or writes what Perfetto opens, from the traces in\n"
           "DIR: run the job with FSDP_TRACE=DIR. --force: also if clocks of hosts were not\n"
-          "compared.\n",
+          "compared. Exit status: 0, or 2: no trace can be read, or an argument is wrong.\n",
           to);
 }
 
@@ -810,8 +812,10 @@ int main(int argc, char **argv) {
             after = strtod(argv[++i], &end);
             bad = *end || end == argv[i] || !(after >= 0);
         } else if (argv[i][0] != '-' && !dir) dir = argv[i];
-        else bad = 1;
+        else bad = i;
     }
+    if (bad > 1) fprintf(stderr, "fsdptrace: '%s' is not understood\n", argv[bad]);
+    else if (!bad && dir && writes && !to) fputs("fsdptrace: json needs -o FILE\n", stderr);
     if (bad || !dir || writes != (to != NULL)) {
         usage(stderr);
         return EXIT_UNREADABLE;

@@ -420,7 +420,7 @@ static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
     char path[4096], named[4096];
     DIR *opened = opendir(dir);
     memset(job, 0, sizeof *job), memset(other, 0, sizeof *other);
-    if (!opened) return fsdpi_tr_refuse(why, "%s: %s", dir, strerror(errno));
+    if (!opened) return fsdpi_tr_refuse(why, "%s", strerror(errno));
     for (const struct dirent *e; (e = readdir(opened)) != NULL;) {
         uint64_t bytes[512] = {0};
         fsdpi_tr_label label;
@@ -453,7 +453,8 @@ static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
     head.job[sizeof head.job - 1] = 0;
     snprintf(out->job, sizeof out->job, "%s", head.job);
     out->rank = head.rank, out->size = head.size, out->real_ns = head.real_ns;
-    return !memcmp(head.magic, FSDPI_TR_MAGIC, sizeof head.magic) && head.size <= 1 << 20;
+    return !memcmp(head.magic, FSDPI_TR_MAGIC, sizeof head.magic) && head.size > 0 &&
+           head.size <= 1 << 20;
 }
 
 // The files of the job in a directory.
@@ -481,7 +482,10 @@ static int fsdpi_tr_find(const char *dir, const char *wanted, fsdpi_tr_job *out,
                                    r->head.rank, r->head.size);
     }
     return out->num ? 0
-                    : fsdpi_tr_refuse(why, "there are no traces (*.trace)%s%s",
+                    : fsdpi_tr_refuse(why,
+                                      "there are no traces (*.trace)%s%s: run the job with "
+                                      "FSDP_TRACE=DIR; it records steps 3 to 5, or those of "
+                                      "FSDP_TRACE_STEPS=FIRST:LAST",
                                       wanted ? " of job " : "", wanted ? wanted : "");
 }
 

@@ -166,11 +166,13 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     }
 }
 
-// Pools, and the states of extensions. An optimizer may end before the trace does.
+// Pools, and the states of extensions, once: an optimizer may end before the trace does. Asked for
+// sizes alone, states stay as they are.
 static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
     fsdp_state_item item = FSDP_ZERO;
+    if (t->has_memory) return;
     (void)fsdp_model_memory(t->model, &t->memory);
-    t->has_memory = 1, t->num_keepers = 0;
+    t->has_memory = item.sizes_only = 1;
     while (!fsdp_next_state(t->model, &item) && item.name) {
         fsdpi_tr_keeper *k = &t->keeper[t->num_keepers];
         if (!t->num_keepers || strncmp(k[-1].name, item.extension, sizeof k->name - 1) != 0) {
@@ -217,7 +219,8 @@ static int fsdpi_tr_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
     if (t->is_between && call < FSDP_CALL_FINALIZE) fsdpi_tr_begin_step(t);
     int ends = call != FSDP_CALL_SET && call != FSDP_CALL_RESET && call != FSDP_CALL_LOAD;
     if (!t->is_on || !ends || t->depth == FSDPI_TR_DEPTH) return 0;
-    if (call != FSDP_CALL_PARAMS_CHANGED) fsdpi_tr_end_other(t, t->host_ns);
+    if (call != FSDP_CALL_PARAMS_CHANGED || t->other.call != FSDP_CALL_EXTENSION)
+        fsdpi_tr_end_other(t, t->host_ns); // an own optimizer's work is the caller's
     fsdpi_tr_open *o = &t->open[t->depth++];
     o->begin_ns = t->host_ns = fsdp_now(t->world);
     o->seq = t->seq + 1;
@@ -547,12 +550,13 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
    written. meets: with the other ranks, of which one may have gone when a model ends. */
 static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
-    (void)fsdp_retire(t->model, &t->extension); // what has been issued is told before
+    // What has been issued is told before. At the end of the model nobody tells any more.
+    if (meets) (void)fsdp_retire(t->model, &t->extension);
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
     if (meets && fsdpi_tr_meet(t)) return; // the world has failed
-    if (!t->has_memory) fsdpi_tr_note_memory(t);
+    fsdpi_tr_note_memory(t);
     t->error = fsdpi_tr_write(t);
     if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
@@ -566,7 +570,11 @@ static FSDPI_TR_COLD void fsdpi_tr_destroy(void *user) {
     if (!t->is_done && t->num_steps && !fsdp_world_status(t->world)) {
         fsdpi_tr_finish(t, 0);
         (void)fsdpi_tr_result(t); // it is logged
-    }
+    } else if (!t->is_done && !fsdp_world_status(t->world) && fsdp_rank(t->world) == 0)
+        fsdp_warn(t->world,
+                  "[E9011] no trace %s: the model ended before step %lld; for its first steps set "
+                  "FSDP_TRACE_STEPS=0:2",
+                  t->path, (long long)t->first_step);
     fsdp_free(t->model, FSDP_MEMORY_HOST, t, t->bytes);
 }
 
@@ -667,7 +675,8 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
     if (file) (void)fclose(file), (void)unlink(t->path);
     if (file) return FSDP_OK;
     if (!error) error = errno;
-    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s", dir,
+    return fsdp_fail(t->world, FSDP_ERR_IO,
+                     "[E9006] trace_start: directory '%s': %s; its parent has to be there", dir,
                      strerror(error));
 }
 
@@ -712,6 +721,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
         status = fsdp_fail(w, (fsdp_status)worst, "[E9009] trace_start: another rank has failed");
     if (!status && trace) *trace = t;
     if (!status || !t) return status;
+    t->is_done = 1; // it has not begun
     if (is_attached) (void)fsdp_detach(model, &t->extension);
     else fsdpi_tr_destroy(t);
     return status;

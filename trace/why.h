@@ -569,8 +569,11 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
         fsdpi_why_say(t, "; %llu records had no room", (unsigned long long)s->rank->head.dropped);
     fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
                   FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
-    fsdpi_why_say(t, "  exposed  %10.*f   of %.*f ms of communication",
-                  FSDPI_WHY_MS(t, fsdpi_why_exposed(s)), FSDPI_WHY_MS(t, s->comm));
+    // More: COMPUTE went on later than the communication ended.
+    fsdpi_why_say(t, "  exposed  %10.*f   %s %.*f ms of communication",
+                  FSDPI_WHY_MS(t, fsdpi_why_exposed(s)),
+                  fsdpi_why_exposed(s) > s->comm ? "more than the" : "of",
+                  FSDPI_WHY_MS(t, s->comm));
     if (s->rank->head.run == FSDP_RUN_INLINE) fsdpi_why_say(t, " (inline: nothing is hidden)");
     else if (s->comm)
         fsdpi_why_say(t, " (%.0f %% hidden)", 100.0 * (double)s->hidden / (double)s->comm);
@@ -730,7 +733,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         if (offloads && p < FSDP_POOL_GATHER) fsdpi_why_say(t, " (host)");
     }
     for (uint64_t k = 0; k < rank->num_kept; k++)
-        fsdpi_why_say(t, " + %s %.1f%s", fsdpi_tr_text(rank, rank->kept[k].name),
+        fsdpi_why_say(t, " + states of %s %.1f%s", fsdpi_tr_text(rank, rank->kept[k].name),
                       (double)rank->kept[k].bytes / unit, offloads ? " (host)" : "");
     if (rest > 0) fsdpi_why_say(t, " + slots that nobody holds %.1f", (double)rest / unit);
     fsdpi_why_say(t, "\n");
@@ -751,7 +754,7 @@ FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
     if (!dir) dir = getenv("FSDP_TRACE");
     if (!buf || !cap) return FSDP_ERR_INVALID_ARG;
     if (fsdpi_tr_read(dir ? dir : "", NULL, 0, &job, why, sizeof why)) {
-        fsdpi_why_say(&t, "%s", why);
+        fsdpi_why_say(&t, "%s: %s", dir ? dir : "FSDP_TRACE is not set", why);
         return FSDP_ERR_IO;
     }
     const int made = fsdpi_why_make(&job, &y);

@@ -36,7 +36,7 @@ static const struct {
     {"streams", 1, FSDP_BF16, 0, {1850, 3480, 490, 97, 107}, NULL},
     {"by_columns", 0, FSDP_F32, 1, {931, 2000, 480, 97, 107}, NULL},
     {"recorded", 0, FSDP_F32, 0, {1500, 2840, 505, 97, 107}, "FSDP_FLIGHT_RECORD"},
-    {"traced", 0, FSDP_F32, 0, {4800, 8780, 635, 97, 107}, "FSDP_TRACE"},
+    {"traced", 0, FSDP_F32, 0, {4800, 8780, 1040, 97, 107}, "FSDP_TRACE"},
 };
 #ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {

@@ -2999,6 +2999,70 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     return status != FSDP_OK;
 }
 
+/* An extension that makes a call at the marker of another one: the records of both have the state of
+   their own call. */
+static fsdp_unit *two[2];
+static int in_marker, states[2];
+static int calls_at_marker(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model;
+    if (op->kind == FSDP_OP_HOOK && op->count == FSDP_CALL_PRE_FORWARD && !in_marker) {
+        in_marker = 1;
+        CALL(fsdp_model_world(model), fsdp_unshard(two[1]));
+        in_marker = 0;
+    }
+    if (op->kind == FSDP_OP_COPY && op->unit) states[op->unit == two[1]] = op->state;
+    return 0;
+}
+static fsdp_model *two_units(fsdp_world *w) {
+    fsdp_param_desc p = fsdp_mat("w", 8, 8);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_model *model = lab_model(w, NULL);
+    ud.param_dtype = FSDP_BF16;
+    for (int i = 0; i < 2; i++) two[i] = lab_unit(w, model, &ud, &p, 1);
+    CALL(w, fsdp_model_commit(model));
+    return model;
+}
+static void call_at_a_marker(lab_rank *r) {
+    fsdp_model *model = two_units(r->w);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = calls_at_marker;
+    CALL(r->w, fsdp_attach(model, &e));
+    states[0] = states[1] = -1;
+    CALL(r->w, fsdp_pre_forward(two[0]));
+    CALL(r->w, fsdp_post_forward(two[0]));
+    CHECK_EQ_INT(states[0], FSDP_STATE_FORWARD);
+    CHECK_EQ_INT(states[1], FSDP_STATE_IDLE);
+    CALL(r->w, fsdp_reshard(two[1]));
+}
+TEST(extension, call_at_a_marker) { lab_run(1, NULL, call_at_a_marker, NULL); }
+
+/* Of two extensions that differ in a function alone, the one that is named retires. */
+static int seen_by[2];
+static int first_sees(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model, (void)op;
+    return seen_by[0]++, 0;
+}
+static int second_sees(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model, (void)op;
+    return seen_by[1]++, 0;
+}
+static void retire_one(lab_rank *r) {
+    fsdp_model *model = two_units(r->w);
+    fsdp_extension a = FSDP_ZERO, b = FSDP_ZERO, stranger = FSDP_ZERO;
+    a.op = first_sees, b.op = second_sees, stranger.name = "stranger";
+    CALL(r->w, fsdp_attach(model, &a));
+    CALL(r->w, fsdp_attach(model, &b));
+    REFUSED(r->w, fsdp_retire(model, &stranger), "[E903] retire: 'stranger'");
+    CALL(r->w, fsdp_retire(model, &b));
+    seen_by[0] = seen_by[1] = 0;
+    CALL(r->w, fsdp_pre_forward(two[0]));
+    CALL(r->w, fsdp_post_forward(two[0]));
+    CHECK(seen_by[0] > 0 && seen_by[1] == 0);
+    CALL(r->w, fsdp_detach(model, &b));
+    CALL(r->w, fsdp_detach(model, &a));
+}
+TEST(extension, retire_one_of_two) { lab_run(1, NULL, retire_one, NULL); }
+
 TEST(extension, no_memory_at_any_allocation) {
     w_heap heap;
     fsdp_world_desc d = w_desc(0, 1, NULL, NULL, 0);

@@ -610,6 +610,20 @@ TEST(ema, refused_while_swapped) {
     lab_run(2, NULL, meanwhile_rank, (void *)(uintptr_t)h_tmpdir());
 }
 
+/* An optimizer may be made while the model has the average: it asks the average for nothing. */
+static void made_meanwhile(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_model *model = lab_model(r->w, NULL);
+    fsdp_ema *ema;
+    fsdp_sgd *sgd;
+    (void)lab_unit(r->w, model, NULL, &p, 1);
+    CALL(r->w, fsdp_ema_create(model, NULL, &ema));
+    CALL(r->w, fsdp_ema_swap(ema));
+    CALL(r->w, fsdp_sgd_create(model, NULL, &sgd));
+    CALL(r->w, fsdp_ema_swap(ema));
+}
+TEST(ema, optimizer_made_while_swapped) { lab_run(2, NULL, made_meanwhile, NULL); }
+
 /* Each allocation of a creation fails once, and that of the first update after a thaw. */
 static void memory_rank(lab_rank *r) {
     lab_built m = FSDP_ZERO;

@@ -388,6 +388,29 @@ static void fail_to_multiply(lab_rank *r) {
 }
 TEST(muon, failing_product) { lab_run(1, NULL, fail_to_multiply, NULL); }
 
+/* A take that no longer takes a matrix, after a cast, is refused. */
+static int takes_f32(void *user, const fsdp_param_view *v) {
+    (void)user;
+    return v->dtype == FSDP_F32;
+}
+static void take_changes(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_model *model = lab_model(r->w, NULL);
+    fsdp_unit *unit = lab_unit(r->w, model, NULL, &p, 1);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_muon *muon;
+    d.take = takes_f32;
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    CALL(r->w, fsdp_model_cast(model, FSDP_BF16));
+    lab_forward(r->w, unit);
+    CALL(r->w, fsdp_pre_backward(unit));
+    CHECK(fsdp_grad(unit, 0));
+    CALL(r->w, fsdp_post_backward(unit));
+    CALL(r->w, fsdp_finalize_backward(model));
+    REFUSED(r->w, fsdp_muon_step(muon, 0.02), "(desc.take: 0)");
+}
+TEST(muon, take_changes) { lab_run(1, NULL, take_changes, NULL); }
+
 /* ---- owners, flights, bytes and memory, computed once more ------------------------------------ */
 
 enum { MATRICES = 10 };
@@ -555,7 +578,7 @@ static void check_replicas(lab_rank *r) {
         build(r, &s, &m);
         CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
         (void)fsdp_muon_describe(muon, text, sizeof text);
-        CHECK_MSG((strstr(text, "replicas compute a part each") != NULL) == rows[i].spreads,
+        CHECK_MSG((strstr(text, "each replica computes a part") != NULL) == rows[i].spreads,
                   "%d: %s", i, text);
         fsdp_model_destroy(m.model);
     }
@@ -724,9 +747,9 @@ static void refuse(lab_rank *r) {
     REFUSE(dtype, FSDP_F16, "[E9014] muon_create: desc.dtype is f16");
     REFUSE(num_groups, 9, "desc.num_groups is 9");
     REFUSE(take, takes_all,
-           "[E9010] muon_create: desc.take returned 1 for parameter 'a.b' of unit 'unit0', which has "
-           "1 dims and is f32; expected 2 dims");
-    REFUSE(take, takes_seven_columns, "[E9010] muon_create: desc.take returned 7 for");
+           "[E9010] muon_create: Muon would take parameter 'a.b' of unit 'unit0' (desc.take: 1), which "
+           "has 1 dims and is f32; expected 2 dims");
+    REFUSE(take, takes_seven_columns, "(desc.take: 7)");
     d = good, d.take = takes_all;
     d.flatten = 1;
     refused(r, m.model, &d, bad, "[E9010]");

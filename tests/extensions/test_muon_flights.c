@@ -181,8 +181,8 @@ TEST_P(muon_flights, records, places, NO(TSAN)) {
     CHECK(d->exchanges == 0 && d->gathers == 0 && d->received == 0);
     d->used = ALL;
     train_step(d, 2);
-    snprintf(want, sizeof want, "; receives %llu bytes in a step; replicas compute %s",
-             (unsigned long long)d->received, row->replicas ? "a part each" : "all each");
+    snprintf(want, sizeof want, "; receives %llu bytes in a step; each replica computes %s",
+             (unsigned long long)d->received, row->replicas ? "a part" : "all");
     (void)fsdp_muon_describe(d->muon, text, sizeof text);
     W_CHECK(strstr(text, want), "'%s' has not '%s'", text, want);
     CHECK_EQ_INT(fsdp_muon_describe(d->muon, NULL, 0), (int64_t)strlen(text));

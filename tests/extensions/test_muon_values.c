@@ -444,7 +444,7 @@ static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit 
     fsdp_ema *ema;
     if (step == 0) { /* what it cannot have */
         CALL(r->w, fsdp_model_cast(model, FSDP_F64));
-        REFUSED(r->w, fsdp_muon_step(muon, 0.1), "[E9010] muon_step: desc.take returned 1");
+        REFUSED(r->w, fsdp_muon_step(muon, 0.1), "[E9010] muon_step: Muon would take parameter");
         CALL(r->w, fsdp_model_cast(model, FSDP_F32));
     } else if (step == 1) { /* nothing to do */
         freeze_matrices(r, t, unit, 1);
@@ -564,7 +564,7 @@ static void refuse(lab_rank *r) {
     build(r, &o, &model, unit);
     d.take = take_negative;
     REFUSED(r->w, fsdp_muon_create(model, &d, &muon),
-            "[E9010] muon_create: desc.take returned -1 for parameter");
+            "(desc.take: -1)");
 }
 TEST(muon_values, negative_columns) {
     make_rows();

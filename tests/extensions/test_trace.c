@@ -103,8 +103,11 @@ static void step_of(lab_built *m, fsdp_adamw *opt) {
     lab_forwards(m);
     for (int u = UNITS - 1; u >= 0; u--) {
         CALL(m->w, fsdp_pre_backward(m->unit[u]));
-        for (int p = 0; p < NUM; p++)
-            if (rows[p].unit == u) (void)lab_grad(m, p);
+        for (int p = 0; p < NUM; p++) {
+            fsdp_param_view v;
+            CALL(m->w, fsdp_param_at(m->model, p, &v));
+            if (rows[p].unit == u && v.requires_grad) (void)lab_grad(m, p);
+        }
         CALL(m->w, fsdp_post_backward(m->unit[u]));
     }
     CALL(m->w, fsdp_finalize_backward(m->model));
@@ -515,6 +518,102 @@ TEST(trace, cannot_write) {
     }
 }
 
+/* A program that ends before the first traced step is told why there is no file; one that has ended in
+   it has a file. */
+static void ends_early(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    fsdp_adamw *opt;
+    build(&m, r->w, &modes[6]);
+    (void)start(&m, dir_of("t"), 0);
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
+    for (int step = 0; step < *(const int *)r->arg; step++) step_of(&m, opt);
+}
+TEST(trace, ends_early) {
+    w_log = keep_log;
+    for (int steps = 0; steps <= FIRST + 1; steps++) {
+        logged[0] = 0;
+        lab_run(1, NULL, ends_early, &steps);
+        CHECK_MSG((strstr(logged, "[E9011]") && strstr(logged, "FSDP_TRACE_STEPS=0:2")) ==
+                      (steps <= FIRST),
+                  "%d steps: %s", steps, logged);
+    }
+}
+
+/* A trace asks an average for its size, and changes nothing in it: the weights of a parameter that is
+   thawed between two averages, and a swap inside of a traced step, are as without a trace. */
+static float averages[2][NUM];
+static void average(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    fsdp_adamw *opt;
+    fsdp_ema *ema;
+    fsdp_param_view v;
+    fsdp_ema_desc d = fsdp_ema_defaults();
+    const int traced = *(const int *)r->arg;
+    d.decay = 0.5, d.every = 3;
+    build(&m, r->w, &modes[6]);
+    CALL(r->w, fsdp_init_params(m.model, lab_fill, NULL));
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
+    CALL(r->w, fsdp_ema_create(m.model, &d, &ema));
+    if (traced) (void)start(&m, dir_of("t"), 0);
+    for (int step = 0; step <= LAST; step++) {
+        if (step == FIRST) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 1));
+        step_of(&m, opt);
+        CALL(r->w, fsdp_ema_swap(ema));
+        CALL(r->w, fsdp_ema_swap(ema));
+        CALL(r->w, fsdp_ema_update(ema));
+    }
+    CALL(r->w, fsdp_ema_swap(ema));
+    for (int p = 0; p < NUM; p++) {
+        CALL(r->w, fsdp_param_at(m.model, p, &v));
+        averages[traced][p] = ((float *)v.shard)[1];
+    }
+    CALL(r->w, fsdp_ema_swap(ema));
+}
+TEST(trace, changes_no_average) {
+    w_log = keep_log;
+    logged[0] = 0;
+    for (int traced = 0; traced < 2; traced++) lab_run(1, NULL, average, &traced);
+    CHECK_EQ_MEM(averages[0], averages[1], sizeof averages[0]);
+    CHECK_MSG(!logged[0], "%s", logged);
+}
+
+/* What the program does between a call and fsdp_params_changed is its own work: an optimizer of its
+   own behind a clip. */
+static void own_optimizer(lab_rank *r) {
+    lab_built m = FSDP_ZERO;
+    double norm;
+    int64_t clipped[LAST + 2];
+    char why[512];
+    static fsdpi_tr_job job;
+    build(&m, r->w, &modes[6]);
+    fsdp_trace *t = start(&m, dir_of("t"), 0);
+    for (int step = 0; step <= LAST + 1; step++) {
+        lab_forwards(&m);
+        for (int u = UNITS - 1; u >= 0; u--) {
+            CALL(r->w, fsdp_pre_backward(m.unit[u]));
+            CALL(r->w, fsdp_post_backward(m.unit[u]));
+        }
+        CALL(r->w, fsdp_finalize_backward(m.model));
+        CALL(r->w, fsdp_clip_grad_norm(m.model, 1.0, &norm));
+        clipped[step] = fsdp_now(r->w);
+        CALL(r->w, fsdp_params_changed(m.model));
+    }
+    CALL(r->w, fsdp_trace_stop(t));
+    CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
+    int clips = 0;
+    for (uint64_t i = 0; i < job.rank[0].num_records; i++) {
+        const fsdpi_tr_record *o = &job.rank[0].records[i];
+        if (o->kind != FSDPI_TR_CALL || o->label != FSDP_CALL_CLIP) continue;
+        CHECK(o->step >= FIRST && o->step <= LAST + 1);
+        CHECK(o->end_ns <= clipped[o->step < LAST + 1 ? o->step : LAST + 1]);
+        clips++;
+    }
+    CHECK_EQ_INT(clips, LAST - FIRST + 1);
+    fsdpi_tr_free(&job);
+}
+TEST(trace, own_optimizer) { lab_run(1, NULL, own_optimizer, NULL); }
+
 /* The library reads the clock for a trace while its steps are recorded, and not before or after. */
 static int64_t clock_reads;
 static int64_t counted_now(void *user) {
@@ -923,7 +1022,7 @@ static void groups(lab_rank *r) {
     fsdp_extension none = FSDP_ZERO; /* nobody has attached it */
     CHECK_STATUS(fsdp_retire(NULL, &none), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_retire(m.model, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_retire(m.model, &none));
+    CHECK_STATUS(fsdp_retire(m.model, &none), FSDP_ERR_INVALID_ARG);
 }
 TEST(trace, groups) {
     lab_how how = FSDP_ZERO;

@@ -661,7 +661,7 @@ TEST(why, screen_of_lanes) {
         "  host          1.450   in calls: copies 0.050, optimizer 0.400, rest 1.000\n"
         "who came last: rank 1 in 100 % of the collectives, by 0.300 ms in the median (steady)\n"
         "memory at the peak (step 3, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
-        "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody holds 1.0\n");
+        "+ gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody holds 1.0\n");
 }
 
 /* Each reason once, on a device with streams. The host has nothing to do with it. */
@@ -701,7 +701,7 @@ TEST(why, screen_of_streams) {
         text,
         "step 11.00 ms (median of 1; traces of 1 of 4 ranks; 5 records had no room)\n"
         "  compute        3.70   caller's time between calls\n"
-        "  exposed        7.20   of 6.60 ms of communication (29 % hidden), 0.80 for ranks that came "
+        "  exposed        7.20   more than the 6.60 ms of communication (29 % hidden), 0.80 for ranks that came "
         "late\n"
         "    gather       5.40   worst: h.0 4.50 (it waits for a slot), embed 0.90 (rank 3 came "
         "late)\n"
@@ -712,7 +712,7 @@ TEST(why, screen_of_streams) {
         "    clip         0.50   worst: clip_grad_norm 0.50 (takes 0.60, longer than what it hides "
         "behind)\n"
         "  host           0.10   in calls: copies 0.10, optimizer 0.00, rest 0.00\n"
-        "memory: 10.0 MB = shards 1.5 + shard gradients 1.5 + adamw 3.0 + slots that nobody holds "
+        "memory: 10.0 MB = shards 1.5 + shard gradients 1.5 + states of adamw 3.0 + slots that nobody holds "
         "4.0\n");
 }
 
@@ -741,11 +741,11 @@ TEST(why, screen_of_a_busy_stream) {
     CHECK_EQ_STR(text,
                  "step 6.000 ms (median of 1)\n"
                  "  compute       2.000   caller's time between calls\n"
-                 "  exposed       4.000   of 3.900 ms of communication (18 % hidden)\n"
+                 "  exposed       4.000   more than the 3.900 ms of communication (18 % hidden)\n"
                  "    gather      4.000   worst: h.0 2.100 (its stream is busy before it), embed "
                  "1.900 (COMPUTE went on later than it ended)\n"
                  "  host          0.000   in calls: copies 0.000, optimizer 0.000, rest 0.000\n"
-                 "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + adamw 3.0 "
+                 "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + states of adamw 3.0 "
                  "(host) + slots that nobody holds 4.0\n");
 }
 
@@ -866,7 +866,7 @@ TEST(why, slots_from_before) {
     small_screen(&job, text, sizeof text);
     CHECK_MSG(strstr(text,
                      "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
-                     "+ gathered parameters 3.0 (embed, h.0) + adamw 3.0 + slots that nobody "
+                     "+ gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody "
                      "holds 1.0\n"),
               "%s", text);
 }
@@ -1174,7 +1174,7 @@ TEST_P(why, each_advice, bases) {
         fsdpi_tr_free(&base.job);
     }
     h_message("at most %.1f %% of the step; of plans %.1f, or %.1f too little", most[0], most[1], most[2]);
-    CHECK(most[0] <= 2.5 && most[1] <= 4);
+    CHECK(most[0] <= 2.5 && most[1] <= 4 && most[2] <= 30);
     (void)helps_print; /* the tool's */
 }
 

@@ -202,10 +202,9 @@ static int found(int fault) {
     return strstr(line(begin), text) != NULL;
 }
 
-static void one_job(uint64_t *random, int kind) {
-    char dir[400];
-    int status;
-    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+/* Starts a job, and waits until a random rank is before a random call, where it does what it shall. */
+static pid_t begin_job(uint64_t *random, int kind, char *dir, size_t cap) {
+    snprintf(dir, cap, "%s/record", h_tmpdir());
     h_remove_tree(dir);
     memset(board, 0, sizeof *board);
     board->fault = kind;
@@ -214,6 +213,22 @@ static void one_job(uint64_t *random, int kind) {
     board->call = (int)(h_rand64(random) % CALLS);
     pid_t pid = start(dir);
     while (!__atomic_load_n(&board->faulty, __ATOMIC_SEQ_CST)) usleep(1000);
+    return pid;
+}
+
+/* Ends what is left of a job, and asks once more, from the files alone. */
+static int end_job(pid_t pid, const char *dir) {
+    int status, rc;
+    (void)kill(-pid, SIGKILL);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    do rc = hang(dir, "");
+    while (!says("No process runs here") && h_now_ms() < h_deadline_ms);
+    return rc;
+}
+
+static void one_job(uint64_t *random, int kind) {
+    char dir[400];
+    pid_t pid = begin_job(random, kind, dir, sizeof dir);
     int rc = -1, is_late = kind == KILLED || kind == STOPPED || kind == QUITS;
     do { /* until the others are there; then the rank ends: before, they might fail in earlier calls */
         CHECK_MSG(h_now_ms() < h_deadline_ms, "fault %d of rank %d before call %d of step %d: "
@@ -227,11 +242,7 @@ static void one_job(uint64_t *random, int kind) {
         if (kind != QUITS) CHECK(!kill(board->pid, kind == KILLED ? SIGKILL : SIGSTOP));
     } while (is_late || rc != 1 || !found(kind) || (kind == KILLED && !says(" has died")) ||
              (kind == STOPPED && !says(" is stopped (SIGSTOP)")));
-    (void)kill(-pid, SIGKILL);
-    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
-    do rc = hang(dir, ""); /* from the files alone, once all have died */
-    while (!says("No process runs here") && h_now_ms() < h_deadline_ms);
-    CHECK_EQ_INT(rc, 1);
+    CHECK_EQ_INT(end_job(pid, dir), 1);
     CHECK_MSG(found(kind), "afterwards: %s", output);
 }
 
@@ -277,6 +288,47 @@ static void path_of(const char *dir, int rank, char *path, size_t cap) {
     globfree(&found);
 }
 
+static void read_record(const char *dir, int rank, fsdpi_flight_record *r) {
+    char path[600];
+    path_of(dir, rank, path, sizeof path);
+    FILE *f = fopen(path, "r");
+    CHECK(f != NULL);
+    CHECK_EQ_INT(fread(r, sizeof *r, 1, f), 1);
+    CHECK_EQ_INT(fclose(f), 0);
+}
+
+/* A rank that waits with others is killed there, and they fail: it is named while one rank lives, and
+   when none does. */
+TEST(fsdptrace, killed_in_an_operation, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], begin[64];
+    uint64_t random = h_seed();
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != MAP_FAILED);
+    (void)tool();
+    for (int i = 0; i < 4; i++) {
+        pid_t pid = begin_job(&random, LATE, dir, sizeof dir);
+        const int killed = (board->rank + 1) % RANKS;
+        do CHECK_MSG(h_now_ms() < h_deadline_ms, "not late: %s", output);
+        while (hang(dir, "--after 0") != 1 || !found(LATE));
+        read_record(dir, killed, &r);
+        CHECK(!kill(r.pid, SIGKILL));
+        for (int k = 0; k < RANKS; k++) {
+            do {
+                CHECK_MSG(h_now_ms() < h_deadline_ms, "rank %d does not fail", k);
+                read_record(dir, k, &r);
+            } while (k != killed && k != board->rank && r.state != FSDPI_FLIGHT_FAILED);
+        }
+        snprintf(begin, sizeof begin, "rank %d: it was in ", killed);
+        CHECK_EQ_INT(hang(dir, "--after 0"), 1);
+        CHECK_MSG(strstr(line(begin), " has died"), "one lives: %s", output);
+        CHECK_EQ_INT(end_job(pid, dir), 1);
+        CHECK_MSG(strstr(line(begin), " has died") && !says("look at network"), "afterwards: %s",
+                  output);
+    }
+}
+
 /* A file may be cut at any byte: what is left is read, and what is no record is named. */
 TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
     char dir[400], path[600], name[64];
@@ -292,6 +344,23 @@ TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
         CHECK_MSG(says(name) == (size <= head), "%ld bytes: %s", size, output);
         if (size <= head) CHECK_MSG(says("it is no flight record of this version"), "%s", output);
     }
+}
+
+/* A header with a size that no world has is no record. */
+TEST(fsdptrace, no_size, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], path[600];
+    make_files(dir, sizeof dir);
+    read_record(dir, 0, &r);
+    path_of(dir, 0, path, sizeof path);
+    r.size = -5;
+    r.real_ns += 1000000000; /* the latest one */
+    FILE *f = fopen(path, "r+");
+    CHECK(f != NULL);
+    CHECK_EQ_INT(fwrite(&r, sizeof r, 1, f), 1);
+    CHECK_EQ_INT(fclose(f), 0);
+    CHECK_EQ_INT(hang(dir, ""), 1);
+    CHECK_MSG(says("rank 2: its last call was "), "%s", output);
 }
 
 /* A file of a rank that had ended before the last rank of this run began is of an earlier run. What
