@@ -206,7 +206,8 @@ static void json_counter(json_writer *w, uint64_t pool, int64_t ns, int64_t byte
     fprintf(w->to, ",\"args\":{\"bytes\":%lld}}", (long long)bytes);
 }
 
-// What units hold, in the order of the markers; pools without markers as the last traced step of an optimizer left them.
+// What units hold, in the order of the markers; pools without markers as the first traced step of an
+// optimizer left them.
 static int json_memory(json_writer *w) {
     const fsdpi_tr_rank *r = w->rank;
     fsdpi_why_held held;

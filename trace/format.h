@@ -68,7 +68,7 @@ enum {
         FSDPI_TR_SECTION_COUNT
 };
 
-// Memory behind the last step that ended in an optimizer, or else at the end of the trace: a pool,
+// Memory behind the first fsdp_params_changed of the traced steps, or else at their end: a pool,
 // by its number, or the states of an extension (KEPT: fsdp_next_state), without padding.
 typedef struct fsdpi_tr_pool {
     uint32_t name, reserved; // in TEXT
