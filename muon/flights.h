@@ -75,7 +75,8 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
     const char *expected = NULL;
     int64_t numel = 1;
     for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
-    if (taken < 1 || numel % taken) expected = "a number of columns that divides its elements";
+    if (taken == 0) expected = "that desc.take returns for it what it did when Muon was made";
+    else if (taken < 0 || numel % taken) expected = "a number of columns that divides its elements";
     else if (taken == 1 && v->ndim != 2 && !(o->desc.flatten && v->ndim > 2))
         expected = "2 dims, or with desc.flatten more";
     else if (v->dtype == FSDP_F64 || !fsdp_dtype_is_float(v->dtype)) expected = "f32, bf16 or f16";
@@ -87,10 +88,10 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
     if (!expected) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(o->base.model), FSDP_ERR_INVALID_ARG,
                      "[E9010] %s: Muon would take parameter '%s' of unit '%s' (desc.take: %d), "
-                     "which has %d dims and is %s; expected %s: let desc.take return 0 for it, "
-                     "and AdamW may have it",
+                     "which has %d dims and is %s; expected %s%s",
                      what, v->name, v->unit_name, taken, v->ndim, fsdp_dtype_name(v->dtype),
-                     expected);
+                     expected,
+                     taken ? ": let desc.take return 0 for it, and AdamW may have it" : "");
 }
 
 // Lists the trainable matrices, those of the same groups together, in the order of backward.

@@ -141,9 +141,10 @@ static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
                                      fsdp_state_item *item) {
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
     double *n = g->saved;
+    const int sizes = item && item->sizes_only;
     (void)model;
     if (!item && !g->lent) return FSDP_OK;
-    g->lent = item != NULL;
+    if (!sizes) g->lent = item != NULL;
     if (!item) {
         double whole = 2147483647; // the largest int32_t; else -1, which is refused
         fsdp_grad_scaler_state s = {n[0], n[1], n[2], -1, -1};
@@ -152,7 +153,7 @@ static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
         return fsdp_grad_scaler_set_state(g, &s);
     }
     if (index > 0) return FSDP_OK;
-    fsdpi_scaler_numbers(&g->state, n);
+    if (!sizes) fsdpi_scaler_numbers(&g->state, n);
     item->name = "state";
     item->dtype = FSDP_F64;
     item->memory = FSDP_MEMORY_HOST;

@@ -343,7 +343,9 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                              "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
-    fsdp_status status = item->sizes_only ? FSDP_OK : fsdpi_optim_follow(o, o->name);
+    // Averages stay as they are. Other states begin as zeros, whoever asks.
+    fsdp_status status =
+        item->sizes_only && o->keeps_bits ? FSDP_OK : fsdpi_optim_follow(o, o->name);
     const int items = o->num_states + (o->step_name != NULL); // of a parameter
     const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;

@@ -352,11 +352,13 @@ static const record *first_failure(int *rank) {
     return first;
 }
 
-// Did its process end before the others noticed? If all were killed together, none did.
+// Did its process end before the others noticed? If all were killed together, none did; nor did
+// those that a launcher killed when a rank had failed for another reason.
 static int has_died(const record *r) {
     int rank;
+    const record *failed = first_failure(&rank);
     return r->f && r->f->state == FSDPI_FLIGHT_RUNS && r->process == ENDED &&
-           (!job.is_over || first_failure(&rank));
+           (!job.is_over || (failed && failed->f->status == FSDP_ERR_PEER_LOST));
 }
 
 // Why a rank is not in the operation that others wait in.
@@ -686,8 +688,10 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
                    job.of[k].process == ENDED;
     int all_wait = others.num > 1; // for each other
     for (int i = 0; i < others.num; i++)
-        for (int k = 0; k < others.list[i].ranks.num; k++)
-            all_wait &= job.of[others.list[i].ranks.ranks[k]].num > 0;
+        for (int k = 0; k < others.list[i].ranks.num; k++) {
+            const record *r = &job.of[others.list[i].ranks.ranks[k]];
+            all_wait &= r->num > 0 && r->process != STOPPED && !has_died(r);
+        }
     const char *advice =
         parts.num || all_wait
             ? "The ranks make different calls, or the same with other arguments: look at what the "
@@ -810,12 +814,14 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--job") && i + 1 < argc) wanted = argv[++i];
         else if (hangs && !strcmp(argv[i], "--after") && i + 1 < argc) {
             after = strtod(argv[++i], &end);
-            bad = *end || end == argv[i] || !(after >= 0);
+            if (*end || end == argv[i] || !(after >= 0)) bad = i;
         } else if (argv[i][0] != '-' && !dir) dir = argv[i];
         else bad = i;
     }
-    if (bad > 1) fprintf(stderr, "fsdptrace: '%s' is not understood\n", argv[bad]);
-    else if (!bad && dir && writes && !to) fputs("fsdptrace: json needs -o FILE\n", stderr);
+    if (bad > 1)
+        fprintf(stderr, "fsdptrace: '%s' is not understood, or lacks its value\n", argv[bad]);
+    else if (!bad && !dir) fputs("fsdptrace: no directory is named\n", stderr);
+    else if (!bad && writes && !to) fputs("fsdptrace: json needs -o FILE\n", stderr);
     if (bad || !dir || writes != (to != NULL)) {
         usage(stderr);
         return EXIT_UNREADABLE;

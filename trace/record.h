@@ -557,6 +557,11 @@ static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
     if (meets && fsdpi_tr_meet(t)) return; // the world has failed
     fsdpi_tr_note_memory(t);
+    fsdp_memory now; // pools may have grown
+    if (!fsdp_model_memory(t->model, &now))
+        for (int p = 0; p < FSDP_POOL_MAX; p++)
+            if (now.pool_bytes[p] > t->memory.pool_bytes[p])
+                t->memory.pool_bytes[p] = now.pool_bytes[p];
     t->error = fsdpi_tr_write(t);
     if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
@@ -573,7 +578,7 @@ static FSDPI_TR_COLD void fsdpi_tr_destroy(void *user) {
     } else if (!t->is_done && !fsdp_world_status(t->world) && fsdp_rank(t->world) == 0)
         fsdp_warn(t->world,
                   "[E9011] no trace %s: the model ended before step %lld; for its first steps set "
-                  "FSDP_TRACE_STEPS=0:2",
+                  "FSDP_TRACE_STEPS=0:2, or first_step and last_step of fsdp_trace_desc",
                   t->path, (long long)t->first_step);
     fsdp_free(t->model, FSDP_MEMORY_HOST, t, t->bytes);
 }
@@ -676,8 +681,8 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
     if (file) return FSDP_OK;
     if (!error) error = errno;
     return fsdp_fail(t->world, FSDP_ERR_IO,
-                     "[E9006] trace_start: directory '%s': %s; its parent has to be there", dir,
-                     strerror(error));
+                     "[E9006] trace_start: directory '%s': %s%s", dir, strerror(error),
+                     error == ENOENT ? "; its parent has to be there" : "");
 }
 
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {

@@ -407,8 +407,23 @@ static void take_changes(lab_rank *r) {
     CHECK(fsdp_grad(unit, 0));
     CALL(r->w, fsdp_post_backward(unit));
     CALL(r->w, fsdp_finalize_backward(model));
-    REFUSED(r->w, fsdp_muon_step(muon, 0.02), "(desc.take: 0)");
+    REFUSED(r->w, fsdp_muon_step(muon, 0.02), "what it did when Muon was made");
 }
+/* What AdamW had frozen when it was made, and has now, Muon does not take, too. */
+static void thawed_for_both(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    p.frozen = 1;
+    fsdp_model *model = lab_model(r->w, NULL);
+    fsdp_unit *unit = lab_unit(r->w, model, NULL, &p, 1);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_adamw *adamw;
+    fsdp_muon *muon;
+    CALL(r->w, fsdp_adamw_create(model, NULL, &adamw));
+    CALL(r->w, fsdp_set_requires_grad(unit, 0, 1));
+    REFUSED(r->w, fsdp_muon_create(model, &d, &muon), "[E9020] muon_create: adamw has");
+}
+TEST(muon, thawed_for_both) { lab_run(1, NULL, thawed_for_both, NULL); }
+
 TEST(muon, take_changes) { lab_run(1, NULL, take_changes, NULL); }
 
 /* ---- owners, flights, bytes and memory, computed once more ------------------------------------ */
