@@ -67,8 +67,8 @@ static void fsdpi_end_times(const fsdp_model *m) {
 }
 
 // Where the extension with these contents is attached.
-static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *given,
-                                       const char *what, fsdpi_attached ***out) {
+static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *given, const char *what,
+                                       fsdpi_attached ***out) {
     fsdp_extension e;
     if (!m || !given) return fsdpi_null_of(m, what, "model or extension");
     if (fsdpi_is_child(m->world)) return fsdpi_failed(m->world);

@@ -344,8 +344,8 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
     // Averages stay as they are. Other states begin as zeros, whoever asks.
-    fsdp_status status =
-        item->sizes_only && o->keeps_bits ? FSDP_OK : fsdpi_optim_follow(o, o->name);
+    fsdp_status status = item->sizes_only && o->keeps_bits ? FSDP_OK
+                                                           : fsdpi_optim_follow(o, o->name);
     const int items = o->num_states + (o->step_name != NULL); // of a parameter
     const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;

@@ -680,9 +680,8 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
     if (file) (void)fclose(file), (void)unlink(t->path);
     if (file) return FSDP_OK;
     if (!error) error = errno;
-    return fsdp_fail(t->world, FSDP_ERR_IO,
-                     "[E9006] trace_start: directory '%s': %s%s", dir, strerror(error),
-                     error == ENOENT ? "; its parent has to be there" : "");
+    return fsdp_fail(t->world, FSDP_ERR_IO, "[E9006] trace_start: directory '%s': %s%s", dir,
+                     strerror(error), error == ENOENT ? "; its parent has to be there" : "");
 }
 
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
