@@ -361,7 +361,7 @@ static int fsdpi_tr_match(fsdpi_tr_job *job, const fsdpi_tr_why *why) {
         if (!r->peers_ns || !r->last) return fsdpi_tr_refuse(why, "there is no memory");
         for (uint64_t i = 0; i < r->num_records; i++) {
             r->last[i] = -1;
-            room += fsdpi_tr_is_collective(&r->records[i]) ? 1 : 0;
+            if (fsdpi_tr_is_collective(&r->records[i])) room++;
         }
     }
     fsdpi_tr_meets *all = (fsdpi_tr_meets *)calloc(room + 1, sizeof *all);

@@ -483,7 +483,7 @@ static void wander(lab_rank *r) {
     for (int p = 0; p < num_rows; p++) {
         CALL(r->w, fsdp_param_full(unit[rows[p].unit], rows[p].index, t->now[p]));
         for (int64_t i = 0; p == poisoned && i < numel_of(&rows[p]); i++)
-            CHECK((lab_bits32(((float *)t->now[p])[i]) & 0x7FFFFFFF) > 0x7F800000);
+            CHECK((lab_bits32(((float *)(void *)t->now[p])[i]) & 0x7FFFFFFF) > 0x7F800000);
         if (p != d->without) lab_fold(&bits, t->now[p], (size_t)numel_of(&rows[p]) * 4);
     }
     if (r->rank == 0) d->bits = bits;

@@ -564,7 +564,7 @@ static void places(int programs) {
         p.units = no_unit, p.num_units = 1;
         memset(&l, 0, sizeof l);
         random_uses(&t, &seed, glues);
-        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES));
+        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES, 0));
         (glues ? check_apart : check_places)(&t, &l, n);
         const int64_t pools = pools_of(&t);
         int lasts = 0; /* what lasts has memory of its own, pools share it with what was before */
@@ -586,7 +586,7 @@ static void places(int programs) {
                              offset_of(&l, &t.uses[i]) + t.uses[i].bytes);
             }
         }
-        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES & ~(1u << FSDP_PASS_ARENA)));
+        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES & ~(1u << FSDP_PASS_ARENA), 0));
         if (!glues) check_places(&t, &l, n);
         CHECK(glues || lasts || l.bytes == pools);
         free(t.uses);
@@ -620,7 +620,7 @@ TEST(plan_pass, places_that_are_worth_it) {
             uses[u].from = u ? 2 * u - 1 : 0, uses[u].to = u ? 2 * u : 5;
         }
         t.uses = uses, t.num_uses = 3, t.num_ops = 6;
-        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES));
+        CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES, 0));
         CHECK_EQ_INT(l.bytes, 64 * rows[i].taken);
         check_places(&t, &l, (int)i);
         free(l.slots);
