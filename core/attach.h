@@ -132,7 +132,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
         if (status || !item->name) continue;
         item->extension = a->e.name;
         item->at[0] = which;
-        item->sizes_only = sizes;
+        item->sizes_only = sizes; // again: the extension may have set the whole item
         item->at[1] = index;
         fsdp_param_view v;
         if (item->sharded) status = fsdp_param_at(model, item->ordinal, &v);

@@ -204,10 +204,14 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
                            first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
+static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
+    return row->next == FSDPI_KEEP ? u->state.training : row->next;
+}
+
 // Run one row for a unit.
 static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
-    const uint8_t next = row->next == FSDPI_KEEP ? u->state.training : row->next;
-    u->model->call_state = next; // again: an extension may have made a call at the marker
+    const uint8_t next = fsdpi_next_state(u, row);
+    u->model->call_state = next; // also behind a marker, where an extension may have made a call
     FSDPI_GUARD(fsdpi_open_unit(u));
     for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
     u->state.training = next;
@@ -331,9 +335,10 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    m->call_state = row->next == FSDPI_KEEP ? u->state.training : row->next;
-    if (m->watch & FSDPI_OPS) // equivalent condition: it saves work alone
+    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
+        m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
+    }
     return fsdpi_run_row(u, row);
 }
 

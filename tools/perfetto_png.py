@@ -79,6 +79,8 @@ def draw(page, args, wanted):
         if page.run("!!(window.app && app.trace && app.trace.workspaces && "
                     "app.trace.workspaces.currentWorkspace.children.length)"):
             break
+    else:
+        sys.exit(f"perfetto_png.py: Perfetto does not open {args.trace}")
     spans, counters, bad = page.run(COUNT)
     print(f"{args.trace}: Perfetto has {spans} spans, {counters} counters, {bad} kinds of errors")
     if (spans, counters, bad) != (wanted["X"], wanted["C"], 0):

@@ -67,8 +67,8 @@ struct fsdp_trace {
     int32_t *rank;                           // [ranks of the world]
     const fsdp_comm *group[FSDPI_TR_GROUPS]; // by number
     fsdpi_tr_meeting meeting[2 * FSDPI_TR_MEETINGS];
-    char others[FSDPI_TR_OTHERS][48]; // names behind those of the units
-    fsdp_memory memory;               // and states, see fsdpi_tr_pool
+    char others[FSDPI_TR_OTHERS][48];  // names behind those of the units
+    int64_t pool_bytes[FSDP_POOL_MAX]; // and states, see fsdpi_tr_pool
     fsdpi_tr_keeper keeper[FSDPI_TR_KEEPERS];
     int num_keepers, has_memory;
     char block[FSDPI_TR_BLOCK]; // of the file
@@ -166,12 +166,15 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     }
 }
 
-// Pools, and the states of extensions, once: an optimizer may end before the trace does. Asked for
-// sizes alone, states stay as they are.
+// Pools, as large as they have been, and the states of extensions, once: an optimizer may end
+// before the trace does. Asked for sizes alone, states stay as they are.
 static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
     fsdp_state_item item = FSDP_ZERO;
+    fsdp_memory now;
+    if (fsdp_model_memory(t->model, &now)) return;
+    for (int p = 0; p < FSDP_POOL_MAX; p++)
+        if (now.pool_bytes[p] > t->pool_bytes[p]) t->pool_bytes[p] = now.pool_bytes[p];
     if (t->has_memory) return;
-    (void)fsdp_model_memory(t->model, &t->memory);
     t->has_memory = item.sizes_only = 1;
     while (!fsdp_next_state(t->model, &item) && item.name) {
         fsdpi_tr_keeper *k = &t->keeper[t->num_keepers];
@@ -241,7 +244,7 @@ static void fsdpi_tr_returned(void *user, fsdp_model *model, fsdp_unit *unit, in
     if (call != FSDP_CALL_PARAMS_CHANGED) return;
     t->other.call = (uint8_t)call; // a call that ends so is a step of an optimizer
     fsdpi_tr_end_other(t, t->host_ns);
-    fsdpi_tr_note_memory(t);
+    if (!t->has_memory) fsdpi_tr_note_memory(t); // once, and at the end: it takes time
 }
 
 static int fsdpi_tr_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -375,7 +378,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out
 static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     for (int k = 0; k < FSDP_POOL_MAX + t->num_keepers; k++) {
         const fsdpi_tr_keeper *kept = k < FSDP_POOL_MAX ? NULL : &t->keeper[k - FSDP_POOL_MAX];
-        fsdpi_tr_pool p = {0, 0, kept ? kept->bytes : t->memory.pool_bytes[k]};
+        fsdpi_tr_pool p = {0, 0, kept ? kept->bytes : t->pool_bytes[k]};
         p.name = fsdpi_tr_offer_text(o, kept ? kept->name : fsdp_model_pool_name(t->model, k));
         fsdpi_tr_offer(o, kept ? FSDPI_TR_IN_KEPT : FSDPI_TR_IN_POOLS, &p, sizeof p);
     }
@@ -557,11 +560,6 @@ static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;
     if (meets && fsdpi_tr_meet(t)) return; // the world has failed
     fsdpi_tr_note_memory(t);
-    fsdp_memory now; // pools may have grown
-    if (!fsdp_model_memory(t->model, &now))
-        for (int p = 0; p < FSDP_POOL_MAX; p++)
-            if (now.pool_bytes[p] > t->memory.pool_bytes[p])
-                t->memory.pool_bytes[p] = now.pool_bytes[p];
     t->error = fsdpi_tr_write(t);
     if (!t->error && t->next_record > t->room)
         fsdp_warn(t->world,
