@@ -84,7 +84,8 @@ typedef struct {
     int64_t numel;
     gpt_config cfg;
     gpt_acts acts;
-    uint8_t *tokens, *targets;
+    uint8_t *tokens;
+    int16_t *targets;
     float *x, *u, *wanted; // MLP: (layers + 1, batch, width), (layers, ...), (...)
     float *d;              // (2, batch, width)
     double losses[STEPS_MAX], pass_us[STEPS_MAX], optim_us[STEPS_MAX];
@@ -284,8 +285,9 @@ static double gpt_pass(trainer *t) {
     }
     gpt_head_forward(cfg, embed->w, acts, gpt_x(cfg, acts, cfg->layers));
     call(t, embed, fsdp_post_forward);
-    double loss = gpt_loss_forward(cfg, acts, t->targets);
-    gpt_loss_backward(cfg, acts, t->targets);
+    const int tokens = cfg->batch * cfg->context;
+    double loss = gpt_loss_forward(cfg, acts, t->targets) / tokens;
+    gpt_loss_backward(cfg, acts, t->targets, 1.0f / (float)tokens);
     call(t, embed, fsdp_pre_backward);
     gpt_head_backward(cfg, embed->w, embed->g, acts, gpt_x(cfg, acts, cfg->layers));
     for (int l = cfg->layers - 1; l >= 0; l--) {
@@ -305,13 +307,13 @@ static fsdp_status allocate(trainer *t) {
     size_t tokens = (size_t)s->batch * (size_t)s->context;
     t->cfg.batch = s->batch, t->cfg.context = s->context, t->cfg.channels = s->width;
     t->cfg.heads = s->heads, t->cfg.layers = s->layers, t->cfg.vocab = 256;
-    t->tokens = (uint8_t *)malloc(2 * tokens);
-    t->targets = t->tokens + tokens;
+    t->targets = (int16_t *)malloc(tokens * (sizeof *t->targets + sizeof *t->tokens));
+    t->tokens = (uint8_t *)(t->targets + tokens);
     t->x = (float *)malloc((2 * layers + 4) * size * sizeof *t->x);
     t->u = t->x + (layers + 1) * size;
     t->wanted = t->u + layers * size;
     t->d = t->wanted + size;
-    if (!t->tokens || !t->x || (t->j->model == GPT && gpt_acts_create(&t->cfg, &t->acts)))
+    if (!t->targets || !t->x || (t->j->model == GPT && gpt_acts_create(&t->cfg, &t->acts)))
         return FSDP_ERR_OUT_OF_MEMORY;
     return FSDP_OK;
 }
@@ -378,7 +380,7 @@ static int rank_main(fsdp_world *world, void *arg) {
     gpt_acts_destroy(&t->acts);
     free(t->flat);
     free(t->x);
-    free(t->tokens);
+    free(t->targets);
     free(t);
     return (int)status;
 }

@@ -50,6 +50,8 @@ typedef struct {
     int vocab;    // V, at most 256: tokens are bytes
 } gpt_config;
 
+enum { GPT_IGNORED = -1 }; // a target that does not count in the loss
+
 // Parameters of one transformer block, in this order everywhere.
 enum gpt_block_param {
     GPT_LN1W,     // (C)
@@ -767,12 +769,14 @@ static inline void gpt_head_backward(const gpt_config *cfg, float *const *w, flo
                            acts->lnf_mean, acts->lnf_rstd, BT, C);
 }
 
-/* Mean cross-entropy in nats; acts->logits become probabilities. targets(B, T) */
+/* Cross-entropy in nats, summed over the targets that count: GPT_IGNORED does not. acts->logits
+   become probabilities. targets(B, T) */
 static inline double gpt_loss_forward(const gpt_config *cfg, gpt_acts *acts,
-                                      const uint8_t *targets) {
+                                      const int16_t *targets) {
     const int BT = cfg->batch * cfg->context, V = cfg->vocab;
     double sum = 0.0;
     for (int i = 0; i < BT; i++) {
+        if (targets[i] == GPT_IGNORED) continue;
         float *p = acts->logits + (ptrdiff_t)i * V;
         const float max = gpt_max(p, V);
         const float logit = p[targets[i]] - max;
@@ -783,18 +787,21 @@ static inline double gpt_loss_forward(const gpt_config *cfg, gpt_acts *acts,
         sum += (double)logf(total) -
                (double)logit; // from the logits, so that a tiny probability costs no accuracy
     }
-    return sum / BT;
+    return sum;
 }
 
-/* acts->logits: probabilities become gradients of the mean loss */
-static inline void gpt_loss_backward(const gpt_config *cfg, gpt_acts *acts,
-                                     const uint8_t *targets) {
+/* acts->logits: probabilities become gradients of the summed loss, times scale */
+static inline void gpt_loss_backward(const gpt_config *cfg, gpt_acts *acts, const int16_t *targets,
+                                     float scale) {
     const int BT = cfg->batch * cfg->context, V = cfg->vocab;
-    const float share = 1.0f / (float)BT;
     for (int i = 0; i < BT; i++) {
         float *p = acts->logits + (ptrdiff_t)i * V;
+        if (targets[i] == GPT_IGNORED) {
+            memset(p, 0, (size_t)V * sizeof *p);
+            continue;
+        }
         p[targets[i]] -= 1.0f;
-        for (int v = 0; v < V; v++) p[v] *= share;
+        for (int v = 0; v < V; v++) p[v] *= scale;
     }
 }
 

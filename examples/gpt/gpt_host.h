@@ -48,6 +48,7 @@ typedef struct {
     int threads;
     int steps;
     int sample; // bytes of text at the end
+    int lines;  // a sequence ends with its line: the targets after that do not count
     int reshard;
     double lr;
     double ema;    // decay of the average of the weights; 0: none
@@ -265,6 +266,10 @@ static const char HELP[] =
     "  --csv FILE       write step,loss,grad_norm,seconds, one line per step; seconds since the\n"
     "                   start of training\n"
     "  --sample N       bytes of text to generate at the end (%d)\n"
+#ifndef GPT_ON_GPU
+    "  --lines          a sequence ends with its line; what follows in its T bytes does not count\n"
+    "                   in the loss. The loss is the mean over all bytes of the step that count\n"
+#endif
     "  --reshard 0|1    1: free each block's parameters after its forward; 0: keep them for the\n"
     "                   backward, which costs memory and saves a gather (%d)\n"
 #ifdef FSDP_DTENSOR_H
@@ -441,6 +446,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},      {"lr", 1, NULL, 'l'},
         {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'},  {"help", 0, NULL, 'h'},
         {"optimizer", 1, NULL, 'm'}, {"ema", 1, NULL, 'e'},
+#ifndef GPT_ON_GPU
+        {"lines", 0, NULL, 'n'},
+#endif
 #ifdef FSDP_PLAN_H
         {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
 #endif
@@ -492,6 +500,8 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
             bad = parse_seed(optarg, &opt->seed);
         } else if (c == 't') {
             opt->threads = 1;
+        } else if (c == 'n') {
+            opt->lines = 1;
         } else if (c == 'b') {
             opt->bf16 = 1;
         } else if (c == 'f') {
@@ -549,7 +559,8 @@ typedef struct {
     fsdp_ema *ema;   // NULL without --ema
     gpt_acts acts;
     uint8_t *inputs;     // (B, T)
-    uint8_t *targets;    // (B, T)
+    int16_t *targets;    // (B, T), a byte or GPT_IGNORED
+    double counted;      // targets of the current step that count, over all ranks
     double *losses;      // [steps], rank 0; negative: not looked at
     int first;           // steps that were done before this run began
     FILE *csv;           // rank 0
@@ -898,10 +909,10 @@ static fsdp_status look_at_plan(const trainer *t, int step) {
 static fsdp_status open_math(trainer *t);
 static void close_math(trainer *t);
 static fsdp_status build_model(trainer *t);
-// loss: mean over all ranks; norm: of the gradient before clipping. Both only need to be there when
+// loss: mean over the tokens of all ranks; norm: of the gradient before clipping. Both only need to be there when
 // `look` is set.
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm);
-// loss: mean over all ranks, of the batch that a step would have; nothing else is done.
+// loss: mean over the tokens of all ranks, of the batch that a step would have; nothing else is done.
 static fsdp_status batch_loss(trainer *t, int step, double *loss);
 // logits(V) that follow the `length` bytes in t->inputs; on rank 0, but all ranks call it.
 static fsdp_status next_logits(trainer *t, int length, const float **logits);
@@ -1019,7 +1030,7 @@ static fsdp_status open_rank(trainer *t) {
     const size_t tokens = (size_t)t->cfg.batch * (size_t)t->cfg.context;
     t->blocks = (fsdp_unit **)calloc((size_t)t->cfg.layers, sizeof(fsdp_unit *));
     t->inputs = (uint8_t *)malloc(tokens);
-    t->targets = (uint8_t *)malloc(tokens);
+    t->targets = (int16_t *)malloc(tokens * sizeof *t->targets);
     t->losses = (double *)calloc((size_t)opt->steps, sizeof *t->losses);
     if (!t->blocks || !t->inputs || !t->targets || !t->losses) {
         fprintf(stderr, PROGRAM ": rank %d: no memory for the batches\n", t->rank);

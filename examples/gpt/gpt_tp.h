@@ -414,20 +414,23 @@ static void tp_logits(const trainer *t, const gpt_config *cfg) {
     fsdp_post_forward(s->rest);
 }
 
-/* The mean loss of this rank's batch; what its gradient needs stays in row_max and row_sums. */
+/* The summed loss of this rank's batch; what its gradient needs stays in row_max and row_sums. */
 static double tp_forward(trainer *t) {
     tp_state *s = tp_of(t);
     const int R = s->tokens;
     double sum = 0.0;
     tp_logits(t, &t->cfg);
-    for (int i = 0; i < R; i++) s->targets[i] = t->targets[i], s->dout[i] = 1.0f / (float)R;
+    for (int i = 0; i < R; i++)
+        s->targets[i] = t->targets[i], s->dout[i] = t->targets[i] == GPT_IGNORED ? 0.0f : 1.0f;
     (void)fsdp_loss_parallel_max(s->logits, FSDP_F32, R, s->vocab, s->row_max);
     (void)fsdp_redistribute(s->max, s->row_max, s->row_max);
     (void)fsdp_loss_parallel_sums(s->logits, FSDP_F32, R, s->vocab, s->first, s->targets,
                                   s->row_max, s->row_sums);
     (void)fsdp_redistribute(s->sums, s->row_sums, s->row_sums);
-    for (int i = 0; i < R; i++) sum += log((double)s->row_sums[i]) - (double)s->row_sums[R + i];
-    return sum / R;
+    for (int i = 0; i < R; i++)
+        if (t->targets[i] != GPT_IGNORED)
+            sum += log((double)s->row_sums[i]) - (double)s->row_sums[R + i];
+    return sum;
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */

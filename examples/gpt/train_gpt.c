@@ -88,17 +88,32 @@ static void unit_grad(fsdp_unit *unit, int count, float **g) {
 // The hooks are not checked one by one: after a failure they return at once, fsdp_data still gives
 // memory to work on, and fsdp_finalize_backward tells.
 
-/* This rank's sequences of a step: those from rank*B on of the global batch; ranks of tp share. */
-static void fill_batch(const trainer *t, int step) {
+/* This rank's sequences of a step: those from rank*B on of the global batch; ranks of tp share.
+   t->counted: the targets that count, over all ranks. */
+static fsdp_status fill_batch(trainer *t, int step) {
     const job *j = t->j;
     const int context = t->cfg.context;
+    t->counted = 0;
     for (int b = 0; b < t->cfg.batch; b++) {
         const uint8_t *from = j->text + sequence_start(j->opt.seed, step,
                                                        t->rank / t->tp * t->cfg.batch + b,
                                                        j->text_nbytes, context);
+        int16_t *targets = t->targets + (ptrdiff_t)b * context;
         memcpy(t->inputs + (ptrdiff_t)b * context, from, (size_t)context);
-        memcpy(t->targets + (ptrdiff_t)b * context, from + 1, (size_t)context);
+        for (int i = 0, counts = 1; i < context; i++) {
+            targets[i] = counts ? from[i + 1] : GPT_IGNORED;
+            t->counted += counts;
+            if (j->opt.lines && from[i + 1] == '\n') counts = 0;
+        }
     }
+    t->counted /= t->tp; // ranks of tp have the same
+    return fsdp_all_reduce(t->world, NULL, &t->counted, 1, FSDP_F64, FSDP_SUM);
+}
+
+/* From a rank's summed loss to the mean over the tokens of all ranks. */
+static fsdp_status mean_loss(trainer *t, double *loss) {
+    *loss /= t->counted * t->tp;
+    return fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
 }
 
 static double forward(trainer *t) {
@@ -125,7 +140,7 @@ static fsdp_status backward(trainer *t) {
     gpt_acts *acts = &t->acts;
     float *we[GPT_EMBED_PARAM_COUNT], *ge[GPT_EMBED_PARAM_COUNT];
     float *w[GPT_BLOCK_PARAM_COUNT], *g[GPT_BLOCK_PARAM_COUNT];
-    gpt_loss_backward(cfg, acts, t->targets);
+    gpt_loss_backward(cfg, acts, t->targets, 1.0f); // of the sum: train_step divides
     fsdp_pre_backward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
     unit_grad(t->embed, GPT_EMBED_PARAM_COUNT, ge);
@@ -144,10 +159,13 @@ static fsdp_status backward(trainer *t) {
 
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
     (void)look; // the numbers are at hand
-    fill_batch(t, step);
-    *loss = (t->tp > 1 ? tp_forward(t) : forward(t)) / t->num_ranks; // ranks of tp have the same
-    fsdp_status status = t->tp > 1 ? tp_backward(t) : backward(t);
-    if (!status) status = fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
+    fsdp_status status = fill_batch(t, step);
+    // Ranks count different numbers of tokens: gradients of sums, divided by the tokens of all.
+    if (!status) status = fsdp_set_gradient_divide_factor(t->model, NULL, t->counted);
+    if (status) return status;
+    *loss = t->tp > 1 ? tp_forward(t) : forward(t);
+    status = t->tp > 1 ? tp_backward(t) : backward(t);
+    if (!status) status = mean_loss(t, loss);
     if (!status) status = fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, norm);
     if (!status) status = optimizer_step(t, step);
     if (!status) status = fsdp_zero_grad(t->model);
@@ -157,9 +175,10 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
 /* ---- after training -------------------------------------------------------------------------- */
 
 static fsdp_status batch_loss(trainer *t, int step, double *loss) {
-    fill_batch(t, step);
-    *loss = (t->tp > 1 ? tp_forward(t) : forward(t)) / t->num_ranks;
-    return fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
+    const fsdp_status status = fill_batch(t, step);
+    if (status) return status;
+    *loss = t->tp > 1 ? tp_forward(t) : forward(t);
+    return mean_loss(t, loss);
 }
 
 /* Every rank opens every unit, because parameters are gathered from all; only rank 0 computes. */

@@ -168,6 +168,25 @@ TEST_P(gpt, parity, worlds) {
     check_same(&one, &many);
 }
 
+/* Lines of different length: the ranks count different numbers of targets. */
+static const struct {
+    const char *name, *options;
+} line_worlds[] = {{"ranks=2", "--ranks 2"},
+                   {"ranks=3,plan", "--ranks 3 --plan"},
+                   {"ranks=4,ema", "--ranks 4 --ema 0.9"},
+                   {"ranks=4,tp=2", "--ranks 4 --tp 2"}};
+
+TEST_P(gpt, parity_of_lines, line_worlds) {
+    curve all, one, many;
+    char options[200];
+    train("", "--ranks 1", &all);
+    train("", "--ranks 1 --lines", &one);
+    snprintf(options, sizeof options, "%s --lines", row->options);
+    train("", options, &many);
+    check_same(&one, &many);
+    CHECK(fabs(all.loss[49] - one.loss[49]) > 1e-3); /* other targets */
+}
+
 /* Muon computes each matrix whole: also where checkpoints give it other dims. */
 static const struct {
     const char *name, *options;

@@ -159,18 +159,21 @@ typedef struct {
     gpt_param_spec *specs; // embedding unit first, then block by block
     float **w, **g;
     gpt_acts acts;
-    uint8_t *tokens, *targets;
+    uint8_t *tokens;
+    int16_t *targets;
+    int counted; // targets that are not ignored: the loss is the mean of theirs
 } net;
 
 static void net_create(net *n, const gpt_config *cfg, uint64_t *state) {
     const size_t tokens = (size_t)cfg->batch * (size_t)cfg->context;
     n->cfg = *cfg;
+    n->counted = 0;
     n->num_params = GPT_EMBED_PARAM_COUNT + cfg->layers * GPT_BLOCK_PARAM_COUNT;
     n->specs = (gpt_param_spec *)calloc((size_t)n->num_params, sizeof *n->specs);
     n->w = (float **)calloc((size_t)n->num_params, sizeof(float *));
     n->g = (float **)calloc((size_t)n->num_params, sizeof(float *));
     n->tokens = (uint8_t *)malloc(tokens);
-    n->targets = (uint8_t *)malloc(tokens);
+    n->targets = (int16_t *)malloc(tokens * sizeof *n->targets);
     CHECK(n->specs && n->w && n->g && n->tokens && n->targets);
     CHECK_EQ_INT(gpt_acts_create(cfg, &n->acts), 0);
     gpt_embed_specs(cfg, n->specs);
@@ -186,7 +189,9 @@ static void net_create(net *n, const gpt_config *cfg, uint64_t *state) {
     }
     for (size_t i = 0; i < tokens; i++) {
         n->tokens[i] = (uint8_t)(h_rand64(state) % (uint64_t)cfg->vocab);
-        n->targets[i] = (uint8_t)(h_rand64(state) % (uint64_t)cfg->vocab);
+        n->targets[i] = (int16_t)(h_rand64(state) % (uint64_t)cfg->vocab);
+        if (i % 5 == 3) n->targets[i] = GPT_IGNORED;
+        n->counted += n->targets[i] != GPT_IGNORED;
     }
 }
 
@@ -209,13 +214,13 @@ static double net_forward(net *n) {
         gpt_block_forward(cfg, w, &a->blocks[l], a->tmp, gpt_x(cfg, a, l), gpt_x(cfg, a, l + 1));
     }
     gpt_head_forward(cfg, n->w, a, gpt_x(cfg, a, cfg->layers));
-    return gpt_loss_forward(cfg, a, n->targets);
+    return gpt_loss_forward(cfg, a, n->targets) / n->counted;
 }
 
 static void net_backward(net *n) {
     const gpt_config *cfg = &n->cfg;
     gpt_acts *a = &n->acts;
-    gpt_loss_backward(cfg, a, n->targets);
+    gpt_loss_backward(cfg, a, n->targets, 1.0f / (float)n->counted);
     gpt_head_backward(cfg, n->w, n->g, a, gpt_x(cfg, a, cfg->layers));
     for (int l = cfg->layers - 1; l >= 0; l--) {
         const int at = GPT_EMBED_PARAM_COUNT + l * GPT_BLOCK_PARAM_COUNT;
@@ -339,8 +344,34 @@ TEST(gpt_math, loss) {
     n.targets[0] = 1;
     n.acts.logits[0] = 300.0f, n.acts.logits[1] = -300.0f, n.acts.logits[2] = -300.0f;
     CHECK_NEAR(gpt_loss_forward(&n.cfg, &n.acts, n.targets), 600.0, 1e-3);
-    gpt_loss_backward(&n.cfg, &n.acts, n.targets);
+    gpt_loss_backward(&n.cfg, &n.acts, n.targets, 1.0f);
     CHECK_NEAR(n.acts.logits[0], 1.0, 1e-6);
     CHECK_NEAR(n.acts.logits[1], -1.0, 1e-6);
+    net_destroy(&n);
+}
+
+/* An ignored target adds nothing to the loss and gets no gradient, whatever its logits are. */
+TEST(gpt_math, ignored_targets) {
+    net n;
+    uint64_t state = h_seed();
+    net_create(&n, &nets[0].cfg, &state);
+    const int BT = n.cfg.batch * n.cfg.context, V = n.cfg.vocab;
+    CHECK(n.counted > 0 && n.counted < BT);
+    (void)net_forward(&n);
+    for (int i = 0; i < BT * V; i++) n.acts.logits[i] = (float)(i % V % 3);
+    for (int v = 0; v < V; v++) n.acts.logits[3 * V + v] = NAN;
+    double one = 0.0;
+    for (int v = 0; v < V; v++) one += exp(v % 3);
+    double want = 0.0;
+    for (int i = 0; i < BT; i++)
+        if (n.targets[i] != GPT_IGNORED) want += log(one) - n.targets[i] % 3;
+    CHECK_EQ_INT(n.targets[3], GPT_IGNORED);
+    CHECK_NEAR(gpt_loss_forward(&n.cfg, &n.acts, n.targets), want, 1e-5);
+    gpt_loss_backward(&n.cfg, &n.acts, n.targets, 0.5f);
+    for (int i = 0; i < BT; i++)
+        for (int v = 0; v < V; v++) {
+            const double p = exp(v % 3) / one - (n.targets[i] == v ? 1.0 : 0.0);
+            CHECK_NEAR(n.acts.logits[i * V + v], n.targets[i] == GPT_IGNORED ? 0.0 : 0.5 * p, 1e-6);
+        }
     net_destroy(&n);
 }
