@@ -265,7 +265,8 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
    equal on all ranks. If the model has several fsdp_replicate or other units, do not call shadow:
    call pre_forward and post_forward of all, then their post_backward, in the order of other ranks
    divide      0: gradients are divided by the number of replicas (PyTorch by default:
-               divide_by_initial_world_size=True); 1: by the ranks that have a batch
+               divide_by_initial_world_size=True); 1: by the ranks that have a batch. If the
+               loss is per token, set the number of tokens as divide factor after this call
    active      out: how many ranks have one. 0: the data of all ranks have ended
    Effect      if some ranks have no batch, a plan (fsdp_plan.h) pauses in this step on all
                ranks. If the model has several groups of replicas, all have to find the same. Beside

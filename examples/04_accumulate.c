@@ -1,4 +1,4 @@
-/* 04_accumulate.c - gradients of several microbatches: three ways, one result
+/* 04_accumulate.c - microbatches and ranks with different numbers of tokens: three ways, one result
    cc -O2 -I. examples/04_accumulate.c -o 04_accumulate -pthread -lm && ./04_accumulate
 
    A step takes 4 microbatches. Reducing each one over the ranks is right, but only the sum counts:
@@ -7,17 +7,27 @@
    gathered once, for the memory of the full parameters. All numbers here are short binary
    fractions, whose sums are exact in any order: the three ways give the same bits.
 
+   Rows have different lengths, so each microbatch of each rank counts another number of tokens. A
+   mean for each microbatch would weigh the tokens of short rows more, and a microbatch without a
+   token would be 0 / 0. Therefore each one adds the gradient of its *summed* loss, and the factor
+   that divides is the number of tokens of all ranks and microbatches. The last line of the output
+   shows the gradient of the means of microbatches: it is another one.
+
    SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include <stdio.h>  // printf
 #include <string.h> // memcmp
 
-enum { RANKS = 4, L = 3, C = 24, MICROBATCHES = 4 };
+enum { RANKS = 4, L = 3, C = 24, MICROBATCHES = 4, ROWS = 9, IGNORED = -1 };
+
+// Labels that count, by rank and microbatch: 64 in all. The other rows are padding.
+static const int lengths[RANKS][MICROBATCHES] = {{5, 0, 7, 2}, {1, 8, 3, 6}, {4, 4, 2, 9}, {3, 1, 6, 3}};
 
 typedef struct {
     const char *name;
     int last_only, stay; // in: reduce the last microbatch only; parameters stay gathered
+    int of_means;        // in: average the mean of each microbatch instead
     unsigned long long gathers, reduces, bytes, held; // calls, bytes read, memory of slots
     float grad[L][C * C];
 } way;
@@ -30,29 +40,38 @@ static void my_init(void *user, const fsdp_param_view *rows) {
         ((float *)rows->data)[k] = fraction(fsdp_view_index(rows, k) + rows->ordinal) / 4;
 }
 
-// A layer is y = x + W x; the loss is the sum of the last y.
-static void microbatch(fsdp_unit **h, int number) {
-    float x[L + 1][C], d[L + 1][C];
-    for (int i = 0; i < C; i++) x[0][i] = fraction(i + 11 * number) / 2, d[L][i] = 1;
+// y += W x, or with `back` dx += W^T dy
+static void product(float *y, const float *w, const float *x, int back) {
+    for (int i = 0; i < C; i++)
+        for (int j = 0; j < C; j++)
+            if (back) y[j] += w[i * C + j] * x[i];
+            else y[i] += w[i * C + j] * x[j];
+}
+
+// A layer is y = x + W x. The loss is the sum of `scale` times the last y, over the rows that count.
+static void microbatch(fsdp_unit **h, int number, const int *labels, float scale) {
+    float x[L + 1][ROWS][C], d[ROWS][C];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < C; i++) {
+            x[0][r][i] = fraction(i + 11 * (number * ROWS + r)) / 2;
+            d[r][i] = labels[r] == IGNORED ? 0 : scale; // the gradient of the loss
+        }
     for (int l = 0; l < L; l++) {
         fsdp_pre_forward(h[l]);
         const float *w = (float *)fsdp_data(h[l], 0);
-        for (int i = 0; i < C; i++) {
-            x[l + 1][i] = x[l][i];
-            for (int j = 0; j < C; j++) x[l + 1][i] += w[i * C + j] * x[l][j];
-        }
+        memcpy(x[l + 1], x[l], sizeof x[l]);
+        for (int r = 0; r < ROWS; r++) product(x[l + 1][r], w, x[l][r], 0);
         fsdp_post_forward(h[l]);
     }
     for (int l = L - 1; l >= 0; l--) {
         fsdp_pre_backward(h[l]);
         const float *w = (float *)fsdp_data(h[l], 0);
-        float *dw = (float *)fsdp_grad(h[l], 0);
-        for (int i = 0; i < C; i++) d[l][i] = d[l + 1][i];
-        for (int i = 0; i < C; i++) {
-            for (int j = 0; j < C; j++) { // added: the buffer may hold earlier microbatches
-                dw[i * C + j] += d[l + 1][i] * x[l][j];
-                d[l][j] += d[l + 1][i] * w[i * C + j];
-            }
+        float *dw = (float *)fsdp_grad(h[l], 0); // added to: it may hold earlier microbatches
+        for (int r = 0; r < ROWS; r++) {
+            for (int k = 0; k < C * C; k++) dw[k] += d[r][k / C] * x[l][r][k % C];
+            float dy[C];
+            memcpy(dy, d[r], sizeof dy);
+            product(d[r], w, dy, 1);
         }
         fsdp_post_backward(h[l]);
     }
@@ -73,11 +92,23 @@ static int step(fsdp_world *world, void *arg) {
     }
     if (!status) status = fsdp_init_params(model, my_init, NULL);
 
+    // All tokens of the step, before its first backward. Ranks need the same number.
+    const int *mine = lengths[fsdp_rank(world)];
+    double tokens = 0;
+    for (int m = 0; m < MICROBATCHES; m++) tokens += mine[m];
+    if (!status) status = fsdp_all_reduce(world, NULL, &tokens, 1, FSDP_F64, FSDP_SUM);
+    if (!status && !out->of_means)
+        status = fsdp_set_gradient_divide_factor(model, NULL, tokens);
+
     for (int m = 0; m < MICROBATCHES && !status; m++) {
         const int last = m == MICROBATCHES - 1;
+        float scale = 1;
+        int labels[ROWS];
+        for (int r = 0; r < ROWS; r++) labels[r] = r < mine[m] ? r : IGNORED;
+        if (out->of_means) scale = mine[m] ? 1.0f / (float)(mine[m] * MICROBATCHES) : 0;
         if (out->last_only) fsdp_set_requires_gradient_sync(model, NULL, last);
         if (out->stay) fsdp_set_reshard_after_backward(model, NULL, last);
-        microbatch(h, fsdp_rank(world) * MICROBATCHES + m);
+        microbatch(h, fsdp_rank(world) * MICROBATCHES + m, labels, scale);
         status = fsdp_finalize_backward(model); // after each microbatch
     }
 
@@ -97,24 +128,27 @@ static int step(fsdp_world *world, void *arg) {
 }
 
 int main(void) {
-    static way ways[3] = {{"every microbatch is reduced", 0, 0, 0, 0, 0, 0, {{0}}},
-                          {"only the last one is", 1, 0, 0, 0, 0, 0, {{0}}},
-                          {"and parameters stay gathered", 1, 1, 0, 0, 0, 0, {{0}}}};
+    static way ways[4] = {{"every microbatch is reduced", 0, 0, 0, 0, 0, 0, 0, {{0}}},
+                          {"only the last one is", 1, 0, 0, 0, 0, 0, 0, {{0}}},
+                          {"and parameters stay gathered", 1, 1, 0, 0, 0, 0, 0, {{0}}},
+                          {"the mean of each microbatch", 0, 0, 1, 0, 0, 0, 0, {{0}}}};
     fsdp_spawn_desc desc = FSDP_ZERO;
     desc.threads = 1;
     desc.num_ranks = RANKS;
     int same = 1;
     printf("%d layers, %d microbatches      all-gathers reduce-scatters  bytes read  slots\n", L,
            MICROBATCHES);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         const way *w = &ways[i];
         if (fsdp_spawn(&desc, step, &ways[i])) return 1;
         printf("%-30s %10llu %15llu %11llu %6llu\n", w->name, w->gathers, w->reduces, w->bytes,
                w->held);
-        same &= !memcmp(w->grad, ways[0].grad, sizeof w->grad);
+        if (!w->of_means) same &= !memcmp(w->grad, ways[0].grad, sizeof w->grad);
     }
-    const float *g = ways[0].grad[0];
+    const float *g = ways[0].grad[0], *means = ways[3].grad[0];
     printf("gradients %g %g %g ...: %s\n", (double)g[0], (double)g[1], (double)g[2],
-           same ? "the same bits in all three" : "NOT the same");
-    return !same;
+           same ? "the same bits in the first three" : "NOT the same");
+    printf("of means  %g %g %g ...: not the gradient of the mean over tokens\n", (double)means[0],
+           (double)means[1], (double)means[2]);
+    return !same || !memcmp(ways[0].grad, ways[3].grad, sizeof ways[0].grad);
 }
