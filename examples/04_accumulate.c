@@ -27,7 +27,7 @@ static float fraction(int64_t k) { return (float)((k * 37 + k / 5) % 7 - 3) / 8;
 static void my_init(void *user, const fsdp_param_view *rows) {
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = fraction(fsdp_view_index(rows, k) + rows->ordinal) / 4;
+        fsdp_view_data_f32(rows)[k] = fraction(fsdp_view_index(rows, k) + rows->ordinal) / 4;
 }
 
 // A layer is y = x + W x; the loss is the sum of the last y.
@@ -36,7 +36,7 @@ static void microbatch(fsdp_unit **h, int number) {
     for (int i = 0; i < C; i++) x[0][i] = fraction(i + 11 * number) / 2, d[L][i] = 1;
     for (int l = 0; l < L; l++) {
         fsdp_pre_forward(h[l]);
-        const float *w = (float *)fsdp_data(h[l], 0);
+        const float *w = fsdp_data_f32(h[l], 0);
         for (int i = 0; i < C; i++) {
             x[l + 1][i] = x[l][i];
             for (int j = 0; j < C; j++) x[l + 1][i] += w[i * C + j] * x[l][j];
@@ -45,8 +45,8 @@ static void microbatch(fsdp_unit **h, int number) {
     }
     for (int l = L - 1; l >= 0; l--) {
         fsdp_pre_backward(h[l]);
-        const float *w = (float *)fsdp_data(h[l], 0);
-        float *dw = (float *)fsdp_grad(h[l], 0);
+        const float *w = fsdp_data_f32(h[l], 0);
+        float *dw = fsdp_grad_f32(h[l], 0);
         for (int i = 0; i < C; i++) d[l][i] = d[l + 1][i];
         for (int i = 0; i < C; i++) {
             for (int j = 0; j < C; j++) { // added: the buffer may hold earlier microbatches
