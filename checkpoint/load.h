@@ -369,11 +369,12 @@ static fsdp_status fsdpi_ck_tell_left(const fsdpi_ck_load *l) {
     if (!status && first[1] == ck->rank)
         (void)fsdp_fail(ck->world, FSDP_OK,
                         "[E483] %s: %s lacks %d of %d tensors, and partial leaves what they are "
-                        "for as it was: %s; it has %d that nobody asks for%s%s: if one of these is "
-                        "a wrong name, correct it; desc.source of the load, or desc.place and "
-                        "skip_frozen, say which may be missing, and find wrong names",
+                        "for as it was: %s%s%s: if one of these is a wrong name, correct it; "
+                        "desc.source of the load, or desc.place and skip_frozen, say which may be "
+                        "missing, and find wrong names",
                         l->io->call, l->opened.dir, l->num_missing, l->num_wanted, l->missing,
-                        l->num_extra, l->num_extra ? ": " : "", l->extra);
+                        l->num_extra && !l->desc.source ? "; nobody asks for: " : "",
+                        l->desc.source ? "" : l->extra);
     if (!status && first[0] == ck->rank)
         (void)fsdp_fail(ck->world, FSDP_OK,
                         "[E450] %s: %s has %d states of parameters of this model that nothing here "

@@ -163,7 +163,7 @@ static void count_partial(int level, fsdp_status code, int rank, const char *tex
     (void)level, (void)code, (void)rank, (void)user;
     if (strstr(text, "[E483] checkpoint_load: ") &&
         strstr(text, "lacks 5 of 6 tensors, and partial leaves what they are for as it was: "
-                     "'h.0.down', 'h.0.up', 'h.1.w', ...; it has 1 that nobody asks for: "
+                     "'h.0.down', 'h.0.up', 'h.1.w', ...; nobody asks for: "
                      "'h.1.weight'"))
         __atomic_add_fetch(&lines_of_partial, 1, __ATOMIC_SEQ_CST);
 }
