@@ -175,7 +175,7 @@ static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return 0;
 }
 
-// If the files lack a matrix and have an embedding of its shape, they may tie both: notes what to do.
+// If the files lack a matrix and have an embedding of its shape, they may tie both: notes the rule.
 static void fsdpi_ck_note_tied(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *lacks) {
     const char *name;
     if (x->ndim != 2 || x->place != 0 || x->blob >= 0 || *l->tied) return;
