@@ -70,9 +70,10 @@ A PROGRAM
     enum { N = 64, STEPS = 20 };
 
     static void start(void *user, const fsdp_param_view *block) { // only my own rows
+        float *w = fsdp_view_data_f32(block);
         (void)user;
         for (int64_t k = 0; k < block->numel; k++)
-            ((float *)block->data)[k] = 0.01f * (float)(fsdp_view_index(block, k) % 7 - 3);
+            w[k] = 0.01f * (float)(fsdp_view_index(block, k) % 7 - 3);
     }
 
     int main(void) {
@@ -91,8 +92,7 @@ A PROGRAM
             float x[N], dy[N], loss = 0;
             for (int i = 0; i < N; i++) x[i] = (float)((i + fsdp_rank(world)) % 5) / 5;
             fsdp_pre_forward(unit);
-            const float *w = (const float *)fsdp_data(unit, 0);
-            const float *b = (const float *)fsdp_data(unit, 1);
+            const float *w = fsdp_data_f32(unit, 0), *b = fsdp_data_f32(unit, 1);
             for (int o = 0; o < N; o++) { // y = w x + b shall become x
                 float y = b[o];
                 for (int i = 0; i < N; i++) y += w[o * N + i] * x[i];
@@ -101,7 +101,7 @@ A PROGRAM
             }
             fsdp_post_forward(unit);
             fsdp_pre_backward(unit);
-            float *dw = (float *)fsdp_grad(unit, 0), *db = (float *)fsdp_grad(unit, 1);
+            float *dw = fsdp_grad_f32(unit, 0), *db = fsdp_grad_f32(unit, 1);
             for (int o = 0; o < N; o++) {
                 db[o] += dy[o];
                 for (int i = 0; i < N; i++) dw[o * N + i] += dy[o] * x[i];
@@ -110,9 +110,11 @@ A PROGRAM
             if (fsdp_finalize_backward(model)) break; // the failure of any hook shows here
             if (fsdp_params_writable(model)) break;   // nobody reads shards any more
             fsdp_param_view v = FSDP_ZERO;
-            while (fsdp_next_param(model, &v))
-                for (int64_t k = 0; k < v.numel; k++)
-                    ((float *)v.shard)[k] -= 0.03f * ((const float *)v.shard_grad)[k];
+            while (fsdp_next_param(model, &v)) {
+                float *p = fsdp_view_shard_f32(&v);
+                const float *g = fsdp_view_grad_f32(&v);
+                for (int64_t k = 0; k < v.numel; k++) p[k] -= 0.03f * g[k];
+            }
             fsdp_params_changed(model);
             fsdp_zero_grad(model);
             fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM);
@@ -138,12 +140,12 @@ WORDS
 STEP BY STEP
     1  Call fsdp_init, fsdp_model_create, fsdp_fully_shard for each layer, and fsdp_init_params or
        fsdp_param_load: until then parameters are zero.
-    2  Forward of a layer: call fsdp_pre_forward, read fsdp_data, call fsdp_post_forward. If a unit
-       stays open while others run (embeddings, final norm, tied head), set its
+    2  Forward of a layer: call fsdp_pre_forward, read fsdp_data_f32, call fsdp_post_forward. If a
+       unit stays open while others run (embeddings, final norm, tied head), set its
        reshard_after_forward to FSDP_RESHARD_NEVER. You may close open units in any order, and open
        a unit several times in one forward.
-    3  Backward of a layer: call fsdp_pre_backward, read fsdp_data, add to fsdp_grad, call
-       fsdp_post_backward. Units may come in any order. At the end call fsdp_finalize_backward.
+    3  Backward of a layer: call fsdp_pre_backward, read fsdp_data_f32, add to fsdp_grad_f32,
+       call fsdp_post_backward. Units may come in any order. At the end call fsdp_finalize_backward.
     4  Call fsdp_clip_grad_norm if you clip. Run the optimizer: fsdp_optim.h, or your own loop over
        fsdp_model_flat or fsdp_next_param. Before your own loop call fsdp_params_writable, since a
        prefetch may still read shards, and after it fsdp_params_changed. Then call fsdp_zero_grad.
@@ -183,7 +185,8 @@ MISTAKES
     themselves: look for mistakes with two ranks. A pointer that you kept is not seen where its
     memory is in use again: with AddressSanitizer after four uses of a slot, or after one beside a
     plan or fsdp_replicate.
-    Dtypes: fsdp_data_dtype tells the dtype of fsdp_data; fsdp_data_as checks it.
+    Dtypes: with param_dtype FSDP_BF16 parameters and gradients are no floats. fsdp_data_f32,
+    fsdp_data_as(unit, i, FSDP_BF16) and their siblings check that, fsdp_data and fsdp_grad do not.
     Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
 
 IT DOES NOT
@@ -928,6 +931,25 @@ struct fsdp_param_view {
    Thread      any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
+/* fsdp_view_data_f32, fsdp_view_shard_f32, fsdp_view_grad_f32 - data, shard and shard_grad of a
+               view as floats
+   fsdp_view_data_as, fsdp_view_shard_as, fsdp_view_grad_as - the same in `dtype`; in C++ also
+               fsdp_view_data_as<float>(view), ...
+   Result      the field of the view. If it has another dtype, valid memory as fsdp_data_as gives,
+               and fsdp_finalize_backward reports the failure. NULL: the field or view is NULL */
+FSDP_API void *fsdp_view_data_as(const fsdp_param_view *view, fsdp_dtype dtype);
+FSDP_API void *fsdp_view_shard_as(const fsdp_param_view *view, fsdp_dtype dtype);
+FSDP_API void *fsdp_view_grad_as(const fsdp_param_view *view, fsdp_dtype dtype);
+static inline float *fsdp_view_data_f32(const fsdp_param_view *view) {
+    return (float *)fsdp_view_data_as(view, FSDP_F32);
+}
+static inline float *fsdp_view_shard_f32(const fsdp_param_view *view) {
+    return (float *)fsdp_view_shard_as(view, FSDP_F32);
+}
+static inline float *fsdp_view_grad_f32(const fsdp_param_view *view) {
+    return (float *)fsdp_view_grad_as(view, FSDP_F32);
+}
+
 typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
 
 /* fsdp_init_params - fill the parameters with your function, a block of rows at a time: the whole
@@ -1076,23 +1098,32 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
-/* fsdp_data - the full parameter `index`: contiguous, param_dtype, valid from pre_* to post_*
-   fsdp_grad - where you write its gradient: same shape and dtype, valid from pre_backward to
+/* fsdp_data_f32 - the full parameter `index`: contiguous, valid from pre_* to post_*
+   fsdp_grad_f32 - where you write its gradient: same shape and dtype, valid from pre_backward to
                post_backward. It marks the parameter as used. NULL for a frozen parameter
-   fsdp_data_as, fsdp_grad_as - the same, and a failure if the dtype is not `dtype`. In C++ also
+   fsdp_data_as, fsdp_grad_as - the same in `dtype`, for example FSDP_BF16. In C++ also
                fsdp_data_as<float>(unit, index), which gives a float *
-   Result      device memory, ready in the order of your stream; the library owns it. In a wrong
-               state, with a wrong index or dtype it is valid memory with undefined contents, as
-               after an abort, and a text is logged; fsdp_finalize_backward reports the failure.
+   fsdp_data, fsdp_grad - the same in whatever dtype it has, unchecked: for code that asks
+               fsdp_data_dtype, or takes any dtype
+   Result      memory of the library, on GPUs of the device, ready in the order of your stream. In a
+               wrong state, with a wrong index or dtype it is valid memory with undefined contents,
+               as after an abort; a text is logged, in a step once for each unit and call, and
+               fsdp_finalize_backward reports the failure.
                NULL: unit is NULL, or there is no memory for such contents. Never NULL for a
                parameter of size zero. Addresses are multiples of 64 bytes, on GPUs of 256. If steps
                have the same order of calls, they repeat from the second step on
    Allocates   at the first failure
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
-FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
-FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
 FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
 FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
+static inline float *fsdp_data_f32(fsdp_unit *unit, int index) {
+    return (float *)fsdp_data_as(unit, index, FSDP_F32);
+}
+static inline float *fsdp_grad_f32(fsdp_unit *unit, int index) {
+    return (float *)fsdp_grad_as(unit, index, FSDP_F32);
+}
+FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
+FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
 
 /* fsdp_data_dtype - the dtype of fsdp_data and fsdp_grad: the parameter's own, or param_dtype
    Result      KEEP (0): unit is NULL or has no such parameter, which is logged;
@@ -1596,6 +1627,15 @@ template <class T> inline T *fsdp_data_as(fsdp_unit *unit, int index) {
 template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
     return static_cast<T *>(fsdp_grad_as(unit, index, fsdp_dtype_of<T>::value));
 }
+template <class T> inline T *fsdp_view_data_as(const fsdp_param_view *view) {
+    return static_cast<T *>(fsdp_view_data_as(view, fsdp_dtype_of<T>::value));
+}
+template <class T> inline T *fsdp_view_shard_as(const fsdp_param_view *view) {
+    return static_cast<T *>(fsdp_view_shard_as(view, fsdp_dtype_of<T>::value));
+}
+template <class T> inline T *fsdp_view_grad_as(const fsdp_param_view *view) {
+    return static_cast<T *>(fsdp_view_grad_as(view, fsdp_dtype_of<T>::value));
+}
 #endif
 #endif // FSDP_H
 // clang-format on
@@ -1620,8 +1660,8 @@ template <class T> inline T *fsdp_grad_as(fsdp_unit *unit, int index) {
 #include "core/predict.h"
 #include "core/spawn.h"
 #include "trace/record.h" // an extension that every program has: FSDP_TRACE, docs/see.md
-#endif // FSDP_MATH_ONLY
-#endif // FSDP_IMPLEMENTATION
+#endif                    // FSDP_MATH_ONLY
+#endif                    // FSDP_IMPLEMENTATION
 
 /*
 MIT License

@@ -199,7 +199,8 @@ enum { FSDP_VERIFY_READ = 0, FSDP_VERIFY_ALL, FSDP_VERIFY_NONE };
 typedef struct fsdp_checkpoint_load_desc {
     uint32_t size, start_canary;
     int32_t params_only;               // 1: no states of extensions, no blobs
-    int32_t partial;                   // 1: what the checkpoint lacks keeps its value
+    int32_t partial;                   // 1: what the checkpoint lacks keeps its value, also a
+                                       // parameter whose name is wrong; one rank logs the names
     int32_t convert;                   // 1: floating dtypes may differ
     int32_t verify;                    // READ: checksums of the blocks that this rank reads as a
                                        // whole. ALL: first of all blocks, shared by the ranks

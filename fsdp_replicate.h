@@ -17,11 +17,13 @@
        for (;;) {
            fsdp_replicate_pre_forward(rep);
            for (int l = 0; l < L; l++)
-               forward(l, fsdp_replicate_data(rep, 2 * l), fsdp_replicate_data(rep, 2 * l + 1));
+               forward(l, fsdp_replicate_data_f32(rep, 2 * l),
+                       fsdp_replicate_data_f32(rep, 2 * l + 1));
            fsdp_replicate_post_forward(rep);
            for (int l = L - 1; l >= 0; l--) {
-               backward(l, fsdp_replicate_data(rep, 2 * l),    // adds to the gradients
-                        fsdp_replicate_grad(rep, 2 * l), fsdp_replicate_grad(rep, 2 * l + 1));
+               backward(l, fsdp_replicate_data_f32(rep, 2 * l), // adds to the gradients
+                        fsdp_replicate_grad_f32(rep, 2 * l),
+                        fsdp_replicate_grad_f32(rep, 2 * l + 1));
                fsdp_replicate_ready(rep, 2 * l, 2);            // a complete bucket is on its way
            }
            if (fsdp_replicate_post_backward(rep) || fsdp_finalize_backward(model)) break;
@@ -170,15 +172,25 @@ FSDP_API fsdp_status fsdp_replicate_post_forward(fsdp_replicate *rep);
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count);
 FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep);
 
-/* fsdp_replicate_data - a parameter, as fsdp_data: from pre_forward until its bucket is reduced. So
-               you may read it until you say that it is ready
-   fsdp_replicate_grad - where you write its gradient, as fsdp_grad: until you say that it is ready.
-               It marks the parameter as used. NULL for a frozen one
+/* fsdp_replicate_data_f32 - a parameter, as fsdp_data_f32: from pre_forward until its bucket is
+               reduced. So you may read it until you say that it is ready
+   fsdp_replicate_grad_f32 - where you write its gradient: until you say that it is ready. It marks
+               the parameter as used. NULL for a frozen one
+   fsdp_replicate_data_as, fsdp_replicate_grad_as - the same in `dtype`
+   fsdp_replicate_data, fsdp_replicate_grad - the same in whatever dtype it has, unchecked
    param       its index in desc.params
-   Result      as fsdp_data, fsdp_grad: in a wrong state and after an abort valid memory with
-               undefined contents. NULL: rep is NULL, or there is no memory
+   Result      as fsdp_data_as, fsdp_grad_as: in a wrong state, with another dtype and after an
+               abort valid memory with undefined contents. NULL: rep is NULL, or there is no memory
    Collective  no      Blocks no      Allocates as fsdp_pre_backward, at the first use of a bucket
    Source      torch: Parameter, Parameter.grad with gradient_as_bucket_view */
+FSDP_API void *fsdp_replicate_data_as(fsdp_replicate *rep, int param, fsdp_dtype dtype);
+FSDP_API void *fsdp_replicate_grad_as(fsdp_replicate *rep, int param, fsdp_dtype dtype);
+static inline float *fsdp_replicate_data_f32(fsdp_replicate *rep, int param) {
+    return (float *)fsdp_replicate_data_as(rep, param, FSDP_F32);
+}
+static inline float *fsdp_replicate_grad_f32(fsdp_replicate *rep, int param) {
+    return (float *)fsdp_replicate_grad_as(rep, param, FSDP_F32);
+}
 FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param);
 FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param);
 
@@ -1006,23 +1018,36 @@ static void *fsdpi_rep_undefined(fsdp_replicate *rep, fsdp_status status) {
     return rep ? fsdp_undefined(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
 }
 
-FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
+// The getters. dtype KEEP: whatever it has.
+static void *fsdpi_rep_data(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
     fsdp_status status = fsdpi_rep_check(rep, "replicate_data", param, 1, 0);
     if (status) return fsdpi_rep_undefined(rep, status);
     const fsdpi_rep_param *p = &rep->params[param];
-    return fsdp_data(rep->buckets[p->bucket].unit, p->index);
+    fsdp_unit *unit = rep->buckets[p->bucket].unit;
+    return dtype ? fsdp_data_as(unit, p->index, dtype) : fsdp_data(unit, p->index);
 }
-
-FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
+static void *fsdpi_rep_grad(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
     int alive = rep && !fsdp_world_status(fsdp_model_world(rep->model));
     fsdp_status status = fsdpi_rep_check(rep, "replicate_grad", param, 1, alive);
     if (status) return fsdpi_rep_undefined(rep, status);
     fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
     if (alive) (void)fsdpi_rep_keep(rep, fsdpi_rep_open(b)); // if it fails, so does the next one
-    void *grad = fsdp_grad(b->unit, p->index);
+    void *grad = dtype ? fsdp_grad_as(b->unit, p->index, dtype) : fsdp_grad(b->unit, p->index);
     p->used |= grad != NULL;
     return grad;
+}
+FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
+    return fsdpi_rep_data(rep, param, FSDP_DTYPE_KEEP);
+}
+FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
+    return fsdpi_rep_grad(rep, param, FSDP_DTYPE_KEEP);
+}
+FSDP_API void *fsdp_replicate_data_as(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
+    return fsdpi_rep_data(rep, param, dtype);
+}
+FSDP_API void *fsdp_replicate_grad_as(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
+    return fsdpi_rep_grad(rep, param, dtype);
 }
 
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count) {

@@ -32,6 +32,7 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_room flags;   // FSDPI_CK_* for each tensor of the table
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
+    char tied[320]; // a hint about a missing matrix, or ""
     int num_wanted, num_missing, num_extra;
     int num_blobs, num_states; // that are missing
     int num_dropped;           // states of a parameter of this model that no extension takes
@@ -174,6 +175,25 @@ static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return 0;
 }
 
+// If the files lack a matrix and have an embedding of its shape, they may tie both: notes the rule.
+static void fsdpi_ck_note_tied(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *lacks) {
+    const char *name;
+    if (x->ndim != 2 || x->place != 0 || x->blob >= 0 || *l->tied) return;
+    for (int64_t at = -1, first; (name = fsdpi_ck_next_name(&l->opened, "", &at)) != NULL;) {
+        int64_t there[FSDP_MAX_DIMS] = {0}, count = fsdpi_ck_boxes_of(&l->opened, name, &first);
+        const fsdpi_ck_box *boxes = l->opened.boxes + first;
+        if (!strstr(name, "wte") && !strstr(name, "embed") && !strstr(name, "shared")) continue;
+        if (boxes[0].entry->ndim != 2) continue;
+        fsdpi_ck_whole(boxes, (int)count, there);
+        if (there[0] != x->whole[0] || there[1] != x->whole[1]) continue;
+        snprintf(l->tied, sizeof l->tied,
+                 "; if '%.90s' is tied to '%.90s', declare one parameter, and open its unit for "
+                 "both uses (docs/checkpoints.md, Tied weights)",
+                 lacks, name);
+        return;
+    }
+}
+
 // What to do with a tensor that the checkpoint lacks.
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
@@ -184,6 +204,7 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
         return FSDPI_CK_ZERO;
     l->num_blobs += b != NULL;
     l->num_states += !b && x->place != 0;
+    fsdpi_ck_note_tied(l, x, name);
     fsdpi_ck_name_some(l->missing, sizeof l->missing, ++l->num_missing, name);
     return FSDPI_CK_LEFT;
 }
@@ -340,12 +361,21 @@ static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
     return status;
 }
 
-// The lowest rank that drops states warns of it.
-static fsdp_status fsdpi_ck_tell_dropped(const fsdpi_ck_load *l) {
+// The lowest rank that drops states, or leaves tensors as they are, warns of it.
+static fsdp_status fsdpi_ck_tell_left(const fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
-    int32_t first = l->num_dropped ? ck->rank : ck->size;
-    fsdp_status status = fsdp_all_reduce(ck->world, NULL, &first, 1, FSDP_I32, FSDP_MIN);
-    if (!status && first == ck->rank)
+    int32_t first[2] = {l->num_dropped ? ck->rank : ck->size, l->num_missing ? ck->rank : ck->size};
+    fsdp_status status = fsdp_all_reduce(ck->world, NULL, first, 2, FSDP_I32, FSDP_MIN);
+    if (!status && first[1] == ck->rank)
+        (void)fsdp_fail(ck->world, FSDP_OK,
+                        "[E483] %s: %s lacks %d of %d tensors, and partial leaves what they are "
+                        "for as it was: %s%s%s: if one of these is a wrong name, correct it; "
+                        "desc.source of the load, or desc.place and skip_frozen, say which may be "
+                        "missing, and find wrong names",
+                        l->io->call, l->opened.dir, l->num_missing, l->num_wanted, l->missing,
+                        l->num_extra && !l->desc.source ? "; nobody asks for: " : "",
+                        l->desc.source ? "" : l->extra);
+    if (!status && first[0] == ck->rank)
         (void)fsdp_fail(ck->world, FSDP_OK,
                         "[E450] %s: %s has %d states of parameters of this model that nothing here "
                         "takes, and they are dropped: %s: create the optimizer before the load, "
@@ -366,12 +396,12 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
     return fsdp_fail(
         l->ck->world, FSDP_ERR_INVALID_ARG,
         "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
-        "%s%sset partial to leave them as they are%s",
+        "%s%sset partial to leave them as they are%s%s",
         l->io->call, l->opened.dir, l->num_missing, l->num_wanted, l->missing, l->num_extra,
         l->num_extra ? ": " : "", l->extra,
         l->num_states ? "set params_only if you want no states, or " : "",
         l->num_blobs ? "set `optional` of a blob that may be missing, or " : "",
-        l->num_blobs + l->num_states < l->num_missing ? ", or give desc.source" : "");
+        l->num_blobs + l->num_states < l->num_missing ? ", or give desc.source" : "", l->tied);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -490,7 +520,7 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;
     if (!status) status = fsdp_params_changed(ck->model);
     status = fsdpi_ck_agree(ck->world, call, status);
-    return status ? status : fsdpi_ck_tell_dropped(l);
+    return status ? status : fsdpi_ck_tell_left(l);
 }
 
 #endif // FSDPI_CHECKPOINT_LOAD_H

@@ -287,7 +287,7 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
 
 static void fsdpi_undefined_free(fsdp_model *m) {
     if (m->undefined)
-        m->world->device_ops->free(m->world->device, FSDP_MEMORY_DEVICE, m->undefined,
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, m->undefined,
                                    m->undefined_bytes);
     m->undefined_bytes = 0;
 }

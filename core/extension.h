@@ -279,8 +279,8 @@ FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook);
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
 /* fsdp_undefined - memory for a getter of an extension that fails, as fsdp_data gives it: room for
-   the largest parameter of the model, of undefined contents, the same until a cast or a later
-   unit needs more room
+   the largest parameter of the model in any dtype, which the host and kernels may touch, of
+   undefined contents, the same until a later unit needs more room
    status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
    Result      NULL: model is NULL, or there is no memory
    Allocates   at its first use */

@@ -159,6 +159,27 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
     return fsdpi_keep_status(u->model, fsdp_param_view_get(u, index, view)) == FSDP_OK;
 }
 
+// Memory of a view, unless the caller expects another dtype.
+static void *fsdpi_view_as(const fsdp_param_view *v, void *memory, fsdp_dtype has, fsdp_dtype asked,
+                           const char *what) {
+    if (!memory || has == asked || fsdpi_failed(v->unit->model->world)) return memory;
+    if (memory == v->shard_grad)
+        return fsdpi_wrong_dtype(v->unit, v->index, FSDP_CALL_ZERO_GRAD, what, "has a gradient in",
+                                 has, asked, "view.grad_dtype", "grad_dtype of the model");
+    return fsdpi_wrong_dtype(v->unit, v->index, FSDP_CALL_LOAD, what, "is stored as", has, asked,
+                             "view.dtype", "dtype of its desc");
+}
+FSDP_API void *fsdp_view_data_as(const fsdp_param_view *view, fsdp_dtype dtype) {
+    return view ? fsdpi_view_as(view, view->data, view->dtype, dtype, "view_data_as") : NULL;
+}
+FSDP_API void *fsdp_view_shard_as(const fsdp_param_view *view, fsdp_dtype dtype) {
+    return view ? fsdpi_view_as(view, view->shard, view->dtype, dtype, "view_shard_as") : NULL;
+}
+FSDP_API void *fsdp_view_grad_as(const fsdp_param_view *view, fsdp_dtype dtype) {
+    return view ? fsdpi_view_as(view, view->shard_grad, view->grad_dtype, dtype, "view_grad_as")
+                : NULL;
+}
+
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     int64_t index = 0, stride = 1;
     if (!view) return -1;

@@ -464,21 +464,22 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
 }
 
 /* Memory for a getter that fails, so that a trainer that looks at statuses later does not crash
-   before: one block of this rank alone, as large as the largest slot, for all. Finalize reports the
-   failure again. NULL only where there is no memory either. */
+   before: one block of this rank alone for all, in which the host and kernels may write the largest
+   parameter in any dtype, as one that asks for the wrong dtype does. Finalize reports the failure
+   again. NULL only where there is no memory either. */
 FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status) {
     fsdp_world *w = model ? model->world : NULL;
-    int64_t bytes = 1;
+    int64_t bytes = 8;
     if (!w) return NULL;
     if (!fsdpi_failed(w)) (void)fsdpi_keep_status(model, status);
-    for (int i = 0; i < model->num_units; i++) {
-        const fsdp_unit *u = model->units[i];
-        if (u->layout.slot_bytes > bytes) bytes = u->layout.slot_bytes;
-        if (u->layout.grad_bytes > bytes) bytes = u->layout.grad_bytes;
-    }
+    for (int i = 0; i < model->num_units; i++)
+        for (int k = 0; k < model->units[i]->desc.num_params; k++) {
+            const int64_t numel = model->units[i]->params[k].lay.numel;
+            if (8 * numel > bytes) bytes = 8 * numel;
+        }
     if ((int64_t)model->undefined_bytes >= bytes) return model->undefined;
     fsdpi_undefined_free(model);
-    status = w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &model->undefined);
+    status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, (size_t)bytes, &model->undefined);
     if (!status) model->undefined_bytes = (size_t)bytes;
     if (!status) return model->undefined;
     model->undefined = NULL;
@@ -528,26 +529,38 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
            fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
+// Fails because parameter `index` has another dtype than the caller asks for; logs it once in a
+// step for each unit and call. is: how it has that dtype; tells: what says so; set: what sets it.
+static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call, const char *what,
+                                              const char *is, fsdp_dtype has, fsdp_dtype asked,
+                                              const char *tells, const char *set) {
+    int is_new = !(u->reported_calls >> call & 1);
+    u->reported_calls |= 1u << call;
+    fsdp_status status = fsdpi_fail_once(
+        u->model->world, FSDP_ERR_INVALID_ARG, is_new,
+        "[E230] %s: parameter '%s' of unit '%s' %s %s, but you ask for %s: ask for %s, which %s "
+        "tells, and compute in it or convert by fsdp_convert; or set %s",
+        what, u->params[index].name, u->desc.name, is, fsdp_dtype_name(has), fsdp_dtype_name(asked),
+        fsdp_dtype_name(has), tells, set);
+    return fsdp_undefined(u->model, status);
+}
+
 // The getter, unless the caller expects another dtype.
-static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call,
+static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call, const char *what,
                           void *(*get)(fsdp_unit *unit, int index)) {
     const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
     fsdp_dtype has = p ? fsdpi_part_of(u, p)->param_dtype : dtype;
     if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad) ||
         fsdpi_failed(u->model->world))
         return get(u, index);
-    fsdp_status status = fsdpi_bad(
-        u->model->world,
-        "[E230] %s: parameter '%s' of unit '%s' is gathered as %s, but you ask for %s: ask for "
-        "what fsdp_data_dtype says, or change param_dtype",
-        fsdpi_call_name(call), p->name, u->desc.name, fsdp_dtype_name(has), fsdp_dtype_name(dtype));
-    return fsdp_undefined(u->model, status);
+    return fsdpi_wrong_dtype(u, index, call, what, "is gathered as", has, dtype, "fsdp_data_dtype",
+                             "param_dtype of the model, or keep_dtype of the parameter");
 }
 FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
-    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_DATA, fsdp_data);
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_DATA, "data_as", fsdp_data);
 }
 FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
-    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_GRAD, fsdp_grad);
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_GRAD, "grad_as", fsdp_grad);
 }
 
 FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {

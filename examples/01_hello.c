@@ -29,7 +29,7 @@ static void layer_backward(float *dx, const float *dy, const float *x, const flo
 static void my_init(void *user, const fsdp_param_view *rows) { // each rank fills only its own rows
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = 0.02f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
+        fsdp_view_data_f32(rows)[k] = 0.02f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
 }
 
 int main(void) {
@@ -56,7 +56,7 @@ int main(void) {
             x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + step % 4 + 4 * fsdp_rank(world)));
         for (int l = 0; l < L; l++) {
             fsdp_pre_forward(h[l]); // gathered here
-            layer_forward(x[l + 1], x[l], (float *)fsdp_data(h[l], 0), (float *)fsdp_data(h[l], 1));
+            layer_forward(x[l + 1], x[l], fsdp_data_f32(h[l], 0), fsdp_data_f32(h[l], 1));
             fsdp_post_forward(h[l]); // freed here
         }
         for (int i = 0; i < C; i++) { // the task: the input in reverse order
@@ -65,8 +65,8 @@ int main(void) {
         }
         for (int l = L - 1; l >= 0; l--) {
             fsdp_pre_backward(h[l]); // gathered again
-            layer_backward(dx[l], dx[l + 1], x[l], (float *)fsdp_data(h[l], 0),
-                           (float *)fsdp_grad(h[l], 0), (float *)fsdp_grad(h[l], 1));
+            layer_backward(dx[l], dx[l + 1], x[l], fsdp_data_f32(h[l], 0), fsdp_grad_f32(h[l], 0),
+                           fsdp_grad_f32(h[l], 1));
             fsdp_post_backward(h[l]); // gradients are averaged into their owners' shards
         }
         if (fsdp_finalize_backward(model)) break; // failure of any hook shows here

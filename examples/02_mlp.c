@@ -33,19 +33,19 @@ static void init_rows(void *user, const fsdp_param_view *rows) {
     const double scale = rows->ndim == 2 ? 1.0 / sqrt((double)rows->shape[1]) : 0.0;
     for (int64_t k = 0; k < rows->numel; k++) {
         const uint64_t place = (uint64_t)(fsdp_view_index(rows, k) + 100000 * rows->ordinal);
-        ((float *)rows->data)[k] = (float)(scale * noise(place));
+        fsdp_view_data_f32(rows)[k] = (float)(scale * noise(place));
     }
 }
 
 // Parameter `index` of a unit as f32: w has room for it.
 static void read_param(fsdp_unit *unit, int index, float *w, int numel) {
-    fsdp_convert(w, FSDP_F32, fsdp_data(unit, index), FSDP_BF16, numel);
+    fsdp_convert(w, FSDP_F32, fsdp_data_as(unit, index, FSDP_BF16), FSDP_BF16, numel);
 }
 
 // Gradients are added to what the buffer holds, which may be that of earlier microbatches.
 static void add_grad(fsdp_unit *unit, int index, const float *g, int numel) {
     float sum[WIDTH * WIDTH];
-    void *grad = fsdp_grad(unit, index);
+    void *grad = fsdp_grad_as(unit, index, FSDP_BF16);
     fsdp_convert(sum, FSDP_F32, grad, FSDP_BF16, numel);
     for (int k = 0; k < numel; k++) sum[k] += g[k];
     fsdp_convert(grad, FSDP_BF16, sum, FSDP_F32, numel);

@@ -29,7 +29,7 @@ typedef struct {
 static void my_init(void *user, const fsdp_param_view *rows) { // each rank fills only its own rows
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = 0.02f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
+        fsdp_view_data_f32(rows)[k] = 0.02f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
 }
 
 static void layer_forward(float *y, const float *x, const float *w, const float *b) {
@@ -55,7 +55,7 @@ static double sample(fsdp_unit **h, int step, int rank) {
         x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + step % 2 + 2 * rank));
     for (int l = 0; l < L; l++) {
         fsdp_pre_forward(h[l]);
-        layer_forward(x[l + 1], x[l], (float *)fsdp_data(h[l], 0), (float *)fsdp_data(h[l], 1));
+        layer_forward(x[l + 1], x[l], fsdp_data_f32(h[l], 0), fsdp_data_f32(h[l], 1));
         fsdp_post_forward(h[l]);
     }
     for (int i = 0; i < C; i++) {
@@ -64,8 +64,8 @@ static double sample(fsdp_unit **h, int step, int rank) {
     }
     for (int l = L - 1; l >= 0; l--) {
         fsdp_pre_backward(h[l]);
-        layer_backward(d[l], d[l + 1], x[l], (float *)fsdp_data(h[l], 0),
-                       (float *)fsdp_grad(h[l], 0), (float *)fsdp_grad(h[l], 1));
+        layer_backward(d[l], d[l + 1], x[l], fsdp_data_f32(h[l], 0), fsdp_grad_f32(h[l], 0),
+                       fsdp_grad_f32(h[l], 1));
         fsdp_post_backward(h[l]);
     }
     return loss;

@@ -37,7 +37,7 @@ static float fraction(int64_t k) { return (float)((k * 37 + k / 5) % 7 - 3) / 8;
 static void my_init(void *user, const fsdp_param_view *rows) {
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = fraction(fsdp_view_index(rows, k) + rows->ordinal) / 4;
+        fsdp_view_data_f32(rows)[k] = fraction(fsdp_view_index(rows, k) + rows->ordinal) / 4;
 }
 
 // y += W x, or with `back` dx += W^T dy
@@ -58,15 +58,15 @@ static void microbatch(fsdp_unit **h, int number, const int *labels, float scale
         }
     for (int l = 0; l < L; l++) {
         fsdp_pre_forward(h[l]);
-        const float *w = (float *)fsdp_data(h[l], 0);
+        const float *w = fsdp_data_f32(h[l], 0);
         memcpy(x[l + 1], x[l], sizeof x[l]);
         for (int r = 0; r < ROWS; r++) product(x[l + 1][r], w, x[l][r], 0);
         fsdp_post_forward(h[l]);
     }
     for (int l = L - 1; l >= 0; l--) {
         fsdp_pre_backward(h[l]);
-        const float *w = (float *)fsdp_data(h[l], 0);
-        float *dw = (float *)fsdp_grad(h[l], 0); // added to: it may hold earlier microbatches
+        const float *w = fsdp_data_f32(h[l], 0);
+        float *dw = fsdp_grad_f32(h[l], 0); // added to: it may hold earlier microbatches
         for (int r = 0; r < ROWS; r++) {
             for (int k = 0; k < C * C; k++) dw[k] += d[r][k / C] * x[l][r][k % C];
             float dy[C];

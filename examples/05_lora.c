@@ -25,7 +25,7 @@ static void my_init(void *user, const fsdp_param_view *rows) {
         const float value = rows->index == UP ? 0.0f : (float)(0.05 * wave);
         if (rows->index == BASE)
             fsdp_convert((uint16_t *)rows->data + k, FSDP_BF16, &value, FSDP_F32, 1);
-        else ((float *)rows->data)[k] = value;
+        else fsdp_view_data_f32(rows)[k] = value;
     }
 }
 
@@ -46,24 +46,24 @@ static void add_outer(float *m, const float *u, const float *v, int rows, int co
 // t is A x, kept for backward.
 static void layer_forward(fsdp_unit *unit, const float *x, float *t, float *y) {
     static float w[C * C];
-    fsdp_convert(w, FSDP_F32, fsdp_data(unit, BASE), FSDP_BF16, C * C);
+    fsdp_convert(w, FSDP_F32, fsdp_data_as(unit, BASE, FSDP_BF16), FSDP_BF16, C * C);
     memcpy(y, x, C * sizeof *y);
     memset(t, 0, R * sizeof *t);
     add_product(y, w, x, C, C);
-    add_product(t, (float *)fsdp_data(unit, DOWN), x, R, C);
-    add_product(y, (float *)fsdp_data(unit, UP), t, C, R);
+    add_product(t, fsdp_data_f32(unit, DOWN), x, R, C);
+    add_product(y, fsdp_data_f32(unit, UP), t, C, R);
 }
 static void layer_backward(fsdp_unit *unit, const float *x, const float *t, const float *dy,
                            float *dx) {
     static float w[C * C];
     float dt[R] = {0};
-    fsdp_convert(w, FSDP_F32, fsdp_data(unit, BASE), FSDP_BF16, C * C);
+    fsdp_convert(w, FSDP_F32, fsdp_data_as(unit, BASE, FSDP_BF16), FSDP_BF16, C * C);
     memcpy(dx, dy, C * sizeof *dx);
     add_transposed(dx, w, dy, C, C); // through the base, but there is no gradient of it
-    add_transposed(dt, (float *)fsdp_data(unit, UP), dy, C, R);
-    add_transposed(dx, (float *)fsdp_data(unit, DOWN), dt, R, C);
-    add_outer((float *)fsdp_grad(unit, UP), dy, t, C, R);
-    add_outer((float *)fsdp_grad(unit, DOWN), dt, x, R, C);
+    add_transposed(dt, fsdp_data_f32(unit, UP), dy, C, R);
+    add_transposed(dx, fsdp_data_f32(unit, DOWN), dt, R, C);
+    add_outer(fsdp_grad_f32(unit, UP), dy, t, C, R);
+    add_outer(fsdp_grad_f32(unit, DOWN), dt, x, R, C);
 }
 
 // Forward and backward of this rank's sample; its loss. The task: the input in reverse order.

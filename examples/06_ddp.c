@@ -30,7 +30,7 @@ typedef struct {
 static void my_init(void *user, const fsdp_param_view *rows) { // the same on all ranks
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = rows->ndim == 2 ? 0.02f * (float)sin(37.0 * (double)k) : 0;
+        fsdp_view_data_f32(rows)[k] = rows->ndim == 2 ? 0.02f * (float)sin(37.0 * (double)k) : 0;
 }
 
 static fsdp_status make_net(fsdp_model *model, int buckets, net *n) {
@@ -56,10 +56,10 @@ static fsdp_status make_net(fsdp_model *model, int buckets, net *n) {
 
 // Parameter p: the weights and the bias of layer p / 2.
 static const float *data(net *n, int p) {
-    return (float *)(n->rep ? fsdp_replicate_data(n->rep, p) : fsdp_data(n->unit[p / 2], p % 2));
+    return n->rep ? fsdp_replicate_data_f32(n->rep, p) : fsdp_data_f32(n->unit[p / 2], p % 2);
 }
 static float *grad(net *n, int p) {
-    return (float *)(n->rep ? fsdp_replicate_grad(n->rep, p) : fsdp_grad(n->unit[p / 2], p % 2));
+    return n->rep ? fsdp_replicate_grad_f32(n->rep, p) : fsdp_grad_f32(n->unit[p / 2], p % 2);
 }
 
 // A layer is y = x + W x + b.

@@ -30,7 +30,7 @@ typedef struct {
 static void my_init(void *user, const fsdp_param_view *rows) {
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
+        fsdp_view_data_f32(rows)[k] = 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
 }
 
 // A visit is y = x + W x; the task is the input in reverse order. Hooks are as in every example.
@@ -39,7 +39,7 @@ static float forward_backward(fsdp_unit **h, int sample) {
     for (int i = 0; i < C; i++) x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + sample));
     for (int v = 0; v < VISITS; v++) {
         fsdp_pre_forward(h[order[v]]);
-        const float *w = (float *)fsdp_data(h[order[v]], 0);
+        const float *w = fsdp_data_f32(h[order[v]], 0);
         for (int i = 0; i < C; i++) {
             x[v + 1][i] = x[v][i];
             for (int j = 0; j < C; j++) x[v + 1][i] += w[i * C + j] * x[v][j];
@@ -52,8 +52,8 @@ static float forward_backward(fsdp_unit **h, int sample) {
     }
     for (int v = VISITS - 1; v >= 0; v--) {
         fsdp_pre_backward(h[order[v]]);
-        const float *w = (float *)fsdp_data(h[order[v]], 0);
-        float *dw = (float *)fsdp_grad(h[order[v]], 0);
+        const float *w = fsdp_data_f32(h[order[v]], 0);
+        float *dw = fsdp_grad_f32(h[order[v]], 0);
         for (int i = 0; i < C; i++) d[v][i] = d[v + 1][i];
         for (int i = 0; i < C; i++) {
             for (int j = 0; j < C; j++) {

@@ -31,7 +31,7 @@ static void my_init(void *user, const fsdp_param_view *rows) { // by the place i
     fsdp_param_view v;
     if (fsdp_tp_view((fsdp_dmesh *)user, rows, &v)) return;
     for (int64_t k = 0; k < v.numel; k++)
-        ((float *)v.data)[k] =
+        fsdp_view_data_f32(&v)[k] =
             v.ndim == 1 ? 1.0f : 0.2f * (float)sin(37.0 * (double)fsdp_view_index(&v, k) + v.ndim);
 }
 
@@ -91,8 +91,8 @@ static float train(net *n, const run *r, int dp, int tp, int step) {
     float in[TOKENS * D], a[TOKENS * H], da[TOKENS * H], wide[TOKENS * D];
     const int mine = TOKENS / r->tp, h = H / r->tp, first = tp * mine;
     fsdp_pre_forward(n->whole), fsdp_pre_forward(n->cut);
-    const float *g = (float *)fsdp_data(n->whole, 0);
-    const float *w1 = (float *)fsdp_data(n->cut, 0), *w2 = (float *)fsdp_data(n->cut, 1);
+    const float *g = fsdp_data_f32(n->whole, 0);
+    const float *w1 = fsdp_data_f32(n->cut, 0), *w2 = fsdp_data_f32(n->cut, 1);
     for (int i = 0; i < mine * D; i++) {
         x[i] = (float)sin(0.9 * ((dp * TOKENS + first) * D + i + 1) + step % 3);
         xg[i] = x[i] * g[i % D];
@@ -110,16 +110,16 @@ static float train(net *n, const run *r, int dp, int tp, int step) {
     fsdp_post_forward(n->cut), fsdp_post_forward(n->whole);
 
     fsdp_pre_backward(n->whole), fsdp_pre_backward(n->cut);
-    w1 = (float *)fsdp_data(n->cut, 0), w2 = (float *)fsdp_data(n->cut, 1);
+    w1 = fsdp_data_f32(n->cut, 0), w2 = fsdp_data_f32(n->cut, 1);
     fsdp_redistribute(n->scatter_grad, wide, dy); // of all tokens
     product(da, wide, w2, TOKENS, h, D, 0);
-    add_outer((float *)fsdp_grad(n->cut, 1), wide, a, TOKENS, D, h);
+    add_outer(fsdp_grad_f32(n->cut, 1), wide, a, TOKENS, D, h);
     for (int i = 0; i < TOKENS * h; i++) da[i] *= 1 - a[i] * a[i];
-    add_outer((float *)fsdp_grad(n->cut, 0), da, in, TOKENS, h, D);
+    add_outer(fsdp_grad_f32(n->cut, 0), da, in, TOKENS, h, D);
     product(wide, da, w1, TOKENS, D, h, 0); // addends
     fsdp_redistribute(n->gather_grad, dx, wide);
     fsdp_post_backward(n->cut);
-    float *dg = (float *)fsdp_grad(n->whole, 0); // addends: of my tokens
+    float *dg = fsdp_grad_f32(n->whole, 0); // addends: of my tokens
     for (int i = 0; i < mine * D; i++) dg[i % D] += dx[i] * x[i];
     fsdp_post_backward(n->whole);
     return loss;

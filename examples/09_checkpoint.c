@@ -27,7 +27,7 @@ typedef struct {
 static void my_init(void *user, const fsdp_param_view *rows) {
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = 0.1f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
+        fsdp_view_data_f32(rows)[k] = 0.1f * (float)sin(37.0 * (double)fsdp_view_index(rows, k));
 }
 
 // Forward and backward of one sample: y = x + W x in each layer; the task: the input reversed.
@@ -35,7 +35,7 @@ static float train(fsdp_unit **h, float scale, int place) {
     float x[L + 1][C], d[C], next[C], loss = 0;
     for (int i = 0; i < C; i++) x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + place % 24));
     for (int l = 0; l < L; l++) {
-        const float *w = (float *)fsdp_data(h[l], 0);
+        const float *w = fsdp_data_f32(h[l], 0);
         for (int i = 0; i < C; i++) {
             x[l + 1][i] = x[l][i];
             for (int j = 0; j < C; j++) x[l + 1][i] += w[i * C + j] * x[l][j];
@@ -46,8 +46,8 @@ static float train(fsdp_unit **h, float scale, int place) {
         loss += d[i] * d[i] / scale / 2;
     }
     for (int l = L - 1; l >= 0; l--) {
-        const float *w = (float *)fsdp_data(h[l], 0);
-        float *dw = (float *)fsdp_grad(h[l], 0);
+        const float *w = fsdp_data_f32(h[l], 0);
+        float *dw = fsdp_grad_f32(h[l], 0);
         for (int i = 0; i < C; i++) next[i] = d[i];
         for (int i = 0; i < C; i++)
             for (int j = 0; j < C; j++)

@@ -40,9 +40,8 @@ static fsdp_status by_cblas(void *user, void *stream, int64_t m, int64_t n, int6
 static void my_init(void *user, const fsdp_param_view *rows) {
     (void)user;
     for (int64_t k = 0; k < rows->numel; k++)
-        ((float *)rows->data)[k] = rows->ndim == 2
-                                       ? 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k))
-                                       : 0;
+        fsdp_view_data_f32(rows)[k] =
+            rows->ndim == 2 ? 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k)) : 0;
 }
 
 // What Muon has is not AdamW's: a negative group.
@@ -55,7 +54,7 @@ static float train(fsdp_unit **h, int place) {
     float x[L + 1][C], d[C], next[C], loss = 0;
     for (int i = 0; i < C; i++) x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + place));
     for (int l = 0; l < L; l++) {
-        const float *w = (float *)fsdp_data(h[l], 0), *b = (float *)fsdp_data(h[l], 1);
+        const float *w = fsdp_data_f32(h[l], 0), *b = fsdp_data_f32(h[l], 1);
         for (int i = 0; i < C; i++) {
             x[l + 1][i] = x[l][i] + b[i];
             for (int j = 0; j < C; j++) x[l + 1][i] += w[i * C + j] * x[l][j];
@@ -66,8 +65,8 @@ static float train(fsdp_unit **h, int place) {
         loss += d[i] * d[i] * (float)SAMPLES / 2;
     }
     for (int l = L - 1; l >= 0; l--) {
-        const float *w = (float *)fsdp_data(h[l], 0);
-        float *dw = (float *)fsdp_grad(h[l], 0), *db = (float *)fsdp_grad(h[l], 1);
+        const float *w = fsdp_data_f32(h[l], 0);
+        float *dw = fsdp_grad_f32(h[l], 0), *db = fsdp_grad_f32(h[l], 1);
         for (int i = 0; i < C; i++) next[i] = d[i], db[i] += d[i];
         for (int i = 0; i < C; i++)
             for (int j = 0; j < C; j++)

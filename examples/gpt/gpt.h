@@ -6,7 +6,7 @@
    whoever trains calls them in order.
 
    This file knows nothing about sharding. A transformer block gets its parameters as an array of
-   pointers in the order of `enum gpt_block_param`; they may come from malloc or from fsdp_data().
+   pointers in the order of `enum gpt_block_param`; they may come from malloc or from fsdp_data_f32().
 
    Gradients of PARAMETERS are always added (+=), gradients of activations are stored.
    Shapes stand in comments: B sequences, T positions, C channels, H heads, S = C/H channels of a

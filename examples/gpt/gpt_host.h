@@ -616,7 +616,7 @@ static float first_value(const job *j, const gpt_param_spec *spec, int ordinal, 
 static void init_rows(void *user, const fsdp_param_view *block) {
     const trainer *t = (const trainer *)user;
     const gpt_param_spec *spec = (const gpt_param_spec *)block->user;
-    float *data = (float *)block->data;
+    float *data = fsdp_view_data_f32(block);
     for (int64_t k = 0; k < block->numel; k++) {
         data[k] = first_value(t->j, spec, block->ordinal, fsdp_view_index(block, k));
     }

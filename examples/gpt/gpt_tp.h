@@ -207,7 +207,7 @@ static void tp_init_rows(void *user, const fsdp_param_view *block) {
     fsdp_param_view v;
     if (fsdp_tp_view(tp_of(t)->dm, block, &v)) return; // places are those in the whole tensor
     for (int64_t k = 0; k < v.numel; k++)
-        ((float *)v.data)[k] = first_value(t->j, &p->spec, p->ordinal, fsdp_view_index(&v, k));
+        fsdp_view_data_f32(&v)[k] = first_value(t->j, &p->spec, p->ordinal, fsdp_view_index(&v, k));
 }
 
 /* A tensor of the tp ranks: alike on all of dp, and on tp as `place` says. */

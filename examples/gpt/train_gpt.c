@@ -76,11 +76,11 @@ static fsdp_status build_model(trainer *t) {
 }
 
 static void unit_data(fsdp_unit *unit, int count, float **w) {
-    for (int i = 0; i < count; i++) w[i] = (float *)fsdp_data(unit, i);
+    for (int i = 0; i < count; i++) w[i] = fsdp_data_f32(unit, i);
 }
 
 static void unit_grad(fsdp_unit *unit, int count, float **g) {
-    for (int i = 0; i < count; i++) g[i] = (float *)fsdp_grad(unit, i);
+    for (int i = 0; i < count; i++) g[i] = fsdp_grad_f32(unit, i);
 }
 
 /* ---- one step: forward, backward, update ----------------------------------------------------- */

@@ -626,8 +626,8 @@ static void uses_what_getters_give(lab_rank *r) {
                 CALL(x.w, fsdp_pre_backward(x.u));
             }
             float *got = (float *)(wrong[i].dtype ? get(x.u, wrong[i].index, wrong[i].dtype)
-                                   : grad        ? fsdp_grad(x.u, wrong[i].index)
-                                                 : fsdp_data(x.u, wrong[i].index));
+                                   : grad         ? fsdp_grad(x.u, wrong[i].index)
+                                                  : fsdp_data(x.u, wrong[i].index));
             CHECK(lab_undefined(x.m, got));
             for (int k = 0; k < 40 * 4; k++) got[k] += 1; /* room for the largest parameter */
             REFUSED_AS(wrong[i].status, x.w, fsdp_finalize_backward(x.m), wrong[i].word);
@@ -714,6 +714,114 @@ static void dtypes_of_data(lab_rank *r) {
     CHECK_EQ_INT(fsdp_data_dtype(NULL, 0), FSDP_DTYPE_KEEP);
 }
 TEST(edges, dtype_of_data) { lab_run(2, NULL, dtypes_of_data, NULL); }
+
+/* bf16 parameters, asked for as floats: each checked getter names rank, unit, parameter and both
+   dtypes, what it gives has room for floats, and finalize fails. With the right dtype it gives what
+   the unchecked one does. */
+typedef struct rank_count {
+    const char *name;
+    int ranks;
+} rank_count;
+static const rank_count ranks_1_to_3[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}};
+enum { CHECKED = 12 * 4 };
+static void *getter(rig *x, const fsdp_param_view *v, int which, int f32, fsdp_dtype dtype) {
+    switch (2 * which + f32) {
+    case 0: return fsdp_data_as(x->u, 0, dtype);
+    case 1: return fsdp_data_f32(x->u, 0);
+    case 2: return fsdp_grad_as(x->u, 0, dtype);
+    case 3: return fsdp_grad_f32(x->u, 0);
+    case 4: return fsdp_view_data_as(v, dtype);
+    case 5: return fsdp_view_data_f32(v);
+    case 6: return fsdp_view_shard_as(v, dtype);
+    case 7: return fsdp_view_shard_f32(v);
+    case 8: return fsdp_view_grad_as(v, dtype);
+    default: return fsdp_view_grad_f32(v);
+    }
+}
+static void checked_getters(lab_rank *r) {
+    static const char *const says[] = {"data_as: parameter 'w' of unit 'unit0' is gathered as",
+                                       "grad_as: parameter 'w' of unit 'unit0' is gathered as",
+                                       "view_data_as: parameter 'w' of unit 'unit0' is stored as",
+                                       "view_shard_as: parameter 'w' of unit 'unit0' is stored as",
+                                       "view_grad_as: parameter 'w' of unit 'unit0' has a gradient "
+                                       "in"};
+    fsdp_param_desc p = fsdp_mat("w", 12, 4);
+    fsdp_param_view v;
+    rig x;
+    p.dtype = FSDP_BF16; /* so that it is gathered and reduced in bf16, too */
+    rig_open(&x, r->w, NULL, &p, 1);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    memset(fsdp_grad_as(x.u, 0, FSDP_BF16), 0, CHECKED * 2);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    v = lab_view(x.w, x.u, 0);
+    CHECK(v.dtype == FSDP_BF16 && v.grad_dtype == FSDP_BF16 && v.shard_grad);
+    for (int which = 0; which < 5; which++)
+        for (int f32 = 0; f32 < 2; f32++) {
+            const fsdp_dtype asked = f32 ? FSDP_F32 : FSDP_F64;
+            char text[256];
+            forward(&x);
+            CALL(x.w, fsdp_pre_backward(x.u));
+            void *const right[] = {fsdp_data(x.u, 0), fsdp_grad(x.u, 0), v.data, v.shard,
+                                   v.shard_grad};
+            CHECK(getter(&x, &v, which, 0, FSDP_BF16) == right[which]);
+            char *got = (char *)getter(&x, &v, which, f32, asked);
+            CHECK(lab_undefined(x.m, got));
+            memset(got, 1,
+                   CHECKED * fsdp_dtype_size(asked)); /* the whole parameter, as it thinks */
+            CALL(x.w, fsdp_post_backward(x.u));
+            snprintf(text, sizeof text, "rank %d: [E230] %s bf16, but you ask for %s: ask for bf16",
+                     r->rank, says[which], f32 ? "f32" : "f64");
+            REFUSED(x.w, fsdp_finalize_backward(x.m), text);
+            CALL(x.w, fsdp_finalize_backward(x.m)); /* once */
+        }
+    memset(&v, 0, sizeof v); /* one that has failed, and none */
+    for (int which = 4; which < 10; which += 2) CHECK(!getter(&x, &v, which / 2, 0, FSDP_F32));
+    for (int which = 4; which < 10; which += 2) CHECK(!getter(&x, NULL, which / 2, 1, FSDP_F32));
+}
+TEST_P(edges, checked_getters, ranks_1_to_3) { lab_run(row->ranks, NULL, checked_getters, NULL); }
+
+/* The loop of a trainer that takes bf16 for floats: finalize stops it in its first step, one line is
+   logged for each getter, and no parameter has changed. */
+static int lines_of_dtypes;
+static void count_dtypes(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)code, (void)rank, (void)user;
+    lines_of_dtypes += strstr(text, "[E230]") != NULL;
+}
+static void fill_wrongly(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        ((double *)fsdp_view_data_as(block, FSDP_F64))[k] = 1;
+}
+TEST(edges, bf16_taken_for_floats_stops_at_finalize) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "dtypes", 0);
+    fsdp_param_desc p = fsdp_mat("w", 64, 3);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_world *w;
+    rig x;
+    float before[64 * 3], after[64 * 3];
+    d.logger.log = count_dtypes;
+    md.param_dtype = FSDP_BF16;
+    CHECK_OK(fsdp_init(&d, &w));
+    rig_open(&x, w, &md, &p, 1);
+    for (int i = 0; i < 64 * 3; i++) before[i] = (float)i / 8;
+    CALL(w, fsdp_param_load(x.u, 0, before));
+    CALL(w, fsdp_pre_forward(x.u));
+    for (int i = 0; i < 64 * 3; i++) fsdp_data_f32(x.u, 0)[i] += 1; /* its own memory */
+    CALL(w, fsdp_post_forward(x.u));
+    CALL(w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 64 * 3; i++) fsdp_grad_f32(x.u, 0)[i] += 1;
+    CALL(w, fsdp_post_backward(x.u));
+    REFUSED(w, fsdp_finalize_backward(x.m), "[E230]");
+    CHECK_EQ_INT(lines_of_dtypes, 2);
+    CALL(w, fsdp_param_full(x.u, 0, after));
+    CHECK_EQ_MEM(before, after, sizeof before);
+    CALL(w, fsdp_init_params(x.m, fill_wrongly, NULL)); /* shards are f32 */
+    REFUSED(w, fsdp_finalize_backward(x.m), "view_data_as: parameter 'w' of unit 'unit0'");
+    CHECK_EQ_INT(lines_of_dtypes, 3);
+    CHECK_OK(fsdp_shutdown(w));
+}
 
 /* A gather of the own kind: it goes on when the test says so, and reads the shard last. */
 typedef struct {

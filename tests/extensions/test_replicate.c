@@ -1696,6 +1696,34 @@ TEST(replicate_errors, too_early) {
     run(&c, 2, 0);
 }
 
+/* A getter that is asked for another dtype fails, and gives the parameter to no one. */
+static void wrong_dtypes(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("w", 6, 4), fsdp_vec("b", 6)};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_replicate_desc rd = FSDP_ZERO;
+    fsdp_replicate *rep;
+    md.param_dtype = FSDP_BF16;
+    fsdp_model *m = lab_model(r->w, &md);
+    rd.params = p, rd.num_params = 2;
+    CALL(r->w, fsdp_replicate_create(m, &rd, &rep));
+    for (int wrong = 0; wrong < 2; wrong++) {
+        CALL(r->w, fsdp_replicate_pre_forward(rep));
+        CHECK(fsdp_replicate_data_as(rep, 0, FSDP_BF16) == fsdp_replicate_data(rep, 0));
+        if (wrong) CHECK(lab_undefined(m, fsdp_replicate_data_f32(rep, 0)));
+        CALL(r->w, fsdp_replicate_post_forward(rep));
+        for (int i = 1; i >= 0; i--) {
+            void *grad = fsdp_replicate_grad(rep, i);
+            CHECK(fsdp_replicate_grad_as(rep, i, FSDP_BF16) == grad);
+            if (wrong) CHECK(lab_undefined(m, fsdp_replicate_grad_f32(rep, i)));
+            CALL(r->w, fsdp_replicate_ready(rep, i, 1));
+        }
+        CALL(r->w, fsdp_replicate_post_backward(rep));
+        if (!wrong) CALL(r->w, fsdp_finalize_backward(m));
+        else REFUSED(r->w, fsdp_finalize_backward(m), "is gathered as bf16, but you ask for f32");
+    }
+}
+TEST(replicate_errors, dtypes) { lab_run(2, NULL, wrong_dtypes, NULL); }
+
 /* A parameter is sharded or replicated, not both. */
 static void both(lab_rank *r) {
     const fsdp_param_desc in_unit = fsdp_mat("w", 4, 4);
