@@ -221,13 +221,13 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (11870), $((text / 1024)) KB of .text (180)," \
+    echo "note: fsdp.h and core/: $lines lines (11898), $((text / 1024)) KB of .text (180)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 11870 ] || die 'fsdp.h and core/ are too long'
+    [ "$lines" -lt 11898 ] || die 'fsdp.h and core/ are too long'
     [ "$text" -le $((180 * 1024)) ] || die 'too much code'
 }
 
