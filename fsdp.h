@@ -152,7 +152,10 @@ STEP BY STEP
     Microbatches: call fsdp_set_requires_gradient_sync(model, NULL, 0) before the first one and
     fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one. Each of them ends with
     fsdp_finalize_backward. Step 4 comes after the last one. The gradients of microbatches are
-    added: LOSS PER TOKEN says what divides them.
+    added: LOSS PER TOKEN says what divides them. Without sync each unit keeps a full gradient until
+    the last microbatch: as many bytes as the whole model in the dtype of fsdp_grad, or in
+    reduce_dtype if gradients are cast before they are reduced (fsdp_model_predict_step). To save
+    this memory leave sync on: each microbatch is reduced, and added to the sharded gradient.
     Evaluation: on all ranks call fsdp_set_grad_enabled(model, 0), run forwards, call
     fsdp_set_grad_enabled(model, 1). If more units were open at a time than in training,
     fsdp_pools_trim frees their slots.
@@ -1560,12 +1563,24 @@ typedef struct fsdp_memory {
    fsdp_model_predict - what will be allocated after a training step. It assumes one forward of
    every unit in the order of creation and one backward in the reverse order; if the model reshards
    after forward, units that never do are open while those that do run. It allocates nothing on the
-   device. It does not count gradients kept without sync, scratch of fsdp_param_full and buffers of
-   extensions
+   device. It does not count scratch of fsdp_param_full and buffers of extensions: plans, states of
+   optimizers, averages
+   fsdp_model_predict_step - the same of a step of microbatches that differ from the last one
+   desc        NULL: one microbatch. What the model is set to now does not count
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Allocates   predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
+typedef struct fsdp_predict_desc {
+    uint32_t size, start_canary;
+    int32_t without_sync;       // 1: fsdp_set_requires_gradient_sync 0 before the last microbatch
+    int32_t without_all_reduce; // 1: fsdp_set_requires_all_reduce 0
+    int32_t without_reshard;    // 1: fsdp_set_reshard_after_backward 0
+    int32_t reserved;
+    uint64_t end_canary;
+} fsdp_predict_desc;
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);
+FSDP_API fsdp_status fsdp_model_predict_step(const fsdp_model *model, const fsdp_predict_desc *desc,
+                                             fsdp_memory *out);
 
 /* fsdp_unit_memory - memory of one unit. SHARD, SHARD_GRAD: its part of shards and gradients. Other
    pools: bytes of one slot that it takes, and in pool_slots how many it holds now.

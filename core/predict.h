@@ -46,6 +46,23 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
     return fsdpi_finalize(m);
 }
 
+// Two microbatches that keep what `step` says, since the second one meets what the first one has
+// kept, and the last one.
+static fsdp_status fsdpi_rehearse_step(fsdp_model *m, const fsdp_predict_desc *step) {
+    const int keeps = step->without_sync | step->without_all_reduce | step->without_reshard;
+    for (int left = keeps ? 2 : 0; left >= 0; left--) {
+        for (int i = 0; i < m->num_units; i++) {
+            fsdpi_options *o = &m->units[i]->options;
+            o->sync = !left || !step->without_sync;
+            o->all_reduce = o->sync && (!left || !step->without_all_reduce);
+            o->reshard_after_backward = !left || !step->without_reshard;
+            fsdpi_unit_facts(m->units[i]);
+        }
+        FSDPI_TRY(fsdpi_rehearse(m));
+    }
+    return FSDP_OK;
+}
+
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     size_t parts = (size_t)u->desc.num_params * sizeof *u->layout.parts,
@@ -66,7 +83,6 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     copy->use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
     memset(copy->use, 0, 8 * (size_t)u->use_words);
     copy->state = fsdpi_state_new();
-    copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
     fsdpi_unit_facts(copy);
     return copy;
 }
@@ -152,7 +168,8 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
 // A copy of the model that has run a step and counted the memory. change: NULL: none, and failures
 // have texts. *out: to be freed in any case.
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change,
-                                 fsdp_model **out) {
+                                 const fsdp_predict_desc *step, fsdp_model **out) {
+    const fsdp_predict_desc whole = FSDP_ZERO;
     fsdp_world *w = m->world;
     if (m->num_units == 0 && !change)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
@@ -179,7 +196,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change
         if (!status && change) status = fsdpi_change_unit(dry->units[i], change);
     }
     if (!status) status = fsdpi_commit(dry);
-    if (!status) status = fsdpi_rehearse(dry);
+    if (!status) status = fsdpi_rehearse_step(dry, step ? step : &whole);
     if (!status || change) return status;
     return fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status));
 }
@@ -189,7 +206,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     fsdp_model *dry = NULL;
     if (!model) return fsdpi_null(NULL, "model_reserve", "model");
     FSDPI_TRY(fsdpi_commit(model));
-    fsdp_status status = fsdpi_dry_run(model, NULL, &dry);
+    fsdp_status status = fsdpi_dry_run(model, NULL, NULL, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) {
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(model, wanted->pool, wanted->bytes);
@@ -201,16 +218,22 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     return fsdpi_fail_together(model->world, status);
 }
 
-FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
+FSDP_API fsdp_status fsdp_model_predict_step(const fsdp_model *model, const fsdp_predict_desc *desc,
+                                             fsdp_memory *out) {
     fsdp_model *dry = NULL;
+    fsdp_predict_desc step;
     if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
-    fsdp_status status = fsdpi_dry_run(model, NULL, &dry);
+    FSDPI_TRY(fsdp_desc_read(model->world, &step, desc, sizeof step, "fsdp_predict_desc"));
+    fsdp_status status = fsdpi_dry_run(model, NULL, &step, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
         out->host_bytes = model->host_bytes;
     }
     fsdpi_dry_free(dry);
     return status;
+}
+FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
+    return fsdp_model_predict_step(model, NULL, out);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -228,7 +251,7 @@ static int64_t fsdpi_on_device(const fsdp_model *m) {
 // What it needs with a change; INT64_MAX: that cannot be predicted.
 static int64_t fsdpi_need(const fsdp_model *m, const fsdpi_change *change) {
     fsdp_model *dry = NULL;
-    int64_t bytes = fsdpi_dry_run(m, change, &dry) ? INT64_MAX : fsdpi_on_device(dry);
+    int64_t bytes = fsdpi_dry_run(m, change, NULL, &dry) ? INT64_MAX : fsdpi_on_device(dry);
     fsdpi_dry_free(dry);
     return bytes;
 }
@@ -262,7 +285,7 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
     const int64_t held = fsdpi_on_device(m);
     fsdp_model *dry = NULL;
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
-    const fsdp_status status = fsdpi_dry_run(m, &none, &dry);
+    const fsdp_status status = fsdpi_dry_run(m, &none, NULL, &dry);
     const int64_t need = status ? 0 : fsdpi_on_device(dry);
     double unit = 1;
     int k = 0; // of all numbers of the text

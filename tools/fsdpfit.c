@@ -25,7 +25,6 @@
 #include <string.h>
 
 enum { EXIT_FULL = 1, MOST_RANKS = FSDPI_FAKE_RANKS };
-#define LAYERS     "(^|\\.)(layers|h|blocks)\\.[0-9]+\\."
 #define BY_COLUMNS "(o_proj|down_proj|out_proj|wo|w2)\\.[a-z]+$" // tp cuts dim 1, else dim 0
 
 // What one run may have otherwise than another.
@@ -33,6 +32,7 @@ typedef struct setting {
     int replicas, shards, tp; // ranks of each dim of the mesh
     fsdp_dtype param;
     int reshard, offload;
+    int keeps; // microbatches before the last one are not reduced
 } setting;
 
 typedef struct outcome {                           // bytes of one rank
@@ -45,7 +45,7 @@ typedef struct outcome {                           // bytes of one rank
 static struct {
     setting s;
     fsdp_dtype store, reduce;
-    int ranks, lanes, streams, search;
+    int ranks, lanes, streams, search, before; // before: microbatches before the last one
     int64_t limit, reserve, activations;
     int optimizer; // of optimizers
     int ema;
@@ -57,19 +57,6 @@ static struct {
 
 static int expected(const char *where, const char *what) {
     return complain("[E470] %s: expected %s; --help explains", where, what);
-}
-
-// "12.40 GiB", in one of four buffers that take turns.
-static const char *gib(int64_t bytes) {
-    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
-    static char texts[4][24];
-    static unsigned turn;
-    char *out = texts[turn++ % 4];
-    double x = (double)bytes;
-    int u = 0;
-    for (; x >= 1024 && u < 5; u++) x /= 1024;
-    snprintf(out, sizeof texts[0], u ? "%.2f %s" : "%.0f %s", x, units[u]);
-    return out;
 }
 
 /* ---- a run ----------------------------------------------------------------------------------- */
@@ -225,6 +212,7 @@ static fsdp_status make_optimizer(run *x, outcome *out, fsdp_muon **muon) {
 static int run_it(const setting *s, outcome *out, int show) {
     run x;
     fsdp_memory predicted;
+    fsdp_predict_desc kept = FSDP_ZERO;
     fsdp_muon *muon = NULL;
     fsdp_ema *ema;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
@@ -245,11 +233,15 @@ static int run_it(const setting *s, outcome *out, int show) {
     for (int step = 0; step < 2 && !status; step++) {
         (void)fsdp_model_counters(x.m, &before);
         x.fake.bus_bytes = 0;
-        status = fsdpi_rehearse(x.m);
+        for (int left = want.before; left >= 0 && !status; left--) {
+            status = fsdp_set_requires_gradient_sync(x.m, NULL, !left || !s->keeps);
+            if (!status) status = fsdpi_rehearse(x.m);
+        }
         if (!status && muon && !s->offload) status = fsdp_muon_step(muon, 0);
         if (!status) status = fsdp_zero_grad(x.m);
     }
-    if (!status) status = fsdp_model_predict(x.m, &predicted);
+    kept.without_sync = s->keeps;
+    if (!status) status = fsdp_model_predict_step(x.m, &kept, &predicted);
     if (status) return complain("[E477] the library refuses: %s", fsdp_last_error(x.w));
     (void)fsdp_model_counters(x.m, &after);
     (void)fsdp_model_memory(x.m, &out->memory);
@@ -334,19 +326,22 @@ static int search(option found[256], int *n) { // no number up to MOST_RANKS has
 
 // 0, or an exit status.
 static int show_what_fits(void) {
-    static const char *const words[] = {"--reshard 1", "--param bf16", "cpu_offload", "", ""};
-    option found[5], meshes[256];
+    static const char *const words[] = {"--reshard 1", "--param bf16", "cpu_offload",
+                                        "sync on in all microbatches"};
+    option found[6], meshes[256];
     int n = 0, bad = search(meshes, &n);
     found[n = 0] = meshes[0];
-    for (int way = 0; way < 5 && !bad; way++) {
+    for (int way = 0; way < 6 && !bad; way++) {
         option *x = &found[n];
-        if (way) x->s = want.s, snprintf(x->what, sizeof x->what, "%s", words[way - 1]);
+        if (way) x->s = want.s;
+        if (way && way < 5) snprintf(x->what, sizeof x->what, "%s", words[way - 1]);
         if (way == 1) x->s.reshard = FSDP_RESHARD_ALWAYS;
         if (way == 2) x->s.param = FSDP_BF16;
-        if (way == 3) x->s.offload = want.optimizer != MUON || !want.streams; // which refuses it
-        if (way < 4 && !memcmp(&x->s, &want.s, sizeof x->s)) continue;
-        if (way) bad = way < 4 ? run_it(&x->s, &x->o, 0) : more_shards(x);
-        if (way == 4)
+        if (way == 3) x->s.offload = want.streams && want.optimizer != MUON; // which refuses it
+        if (way == 4) x->s.keeps = 0;
+        if (way < 5 && !memcmp(&x->s, &want.s, sizeof x->s)) continue;
+        if (way) bad = way < 5 ? run_it(&x->s, &x->o, 0) : more_shards(x);
+        if (way == 5)
             snprintf(x->what, sizeof x->what, "%d ranks in place of %d",
                      x->s.replicas * x->s.shards * x->s.tp, want.ranks);
         n += fits(&x->o);
@@ -355,6 +350,14 @@ static int show_what_fits(void) {
     printf(n ? "it fits with one of these:\n" : "no single change that is tried makes it fit\n");
     if (n) show_options(found, n);
     return 0;
+}
+
+static int no_verdict(void) {
+    return complain(
+        "[E1010] whether it fits is not known: %lld bytes of integers or packed weights "
+        "are left out, which may be more parameters than the %lld that count. Give the "
+        "files of the model before it was quantised, or its shapes as lines",
+        (long long)list.packed, (long long)list.numel);
 }
 
 static void line(const char *what, int64_t bytes) {
@@ -367,6 +370,7 @@ static int show_meshes(void) {
     if (bad) return bad;
     printf("the best of %d meshes, replicas x shards:\n", n);
     show_options(found, n);
+    if (want.limit && is_packed() && fits(&found[0].o)) return no_verdict();
     return fits(&found[0].o) ? 0 : EXIT_FULL;
 }
 
@@ -389,16 +393,19 @@ static int show(void) {
     line("of this in pinned memory of the host", o.host);
     line("on the device", o.need);
     line("moved in a step: received from other ranks, or copied to or from the host", o.moved);
-    printf("not counted: gradients without sync, fsdp_param_full, extensions, drivers and NCCL%s\n",
+    printf("not counted: %sfsdp_param_full, extensions, drivers and NCCL%s\n",
+           want.s.keeps ? "" : "gradients without sync (--no-sync), ",
            !want.s.offload  ? ""
            : want.optimizer ? ", and the optimizer's states on the host"
            : want.ema       ? ", and the average on the host"
                             : "");
     const int64_t room = want.limit - want.reserve, left = room - o.need;
     if (!want.limit) return 0;
+    if (is_packed() && left >= 0) return no_verdict();
     printf("%s: %s %s %s (%s less a reserve of %s)\n", left < 0 ? "does not fit" : "fits",
            gib(left < 0 ? -left : left), left < 0 ? "too much for" : "are left of", gib(room),
            gib(want.limit), gib(want.reserve));
+    if (is_packed()) return EXIT_FULL;
     return fits(&o) ? 0 : show_what_fits() ? EXIT_UNREADABLE : EXIT_FULL;
 }
 
@@ -421,11 +428,12 @@ static const struct known {
     {"--ema", "an average of the weights (fsdp_ema_create)", 'f', &want.ema},
     {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
+    {"--no-sync", "N microbatches before the last one are not reduced", 'n', &want.before},
     {"--lanes", "1 or 2 worker threads run collectives", 'n', &want.lanes},
     {"--limit", "bytes of a device, as 80GiB or 80GB", 'b', &want.limit},
     {"--reserve", "bytes of it that others need", 'b', &want.reserve},
     {"--activations", "bytes of yours: they are not guessed", 'b', &want.activations},
-    {"--unit", "regex: where the name of a unit ends; default " LAYERS, 'r', &want.rules.unit},
+    {"--unit", "regex: where the name of a unit ends; default by numbers", 'r', &want.rules.unit},
     {"--skip", "regex: tensors that are no parameters", 'r', &want.rules.skip},
     {"--search", "the ten best of all meshes RxS", 'f', &want.search}};
 static const struct known *const options_end = options + sizeof options / sizeof *options;
@@ -471,6 +479,7 @@ static int read_value(const struct known *o, const char *v) {
     case 'r':
         regfree((regex_t *)o->to);
         good = !regcomp((regex_t *)o->to, v, REG_EXTENDED);
+        want.rules.by_regex |= o->to == &want.rules.unit;
         break;
     case 'd':
         for (*n = FSDP_F32; !good && *n <= FSDP_BF16; *n += !good)
@@ -504,13 +513,16 @@ static int read_arguments(int argc, char **argv, int *paths) {
     if (!bad && !want.s.shards) want.s.shards = want.ranks / want.s.tp, want.s.replicas = 1;
     if (!bad && (int64_t)want.s.replicas * want.s.shards * want.s.tp != want.ranks)
         bad = expected("--mesh", "a mesh of N ranks, with --tp N / T");
+    if (!bad && want.s.offload && !want.streams)
+        bad = expected("--cpu-offload", "--streams: without it the host's memory is the device's, "
+                                        "and nothing is saved");
     return bad;
 }
 
 int main(int argc, char **argv) {
     int paths = 0;
     want.s.tp = want.s.reshard = 1, want.store = FSDP_F32, want.optimizer = ADAMW;
-    int bad = regcomp(&want.rules.unit, LAYERS, REG_EXTENDED) |
+    int bad = regcomp(&want.rules.unit, "^$", REG_EXTENDED) |
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
     (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
@@ -518,6 +530,7 @@ int main(int argc, char **argv) {
     const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
     if (!bad && !asks) bad = read_arguments(argc, argv, &paths);
     if (!want.s.param) want.s.param = want.store;
+    want.s.keeps = want.before > 0;
     if (!want.s.reshard) want.s.reshard = FSDP_RESHARD_NEVER;
     for (int i = 1; i <= paths && !bad; i++) bad = read_path(argv[i], &want.rules);
     if (!bad && !asks) bad = sort_shapes();

@@ -63,7 +63,7 @@ typedef struct {
     unit units[MAX_UNITS];
     int count;
     fsdp_dtype dtype, param, reduce;
-    int never, lanes, plain, debug;
+    int never, lanes, plain, debug, replicas; /* replicas: 0, or of HSDP */
     int64_t direct_min;
 } net;
 
@@ -156,6 +156,7 @@ typedef struct {
 
 static void build(job *x, const net *n, fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
     memset(x, 0, sizeof *x);
     x->net = n;
     x->world = world;
@@ -169,6 +170,13 @@ static void build(job *x, const net *n, fsdp_world *world) {
     md.fill_bytes = 4096;
     md.direct_min = n->direct_min;
     if (n->never) md.reshard_after_forward = FSDP_RESHARD_NEVER;
+    if (n->replicas) {
+        static const char *const names[2] = {"replicate", "shard"};
+        const int32_t shape[2] = {n->replicas, x->size / n->replicas};
+        CALL(world, fsdp_mesh_info_init(lab_mesh(world, 2, shape, names, NULL), FSDP_MESH_INFO_HSDP,
+                                        1, 0, &info));
+        md.mesh_info = &info;
+    }
     CALL(world, fsdp_model_create(world, &md, &x->model));
     for (int u = 0; u < n->count; u++) {
         fsdp_param_desc pd[MAX_PARAMS];
@@ -375,6 +383,50 @@ TEST_P(memory, prediction_of_processes, worlds, RANKS(row->world)) {
 }
 TEST_P(long_memory, prediction, worlds, SECONDS(300) | NIGHT) {
     predict_all(row->world, 4000 / row->world, 1);
+}
+
+/* Microbatches that are not reduced, not reduced over the replicas, or keep their parameters: one
+   model for each set of these, and more microbatches than the prediction walks. */
+static void predict_kept(job *x, void *arg) {
+    const net *n = x->net;
+    fsdp_world *w = x->world;
+    for (int kept = 1; kept < 8; kept++) {
+        fsdp_predict_desc d = FSDP_ZERO;
+        fsdp_memory predicted, measured;
+        d.without_sync = kept & 1, d.without_all_reduce = kept >> 1 & 1;
+        d.without_reshard = kept >> 2 & 1;
+        CALL(w, fsdp_model_predict_step(x->model, &d, &predicted));
+        for (int left = 7; left >= 0; left--) { /* two steps */
+            const int keeps = left % 4 ? kept : 0;
+            CALL(w, fsdp_set_requires_gradient_sync(x->model, NULL, !(keeps & 1)));
+            if (keeps & 2) CALL(w, fsdp_set_requires_all_reduce(x->model, NULL, 0));
+            CALL(w, fsdp_set_reshard_after_backward(x->model, NULL, !(keeps & 4)));
+            train_step(x, 1);
+            if (left % 4 == 0) optimize(x);
+        }
+        CALL(w, fsdp_model_memory(x->model, &measured));
+        same_memory(&predicted, &measured, "after microbatches");
+        CALL(w, fsdp_model_predict(x->model, &predicted));
+        if (kept & 1 && x->rank == 0)
+            *(int64_t *)arg += measured.total_bytes - predicted.total_bytes;
+        fsdp_model_destroy(x->model);
+        build(x, n, w);
+    }
+}
+static const struct {
+    const char *name;
+    int world, replicas;
+} kept_worlds[] = {{"1", 1, 0}, {"2", 2, 0},   {"3", 3, 0},
+                   {"4", 4, 0}, {"2x2", 4, 2}, {"3x1", 3, 3}};
+TEST_P(memory, prediction_of_microbatches, kept_worlds,
+       RANKS(row->world) | (row->world > 2 ? SLOW : 0)) {
+    uint64_t state = h_seed() * 79 + (uint64_t)row->world;
+    const int count = 48 / row->world;
+    int64_t more = 0;
+    net *list = make_nets(&state, count, 4, 6, 1);
+    for (int i = 0; i < count; i++) list[i].replicas = row->replicas;
+    on_nets(row->world, 0, list, count, predict_kept, &more);
+    CHECK_MSG(more > 0, "microbatches without sync keep nothing");
 }
 
 /* ---- formulas -------------------------------------------------------------------------------- */

@@ -91,7 +91,7 @@ typedef struct net {
     int params[MAX_UNITS], ndim[MAX_UNITS][MAX_PARAMS];
     int64_t shape[MAX_UNITS][MAX_PARAMS][3];
     fsdp_dtype store, param, reduce;
-    int lanes, tp, replicas;
+    int lanes, tp, replicas, before; /* before: microbatches without sync before the last one */
 } net;
 
 static net random_net(uint64_t *state) {
@@ -107,6 +107,7 @@ static net random_net(uint64_t *state) {
     n.store = kind[0], n.param = kind[1], n.reduce = kind[2];
     n.units = 1 + lab_pick(state, MAX_UNITS), n.root = lab_pick(state, 2);
     n.never = lab_pick(state, 4) == 0, n.lanes = lab_pick(state, 3);
+    n.before = lab_pick(state, 2) ? lab_pick(state, 4) : 0;
     n.tp = n.replicas = 1;
     const int alike = lab_pick(state, 2);
     for (int u = 0; u < n.units; u++) {
@@ -146,9 +147,10 @@ static void write_net(const net *n) {
 }
 static int fit_net(const net *n, int ranks, const char *more) {
     write_net(n);
-    return fit("%s --ranks %d --mesh %dx%d --tp %d --store %s --reshard %d %s%s %s%s %s%s %s",
+    return fit("%s --ranks %d --mesh %dx%d --tp %d --store %s --reshard %d --no-sync %d %s%s %s%s "
+               "%s%s %s",
                path_of("net"), ranks, n->replicas, ranks / n->replicas / n->tp, n->tp,
-               fsdp_dtype_name(n->store), !n->never, n->param ? "--param " : "",
+               fsdp_dtype_name(n->store), !n->never, n->before, n->param ? "--param " : "",
                n->param ? fsdp_dtype_name(n->param) : "", n->reduce ? "--reduce " : "",
                n->reduce ? fsdp_dtype_name(n->reduce) : "", n->lanes ? "--lanes=" : "",
                n->lanes == 2 ? "2"
@@ -208,7 +210,9 @@ static void train_net(built *b, fsdp_world *w, const net *n) {
     for (int u = 0; u < n->units; u++) build_unit(b, w, dm, n, u, dm != NULL);
     int reshards = 0;
     for (int u = 0; u < b->count; u++) reshards |= !b->is_open[u];
-    for (int k = 0; k < 4; k++, reshards &= 1) { /* forward, backward, twice */
+    for (int k = 0; k < 4 * (n->before + 1); k++) { /* forward, backward of microbatches, twice */
+        const int ends = k / 2 % (n->before + 1) == n->before;
+        CALL(w, fsdp_set_requires_gradient_sync(b->m, NULL, ends));
         for (int pass = 0; pass < 3; pass++)
             for (int i = 0; i < b->count; i++) {
                 const int u = k % 2 ? b->count - 1 - i : i;
@@ -222,7 +226,7 @@ static void train_net(built *b, fsdp_world *w, const net *n) {
                          k % 2 ? fsdp_post_backward(b->units[u]) : fsdp_post_forward(b->units[u]));
             }
         if (k % 2) CALL(w, fsdp_finalize_backward(b->m));
-        if (k % 2) CALL(w, fsdp_zero_grad(b->m));
+        if (k % 2 && ends) CALL(w, fsdp_zero_grad(b->m));
     }
 }
 
@@ -305,9 +309,11 @@ static int64_t states_of(const net *n, int64_t numel) {
 
 static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
     uint64_t state = h_seed() * 31 + (uint64_t)ranks;
-    nets n = {count, (net *)lab_zeros((size_t)count, sizeof(net)),
+    nets n = {count,
+              (net *)lab_zeros((size_t)count, sizeof(net)),
               (fsdp_memory *)lab_zeros((size_t)count, sizeof(fsdp_memory)),
-              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)), NULL,
+              (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)),
+              NULL,
               (int64_t *)lab_zeros((size_t)count, sizeof(int64_t))};
     static const char moved[] = "moved in a step: received from other ranks, or copied to or from "
                                 "the host";
@@ -501,7 +507,9 @@ TEST(fsdpfit, published_models) {
     CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --ema", path_of("8b.safetensors")), 0);
     CHECK_EQ_INT(bytes_of("average of the weights"), 6 * (int64_t)8030261248 / 8);
     CHECK_EQ_INT(bytes_of("adamw"), 8 * (int64_t)8030261248 / 8);
-    CHECK_EQ_INT(fit("%s --ranks 8 --ema --cpu-offload --optimizer none", path_of("8b.safetensors")), 0);
+    CHECK_EQ_INT(fit("%s --ranks 8 --ema --streams --cpu-offload --optimizer none",
+                     path_of("8b.safetensors")),
+                 0);
     CHECK_EQ_INT(bytes_of("average of the weights"), 0);
     says(", and the average on the host\n");
 }
@@ -524,6 +532,193 @@ TEST(fsdpfit, llama_70b_on_131072_ranks) {
     for (const char *p = output; (p = strstr(p, "  --mesh ")) != NULL; p++) lines++;
     CHECK_EQ_INT(lines, 10);
     CHECK_MSG(resident_kib < 64 * 1024, "%ld KiB are resident", resident_kib);
+}
+
+/* ---- what is no parameter -------------------------------------------------------------------- */
+
+static void two_layers(void) {
+    tensor(FSDP_F32, 2, 64, 32, "embed.weight");
+    for (int i = 0; i < 2; i++) tensor(FSDP_F32, 2, 32, 32, "layers.%d.w", i);
+}
+static int64_t need_of(const char *leaf) {
+    write_headers(leaf);
+    CHECK_EQ_INT(fit("%s --ranks 2", path_of(leaf)), 0);
+    return bytes_of("on the device");
+}
+
+TEST(fsdpfit, states_are_no_parameters) {
+    two_layers();
+    const int64_t need = need_of("model.safetensors");
+    CHECK(!strstr(output, "left out:"));
+    two_layers();
+    for (int i = 0; i < 2; i++) {
+        tensor(FSDP_F32, 2, 32, 32, "optim.state.layers.%d.w.exp_avg", i);
+        tensor(FSDP_F32, 2, 32, 32, "optim.state.layers.%d.w.slow.ema", i);
+        tensor(FSDP_F64, 1, 1, 0, "optim.state.layers.%d.w.step", i);
+    }
+    tensor(FSDP_F64, 1, 5, 0, "fsdp.grad_scaler.state");
+    tensor(FSDP_U8, 1, 8, 0, "fsdp.blob.place");
+    tensor(FSDP_F32, 2, 32, 32, "optimizer.state.layers.0.w.exp_avg");
+    tensor(FSDP_F32, 2, 32, 32, "model_ema.layers.0.w");
+    CHECK_EQ_INT(need_of("run.safetensors"), need);
+    says("3 parameters in 3 units; 10 tensors are left out\n");
+    says("left out: 10 tensors, 24.06 KiB: states of a training: ");
+    says(" optim.state.layers.*.w.slow.ema");
+}
+
+TEST(fsdpfit, buffers_are_named_and_left_out) {
+    two_layers();
+    const int64_t need = need_of("model.safetensors");
+    two_layers();
+    tensor(FSDP_F32, 1, 32, 0, "bn.running_mean");
+    tensor(FSDP_F32, 1, 32, 0, "bn.running_var");
+    tensor(FSDP_I64, 1, 1, 0, "bn.num_batches_tracked");
+    tensor(FSDP_F32, 1, 16, 0, "layers.0.rotary_emb.inv_freq");
+    tensor(FSDP_F32, 2, 64, 64, "layers.0.attn.bias"); /* a mask */
+    CHECK_EQ_INT(need_of("buffers.safetensors"), need);
+    says(": buffers: ");
+    says(" bn.running_mean");
+    says(" layers.*.rotary_emb.inv_freq");
+    says(" layers.*.attn.bias");
+    two_layers();
+    tensor(FSDP_F32, 1, 64, 0, "layers.0.attn.bias"); /* none */
+    CHECK(need_of("bias.safetensors") > need);
+}
+
+/* What is packed: its dtype and name, and those of its scales. */
+static const struct {
+    const char *name, *packed, *scale;
+    fsdp_dtype dtype;
+    int64_t rows;
+} packed[] = {
+    {"mxfp4", "layers.%d.experts.up_blocks", "layers.%d.experts.up_scales", FSDP_U8, 4096},
+    {"gptq", "layers.%d.up.qweight", "layers.%d.up.scales", FSDP_I32, 1024},
+    {"bitsandbytes 4", "layers.%d.up.weight", "layers.%d.up.weight.absmax", FSDP_U8, 4096},
+    {"bitsandbytes 8", "layers.%d.up.weight", "layers.%d.up.SCB", FSDP_I8, 4096},
+    {"compressed", "layers.%d.up.weight_packed", "layers.%d.up.weight_scale", FSDP_I32, 1024}};
+TEST_P(fsdpfit, packed_weights_have_no_verdict, packed) {
+    two_layers();
+    const int64_t need = need_of("model.safetensors");
+    two_layers();
+    for (int i = 0; i < 2; i++) {
+        char name[80];
+        for (const char *of = row->packed; of; of = of == row->packed ? row->scale : NULL) {
+            const char *at = strchr(of, '%');
+            snprintf(name, sizeof name, "%.*s%d%s", (int)(at - of), of, i, at + 2);
+            if (of == row->packed) tensor(row->dtype, 2, row->rows, 8, "%s", name);
+            else tensor(FSDP_F32, 1, 32, 0, "%s", name);
+        }
+    }
+    write_headers("packed.safetensors");
+    const char *path = path_of("packed.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 2", path), 0);
+    CHECK_EQ_INT(bytes_of("on the device"), need);
+    says("left out: 4 tensors, 64.25 KiB: integers, and scales of packed weights: ");
+    says("most of the model is not counted: it may be packed (quantised).");
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path), 2);
+    says("fsdpfit: [E1010] whether it fits is not known: 65792 bytes of integers or packed");
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB --search", path), 2);
+    says("fsdpfit: [E1010]");
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1KiB", path), 1); /* a lower bound is too much */
+    says("\ndoes not fit: ");
+    CHECK(!strstr(output, "fits with"));
+    two_layers();
+    tensor(FSDP_I32, 2, 10, 8, "table"); /* few integers: a verdict, and what they are */
+    write_headers("few.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("few.safetensors")), 0);
+    says("left out: 1 tensors, 320 bytes: integers, and scales of packed weights: table\n");
+}
+
+/* ---- units by numbers in names --------------------------------------------------------------- */
+
+/* Tensors NAME*SIZE of a model, where {a,b} and {a-b} stand for each of a and b; and its units. */
+static const struct {
+    const char *name, *tensors[6], *units;
+} schemes[] = {
+    {"llama",
+     {"model.layers.{0-3}.self_attn.q.weight*8", "model.norm.weight*1"},
+     "root "
+     "model.layers.0, and 3 alike"},
+    {"bert",
+     {"bert.encoder.layer.{0-3}.attention.self.query.weight*8"},
+     "bert.encoder.layer.0, and 3 alike"},
+    {"gpt2", {"h.{0-3}.attn.w*8"}, "h.0, and 3 alike"},
+    {"flax", {"EncoderLayer_{0-3}.attn.w*8"}, "EncoderLayer_0, and 3 alike"},
+    {"t5",
+     {"encoder.block.{0,1}.layer.{0,1}.w.weight*8", "encoder.block.0.layer.0.bias.weight*2",
+      "decoder.block.{0,1}.layer.{0-2}.w.weight*8"},
+     "decoder.block.0, and 1 alike encoder.block.0 encoder.block.1"},
+    {"whisper",
+     {"model.{encoder,decoder}.layers.{0,1}.fc1.weight*8"},
+     "model.decoder.layers.0, and 3 alike"},
+    {"mixtral",
+     {"model.layers.{0-3}.moe.experts.{0-7}.w1.weight*8"},
+     "model.layers.0, and 3 alike"},
+    {"one dense layer",
+     {"layers.0.mlp.up.weight*9", "layers.1.mlp.experts.{0-3}.up.weight*4"},
+     "layers.0 layers.1"},
+    {"one layer", {"layers.0.experts.{0-3}.w*8"}, "layers.0"},
+    {"swin",
+     {"layers.0.blocks.{0,1}.attn.qkv.weight*8", "layers.1.blocks.{0-5}.attn.qkv.weight*16",
+      "layers.0.downsample.reduction.weight*4"},
+     "layers.0 layers.0.blocks.0, and 1 alike layers.1.blocks.0, and 5 alike"},
+    {"resnet",
+     {"conv1.weight*4", "layer1.{0,1}.conv1.weight*8", "layer2.{0,1}.conv1.weight*16",
+      "layer2.0.downsample.0.weight*4"},
+     "root layer1.0, and 1 alike layer2.0 layer2.1"},
+    {"unet",
+     {"down_blocks.0.resnets.{0,1}.conv1.weight*8", "down_blocks.1.resnets.{0,1}.conv1.weight*16",
+      "mid_block.attentions.0.transformer_blocks.{0,1}.attn.to_q.weight*9"},
+     "down_blocks.0.resnets.0, and 1 alike down_blocks.1.resnets.0, and 1 alike "
+     "mid_block.attentions.0.transformer_blocks.0, and 1 alike"},
+    {"hybrid",
+     {"layers.{0,2}.mamba.in.weight*8", "layers.{1,3}.attn.q.weight*9"},
+     "layers.0 layers.1 layers.2 layers.3"},
+    {"heads", {"heads.{0-3}.weight*8", "layers.{0,1}.w*8"}, "root layers.0, and 1 alike"}};
+
+static void expand(const char *format) {
+    const char *open = strchr(format, '{'), *shut = open ? strchr(open, '}') : NULL;
+    char name[200];
+    int first, last;
+    if (!open) {
+        const int n = (int)strcspn(format, "*"), size = atoi(format + n + 1);
+        tensor(FSDP_F32, 2, 8 * size, 8, "%.*s", n, format);
+        return;
+    }
+    if (sscanf(open, "{%d-%d}", &first, &last) == 2) {
+        for (; first <= last; first++) {
+            snprintf(name, sizeof name, "%.*s%d%s", (int)(open - format), format, first, shut + 1);
+            expand(name);
+        }
+        return;
+    }
+    for (const char *at = open + 1; at < shut; at += strcspn(at, ",}") + 1) {
+        snprintf(name, sizeof name, "%.*s%.*s%s", (int)(open - format), format,
+                 (int)strcspn(at, ",}"), at, shut + 1);
+        expand(name);
+    }
+}
+TEST_P(fsdpfit, units_by_names, schemes) {
+    char units[2000] = "";
+    size_t used = 0;
+    for (int i = 0; i < 6 && row->tensors[i]; i++) expand(row->tensors[i]);
+    write_headers("scheme.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 1", path_of("scheme.safetensors")), 0);
+    for (const char *at = output; (at = strstr(at, "x  ")) != NULL; at++) {
+        used += (size_t)snprintf(units + used, sizeof units - used, "%s%.*s", used ? " " : "",
+                                 (int)strcspn(at + 3, "\n"), at + 3);
+        CHECK(used < sizeof units);
+    }
+    CHECK_MSG(!strcmp(units, row->units), "units '%s', expected '%s'", units, row->units);
+}
+TEST(fsdpfit, names_without_layers_have_a_hint) {
+    expand("features.{0-5}.weight*8");
+    write_headers("flat.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 1", path_of("flat.safetensors")), 0);
+    says("6 parameters in 1 units;");
+    says("most parameters are in no layer: --unit says where the name of a unit ends\n");
+    CHECK_EQ_INT(fit("%s --ranks 1 --unit features.[0-9]+", path_of("flat.safetensors")), 0);
+    says("6 parameters in 6 units;");
 }
 
 /* ---- verdicts, and what would make it fit ---------------------------------------------------- */
@@ -572,16 +767,34 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB", path), 1);
     says("it fits with one of these:\n on the device  moved in a step\n");
     says("  --param bf16\n");
-    says("  cpu_offload\n");
     CHECK(!strstr(output, "--reshard"));
+    CHECK(!strstr(output, "cpu_offload")); /* both memories are the same */
     snprintf(all, sizeof all, "%s", output);
     snprintf(mesh, sizeof mesh, "%s", words_behind("  --mesh "));
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh %s --limit 24GiB", path, mesh), 0);
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --param bf16", path), 0);
-    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --cpu-offload", path), 0);
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --cpu-offload", path), 2);
+    fails("[E470] --cpu-offload: expected --streams");
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --streams", path), 1);
+    says("  cpu_offload\n");
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --streams --cpu-offload", path), 0);
     says(", and the optimizer's states on the host\n");
     CHECK_EQ_INT(bytes_of("of this in pinned memory of the host"),
                  bytes_of("shards") + bytes_of("shard gradients"));
+    /* Muon on streams refuses it, so it is not tried. */
+    CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --streams --optimizer muon", path), 1);
+    says("it fits with one of these:\n");
+    CHECK(!strstr(output, "cpu_offload"));
+    /* Gradients that wait for the last microbatch. */
+    CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3", path), 0);
+    const long long kept = bytes_of("on the device"), grads = bytes_of("full gradients");
+    CHECK(!strstr(output, "--no-sync"));
+    CHECK_EQ_INT(fit("%s --ranks 16", path), 0);
+    CHECK_EQ_INT(kept - bytes_of("on the device"), grads - bytes_of("full gradients"));
+    CHECK_MSG(grads >= 4 * 8030261248LL, "%lld", grads);
+    says("not counted: gradients without sync (--no-sync), ");
+    CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - 1), 1);
+    says("  sync on in all microbatches\n");
     /* So many ranks, and not one shard less. */
     const char *more = strstr(all, " ranks in place of 16\n");
     CHECK_MSG(more != NULL, "%s", all);
