@@ -218,7 +218,7 @@ static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, i
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say(&t, say_last ? "[E752] rank %d %s; " : "[E751] rank %d %s", (int)c->base.ranks[k],
               how);
-    if (say_last) fsdpi_store_world_say_last(&t, &c->base, (int)c->base.ranks[k]);
+    if (say_last) fsdpi_say_last(&t, &c->base, (int)c->base.ranks[k]);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
 }
 
@@ -312,8 +312,11 @@ static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buff
    counts: if the operation has succeeded for others, it succeeds here, too. */
 static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
                                    int64_t timeout_ns) {
+    fsdpi_trace *trace = FSDPI_LOAD(&c->base.world->trace);
+    fsdpi_trace_wait(trace, (int)c->base.ranks[k]);
     int result = fsdpi_gloo_await_abortable(c, buffer, is_send, (timeout_ns + 999999) / 1000000);
     int more = result;
+    if (result == FSDP_GLOO_OK) fsdpi_trace_wait(trace, -1);
     for (int i = 0; i < 2 && more == FSDP_GLOO_ABORTED; i++) { // waits may have been ended twice
         more = fsdpi_gloo_await(buffer, is_send, FSDPI_GLOO_GRACE);
         if (more == FSDP_GLOO_OK) return FSDP_OK;
@@ -1334,8 +1337,10 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     while (g->missing > 0 && !status) {
         if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
-        for (int k = 0; k < c->base.size && fsdpi_gloo_now(g) >= g->deadline; k++)
-            if (fsdpi_gloo_lacks(g, k)) return fsdpi_gloo_late(c, k);
+        int k = 0; // the first one that is missing
+        while (!fsdpi_gloo_lacks(g, k)) k++;
+        fsdpi_trace_wait(FSDPI_LOAD(&c->base.world->trace), (int)c->base.ranks[k]);
+        if (fsdpi_gloo_now(g) >= g->deadline) return fsdpi_gloo_late(c, k);
         status = fsdpi_gloo_turn(g);
     }
     return status;
@@ -1534,6 +1539,7 @@ static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
+    w->base.base.addresses = w->hosts.addresses;
     if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;
     if (status || !w->near) return status;
@@ -1594,7 +1600,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
-    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
     fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 

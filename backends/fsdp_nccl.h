@@ -670,15 +670,13 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     mine.has_begun = (uint64_t)has_begun;
     mine.record = f->record;
     fsdpi_nccl_compare_late(c, &mine, &late);
-    if (late.num_absent > 0 && late.who < 0)
-        (void)fsdpi_store_world_await_verdict(&c->base, late.absent);
-    if (fsdpi_comm_failed(&c->base)) return; // another rank was first
     fsdpi_say_op(&s, &f->record);
     if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
-    else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
-    else if (late.num_busy > 0) {
+    else if (late.num_absent > 0) {
+        if (!fsdpi_say_late(&t, &c->base, late.absent, "come")) return; // another rank was first
+    } else if (late.num_busy > 0) {
         fsdpi_say(&t, "[E825] ");
-        fsdpi_say_ranks(&t, &c->base, late.busy);
+        fsdpi_say_ranks(&t, c->base.ranks, c->base.size, late.busy);
         fsdpi_say(
             &t,
             " %s enqueued it, but work before it on the device is not done within %.1f s: find a "
@@ -1826,7 +1824,7 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     {FSDPI_NCCL_KINDS, 0, 2, 0, NULL, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
-    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 

@@ -44,11 +44,13 @@ typedef struct fsdpi_near_hosts {
     uint8_t ticket[FSDPI_NEAR_TICKET]; // a secret name of the worlds of shared memory
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
     int32_t lanes;                     // if the caller gives no number
+    fsdpi_address addresses[FSDPI_MAX_SRCS]; // by rank: of its host, for texts
 } fsdpi_near_hosts;
 
 // What a rank shows at the store.
 typedef struct fsdpi_near_shown {
     char host[96], user[48]; // "": not known
+    fsdpi_address address;
     int32_t most;            // ranks of the world that may share memory; 0: this rank cannot
     int32_t cores;           // cores that this rank may use
 } fsdpi_near_shown;
@@ -59,6 +61,12 @@ typedef struct fsdpi_near_shown {
 
 static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
     return ((const fsdpi_near_world *)(const void *)w)->outer;
+}
+
+static int fsdpi_near_has(const fsdpi_comm *base, int rank) {
+    int has = 0;
+    for (int k = 0; k < base->size; k++) has |= base->ranks[k] == rank;
+    return has;
 }
 
 // A member that has ended; -1: none.
@@ -93,6 +101,12 @@ static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
 }
 
+// The store also knows when a rank was heard of. If it does not answer, common memory does.
+static int fsdpi_near_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
+    return fsdpi_store_world_ask_of(fsdpi_near_outer(c->world), rank, out) ||
+           (fsdpi_near_has(c, rank) && fsdpi_shm_ask(c, rank, out));
+}
+
 // Wakes threads that sleep in the comm: they see that the world has failed. Any thread may call it.
 static void fsdpi_near_wake(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
@@ -107,7 +121,7 @@ static const fsdpi_transport fsdpi_near_transport = {
     {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
-    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_shm_say_last,
+    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_near_ask,
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 
@@ -196,6 +210,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
         for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
             hosts->first[k]++;
+        fsdpi_copy_name(hosts->addresses[k], sizeof *hosts->addresses, all[k].address);
     }
     if (!status) hosts->lanes = fsdpi_near_lanes(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
@@ -217,6 +232,7 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     if (status) return fsdpi_comm_fail(c, status, "%s", text);
     if (c->size == 1) return FSDP_OK;
     fsdpi_near_say_host(c->boot, most, &shown);
+    fsdpi_copy_name(shown.address, sizeof shown.address, fsdpi_store_address(store));
     fsdpi_near_key(key, sizeof key, c->index);
     status = fsdpi_store_set(store, key, &shown, sizeof shown);
     if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
@@ -289,6 +305,7 @@ static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
     near->world->boot.job = w->job;
     near->world->failed = c->world->failed;
     near->world->open_ns = c->world->open_ns;
+    near->world->addresses = c->world->addresses;
     w->outer = fsdpi_store_world_of(c);
     near->index = index;
     near->size = count;

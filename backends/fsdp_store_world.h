@@ -70,33 +70,15 @@ static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
 }
 
 // Asks the store about a rank. 0: it does not answer.
-static int fsdpi_store_world_ask(fsdpi_store_world *w, int rank, fsdpi_store_peer *out) {
+static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
     if (FSDPI_LOAD(&w->is_mute)) return 0;
     if (!fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) return 1;
     FSDPI_STORE(&w->is_mute, 1);
     return 0;
 }
 
-static void fsdpi_store_world_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
-    fsdpi_store_peer peer;
-    if (fsdpi_store_world_ask(fsdpi_store_world_of(c), rank, &peer)) fsdpi_store_say_peer(t, &peer);
-    else fsdpi_say(t, "the store does not answer");
-}
-
-/* If all missing members are busy in other calls, they are not to blame, and will say which rank
-   is: it waits a moment for their verdict. Returns 1 if there is one. */
-static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *missing) {
-    fsdpi_store_world *w = fsdpi_store_world_of(c);
-    fsdpi_store_peer peer;
-    int all_busy = 1;
-    for (int k = 0; k < c->size && all_busy; k++) {
-        if (!missing[k]) continue;
-        // A rank that is stopped was busy when it was last heard of.
-        all_busy = fsdpi_store_world_ask(w, (int)c->ranks[k], &peer) && peer.busy &&
-                   peer.silent_ns <= 300000000 + fsdpi_store_beat_ns(c->boot->size);
-    }
-    for (int i = 0; i < 100 && all_busy && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
-    return fsdpi_comm_failed(c);
+static int fsdpi_store_world_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
+    return fsdpi_store_world_ask_of(fsdpi_store_world_of(c), rank, out);
 }
 
 /* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer
@@ -130,8 +112,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_late(fsdpi_comm *c, const uint
                                                        const char *verb) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    if (fsdpi_store_world_await_verdict(c, missing)) return fsdpi_comm_report(c);
-    fsdpi_say_late(&t, c, missing, verb);
+    if (!fsdpi_say_late(&t, c, missing, verb)) return fsdpi_comm_report(c);
     return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
