@@ -37,7 +37,6 @@
 
 typedef struct fsdpi_comm fsdpi_comm;
 typedef struct fsdpi_comm_world fsdpi_comm_world;
-typedef char fsdpi_address[48];
 
 // The buffer of a collective that peers read.
 typedef struct fsdpi_span {
@@ -100,7 +99,6 @@ struct fsdpi_comm_world {
     fsdpi_trace *trace;     // what this rank does, for other ranks; NULL: the backend knows it
     int64_t open_ns;        // when the world began to open: one deadline is for all of it
     int is_trusting;        // 1: ranks do not compare their calls
-    fsdpi_address *addresses; // by rank: of its host; NULL: not known
     fsdpi_chunks chunks;
 };
 
@@ -226,11 +224,13 @@ static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, cons
     if (total > said) fsdpi_say(t, " and %d more", total - said);
 }
 
+#define FSDPI_MUTE "the store does not answer: it is stopped, or this host is cut off from it"
+
 // What a rank did last.
 static FSDPI_UNUSED void fsdpi_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
     fsdpi_peer peer;
     if (c->world->transport->ask(c, rank, &peer)) fsdpi_say_peer(t, &peer);
-    else fsdpi_say(t, "the store does not answer: it is stopped, or this host is cut off from it");
+    else fsdpi_say(t, FSDPI_MUTE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -264,7 +264,8 @@ static int64_t fsdpi_quiet_ns(const fsdp_boot *boot) {
 }
 
 /* Follows who waits for whom, from a missing member on, and returns the rank to blame: the one that
-   has been silent for the longest time, if that is long; else the last one, if it does not wait.
+   has been silent for the longest time, if that is long (the member itself, if it has been silent
+   for half as long); else the last one, if it does not wait.
    Returns FSDPI_BLAME_NONE if it waits and does not say for whom, FSDPI_BLAME_RING if ranks that
    are heard of wait for each other. */
 static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
@@ -275,15 +276,17 @@ static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
         fsdpi_peer *peer = &trail->peers[trail->count];
         if (trail->count == FSDPI_TRAIL || next >= c->boot->size) return FSDPI_BLAME_NONE;
         if (!c->world->transport->ask(c, next, peer)) return rank;
-        if (peer->state != FSDPI_PEER_JOINED) return next;
         trail->ranks[trail->count] = next;
-        if (peer->silent_ns > trail->peers[worst].silent_ns) worst = trail->count;
+        if (peer->state != FSDPI_PEER_JOINED) peer->busy = 0; // it waits for nobody any more
+        else if (peer->silent_ns > trail->peers[worst].silent_ns) worst = trail->count;
         next = peer->busy - FSDPI_WAITS_FOR;
         if (next < 0) break;
         for (int i = trail->count; i >= 0; i--)
             if (trail->ranks[i] == next) trail->begin = i;
     }
-    if (trail->peers[worst].silent_ns > fsdpi_quiet_ns(c->boot)) return trail->ranks[worst];
+    if (trail->peers[worst].silent_ns > fsdpi_quiet_ns(c->boot)) // the member may be cut off, too
+        return trail->peers[1].silent_ns > trail->peers[worst].silent_ns / 2 ? rank
+                                                                             : trail->ranks[worst];
     if (trail->begin < 0)
         return trail->peers[trail->count].busy ? FSDPI_BLAME_NONE : trail->ranks[trail->count];
     if (trail->peers[last].silent_ns >= 0) return FSDPI_BLAME_RING;
@@ -310,8 +313,8 @@ static void fsdpi_find_blame(fsdpi_comm *c, const uint8_t *missing, fsdpi_blame 
     for (int k = 0; k < c->size; k++) b->missing += missing[k] && b->named[c->ranks[k]];
 }
 
-static void fsdpi_say_host(fsdpi_text *t, const fsdpi_comm *c, int rank) {
-    if (c->world->addresses) fsdpi_say(t, " (%s)", c->world->addresses[rank]);
+static void fsdpi_say_host(fsdpi_text *t, const fsdpi_peer *peer) {
+    if (peer->host[0]) fsdpi_say(t, " (%s)", peer->host);
 }
 
 // "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...; rank 0 waits for it".
@@ -325,12 +328,14 @@ static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, 
         if (!b->named[r]) continue;
         said++;
         fsdpi_say(t, "; ");
-        if (b->total > 1) fsdpi_say(t, "rank %d: ", r);
-        fsdpi_say_last(t, c, r);
-        if (!c->world->transport->ask(c, r, &peer) || peer.silent_ns <= fsdpi_quiet_ns(c->boot))
-            continue;
+        const int is_known = c->world->transport->ask(c, r, &peer);
+        if (b->total > 1 && is_known) fsdpi_say(t, "rank %d: ", r);
+        if (is_known) fsdpi_say_peer(t, &peer);
+        else fsdpi_say(t, FSDPI_MUTE);
+        if (!is_known) break; // nobody answers for the others
+        if (peer.silent_ns <= fsdpi_quiet_ns(c->boot)) continue;
         fsdpi_say(t, ": it is stopped, or its host");
-        fsdpi_say_host(t, c, r);
+        fsdpi_say_host(t, &peer);
         fsdpi_say(t, " is cut off");
     }
     if (b->excused >= 0) fsdpi_say(t, "; rank %d waits for rank %d", b->excused, b->waits_for);
@@ -339,11 +344,12 @@ static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, 
 // "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0: ...".
 static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
     const int first = ring->begin, most = first + 4 < ring->count ? first + 4 : ring->count;
+    if (!first) (void)c->world->transport->ask(c, c->boot->rank, &ring->peers[0]);
     fsdpi_say(t, "[E487] rank %d", (int)ring->ranks[first]);
-    fsdpi_say_host(t, c, (int)ring->ranks[first]);
+    fsdpi_say_host(t, &ring->peers[first]);
     for (int i = first + 1; i < most; i++) {
         fsdpi_say(t, "%s waits for rank %d", i > first + 1 ? ", which" : "", (int)ring->ranks[i]);
-        fsdpi_say_host(t, c, (int)ring->ranks[i]);
+        fsdpi_say_host(t, &ring->peers[i]);
     }
     fsdpi_say(t,
               ", which waits for %srank %d, for %.1f s, and the store hears all of them: data "
@@ -354,8 +360,7 @@ static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
               (double)c->boot->timeout_ns * 1e-9);
     for (int i = first; i < most; i++) {
         fsdpi_say(t, "; rank %d: ", (int)ring->ranks[i]);
-        if (i == 0) fsdpi_say_op(t, &c->now);
-        else fsdpi_say_peer(t, &ring->peers[i]);
+        fsdpi_say_peer(t, &ring->peers[i]);
     }
 }
 

@@ -1539,7 +1539,6 @@ static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
-    w->base.base.addresses = w->hosts.addresses;
     if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;
     if (status || !w->near) return status;

@@ -44,13 +44,11 @@ typedef struct fsdpi_near_hosts {
     uint8_t ticket[FSDPI_NEAR_TICKET]; // a secret name of the worlds of shared memory
     int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
     int32_t lanes;                     // if the caller gives no number
-    fsdpi_address addresses[FSDPI_MAX_SRCS]; // by rank: of its host, for texts
 } fsdpi_near_hosts;
 
 // What a rank shows at the store.
 typedef struct fsdpi_near_shown {
     char host[96], user[48]; // "": not known
-    fsdpi_address address;
     int32_t most;            // ranks of the world that may share memory; 0: this rank cannot
     int32_t cores;           // cores that this rank may use
 } fsdpi_near_shown;
@@ -210,7 +208,6 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
         if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
         for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
             hosts->first[k]++;
-        fsdpi_copy_name(hosts->addresses[k], sizeof *hosts->addresses, all[k].address);
     }
     if (!status) hosts->lanes = fsdpi_near_lanes(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
@@ -232,9 +229,9 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     if (status) return fsdpi_comm_fail(c, status, "%s", text);
     if (c->size == 1) return FSDP_OK;
     fsdpi_near_say_host(c->boot, most, &shown);
-    fsdpi_copy_name(shown.address, sizeof shown.address, fsdpi_store_address(store));
     fsdpi_near_key(key, sizeof key, c->index);
     status = fsdpi_store_set(store, key, &shown, sizeof shown);
+    if (!status) status = fsdpi_store_world_show_host(c);
     if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
     if (!status && c->index != 0)
         status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,
@@ -305,7 +302,6 @@ static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
     near->world->boot.job = w->job;
     near->world->failed = c->world->failed;
     near->world->open_ns = c->world->open_ns;
-    near->world->addresses = c->world->addresses;
     w->outer = fsdpi_store_world_of(c);
     near->index = index;
     near->size = count;

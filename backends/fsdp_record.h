@@ -75,6 +75,7 @@ typedef struct fsdpi_peer {
     int64_t silent_ns; // since its last sign of life; -1: signs of life are not counted
     int64_t since_ns;  // since it began the operation
     char text[160];    // "": none so far
+    char host[48];     // an address of its host; "": not known
 } fsdpi_peer;
 
 // Why a world has ended. The first verdict counts, on all ranks.

@@ -29,6 +29,7 @@ typedef struct fsdpi_store_world {
     fsdpi_store *store; // NULL: the ranks have not met yet
     char job[160];      // if ranks are threads
     int is_mute;        // 1: the store has not answered once, and is not asked again
+    int shows_hosts;    // 1: the store has an address of each rank's host
 } fsdpi_store_world;
 
 static fsdpi_store_world *fsdpi_store_world_of(const fsdpi_comm *c) {
@@ -69,12 +70,34 @@ static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
 }
 
+static void fsdpi_store_world_host_key(char *key, size_t cap, int rank) {
+    (void)snprintf(key, cap, "host/%d", rank);
+}
+
+// Shows an address of this rank's host, for the texts of others. All ranks call it.
+static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
+    fsdpi_store_world *w = fsdpi_store_world_of(c);
+    const char *address = fsdpi_store_address(w->store);
+    char key[32];
+    fsdpi_store_world_host_key(key, sizeof key, c->boot->rank);
+    w->shows_hosts = 1;
+    return fsdpi_store_set(w->store, key, address, strlen(address));
+}
+
 // Asks the store about a rank. 0: it does not answer.
 static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
+    char key[32];
+    size_t bytes;
     if (FSDPI_LOAD(&w->is_mute)) return 0;
-    if (!fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) return 1;
-    FSDPI_STORE(&w->is_mute, 1);
-    return 0;
+    if (fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) {
+        FSDPI_STORE(&w->is_mute, 1);
+        return 0;
+    }
+    fsdpi_store_world_host_key(key, sizeof key, rank);
+    if (w->shows_hosts) // *out is zeroed: the text ends
+        (void)fsdpi_store_get(w->store, key, out->host, sizeof out->host - 1, &bytes,
+                              FSDPI_STORE_ASK_NS / 8);
+    return 1;
 }
 
 static int fsdpi_store_world_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
