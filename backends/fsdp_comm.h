@@ -344,19 +344,23 @@ static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, 
 // "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0: ...".
 static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
     const int first = ring->begin, most = first + 4 < ring->count ? first + 4 : ring->count;
+    char who[400];
+    fsdpi_text names = {who, sizeof who, 0};
     if (!first) (void)c->world->transport->ask(c, c->boot->rank, &ring->peers[0]);
-    fsdpi_say(t, "[E487] rank %d", (int)ring->ranks[first]);
-    fsdpi_say_host(t, &ring->peers[first]);
-    for (int i = first + 1; i < most; i++) {
-        fsdpi_say(t, "%s waits for rank %d", i > first + 1 ? ", which" : "", (int)ring->ranks[i]);
-        fsdpi_say_host(t, &ring->peers[i]);
+    for (int i = first; i < most; i++) {
+        fsdpi_say(&names, "%srank %d",
+                  i == first       ? ""
+                  : i == first + 1 ? " waits for "
+                                   : ", which waits for ",
+                  (int)ring->ranks[i]);
+        fsdpi_say_host(&names, &ring->peers[i]);
     }
     fsdpi_say(t,
-              ", which waits for %srank %d, for %.1f s, and the store hears all of them: data "
-              "between them do not arrive. Look at the link between their hosts (a firewall or a "
-              "route that drops one direction; an MTU: large frames are lost, try ping -M do -s "
-              "1472), and whether they use their groups in the same order",
-              most < ring->count ? "others, and they for " : "", (int)ring->ranks[first],
+              "[E487] %s, which waits for %srank %d, for %.1f s, and the store hears all of them: "
+              "data between them do not arrive. Look at the link between their hosts (a firewall "
+              "or a route that drops one direction; an MTU: large frames are lost, try ping -M do "
+              "-s 1472), and whether they use their groups in the same order",
+              who, most < ring->count ? "others, and they for " : "", (int)ring->ranks[first],
               (double)c->boot->timeout_ns * 1e-9);
     for (int i = first; i < most; i++) {
         fsdpi_say(t, "; rank %d: ", (int)ring->ranks[i]);

@@ -45,7 +45,7 @@
                            or 0: try other ports, too, or LATER: try this port again
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. Afterwards
                            the server forgets it: the client has its own clock
-       BEAT       client   i32 busy, i64 since, text: what the rank is doing
+       BEAT       client   i32 busy (fsdpi_peer), i64 since, text: what the rank is doing
        ASK        client   i32 rank: what is it doing, and when was it heard of?
        ABORT      client   as VERDICT
        BYE        client   the rank leaves in order; the server closes the connection

@@ -69,11 +69,9 @@ static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
 /* Marks the world as failed on this rank for good, and aborts it on the others. The first failure
    stays; its text is written before its status can be seen. Logs the text if `logs`. Returns the
    status of the first failure. */
-FSDP_PRINTF(4, 0)
-static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
-                                   va_list args) {
+static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, const char *said) {
     char text[FSDPI_TEXT];
-    int used = vsnprintf(text, sizeof text, fmt, args);
+    int used = snprintf(text, sizeof text, "%s", said);
     if (fsdpi_is_child(w)) return fsdpi_failed(w); // the lock may be held by a thread of the parent
     int asks = status == FSDP_ERR_TIMEOUT || status == FSDP_ERR_PEER_LOST ||
                status == FSDP_ERR_MISMATCH;
@@ -96,21 +94,12 @@ static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, 
 
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
     va_list args;
     va_start(args, fmt);
-    status = fsdpi_world_end(w, status, 1, fmt, args);
+    vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    return status;
-}
-
-// The world fails with a text that this rank has logged already.
-FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_world_fail_too(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    status = fsdpi_world_end(w, status, 0, fmt, args);
-    va_end(args);
-    return status;
+    return fsdpi_world_end(w, status, 1, text);
 }
 
 /* This call fails: its text is kept, and logged if `logs`. Returns status. The world goes on, but
@@ -123,7 +112,7 @@ static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, 
     vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
     fsdpi_set_error(w, text);
     if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail_too(w, status, "%s", text) : status;
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_end(w, status, 0, text) : status;
 }
 FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     va_list args;
@@ -190,7 +179,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *wha
 // ranks would wait for this one.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
-    return fsdpi_world_fail_too(w, status, "%s", w->error);
+    return fsdpi_world_end(w, status, 0, w->error); // it is logged
 }
 
 /* Copies a desc into a zeroed struct of this header's size. If the program was built with an older

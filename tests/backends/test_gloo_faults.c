@@ -547,7 +547,7 @@ TEST_P(gloo_faults, rank_that_never_comes_is_named, comings) {
     mark(j);
     start(j);
     J_CHECK(j, !finish(j, 5000), "a rank hangs");
-    all_timed_out(j, row->who, 200);
+    all_timed_out(j, row->who, 200, 0);
 }
 
 /* When it comes, the others have given up: it is told so, or finds nobody, by its own deadline. */
@@ -558,7 +558,7 @@ TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     mark(j);
     start(j);
     J_CHECK(j, !finish(j, 6000), "a rank hangs");
-    all_timed_out(j, row->who, 200);
+    all_timed_out(j, row->who, 200, 0);
     const report *r = &j->rank[row->who];
     J_CHECK(j, r->status == FSDP_ERR_TIMEOUT || r->status == FSDP_ERR_PEER_LOST,
             "the late rank got %s", fsdp_status_name((fsdp_status)r->status));
@@ -589,7 +589,7 @@ TEST(gloo_faults, set_up_has_one_deadline) {
     mark(j);
     start(j);
     J_CHECK(j, !finish(j, 8000), "a rank hangs");
-    all_timed_out(j, j->victim, 200);
+    all_timed_out(j, j->victim, 200, 0);
 }
 
 static void pauses(job *j, fsdp_world *world) {

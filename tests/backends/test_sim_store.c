@@ -831,6 +831,31 @@ static void blames(uint64_t first, int count) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
+/* A connection to another host that is reset is told as that: a firewall may have done it. On one
+   host nobody but the end of a process resets it. */
+TEST(sim_store, reset_is_no_death) {
+    int told[2] = {0, 0}; /* on several hosts, on one */
+    for (int how = 0; how < 4; how++)
+        for (int64_t at = 20; at < 60; at += 2) {
+            const job *j = &jobs[0];
+            make_plain(how & 1, how & 2, 5 * OS_MS);
+            jobs[0].rounds = 12;
+            os_fault *f = os_plan(OS_RESET, j->ranks[2].proc);
+            f->at = os.now + at * OS_MS, f->nth = (int)(at / 2 % 6);
+            os_run();
+            for (int r = 0; r < j->size && !os.failed[0]; r++) {
+                const char *text = strstr(j->ranks[r].text, "[E706] rank ");
+                if (!text || text[12] == '0') continue; /* rank 0 is on the host of the store */
+                told[how / 2]++;
+                CHECK_MSG(!strstr(text, "has died") == !(how & 2), "%s", text);
+                CHECK_MSG(how & 2 || strstr(text, "was reset"), "%s", text);
+            }
+            CHECK_MSG(!os.failed[0], "%s", os.failed);
+            os_end();
+        }
+    CHECK_MSG(told[0] && told[1], "%d and %d texts", told[0], told[1]);
+}
+
 TEST(sim_store, one_blame) { blames(h_seed(), 1); }
 TEST(sim_store, blame) { blames(1000 * h_seed(), FEWER ? 10 : 100); }
 TEST(sim_store, one) { seeds(h_seed(), 1); }
