@@ -80,8 +80,8 @@ typedef struct fsdpi_peer {
 
 // Why a world has ended. The first verdict counts, on all ranks.
 typedef struct fsdpi_verdict {
-    int32_t status, rank; // rank: the one that says it; -1: the store
-    int32_t lost;         // the rank that was lost, or -1
+    int32_t status, rank;                    // rank: the one that says it; -1: the store
+    int32_t lost;                            // the rank that was lost, or -1
     char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
 } fsdpi_verdict;
 

@@ -319,8 +319,7 @@ static int fsdpi_shm_lacks(const fsdpi_shm_comm *c, int k) {
 static void fsdpi_shm_show_wait(const fsdpi_shm_comm *c, int waits) {
     int k = 0;
     while (waits && k < c->base.size && !fsdpi_shm_lacks(c, k)) k++;
-    fsdpi_trace_wait(c->base.world->trace,
-                     waits && k < c->base.size ? (int)c->base.ranks[k] : -1);
+    fsdpi_trace_wait(c->base.world->trace, waits && k < c->base.size ? (int)c->base.ranks[k] : -1);
 }
 
 // The deadline has passed: the text names missing ranks. OK if all have come just now.

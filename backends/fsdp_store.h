@@ -1047,8 +1047,7 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
     core->join_ns = INT64_MAX;
     fsdpi_say(&t, missing > 1 ? "ranks" : "rank");
     for (int r = 0; r < core->size && said < 16; r++)
-        if (core->ranks[r].state == FSDPI_PEER_ABSENT)
-            fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
+        if (core->ranks[r].state == FSDPI_PEER_ABSENT) fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
     if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
     fsdpi_store_core_fail(
         core, FSDP_ERR_TIMEOUT, -1,
@@ -2304,8 +2303,8 @@ static void fsdpi_store_receive(fsdpi_store *s) {
         (void)fsdpi_store_take_all(s);
     } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
         if (got < 0) s->why = fsdpi_store_why_broken(s->is_remote, errno);
-        fsdpi_store_lose(s, got < 0 && errno == EBADF ? FSDP_ERR_INVALID_STATE
-                                                      : FSDP_ERR_PEER_LOST);
+        fsdpi_store_lose(s,
+                         got < 0 && errno == EBADF ? FSDP_ERR_INVALID_STATE : FSDP_ERR_PEER_LOST);
     }
 }
 

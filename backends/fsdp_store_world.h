@@ -116,7 +116,7 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
         if ((who < 0 ? k != c->index : k == who) && fsdpi_store_has_left(store, (int)c->ranks[k]))
             return k;
     return c->size > 1 && fsdpi_boot_now(c->boot) < until ? FSDPI_CAUSE_AWAITED
-                                                         : FSDPI_CAUSE_UNKNOWN;
+                                                          : FSDPI_CAUSE_UNKNOWN;
 }
 
 // The same in a call of this comm, whose deadline it keeps: it waits, and never returns AWAITED.

@@ -76,8 +76,8 @@ static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, 
     int asks = status == FSDP_ERR_TIMEOUT || status == FSDP_ERR_PEER_LOST ||
                status == FSDP_ERR_MISMATCH;
     if (w->flight && asks && used >= 0 && (size_t)used < sizeof text)
-        snprintf(text + used, sizeof text - (size_t)used,
-                 " (flight record %s: see fsdptrace hang)", w->flight->path);
+        snprintf(text + used, sizeof text - (size_t)used, " (flight record %s: see fsdptrace hang)",
+                 w->flight->path);
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
