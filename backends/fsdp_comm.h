@@ -70,18 +70,18 @@ typedef struct fsdpi_transport {
        NULL for a split. When move is called, every argument is checked, and every rank makes the
        same call. settle (may be NULL) comes last, also after a failure: nothing of this call is
        under way afterwards. If show and hear are NULL, there are no other ranks to compare with,
-       and say_last is NULL, too. */
+       and ask is NULL, too. */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
     /* Verdict: why the world has ended, the same for all ranks. If there is none yet, tell sets it
-       and ends all waits. verdict reads it; 0: there is none. say_last says what a rank of the
-       world did last. Any thread may call them. */
+       and ends all waits. verdict reads it; 0: there is none. ask returns 1, and what is known of a
+       rank of the world; 0: nobody answers. Any thread may call them. */
     void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
     int (*verdict)(fsdpi_comm_world *w, fsdpi_verdict *out);
-    void (*say_last)(fsdpi_text *t, fsdpi_comm *c, int rank);
+    int (*ask)(fsdpi_comm *c, int rank, fsdpi_peer *out);
 
     /* Memory that peers may read, zero-filled. take is given chunk.size and fills the rest; after a
        failure *why has the reason. advise adds to a text what helps against a lack of memory. */
@@ -159,8 +159,13 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
         return FSDP_ERR_INTERNAL;
     }
     fsdpi_comm_subject(c, subject, sizeof subject);
-    if (!v.subject[0] || !strcmp(v.subject, subject))
+    if (v.rank < 0)
+        return fsdpi_comm_error(c, (fsdp_status)v.status, "[E488] the store reports: %s", v.reason);
+    if (!v.subject[0] || v.rank == c->boot->rank)
         return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
+    if (!strcmp(v.subject, subject))
+        return fsdpi_comm_error(c, (fsdp_status)v.status, "[E489] rank %d reports: %s", (int)v.rank,
+                                v.reason);
     return fsdpi_comm_error(c, (fsdp_status)v.status, "[E406] rank %d failed in %s: %s",
                             (int)v.rank, v.subject, v.reason);
 }
@@ -209,32 +214,176 @@ static const char *fsdpi_comm_error_text(fsdp_comm *comm) {
     return comm ? ((fsdpi_comm *)(void *)comm)->error : fsdpi_thread_error;
 }
 
-// "rank 2" or "ranks 0, 1, 3": the members that are marked.
-static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *marked) {
+// "rank 2" or "ranks 0, 1, 3": those of the list that are marked. ranks NULL: 0 to count - 1.
+static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, const uint8_t *marked) {
     int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) total += marked[k] != 0;
+    for (int k = 0; k < count; k++) total += marked[k] != 0;
     fsdpi_say(t, total > 1 ? "ranks" : "rank");
-    for (int k = 0; k < c->size && said < 16; k++)
-        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", (int)c->ranks[k]);
+    for (int k = 0; k < count && said < 16; k++)
+        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", ranks ? (int)ranks[k] : k);
     if (total > said) fsdpi_say(t, " and %d more", total - said);
 }
 
-/* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". */
-static FSDPI_UNUSED void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
-                                        const char *verb) {
-    int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) total += missing[k] != 0;
-    fsdpi_say(t, "[E403] ");
-    fsdpi_say_ranks(t, c, missing);
-    fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
-              (double)c->boot->timeout_ns * 1e-9);
-    for (int k = 0; k < c->size && said < 3; k++) {
-        if (!missing[k]) continue;
-        fsdpi_say(t, "; ");
-        if (total > 1) fsdpi_say(t, "rank %d: ", (int)c->ranks[k]);
-        c->world->transport->say_last(t, c, c->ranks[k]);
-        said++;
+#define FSDPI_MUTE "the store does not answer: it is stopped, or this host is cut off from it"
+
+// What a rank did last.
+static FSDPI_UNUSED void fsdpi_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
+    fsdpi_peer peer;
+    if (c->world->transport->ask(c, rank, &peer)) fsdpi_say_peer(t, &peer);
+    else fsdpi_say(t, FSDPI_MUTE);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_blame
+// Which ranks are to blame if members have not come in time. A rank that waits for another one is
+// not, and a rank that waits for this one is not missing.
+
+#define FSDPI_TRAIL 16 // most ranks of which each waits for the next one
+#define FSDPI_ASKED 64 // most missing members about which it asks
+
+// Ranks of which each waits for the next one. The first one is this rank.
+typedef struct fsdpi_trail {
+    int count, begin; // begin: the last one waits for that one of the list; -1: for none of them
+    int32_t ranks[FSDPI_TRAIL];
+    fsdpi_peer peers[FSDPI_TRAIL];
+} fsdpi_trail;
+
+typedef struct fsdpi_blame {
+    uint8_t named[FSDPI_MAX_RANKS]; // by world rank
+    int total, missing;             // of those that are named; of these, how many are missing here
+    int excused, waits_for;         // a missing member, and a named rank for which it waits; or -1
+    fsdpi_trail ring;               // begin -1: there is none
+} fsdpi_blame;
+
+enum { FSDPI_BLAME_NONE = -1, FSDPI_BLAME_RING = -2 };
+
+// How long a rank can be silent until it counts as stopped or cut off.
+static int64_t fsdpi_quiet_ns(const fsdp_boot *boot) {
+    int64_t least = 350000000 + (int64_t)boot->size * 1000000;
+    return boot->timeout_ns / 4 > least ? boot->timeout_ns / 4 : least;
+}
+
+/* Follows who waits for whom, from a missing member on, and returns the rank to blame: the one that
+   has been silent for the longest time, if that is long (the member itself, if it has been silent
+   for half as long); else the last one, if it does not wait.
+   Returns FSDPI_BLAME_NONE if it waits and does not say for whom, FSDPI_BLAME_RING if ranks that
+   are heard of wait for each other. */
+static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
+    int worst = 0, next = rank, last = 0;
+    trail->ranks[0] = c->boot->rank;
+    memset(&trail->peers[0], 0, sizeof trail->peers[0]);
+    for (trail->count = 1, trail->begin = -1; trail->begin < 0; last = trail->count++) {
+        fsdpi_peer *peer = &trail->peers[trail->count];
+        if (trail->count == FSDPI_TRAIL || next >= c->boot->size) return FSDPI_BLAME_NONE;
+        if (!c->world->transport->ask(c, next, peer)) return rank;
+        trail->ranks[trail->count] = next;
+        if (peer->state != FSDPI_PEER_JOINED) peer->busy = 0; // it waits for nobody any more
+        else if (peer->silent_ns > trail->peers[worst].silent_ns) worst = trail->count;
+        next = peer->busy - FSDPI_WAITS_FOR;
+        if (next < 0) break;
+        for (int i = trail->count; i >= 0; i--)
+            if (trail->ranks[i] == next) trail->begin = i;
     }
+    if (trail->peers[worst].silent_ns > fsdpi_quiet_ns(c->boot)) // the member may be cut off, too
+        return trail->peers[1].silent_ns > trail->peers[worst].silent_ns / 2 ? rank
+                                                                             : trail->ranks[worst];
+    if (trail->begin < 0)
+        return trail->peers[trail->count].busy ? FSDPI_BLAME_NONE : trail->ranks[trail->count];
+    if (trail->peers[last].silent_ns >= 0) return FSDPI_BLAME_RING;
+    // Signs of life are not counted: who has been in its operation for the longest time is stuck.
+    for (int i = trail->begin ? trail->begin : 1; i < trail->count; i++)
+        if (trail->peers[i].since_ns > trail->peers[last].since_ns) last = i;
+    return trail->ranks[last];
+}
+
+static void fsdpi_find_blame(fsdpi_comm *c, const uint8_t *missing, fsdpi_blame *b) {
+    fsdpi_trail trail;
+    memset(b, 0, sizeof *b);
+    b->excused = b->ring.begin = -1;
+    for (int k = 0, asked = 0; k < c->size && asked < FSDPI_ASKED; k++) {
+        if (!missing[k]) continue;
+        const int rank = (int)c->ranks[k], guilty = fsdpi_follow(c, rank, &trail);
+        asked++;
+        if (guilty == FSDPI_BLAME_RING && b->ring.begin < 0) b->ring = trail;
+        if (guilty < 0) continue;
+        b->total += !b->named[guilty];
+        b->named[guilty] = 1;
+        if (guilty != rank) b->excused = rank, b->waits_for = guilty;
+    }
+    for (int k = 0; k < c->size; k++) b->missing += missing[k] && b->named[c->ranks[k]];
+}
+
+static void fsdpi_say_host(fsdpi_text *t, const fsdpi_peer *peer) {
+    if (peer->host[0]) fsdpi_say(t, " (%s)", peer->host);
+}
+
+// "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...; rank 0 waits for it".
+static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, const char *verb) {
+    fsdpi_peer peer;
+    fsdpi_say(t, "[E403] ");
+    fsdpi_say_ranks(t, NULL, c->boot->size, b->named);
+    fsdpi_say(t, " %s not %s within %.1f s", b->total > 1 ? "have" : "has", verb,
+              (double)c->boot->timeout_ns * 1e-9);
+    for (int r = 0, said = 0; r < c->boot->size && said < 3; r++) {
+        if (!b->named[r]) continue;
+        said++;
+        fsdpi_say(t, "; ");
+        const int is_known = c->world->transport->ask(c, r, &peer);
+        if (b->total > 1 && is_known) fsdpi_say(t, "rank %d: ", r);
+        if (is_known) fsdpi_say_peer(t, &peer);
+        else fsdpi_say(t, FSDPI_MUTE);
+        if (!is_known) break; // nobody answers for the others
+        if (peer.silent_ns <= fsdpi_quiet_ns(c->boot)) continue;
+        fsdpi_say(t, ": it is stopped, or its host");
+        fsdpi_say_host(t, &peer);
+        fsdpi_say(t, " is cut off");
+    }
+    if (b->excused >= 0) fsdpi_say(t, "; rank %d waits for rank %d", b->excused, b->waits_for);
+}
+
+// "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0: ...".
+static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
+    const int first = ring->begin, most = first + 4 < ring->count ? first + 4 : ring->count;
+    char who[400];
+    fsdpi_text names = {who, sizeof who, 0};
+    if (!first) (void)c->world->transport->ask(c, c->boot->rank, &ring->peers[0]);
+    for (int i = first; i < most; i++) {
+        fsdpi_say(&names, "%srank %d",
+                  i == first       ? ""
+                  : i == first + 1 ? " waits for "
+                                   : ", which waits for ",
+                  (int)ring->ranks[i]);
+        fsdpi_say_host(&names, &ring->peers[i]);
+    }
+    fsdpi_say(t,
+              "[E487] %s, which waits for %srank %d, for %.1f s, and the store hears all of them: "
+              "data between them do not arrive. Look at the link between their hosts (a firewall "
+              "or a route that drops one direction; an MTU: large frames are lost, try ping -M do "
+              "-s 1472), and whether they use their groups in the same order",
+              who, most < ring->count ? "others, and they for " : "", (int)ring->ranks[first],
+              (double)c->boot->timeout_ns * 1e-9);
+    for (int i = first; i < most; i++) {
+        fsdpi_say(t, "; rank %d: ", (int)ring->ranks[i]);
+        fsdpi_say_peer(t, &ring->peers[i]);
+    }
+}
+
+/* Says which ranks are to blame if the marked members are missing at the deadline. Returns 0 if
+   there is a verdict meanwhile: if no missing member is to blame, it waits a moment for theirs. */
+static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
+                                       const char *verb) {
+    fsdpi_blame b;
+    fsdpi_find_blame(c, missing, &b);
+    for (int i = 0; i < 100 && !b.missing && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
+    if (fsdpi_comm_failed(c)) return 0;
+    if (!b.total && b.ring.begin >= 0) {
+        fsdpi_say_ring(t, c, &b.ring);
+        return 1;
+    }
+    if (!b.total) // they wait, and nobody says for whom
+        for (int k = 0; k < c->size; k++) b.total += b.named[c->ranks[k]] = missing[k];
+    fsdpi_say_named(t, c, &b, verb);
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -442,7 +591,7 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
         }
         if (!is_first) continue;
         fsdpi_say(t, k ? "; " : ": ");
-        fsdpi_say_ranks(t, c, equal);
+        fsdpi_say_ranks(t, c->ranks, c->size, equal);
         fsdpi_say(t, ": ");
         fsdpi_say_call(t, &record);
         fsdpi_say_differences(t, &first, &record);

@@ -109,11 +109,11 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
 #define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: a sign of life
-#define FSDPI_GLOO_GOODBYE_NS 500000000  // for goodbyes of groups, and then of the world
-#define FSDPI_GLOO_GRACE      20         // ms for messages that were sent before a verdict
-#define FSDPI_GLOO_ALONE_NS   200000000  // without a store: for others to see the same end
-#define FSDPI_GLOO_CALLERS    64         // most connections at a time that have proven nothing
-#define FSDPI_GLOO_AGAIN_NS   20000000   // until a member that could not be reached is called again
+#define FSDPI_GLOO_GOODBYE_NS 500000000          // for goodbyes of groups, and then of the world
+#define FSDPI_GLOO_GRACE      20                 // ms for messages that were sent before a verdict
+#define FSDPI_GLOO_ALONE_NS   200000000          // without a store: for others to see the same end
+#define FSDPI_GLOO_CALLERS    64       // most connections at a time that have proven nothing
+#define FSDPI_GLOO_AGAIN_NS   20000000 // until a member that could not be reached is called again
 
 // Slots: for records of all comms' collectives; for data, with the record's hash and a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
@@ -156,7 +156,7 @@ struct fsdpi_gloo_comm {
     fsdpi_gloo_comm *next;
     fsdpi_comm *near; // the members of this host; NULL: there are no others
     int turn, closed;
-    int overlaps; // 1: Gloo's thread moves messages while this rank works
+    int overlaps;               // 1: Gloo's thread moves messages while this rank works
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
     uint32_t lock;              // guards `waiting`
     fsdp_gloo_buffer *waiting;  // the buffer that this rank waits for now
@@ -218,7 +218,7 @@ static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, i
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say(&t, say_last ? "[E752] rank %d %s; " : "[E751] rank %d %s", (int)c->base.ranks[k],
               how);
-    if (say_last) fsdpi_store_world_say_last(&t, &c->base, (int)c->base.ranks[k]);
+    if (say_last) fsdpi_say_last(&t, &c->base, (int)c->base.ranks[k]);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
 }
 
@@ -312,8 +312,11 @@ static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buff
    counts: if the operation has succeeded for others, it succeeds here, too. */
 static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
                                    int64_t timeout_ns) {
+    fsdpi_trace *trace = FSDPI_LOAD(&c->base.world->trace);
+    fsdpi_trace_wait(trace, (int)c->base.ranks[k]);
     int result = fsdpi_gloo_await_abortable(c, buffer, is_send, (timeout_ns + 999999) / 1000000);
     int more = result;
+    if (result == FSDP_GLOO_OK) fsdpi_trace_wait(trace, -1);
     for (int i = 0; i < 2 && more == FSDP_GLOO_ABORTED; i++) { // waits may have been ended twice
         more = fsdpi_gloo_await(buffer, is_send, FSDPI_GLOO_GRACE);
         if (more == FSDP_GLOO_OK) return FSDP_OK;
@@ -1172,8 +1175,7 @@ static int fsdpi_gloo_evict(fsdpi_gloo_gate *g, int of_all) {
     fsdpi_gloo_link *oldest = NULL;
     for (int i = g->c->base.index; i < g->num_links; i++) {
         fsdpi_gloo_link *l = &g->links[i];
-        if (l->fd >= 0 && (of_all || l->member < 0) &&
-            (!oldest || l->since_ns < oldest->since_ns))
+        if (l->fd >= 0 && (of_all || l->member < 0) && (!oldest || l->since_ns < oldest->since_ns))
             oldest = l;
     }
     if (oldest) fsdpi_gloo_drop(g, oldest);
@@ -1334,8 +1336,10 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
     fsdp_status status = FSDP_OK;
     while (g->missing > 0 && !status) {
         if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
-        for (int k = 0; k < c->base.size && fsdpi_gloo_now(g) >= g->deadline; k++)
-            if (fsdpi_gloo_lacks(g, k)) return fsdpi_gloo_late(c, k);
+        int k = 0; // the first one that is missing
+        while (!fsdpi_gloo_lacks(g, k)) k++;
+        fsdpi_trace_wait(FSDPI_LOAD(&c->base.world->trace), (int)c->base.ranks[k]);
+        if (fsdpi_gloo_now(g) >= g->deadline) return fsdpi_gloo_late(c, k);
         status = fsdpi_gloo_turn(g);
     }
     return status;
@@ -1450,8 +1454,7 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
                                "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
-    c->base.now.since_ns =
-        c->base.is_world ? c->base.world->open_ns : fsdpi_boot_now(c->base.boot);
+    c->base.now.since_ns = c->base.is_world ? c->base.world->open_ns : fsdpi_boot_now(c->base.boot);
     fsdp_status status = fsdpi_gloo_connect_all(c);
     if (!status) status = fsdpi_gloo_make_messages(c);
     return status ? status : fsdpi_gloo_first_meeting(c);
@@ -1492,7 +1495,7 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     if (*link) *link = c->next;
     fsdpi_unlock(&w->lock);
     if (c->overlaps) fsdp_gloo_context_overlap(c->context, 0); // the first meeting has failed
-    if (c->context) fsdp_gloo_context_destroy(c->context); // before its buffers
+    if (c->context) fsdp_gloo_context_destroy(c->context);     // before its buffers
     for (int k = 0; k < c->base.size; k++) {
         fsdp_gloo_buffer_destroy(c->peers[k].in[0]);
         fsdp_gloo_buffer_destroy(c->peers[k].in[1]);
@@ -1594,7 +1597,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
-    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
     fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 

@@ -115,25 +115,25 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_NCCL_FLIGHTS     1024                  // operations that are watched
-#define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // bytes from which on memory is registered
-#define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
-#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // if no operation is under way; the monitor
-#define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for late members to show their operations
-#define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for data of a rank that has shut down
-#define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
-#ifndef FSDPI_NCCL_PATIENCE_NS // a test waits longer: its machine may be slow
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
+#define FSDPI_NCCL_FLIGHTS   1024                   // operations that are watched
+#define FSDPI_NCCL_LARGE     ((size_t)1 << 20)      // bytes from which on memory is registered
+#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // from one look of the watchdog to the next
+#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // if no operation is under way; the monitor
+#define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)   // for late members to show their operations
+#define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)   // for data of a rank that has shut down
+#define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000)  // for communicators to end
+#ifndef FSDPI_NCCL_PATIENCE_NS                      // a test waits longer: its machine may be slow
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000) // for peers to close a comm, too
 #endif
-#define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
-#define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
-#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // so long the watchdog may act first
-#define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and so long the watchdogs of peers
-#define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
-#define FSDPI_NCCL_WARM_BYTES  ((size_t)32 << 20)    // bytes of a warm-up's largest operation
+#define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end it then: its threads nap
+#define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
+#define FSDPI_NCCL_NAP_NS     50000                 // between looks at a call in progress
+#define FSDPI_NCCL_GRACE_NS   ((int64_t)3000000000) // so long the watchdog may act first
+#define FSDPI_NCCL_BEHIND_NS  ((int64_t)1000000000) // and so long the watchdogs of peers
+#define FSDPI_NCCL_SHOWN      8                     // operations that a late rank shows
+#define FSDPI_NCCL_WARM_BYTES ((size_t)32 << 20)    // bytes of a warm-up's largest operation
 
-#define FSDPI_NCCL_ORDER       "NCCL_LAUNCH_ORDER_IMPLICIT"
+#define FSDPI_NCCL_ORDER "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 // A library that is older than the header has not got these. Its version is compared before they
 // are called.
@@ -152,8 +152,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #if NCCL_VERSION_CODE >= 23102
 typedef ncclCollConfig_t fsdpi_nccl_how;
 #define FSDPI_NCCL_CONFIGURES(version) ((version) >= 23102)
-#define FSDPI_NCCL_RUN(name, how, ...)                                                             \
-    ((how) ? name##Config(__VA_ARGS__, how) : name(__VA_ARGS__))
+#define FSDPI_NCCL_RUN(name, how, ...) ((how) ? name##Config(__VA_ARGS__, how) : name(__VA_ARGS__))
 #else
 typedef struct fsdpi_nccl_how fsdpi_nccl_how;
 #define FSDPI_NCCL_CONFIGURES(version) ((void)(version), 0)
@@ -670,15 +669,13 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     mine.has_begun = (uint64_t)has_begun;
     mine.record = f->record;
     fsdpi_nccl_compare_late(c, &mine, &late);
-    if (late.num_absent > 0 && late.who < 0)
-        (void)fsdpi_store_world_await_verdict(&c->base, late.absent);
-    if (fsdpi_comm_failed(&c->base)) return; // another rank was first
     fsdpi_say_op(&s, &f->record);
     if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
-    else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
-    else if (late.num_busy > 0) {
+    else if (late.num_absent > 0) {
+        if (!fsdpi_say_late(&t, &c->base, late.absent, "come")) return; // another rank was first
+    } else if (late.num_busy > 0) {
         fsdpi_say(&t, "[E825] ");
-        fsdpi_say_ranks(&t, &c->base, late.busy);
+        fsdpi_say_ranks(&t, c->base.ranks, c->base.size, late.busy);
         fsdpi_say(
             &t,
             " %s enqueued it, but work before it on the device is not done within %.1f s: find a "
@@ -1826,7 +1823,7 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     {FSDPI_NCCL_KINDS, 0, 2, 0, NULL, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
-    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 

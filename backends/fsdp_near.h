@@ -61,6 +61,12 @@ static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
     return ((const fsdpi_near_world *)(const void *)w)->outer;
 }
 
+static int fsdpi_near_has(const fsdpi_comm *base, int rank) {
+    int has = 0;
+    for (int k = 0; k < base->size; k++) has |= base->ranks[k] == rank;
+    return has;
+}
+
 // A member that has ended; -1: none.
 static int fsdpi_near_gone(const fsdpi_comm *base) {
     const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
@@ -93,6 +99,12 @@ static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
 }
 
+// The store also knows when a rank was heard of. If it does not answer, common memory does.
+static int fsdpi_near_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
+    return fsdpi_store_world_ask_of(fsdpi_near_outer(c->world), rank, out) ||
+           (fsdpi_near_has(c, rank) && fsdpi_shm_ask(c, rank, out));
+}
+
 // Wakes threads that sleep in the comm: they see that the world has failed. Any thread may call it.
 static void fsdpi_near_wake(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
@@ -107,7 +119,7 @@ static const fsdpi_transport fsdpi_near_transport = {
     {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
-    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_shm_say_last,
+    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_near_ask,
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 
@@ -219,6 +231,7 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdpi_near_say_host(c->boot, most, &shown);
     fsdpi_near_key(key, sizeof key, c->index);
     status = fsdpi_store_set(store, key, &shown, sizeof shown);
+    if (!status) status = fsdpi_store_world_show_host(c);
     if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
     if (!status && c->index != 0)
         status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,

@@ -62,12 +62,26 @@ typedef struct fsdpi_record {
 typedef struct fsdpi_trace {
     uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
     uint32_t busy, writing;            // operations it is in; 1: `last` is being written
+    uint32_t waits;                    // 1 + the rank that it waits for; 0: not known
 } fsdpi_trace;
+
+enum { FSDPI_PEER_ABSENT, FSDPI_PEER_JOINED, FSDPI_PEER_LEFT, FSDPI_PEER_LOST };
+
+// What others know of a rank. busy: 0: `text` was its last operation; 1: it is in that operation;
+// FSDPI_WAITS_FOR + r: and waits there for rank r.
+#define FSDPI_WAITS_FOR 2
+typedef struct fsdpi_peer {
+    int32_t state, busy;
+    int64_t silent_ns; // since its last sign of life; -1: signs of life are not counted
+    int64_t since_ns;  // since it began the operation
+    char text[160];    // "": none so far
+    char host[48];     // an address of its host; "": not known
+} fsdpi_peer;
 
 // Why a world has ended. The first verdict counts, on all ranks.
 typedef struct fsdpi_verdict {
-    int32_t status, rank; // rank: the one that failed; -1: the store, or this rank alone, says it
-    int32_t lost;         // the rank that was lost, or -1
+    int32_t status, rank;                    // rank: the one that says it; -1: the store
+    int32_t lost;                            // the rank that was lost, or -1
     char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
 } fsdpi_verdict;
 
@@ -113,6 +127,16 @@ static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const
     double since = (double)since_ns * 1e-9;
     if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
     else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
+}
+
+// "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
+static FSDPI_UNUSED void fsdpi_say_peer(fsdpi_text *t, const fsdpi_peer *p) {
+    if (p->state == FSDPI_PEER_ABSENT) fsdpi_say(t, "it has not joined the job");
+    if (p->state == FSDPI_PEER_LEFT) fsdpi_say(t, "it has shut down");
+    if (p->state == FSDPI_PEER_ABSENT || p->state == FSDPI_PEER_LEFT) return;
+    if (!p->text[0]) fsdpi_say(t, "it has not begun an operation");
+    else fsdpi_say_done(t, p->busy, p->state == FSDPI_PEER_LOST, p->text, p->since_ns);
+    if (p->silent_ns >= 0) fsdpi_say(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
 }
 
 // A verdict, for a rank that was in no operation of the world yet.
@@ -187,14 +211,19 @@ static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
     __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
 }
 
-// Is the rank busy? Also its last operation as text, and when it began.
+// Returns fsdpi_peer.busy, and the last operation as text, and when it began.
 static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
                                          int64_t *since_ns) {
     fsdpi_record last = fsdpi_record_get(trace->last);
     fsdpi_text t = {text, cap, 0};
     fsdpi_say_op(&t, &last);
     *since_ns = last.since_ns;
-    return FSDPI_LOAD(&trace->busy) > 0;
+    return FSDPI_LOAD(&trace->busy) ? 1 + (int)FSDPI_LOAD(&trace->waits) : 0;
+}
+
+// Notes the rank that this one waits for; -1: it has come. trace may be NULL.
+static FSDPI_UNUSED void fsdpi_trace_wait(fsdpi_trace *trace, int rank) {
+    if (trace) FSDPI_STORE(&trace->waits, (uint32_t)(rank + 1));
 }
 
 static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *from) {

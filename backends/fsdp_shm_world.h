@@ -151,17 +151,17 @@ static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
 // Owns: the verdict, in common memory. The first rank that fails writes it. From then on every wait
 // ends, and every call returns its status.
 
-// What a rank of the world did last: it shows why the rank has not come.
-static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
-    if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
-        fsdpi_say(t, "it has not joined the job");
-        return;
-    }
-    char operation[160];
+// What a rank of the world does: it shows why the rank has not come.
+static int fsdpi_shm_ask(fsdpi_comm *base, int rank, fsdpi_peer *out) {
+    const fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     int64_t since_ns;
-    int busy = fsdpi_trace_read(&peer->trace, operation, sizeof operation, &since_ns);
-    fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
+    memset(out, 0, sizeof *out);
+    out->silent_ns = -1;
+    if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) return 1;
+    out->state = FSDPI_PEER_JOINED; // also if it has left: then its last operation counts
+    out->busy = fsdpi_trace_read(&peer->trace, out->text, sizeof out->text, &since_ns);
+    out->since_ns = fsdpi_boot_now(base->boot) - since_ns;
+    return 1;
 }
 
 static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
@@ -303,18 +303,23 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
         else if (has_closed) fsdpi_say(&t, "[E622] rank %d has closed this group; ", rank);
         else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
-        fsdpi_shm_say_last(&t, &c->base, rank);
+        fsdpi_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
     return FSDP_OK;
 }
 
-static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
-    int busy = 1;
-    for (int k = 0; k < c->base.size; k++)
-        busy &= !marked[k] ||
-                FSDPI_LOAD(&fsdpi_shm_world_of(c)->peers[c->base.ranks[k]].trace.busy) > 0;
-    return busy;
+// Does this rank wait for member k?
+static int fsdpi_shm_lacks(const fsdpi_shm_comm *c, int k) {
+    return c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                    : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+}
+
+// Shows the others for whom this rank waits.
+static void fsdpi_shm_show_wait(const fsdpi_shm_comm *c, int waits) {
+    int k = 0;
+    while (waits && k < c->base.size && !fsdpi_shm_lacks(c, k)) k++;
+    fsdpi_trace_wait(c->base.world->trace, waits && k < c->base.size ? (int)c->base.ranks[k] : -1);
 }
 
 // The deadline has passed: the text names missing ranks. OK if all have come just now.
@@ -322,19 +327,13 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
     for (int k = 0; k < c->base.size; k++) {
-        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
-                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        missing[k] = (uint8_t)fsdpi_shm_lacks(c, k);
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
-    // If all missing ranks wait in other calls, they are not to blame, and will say which rank is.
-    for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
-        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
-        fsdpi_sleep_ns(1000000);
-    }
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb);
+    if (!fsdpi_say_late(&t, &c->base, missing, verb)) return fsdpi_comm_report(&c->base);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
@@ -382,6 +381,7 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     int64_t start = c->since ? *c->since : fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(word);
+        fsdpi_shm_show_wait(c, !fsdpi_shm_is_open(c));
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);

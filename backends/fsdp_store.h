@@ -45,7 +45,7 @@
                            or 0: try other ports, too, or LATER: try this port again
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. Afterwards
                            the server forgets it: the client has its own clock
-       BEAT       client   i32 busy, i64 since, text: what the rank is doing
+       BEAT       client   i32 busy (fsdpi_peer), i64 since, text: what the rank is doing
        ASK        client   i32 rank: what is it doing, and when was it heard of?
        ABORT      client   as VERDICT
        BYE        client   the rank leaves in order; the server closes the connection
@@ -158,21 +158,12 @@ enum {
     "speaks version %u of the store's protocol, and this program version %u: start all ranks, "    \
     "and fsdprun, with the same build"
 
-enum { FSDPI_STORE_ABSENT, FSDPI_STORE_JOINED, FSDPI_STORE_LEFT, FSDPI_STORE_LOST };
-
 // What a rank says that it is doing.
 typedef struct fsdpi_store_beat {
-    int32_t busy;     // 1: it is in the operation that text names; 0: that was its last one
-    int64_t since_ns; // how long ago it began the operation
-    char text[160];   // "": none so far
-} fsdpi_store_beat;
-
-// What the store knows of a rank now.
-typedef struct fsdpi_store_peer {
-    int32_t state, busy;
-    int64_t silent_ns, since_ns; // since its last sign of life; see fsdpi_store_beat
+    int32_t busy; // these three: see fsdpi_peer
+    int64_t since_ns;
     char text[160];
-} fsdpi_store_peer;
+} fsdpi_store_beat;
 
 typedef struct fsdpi_store_desc {
     fsdp_boot boot;
@@ -528,16 +519,6 @@ static int fsdpi_verdict_get(const fsdpi_frame *f, fsdpi_verdict *v) {
     return 1;
 }
 
-// "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
-static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
-    if (p->state == FSDPI_STORE_ABSENT) fsdpi_say(t, "it has not joined the job");
-    if (p->state == FSDPI_STORE_LEFT) fsdpi_say(t, "it has shut down");
-    if (p->state == FSDPI_STORE_ABSENT || p->state == FSDPI_STORE_LEFT) return;
-    if (!p->text[0]) fsdpi_say(t, "it has not begun an operation");
-    else fsdpi_say_done(t, p->busy, p->state == FSDPI_STORE_LOST, p->text, p->since_ns);
-    fsdpi_say(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // >>store_core
 // Owns: the server's state. Invariants: no call blocks, reads a clock or touches a socket; only
@@ -561,6 +542,7 @@ typedef struct fsdpi_conn {
     const char *why;    // and what the rank has done
     uint8_t nonce[FSDPI_STORE_NONCE];
     fsdpi_seal seal_in, seal_out;
+    int is_remote;       // 1: from another host
     char reached[64];    // by which address of this host it came; empty: by none for other hosts
     fsdpi_queue in, out; // out: the caller sends and drops these
 } fsdpi_conn;
@@ -684,9 +666,9 @@ static FSDP_PRINTF(4, 5) void fsdpi_store_core_fail(fsdpi_store_core *core, fsdp
     fsdpi_store_core_judge(core, &v);
 }
 
-static fsdpi_store_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int rank, int64_t now) {
+static fsdpi_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int rank, int64_t now) {
     const fsdpi_store_rank *r = &core->ranks[rank];
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     memset(&p, 0, sizeof p);
     p.state = r->state;
     p.busy = r->beat.busy;
@@ -700,8 +682,8 @@ static fsdpi_store_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int 
    store takes the next world; without a launcher rank 0 opens another store. */
 static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
     int left = 0;
-    core->ranks[rank].state = FSDPI_STORE_LEFT;
-    for (int r = 0; r < core->size; r++) left += core->ranks[r].state == FSDPI_STORE_LEFT;
+    core->ranks[rank].state = FSDPI_PEER_LEFT;
+    for (int r = 0; r < core->size; r++) left += core->ranks[r].state == FSDPI_PEER_LEFT;
     if (left < core->size || core->server_rank >= 0) return;
     memset(core->ranks, 0, (size_t)core->size * sizeof *core->ranks);
     memset(&core->verdict, 0, sizeof core->verdict);
@@ -727,7 +709,7 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     char value[4];
     fsdpi_store_rank *r = &core->ranks[rank];
     memset(r, 0, sizeof *r);
-    r->state = FSDPI_STORE_JOINED;
+    r->state = FSDPI_PEER_JOINED;
     r->heard_ns = now;
     conn->state = FSDPI_CONN_RANK;
     conn->rank = rank;
@@ -782,13 +764,13 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
         if (core->num_joined < core->size) // a stranger must not end a complete world
             fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
-    } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
+    } else if (core->ranks[rank].state == FSDPI_PEER_JOINED) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
                                 "[E705] rank %d has joined already: give each program its own "
                                 "rank, each job its own FSDP_JOB_ID or FSDP_TOKEN, and each of the "
                                 "worlds that a program has open its own fsdp_world_desc.job",
                                 (int)rank);
-    } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
+    } else if (core->ranks[rank].state != FSDPI_PEER_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
                                 "still serves an earlier world of this job");
     } else if (core->verdict.status) {
@@ -888,7 +870,7 @@ static void fsdpi_store_core_ask(fsdpi_store_core *core, fsdpi_conn *conn, const
         fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_ERR_INVALID_ARG, f->id, NULL, 0);
         return;
     }
-    fsdpi_store_peer p = fsdpi_store_core_peer(core, (int)rank, now);
+    fsdpi_peer p = fsdpi_store_core_peer(core, (int)rank, now);
     at = fsdpi_le_put(at, (uint32_t)p.state, 4);
     at = fsdpi_le_put(at, (uint32_t)p.busy, 4);
     at = fsdpi_le_put(at, (uint64_t)p.silent_ns, 8);
@@ -997,7 +979,7 @@ static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, i
         fsdpi_conn_break(conn, FSDP_OK, NULL);
         return;
     }
-    core->ranks[rank].state = FSDPI_STORE_LOST;
+    core->ranks[rank].state = FSDPI_PEER_LOST;
     fsdpi_store_core_fail(core, FSDP_ERR_IO, rank,
                           "[E792] rank %d is cut off: its messages to the store were changed on "
                           "their way, or others were put between them: look at the network "
@@ -1050,9 +1032,9 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     if (rank < 0 || core->closing) return;
     char last[400];
     fsdpi_text t = {last, sizeof last, 0};
-    core->ranks[rank].state = FSDPI_STORE_LOST;
-    fsdpi_store_peer p = fsdpi_store_core_peer(core, rank, now);
-    fsdpi_store_say_peer(&t, &p);
+    core->ranks[rank].state = FSDPI_PEER_LOST;
+    fsdpi_peer p = fsdpi_store_core_peer(core, rank, now);
+    fsdpi_say_peer(&t, &p);
     fsdpi_store_core_fail(core, status, rank, "[E706] rank %d %s; %s", rank, why, last);
 }
 
@@ -1061,12 +1043,11 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
     char list[200];
     fsdpi_text t = {list, sizeof list, 0};
     int missing = 0, said = 0;
-    for (int r = 0; r < core->size; r++) missing += core->ranks[r].state == FSDPI_STORE_ABSENT;
+    for (int r = 0; r < core->size; r++) missing += core->ranks[r].state == FSDPI_PEER_ABSENT;
     core->join_ns = INT64_MAX;
     fsdpi_say(&t, missing > 1 ? "ranks" : "rank");
     for (int r = 0; r < core->size && said < 16; r++)
-        if (core->ranks[r].state == FSDPI_STORE_ABSENT)
-            fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
+        if (core->ranks[r].state == FSDPI_PEER_ABSENT) fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
     if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
     fsdpi_store_core_fail(
         core, FSDP_ERR_TIMEOUT, -1,
@@ -1116,7 +1097,7 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
 // Has a rank that will still come to learn that another one is lost, or disagrees?
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     int absent = 0, status = core->verdict.status;
-    for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_STORE_ABSENT;
+    for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_PEER_ABSENT;
     return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }
 
@@ -1415,6 +1396,31 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
     if (fd >= 0) (void)close(fd);
 }
 
+// Does a connection come from another host? Its ends then have different addresses.
+static int fsdpi_store_is_remote(int fd) {
+    fsdpi_store_place ends[2];
+    memset(ends, 0, sizeof ends);
+    for (int i = 0; i < 2; i++) {
+        ends[i].size = sizeof ends[i].at;
+        if (i ? getpeername(fd, &ends[i].at.any, &ends[i].size)
+              : getsockname(fd, &ends[i].at.any, &ends[i].size))
+            return 0;
+        if (ends[i].at.any.sa_family == AF_UNIX) return 0;
+        fsdpi_store_set_port(&ends[i], 0);
+    }
+    return memcmp(ends, ends + 1, sizeof *ends) != 0;
+}
+
+// What a broken connection to another host shows; NULL: on this host the process has ended. A
+// process that ends closes it; a reset, or no answer, may also be a firewall's.
+static const char *fsdpi_store_why_broken(int is_remote, int error) {
+    if (!is_remote) return NULL;
+    return error == ECONNRESET || error == EPIPE
+               ? "has lost its connection to the store: it was reset, by a firewall or a proxy on "
+                 "the way, or as its process or host ended"
+               : "has lost its connection to the store: its host does not answer";
+}
+
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
     return fsdpi_fd(socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
@@ -1495,6 +1501,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
             continue;
         }
         conn->fd = fd;
+        conn->is_remote = fsdpi_store_is_remote(fd);
         fsdpi_store_prompt(fd);
         fsdpi_store_unmap(&here);
         if (!fsdpi_store_is_loopback(&here)) // a stranger must not choose the address
@@ -1505,17 +1512,22 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
 
 static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn, int events,
                                     int64_t now) {
-    int open = 1;
+    int open = 1, error = 0;
     if (events & (POLLIN | POLLHUP | POLLERR | POLLNVAL)) {
         ssize_t got = recv(conn->fd, server->scratch, sizeof server->scratch, 0);
         if (got < 0 && errno == EBADF) // the program has closed this socket
             fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
                              "is cut off: the program of the store has closed its connection");
         open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+        if (!open && got < 0) error = errno;
         if (got > 0) fsdpi_store_core_feed(&server->core, conn, server->scratch, (size_t)got, now);
     }
-    if (open && conn->state != FSDPI_CONN_BROKEN)
+    if (open && conn->state != FSDPI_CONN_BROKEN) {
         open = fsdpi_store_flush(&server->allocator, conn->fd, &conn->out);
+        if (!open) error = errno;
+    }
+    if (error && !conn->why)
+        fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, fsdpi_store_why_broken(conn->is_remote, error));
     if (open && conn->waits) fsdpi_store_core_answer(&server->core, conn);
     // All is sent. The peer closes first: a close with unread input would be a reset.
     if (open && conn->state == FSDPI_CONN_ENDING && !fsdpi_queue_size(&conn->out))
@@ -1792,6 +1804,7 @@ struct fsdpi_store {
     fsdpi_store_where where;
     fsdpi_store_server *server; // NULL: another process serves
     int fd, wake, server_rank, running;
+    int is_remote;        // the server is on another host
     int is_served, ports; // is_served: by a launcher; ports: how many are tried
     pthread_t thread;
     fsdpi_seal seal_in, seal_out; // of the connection
@@ -1800,6 +1813,7 @@ struct fsdpi_store {
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
     fsdpi_verdict verdict;   // valid if judged
+    const char *why;         // the connection has broken, and its server may live; or NULL
     uint8_t *left;           // [size]
     fsdpi_store_place local; // of the connection
     char address[64];
@@ -2184,11 +2198,16 @@ static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
         fsdpi_verdict v;
         memset(&v, 0, sizeof v);
         v.status = (int32_t)status;
-        v.rank = status == FSDP_ERR_IO ? s->desc.boot.rank : -1;
+        v.rank = s->desc.boot.rank;
         v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank
                  : status == FSDP_ERR_IO      ? -1
                                               : s->desc.boot.rank;
-        if (status == FSDP_ERR_PEER_LOST)
+        if (status == FSDP_ERR_PEER_LOST && s->why)
+            (void)snprintf(v.reason, sizeof v.reason,
+                           "[E793] rank %d %s. It is not known whether %s, which serves the store, "
+                           "still runs: look at its log, and at the network between them",
+                           s->desc.boot.rank, s->why, fsdpi_store_who(s));
+        else if (status == FSDP_ERR_PEER_LOST)
             (void)snprintf(v.reason, sizeof v.reason, "[E718] %s, which serves the store, has died",
                            fsdpi_store_who(s));
         else if (status == FSDP_ERR_IO)
@@ -2283,8 +2302,9 @@ static void fsdpi_store_receive(fsdpi_store *s) {
         s->in.end += (size_t)got;
         (void)fsdpi_store_take_all(s);
     } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-        fsdpi_store_lose(s, got < 0 && errno == EBADF ? FSDP_ERR_INVALID_STATE
-                                                      : FSDP_ERR_PEER_LOST);
+        if (got < 0) s->why = fsdpi_store_why_broken(s->is_remote, errno);
+        fsdpi_store_lose(s,
+                         got < 0 && errno == EBADF ? FSDP_ERR_INVALID_STATE : FSDP_ERR_PEER_LOST);
     }
 }
 
@@ -2425,7 +2445,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_delete(fsdpi_store *s, const char *k
 }
 
 // What a rank was doing when it was last heard of.
-static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_store_peer *out,
+static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_peer *out,
                                                 int64_t timeout_ns) {
     char which[4], value[24 + sizeof out->text];
     size_t bytes;
@@ -2584,6 +2604,7 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     fsdp_status status = fsdpi_store_seek(s, deadline, error);
     if (status) return status;
     fsdpi_store_warn(s);
+    s->is_remote = fsdpi_store_is_remote(s->fd);
     s->local.size = sizeof s->local.at;
     (void)getsockname(s->fd, &s->local.at.any, &s->local.size);
     fsdpi_store_unmap(&s->local);

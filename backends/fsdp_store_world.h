@@ -29,6 +29,7 @@ typedef struct fsdpi_store_world {
     fsdpi_store *store; // NULL: the ranks have not met yet
     char job[160];      // if ranks are threads
     int is_mute;        // 1: the store has not answered once, and is not asked again
+    int shows_hosts;    // 1: the store has an address of each rank's host
 } fsdpi_store_world;
 
 static fsdpi_store_world *fsdpi_store_world_of(const fsdpi_comm *c) {
@@ -69,34 +70,38 @@ static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
     return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
 }
 
-// Asks the store about a rank. 0: it does not answer.
-static int fsdpi_store_world_ask(fsdpi_store_world *w, int rank, fsdpi_store_peer *out) {
-    if (FSDPI_LOAD(&w->is_mute)) return 0;
-    if (!fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) return 1;
-    FSDPI_STORE(&w->is_mute, 1);
-    return 0;
+static void fsdpi_store_world_host_key(char *key, size_t cap, int rank) {
+    (void)snprintf(key, cap, "host/%d", rank);
 }
 
-static void fsdpi_store_world_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
-    fsdpi_store_peer peer;
-    if (fsdpi_store_world_ask(fsdpi_store_world_of(c), rank, &peer)) fsdpi_store_say_peer(t, &peer);
-    else fsdpi_say(t, "the store does not answer");
-}
-
-/* If all missing members are busy in other calls, they are not to blame, and will say which rank
-   is: it waits a moment for their verdict. Returns 1 if there is one. */
-static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *missing) {
+// Shows an address of this rank's host, for the texts of others. All ranks call it.
+static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
     fsdpi_store_world *w = fsdpi_store_world_of(c);
-    fsdpi_store_peer peer;
-    int all_busy = 1;
-    for (int k = 0; k < c->size && all_busy; k++) {
-        if (!missing[k]) continue;
-        // A rank that is stopped was busy when it was last heard of.
-        all_busy = fsdpi_store_world_ask(w, (int)c->ranks[k], &peer) && peer.busy &&
-                   peer.silent_ns <= 300000000 + fsdpi_store_beat_ns(c->boot->size);
+    const char *address = fsdpi_store_address(w->store);
+    char key[32];
+    fsdpi_store_world_host_key(key, sizeof key, c->boot->rank);
+    w->shows_hosts = 1;
+    return fsdpi_store_set(w->store, key, address, strlen(address));
+}
+
+// Asks the store about a rank. 0: it does not answer.
+static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
+    char key[32];
+    size_t bytes;
+    if (FSDPI_LOAD(&w->is_mute)) return 0;
+    if (fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) {
+        FSDPI_STORE(&w->is_mute, 1);
+        return 0;
     }
-    for (int i = 0; i < 100 && all_busy && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
-    return fsdpi_comm_failed(c);
+    fsdpi_store_world_host_key(key, sizeof key, rank);
+    if (w->shows_hosts) // *out is zeroed: the text ends
+        (void)fsdpi_store_get(w->store, key, out->host, sizeof out->host - 1, &bytes,
+                              FSDPI_STORE_ASK_NS / 8);
+    return 1;
+}
+
+static int fsdpi_store_world_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
+    return fsdpi_store_world_ask_of(fsdpi_store_world_of(c), rank, out);
 }
 
 /* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer
@@ -111,7 +116,7 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
         if ((who < 0 ? k != c->index : k == who) && fsdpi_store_has_left(store, (int)c->ranks[k]))
             return k;
     return c->size > 1 && fsdpi_boot_now(c->boot) < until ? FSDPI_CAUSE_AWAITED
-                                                         : FSDPI_CAUSE_UNKNOWN;
+                                                          : FSDPI_CAUSE_UNKNOWN;
 }
 
 // The same in a call of this comm, whose deadline it keeps: it waits, and never returns AWAITED.
@@ -130,8 +135,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_late(fsdpi_comm *c, const uint
                                                        const char *verb) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    if (fsdpi_store_world_await_verdict(c, missing)) return fsdpi_comm_report(c);
-    fsdpi_say_late(&t, c, missing, verb);
+    if (!fsdpi_say_late(&t, c, missing, verb)) return fsdpi_comm_report(c);
     return fsdpi_comm_fail(c, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 

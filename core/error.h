@@ -66,21 +66,18 @@ static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
     return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
 }
 
-/* The world fails on this rank for good, and the peers are told. The first failure stays; its text
-   is written before its status can be seen. Returns the status of the first failure. */
-FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+/* Marks the world as failed on this rank for good, and aborts it on the others. The first failure
+   stays; its text is written before its status can be seen. Logs the text if `logs`. Returns the
+   status of the first failure. */
+static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, const char *said) {
     char text[FSDPI_TEXT];
-    va_list args;
-    va_start(args, fmt);
-    int used = vsnprintf(text, sizeof text, fmt, args);
-    va_end(args);
+    int used = snprintf(text, sizeof text, "%s", said);
     if (fsdpi_is_child(w)) return fsdpi_failed(w); // the lock may be held by a thread of the parent
     int asks = status == FSDP_ERR_TIMEOUT || status == FSDP_ERR_PEER_LOST ||
                status == FSDP_ERR_MISMATCH;
     if (w->flight && asks && used >= 0 && (size_t)used < sizeof text)
-        snprintf(text + used, sizeof text - (size_t)used,
-                 " (flight record %s: see fsdptrace hang)", w->flight->path);
+        snprintf(text + used, sizeof text - (size_t)used, " (flight record %s: see fsdptrace hang)",
+                 w->flight->path);
     fsdpi_lock(&w->fail_lock);
     fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
@@ -90,9 +87,19 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     }
     fsdpi_unlock(&w->fail_lock);
     if (earlier) return earlier;
-    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
     if (w->comm) w->comm_ops->abort(w->comm, status, text);
     return status;
+}
+
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    return fsdpi_world_end(w, status, 1, text);
 }
 
 /* This call fails: its text is kept, and logged if `logs`. Returns status. The world goes on, but
@@ -105,7 +112,7 @@ static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, 
     vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
     fsdpi_set_error(w, text);
     if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_end(w, status, 0, text) : status;
 }
 FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     va_list args;
@@ -172,7 +179,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *wha
 // ranks would wait for this one.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
-    return fsdpi_world_fail(w, status, "%s", w->error);
+    return fsdpi_world_end(w, status, 0, w->error); // it is logged
 }
 
 /* Copies a desc into a zeroed struct of this header's size. If the program was built with an older

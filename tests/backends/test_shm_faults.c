@@ -217,10 +217,10 @@ static void stopped(int rank, int world, void *arg) {
     int64_t start = h_now_ms(), calm = h_calm_ms();
     if (rank == 2) raise(SIGSTOP);
     CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", FSDP_STATE_FORWARD), FSDP_ERR_TIMEOUT);
-    told(&r,
-         ": all_gather of 'h.3' (forward, op 2): [E403] rank 2 has not come within 1.0 s; its last "
-         "operation was "
-         "reduce_scatter of 'h.4' (post_backward, op 1), ");
+    told(&r, rank == 2 ? ": all_gather of 'h.3' (forward, op 2): [E489] rank "
+                       : ": all_gather of 'h.3' (forward, op 2): [E");
+    told(&r, "[E403] rank 2 has not come within 1.0 s; its last operation was reduce_scatter of "
+             "'h.4' (post_backward, op 1), ");
     int waited = (int)(h_now_ms() - start), waited_calm = (int)(h_calm_ms() - calm);
     if (rank < 2) CHECK_MSG(waited >= 900 && waited_calm <= 1600, "%d ms", waited);
     if (rank == 0) h_message("noticed after %d ms, the deadline is 1000 ms", waited);

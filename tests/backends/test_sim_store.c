@@ -22,7 +22,7 @@
 #include "backends/fsdp_record.h"
 #include "sim_hosts.h"
 // After it:
-#include "backends/fsdp_store.h"
+#include "backends/fsdp_store_world.h"
 #pragma GCC diagnostic pop
 
 #define SLACK (2 * OS_S)
@@ -50,7 +50,7 @@ typedef struct {
 } actor;
 
 typedef struct job {
-    int number, size, hosts, worlds, rounds, has_launcher, serves, is_over;
+    int number, size, hosts, worlds, rounds, has_launcher, serves, is_over, trades;
     int64_t timeout, pause, watch; /* watch: how often the launcher looks at its ranks */
     char name[32], store[64];
     actor ranks[RANKS], launcher;
@@ -95,7 +95,7 @@ static const char *key_of(char *out, size_t cap, int world, int k, int rank) {
 /* As a backend does when it gets no verdict: it asks what the culprit does, and tells one. */
 static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     char text[80];
-    fsdpi_store_peer peer;
+    fsdpi_peer peer;
     if (status == FSDP_ERR_TIMEOUT && culprit >= 0 &&
         fsdpi_store_ask(a->store, culprit, &peer, OS_S))
         culprit = -1;
@@ -149,7 +149,7 @@ static fsdp_status finish(actor *a, int world) {
 static fsdp_status live(actor *a, int world) {
     fsdpi_store_desc d = desc_of(a);
     fsdpi_store *store = NULL;
-    fsdpi_store_peer peer;
+    fsdpi_peer peer;
     a->begun = os.now;
     fsdp_status status = fsdpi_store_open(&d, &store, a->text, sizeof a->text);
     int64_t took = os.now - a->begun;
@@ -173,13 +173,16 @@ static fsdp_status live(actor *a, int world) {
     return status;
 }
 
+static void trade(actor *a);
+
 static void *rank_main(void *arg) {
     actor *a = (actor *)arg;
     const job *j = a->job;
+    if (j->trades) trade(a);
     int waits = j->has_launcher && a->proc->host == 0;
     while (waits && !j->serves && !j->launcher.proc->dead) os_sleep(OS_MS);
     a->is_absent = waits && !j->serves;
-    for (int world = 0; world < j->worlds && !a->status && !a->is_absent; world++)
+    for (int world = 0; world < j->worlds && !j->trades && !a->status && !a->is_absent; world++)
         a->status = live(a, world);
     os_exit(a->status ? 1 : 0);
     return NULL;
@@ -711,6 +714,150 @@ static void each_cut(int64_t step) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
+/* ---- who is to blame when data do not come --------------------------------------------------- */
+
+/* In each round all ranks send to all, over links of which the store knows nothing. From a round on
+   one link is cut, in one direction or in both, or one rank is stopped. */
+static struct {
+    int from, to, both, stopped, first; /* stopped: a rank, or -1: the link is cut */
+    int sent[RANKS], waits[RANKS];      /* by rank: its round; for whom it waits */
+} links;
+
+static int has_come(int from, int to, int round) {
+    int is_cut = links.stopped < 0 && round >= links.first &&
+                 ((from == links.from && to == links.to) ||
+                  (links.both && from == links.to && to == links.from));
+    return links.sent[from] >= round && !is_cut;
+}
+
+static void says_for_whom(void *user, fsdpi_store_beat *out) {
+    const actor *a = (const actor *)user;
+    beats(user, out);
+    out->busy = FSDPI_WAITS_FOR + links.waits[a->rank];
+}
+
+static void trade(actor *a) {
+    static const int32_t ids[RANKS] = {0, 1, 2, 3, 4, 5};
+    fsdpi_transport table;
+    fsdpi_store_world w;
+    fsdpi_comm c;
+    fsdpi_store_desc d = desc_of(a);
+    d.beat = says_for_whom;
+    memset(&table, 0, sizeof table), memset(&w, 0, sizeof w), memset(&c, 0, sizeof c);
+    if (fsdpi_store_open(&d, &w.store, a->text, sizeof a->text)) os_fail("set-up: %s", a->text);
+    if (os.failed[0]) return;
+    table.ask = fsdpi_store_world_ask;
+    w.base.boot = d.boot, w.base.transport = &table, w.base.failed = &w.store->judged;
+    c.world = &w.base, c.boot = &w.base.boot, c.index = a->rank, c.size = a->size;
+    c.ranks = (int32_t *)(intptr_t)ids;
+    for (int k = 1; !fsdpi_store_verdict(w.store, NULL); k++) {
+        int64_t until = os.now + d.boot.timeout_ns;
+        uint8_t missing[RANKS] = {0};
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        int late = 0;
+        links.sent[a->rank] = k;
+        for (int r = 0; r < a->size; r++) {
+            links.waits[a->rank] = r;
+            while (!has_come(r, a->rank, k) && os.now < until && !fsdpi_comm_failed(&c))
+                os_sleep(OS_MS);
+            late += missing[r] = !has_come(r, a->rank, k);
+        }
+        if (!late) os_sleep(os_between(1, 20) * OS_MS);
+        else if (!fsdpi_comm_failed(&c) && fsdpi_say_late(&t, &c, missing, "come"))
+            fsdpi_store_abort(w.store, FSDP_ERR_TIMEOUT, "round", reason);
+    }
+    snprintf(a->text, sizeof a->text, "%s", w.store->verdict.reason);
+    a->status = FSDP_ERR_TIMEOUT;
+    fsdpi_store_close(w.store);
+}
+
+/* The link's ends wait for each other, and nobody is missing; the rank that is stopped is missing,
+   and nobody else, though others run late as well. */
+static void blame_seed(uint64_t seed) {
+    job *j = &jobs[0];
+    char want[80];
+    os_begin(seed);
+    num_jobs = 1, num_strangers = 0;
+    memset(j, 0, sizeof *j), memset(&links, 0, sizeof links);
+    j->size = (int)os_between(2, RANKS), j->hosts = (int)os_between(1, j->size < 3 ? j->size : 3);
+    j->timeout = os_between(2, 8) * OS_S;
+    snprintf(j->name, sizeof j->name, "links");
+    snprintf(j->store, sizeof j->store, "tcp://10.0.0.1:%d", PORT);
+    links.from = (int)os_rand((uint64_t)j->size);
+    j->trades = 1;
+    links.to = (links.from + (int)os_between(1, j->size - 1)) % j->size;
+    links.both = os_one_in(2), links.first = (int)os_between(2, 40);
+    links.stopped = os_one_in(2) ? links.to : -1; /* rank 0 serves: without it nobody is told */
+    if (!links.stopped) links.stopped = -1;
+    for (int r = 0; r < j->size; r++)
+        make_actor(&j->ranks[r], j, r, r * j->hosts / j->size, os.now + os_between(0, 20 * OS_MS));
+    for (int r = 1; r < j->size; r++) { /* late now and then */
+        os_fault *f = os_plan(OS_STOP, j->ranks[r].proc);
+        f->at = os.now + OS_S + os_between(0, j->timeout), f->length = os_between(1, 300) * OS_MS;
+        f->count = 0;
+        if (r == links.stopped) f->at = os.now + os_between(1000, 2000) * OS_MS;
+        if (r == links.stopped) f->length = 3 * j->timeout;
+    }
+    os_run();
+    snprintf(want, sizeof want, "[E403] rank %d has not come", links.stopped);
+    for (int r = 0; r < j->size && !os.failed[0]; r++) {
+        const char *text = j->ranks[r].text, *rest = strstr(text, "which waits for");
+        int ends = 0;
+        for (int end = 0; rest && end < 2; end++) {
+            char one[24];
+            snprintf(one, sizeof one, "rank %d", end ? links.from : links.to);
+            const char *at = strstr(text, one);
+            ends += at && at < rest;
+        }
+        if (links.stopped < 0 ? !strstr(text, "[E487]") || ends != 2 || strstr(text, "[E403]")
+                              : r != links.stopped && !strstr(text, want))
+            os_fail("rank %d: wrong blame (cut %d to %d, stopped %d): %s", r, links.from, links.to,
+                    links.stopped, text);
+    }
+    total.seeds++, total.told += links.stopped < 0, total.steps += os.steps;
+    if (os.failed[0]) {
+        fprintf(stderr, "%s\n  again: SIM_TRACE=1 %s --filter=sim_store.one_blame --seed=%llu\n",
+                os.failed, h_program, (unsigned long long)seed);
+        total.failed++;
+    }
+    os_end();
+}
+
+static void blames(uint64_t first, int count) {
+    for (int i = 0; i < count; i++) blame_seed(first + (uint64_t)i);
+    h_message("%lld seeds: %lld with a link that is cut, the others with a rank that is stopped",
+              (long long)total.seeds, (long long)total.told);
+    CHECK_EQ_INT(total.failed, 0);
+}
+
+/* A connection to another host that is reset is told as that: a firewall may have done it. On one
+   host nobody but the end of a process resets it. */
+TEST(sim_store, reset_is_no_death) {
+    int told[2] = {0, 0}; /* on several hosts, on one */
+    for (int how = 0; how < 4; how++)
+        for (int64_t at = 20; at < 60; at += 2) {
+            const job *j = &jobs[0];
+            make_plain(how & 1, how & 2, 5 * OS_MS);
+            jobs[0].rounds = 12;
+            os_fault *f = os_plan(OS_RESET, j->ranks[2].proc);
+            f->at = os.now + at * OS_MS, f->nth = (int)(at / 2 % 6);
+            os_run();
+            for (int r = 0; r < j->size && !os.failed[0]; r++) {
+                const char *text = strstr(j->ranks[r].text, "[E706] rank ");
+                if (!text || text[12] == '0') continue; /* rank 0 is on the host of the store */
+                told[how / 2]++;
+                CHECK_MSG(!strstr(text, "has died") == !(how & 2), "%s", text);
+                CHECK_MSG(how & 2 || strstr(text, "was reset"), "%s", text);
+            }
+            CHECK_MSG(!os.failed[0], "%s", os.failed);
+            os_end();
+        }
+    CHECK_MSG(told[0] && told[1], "%d and %d texts", told[0], told[1]);
+}
+
+TEST(sim_store, one_blame) { blames(h_seed(), 1); }
+TEST(sim_store, blame) { blames(1000 * h_seed(), FEWER ? 10 : 100); }
 TEST(sim_store, one) { seeds(h_seed(), 1); }
 TEST(sim_store, seeds) { seeds(1000 * h_seed(), FEWER ? 60 : 500); }
 TEST(sim_store, each_call, SLOW) { each_call(FEWER ? 1 : 3, FEWER ? 4 : 8); }

@@ -887,7 +887,7 @@ static const char *const OPERATION = "all_gather of 'h.3' (forward, op 17)";
 
 /* Until the store knows what the victim does. */
 static void await_beat(client *c, int rank, const char *text) {
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     int64_t start = h_calm_ms();
     do {
         memset(&p, 0, sizeof p);
@@ -895,7 +895,7 @@ static void await_beat(client *c, int rank, const char *text) {
         within(start, 1500);
         usleep(2000);
     } while (strcmp(p.text, text) != 0);
-    CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED);
+    CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED);
 }
 
 static void same_verdicts(const setup *s, int but) {
@@ -916,7 +916,7 @@ static void same_verdicts(const setup *s, int but) {
 static void all_calls_fail(client *c, fsdp_status status) {
     char text[8];
     size_t size;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     int64_t start = h_calm_ms();
     CHECK_STATUS(fsdpi_store_set(c->store, "k", "v", 1), status);
     CHECK_STATUS(try_get(c, "k", text, 8, &size, 5000), status);
@@ -1053,9 +1053,9 @@ static void leaves(int rank, int world, void *arg) {
     CHECK(__atomic_load_n(&c.events, __ATOMIC_SEQ_CST) > 0);
     for (int r = 0; r < world; r++) CHECK_EQ_INT(fsdpi_store_has_left(c.store, r), r == leaver);
     if (leaver) {
-        fsdpi_store_peer p;
+        fsdpi_peer p;
         CHECK_OK(fsdpi_store_ask(c.store, leaver, &p, 1000 * MS));
-        CHECK_EQ_INT(p.state, FSDPI_STORE_LEFT);
+        CHECK_EQ_INT(p.state, FSDPI_PEER_LEFT);
         put(&c, "after", "x", 1), get_text(&c, "after", "x");
     } else { /* the server has gone: no store any more, but no verdict either */
         char text[8];
@@ -1117,7 +1117,7 @@ static void stopped_server(int rank, int world, void *arg) {
     client c;
     char text[8];
     size_t size;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     enter(&c, s, rank);
     exchange(&c, world, "a");
     gather_at(s, 0);
@@ -1257,7 +1257,7 @@ TEST(store_abort, then_exits) {
 
 static void asks(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     client c;
     char text[40], mine[40];
     enter(&c, s, rank);
@@ -1285,7 +1285,7 @@ TEST(store_ask, what_others_do) { run(make_setup(AT_IPV4, 8, 1, 20000), asks); }
 /* A stopped rank falls silent, and its time goes on. */
 static void asks_about_stopped(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     client c;
     enter(&c, s, rank);
     does(&c, 1, OPERATION);
@@ -1298,7 +1298,7 @@ static void asks_about_stopped(int rank, int world, void *arg) {
         CHECK_MSG(p.silent_ns >= 100 * MS && p.silent_ns < slack(1200) * MS, "%lld",
                   (long long)p.silent_ns);
         CHECK_MSG(p.since_ns >= 100 * MS, "%lld", (long long)p.since_ns);
-        CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED); /* silence alone is no verdict */
+        CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED); /* silence alone is no verdict */
         no_verdict(&c);
         kill(s->pids[1], SIGCONT);
     }
@@ -1312,13 +1312,13 @@ TEST(store_ask, no_callbacks_no_deadline) {
     setup *s = make_setup(AT_HOST, 1, 0, 5000);
     fsdpi_store_desc d = make_desc(s, 0, 1);
     fsdpi_store *store = NULL;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     char error[256];
     d.boot.timeout_ns = INT64_MAX;
     CHECK_OK(fsdpi_store_open(&d, &store, error, sizeof error));
     usleep(300000);
     CHECK_OK(fsdpi_store_ask(store, 0, &p, 1000 * MS));
-    CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED);
+    CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED);
     fsdpi_store_abort(store, FSDP_ERR_ABORTED, "a", "b");
     fsdpi_store_close(store);
     fsdpi_store_close(NULL), fsdpi_store_stop(NULL);
@@ -1829,7 +1829,7 @@ static fsdp_status life(setup *s) {
     client c;
     char text[8];
     size_t size;
-    fsdpi_store_peer p;
+    fsdpi_peer p;
     fsdp_status status = open_as(&c, s, 0, 1), seen;
     if (status) return status;
     status = fsdpi_store_set(c.store, "a", "1", 1);
