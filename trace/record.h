@@ -443,20 +443,6 @@ static int64_t fsdpi_tr_time(int clock) {
     return time[0] * 1000000000 + time[1];
 }
 
-/* What all processes of a host have in common, if the world's clock is the host's. Else the rank
-   has a clock of its own. */
-static FSDPI_TR_COLD uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
-    char text[64] = "";
-    uint64_t hash = 0;
-    int64_t before = fsdpi_tr_time(1 /* CLOCK_MONOTONIC */), now = fsdp_now(t->world);
-    int is_host = now >= before && now <= fsdpi_tr_time(1);
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (!file || !fgets(text, sizeof text, file)) memcpy(text, host, sizeof text);
-    if (file) (void)fclose(file);
-    for (const char *at = text; *at; at++) hash = (hash ^ (uint64_t)*at) * 0x100000001B3u;
-    return is_host ? hash : hash + 1 + (uint64_t)fsdp_rank(t->world);
-}
-
 // The ranks of the model's mesh as a number.
 static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
@@ -473,7 +459,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     memcpy(h->magic, FSDPI_TR_MAGIC, sizeof h->magic);
     (void)fsdpi_tr_gethostname(h->host, sizeof h->host - 1);
     snprintf(h->job, sizeof h->job, "%s", t->job);
-    h->clock = fsdpi_tr_clock(t, h->host), h->mesh = fsdpi_tr_mesh(t);
+    h->clock = fsdp_clock_id(t->world), h->id = fsdp_world_id(t->world), h->mesh = fsdpi_tr_mesh(t);
     h->dropped = t->next_record > t->room ? t->next_record - t->room : 0;
     h->real_ns = fsdpi_tr_time(0 /* CLOCK_REALTIME */), h->clock_ns = fsdp_now(t->world);
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
