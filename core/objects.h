@@ -182,7 +182,8 @@ typedef struct fsdpi_part {
 
 // What fully_shard was told.
 typedef struct fsdpi_desc {
-    char *name;
+    char *name;           // as texts print it: "(root)" for ""
+    const char *own_name; // as given
     void *user;
     int index, num_params; // index: in the model
     fsdp_mesh_info info;

@@ -19,6 +19,7 @@
 #include "../fsdp_trace.h"
 #include "fsdptrace_helps.h"
 #include "fsdptrace_json.h"
+#include "put_safe.h"
 #pragma GCC diagnostic pop
 #include <dirent.h>
 #include <math.h>
@@ -246,15 +247,12 @@ static int read_label(const void *bytes, fsdpi_tr_label *out) {
 
 // Names the files that are left out.
 static void put_notes(const fsdpi_tr_notes *notes) {
-    char part[512];
-    for (const char *line = notes->text; *line; line += strcspn(line, "\n"), line += *line != 0) {
-        snprintf(part, sizeof part, "%.*s", (int)strcspn(line, "\n"), line);
-        fputs("fsdptrace: left out: ", stderr);
-        put_safe(stderr, part);
-        fputc('\n', stderr);
-    }
+    char text[16384] = "";
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
+    if (notes->num) fsdpi_why_say(&t, "fsdptrace: left out:\n%s", notes->text);
     if (notes->num > FSDPI_TR_NOTES)
-        fprintf(stderr, "fsdptrace: left out: %d files more\n", (int)notes->num - FSDPI_TR_NOTES);
+        fsdpi_why_say(&t, "and %d more\n", (int)notes->num - FSDPI_TR_NOTES);
+    fputs(text, stderr);
 }
 
 // Reads the records of the job in DIR that began last, or of the one that is named.
@@ -679,10 +677,14 @@ static int by_seconds(const void *a, const void *b) {
 
 // One job is shown. Another one of the directory, or "".
 static void put_other(const char *name) {
-    if (!*name) return;
-    printf("the directory has files of other jobs, too: this one is shown; another one by --job '");
-    put_safe(stdout, name);
-    printf("'\n");
+    char text[1024] = "";
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
+    if (*name)
+        fsdpi_why_say(&t,
+                      "the directory has files of other jobs, too: this one is shown;\n"
+                      "another one by --job '%s'\n",
+                      name);
+    fputs(text, stdout);
 }
 
 static void put_ranks(const set *s) {
@@ -844,38 +846,31 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
 
 /* ---- why ------------------------------------------------------------------------------------- */
 
-// The lines of a text; names in it are of strangers.
-static void put_lines(const char *text) {
-    for (const char *line = text, *end; *line; line = *end ? end + 1 : end) {
-        char part[16384];
-        end = line + strcspn(line, "\n");
-        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
-        put_safe(stdout, part);
-        putchar('\n');
-    }
-}
-
 static int why(const char *dir, const char *wanted, int force, int brief) {
-    char text[16384] = "";
+    static char text[1 << 20];
     fsdpi_tr_job traces;
     fsdpi_why y;
-    fsdpi_why_text t = {text, sizeof text, 0, 0};
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
     put_notes(&traces.notes);
     const int made = fsdpi_why_make(&traces, &y);
     const double percent = 100 / fmax(1, (double)(y.step.end - y.step.begin));
+    text[0] = 0;
     if (made > 0) fsdpi_why_screen(&y, &t);
     if (!brief) put_other(traces.other);
-    if (made > 0 && brief)
+    if (made > 0 && brief) {
         printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
                (int)strcspn(text, "(") - 1, text,
                percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
                percent * (double)fsdpi_why_exposed(&y.step),
                percent * (double)fsdpi_why_host(&y.step));
-    else put_lines(text);
-    const char *last = strstr(text, "who came last");
-    if (made > 0 && !helps_print(&y, t.digits) && brief && last)
-        printf("%.*s\n", (int)strcspn(last, "\n"), last);
+        text[0] = 0, t.used = t.line = t.space = t.indent = 0;
+        if (!helps_print(&y, &t, 1)) fsdpi_why_say_last(&y, &t);
+        fputs(text, stdout);
+    } else {
+        if (made > 0) (void)helps_print(&y, &t, HELPS_LINES);
+        fputs(text, stdout);
+    }
     fsdpi_why_end(&y);
     fsdpi_tr_free(&traces);
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");

@@ -34,10 +34,10 @@ typedef struct fsdpi_tr_rank {
     void *memory;
 } fsdpi_tr_rank;
 
-// Files of a directory that are left out: a line each, of the first ones.
+// Files of a directory that are left out: two lines each, of the first ones.
 enum { FSDPI_TR_NOTES = 8 };
 typedef struct fsdpi_tr_notes {
-    char text[2048];
+    char text[4096];
     int32_t num;
 } fsdpi_tr_notes;
 
@@ -431,14 +431,11 @@ static void fsdpi_tr_path(char *out, size_t cap, const char *dir, const char *jo
     if ((size_t)used < cap) snprintf(out + used, cap - (size_t)used, ".%d%s", rank, end);
 }
 
-// Adds a line: a file that is left out, and the reason.
-static FSDP_PRINTF(2, 3) void fsdpi_tr_note(fsdpi_tr_notes *n, const char *format, ...) {
-    va_list args;
+// Adds two lines: a file that is left out, and the reason.
+static void fsdpi_tr_note(fsdpi_tr_notes *n, const char *name, const char *reason) {
     const size_t used = strlen(n->text);
-    va_start(args, format);
     if (n->num++ < FSDPI_TR_NOTES)
-        (void)vsnprintf(n->text + used, sizeof n->text - used, format, args);
-    va_end(args);
+        (void)snprintf(n->text + used, sizeof n->text - used, "%s:\n    %s\n", name, reason);
 }
 
 static int fsdpi_tr_by_run(const void *a, const void *b) {
@@ -508,7 +505,7 @@ static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
         if (good) fsdpi_tr_path(named, sizeof named, dir, label.job, label.rank, end);
         if (!good || strcmp(named, path)) {
             (void)fsdpi_tr_refuse(why, "%s: " FSDPI_TR_NOT_OURS, e->d_name);
-            fsdpi_tr_note(notes, "%s: " FSDPI_TR_NOT_OURS "\n", e->d_name);
+            fsdpi_tr_note(notes, e->d_name, FSDPI_TR_NOT_OURS);
             continue;
         }
         if (!(num & (num - 1))) { // there is room for a power of two
@@ -534,9 +531,10 @@ static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
     for (int32_t i = 0; i < num; i++)
         if (!strcmp(out->list[i].job, job.job)) out->list[kept++] = out->list[i];
     out->num = fsdpi_tr_choose_run(out->list, kept);
-    for (int32_t i = out->num; i < kept; i++)
-        fsdpi_tr_note(notes, "%.100s.%d%s: it is of another run of the job\n", job.job,
-                      (int)out->list[i].rank, end);
+    for (int32_t i = out->num; i < kept; i++) {
+        fsdpi_tr_path(path, sizeof path, dir, job.job, out->list[i].rank, end);
+        fsdpi_tr_note(notes, strrchr(path, '/') + 1, "it is of another run of the job");
+    }
     qsort(out->list, (size_t)out->num, sizeof *out->list, fsdpi_tr_by_rank);
     if (why->cap) why->text[0] = 0;
     return 1;
@@ -555,7 +553,7 @@ static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
 // Reads the files of a run. What cannot be read is left out, and noted.
 static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsdpi_tr_job *out,
                                const fsdpi_tr_why *why) {
-    char path[4096], text[256];
+    char path[4096], text[512];
     out->rank = (fsdpi_tr_rank *)calloc((size_t)files->num, sizeof *out->rank);
     if (!out->rank) return fsdpi_tr_refuse(why, "there is no memory");
     for (int32_t i = 0; i < files->num; i++) {
@@ -565,15 +563,16 @@ static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsd
         text[0] = 0;
         memset(r, 0, sizeof *r);
         fsdpi_tr_path(path, sizeof path, dir, label->job, label->rank, ".trace");
-        int status = fsdpi_tr_read_file(path, strrchr(path, '/') + 1, r, &reason);
+        const char *name = strrchr(path, '/') + 1;
+        int status = fsdpi_tr_read_file(path, name, r, &reason);
         if (!status && (r->head.rank != label->rank || r->head.size != label->size ||
                         r->head.id != label->id)) // it was replaced meanwhile
-            status = fsdpi_tr_refuse(&reason, "%s: it is of rank %d of %d", strrchr(path, '/') + 1,
-                                     r->head.rank, r->head.size);
+            status = fsdpi_tr_refuse(&reason, "%s: it is of rank %d of %d", name, r->head.rank,
+                                     r->head.size);
         if (!status) out->num++;
         else {
             free(r->memory);
-            fsdpi_tr_note(&out->notes, "%s\n", text);
+            fsdpi_tr_note(&out->notes, name, text + strlen(name) + 2);
             (void)fsdpi_tr_refuse(why, "%s", text);
         }
     }

@@ -160,7 +160,7 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
             r->begin_ns = r->end_ns = t->host_ns;
             r->bytes = (uint64_t)held.pool_bytes[pool];
             r->seq = t->seq + 1, r->slot = FSDPI_TR_HELD;
-            r->what = fsdpi_tr_name_of(t, v.unit_name);
+            r->what = fsdpi_tr_name_of(t, fsdp_unit_label(v.unit));
             r->kind = FSDP_OP_ACQUIRE, r->label = (uint8_t)pool;
         }
     }
@@ -227,7 +227,7 @@ static int fsdpi_tr_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
     fsdpi_tr_open *o = &t->open[t->depth++];
     o->begin_ns = t->host_ns = fsdp_now(t->world);
     o->seq = t->seq + 1;
-    o->what = fsdpi_tr_name_of(t, unit ? fsdp_unit_name(unit) : NULL);
+    o->what = fsdpi_tr_name_of(t, unit ? fsdp_unit_label(unit) : NULL);
     o->call = (uint8_t)call;
     return 0;
 }
@@ -357,7 +357,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *
     u.param_dtype = d.param_dtype, u.reduce_dtype = d.reduce_dtype;
     memcpy(u.slot_bytes, memory.pool_bytes, sizeof u.slot_bytes);
     fsdpi_tr_offer(o, FSDPI_TR_IN_UNITS, &u, sizeof u);
-    fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_name(unit));
+    fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_label(unit));
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
@@ -641,7 +641,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
                  : run == FSDP_RUN_LANES ? 1 << FSDP_STREAM_COMPUTE
                                          : 0;
     fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(model, &v)) fsdpi_tr_add_name(t, v.unit_name);
+    while (fsdp_next_param(model, &v)) fsdpi_tr_add_name(t, fsdp_unit_label(v.unit));
     return FSDP_OK;
 }
 

@@ -838,7 +838,7 @@ TEST(trace, no_file) {
     snprintf(path, sizeof path, "%s/x.0.trace", dir_of("t"));
     CHECK(!mkfifo(path, 0600));
     CHECK(fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why));
-    CHECK_MSG(strstr(why, "x.0.trace: it is no file of this version"), "%s", why);
+    CHECK_MSG(strstr(why, "x.0.trace: it is damaged, or of another version"), "%s", why);
     CHECK(!unlink(path));
     CHECK(fsdpi_tr_read(dir_of("t"), "x", 0, &job, why, sizeof why));
     CHECK_MSG(strstr(why, "there are no traces (*.trace) of job x"), "%s", why);

@@ -389,7 +389,7 @@ static void write_record(const char *dir, int rank, const fsdpi_flight_record *r
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
     static fsdpi_flight_record all[RANKS], r;
-    char dir[400], text[64];
+    char dir[400], text[80];
     make_files(dir, sizeof dir);
     for (int k = 0; k < RANKS; k++) read_record(dir, k, &all[k]);
     for (int k = 0; k < RANKS; k++) CHECK(all[k].id && all[k].id == all[0].id && all[k].own_id);
@@ -407,7 +407,7 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
             CHECK_EQ_INT(hang(dir, ""), 1);
             snprintf(text, sizeof text, "no record of rank %d\n", other);
             CHECK_MSG(says(text), "%s", output);
-            snprintf(text, sizeof text, ".%d.flight: it is of another run of the job\n", other);
+            snprintf(text, sizeof text, ".%d.flight:\n    it is of another run of the job\n", other);
             CHECK_MSG(says(text), "%s", output);
             write_record(dir, other, &all[other]);
         }
@@ -571,7 +571,7 @@ TEST(fsdptrace, another_version, NO(GLOO | NCCL)) {
     write_record(dir, 3, &r);
     CHECK_EQ_INT(hang(dir, ""), 1);
     CHECK_MSG(says("rank 2: its last call was ") && says("no record of rank 3"), "%s", output);
-    CHECK_MSG(says(".3.flight: it is damaged, or of another version of fsdp.h"), "%s", output);
+    CHECK_MSG(says(".3.flight:\n    it is damaged, or of another version of fsdp.h"), "%s", output);
 }
 
 /* Garbage anywhere in a file moves no memory of the tool, and hides no other rank. */
