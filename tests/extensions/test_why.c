@@ -1154,6 +1154,146 @@ TEST(why, muon) {
     fsdpi_tr_free(&job);
 }
 
+/* An optimizer that has ended before the trace: its pools are as large as they were. */
+static int64_t most_bytes[FSDP_POOL_MAX];
+static void muon_ends(int rank, int size, void *arg) {
+    static plan_bed beds[2];
+    const plan_net *net = (const plan_net *)arg;
+    plan_bed *b = &beds[rank];
+    fsdp_world_desc d = w_desc(rank, size, &shared, "muon_ends", 0);
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_memory now;
+    fsdp_world *w;
+    fsdp_trace *t;
+    fsdp_muon *muon;
+    CALL(NULL, fsdp_init(&d, &w));
+    plan_open(b, net, w);
+    td.dir = h_tmpdir(), td.first_step = 0, td.last_step = 3;
+    CALL(w, fsdp_muon_create(b->model, NULL, &muon));
+    CALL(w, fsdp_trace_start(b->model, &td, &t));
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < net->num_calls; i++) {
+            CALL(w, plan_hook(b, net->calls[i].unit, net->calls[i].call));
+            if (net->calls[i].call == FSDP_CALL_PRE_BACKWARD)
+                plan_look(b, net->calls[i].unit, i, 1);
+        }
+        CALL(w, fsdp_finalize_backward(b->model));
+        CALL(w, fsdp_muon_step(muon, 1e-3));
+        CALL(w, fsdp_zero_grad(b->model));
+        b->step++;
+    }
+    CALL(w, fsdp_model_memory(b->model, &now));
+    if (!rank) memcpy(most_bytes, now.pool_bytes, sizeof most_bytes);
+    fsdp_muon_destroy(muon);
+    CALL(w, fsdp_trace_stop(t));
+    fsdp_model_destroy(b->model);
+    CHECK_OK(fsdp_shutdown(w));
+}
+TEST(why, pools_that_are_gone) {
+    static plan_net net;
+    char why[256];
+    fsdpi_tr_job job;
+    int own = 0;
+    net = plan_chain(2, 48, 48);
+    shared.size = 2;
+    plan_sim = NULL;
+    h_ranks_thread(2, muon_ends, &net);
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    const fsdpi_tr_rank *r = &job.rank[0];
+    for (uint64_t p = 0; p < r->num_pools; p++) {
+        CHECK_MSG(r->pools[p].bytes == most_bytes[p], "%s", fsdpi_tr_text(r, r->pools[p].name));
+        own += p >= FSDP_POOL_COUNT && most_bytes[p] > 0;
+    }
+    CHECK(own > 0);
+    fsdpi_tr_free(&job);
+}
+
+/* Units whose name is "" are "(root)" in each text, each by itself; parameters keep their names. */
+TEST(why, root_units) {
+    char why[256], dir[4096], text[4096];
+    fsdpi_tr_job job;
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u[3];
+    fsdp_trace *t;
+    snprintf(dir, sizeof dir, "%s/flight", h_tmpdir());
+    d.world_size = 1, d.flight_record = dir, d.log_level = FSDP_LOG_NONE;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_model_create(w, NULL, &m));
+    static const char *const params[3] = {"a", "b", "c"};
+    for (int i = 0; i < 3; i++) {
+        fsdp_param_desc p = fsdp_mat(params[i], 4, 4);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.name = i == 1 ? "h" : "", ud.params = &p, ud.num_params = 1;
+        CHECK_OK(fsdp_fully_shard(m, &ud, &u[i]));
+        CHECK_EQ_STR(fsdp_unit_name(u[i]), i == 1 ? "h" : "");
+        CHECK_EQ_STR(fsdp_unit_label(u[i]), i == 1 ? "h" : "(root)");
+    }
+    CHECK(fsdp_unit_label(u[0]) != fsdp_unit_label(u[2]));
+    CHECK_EQ_STR(fsdp_unit_label(NULL), "");
+    while (fsdp_next_param(m, &v)) CHECK_EQ_STR(v.unit_name, v.unit == u[1] ? "h" : "");
+    fsdp_unit_desc bad = FSDP_ZERO;
+    fsdp_unit *none;
+    fsdp_model *other;
+    bad.name = "";
+    CHECK_OK(fsdp_model_create(w, NULL, &other));
+    CHECK(fsdp_fully_shard(other, &bad, &none));
+    CHECK_MSG(strstr(fsdp_last_error(w), "unit '(root)'"), "%s", fsdp_last_error(w));
+    td.dir = h_tmpdir(), td.first_step = 0, td.last_step = 0;
+    CHECK_OK(fsdp_trace_start(m, &td, &t));
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(fsdp_pre_forward(u[i]));
+        CHECK_EQ_STR(w->flight->call_what, i == 1 ? "h" : "(root)");
+        CHECK_OK(fsdp_post_forward(u[i]));
+    }
+    for (int i = 2; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(u[i]));
+        CHECK(fsdp_grad(u[i], 0) != NULL);
+        CHECK_OK(fsdp_post_backward(u[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(m));
+    CHECK_OK(fsdp_trace_stop(t));
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    for (uint64_t i = 0; i < 3; i++)
+        CHECK_EQ_STR(fsdpi_tr_name(&job.rank[0], (uint32_t)i), i == 1 ? "h" : "(root)");
+    uint64_t calls[3] = {0, 0, 0};
+    for (uint64_t i = 0; i < job.rank[0].num_records; i++) {
+        const fsdpi_tr_record *r = &job.rank[0].records[i];
+        if (r->kind == FSDPI_TR_CALL && r->what < 3) calls[r->what]++;
+    }
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(calls[i], 4);
+    fsdpi_tr_free(&job);
+    CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
+    CHECK_MSG(strstr(text, "(root)"), "%s", text);
+    CHECK_EQ_INT(fsdp_post_forward(u[2]), FSDP_ERR_INVALID_STATE);
+    CHECK_MSG(strstr(fsdp_last_error(w), "unit '(root)'"), "%s", fsdp_last_error(w));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* Where the fit would have a latency below 0, all is rate: the record takes as long as it took. */
+TEST(why, fit) {
+    fsdpi_tr_record r[2];
+    fsdpi_tr_rank rank;
+    fsdpi_why y;
+    helps h;
+    double latency, rate;
+    memset(r, 0, sizeof r), memset(&rank, 0, sizeof rank);
+    memset(&y, 0, sizeof y), memset(&h, 0, sizeof h);
+    h.rank = &rank, h.why = &y, y.step.end = 100000, rank.records = r, rank.num_records = 2;
+    r[0].kind = r[1].kind = FSDP_OP_ALL_GATHER;
+    r[0].bytes = 1000, r[0].begin_ns = 10, r[1].bytes = 2000, r[1].begin_ns = 200;
+    for (int64_t first = 50; first <= 1000; first += 50)
+        for (int64_t second = first; second <= 3000; second += 50) {
+            r[0].end_ns = 10 + first, r[1].end_ns = 200 + second;
+            helps_fit(&h, FSDP_OP_ALL_GATHER, 2, &latency, &rate);
+            CHECK_NEAR(latency, second < 2 * first ? (double)(2 * first - second) : 0, 1e-6);
+            CHECK_NEAR(2 * latency + (rate > 0 ? 2 * 3000 / rate : 0), (double)(first + second), 1e-6);
+        }
+}
+
 /* ---- fsdptrace why ---------------------------------------------------------------------------- */
 
 static char output[16384];

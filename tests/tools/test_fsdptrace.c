@@ -561,6 +561,30 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
     CHECK_MSG(says("The others wait"), "%s", output);
 }
 
+/* Processes of one time namespace have one clock, others another one. */
+TEST(fsdptrace, time_namespace, NO(GLOO | NCCL)) {
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (!pid) {
+        const uint64_t outside = fsdpi_system_clock_id();
+        FILE *f;
+        int status;
+        if (fsdpi_syscall(SYS_unshare, 0x80L /* CLONE_NEWTIME */) ||
+            !(f = fopen("/proc/self/timens_offsets", "w")) || fputs("1 50 0", f) < 0 || fclose(f))
+            _exit(77);
+        pid_t inner = fork();
+        if (!inner) _exit(fsdpi_system_clock_id() == outside || fsdpi_boot_id() == 0);
+        _exit(inner < 0 || waitpid(inner, &status, 0) != inner || !WIFEXITED(status) ||
+              WEXITSTATUS(status) || fsdpi_system_clock_id() != outside);
+    }
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status));
+    if (WEXITSTATUS(status) == 77) SKIP("time namespaces are not allowed here");
+    CHECK_EQ_INT(WEXITSTATUS(status), 0);
+}
+
 /* A file of another version, or one that is damaged, is named; the others are read. */
 TEST(fsdptrace, another_version, NO(GLOO | NCCL)) {
     static fsdpi_flight_record r;
@@ -790,6 +814,12 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK(fsdpi_flight_begin(w, &op) == again);
     CHECK(again->fingerprint == 0 && !again->on_stream && again->end_ns == 0);
     CHECK_EQ_INT(again->number, f->begun);
+    /* the names of the library's groups have room between ranks, too */
+    const fsdpi_record *wire = NULL;
+    CHECK(sizeof wire->comm > strlen("reductions of lanes"));
+    char group[sizeof wire->comm];
+    fsdpi_copy_name(group, sizeof group, "a_mesh_dim_with_a_name_that_is_long");
+    CHECK_EQ_STR(group, "a_mesh_dim_wit...e_that_is_long");
     /* names: of each operation and call its own, at one address or not; a long one keeps its ends */
     op.what = place;
     const fsdpi_flight_op *one_op = fsdpi_flight_begin(w, &op);
