@@ -44,8 +44,8 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// Returns a clock of the system in ns. It does not go through the C library, where a preloaded one may
-// shift times.
+// Returns a clock of the system in ns. It does not go through the C library, where a preloaded one
+// may shift times.
 static int64_t fsdpi_system_ns(int clock) {
     struct fsdpi_timespec t = {0, 0};
     (void)fsdpi_syscall(SYS_clock_gettime, clock, &t);

@@ -412,7 +412,8 @@ static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
                          "[E9020] %s: %s has parameter '%s' of unit '%s' already, and %s would "
                          "update it again: desc.group of AdamW or SGD returns -1 where "
                          "fsdp_muon_takes returns 1, or desc.take of Muon returns 0",
-                         o->name, item.extension, v.name, fsdp_unit_label(v.unit), o->extension.name);
+                         o->name, item.extension, v.name, fsdp_unit_label(v.unit),
+                         o->extension.name);
     }
     return status;
 }

@@ -353,7 +353,8 @@ static void compare_clocks(meeting *all, int tell) {
             meeting *m = &all[(size_t)(r->group[o.comm] - 1) * TURNS + o.turn % TURNS];
             const int has_left = is_time(o.end_ns);
             const int64_t came = mono_of(r, o.begin_ns), left = mono_of(r, o.end_ns);
-            if (tell && m->turn != o.turn) m->turn = o.turn, m->came = INT64_MIN, m->left = INT64_MAX;
+            if (tell && m->turn != o.turn)
+                m->turn = o.turn, m->came = INT64_MIN, m->left = INT64_MAX;
             if (m->turn != o.turn) continue;
             if (tell && plus(came, c->shift) > m->came) m->came = plus(came, c->shift);
             if (tell && has_left && plus(left, c->shift) < m->left) m->left = plus(left, c->shift);
@@ -364,9 +365,9 @@ static void compare_clocks(meeting *all, int tell) {
     }
 }
 
-/* Brings all clocks to that of this process, or, if no rank has it, to that of the first rank. Clocks of
-   hosts and of time namespaces are not alike; collectives in which their ranks have met bound how much
-   they differ, from both sides. What no meeting tells stays unknown. */
+/* Brings all clocks to that of this process, or, if no rank has it, to that of the first rank.
+   Clocks of hosts and of time namespaces are not alike; collectives in which their ranks have met
+   bound how much they differ, from both sides. What no meeting tells stays unknown. */
 static void find_clocks(void) {
     const int64_t far = (int64_t)1 << 62;
     const record *first = NULL, *seen = NULL;
@@ -381,8 +382,8 @@ static void find_clocks(void) {
     if (!first) return;
     if (first->f->clock != fsdpi_system_clock_id() && seen) first = seen;
     job.clocks[first->clock].is_known = 1;
-    meeting *all = job.num_clocks > 1 ? (meeting *)room((size_t)job.num_groups * TURNS * sizeof *all)
-                                      : NULL;
+    meeting *all = NULL;
+    if (job.num_clocks > 1) all = (meeting *)room((size_t)job.num_groups * TURNS * sizeof *all);
     for (int found = all != NULL; found;) {
         compare_clocks(all, 1);
         found = 0;
@@ -405,7 +406,7 @@ static void find_clocks(void) {
     }
     if (job.is_over) return;
     job.now = fsdpi_system_ns(1 /* CLOCK_MONOTONIC */);
-    if (first->f->clock != fsdpi_system_clock_id()) // in a time namespace: they have one time of day
+    if (first->f->clock != fsdpi_system_clock_id()) // another time namespace: one time of day
         job.now = plus(first->f->mono_ns, minus(fsdpi_system_ns(0), first->f->real_ns));
 }
 

@@ -519,7 +519,8 @@ static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
     (void)closedir(opened);
     for (int32_t i = 0; i < num; i++) {
         const fsdpi_tr_label *x = &out->list[i];
-        if ((!wanted || !strcmp(x->job, wanted)) && (!last || x->real_ns >= last->real_ns)) last = x;
+        const int is_wanted = !wanted || !strcmp(x->job, wanted);
+        if (is_wanted && (!last || x->real_ns >= last->real_ns)) last = x;
     }
     for (int32_t i = 0; i < num && last; i++)
         if (strcmp(out->list[i].job, last->job) &&

@@ -284,7 +284,7 @@ static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_record 
     return came;
 }
 
-// A call belongs to steps i .. to by the number of its first record. One that has issued nothing has the
+// A call belongs to steps i .. to by the number of its first record. One without records has the
 // number of what comes next, perhaps in the next step: there the time tells.
 static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
                            const fsdpi_tr_record *call) {
