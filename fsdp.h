@@ -983,10 +983,12 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view);
 
 /* fsdp_num_params, fsdp_num_units - of the model; 0 for NULL
-   fsdp_unit_name - "" for NULL; valid until the model ends */
+   fsdp_unit_name  - as it was given; "" for NULL; valid until the model ends
+   fsdp_unit_label - the same as texts and fsdp_op.what have it: "(root)" for the name "" */
 FSDP_API int fsdp_num_params(const fsdp_model *model);
 FSDP_API int fsdp_num_units(const fsdp_model *model);
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit);
+FSDP_API const char *fsdp_unit_label(const fsdp_unit *unit);
 
 // All trainable shards of one dtype and their gradients, at equal offsets: one loop updates all.
 typedef struct fsdp_flat {

@@ -634,7 +634,7 @@ static int fsdpi_rep_call(void *user, fsdp_model *model, fsdp_unit *unit, int ca
                               "[E952] finalize_backward: a backward of unit '%s' and the other "
                               "buckets has begun, and %d of %d are reduced: call "
                               "fsdp_replicate_post_backward first",
-                              fsdp_unit_name(rep->buckets[0].unit), rep->next, rep->num_buckets);
+                              fsdp_unit_label(rep->buckets[0].unit), rep->next, rep->num_buckets);
     return 1;
 }
 
@@ -985,7 +985,7 @@ static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, 
         return fsdp_fail(world, FSDP_ERR_INVALID_STATE,
                          "[E961] %s: parameter '%s' (%s) is ready already in this backward: write "
                          "its gradient first, then call fsdp_replicate_ready once",
-                         call, v.name, v.unit_name);
+                         call, v.name, fsdp_unit_label(v.unit));
     }
     return FSDP_OK;
 }

@@ -1121,7 +1121,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     l->member = fsdpi_le_i32((const char *)l->in + 16);
     if (fsdpi_gloo_differ(l->in, g->doors[me].ticket, 16) || l->member <= me ||
         l->member >= g->c->base.size || !fsdpi_gloo_lacks(g, l->member) ||
-        !fsdpi_store_random(l->nonce, sizeof l->nonce)) {
+        !fsdpi_random(l->nonce, sizeof l->nonce)) {
         l->member = -1;
         return 0;
     }
@@ -1230,7 +1230,7 @@ static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
     if (getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &why, &size) || why) return 0;
     memcpy(l->hello, g->doors[l->member].ticket, 16);
     (void)fsdpi_le_put((char *)l->hello + 16, (uint32_t)g->c->base.index, 4);
-    return fsdpi_store_random(l->hello + 20, 32) &&
+    return fsdpi_random(l->hello + 20, 32) &&
            fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_PROOF, l->hello, sizeof l->hello);
 }
 
@@ -1292,7 +1292,7 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
     fsdpi_text t = {said, sizeof said, 0};
     errno = EADDRNOTAVAIL;
     if (fsdpi_store_lookup(&g->c->base.boot->clock, address, g->deadline, &own->place, 1, &t) &&
-        fsdpi_store_random(own->ticket, sizeof own->ticket)) {
+        fsdpi_random(own->ticket, sizeof own->ticket)) {
         fsdpi_store_set_port(&own->place, 0);
         g->listener = fsdpi_store_listen(&own->place);
     }

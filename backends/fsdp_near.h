@@ -212,7 +212,7 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     if (!status) hosts->lanes = fsdpi_near_lanes(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
-    if (!fsdpi_store_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;
+    if (!fsdpi_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;
     return fsdpi_store_set(store, "near", hosts, sizeof *hosts);
 }
 

@@ -52,7 +52,7 @@ typedef struct fsdpi_record {
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
     // Cut if they are longer. what: the name, and after its end the parameter without a gradient.
-    char what[48], comm[16];
+    char what[48], comm[32];
 } fsdpi_record;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
@@ -227,9 +227,8 @@ static FSDPI_UNUSED void fsdpi_trace_wait(fsdpi_trace *trace, int rank) {
 }
 
 static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *from) {
-    size_t length = from ? strlen(from) : 0;
     memset(to, 0, cap);
-    if (length) memcpy(to, from, length < cap ? length : cap - 1);
+    if (from) fsdpi_cut(to, cap, from);
 }
 
 #endif // FSDPI_BACKENDS_RECORD_H

@@ -1430,11 +1430,6 @@ static void fsdpi_store_prompt(int fd) { // send small frames at once; fails on 
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
 }
 
-// 0: the system has no random bits yet, soon after its start; it does not wait.
-static int fsdpi_store_random(void *out, size_t bytes) {
-    return fsdpi_syscall(SYS_getrandom, out, bytes, 1 /* GRND_NONBLOCK */) == (long)bytes;
-}
-
 static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
     if (ns <= 0) return 0;
     return (int)((ns < most ? ns : most) / 1000000) + 1;
@@ -1494,7 +1489,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         int known = !getsockname(fd, &here.at.any, &here.size);
         fsdpi_conn *conn = NULL;
         if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_same_user(fd)) &&
-            fsdpi_store_random(nonce, sizeof nonce))
+            fsdpi_random(nonce, sizeof nonce))
             conn = fsdpi_store_core_connect(&server->core, nonce, now);
         if (!conn) {
             (void)close(fd);
@@ -1879,7 +1874,7 @@ static int fsdpi_store_say(fsdpi_store *s, int op, const char *value, size_t byt
 static int fsdpi_store_say_prove(fsdpi_store *s, const char *nonce) {
     char mine[FSDPI_STORE_NONCE];
     uint8_t token[32];
-    if (!fsdpi_store_random(mine, sizeof mine)) return 0;
+    if (!fsdpi_random(mine, sizeof mine)) return 0;
     (void)fsdpi_store_token(s->desc.boot.job, token);
     fsdpi_seal_make(&s->seal_out, token, 0, nonce, mine);
     fsdpi_seal_make(&s->seal_in, token, 1, nonce, mine);

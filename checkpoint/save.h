@@ -465,7 +465,7 @@ static fsdp_status fsdpi_ck_check_units(fsdp_checkpoint *ck, const char *call) {
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_STATE,
                              "[E430] %s: unit '%s' holds gradients that are not reduced: save "
                              "behind a backward with gradient sync",
-                             call, v.unit_name);
+                             call, fsdp_unit_label(v.unit));
     }
     return status;
 }

@@ -58,6 +58,16 @@ FSDP_API int64_t fsdp_now(const fsdp_world *world) { return world ? fsdpi_now(wo
 
 FSDP_API const char *fsdp_world_job(const fsdp_world *world) { return world ? world->job : ""; }
 
+FSDP_API uint64_t fsdp_world_id(const fsdp_world *world) { return world ? world->id : 0; }
+
+// A world whose clock is not the system's has a clock of its own.
+FSDP_API uint64_t fsdp_clock_id(const fsdp_world *world) {
+    const int64_t before = fsdpi_system_ns(1 /* CLOCK_MONOTONIC */), now = fsdp_now(world);
+    const int is_system = now >= before && now <= fsdpi_system_ns(1);
+    const uint64_t id = fsdpi_system_clock_id();
+    return is_system ? id : fsdpi_hash(id, (uint64_t)(unsigned)fsdp_rank(world));
+}
+
 FSDP_API int fsdp_model_number(const fsdp_model *model) { return model ? model->number : 0; }
 
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,

@@ -243,6 +243,8 @@ FSDP_API int fsdp_is_uneven(const fsdp_model *model);
 
 /* fsdp_now          - nanoseconds on the world's clock, as `ran` gets them
    fsdp_world_job    - the name of the job, or ""; valid until fsdp_shutdown
+   fsdp_world_id     - a random number that the ranks of a world have in common, and no other world
+   fsdp_clock_id     - ranks with the same one have the same clock (fsdp_now)
    fsdp_model_number - how many models of its world were made before it
    fsdp_comm_ranks   - world ranks of the members of a group, in order of position
    out         room for them, or NULL
@@ -250,6 +252,8 @@ FSDP_API int fsdp_is_uneven(const fsdp_model *model);
    Collective  no      Blocks no      Allocates no */
 FSDP_API int64_t fsdp_now(const fsdp_world *world);
 FSDP_API const char *fsdp_world_job(const fsdp_world *world);
+FSDP_API uint64_t fsdp_world_id(const fsdp_world *world);
+FSDP_API uint64_t fsdp_clock_id(const fsdp_world *world);
 FSDP_API int fsdp_model_number(const fsdp_model *model);
 FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out);
 

@@ -25,10 +25,10 @@
    fingerprint, on_stream and end_ns, is that of its place. */
 
 enum {
-    FSDPI_FLIGHT_OPS = 4096, // the last operations; the others: names, groups and steps
-    FSDPI_FLIGHT_NAMES = 512,
+    FSDPI_FLIGHT_OPS = 4096, // the last operations; the others: groups and steps
     FSDPI_FLIGHT_COMMS = 128,
-    FSDPI_FLIGHT_STEPS = 64
+    FSDPI_FLIGHT_STEPS = 64,
+    FSDPI_FLIGHT_NAME = 64 // bytes of a name (fsdpi_cut)
 };
 enum { FSDPI_FLIGHT_RUNS = 1, FSDPI_FLIGHT_SHUT_DOWN, FSDPI_FLIGHT_FAILED };
 // Operations that are no collective.
@@ -41,22 +41,18 @@ typedef struct fsdpi_flight_op {
     uint32_t number, seq;        // 1 + the operations before it; fsdp_op.seq; low bits of both
     uint32_t turn, step;         // 1 + its group's operations before it, 0: send, recv; the step
     int32_t root;
-    uint16_t what, comm; // its places in name and comm
+    uint16_t comm, reserved; // its place in comm
     uint8_t kind, dtype, out_dtype, label, state, redop;
-    uint8_t on_stream, reserved; // 1: a backend on streams notes its end, some time later
+    uint8_t on_stream, unused; // 1: a backend on streams notes its end, some time later
+    char what[FSDPI_FLIGHT_NAME];
 } fsdpi_flight_op;
-
-typedef struct fsdpi_flight_name {
-    uint64_t key;  // the text's address in this process; 0: free
-    char text[56]; // cut if it is longer
-} fsdpi_flight_name;
 
 // A group. Its members are first, first + stride, ...; stride 0: they are no such sequence.
 typedef struct fsdpi_flight_comm {
     uint64_t key, members; // the comm in this process; a hash of the members
     int32_t number, size, index, first, stride;
     uint32_t turns; // operations so far
-    char name[24];
+    char name[FSDPI_FLIGHT_NAME];
 } fsdpi_flight_comm;
 
 typedef struct fsdpi_flight_step {
@@ -70,23 +66,27 @@ struct fsdpi_flight_record {
     uint32_t bytes, state; // of this struct; FSDPI_FLIGHT_RUNS, ...
     int32_t rank, size, pid, status;
     int64_t pid_began; // field 22 of /proc/PID/stat: another process may get the number
-    int64_t real_ns, opened_ns; // one moment on CLOCK_REALTIME and on the world's clock
+    uint64_t boot, pids, clock; // fsdpi_boot_id, the PID namespace, fsdpi_system_clock_id
+    // One moment on CLOCK_REALTIME, on the system's CLOCK_MONOTONIC and on the world's clock.
+    int64_t real_ns, mono_ns, opened_ns;
+    // A random number, and the sum of those of all ranks (fsdp_world_id); 0: not all have joined.
+    uint64_t own_id, id;
     int64_t ended_ns;
     char host[64], job[128], backend[16], path[512], failure[FSDPI_TEXT];
-    // The last call of the program: FSDP_CALL_*, its unit's place in names, and when it began.
+    // The last call of the program: FSDP_CALL_*, its unit's name, and when it began.
     int64_t call_ns;
     uint64_t calls;
-    uint32_t call, call_what;
+    uint32_t call, reserved_call;
+    char call_what[FSDPI_FLIGHT_NAME]; // "": none
     uint64_t begun, steps;          // operations and steps so far
     int64_t step_begin_ns, comm_ns; // of the step under way
     uint32_t num_comms, reserved;
     fsdpi_flight_comm comm[FSDPI_FLIGHT_COMMS]; // [0]: operations on no known group
-    fsdpi_flight_name name[FSDPI_FLIGHT_NAMES];
     fsdpi_flight_step last[FSDPI_FLIGHT_STEPS];
     fsdpi_flight_op op[FSDPI_FLIGHT_OPS];
 };
 
-#define FSDPI_FLIGHT_MAGIC "fsdpfl01"
+#define FSDPI_FLIGHT_MAGIC "fsdpfl02"
 
 static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
 
@@ -94,7 +94,6 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 // The file.
 
 extern int fsdpi_fallocate(int fd, long at, long bytes) __asm__("posix_fallocate");
-extern int fsdpi_gethostname(char *name, size_t size) __asm__("gethostname");
 
 // When a process of this host began, in ticks after the host, and *state, a letter of
 // /proc/PID/stat. -1: there is no such process.
@@ -147,10 +146,12 @@ static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
     f->size = w->size;
     f->pid = (int32_t)getpid();
     f->pid_began = fsdpi_process_began(f->pid, NULL);
-    struct fsdpi_timespec real;
-    (void)fsdpi_clock_gettime(0 /* CLOCK_REALTIME */, &real);
+    f->pids = fsdpi_namespace("pid");
+    f->boot = fsdpi_boot_id(), f->clock = fsdpi_system_clock_id();
+    f->own_id = w->id;
+    f->real_ns = fsdpi_system_ns(0 /* CLOCK_REALTIME */);
+    f->mono_ns = fsdpi_system_ns(1 /* CLOCK_MONOTONIC */);
     f->opened_ns = f->call_ns = fsdpi_now(w);
-    f->real_ns = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     (void)fsdpi_gethostname(f->host, sizeof f->host - 1);
     snprintf(f->job, sizeof f->job, "%s", w->job);
     snprintf(f->backend, sizeof f->backend, "%s", w->comm_ops ? w->comm_ops->name : "none");
@@ -185,24 +186,6 @@ static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status s
 /* -------------------------------------------------------------------------------------------- */
 // What happens.
 
-// The place of a name, which is found by its address and its text: a later text may lie at the same
-// address. Several threads may bring a new name at the same time.
-static uint16_t fsdpi_flight_name_of(fsdpi_flight_record *f, const char *text) {
-    uint64_t key = (uint64_t)(uintptr_t)text;
-    for (uint64_t i = 0; i < 16; i++) {
-        uint16_t at = (uint16_t)(((key * 0x9E3779B97F4A7C15u >> 32) + i) % FSDPI_FLIGHT_NAMES);
-        fsdpi_flight_name *name = &f->name[at];
-        uint64_t had = FSDPI_LOAD(&name->key);
-        if (!had && __atomic_compare_exchange_n(&name->key, &had, key, 0, __ATOMIC_ACQ_REL,
-                                                __ATOMIC_ACQUIRE)) {
-            snprintf(name->text, sizeof name->text, "%s", text);
-            return at;
-        }
-        if (had == key && !strncmp(name->text, text, sizeof name->text - 1)) return at;
-    }
-    return FSDPI_FLIGHT_NAMES; // there are too many: a reader says "?"
-}
-
 // A new group. The caller's thread alone makes groups.
 static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, const char *name,
                              const int32_t *ranks, int size, int index) {
@@ -218,7 +201,7 @@ static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, c
         c->members = fsdpi_hash(c->members, (uint64_t)(uint32_t)rank);
         if (rank != c->first + k * c->stride) c->stride = 0;
     }
-    snprintf(c->name, sizeof c->name, "%s", name);
+    fsdpi_cut(c->name, sizeof c->name, name);
     FSDPI_STORE(&f->num_comms, f->num_comms + 1);
 }
 
@@ -239,7 +222,7 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV; // two members make it
     o->turn = is_pair ? 0 : __atomic_add_fetch(&f->comm[at].turns, 1, __ATOMIC_RELAXED);
     o->step = (uint32_t)op->step;
-    o->what = fsdpi_flight_name_of(f, op->what);
+    fsdpi_cut(o->what, sizeof o->what, op->what);
     o->comm = (uint16_t)at;
     o->root = op->root;
     o->kind = op->kind, o->dtype = op->dtype, o->out_dtype = op->out_dtype;
@@ -260,8 +243,7 @@ static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char
     fsdpi_flight_record *f = w->flight;
     int64_t now = fsdpi_now(w);
     f->call = (uint32_t)call;
-    f->call_what = FSDPI_FLIGHT_NAMES; // no name
-    if (what) f->call_what = fsdpi_flight_name_of(f, what);
+    fsdpi_cut(f->call_what, sizeof f->call_what, what ? what : "");
     __atomic_store_n(&f->call_ns, now, __ATOMIC_RELAXED);
     __atomic_store_n(&f->calls, f->calls + 1, __ATOMIC_RELEASE);
     if (f->step_begin_ns) return;

@@ -60,6 +60,7 @@ struct fsdp_world {
     int32_t num_comms, num_models; // numbers given to communicators and models so far
     void *bounce;                  // comm memory for collectives on host data
     uint64_t seq;
+    uint64_t id;               // fsdp_world_id; until all have joined this rank's summand
     fsdp_mesh *meshes;         // all of this world
     fsdpi_subgroup *subgroups; // of its meshes
     fsdp_model *models;        // all of this world
@@ -181,7 +182,8 @@ typedef struct fsdpi_part {
 
 // What fully_shard was told.
 typedef struct fsdpi_desc {
-    char *name;
+    char *name;           // as texts print it: "(root)" for ""
+    const char *own_name; // as given
     void *user;
     int index, num_params; // index: in the model
     fsdp_mesh_info info;

@@ -23,6 +23,7 @@
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open
 #include <sys/mman.h>    // mmap
+#include <sys/stat.h>    // stat
 #include <sys/syscall.h> // SYS_futex and others
 #include <unistd.h>      // close
 
@@ -40,6 +41,14 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     struct fsdpi_timespec t;
     (void)user;
     (void)fsdpi_clock_gettime(1 /* CLOCK_MONOTONIC */, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// Returns a clock of the system in ns. It does not go through the C library, where a preloaded one
+// may shift times.
+static int64_t fsdpi_system_ns(int clock) {
+    struct fsdpi_timespec t = {0, 0};
+    (void)fsdpi_syscall(SYS_clock_gettime, clock, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
@@ -149,6 +158,48 @@ static uint64_t fsdpi_hash_text(const char *text) {
     uint64_t h = 0;
     for (; *text; text++) h = fsdpi_hash(h, (uint64_t)(unsigned char)*text);
     return h;
+}
+
+// Copies a name. If it is longer than its room, "..." replaces its middle: names of units often
+// differ at their end.
+static void fsdpi_cut(char *to, size_t cap, const char *name) {
+    const size_t length = strlen(name), tail = (cap - 4) / 2;
+    if (length < cap) memcpy(to, name, length + 1);
+    else {
+        memcpy(to, name, cap - 4 - tail);
+        memcpy(to + cap - 4 - tail, "...", 3);
+        memcpy(to + cap - 1 - tail, name + length - tail, tail + 1);
+    }
+}
+
+// Returns 0 if the system has no random bits yet, soon after its start; it does not wait.
+static int fsdpi_random(void *out, size_t bytes) {
+    return fsdpi_syscall(SYS_getrandom, out, bytes, 1 /* GRND_NONBLOCK */) == (long)bytes;
+}
+
+extern int fsdpi_gethostname(char *name, size_t size) __asm__("gethostname");
+
+// Returns the number of a namespace of this process, "pid" or "time"; 0: the system has none.
+static uint64_t fsdpi_namespace(const char *kind) {
+    char path[40];
+    struct stat st;
+    snprintf(path, sizeof path, "/proc/self/ns/%s", kind);
+    return stat(path, &st) ? 0 : (uint64_t)st.st_ino;
+}
+
+// Returns a number that processes of one host have in common, until it starts again.
+static uint64_t fsdpi_boot_id(void) {
+    char text[80] = "";
+    int fd = fsdpi_fd(open("/proc/sys/kernel/random/boot_id", O_RDONLY | FSDPI_CLOEXEC));
+    const ssize_t got = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) (void)close(fd);
+    if (got <= 0) (void)fsdpi_gethostname(text, sizeof text - 1);
+    return fsdpi_hash_text(text);
+}
+
+// Returns a number that processes with the same CLOCK_MONOTONIC have in common.
+static uint64_t fsdpi_system_clock_id(void) {
+    return fsdpi_hash(fsdpi_boot_id(), fsdpi_namespace("time"));
 }
 
 // A text that grows. As with snprintf, characters that do not fit are only counted.

@@ -164,7 +164,7 @@ FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *o
     static const fsdp_unit_desc none = FSDP_ZERO;
     if (!unit || !out) return fsdpi_null(NULL, "unit_desc_get", "unit or out");
     *out = none;
-    out->name = unit->desc.name;
+    out->name = unit->desc.own_name;
     out->num_params = unit->desc.num_params;
     out->reshard_after_forward = unit->options.reshard_after_forward;
     out->param_dtype = unit->desc.policy_dtype;

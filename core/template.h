@@ -31,7 +31,7 @@ static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     fsdp_param_view v = FSDP_ZERO;
     v.unit = u->model->units[u->desc.index];
     v.name = p->name;
-    v.unit_name = u->desc.name;
+    v.unit_name = u->desc.own_name;
     v.user = p->user;
     v.unit_user = u->desc.user;
     v.ordinal = p->ordinal;

@@ -182,7 +182,7 @@ static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
         if ((other->desc.info.kind == FSDP_MESH_INFO_DDP) == replicates) continue;
         for (int i = 0; i < u->desc.num_params; i++)
             for (int j = 0; j < other->desc.num_params; j++)
-                if (fsdpi_same_param(u->desc.name, u->params[i].name, other->desc.name,
+                if (fsdpi_same_param(u->desc.own_name, u->params[i].name, other->desc.own_name,
                                      other->params[j].name))
                     return fsdpi_bad(m->world,
                                      "[E193] unit '%s', parameter '%s': unit '%s' %s it already, "
@@ -374,20 +374,25 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
                  : FSDP_OK;
 }
 
+// Returns the name of a unit as texts print it.
+static const char *fsdpi_shown_name(const char *name) { return *name ? name : "(root)"; }
+
 static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     const fsdp_model_desc *md = &m->desc;
     size_t count = (size_t)d->num_params;
     char fallback[24];
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
-    u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
+    const char *name = d->name ? d->name : fallback;
+    u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, fsdpi_shown_name(name));
+    u->desc.own_name = *name ? u->desc.name : "";
     if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
     u->desc.num_params = d->num_params;
     u->use_words = (u->desc.num_params + 7) >> 3;
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, fsdpi_params_bytes(u));
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
+        return fsdpi_no_memory(m->world, "fully_shard of unit", fsdpi_shown_name(name),
                                count * (sizeof *u->params + sizeof *u->layout.parts));
     FSDPI_TRY(fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name, d->param_dtype,
                                  d->reduce_dtype, d->output_dtype));
@@ -418,9 +423,9 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (d.num_params < 1 || !d.params)
         return fsdpi_bad(
             w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
-            d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
+            d.name ? fsdpi_shown_name(d.name) : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
-    const char *name = d.name ? d.name : "";
+    const char *name = d.name ? fsdpi_shown_name(d.name) : "";
     if (!u) return fsdpi_no_memory(w, "fully_shard of unit", name, sizeof *u);
     fsdp_status status = fsdpi_grow(model, (void **)&model->units, model->num_units,
                                     &model->cap_units, sizeof *model->units, "fully_shard of unit",
@@ -455,7 +460,10 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     return FSDP_OK;
 }
 
-FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
+FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) {
+    return unit ? unit->desc.own_name : "";
+}
+FSDP_API const char *fsdp_unit_label(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
 
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
     if (!unit || !out)

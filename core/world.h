@@ -164,6 +164,16 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
+// All ranks meet, and add their random numbers.
+static fsdp_status fsdpi_world_agree_id(fsdp_world *w) {
+    int64_t sum = (int64_t)w->id;
+    if (w->size > 1 && fsdpi_ranks_meet(w->comm_ops))
+        FSDPI_TRY(fsdp_all_reduce(w, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
+    w->id = (uint64_t)sum;
+    if (w->flight) __atomic_store_n(&w->flight->id, w->id, __ATOMIC_RELEASE);
+    return FSDP_OK;
+}
+
 // Makes streams of a device, or worker threads. If two collectives may run at once, it also makes a
 // second communicator.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
@@ -256,6 +266,9 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.user = d->user;
     w->boot.job = w->job;
     w->boot.store = w->store;
+    if (!fsdpi_random(&w->id, sizeof w->id)) // soon after the start of the system
+        w->id = fsdpi_hash((uint64_t)fsdpi_system_ns(0), (uint64_t)(uintptr_t)w);
+    w->id = 1 + (w->id >> 24); // sums of many ranks are numbers, too
     fsdp_status status = fsdpi_world_choose(w, d);
     if (!status && !d->timeout_ms) // on GPUs, first compilations and connections take long
         d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
@@ -264,6 +277,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
+    if (!status) status = fsdpi_world_agree_id(w);
     if (status && w->comm) status = fsdpi_fail_together(w, status); // the others have joined, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));

@@ -92,7 +92,7 @@ static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, i
 static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
                                      int *is_cut) {
     const fsdp_unit_desc *u = &d->unit;
-    const char *name = u->name ? u->name : "a unit without name";
+    const char *name = !u->name ? "a unit without name" : *u->name ? u->name : "(root)";
     if (!u->params || u->num_params < 1 || !d->tp || u->mesh || u->mesh_info)
         return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
                          "[E026] tp_fully_shard: '%.200s': params or tp is NULL, num_params is %d, "

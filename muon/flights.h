@@ -89,8 +89,8 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
     return fsdp_fail(fsdp_model_world(o->base.model), FSDP_ERR_INVALID_ARG,
                      "[E9010] %s: Muon would take parameter '%s' of unit '%s' (desc.take: %d), "
                      "which has %d dims and is %s; expected %s%s",
-                     what, v->name, v->unit_name, taken, v->ndim, fsdp_dtype_name(v->dtype),
-                     expected,
+                     what, v->name, fsdp_unit_label(v->unit), taken, v->ndim,
+                     fsdp_dtype_name(v->dtype), expected,
                      taken ? ": let desc.take return 0 for it, and AdamW may have it" : "");
 }
 

@@ -201,7 +201,7 @@ static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, c
                 return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
                                  "[E932] %s: the group of parameter '%s' of unit '%s' is %d, "
                                  "expected at most %d",
-                                 what, v.name, v.unit_name, chosen, o->num_groups - 1);
+                                 what, v.name, fsdp_unit_label(v.unit), chosen, o->num_groups - 1);
             if (chosen < 0) continue;
             int at = o->num_params++;
             for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
@@ -412,7 +412,8 @@ static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
                          "[E9020] %s: %s has parameter '%s' of unit '%s' already, and %s would "
                          "update it again: desc.group of AdamW or SGD returns -1 where "
                          "fsdp_muon_takes returns 1, or desc.take of Muon returns 0",
-                         o->name, item.extension, v.name, v.unit_name, o->extension.name);
+                         o->name, item.extension, v.name, fsdp_unit_label(v.unit),
+                         o->extension.name);
     }
     return status;
 }

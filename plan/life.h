@@ -25,19 +25,15 @@
 // Owns: fsdp_plan. A step begins with the first call after a finalize. If the plan knows its kind,
 // it answers calls from the tape as long as they are those of the program.
 
-static const char *fsdpi_plan_unit_name(const fsdp_unit *unit) {
-    return unit ? fsdp_unit_name(unit) : "";
-}
-
 static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const fsdp_unit *unit,
                            int call) {
     if (!expected)
         snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
-                 fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(call), fsdp_unit_label(unit));
     else
         snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
-                 fsdpi_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
-                 p->kind->num_calls, fsdpi_call_name(call), fsdpi_plan_unit_name(unit));
+                 fsdpi_call_name(expected->call), fsdp_unit_label(expected->unit), p->at,
+                 p->kind->num_calls, fsdpi_call_name(call), fsdp_unit_label(unit));
 }
 
 // Orders the places of a kind: COMPUTE waits for earlier users of their memory, and later users

@@ -179,7 +179,7 @@ static int64_t fsdpi_plan_grad_bytes(const fsdp_unit *unit) {
 // earlier unit has that name, since a text finds units by name.
 static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int u) {
     char name[512];
-    snprintf(name, sizeof name, "%.480s", fsdp_unit_name(p->units[u]));
+    snprintf(name, sizeof name, "%.480s", fsdp_unit_label(p->units[u]));
     for (int i = 0; i < u; i++) {
         if (strcmp(l->units[i].name, name) != 0) continue;
         snprintf(name + strlen(name), sizeof name - strlen(name), "#%d", u);

@@ -96,7 +96,7 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
                            "[E992] plan_load: call %d, %s '%.120s', is not possible where the text "
                            "has it: put the calls in the order of your program. %.300s",
                            show.call, fsdpi_call_name(at->call),
-                           at->unit ? fsdp_unit_name(at->unit) : "", fsdp_last_error(p->world));
+                           fsdp_unit_label(at->unit), fsdp_last_error(p->world));
     }
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
@@ -131,7 +131,7 @@ static fsdp_status fsdpi_plan_act_refused(const fsdp_plan *p, const fsdpi_plan_a
     return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                      "[E993] plan_load: a decision is not possible where the text has it: call %d, "
                      "%s '%.200s': %s",
-                     act->call, fsdpi_plan_words[act->what], fsdp_unit_name(p->units[act->unit]),
+                     act->call, fsdpi_plan_words[act->what], fsdp_unit_label(p->units[act->unit]),
                      why);
 }
 
@@ -189,7 +189,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                              "[E962] plan_load: a decision is missing: '%.200s' is not freed after "
                              "its last use in call %d",
-                             fsdp_unit_name(p->units[span->owner]), span->end);
+                             fsdp_unit_label(p->units[span->owner]), span->end);
     }
     return FSDP_OK;
 }

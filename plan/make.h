@@ -179,7 +179,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
     snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
-             call, fsdpi_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+             call, fsdpi_call_name(at->call), fsdp_unit_label(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
@@ -416,13 +416,13 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
     if (stranger)
         snprintf(text, sizeof text,
                  "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
-                 fsdp_unit_name(stranger));
+                 fsdp_unit_label(stranger));
     for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
         if (p->mode_of_world == FSDP_RUN_STREAMS && by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
             snprintf(text, sizeof text,
                      "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
                      "device",
-                     fsdp_unit_name(by_calls->ops[i].unit));
+                     fsdp_unit_label(by_calls->ops[i].unit));
     if (!text[0]) return FSDP_OK;
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED, text);
     return FSDP_ERR_UNSUPPORTED;

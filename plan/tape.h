@@ -196,7 +196,7 @@ static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
         if (memcmp(&s->last[u], &now, sizeof now) != 0)
             return fsdp_fail(p->world, FSDP_ERR_INTERNAL,
                              "[E929] plan: '%.200s' has changed without a record",
-                             fsdp_unit_name(p->units[u]));
+                             fsdp_unit_label(p->units[u]));
     }
     return FSDP_OK;
 }

@@ -19,6 +19,7 @@
 #include "../fsdp_trace.h"
 #include "fsdptrace_helps.h"
 #include "fsdptrace_json.h"
+#include "put_safe.h"
 #pragma GCC diagnostic pop
 #include <dirent.h>
 #include <math.h>
@@ -85,13 +86,21 @@ static const char *ranges(const set *s, char *out, size_t cap) {
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-enum { RUNS, STOPPED, ENDED, ELSEWHERE }; // a process; ELSEWHERE: on a host that is not this one
+// A process. ELSEWHERE: on another host. HIDDEN: on this one, in another PID namespace.
+enum { RUNS, STOPPED, ENDED, ELSEWHERE, HIDDEN, PROCESSES };
+
+// CLOCK_MONOTONIC of some ranks. It + shift is the job's clock, if that is known.
+typedef struct mono {
+    uint64_t id;
+    int64_t shift, low, high; // low <= shift <= high, by the collectives of its ranks
+    int is_known;
+} mono;
 
 typedef struct record {
     const fsdpi_flight_record *f;
-    int64_t shift;   // the world's clock + shift = CLOCK_REALTIME
-    int64_t last_ns; // the last sign of life, CLOCK_REALTIME
+    int64_t last_ns; // the last sign of life, on the world's clock
     int process, num;
+    int clock; // its place in job.clocks
     fsdpi_flight_op op[PENDING]; // that have not ended, the oldest first
     int group[FSDPI_FLIGHT_COMMS];
 } record;
@@ -101,16 +110,18 @@ typedef struct group {
     int32_t number, size, first, stride;
     uint32_t ended, least, most; // the last operation that has ended on a rank; that all, one have
                                  // begun
-    char name[24];
+    char name[FSDPI_FLIGHT_NAME];
 } group;
 
 static struct {
     record *of; // [size]; f NULL: there is no file
-    int size, num_groups;
+    int size, num_groups, num_clocks;
     group *groups;
-    int64_t now;  // CLOCK_REALTIME, or the last sign of life of all ranks
-    int is_over;  // no process of the job runs here any more
-    int elsewhere; // records of processes on other hosts that have not ended
+    mono *clocks;
+    int64_t now;   // on the job's clock: now, or the last sign of life of all ranks
+    int64_t real;  // the same on CLOCK_REALTIME of the rank that gave that sign
+    int is_over;   // no process of the job runs here any more
+    int elsewhere; // records of processes of which it is not known whether they run
     int lacks;    // a member has not come to an operation that others have begun
     char job[128], other[128], backend[16]; // other: of which the directory has files, too
 } job;
@@ -126,23 +137,34 @@ static int next(const record *r, uint32_t *i, fsdpi_flight_op *out) {
     return 0;
 }
 
-static const char *name_of(const fsdpi_flight_record *f, uint32_t at) {
-    return at < FSDPI_FLIGHT_NAMES && f->name[at].text[0] ? f->name[at].text : "?";
-}
-
 // The state of a process. Another one may have got its number.
 static int process_of(const fsdpi_flight_record *f) {
     char host[sizeof f->host] = "", state = 0;
     (void)gethostname(host, sizeof host - 1);
-    if (strcmp(host, f->host)) return ELSEWHERE;
+    if (strcmp(host, f->host) || f->boot != fsdpi_boot_id()) return ELSEWHERE;
+    if (f->pids != fsdpi_namespace("pid")) return HIDDEN;
     if (fsdpi_process_began(f->pid, &state) != f->pid_began) return ENDED;
     return strchr("ZXx", state) ? ENDED : strchr("Tt", state) ? STOPPED : RUNS;
 }
 
+static int is_time(int64_t ns) { return ns > 0 && ns < (int64_t)1 << 61; }
+
 static void latest(record *r, int64_t ns) {
-    int is_time = ns > 0 && ns < (int64_t)1 << 61;
-    if (is_time && ns + r->shift > r->last_ns) r->last_ns = ns + r->shift;
+    if (is_time(ns) && ns > r->last_ns) r->last_ns = ns;
 }
+
+// Sums wrap: numbers in a file may be anything.
+static int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+static int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
+
+// Returns a time of a rank on CLOCK_MONOTONIC of its system, and on the job's clock.
+static int64_t mono_of(const record *r, int64_t ns) {
+    return plus(ns, minus(r->f->mono_ns, r->f->opened_ns));
+}
+static int64_t time_of(const record *r, int64_t ns) {
+    return plus(mono_of(r, ns), job.clocks[r->clock].shift);
+}
+static int is_known(const record *r) { return job.clocks[r->clock].is_known; }
 
 /* Is it one that has not ended? A backend on streams notes an end some time later, or not at all if
    the process is killed. So there what has ended on another rank has ended here, too. And if
@@ -181,19 +203,21 @@ static const fsdpi_flight_record *load(const char *path, const char **why) {
     fsdpi_flight_record *f = (fsdpi_flight_record *)room(sizeof *f);
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     ssize_t got = fd < 0 ? -1 : pread(fd, f, sizeof *f, 0);
-    *why = got < 0 ? strerror(errno) : "it is no flight record of this version";
+    *why = got < 0 ? strerror(errno) : FSDPI_TR_NOT_OURS;
     if (fd >= 0) (void)close(fd);
     const int64_t far = (int64_t)1 << 61; // so that sums of times do not overflow
     if (got <= (ssize_t)offsetof(fsdpi_flight_record, comm) ||
         memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) || f->bytes != sizeof *f ||
         f->rank < 0 || f->rank >= f->size || f->size > MOST_RANKS || f->real_ns < 0 ||
-        f->real_ns > far || f->opened_ns < 0 || f->opened_ns > far) {
+        f->real_ns > far || f->opened_ns < 0 || f->opened_ns > far || f->mono_ns < 0 ||
+        f->mono_ns > far) {
         free(f);
         return NULL;
     }
     f->host[sizeof f->host - 1] = f->job[sizeof f->job - 1] = 0;
     f->backend[sizeof f->backend - 1] = f->failure[sizeof f->failure - 1] = 0;
-    for (int i = 0; i < FSDPI_FLIGHT_NAMES; i++) f->name[i].text[sizeof f->name[i].text - 1] = 0;
+    f->call_what[sizeof f->call_what - 1] = 0;
+    for (int i = 0; i < FSDPI_FLIGHT_OPS; i++) f->op[i].what[sizeof f->op[i].what - 1] = 0;
     for (int i = 0; i < FSDPI_FLIGHT_COMMS; i++) f->comm[i].name[sizeof f->comm[i].name - 1] = 0;
     if (f->num_comms > FSDPI_FLIGHT_COMMS) f->num_comms = FSDPI_FLIGHT_COMMS;
     return f;
@@ -216,49 +240,64 @@ static int read_label(const void *bytes, fsdpi_tr_label *out) {
     const fsdpi_flight_record *f = (const fsdpi_flight_record *)bytes;
     snprintf(out->job, sizeof out->job, "%.*s", (int)sizeof f->job - 1, *f->job ? f->job : "job");
     out->rank = f->rank, out->size = f->size, out->real_ns = f->real_ns;
+    out->id = f->id, out->own_id = f->own_id;
     return !memcmp(f->magic, FSDPI_FLIGHT_MAGIC, sizeof f->magic) && f->size > 0 &&
            f->size <= MOST_RANKS;
 }
 
+// Names the files that are left out.
+static void put_notes(const fsdpi_tr_notes *notes) {
+    char text[16384] = "";
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
+    if (notes->num) fsdpi_why_say(&t, "fsdptrace: left out:\n%s", notes->text);
+    if (notes->num > FSDPI_TR_NOTES)
+        fsdpi_why_say(&t, "and %d more\n", (int)notes->num - FSDPI_TR_NOTES);
+    fputs(text, stderr);
+}
+
 // Reads the records of the job in DIR that began last, or of the one that is named.
 static int read_all(const char *dir, const char *wanted) {
-    fsdpi_tr_label last, other;
+    fsdpi_tr_files files;
+    fsdpi_tr_notes notes = {"", 0};
     char text[512] = "", path[PATH_MAX];
     const fsdpi_tr_why reason = {text, sizeof text};
-    if (fsdpi_tr_choose(dir, ".flight", wanted, read_label, &last, &other, &reason) <= 0)
+    if (fsdpi_tr_choose(dir, ".flight", wanted, read_label, &files, &notes, &reason) <= 0)
         return fail(dir, *text ? text : "there is no flight record: set FSDP_FLIGHT_RECORD=DIR");
-    job.size = last.size;
+    put_notes(&notes);
+    const fsdpi_tr_label *label = files.list;
+    job.size = label->size;
     job.of = (record *)room((size_t)job.size * sizeof *job.of);
-    memcpy(job.job, last.job, sizeof job.job), memcpy(job.other, other.job, sizeof job.other);
-    for (int rank = 0; rank < job.size; rank++) {
+    memcpy(job.job, label->job, sizeof job.job);
+    memcpy(job.other, files.other, sizeof job.other);
+    for (; label < files.list + files.num; label++) {
         const char *why;
-        fsdpi_tr_path(path, sizeof path, dir, last.job, rank, ".flight");
-        if (access(path, F_OK)) continue;
+        fsdpi_tr_path(path, sizeof path, dir, label->job, label->rank, ".flight");
         const fsdpi_flight_record *f = load(path, &why);
         if (!f) (void)fail(path, why);
-        if (!f || f->rank != rank || f->size != last.size) continue;
+        if (!f || f->rank != label->rank || f->size != job.size) continue;
         snprintf(job.backend, sizeof job.backend, "%s", f->backend);
-        const int64_t lived = f->ended_ns > 0 && f->ended_ns < (int64_t)1 << 61
-                                  ? f->ended_ns - f->opened_ns
-                                  : 0;
-        // It ended before the last rank began. Clocks of ranks may differ by what a rank was not
-        // scheduled for while it read two of them.
-        const int is_old = f->state != FSDPI_FLIGHT_RUNS &&
-                           f->real_ns + lived + 1000000000 < last.real_ns;
-        if (!is_old) job.of[rank].f = f;
+        job.of[label->rank].f = f;
     }
+    free(files.list);
     return 0;
 }
 
-// The groups, how far each has come, and whether the job still runs.
+static int clock_of(uint64_t id) {
+    for (int i = 0; i < job.num_clocks; i++)
+        if (job.clocks[i].id == id) return i;
+    job.clocks = (mono *)grow(job.clocks, job.num_clocks, sizeof *job.clocks);
+    memset(&job.clocks[job.num_clocks], 0, sizeof *job.clocks);
+    job.clocks[job.num_clocks].id = id;
+    return job.num_clocks++;
+}
+
+// The groups, how far each has come, and the processes.
 static void find_groups(void) {
-    struct timespec real;
-    clock_gettime(CLOCK_REALTIME, &real);
     job.is_over = 1;
     for (int k = 0; k < job.size; k++) {
         record *r = &job.of[k];
         if (!r->f) continue;
-        r->shift = r->f->real_ns - r->f->opened_ns;
+        r->clock = clock_of(r->f->clock);
         r->process = process_of(r->f);
         latest(r, r->f->opened_ns);
         latest(r, r->f->call_ns);
@@ -276,27 +315,113 @@ static void find_groups(void) {
             group *g = r->group[o.comm] ? &job.groups[r->group[o.comm] - 1] : NULL;
             if (g && o.end_ns && o.turn > g->ended) g->ended = o.turn;
         }
+        const int is_open = r->f->state == FSDPI_FLIGHT_RUNS;
         if (r->process == RUNS || r->process == STOPPED) job.is_over = 0;
-        job.elsewhere += r->process == ELSEWHERE && r->f->state == FSDPI_FLIGHT_RUNS;
-        if (r->last_ns > job.now) job.now = r->last_ns;
+        if (r->process == HIDDEN && is_open && r->f->clock == fsdpi_system_clock_id())
+            job.is_over = 0; // perhaps it runs
+        job.elsewhere += (r->process == ELSEWHERE || r->process == HIDDEN) && is_open;
     }
-    if (!job.is_over) job.now = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec;
     int lacks = 0;
     for (int k = 0; k < job.size && !lacks; k++) lacks = is_lacking(&job.of[k]);
     job.lacks = lacks;
     for (int k = 0; k < job.size; k++) find_pending(&job.of[k]);
 }
 
+/* ---- clocks ---------------------------------------------------------------------------------- */
+
+typedef struct meeting { // of one of the last TURNS collectives of a group, on the job's clock
+    uint32_t turn;
+    int64_t came, left; // the last member, the first one, of those whose clock is known
+} meeting;
+
+// No member leaves these before the last one has come.
+static int is_meeting(const record *r, const fsdpi_flight_op *o) {
+    const int g = r->group[o->comm];
+    return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL &&
+           o->kind != FSDP_OP_BROADCAST && g && o->turn && o->turn <= job.groups[g - 1].most &&
+           job.groups[g - 1].most - o->turn < TURNS && is_time(o->begin_ns);
+}
+
+// What ranks with a known clock say of meetings; of the others, what meetings say of their clocks.
+static void compare_clocks(meeting *all, int tell) {
+    fsdpi_flight_op o;
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        mono *c = &job.clocks[r->clock];
+        for (uint32_t i = 0; r->f && is_known(r) == tell && next(r, &i, &o);) {
+            if (!is_meeting(r, &o)) continue;
+            meeting *m = &all[(size_t)(r->group[o.comm] - 1) * TURNS + o.turn % TURNS];
+            const int has_left = is_time(o.end_ns);
+            const int64_t came = mono_of(r, o.begin_ns), left = mono_of(r, o.end_ns);
+            if (tell && m->turn != o.turn)
+                m->turn = o.turn, m->came = INT64_MIN, m->left = INT64_MAX;
+            if (m->turn != o.turn) continue;
+            if (tell && plus(came, c->shift) > m->came) m->came = plus(came, c->shift);
+            if (tell && has_left && plus(left, c->shift) < m->left) m->left = plus(left, c->shift);
+            if (!tell && has_left && minus(m->came, left) > c->low) c->low = minus(m->came, left);
+            if (!tell && m->left < INT64_MAX && minus(m->left, came) < c->high)
+                c->high = minus(m->left, came);
+        }
+    }
+}
+
+/* Brings all clocks to that of this process, or, if no rank has it, to that of the first rank.
+   Clocks of hosts and of time namespaces are not alike; collectives in which their ranks have met
+   bound how much they differ, from both sides. What no meeting tells stays unknown. */
+static void find_clocks(void) {
+    const int64_t far = (int64_t)1 << 62;
+    const record *first = NULL, *seen = NULL;
+    for (int k = job.size - 1; k >= 0; k--) {
+        const record *r = &job.of[k];
+        if (!r->f) continue;
+        if (!first || first->f->clock != fsdpi_system_clock_id() ||
+            r->f->clock == fsdpi_system_clock_id())
+            first = r;
+        if (r->process == RUNS || r->process == STOPPED) seen = r;
+    }
+    if (!first) return;
+    if (first->f->clock != fsdpi_system_clock_id() && seen) first = seen;
+    job.clocks[first->clock].is_known = 1;
+    meeting *all = NULL;
+    if (job.num_clocks > 1) all = (meeting *)room((size_t)job.num_groups * TURNS * sizeof *all);
+    for (int found = all != NULL; found;) {
+        compare_clocks(all, 1);
+        found = 0;
+        for (int i = 0; i < job.num_clocks; i++) job.clocks[i].low = -far, job.clocks[i].high = far;
+        compare_clocks(all, 0);
+        for (int i = 0; i < job.num_clocks; i++) {
+            mono *c = &job.clocks[i];
+            if (c->is_known || c->low == -far || c->high == far) continue;
+            c->shift = plus(c->low, minus(c->high, c->low) / 2);
+            c->is_known = found = 1;
+        }
+    }
+    free(all);
+    job.now = INT64_MIN;
+    for (int k = 0; k < job.size; k++) {
+        const record *r = &job.of[k];
+        if (!r->f || !is_known(r) || time_of(r, r->last_ns) <= job.now) continue;
+        job.now = time_of(r, r->last_ns);
+        job.real = plus(r->f->real_ns, minus(r->last_ns, r->f->opened_ns));
+    }
+    if (job.is_over) return;
+    job.now = fsdpi_system_ns(1 /* CLOCK_MONOTONIC */);
+    if (first->f->clock != fsdpi_system_clock_id()) // another time namespace: one time of day
+        job.now = plus(first->f->mono_ns, minus(fsdpi_system_ns(0), first->f->real_ns));
+}
+
 /* ---- what ranks do --------------------------------------------------------------------------- */
 
+// How long ago. A rank whose clock is not known: before its last sign of life.
 static double seconds(const record *r, int64_t ns) {
-    double s = (double)(job.now - (ns + r->shift)) * 1e-9;
+    const double s = 1e-9 * (double)(is_known(r) ? minus(job.now, time_of(r, ns))
+                                                 : minus(r->last_ns, ns));
     return s > 0 ? s : 0;
 }
 
 // "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)"
 static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op *o) {
-    const char *what = name_of(r->f, o->what);
+    const char *what = *o->what ? o->what : "?";
     if (o->kind == FSDPI_OPEN) fsdpi_say(t, "fsdp_init");
     else if (o->kind == FSDPI_SPLIT) fsdpi_say(t, "the making of group '%s'", what);
     else fsdpi_say(t, "%s of '%s'", fsdp_op_name(o->kind), what);
@@ -323,29 +448,33 @@ static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
                  const fsdpi_flight_op *y) {
     return x->kind == y->kind && x->state == y->state && x->step == y->step &&
            x->turn == y->turn && a->f->comm[x->comm].number == b->f->comm[y->comm].number &&
-           !strcmp(name_of(a->f, x->what), name_of(b->f, y->what));
+           !strcmp(x->what, y->what);
 }
 
 // The unit's or the extension's call that a rank made last.
 static void say_call(fsdpi_text *t, const record *r) {
     const fsdpi_flight_record *f = r->f;
-    int has_what = f->call_what < FSDPI_FLIGHT_NAMES;
+    const int has_what = f->call_what[0] != 0;
     if (!f->calls) fsdpi_say(t, "it has made no call of a model yet");
     else if (f->call == FSDP_CALL_EXTENSION && has_what)
-        fsdpi_say(t, "its last call was %s", name_of(f, f->call_what));
+        fsdpi_say(t, "its last call was %s", f->call_what);
     else
         fsdpi_say(t, "its last call was %s%s%s%s",
                   fsdpi_tr_call_name((int)f->call), has_what ? " of '" : "",
-                  has_what ? name_of(f, f->call_what) : "", has_what ? "'" : "");
+                  has_what ? f->call_what : "", has_what ? "'" : "");
     fsdpi_say(t, ", %.1f s ago", seconds(r, f->call_ns));
 }
 
+// The rank that failed first, of those whose clocks are known if there are any.
 static const record *first_failure(int *rank) {
     const record *first = NULL;
     for (int k = 0; k < job.size; k++) {
         const record *r = &job.of[k];
         if (!r->f || r->f->state != FSDPI_FLIGHT_FAILED) continue;
-        if (first && first->f->ended_ns + first->shift <= r->f->ended_ns + r->shift) continue;
+        if (first && (is_known(first) > is_known(r) ||
+                      (is_known(first) == is_known(r) &&
+                       time_of(first, first->f->ended_ns) <= time_of(r, r->f->ended_ns))))
+            continue;
         first = r;
         *rank = k;
     }
@@ -377,7 +506,7 @@ static void say_situation(fsdpi_text *t, int rank) {
         say_operation(t, r, &r->op[0]);
         fsdpi_say(t, ", for %.1f s", seconds(r, r->op[0].begin_ns));
     } else say_call(t, r);
-    static const char *const states[] = {"runs", "is stopped (SIGSTOP)", "has died", ""};
+    static const char *const states[] = {"runs", "is stopped (SIGSTOP)", "has died"};
     if (r->process < ELSEWHERE && (r->process != ENDED || has_died(r)))
         fsdpi_say(t, "; process %d %s", (int)r->f->pid, states[r->process]);
 }
@@ -479,8 +608,8 @@ static void find_missing(void) {
 }
 
 // What an operation is, as ranks have to agree about it; 0: that is not known.
-static uint64_t signature(const record *r, const fsdpi_flight_op *o) {
-    const uint64_t name = o->fingerprint ? 0 : fsdpi_hash_text(name_of(r->f, o->what));
+static uint64_t signature(const fsdpi_flight_op *o) {
+    const uint64_t name = o->fingerprint ? 0 : fsdpi_hash_text(o->what);
     const uint64_t words[] = {o->kind, o->dtype, o->count, o->fingerprint, name};
     if (o->kind < FSDP_OP_COUNT && !o->fingerprint) return 0; // it is just being written
     return fsdpi_hash_words(1, words, 5) | 1;
@@ -506,7 +635,7 @@ static void find_parting(int g) {
         for (uint32_t i = 0; next(r, &i, &o);) {
             if (r->group[o.comm] != g || !o.turn || o.turn > most || most - o.turn >= TURNS)
                 continue;
-            const uint64_t s = signature(r, &o);
+            const uint64_t s = signature(&o);
             uint64_t *had = &seen[o.turn % TURNS];
             if (!s) continue;
             if (!*had) *had = s, who[o.turn % TURNS] = k;
@@ -520,7 +649,7 @@ static void find_parting(int g) {
     set sides[2] = {{NULL, 0}, {NULL, 0}};
     for (int k = 0; k < job.size; k++)
         if (turn_of(&job.of[k], g, first, &o))
-            add(&sides[signature(&job.of[k], &o) != signature(ra, &a)], k);
+            add(&sides[signature(&o) != signature(&a)], k);
     if (!sides[0].num || !sides[1].num) return;
     finding *p = find_more(&parts);
     fsdpi_text t = {p->text, sizeof p->text, 0};
@@ -549,10 +678,14 @@ static int by_seconds(const void *a, const void *b) {
 
 // One job is shown. Another one of the directory, or "".
 static void put_other(const char *name) {
-    if (!*name) return;
-    printf("the directory has files of other jobs, too: this one is shown; another one by --job '");
-    put_safe(stdout, name);
-    printf("'\n");
+    char text[1024] = "";
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
+    if (*name)
+        fsdpi_why_say(&t,
+                      "the directory has files of other jobs, too: this one is shown;\n"
+                      "another one by --job '%s'\n",
+                      name);
+    fputs(text, stdout);
 }
 
 static void put_ranks(const set *s) {
@@ -619,17 +752,20 @@ static void print_findings(const findings *all, const char *verb) {
     if (all->num > LINES) printf("... and %d more\n", all->num - LINES);
 }
 
-static void print_text(const set *missing, const char *advice) {
-    static const char *const names[] = {"run", "stopped", "ended", "on other hosts"};
-    int num[4] = {0, 0, 0, 0}, said = 0, rank = -1;
+static void print_text(const set *missing, const char *first, const char *advice) {
+    static const char *const names[PROCESSES] = {
+        "run", "stopped", "ended", "on other hosts (whether they run is not known)",
+        "in another PID namespace (whether they run is not known)"};
+    int num[PROCESSES] = {0}, said = 0, rank = -1;
     char text[256];
     for (int k = 0; k < job.size; k++) num[job.of[k].process] += job.of[k].f != NULL;
+    if (*first) printf("%s\n", first);
     printf("job '");
     put_safe(stdout, job.job);
     printf("' over ");
     put_safe(stdout, job.backend);
     printf(", %d rank%s. Processes:", job.size, job.size > 1 ? "s" : "");
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < PROCESSES; i++)
         if (num[i]) printf("%s %d %s", said++ ? "," : "", num[i], names[i]);
     if (missing->num)
         printf("; no record of rank%s %s", missing->num > 1 ? "s" : "",
@@ -637,15 +773,16 @@ static void print_text(const set *missing, const char *advice) {
     printf("\n");
     put_other(job.other);
     if (job.is_over) {
-        time_t at = (time_t)(job.now / 1000000000);
+        time_t at = (time_t)(job.real / 1000000000);
         struct tm tm;
         (void)strftime(text, sizeof text, "%Y-%m-%d %H:%M:%S", localtime_r(&at, &tm));
         printf("%s: times are those at the last sign of life, %s\n",
-               job.elsewhere ? "Processes are on other hosts" : "No process runs here", text);
+               job.elsewhere ? "Whether processes run is not known" : "No process runs here", text);
     }
     const record *failed = first_failure(&rank);
     if (failed) {
-        printf("rank %d was the first to report an error, %.1f s ago: ", rank,
+        printf("rank %d %s, %.1f s ago: ", rank,
+               is_known(failed) ? "was the first to report an error" : "has reported an error",
                seconds(failed, failed->f->ended_ns));
         put_safe(stdout, failed->f->failure);
         putchar('\n');
@@ -653,7 +790,7 @@ static void print_text(const set *missing, const char *advice) {
     print_findings(&waits, "wait in");
     print_findings(&others, NULL);
     print_findings(&parts, NULL);
-    printf("%s\n", advice);
+    if (*advice) printf("%s\n", advice);
 }
 
 // With those that the others wait for: by the first of them.
@@ -674,6 +811,7 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
     set missing = {NULL, 0};
     is_out = (uint8_t *)room((size_t)job.size);
     find_groups();
+    find_clocks();
     for (int k = 0; k < job.size; k++)
         if (!job.of[k].f) add(&missing, k);
     find_waits();
@@ -698,46 +836,42 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
               "program does before them."
         : others.num  ? what_to_do()
         : waits.num   ? "All ranks of the group are in it: look at network, GPUs and load."
-        : is_lost     ? "No rank waits. Processes have ended without fsdp_shutdown."
-                      : "No rank waits.";
-    if (json) print_json(&missing, advice);
-    else print_text(&missing, advice);
+                      : "No rank waits. Processes have ended without fsdp_shutdown.";
+    char calm[80] = "No rank waits."; // what follows it is a moment of a job that goes on
+    if (waits.num) snprintf(calm, sizeof calm, "No rank waits longer than %g s.", after);
+    const int is_calm = !hangs && !is_lost;
+    if (json) print_json(&missing, is_calm ? calm : advice);
+    else print_text(&missing, is_calm ? calm : "", is_calm ? "" : advice);
     return hangs || is_lost ? EXIT_WAITS : 0;
 }
 
 /* ---- why ------------------------------------------------------------------------------------- */
 
-// The lines of a text; names in it are of strangers.
-static void put_lines(const char *text) {
-    for (const char *line = text, *end; *line; line = *end ? end + 1 : end) {
-        char part[16384];
-        end = line + strcspn(line, "\n");
-        snprintf(part, sizeof part, "%.*s", (int)(end - line), line);
-        put_safe(stdout, part);
-        putchar('\n');
-    }
-}
-
 static int why(const char *dir, const char *wanted, int force, int brief) {
-    char text[16384] = "";
+    static char text[1 << 20];
     fsdpi_tr_job traces;
     fsdpi_why y;
-    fsdpi_why_text t = {text, sizeof text, 0, 0};
+    fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    put_notes(&traces.notes);
     const int made = fsdpi_why_make(&traces, &y);
     const double percent = 100 / fmax(1, (double)(y.step.end - y.step.begin));
+    text[0] = 0;
     if (made > 0) fsdpi_why_screen(&y, &t);
     if (!brief) put_other(traces.other);
-    if (made > 0 && brief)
+    if (made > 0 && brief) {
         printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
                (int)strcspn(text, "(") - 1, text,
                percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
                percent * (double)fsdpi_why_exposed(&y.step),
                percent * (double)fsdpi_why_host(&y.step));
-    else put_lines(text);
-    const char *last = strstr(text, "who came last");
-    if (made > 0 && !helps_print(&y, t.digits) && brief && last)
-        printf("%.*s\n", (int)strcspn(last, "\n"), last);
+        text[0] = 0, t.used = t.line = t.space = t.indent = 0;
+        if (!helps_print(&y, &t, 1)) fsdpi_why_say_last(&y, &t);
+        fputs(text, stdout);
+    } else {
+        if (made > 0) (void)helps_print(&y, &t, HELPS_LINES);
+        fputs(text, stdout);
+    }
     fsdpi_why_end(&y);
     fsdpi_tr_free(&traces);
     return made > 0 ? 0 : fail(dir, made ? "no memory" : "no rank has a whole step in its trace");
@@ -750,6 +884,7 @@ static int write_json(const char *dir, const char *wanted, int force, const char
     char text[1024] = "", made[4096];
     fsdpi_tr_job traces;
     if (fsdpi_tr_read(dir, wanted, force, &traces, text, sizeof text)) return fail(dir, text);
+    put_notes(&traces.notes);
     if ((size_t)snprintf(made, sizeof made, "%s.new", path) >= sizeof made)
         return fail(path, "the path is too long");
     FILE *to = fopen(made, "w");

@@ -12,7 +12,6 @@
 #include "../backends/fsdp_fake.h"
 #include "../fsdp_plan.h"
 #include "../fsdp_trace.h"
-#include "put_safe.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -322,32 +321,45 @@ static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     return num + (int)(sizeof always / sizeof *always);
 }
 
-static void helps_say(const helps *h, const helps_option *o, int digits) {
+static void helps_say(const helps *h, const helps_option *o, fsdpi_why_text *t) {
     char letter;
     const double unit = fsdpi_why_unit(llabs(o->bytes), &letter);
-    if (o->text) printf("%s", o->text);
-    else printf("reshard_after_forward never on "),
-         put_safe(stdout, fsdpi_tr_name(h->rank, (uint16_t)(o->reshards - 1)));
-    printf(" %+.*f ms for %+.1f %cB", digits, -(double)o->gain * 1e-6, (double)o->bytes / unit,
-           letter);
+    if (o->text) fsdpi_why_say(t, "%s", o->text);
+    else
+        fsdpi_why_say(t, "reshard_after_forward never on %s",
+                      fsdpi_tr_name(h->rank, (uint16_t)(o->reshards - 1)));
+    fsdpi_why_say(t, " %+.*f ms for %+.1f %cB\n", FSDPI_WHY_MS(t, -o->gain),
+                  (double)o->bytes / unit, letter);
 }
 
-// Prints on one line what would help, or why that is not known. 0: nothing helps. digits: of ms.
-static int helps_print(const fsdpi_why *y, int digits) {
+/* Says what would help, an advice a line, or why that is not known. most: this many lines.
+   Returns 0 if nothing helps. Of a step of microbatches it is the last one that is simulated. */
+static int helps_print(const fsdpi_why *whole, fsdpi_why_text *t, int most) {
     helps_option list[HELPS_OPTIONS];
     fsdp_plan_times base, times;
     char why[256] = "no memory";
     helps h;
     int num = 0;
+    fsdpi_why last = *whole, *y = &last;
+    const uint64_t to = whole->step.to;
+    last.step.spans = NULL;
+    if (to > whole->step.from) {
+        fsdpi_why_step before;
+        (void)fsdpi_why_bounds(whole->step.rank, to - 1, to - 1, INT64_MIN, &before);
+        if (fsdpi_why_make_step(whole->step.rank, to, to, before.end, &last.step) <= 0) return 0;
+    } else last.step = whole->step;
     const double recorded = (double)(y->step.end - y->step.begin);
     const char *reason = helps_begin(&h, y);
     if (!reason && helps_simulate_record(&h, &base, why, sizeof why)) reason = why;
     const double error = reason ? 0 : (double)base.step_ns / recorded - 1;
     const int known = !reason && fabs(error) <= HELPS_MOST_ERROR;
     const int tried = known ? helps_list(&h, list) : 0;
-    if (!known) printf("what would help: not computed: ");
-    if (reason) put_safe(stdout, reason);
-    else if (!known) printf("the simulation differs from the record by %+.0f %%", 100 * error);
+    if (reason) fsdpi_why_say(t, "what would help: not computed: %s\n", reason);
+    else if (!known)
+        fsdpi_why_say(t,
+                      "what would help: not computed: the simulation differs from the record by "
+                      "%+.0f %%\n",
+                      100 * error);
     for (int i = 0; i < tried; i++) {
         helps_option o = list[i];
         if (helps_simulate(&h, &o, &times, why, sizeof why)) continue;
@@ -355,14 +367,17 @@ static int helps_print(const fsdpi_why *y, int digits) {
         if ((double)o.gain >= HELPS_LEAST_GAIN * recorded) list[num++] = o;
     }
     qsort(list, (size_t)num, sizeof *list, helps_by_worth);
-    for (int i = 0; i < num && i < HELPS_LINES; i++) {
-        printf("%s ", i ? ";" : "what would help:");
-        helps_say(&h, &list[i], digits);
+    if (num && most > 1)
+        fsdpi_why_say(t, "what would help%s (simulated; as recorded: %+.0f %% of the record):\n",
+                      to > whole->step.from ? " in the last microbatch" : "", 100 * error);
+    for (int i = 0; i < num && i < most; i++) {
+        if (most > 1) fsdpi_why_say(t, "  ");
+        else fsdpi_why_say(t, "would help (as recorded: %+.0f %%): ", 100 * error);
+        helps_say(&h, &list[i], t);
     }
-    if (num) printf(" (simulated; as recorded: %+.0f %% of the record)", 100 * error);
-    if (num || !known) printf("\n");
     free(h.calls);
     free(h.work);
+    if (to > whole->step.from) free(last.step.spans);
     return num || !known;
 }
 

@@ -19,7 +19,7 @@
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
 #define FSDPI_TR_HELD  UINT32_MAX // a slot
-#define FSDPI_TR_MAGIC "fsdptr03"
+#define FSDPI_TR_MAGIC "fsdptr04"
 
 // Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
 enum { FSDPI_TR_CALL = FSDP_OP_COUNT, FSDPI_TR_SPAN, FSDPI_TR_KINDS };
@@ -115,6 +115,7 @@ typedef struct fsdpi_tr_header {
     uint64_t bytes;               // of header and sections, without sums
     uint64_t clock;               // ranks with the same one have the same clock
     uint64_t mesh;                // ranks with the same one met
+    uint64_t id;                  // fsdp_world_id: files with the same one are of one run
     uint64_t dropped;             // records for which there was no room
     int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
     int32_t rank, size, run;      // run: FSDP_RUN_*

@@ -34,11 +34,22 @@ typedef struct fsdpi_tr_rank {
     void *memory;
 } fsdpi_tr_rank;
 
+// Files of a directory that are left out: two lines each, of the first ones.
+enum { FSDPI_TR_NOTES = 8 };
+typedef struct fsdpi_tr_notes {
+    char text[4096];
+    int32_t num;
+} fsdpi_tr_notes;
+
 typedef struct fsdpi_tr_job {
     char job[128], other[128]; // other: a job of which the directory has files, too; or ""
-    int32_t num, size;   // files that were found; ranks of the job
-    fsdpi_tr_rank *rank; // [num], in the order of ranks
+    int32_t num, size;         // files that were read; ranks of the job
+    fsdpi_tr_rank *rank;       // [num], in the order of ranks
+    fsdpi_tr_notes notes;
 } fsdpi_tr_job;
+
+#define FSDPI_TR_NOT_OURS                                                                          \
+    "it is damaged, or of another version of fsdp.h, whose fsdptrace reads it"
 
 // Why files cannot be read: a text of the caller's. The first reason stays.
 typedef struct fsdpi_tr_why {
@@ -183,7 +194,7 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
     memcpy(&r->head, base, sizeof r->head);
     if (memcmp(r->head.magic, FSDPI_TR_MAGIC, sizeof r->head.magic) ||
         r->head.numbers != FSDPI_TR_NUMBERS)
-        return fsdpi_tr_refuse(why, "%s: it is no trace of this version", name);
+        return fsdpi_tr_refuse(why, "%s: " FSDPI_TR_NOT_OURS, name);
     if (bad || r->head.bytes != (uint64_t)(at - base))
         return fsdpi_tr_refuse(why, "%s: it is damaged or cut, at byte %lld", name,
                                (long long)(size - left));
@@ -400,8 +411,17 @@ static void fsdpi_tr_free(fsdpi_tr_job *job) {
 typedef struct fsdpi_tr_label {
     char job[128];
     int32_t rank, size;
-    int64_t real_ns; // when it was begun or written
+    int64_t real_ns;     // when it was begun or written
+    uint64_t id, own_id; // fsdp_world_id, 0: not all ranks have joined; this rank's summand of it
 } fsdpi_tr_label;
+
+// The files of one run of a job: their labels, in the order of ranks. other: a job of which the
+// directory has files, too; or "".
+typedef struct fsdpi_tr_files {
+    fsdpi_tr_label *list;
+    int32_t num;
+    char other[128];
+} fsdpi_tr_files;
 
 static void fsdpi_tr_path(char *out, size_t cap, const char *dir, const char *job, int rank,
                           const char *end) {
@@ -411,15 +431,65 @@ static void fsdpi_tr_path(char *out, size_t cap, const char *dir, const char *jo
     if ((size_t)used < cap) snprintf(out + used, cap - (size_t)used, ".%d%s", rank, end);
 }
 
-/* The job of a directory whose files are the latest, or the one that is wanted (NULL: none is): the
-   latest of its files. other: the latest of another job. read: 0 if the bytes are no header.
-   Returns 1; 0: there is none; -1: no directory. If not 1, `why` may say the reason. */
+// Adds two lines: a file that is left out, and the reason.
+static void fsdpi_tr_note(fsdpi_tr_notes *n, const char *name, const char *reason) {
+    const size_t used = strlen(n->text);
+    if (n->num++ < FSDPI_TR_NOTES)
+        (void)snprintf(n->text + used, sizeof n->text - used, "%s:\n    %s\n", name, reason);
+}
+
+static int fsdpi_tr_by_run(const void *a, const void *b) {
+    const fsdpi_tr_label *x = (const fsdpi_tr_label *)a, *y = (const fsdpi_tr_label *)b;
+    if (x->id != y->id) return x->id < y->id ? -1 : 1;
+    return x->size != y->size ? x->size - y->size : x->rank - y->rank;
+}
+static int fsdpi_tr_by_rank(const void *a, const void *b) {
+    return ((const fsdpi_tr_label *)a)->rank - ((const fsdpi_tr_label *)b)->rank;
+}
+
+/* Returns which of the files of one name are of one run, and moves these to the front. A run has an
+   id when all of its ranks have made their files. So a run without one is later than any other
+   whose files are not all there; but a rank may not have noted the id yet: then the sum of all
+   summands is the id. Of two runs with an id the one counts of which the larger part is there, then
+   the later one. Clocks of hosts differ: they count last. */
+static int32_t fsdpi_tr_choose_run(fsdpi_tr_label *list, int32_t num) {
+    int32_t best = 0, most = 0, begun = 0;
+    int64_t best_ns = 0;
+    uint64_t sum = 0;
+    qsort(list, (size_t)num, sizeof *list, fsdpi_tr_by_run);
+    while (begun < num && !list[begun].id) begun++;
+    for (int32_t at = begun, end; at < num; at = end) {
+        int64_t latest = 0;
+        for (end = at; end < num && list[end].id == list[at].id && list[end].size == list[at].size;)
+            if (list[end++].real_ns > latest) latest = list[end - 1].real_ns;
+        const int64_t mine = (int64_t)(end - at) * (most ? list[best].size : 1);
+        const int64_t others = (int64_t)most * list[at].size;
+        if (most && (mine < others || (mine == others && latest <= best_ns))) continue;
+        best = at, most = end - at, best_ns = latest;
+    }
+    for (int32_t i = 0; i < begun; i++) sum += list[i].own_id;
+    for (int32_t i = 0; i < most; i++) sum += list[best + i].own_id;
+    if (most && most == list[best].size) begun = 0; // what is left of an earlier one
+    else if (begun && (!most || begun + most != list[best].size || sum != list[best].id))
+        return begun;
+    for (int32_t i = 0; i < most; i++) {
+        const fsdpi_tr_label was = list[begun + i];
+        list[begun + i] = list[best + i], list[best + i] = was;
+    }
+    return begun + most;
+}
+
+/* Finds the files of a run of the job that is wanted, or (NULL) of the one whose files are the
+   latest. read: 0 if the bytes are no header. Returns 1; 0: there is none; -1: no directory, or no
+   memory. If not 1, `why` may say the reason. The caller frees out->list in any case. */
 static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
-                           int (*read)(const void *bytes, fsdpi_tr_label *out),
-                           fsdpi_tr_label *job, fsdpi_tr_label *other, const fsdpi_tr_why *why) {
+                           int (*read)(const void *bytes, fsdpi_tr_label *out), fsdpi_tr_files *out,
+                           fsdpi_tr_notes *notes, const fsdpi_tr_why *why) {
     char path[4096], named[4096];
     DIR *opened = opendir(dir);
-    memset(job, 0, sizeof *job), memset(other, 0, sizeof *other);
+    int32_t num = 0, kept = 0;
+    const fsdpi_tr_label *last = NULL, *other = NULL;
+    memset(out, 0, sizeof *out);
     if (!opened) return fsdpi_tr_refuse(why, "%s", strerror(errno));
     for (const struct dirent *e; (e = readdir(opened)) != NULL;) {
         uint64_t bytes[512] = {0};
@@ -428,23 +498,47 @@ static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
         const char *dot = strrchr(e->d_name, '.');
         if (!dot || strcmp(dot, end)) continue;
         snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        memset(&label, 0, sizeof label);
         FILE *file = fsdpi_tr_open_file(path, &size);
         const int good = file && fread(bytes, 1, sizeof bytes, file) > 0 && read(bytes, &label);
         if (file) (void)fclose(file);
         if (good) fsdpi_tr_path(named, sizeof named, dir, label.job, label.rank, end);
         if (!good || strcmp(named, path)) {
-            (void)fsdpi_tr_refuse(why, "%s: it is no file of this version, or damaged", e->d_name);
+            (void)fsdpi_tr_refuse(why, "%s: " FSDPI_TR_NOT_OURS, e->d_name);
+            fsdpi_tr_note(notes, e->d_name, FSDPI_TR_NOT_OURS);
             continue;
         }
-        const int is_it = wanted ? !strcmp(label.job, wanted) : label.real_ns >= job->real_ns;
-        if (is_it && strcmp(label.job, job->job) && job->job[0]) *other = *job;
-        if (is_it && label.real_ns >= job->real_ns) *job = label;
-        else if (!is_it && strcmp(label.job, job->job) && label.real_ns >= other->real_ns)
-            *other = label;
+        if (!(num & (num - 1))) { // there is room for a power of two
+            void *more = realloc(out->list, (size_t)(num ? 2 * num : 1) * sizeof *out->list);
+            if (!more) (void)closedir(opened);
+            if (!more) return fsdpi_tr_refuse(why, "there is no memory");
+            out->list = (fsdpi_tr_label *)more;
+        }
+        out->list[num++] = label;
     }
     (void)closedir(opened);
-    if (job->job[0] && why->cap) why->text[0] = 0;
-    return job->job[0] != 0;
+    for (int32_t i = 0; i < num; i++) {
+        const fsdpi_tr_label *x = &out->list[i];
+        const int is_wanted = !wanted || !strcmp(x->job, wanted);
+        if (is_wanted && (!last || x->real_ns >= last->real_ns)) last = x;
+    }
+    for (int32_t i = 0; i < num && last; i++)
+        if (strcmp(out->list[i].job, last->job) &&
+            (!other || out->list[i].real_ns >= other->real_ns))
+            other = &out->list[i];
+    if (!last) return 0;
+    if (other) memcpy(out->other, other->job, sizeof out->other);
+    const fsdpi_tr_label job = *last;
+    for (int32_t i = 0; i < num; i++)
+        if (!strcmp(out->list[i].job, job.job)) out->list[kept++] = out->list[i];
+    out->num = fsdpi_tr_choose_run(out->list, kept);
+    for (int32_t i = out->num; i < kept; i++) {
+        fsdpi_tr_path(path, sizeof path, dir, job.job, out->list[i].rank, end);
+        fsdpi_tr_note(notes, strrchr(path, '/') + 1, "it is of another run of the job");
+    }
+    qsort(out->list, (size_t)out->num, sizeof *out->list, fsdpi_tr_by_rank);
+    if (why->cap) why->text[0] = 0;
+    return 1;
 }
 
 static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
@@ -452,41 +546,59 @@ static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
     memcpy(&head, bytes, sizeof head);
     head.job[sizeof head.job - 1] = 0;
     snprintf(out->job, sizeof out->job, "%s", head.job);
-    out->rank = head.rank, out->size = head.size, out->real_ns = head.real_ns;
+    out->rank = head.rank, out->size = head.size, out->real_ns = head.real_ns, out->id = head.id;
     return !memcmp(head.magic, FSDPI_TR_MAGIC, sizeof head.magic) && head.size > 0 &&
            head.size <= 1 << 20;
+}
+
+// Reads the files of a run. What cannot be read is left out, and noted.
+static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsdpi_tr_job *out,
+                               const fsdpi_tr_why *why) {
+    char path[4096], text[512];
+    out->rank = (fsdpi_tr_rank *)calloc((size_t)files->num, sizeof *out->rank);
+    if (!out->rank) return fsdpi_tr_refuse(why, "there is no memory");
+    for (int32_t i = 0; i < files->num; i++) {
+        const fsdpi_tr_label *label = &files->list[i];
+        const fsdpi_tr_why reason = {text, sizeof text};
+        fsdpi_tr_rank *r = &out->rank[out->num];
+        text[0] = 0;
+        memset(r, 0, sizeof *r);
+        fsdpi_tr_path(path, sizeof path, dir, label->job, label->rank, ".trace");
+        const char *name = strrchr(path, '/') + 1;
+        int status = fsdpi_tr_read_file(path, name, r, &reason);
+        if (!status && (r->head.rank != label->rank || r->head.size != label->size ||
+                        r->head.id != label->id)) // it was replaced meanwhile
+            status = fsdpi_tr_refuse(&reason, "%s: it is of rank %d of %d", name, r->head.rank,
+                                     r->head.size);
+        if (!status) out->num++;
+        else {
+            free(r->memory);
+            fsdpi_tr_note(&out->notes, name, text + strlen(name) + 2);
+            (void)fsdpi_tr_refuse(why, "%s", text);
+        }
+    }
+    if (out->num && why->cap) why->text[0] = 0;
+    return out->num ? 0 : -1;
 }
 
 // The files of the job in a directory.
 static int fsdpi_tr_find(const char *dir, const char *wanted, fsdpi_tr_job *out,
                          const fsdpi_tr_why *why) {
-    char path[4096];
-    fsdpi_tr_label job, other;
-    (void)fsdpi_tr_choose(dir, ".trace", wanted, fsdpi_tr_read_label, &job, &other, why);
-    memcpy(out->job, job.job, sizeof out->job), memcpy(out->other, other.job, sizeof out->other);
-    out->size = job.size;
-    for (int rank = 0; rank < job.size; rank++) {
-        fsdpi_tr_path(path, sizeof path, dir, job.job, rank, ".trace");
-        if (access(path, F_OK)) continue;
-        if (!(out->num & (out->num - 1))) { // there is room for a power of two
-            size_t room = (size_t)(out->num ? 2 * out->num : 1) * sizeof *out->rank;
-            void *more = realloc(out->rank, room);
-            if (!more) return fsdpi_tr_refuse(why, "there is no memory");
-            out->rank = (fsdpi_tr_rank *)more;
-        }
-        fsdpi_tr_rank *r = &out->rank[out->num++];
-        memset(r, 0, sizeof *r);
-        if (fsdpi_tr_read_file(path, strrchr(path, '/') + 1, r, why)) return -1;
-        if (r->head.rank != rank || r->head.size != job.size)
-            return fsdpi_tr_refuse(why, "%s: it is of rank %d of %d", strrchr(path, '/') + 1,
-                                   r->head.rank, r->head.size);
-    }
-    return out->num ? 0
-                    : fsdpi_tr_refuse(why,
-                                      "there are no traces (*.trace)%s%s: run the job with "
-                                      "FSDP_TRACE=DIR; it records steps 3 to 5, or those of "
-                                      "FSDP_TRACE_STEPS=FIRST:LAST",
-                                      wanted ? " of job " : "", wanted ? wanted : "");
+    fsdpi_tr_files files;
+    int status = -1;
+    if (fsdpi_tr_choose(dir, ".trace", wanted, fsdpi_tr_read_label, &files, &out->notes, why) > 0) {
+        memcpy(out->job, files.list[0].job, sizeof out->job);
+        memcpy(out->other, files.other, sizeof out->other);
+        out->size = files.list[0].size;
+        status = fsdpi_tr_read_files(dir, &files, out, why);
+    } else
+        (void)fsdpi_tr_refuse(why,
+                              "there are no traces (*.trace)%s%s: run the job with "
+                              "FSDP_TRACE=DIR; it records steps 3 to 5, or those of "
+                              "FSDP_TRACE_STEPS=FIRST:LAST",
+                              wanted ? " of job " : "", wanted ? wanted : "");
+    free(files.list);
+    return status;
 }
 
 /* Reads the files of a job. job NULL: of the one that was written last. force: also if

@@ -160,7 +160,7 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
             r->begin_ns = r->end_ns = t->host_ns;
             r->bytes = (uint64_t)held.pool_bytes[pool];
             r->seq = t->seq + 1, r->slot = FSDPI_TR_HELD;
-            r->what = fsdpi_tr_name_of(t, v.unit_name);
+            r->what = fsdpi_tr_name_of(t, fsdp_unit_label(v.unit));
             r->kind = FSDP_OP_ACQUIRE, r->label = (uint8_t)pool;
         }
     }
@@ -227,7 +227,7 @@ static int fsdpi_tr_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
     fsdpi_tr_open *o = &t->open[t->depth++];
     o->begin_ns = t->host_ns = fsdp_now(t->world);
     o->seq = t->seq + 1;
-    o->what = fsdpi_tr_name_of(t, unit ? fsdp_unit_name(unit) : NULL);
+    o->what = fsdpi_tr_name_of(t, unit ? fsdp_unit_label(unit) : NULL);
     o->call = (uint8_t)call;
     return 0;
 }
@@ -357,7 +357,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *
     u.param_dtype = d.param_dtype, u.reduce_dtype = d.reduce_dtype;
     memcpy(u.slot_bytes, memory.pool_bytes, sizeof u.slot_bytes);
     fsdpi_tr_offer(o, FSDPI_TR_IN_UNITS, &u, sizeof u);
-    fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_name(unit));
+    fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_label(unit));
 }
 
 static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
@@ -443,20 +443,6 @@ static int64_t fsdpi_tr_time(int clock) {
     return time[0] * 1000000000 + time[1];
 }
 
-/* What all processes of a host have in common, if the world's clock is the host's. Else the rank
-   has a clock of its own. */
-static FSDPI_TR_COLD uint64_t fsdpi_tr_clock(const fsdp_trace *t, const char *host) {
-    char text[64] = "";
-    uint64_t hash = 0;
-    int64_t before = fsdpi_tr_time(1 /* CLOCK_MONOTONIC */), now = fsdp_now(t->world);
-    int is_host = now >= before && now <= fsdpi_tr_time(1);
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (!file || !fgets(text, sizeof text, file)) memcpy(text, host, sizeof text);
-    if (file) (void)fclose(file);
-    for (const char *at = text; *at; at++) hash = (hash ^ (uint64_t)*at) * 0x100000001B3u;
-    return is_host ? hash : hash + 1 + (uint64_t)fsdp_rank(t->world);
-}
-
 // The ranks of the model's mesh as a number.
 static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
@@ -473,7 +459,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     memcpy(h->magic, FSDPI_TR_MAGIC, sizeof h->magic);
     (void)fsdpi_tr_gethostname(h->host, sizeof h->host - 1);
     snprintf(h->job, sizeof h->job, "%s", t->job);
-    h->clock = fsdpi_tr_clock(t, h->host), h->mesh = fsdpi_tr_mesh(t);
+    h->clock = fsdp_clock_id(t->world), h->id = fsdp_world_id(t->world), h->mesh = fsdpi_tr_mesh(t);
     h->dropped = t->next_record > t->room ? t->next_record - t->room : 0;
     h->real_ns = fsdpi_tr_time(0 /* CLOCK_REALTIME */), h->clock_ns = fsdp_now(t->world);
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
@@ -655,7 +641,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
                  : run == FSDP_RUN_LANES ? 1 << FSDP_STREAM_COMPUTE
                                          : 0;
     fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(model, &v)) fsdpi_tr_add_name(t, v.unit_name);
+    while (fsdp_next_param(model, &v)) fsdpi_tr_add_name(t, fsdp_unit_label(v.unit));
     return FSDP_OK;
 }
 

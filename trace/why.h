@@ -53,7 +53,9 @@ typedef struct fsdpi_why_step { // of one rank
     fsdpi_why_span *spans;      // in the order in which they cover each other
     int32_t num_spans;
     uint64_t first, past; // its records, with those of about a step before and behind
-    int updates, picked;  // it ends in an optimizer or params_changed; others of its rank do not
+    uint64_t from, to;    // the steps of the trace that it has: microbatches
+    int updates;          // it ends in an optimizer or params_changed
+    int is_part;          // microbatches may lack that were before the trace
 } fsdpi_why_step;
 
 static int64_t fsdpi_why_less(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -282,16 +284,17 @@ static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_record 
     return came;
 }
 
-// A call belongs to a step by the number of its first record. One that has issued nothing has the
+// A call belongs to steps i .. to by the number of its first record. One without records has the
 // number of what comes next, perhaps in the next step: there the time tells.
-static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, const fsdpi_tr_record *call) {
-    const fsdpi_tr_step *s = &rank->steps[i];
-    const int is_last = i + 1 == rank->num_steps;
-    const uint32_t length = is_last ? UINT32_MAX / 2 : s[1].first_seq - s->first_seq;
+static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
+                           const fsdpi_tr_record *call) {
+    const fsdpi_tr_step *s = &rank->steps[i], *next = &rank->steps[to + 1];
+    const int is_last = to + 1 == rank->num_steps;
+    const uint32_t length = is_last ? UINT32_MAX / 2 : next->first_seq - s->first_seq;
     const uint32_t at = call->seq - s->first_seq;
     if (!call->slot && !at) return !i || call->begin_ns >= s->begin_ns;
     return at < length || (!is_last && !call->slot && at == length &&
-                           call->begin_ns < s[1].begin_ns && call->begin_ns >= s->begin_ns);
+                           call->begin_ns < next->begin_ns && call->begin_ns >= s->begin_ns);
 }
 
 /* On streams a step ends with its last record on COMPUTE, which runs records in the order of their
@@ -309,18 +312,20 @@ static void fsdpi_why_last(fsdpi_why_step *out, uint32_t first_seq, uint32_t rec
     }
 }
 
-// When a step of a rank begins and ends. 0: it is not whole.
-static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
+// Finds when steps i .. to of a rank begin and end. Returns 0 if they are not whole.
+static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to, int64_t not_before,
                             fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
     uint32_t records = 0; // up to the last call that ends the step
-    out->rank = rank, out->number = s->number;
+    memset(out, 0, sizeof *out);
+    out->rank = rank, out->number = s->number, out->from = i, out->to = to;
     out->begin = INT64_MAX, out->end = INT64_MIN;
     out->first = i ? fsdpi_why_at(rank, s[-1].begin_ns) : 0;
-    out->past = i + 2 < rank->num_steps ? fsdpi_why_at(rank, s[2].begin_ns + 1) : rank->num_records;
+    out->past = to + 2 < rank->num_steps ? fsdpi_why_at(rank, rank->steps[to + 2].begin_ns + 1)
+                                         : rank->num_records;
     for (uint64_t k = out->first; k < out->past; k++) {
         const fsdpi_tr_record *r = &rank->records[k];
-        if (r->kind != FSDPI_TR_CALL || !fsdpi_why_is_of(rank, i, r)) continue;
+        if (r->kind != FSDPI_TR_CALL || !fsdpi_why_is_of(rank, i, to, r)) continue;
         out->begin = fsdpi_why_less(out->begin, r->begin_ns);
         if (r->label != FSDP_CALL_FINALIZE && r->label != FSDP_CALL_CLIP &&
             r->label != FSDP_CALL_PARAMS_CHANGED)
@@ -339,13 +344,12 @@ static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_b
     return 1;
 }
 
-// Step i of a rank. 1: it is whole; 0: it is not; -1: no memory.
-static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, int64_t not_before,
-                               fsdpi_why_step *out) {
+// Steps i .. to of a rank as one. 1: they are whole; 0: they are not; -1: no memory.
+static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
+                               int64_t not_before, fsdpi_why_step *out) {
     fsdpi_why_spans all = {out, 0, 0};
     int32_t num_comms = 0;
-    memset(out, 0, sizeof *out);
-    if (!fsdpi_why_bounds(rank, i, not_before, out)) return 0;
+    if (!fsdpi_why_bounds(rank, i, to, not_before, out)) return 0;
     int64_t *comms = (int64_t *)calloc((size_t)(out->past - out->first) + 1, 2 * sizeof *comms);
     if (!comms) return -1;
     for (uint64_t k = out->first; k < out->past; k++) {
@@ -394,30 +398,38 @@ static int32_t fsdpi_why_middle(fsdpi_why_step *steps, int32_t num, fsdpi_why_st
     return num;
 }
 
-// If some steps end in an optimizer, the others are microbatches: they go. Returns how many stay.
-static int32_t fsdpi_why_pick(fsdpi_why_step *steps, int32_t num) {
-    int32_t updates = 0, kept = 0;
-    for (int32_t i = 0; i < num; i++) updates += steps[i].updates;
-    if (!updates || updates == num) return num;
-    for (int32_t i = 0; i < num; i++) {
-        if (!steps[i].updates) free(steps[i].spans);
-        else steps[i].picked = 1, steps[kept++] = steps[i];
-    }
-    return kept;
+// Returns 1 if a step of the trace ends in an optimizer.
+static int fsdpi_why_updates(const fsdpi_tr_rank *rank, uint64_t i) {
+    fsdpi_why_step step;
+    (void)fsdpi_why_bounds(rank, i, i, INT64_MIN, &step);
+    return step.updates;
 }
 
-// The median step of a rank. 0: it has no whole step; -1: no memory.
+/* The median step of a rank. If some steps of the trace end in an optimizer, the others are
+   microbatches of the next one that does. Then the first step counts only if no other does, as the
+   trace may have begun in its middle. 0: it has no whole step; -1: no memory. */
 static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
     fsdpi_why_step *steps = (fsdpi_why_step *)calloc((size_t)rank->num_steps + 1, sizeof *steps);
     int32_t num = 0;
     int64_t end = INT64_MIN;
+    uint64_t updates = 0, from = 0;
     int made = steps ? 1 : -1;
+    for (uint64_t i = 0; i < rank->num_steps; i++) updates += fsdpi_why_updates(rank, i) != 0;
+    const int has_parts = updates && updates < rank->num_steps;
     for (uint64_t i = 0; i < rank->num_steps && made >= 0; i++) {
-        made = fsdpi_why_make_step(rank, i, end, &steps[num]);
-        if (made > 0) end = steps[num++].end;
+        if (has_parts && !fsdpi_why_updates(rank, i)) continue;
+        made = fsdpi_why_make_step(rank, from, i, end, &steps[num]);
+        if (made > 0) {
+            steps[num].is_part = has_parts && !from && rank->steps[0].number > 0;
+            end = steps[num++].end;
+        }
+        from = i + 1;
     }
-    num = fsdpi_why_pick(steps, num);
-    num = fsdpi_why_middle(steps, num, out);
+    if (num > 1 && steps[0].is_part) {
+        free(steps[0].spans);
+        memmove(steps, steps + 1, (size_t)--num * sizeof *steps);
+    }
+    if (steps) num = fsdpi_why_middle(steps, num, out);
     free(steps);
     return made < 0 ? -1 : num;
 }
@@ -446,20 +458,57 @@ static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
 /* -------------------------------------------------------------------------------------------- */
 // As text.
 
+enum { FSDPI_WHY_COLUMNS = 100 };
+
 typedef struct fsdpi_why_text {
     char *at;
     size_t cap, used;
-    int digits; // of milliseconds
+    int digits;         // of milliseconds
+    size_t line, space; // where this line begins; and what may go to the next one, 0: nothing
+    size_t indent;      // of the next one, if it goes on with this one; 0: as this one, and 4 more
 } fsdpi_why_text;
 
+static void fsdpi_why_put(fsdpi_why_text *t, char c) {
+    if (t->used + 1 < t->cap) t->at[t->used] = c, t->at[t->used + 1] = 0;
+    t->used++;
+}
+
+// Goes on in the next line, which is indented, with what follows the last blank.
+static void fsdpi_why_wrap(fsdpi_why_text *t) {
+    size_t from = t->space ? t->space : t->used;
+    if (t->used >= t->cap) return;
+    for (size_t k = t->line; !t->indent || (t->at[k] == ' ' && t->indent < 12); k++)
+        t->indent += t->indent ? 1 : t->at[k] == ' ' ? 5 : 4;
+    const size_t indent = t->indent, tail = t->used - from, gap = indent + 1 - (t->space > 0);
+    for (size_t k = 0; k < gap; k++) fsdpi_why_put(t, ' ');
+    if (t->used >= t->cap) return;
+    memmove(t->at + from + gap, t->at + from, tail);
+    from -= t->space > 0; // the blank goes
+    memset(t->at + from, ' ', indent + 1);
+    t->at[from] = '\n', t->line = from + 1, t->space = 0;
+}
+
+// Adds text, in lines of at most FSDPI_WHY_COLUMNS. Names are of strangers: what moves a cursor is
+// escaped.
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) FSDP_PRINTF(2, 3);
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
+    char text[4096], escaped[8];
     va_list args;
     va_start(args, format);
-    const size_t left = t->used < t->cap ? t->cap - t->used : 0;
-    const int n = vsnprintf(left ? t->at + t->used : NULL, left, format, args);
+    (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (n > 0) t->used += (size_t)n;
+    for (const char *c = text; *c; c++) {
+        const unsigned code = (unsigned char)*c;
+        const int is_plain = *c == '\n' || (code >= 0x20 && code < 0x7f);
+        snprintf(escaped, sizeof escaped, *c == '\\' ? "\\\\" : is_plain ? "%c" : "\\x%02x", code);
+        const size_t length = strlen(escaped);
+        if (*c == '\n') fsdpi_why_put(t, *c), t->line = t->used, t->space = t->indent = 0;
+        else {
+            if (t->used + length - t->line > FSDPI_WHY_COLUMNS) fsdpi_why_wrap(t);
+            for (size_t k = 0; k < length; k++) fsdpi_why_put(t, escaped[k]);
+            if (*c == ' ' && t->used - t->line > 16) t->space = t->used;
+        }
+    }
 }
 
 #define FSDPI_WHY_MS(t, ns) (t)->digits, (double)(ns)*1e-6 // for %.*f
@@ -558,8 +607,11 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_why_step *s = &y->step;
     const int64_t all = s->end - s->begin;
     t->digits = all < 1000000 ? 4 : all < 10000000 ? 3 : 2;
-    fsdpi_why_say(t, "step %.*f ms (median of %d%s", FSDPI_WHY_MS(t, all), (int)y->num_steps,
-                  s->picked ? " that end in an optimizer" : "");
+    fsdpi_why_say(t, "step %.*f ms (median of %d", FSDPI_WHY_MS(t, all), (int)y->num_steps);
+    if (s->to > s->from || s->is_part)
+        fsdpi_why_say(t, "; %d microbatch%s", (int)(s->to - s->from) + 1,
+                      s->to > s->from ? "es" : "");
+    if (s->is_part) fsdpi_why_say(t, ", others may be before the trace: FSDP_TRACE_STEPS");
     if (y->job->num > 1)
         fsdpi_why_say(t, "; ranks %.*f .. %.*f", FSDPI_WHY_MS(t, y->shortest),
                       FSDPI_WHY_MS(t, y->longest));
@@ -749,7 +801,7 @@ static void fsdpi_why_screen(const fsdpi_why *y, fsdpi_why_text *t) {
 FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
     fsdpi_tr_job job;
     fsdpi_why y;
-    fsdpi_why_text t = {buf, cap, 0, 0};
+    fsdpi_why_text t = {buf, cap, 0, 0, 0, 0, 0};
     char why[512];
     if (!dir) dir = getenv("FSDP_TRACE");
     if (!buf || !cap) return FSDP_ERR_INVALID_ARG;
@@ -759,6 +811,7 @@ FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
     }
     const int made = fsdpi_why_make(&job, &y);
     if (made > 0) fsdpi_why_screen(&y, &t);
+    fsdpi_why_say(&t, "%s%s", *job.notes.text ? "left out:\n" : "", job.notes.text);
     fsdpi_why_end(&y);
     fsdpi_tr_free(&job);
     if (made <= 0) fsdpi_why_say(&t, made ? "no memory" : "no rank has a whole step in its trace");

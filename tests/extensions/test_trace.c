@@ -838,7 +838,7 @@ TEST(trace, no_file) {
     snprintf(path, sizeof path, "%s/x.0.trace", dir_of("t"));
     CHECK(!mkfifo(path, 0600));
     CHECK(fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why));
-    CHECK_MSG(strstr(why, "x.0.trace: it is no file of this version"), "%s", why);
+    CHECK_MSG(strstr(why, "x.0.trace: it is damaged, or of another version"), "%s", why);
     CHECK(!unlink(path));
     CHECK(fsdpi_tr_read(dir_of("t"), "x", 0, &job, why, sizeof why));
     CHECK_MSG(strstr(why, "there are no traces (*.trace) of job x"), "%s", why);
@@ -870,6 +870,99 @@ static void train_two(lab_rank *r) {
     for (int step = 0; step <= LAST; step++) step_of(&m, opt);
     CALL(r->w, fsdp_trace_stop(t));
 }
+/* A file that is damaged, of another version or of another run is left out, and named; the others are
+   read, whatever the time of day of their hosts. */
+TEST(trace, left_out) {
+    static const char *const wants[] = {"damaged or cut, at byte", "of another version of fsdp.h",
+                                        "of another run of the job", "", ""};
+    char text[4096], path[2][400], why[400], name[500];
+    unsigned char *bytes[2];
+    size_t size;
+    fsdpi_tr_job job;
+    lab_run(2, NULL, train_two, NULL);
+    CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
+    for (int k = 0; k < 2; k++)
+        snprintf(path[k], sizeof path[k], "%s/%s.%d.trace", dir_of("t"), job.job, k);
+    fsdpi_tr_free(&job);
+    for (int bad = 0; bad < 2; bad++)
+        for (int kind = 0; kind < 5; kind++) {
+            fsdpi_tr_header h;
+            FILE *file = fopen(path[bad], "rb");
+            CHECK(file != NULL);
+            bytes[0] = (unsigned char *)lab_zeros(FSDPI_TR_BLOCK, 1);
+            bytes[1] = (unsigned char *)lab_zeros(FSDPI_TR_BLOCK, 1);
+            size = fread(bytes[0], 1, FSDPI_TR_BLOCK, file);
+            CHECK(size < FSDPI_TR_BLOCK);
+            fclose(file);
+            memcpy(bytes[1], bytes[0], size);
+            memcpy(&h, bytes[1], sizeof h);
+            if (kind == 1) memcpy(h.magic, "fsdptr03", sizeof h.magic);
+            if (kind == 2) h.id++;
+            if (kind == 2 && !bad) h.real_ns -= 1000000000; /* of two parts alike the later one */
+            if (kind == 2 && bad) h.real_ns -= 2000000000;
+            if (kind > 2) h.real_ns += (kind == 3 ? -1 : 1) * (int64_t)30 * 86400 * 1000000000;
+            memcpy(bytes[1], &h, sizeof h);
+            set_sum(bytes[1], size);
+            if (kind == 0) bytes[1][size / 2] ^= 1;
+            put_bytes(path[bad], bytes[1], size);
+            CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
+            CHECK_EQ_INT(job.num, kind < 3 ? 1 : 2);
+            CHECK_EQ_INT(job.size, 2);
+            CHECK_EQ_INT(job.rank[0].head.rank, kind < 3 ? !bad : 0);
+            CHECK_EQ_INT(job.notes.num, kind < 3);
+            snprintf(name, sizeof name, "%s:\n    ", strrchr(path[bad], '/') + 1);
+            CHECK_MSG(strstr(job.notes.text, wants[kind]), "%s", job.notes.text);
+            CHECK_MSG(kind > 2 || strstr(job.notes.text, name), "%s", job.notes.text);
+            fsdpi_tr_free(&job);
+            CHECK_OK(fsdp_trace_report(dir_of("t"), text, sizeof text));
+            CHECK_MSG(kind > 2 || (strstr(text, "left out:\n") && strstr(text, "traces of 1 of 2")),
+                      "%s", text);
+            put_bytes(path[bad], bytes[0], size);
+            free(bytes[0]), free(bytes[1]);
+        }
+}
+
+/* Each way to write a number as one to four bytes, beside what UTF-8 is. */
+TEST(trace, utf8) {
+    static const unsigned long least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    for (unsigned long code = 1; code < 0x200000; code++)
+        for (int num = 1; num <= 4; num++) {
+            static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+            unsigned char c[5] = {0, 0, 0, 0, 0};
+            if (code >> (num == 1 ? 7 : 5 * num + 1)) continue; /* it has no room */
+            for (int k = num - 1; k > 0; k--)
+                c[k] = (unsigned char)(0x80 | (code >> (6 * (num - 1 - k)) & 0x3f));
+            c[0] = (unsigned char)(lead[num] | code >> (6 * (num - 1)));
+            const int good = code >= least[num] && code <= 0x10ffff && (code < 0xd800 || code > 0xdfff);
+            CHECK_MSG(json_utf8(c) == (good ? num : 0), "%lx as %d bytes: %d", code, num, json_utf8(c));
+        }
+}
+
+/* A clock is known as well as the worse of the two groups of meetings tells. */
+TEST(trace, clock_error) {
+    for (int wide = 0; wide < 2; wide++) {
+        static fsdpi_tr_meeting a[2 * FSDPI_TR_MEETINGS], b[2 * FSDPI_TR_MEETINGS];
+        fsdpi_tr_rank r[2];
+        fsdpi_tr_job job;
+        fsdpi_tr_why why = {NULL, 0};
+        int64_t shift[2];
+        memset(r, 0, sizeof r), memset(&job, 0, sizeof job);
+        for (int k = 0; k < 2 * FSDPI_TR_MEETINGS; k++) {
+            const int64_t took = k / FSDPI_TR_MEETINGS == wide ? 5000 : 10, at = 1000000 * (k + 1);
+            a[k].came_ns = at, a[k].left_ns = at + took;
+            b[k].came_ns = at + 7, b[k].left_ns = at + took + 7;
+        }
+        r[0].meetings = a, r[1].meetings = b;
+        r[0].num_meetings = r[1].num_meetings = 2 * FSDPI_TR_MEETINGS;
+        r[0].head.clock = 1, r[1].head.clock = 2, r[1].head.rank = 1;
+        job.rank = r, job.num = 2;
+        CHECK_EQ_INT(fsdpi_tr_clock_of(&job, 1, 0, shift, &why), 0);
+        CHECK_EQ_INT(shift[0], -7);
+        CHECK_EQ_INT(shift[1], -7);
+        CHECK_EQ_INT(r[1].error_ns, 5000);
+    }
+}
+
 /* Collectives that have waited for a stream and for a rank, all on one stream; such as begin before
    the end of the one before; and a name that is UTF-8 in part. */
 TEST(trace, json) {

@@ -283,7 +283,7 @@ TEST_P(why, sum_rule, runs) {
             model m;
             int64_t sum = 0, own = 0;
             model_step(&t, s, end, &m);
-            int made = fsdpi_why_make_step(&t.rank, (uint64_t)s, end, &step);
+            int made = fsdpi_why_make_step(&t.rank, (uint64_t)s, (uint64_t)s, end, &step);
             CHECK_EQ_INT(made, m.begin < m.end);
             if (!made) continue;
             CHECK_EQ_INT(step.begin, m.begin);
@@ -454,7 +454,8 @@ TEST_P(why, simulated_device, devices) {
         CHECK_EQ_INT((int64_t)d.job.rank[0].head.dropped, 0);
         for (int i = first; i <= LAST; i++) {
             fsdpi_why_step step;
-            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - first), end, &step), 1);
+            CHECK_EQ_INT(fsdpi_why_make_step(&d.job.rank[0], (uint64_t)(i - first), (uint64_t)(i - first),
+                                             end, &step), 1);
             int64_t waits = fsdpi_why_exposed(&step), host = fsdpi_why_host(&step);
             int64_t all = step.part[FSDPI_WHY_COMPUTE] + waits + host;
             CHECK_EQ_INT(all, step.end - step.begin);
@@ -510,7 +511,7 @@ TEST_P(why, worked_example, devices) {
 
 /* ---- screens of small traces, letter by letter ------------------------------------------------ */
 
-enum { EMBED, H0, CLIP, ADAMW, NAMES, RECORDS = 64 };
+enum { EMBED, H0, CLIP, ADAMW, NAMES, MICRO = 6, RECORDS = 160 };
 
 /* Times in units of 10 us: a rank of a job with lanes, of two layers. */
 typedef struct {
@@ -518,11 +519,11 @@ typedef struct {
     fsdpi_tr_record rec[RECORDS];
     int64_t peers[RECORDS];
     int32_t last[RECORDS];
-    fsdpi_tr_step step[STEPS];
+    fsdpi_tr_step step[MICRO];
     fsdpi_tr_pool pools[FSDP_POOL_COUNT];
     fsdpi_tr_pool kept;
     uint32_t names[NAMES];
-    char text[512];
+    char text[8192];
     int num;
     uint32_t seq;
 } small;
@@ -630,7 +631,7 @@ static void small_job(small *t, int num, fsdpi_tr_rank *ranks, fsdpi_tr_job *job
 
 static void small_screen(const fsdpi_tr_job *job, char *text, size_t cap) {
     fsdpi_why y;
-    fsdpi_why_text t = {text, cap, 0, 0};
+    fsdpi_why_text t = {text, cap, 0, 0, 0, 0, 0};
     CHECK_EQ_INT(fsdpi_why_make(job, &y), 1);
     fsdpi_why_screen(&y, &t);
     CHECK(t.used < cap);
@@ -656,12 +657,12 @@ TEST(why, screen_of_lanes) {
         "  exposed       3.350   of 4.600 ms of communication (27 % hidden), 0.250 for ranks that "
         "came late\n"
         "    gather      1.500   worst: embed 0.750 (first of the step: nothing to hide it behind), "
-        "h.0 0.750 (not prefetched)\n"
+        "h.0\n        0.750 (not prefetched)\n"
         "    reduce      1.850   worst: embed 1.850 (last of the step)\n"
         "  host          1.450   in calls: copies 0.050, optimizer 0.400, rest 1.000\n"
         "who came last: rank 1 in 100 % of the collectives, by 0.300 ms in the median (steady)\n"
         "memory at the peak (step 3, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
-        "+ gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody holds 1.0\n");
+        "+\n    gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody holds 1.0\n");
 }
 
 /* Each reason once, on a device with streams. The host has nothing to do with it. */
@@ -701,19 +702,19 @@ TEST(why, screen_of_streams) {
         text,
         "step 11.00 ms (median of 1; traces of 1 of 4 ranks; 5 records had no room)\n"
         "  compute        3.70   caller's time between calls\n"
-        "  exposed        7.20   more than the 6.60 ms of communication (29 % hidden), 0.80 for ranks that came "
-        "late\n"
+        "  exposed        7.20   more than the 6.60 ms of communication (29 % hidden), 0.80 for ranks that\n"
+        "      came late\n"
         "    gather       5.40   worst: h.0 4.50 (it waits for a slot), embed 0.90 (rank 3 came "
         "late)\n"
         "    reduce       1.10   worst: h.0 0.90 (takes 1.00, longer than what it hides behind), "
-        "embed 0.20 (last of the step)\n"
+        "embed 0.20\n        (last of the step)\n"
         "    slot         0.20   worst: embed 0.20 (the reduction still reads the slot for "
         "gradients)\n"
         "    clip         0.50   worst: clip_grad_norm 0.50 (takes 0.60, longer than what it hides "
         "behind)\n"
         "  host           0.10   in calls: copies 0.10, optimizer 0.00, rest 0.00\n"
-        "memory: 10.0 MB = shards 1.5 + shard gradients 1.5 + states of adamw 3.0 + slots that nobody holds "
-        "4.0\n");
+        "memory: 10.0 MB = shards 1.5 + shard gradients 1.5 + states of adamw 3.0 + slots that nobody holds\n"
+        "    4.0\n");
 }
 
 /* Reasons that another screen has no room for. */
@@ -743,10 +744,10 @@ TEST(why, screen_of_a_busy_stream) {
                  "  compute       2.000   caller's time between calls\n"
                  "  exposed       4.000   more than the 3.900 ms of communication (18 % hidden)\n"
                  "    gather      4.000   worst: h.0 2.100 (its stream is busy before it), embed "
-                 "1.900 (COMPUTE went on later than it ended)\n"
+                 "1.900 (COMPUTE went\n        on later than it ended)\n"
                  "  host          0.000   in calls: copies 0.000, optimizer 0.000, rest 0.000\n"
                  "memory: 10.0 MB = shards 1.5 (host) + shard gradients 1.5 (host) + states of adamw 3.0 "
-                 "(host) + slots that nobody holds 4.0\n");
+                 "(host) +\n    slots that nobody holds 4.0\n");
 }
 
 /* Each of two ranks is last in one of two steps. */
@@ -796,37 +797,154 @@ TEST(why, clocks_of_a_straggler) {
         ranks[1].error_ns = rows[i].error, ranks[2].error_ns = rows[i].error ? 5000 : 0;
         small_screen(&job, text, sizeof text);
         const char *at = strstr(text, "by 0.300 ms in the median ");
-        CHECK_MSG(at && !strncmp(strchr(at, '('), rows[i].text, strlen(rows[i].text)), "%s", text);
+        CHECK_MSG(at, "%s", text);
+        char *out = text;
+        for (const char *c = strchr(at, '('); *c; c++) { /* lines that go on are one */
+            const int goes_on = !strncmp(c, "\n    ", 5);
+            *out++ = goes_on ? ' ' : *c;
+            if (goes_on) c += 4;
+        }
+        *out = 0;
+        CHECK_MSG(!strncmp(text, rows[i].text, strlen(rows[i].text)), "%s", text);
     }
 }
 
-/* Of microbatches only those count that end in an optimizer. Its call may issue nothing; then it
-   has the number of the next step's first record. */
+static int by_length(const void *a, const void *b) {
+    return *(const int64_t *)a > *(const int64_t *)b ? 1 : -1;
+}
+
+/* A step is from one optimizer step to the next, with all its microbatches: each pattern of six that end
+   in one or not. The first one may have begun before the trace, but for step 0. The optimizer's call may
+   issue nothing; then it has the number of the next step's first record. */
 TEST(why, microbatches) {
     static small t;
     fsdpi_tr_rank ranks[1];
     fsdpi_tr_job job;
-    char text[4096];
-    for (int empty = 0; empty < 2; empty++)
-        for (int last = 0; last <= STEPS; last++) { /* which step has one; STEPS: none */
+    char text[4096], wants[200];
+    for (int pattern = 0; pattern < 1 << MICRO; pattern++)
+        for (int way = 0; way < 4; way++) {
+            const int empty = way & 1, from_0 = way >> 1, all = pattern == (1 << MICRO) - 1;
+            int64_t length[MICRO], first = 0, begin = 0;
+            int num = 0, micro[MICRO], first_micro = 0;
             small_begin(&t, 0, 1);
-            for (int s = 0; s < STEPS; s++) {
-                small_step(&t, 2000 * s, 0, 0, -1, 10 * s);
-                if (s == last && !empty) continue;
-                t.num -= 2, t.seq--;
-                if (s == last)
-                    small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME,
-                               2000 * s + 970 + 10 * s, 2000 * s + 980 + 10 * s, 0);
+            for (int s = 0; s < MICRO; s++) {
+                const int64_t at = 2000 * s, more = 10 * s;
+                const int updates = pattern >> s & 1;
+                small_step(&t, at, 0, 0, -1, more);
+                if (from_0) t.step[s].number -= 3;
+                if (!updates || empty) t.num -= 2, t.seq--;
+                if (updates && empty)
+                    small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME, at + 970 + more,
+                               at + 980 + more, 0);
+                if (!updates && pattern) continue; /* a microbatch of the next one */
+                const int64_t ns = at + more + (updates ? 980 : 920) - begin;
+                if (updates && !all && !from_0 && !first) first = ns, first_micro = s + 1;
+                else micro[num] = (int)(s + 1 - begin / 2000), length[num++] = ns;
+                begin = 2000 * (s + 1);
             }
+            if (!num) length[num] = first, micro[num++] = first_micro;
+            else first = 0;
+            int64_t sorted[MICRO];
+            memcpy(sorted, length, sizeof sorted);
+            qsort(sorted, (size_t)num, sizeof *sorted, by_length);
+            const int64_t median = sorted[(num - 1) / 2];
+            int which = 0, used;
+            while (length[which] != median) which++;
+            used = snprintf(wants, sizeof wants, "step %.*f ms (median of %d",
+                            median < 1000 ? 3 : 2, (double)median * 0.01, num);
+            if (micro[which] > 1 || first)
+                used += snprintf(wants + used, sizeof wants - (size_t)used, "; %d microbatch%s",
+                                 micro[which], micro[which] > 1 ? "es" : "");
+            snprintf(wants + used, sizeof wants - (size_t)used, "%s)\n",
+                     first ? ", others may be before the trace: FSDP_TRACE_STEPS" : "");
             small_job(&t, 1, ranks, &job);
             small_screen(&job, text, sizeof text);
-            static const char *const wants[] = {
-                "step 9.800 ms (median of 1 that end in an optimizer)\n",
-                "step 9.900 ms (median of 1 that end in an optimizer)\n",
-                "step 10.00 ms (median of 1 that end in an optimizer)\n",
-                "step 9.300 ms (median of 3)\n"};
-            CHECK_MSG(!strncmp(text, wants[last], strlen(wants[last])), "%s", text);
+            CHECK_MSG(!strncmp(text, wants, strlen(wants)), "%d %d: expected %s%s", pattern, way, wants,
+                      text);
         }
+}
+
+/* ---- lines ----------------------------------------------------------------------------------- */
+
+/* No line is longer than 100 columns. */
+static void check_lines(const char *text) {
+    for (const char *line = text; *line; line += strcspn(line, "\n"), line += *line != 0)
+        CHECK_MSG(strcspn(line, "\n") <= FSDPI_WHY_COLUMNS, "%d columns: %s", (int)strcspn(line, "\n"),
+                  text);
+}
+
+static void draw_name(uint64_t seed, char *out, int most) {
+    static const char *const letters[] = {"abcdefghijkl.0123", "ab .", "\\\x01\x1b\x7f", "\xc3\xbc"};
+    const int length = (int)(lab_hash(seed, 1, 2, 3) % (uint64_t)most);
+    const char *from = letters[lab_hash(seed, 2, 2, 3) % 4];
+    for (int i = 0; i < length; i++)
+        out[i] = from[lab_hash(seed, 4, (uint64_t)i, 3) % strlen(from)];
+    out[length] = 0;
+}
+
+/* What is said is there, letter by letter; a line ends only where the next word has no room. */
+TEST(why, lines) {
+    static char said[8192], plain[8192], name[600];
+    for (uint64_t seed = 0; seed < 3000; seed++) {
+        fsdpi_why_text t = {said, seed % 3 ? sizeof said : 1 + seed % 500, 0, 0, 0, 0, 0};
+        size_t used = 0, at = 0;
+        memset(said, '#', sizeof said);
+        said[0] = 0;
+        for (int i = 0; i < 5; i++) {
+            draw_name(h_seed() + seed * 5 + (uint64_t)i, name, i % 2 ? 500 : 60);
+            const int ends = lab_hash(seed, 9, (uint64_t)i, 3) % 3 == 0;
+            fsdpi_why_say(&t, "  %s, %d%s", name, i, ends ? "\n" : "");
+            char number[16];
+            snprintf(number, sizeof number, ", %d", i);
+            for (const char *c = name; *c; c++) { /* without blanks */
+                const int is_plain = *c >= 0x20 && *c < 0x7f;
+                if (*c != ' ')
+                    used += (size_t)snprintf(plain + used, sizeof plain - used,
+                                             *c == '\\' ? "\\\\" : is_plain ? "%c" : "\\x%02x",
+                                             (unsigned)(unsigned char)*c);
+            }
+            used += (size_t)snprintf(plain + used, sizeof plain - used, ",%d", i);
+        }
+        if (seed % 3) {
+            check_lines(said);
+            for (const char *c = said; *c; c++)
+                if (*c != ' ' && *c != '\n') CHECK(at < used && *c == plain[at++]);
+            CHECK_EQ_INT(at, used);
+        } else
+            for (size_t i = t.cap; i < sizeof said; i++) CHECK(said[i] == '#');
+    }
+}
+
+/* Screens of jobs with any names, and each advice. */
+TEST(why, lines_of_screens) {
+    static small t[2];
+    fsdpi_tr_rank ranks[2];
+    fsdpi_tr_job job;
+    static char text[65536], name[400];
+    int longest = 0;
+    for (uint64_t seed = 0; seed < 500; seed++) {
+        for (int k = 0; k < 2; k++) {
+            small_begin(&t[k], k, 2 + (int)(seed % 3));
+            for (int i = 0; i < NAMES; i++) {
+                draw_name(h_seed() + seed * NAMES + (uint64_t)i, name, 400);
+                t[k].names[i] = small_text(&t[k], name);
+            }
+            for (int s = 0; s < 2; s++) small_step(&t[k], 2000 * s, k ? 30 : 0, 40, 1, k ? 10 : 0);
+        }
+        small_job(t, 2, ranks, &job);
+        ranks[1].error_ns = (int64_t)(seed % 3) - 1;
+        small_screen(&job, text, sizeof text);
+        check_lines(text);
+        fsdpi_why_text out = {text, sizeof text, 0, 4, 0, 0, 0};
+        helps h;
+        helps_option o;
+        memset(&h, 0, sizeof h), memset(&o, 0, sizeof o);
+        h.rank = &ranks[0], o.reshards = 1 + (int)(seed % NAMES), o.bytes = INT64_MAX / 4;
+        helps_say(&h, &o, &out);
+        check_lines(text);
+        longest += strchr(text, '\n') != strrchr(text, '\n');
+    }
+    CHECK(longest > 0);
 }
 
 /* Half of the collectives of a step are not more than half. */
@@ -865,8 +983,8 @@ TEST(why, slots_from_before) {
     small_job(&t, 1, ranks, &job);
     small_screen(&job, text, sizeof text);
     CHECK_MSG(strstr(text,
-                     "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 "
-                     "+ gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody "
+                     "(step 0, pre_forward of h.0): 10.0 MB = shards 1.5 + shard gradients 1.5 +\n"
+                     "    gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody "
                      "holds 1.0\n"),
               "%s", text);
 }
@@ -965,9 +1083,10 @@ TEST(why, clocks) {
     CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
     CHECK(job.rank[1].error_ns > 0);
     CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
-    const char *at = strstr(text, "; clocks may be wrong by ");
+    const char *at = strstr(text, "; clocks");
+    while (at && (*at < '0' || *at > '9')) at++;
     CHECK_MSG(at, "%s", text);
-    const double said = strtod(at + strlen("; clocks may be wrong by "), NULL);
+    const double said = strtod(at, NULL);
     h_message("%.4f ms, said %.4f", (double)job.rank[1].error_ns * 1e-6, said);
     CHECK_NEAR(said, (double)job.rank[1].error_ns * 1e-6, 0.0051); /* two digits, or more */
     fsdpi_tr_free(&job);
@@ -1017,7 +1136,7 @@ TEST(why, muon) {
     plan_sim = NULL;
     h_ranks_thread(2, muon_rank, &net);
     CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
-    CHECK_EQ_INT(fsdpi_why_make_step(&job.rank[0], 1, INT64_MIN, &s), 1);
+    CHECK_EQ_INT(fsdpi_why_make_step(&job.rank[0], 1, 1, INT64_MIN, &s), 1);
     for (int i = 0; i < s.num_spans; i++) {
         const fsdpi_why_span *span = &s.spans[i];
         const fsdpi_tr_record *r = span->op;
@@ -1033,6 +1152,144 @@ TEST(why, muon) {
               copies);
     free(s.spans);
     fsdpi_tr_free(&job);
+}
+
+/* An optimizer that has ended before the trace: its pools are as large as they were. */
+static int64_t most_bytes[FSDP_POOL_MAX];
+static void muon_ends(int rank, int size, void *arg) {
+    static plan_bed beds[2];
+    const plan_net *net = (const plan_net *)arg;
+    plan_bed *b = &beds[rank];
+    fsdp_world_desc d = w_desc(rank, size, &shared, "muon_ends", 0);
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_memory now;
+    fsdp_world *w;
+    fsdp_trace *t;
+    fsdp_muon *muon;
+    CALL(NULL, fsdp_init(&d, &w));
+    plan_open(b, net, w);
+    td.dir = h_tmpdir(), td.first_step = 0, td.last_step = 3;
+    CALL(w, fsdp_muon_create(b->model, NULL, &muon));
+    CALL(w, fsdp_trace_start(b->model, &td, &t));
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < net->num_calls; i++) {
+            CALL(w, plan_hook(b, net->calls[i].unit, net->calls[i].call));
+            if (net->calls[i].call == FSDP_CALL_PRE_BACKWARD)
+                plan_look(b, net->calls[i].unit, i, 1);
+        }
+        CALL(w, fsdp_finalize_backward(b->model));
+        CALL(w, fsdp_muon_step(muon, 1e-3));
+        CALL(w, fsdp_zero_grad(b->model));
+        b->step++;
+    }
+    CALL(w, fsdp_model_memory(b->model, &now));
+    if (!rank) memcpy(most_bytes, now.pool_bytes, sizeof most_bytes);
+    fsdp_muon_destroy(muon);
+    CALL(w, fsdp_trace_stop(t));
+    fsdp_model_destroy(b->model);
+    CHECK_OK(fsdp_shutdown(w));
+}
+TEST(why, pools_that_are_gone) {
+    static plan_net net;
+    char why[256];
+    fsdpi_tr_job job;
+    int own = 0;
+    net = plan_chain(2, 48, 48);
+    shared.size = 2;
+    plan_sim = NULL;
+    h_ranks_thread(2, muon_ends, &net);
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    const fsdpi_tr_rank *r = &job.rank[0];
+    for (uint64_t p = 0; p < r->num_pools; p++) {
+        CHECK_MSG(r->pools[p].bytes == most_bytes[p], "%s", fsdpi_tr_text(r, r->pools[p].name));
+        own += p >= FSDP_POOL_COUNT && most_bytes[p] > 0;
+    }
+    CHECK(own > 0);
+    fsdpi_tr_free(&job);
+}
+
+/* Units whose name is "" are "(root)" in each text, each by itself; parameters keep their names. */
+TEST(why, root_units) {
+    char why[256], dir[4096];
+    fsdpi_tr_job job;
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_trace_desc td = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u[3];
+    fsdp_trace *t;
+    snprintf(dir, sizeof dir, "%s/flight", h_tmpdir());
+    d.world_size = 1, d.flight_record = dir, d.log_level = FSDP_LOG_NONE;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_model_create(w, NULL, &m));
+    static const char *const params[3] = {"a", "b", "c"};
+    for (int i = 0; i < 3; i++) {
+        fsdp_param_desc p = fsdp_mat(params[i], 4, 4);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.name = i == 1 ? "h" : "", ud.params = &p, ud.num_params = 1;
+        CHECK_OK(fsdp_fully_shard(m, &ud, &u[i]));
+        CHECK_EQ_STR(fsdp_unit_name(u[i]), i == 1 ? "h" : "");
+        CHECK_EQ_STR(fsdp_unit_label(u[i]), i == 1 ? "h" : "(root)");
+    }
+    CHECK(fsdp_unit_label(u[0]) != fsdp_unit_label(u[2]));
+    CHECK_EQ_STR(fsdp_unit_label(NULL), "");
+    while (fsdp_next_param(m, &v)) CHECK_EQ_STR(v.unit_name, v.unit == u[1] ? "h" : "");
+    fsdp_unit_desc bad = FSDP_ZERO;
+    fsdp_unit *none;
+    fsdp_model *other;
+    bad.name = "";
+    CHECK_OK(fsdp_model_create(w, NULL, &other));
+    CHECK(fsdp_fully_shard(other, &bad, &none));
+    CHECK_MSG(strstr(fsdp_last_error(w), "unit '(root)'"), "%s", fsdp_last_error(w));
+    td.dir = h_tmpdir(), td.first_step = 0, td.last_step = 1;
+    CHECK_OK(fsdp_trace_start(m, &td, &t));
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(fsdp_pre_forward(u[i]));
+        CHECK_EQ_STR(w->flight->call_what, i == 1 ? "h" : "(root)");
+        CHECK_OK(fsdp_post_forward(u[i]));
+    }
+    for (int i = 2; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(u[i]));
+        CHECK(fsdp_grad(u[i], 0) != NULL);
+        CHECK_OK(fsdp_post_backward(u[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(m));
+    CHECK_OK(fsdp_trace_stop(t));
+    CHECK_MSG(!fsdpi_tr_read(h_tmpdir(), NULL, 0, &job, why, sizeof why), "%s", why);
+    for (uint64_t i = 0; i < 3; i++)
+        CHECK_EQ_STR(fsdpi_tr_name(&job.rank[0], (uint32_t)i), i == 1 ? "h" : "(root)");
+    uint64_t calls[3] = {0, 0, 0};
+    for (uint64_t i = 0; i < job.rank[0].num_records; i++) {
+        const fsdpi_tr_record *r = &job.rank[0].records[i];
+        if (r->kind == FSDPI_TR_CALL && r->what < 3) calls[r->what]++;
+    }
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(calls[i], 4);
+    fsdpi_tr_free(&job);
+    CHECK_EQ_INT(fsdp_post_forward(u[2]), FSDP_ERR_INVALID_STATE);
+    CHECK_MSG(strstr(fsdp_last_error(w), "unit '(root)'"), "%s", fsdp_last_error(w));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* Where the fit would have a latency below 0, all is rate: the record takes as long as it took. */
+TEST(why, fit) {
+    fsdpi_tr_record r[2];
+    fsdpi_tr_rank rank;
+    fsdpi_why y;
+    helps h;
+    double latency, rate;
+    memset(r, 0, sizeof r), memset(&rank, 0, sizeof rank);
+    memset(&y, 0, sizeof y), memset(&h, 0, sizeof h);
+    h.rank = &rank, h.why = &y, y.step.end = 100000, rank.records = r, rank.num_records = 2;
+    r[0].kind = r[1].kind = FSDP_OP_ALL_GATHER;
+    r[0].bytes = 1000, r[0].begin_ns = 10, r[1].bytes = 2000, r[1].begin_ns = 200;
+    for (int64_t first = 50; first <= 1000; first += 50)
+        for (int64_t second = first; second <= 3000; second += 50) {
+            r[0].end_ns = 10 + first, r[1].end_ns = 200 + second;
+            helps_fit(&h, FSDP_OP_ALL_GATHER, 2, &latency, &rate);
+            CHECK_NEAR(latency, second < 2 * first ? (double)(2 * first - second) : 0, 1e-6);
+            CHECK_NEAR(2 * latency + (rate > 0 ? 2 * 3000 / rate : 0), (double)(first + second), 1e-6);
+        }
 }
 
 /* ---- fsdptrace why ---------------------------------------------------------------------------- */
@@ -1085,6 +1342,13 @@ TEST_P(why, what_would_help, devices) {
     }
     CHECK_EQ_INT(tool(dirs[0], ""), 0);
     h_message("%s%.4f ms with all gathered, %.4f before", output, took[1], took[0]);
+    check_lines(output);
+    const char *advice = strstr(output, "what would help (simulated; as recorded: ");
+    CHECK_MSG(advice, "%s", output);
+    while (*(advice = strchr(advice, '\n') + 1)) { /* a line each */
+        CHECK_MSG(!strncmp(advice, "  ", 2) && strcspn(advice, ";") == strlen(advice), "%s", output);
+        CHECK_MSG(strstr(advice, " ms for "), "%s", output);
+    }
     const double gain = behind("reshard_after_forward never on all units -");
     CHECK(took[0] - took[1] > 0.05 * took[0]);
     CHECK_NEAR(gain, took[0] - took[1], 0.01 * took[0]);
