@@ -293,7 +293,8 @@ enum {
     MUON_SET_GROUP,
     EMA_EVERY,
     EMA_AFTER,
-    EMA_SCHEDULE
+    EMA_SCHEDULE,
+    EMA_NAME
 };
 static const struct {
     const char *name;
@@ -317,7 +318,8 @@ static const struct {
                      {"set_group", MUON_SET_GROUP},
                      {"ema_every", EMA_EVERY},
                      {"ema_after", EMA_AFTER},
-                     {"ema_schedule", EMA_SCHEDULE}};
+                     {"ema_schedule", EMA_SCHEDULE},
+                     {"ema_name", EMA_NAME}};
 
 static fsdp_status no_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                               float alpha, const void *a, int64_t lda, int a_transposed,
@@ -366,6 +368,7 @@ static void muon_rank(lab_rank *r) {
     if (what == EMA_EVERY) ed.every = 2;
     if (what == EMA_AFTER) ed.after = 2;
     if (what == EMA_SCHEDULE) ed.decay_at = schedule;
+    if (what == EMA_NAME) ed.name = "slow";
     CHECK_OK(fsdp_ema_create(m, &ed, &ema));
     if (what == MUON_SET_GROUP) {
         fsdp_optim_group g = d.groups[0];
