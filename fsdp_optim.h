@@ -406,8 +406,8 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
                fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
                call fsdp_zero_grad before the training goes on. Your hooks must not write shards.
    SEVERAL     averages of a model, each with a desc.name, are swapped one at a time.
-   CHECKPOINTS  have the items `ema` and `ema_step`, or `ema.NAME` and `ema_step.NAME`, from which any
-               number of ranks goes on to the bit. Create the average before the load.
+   CHECKPOINTS  have the items `ema` and `ema_step`, or `ema.NAME` and `ema_step.NAME`, from which
+               any number of ranks goes on to the bit. Create the average before the load.
    MEMORY      one number of f32 or f64 for each element of this rank's rows, and 2 bytes for each
                of a 16-bit parameter. */
 

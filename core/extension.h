@@ -29,8 +29,8 @@ typedef struct fsdp_state_item {
 
 // Events of fsdp_extension.values.
 enum {
-    FSDP_VALUES_MOVED = 0, // the layout is new, and each `relayout` has been called: a parameter may
-                           // be thawed, frozen or cast. Values are as before
+    FSDP_VALUES_MOVED = 0, // the layout is new, and each `relayout` has been called: a parameter
+                           // may be thawed, frozen or cast. Values are as before
     FSDP_VALUES_REPLACE,   // fsdp_init_params or the load of a checkpoint is about to replace this
                            // parameter: what you keep of the old values is stale, unless the load
                            // writes it, too
@@ -127,8 +127,8 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
 FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
 
-/* fsdp_tell_values - tell the extensions of an event, FSDP_VALUES_*: a load of your own tells REPLACE
-               of each parameter, writes parameters and items, calls fsdp_state_written, and tells
+/* fsdp_tell_values - tell the extensions of an event, FSDP_VALUES_*: a load of your own tells
+               REPLACE of each parameter, writes parameters and items, calls fsdp_state_written, and tells
                REPLACED
    ordinal     of the parameter; -1 for REPLACED
    Result      FSDP_OK; INVALID_ARG; what an extension returned

@@ -20,6 +20,7 @@
 #include "template.h"
 #include "step.h"
 #include "unit.h"
+#include "watch.h"
 
 #include <string.h>
 

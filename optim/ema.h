@@ -15,9 +15,9 @@
 
 // Owns: the average, which is the one state of an optimizer. Its step is 0 if it is not the average
 // of these weights yet, else 1 + the calls of update. Invariants: while it is swapped, the shards
-// are lent, so that nobody else writes or moves them. Between calls no step is 0, but of a parameter
-// that is held: an average begins in the commit after a thaw, and at the end of a load that has
-// none for it.
+// are lent, so that nobody else writes or moves them. Between calls no step is 0, but of a
+// parameter that is held: an average begins in the commit after a thaw, and at the end of a load
+// that has none for it.
 
 struct fsdp_ema {
     fsdpi_optim base;

@@ -353,7 +353,8 @@ static const verb verbs[] = {
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
      "those of the ranks that saved them.\n" SKIP_HELP},
     {"export", "PATH OUT",
-     "[--dtype D] [--ema[=NAME]] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2, export_it,
+     "[--dtype D] [--ema[=NAME]] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
+     export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --ema                the averages of the weights in place of the weights\n"
