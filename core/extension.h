@@ -128,8 +128,8 @@ FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
 
 /* fsdp_tell_values - tell the extensions of an event, FSDP_VALUES_*: a load of your own tells
-               REPLACE of each parameter, writes parameters and items, calls fsdp_state_written, and tells
-               REPLACED
+               REPLACE of each parameter, writes parameters and items, calls fsdp_state_written, and
+               tells REPLACED
    ordinal     of the parameter; -1 for REPLACED
    Result      FSDP_OK; INVALID_ARG; what an extension returned
    Collective  no, but every rank has to do the same      Blocks no, but an extension may
