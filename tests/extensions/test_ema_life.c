@@ -27,7 +27,7 @@ static void note(int level, fsdp_status code, int rank, const char *text, void *
 }
 
 static double number(int64_t seed, int p, int64_t i) {
-    return (double)((seed * 5 + p * 3 + i) % 8);
+    return (double)((seed * 5 + p * 3 + i) % 7);
 }
 
 /* As an optimizer writes them, on this rank with what `seed` says. */
