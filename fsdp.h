@@ -1040,9 +1040,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
-/* fsdp_model_broadcast - copy the parameters of one replica to all others (HSDP; units that
-   replicate); ends with fsdp_params_changed. Replicas average gradients and not parameters: if they
-   begin with different values, they stay different. So the first fsdp_finalize_backward compares
+/* fsdp_model_broadcast - copy the parameters of one replica, and what optimizers and averages keep
+   of them, to all others (HSDP; units that replicate), between steps; ends with
+   fsdp_params_changed. Replicas average gradients and not parameters: if they begin with different
+   values, they stay different. So the first fsdp_finalize_backward compares
    the values of all replicas, and logs if they differ. What you load later is not compared
    unit        NULL: all units. A unit that does not replicate is left as it is
    root        position of that replica along the replicate dim, 0 .. number of replicas - 1

@@ -215,9 +215,9 @@ typedef struct fsdp_checkpoint_load_desc {
                Hugging Face, or one .safetensors file; equal on all ranks
    desc        NULL: defaults. Equal on all ranks: params_only, verify, whether there is a source
    States      if a parameter has no state in the checkpoint although others have (it was frozen, or
-               never updated), its states become zero. If a frozen parameter has some, its optimizer
-               holds them for the thaw, and a save writes them again. If nothing takes states of a
-               parameter, one rank logs it
+               never updated), its states become zero; an average begins with its weights. If a
+               frozen parameter has some, its optimizer holds them for the thaw, and a save writes
+               them again. If nothing takes states of a parameter, one rank logs it
    Result      FSDP_OK; the same failure on every rank. MISMATCH: what has to be equal on all ranks
                differs; the text says what. INVALID_ARG: it is of another model: the text names what
                is missing or has another shape or dtype. INVALID_STATE: a unit is
@@ -328,6 +328,8 @@ typedef struct fsdp_checkpoint_export_desc {
     void *user;
     const fsdp_file_ops *files;         // NULL: the operating system
     void *files_user;
+    const char *ema_name;               // of several averages the one with this fsdp_ema_desc.name;
+                                        // NULL: the one without a name
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
 

@@ -383,7 +383,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
 /* -------------------------------------------------------------------------------------------- */
 /* Average of the weights. Each rank averages the rows that it owns, so nothing is communicated.
-   Call fsdp_ema_update behind each step of the optimizer. To evaluate, swap, evaluate, swap back:
+   Call fsdp_ema_update after each step of the optimizer. To evaluate, swap, evaluate, swap back:
 
        if (fsdp_ema_swap(ema)) break;      // the model has the average
        ...                                 // forward
@@ -394,16 +394,20 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
                f32 (f64 parameters: f64). The average of a 16-bit parameter is in f32; while it is
                swapped in, the model has it rounded to nearest, and the weights' bits are kept.
    PARAMETERS  All that require a gradient when the average is made, and those that you thaw later:
-               their averages begin with their weights at the next use. A parameter that you freeze
+               their averages begin with their weights at the thaw. A parameter that you freeze
                later stays in the average, as in torch. One that was never trainable has none: it
                would be equal to the weights. A swap leaves it.
+   BEGIN ANEW  Averages begin with what fsdp_init_params or a load of a checkpoint gives parameters,
+               if the load has no average for them. If updates are lost so, that is logged.
+               fsdp_model_broadcast copies averages, too. fsdp_param_load, fsdp_model_cast,
+               fsdp_model_reset and your own writes leave them as they are, as in torch.
    WHILE SWAPPED  forward, backward and fsdp_param_full see the average. A step of an optimizer,
                clipping, unscaling, fsdp_ema_update, a save, a load, fsdp_set_requires_grad and
                fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
                call fsdp_zero_grad before the training goes on. Your hooks must not write shards.
-   CHECKPOINTS  have the items `ema` and `ema_step`, from which any number of ranks goes on to the
-               bit. Create the average before a load that has them. Create it after a load of the
-               weights alone (params_only, source, a checkpoint without it): it begins with them.
+   SEVERAL     averages of a model, each with a desc.name, are swapped one at a time.
+   CHECKPOINTS  have the items `ema` and `ema_step`, or `ema.NAME` and `ema_step.NAME`, from which
+               any number of ranks goes on to the bit. Create the average before the load.
    MEMORY      one number of f32 or f64 for each element of this rank's rows, and 2 bytes for each
                of a 16-bit parameter. */
 
@@ -422,6 +426,8 @@ typedef struct fsdp_ema_desc {
                    // weights
     fsdp_ema_decay_fn decay_at; // instead of decay; NULL: none
     void *user;                 // argument of decay_at
+    const char *name; // copied: of one of several averages, 1 to 31 letters, digits, '_' and '-'.
+                      // NULL: none
     int32_t cpu; // 1: the average of weights on a device is in pinned host memory, and the device
                  // updates it there
     uint32_t magic; // the function of the defaults sets it. Leave it as it is
@@ -444,13 +450,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_create(fsdp_model *model, const fs
 /* fsdp_ema_update - average the weights of now. Where the device updates, it is one launch for each
                dtype of parameters, and does not wait
    Result      FSDP_OK; INVALID_ARG (NULL, or what decay_at returned), INVALID_STATE (swapped, or a
-               unit is not idle); if the world is aborted, its status; after a freeze or thaw the
-               errors of create, too. In these cases nothing changes
+               unit is not idle); if the world is aborted, its status; errors of commit. In these
+               cases nothing changes
    Collective  no, but every rank has to do the same: if ranks give other decays, or one of them
                leaves a call out, the next collective of a unit is a MISMATCH; after a freeze or
                thaw as fsdp_model_commit
    Blocks      as fsdp_adamw_step
-   Allocates   no; the first call after a freeze or thaw does
+   Allocates   no; the commit after a freeze or thaw does, and begins averages
    Source      torch: AveragedModel.update_parameters */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_update(fsdp_ema *ema);
 

@@ -69,7 +69,8 @@ static int fsdpi_ck_is_state(const char *name) {
 static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_t *out) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index), *average;
     char name[FSDP_CHECKPOINT_NAME + 32];
-    int n = snprintf(name, sizeof name, "optim.state.%s.ema", e->name);
+    int n = snprintf(name, sizeof name, "optim.state.%s.ema%s%s", e->name,
+                     x->desc.ema_name ? "." : "", x->desc.ema_name ? x->desc.ema_name : "");
     const int64_t found = n > 0 && n < (int)sizeof name ? fsdpi_ck_index_of(x->in, name) : -1;
     *out = index;
     if (found < 0) return FSDP_OK;
@@ -160,9 +161,11 @@ static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
                              (long long)x->in->num_tensors, x->in->path);
     if (x->desc.ema && !x->num_averages)
         return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
-                             "[E482] %s: %s has no average of a tensor that is to be written: save "
-                             "it with fsdp_ema_create, or leave --ema out",
-                             x->call, x->in->path);
+                             "[E482] %s: %s has no average of a tensor that is to be written "
+                             "(state 'ema%s%s'): save it with fsdp_ema_create, choose another by "
+                             "--ema=NAME, or leave --ema out",
+                             x->call, x->in->path, x->desc.ema_name ? "." : "",
+                             x->desc.ema_name ? x->desc.ema_name : "");
     qsort(x->outs.ptr, (size_t)x->num_outs, sizeof(fsdpi_ck_out), fsdpi_ck_by_out);
     for (int64_t i = 1; i < x->num_outs; i++)
         if (!fsdpi_ck_by_out(fsdpi_ck_out_at(x, i - 1), fsdpi_ck_out_at(x, i)))

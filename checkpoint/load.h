@@ -471,9 +471,16 @@ static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
     return status;
 }
 
-// Reads into the model. After a failure its values are undefined.
+// Reads into the model. After a failure its values are undefined. Extensions are told which
+// parameters are replaced; one without elements is in no file.
 static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     fsdp_status status = fsdp_params_writable(l->ck->model);
+    for (int i = 0; i < l->ck->table.num && !status; i++) {
+        const fsdpi_ck_tensor *x = fsdpi_ck_tensor_at(&l->ck->table, i);
+        if (x->ordinal < 0 || x->place != 0) continue;
+        if (((const char *)l->flags.ptr)[i] || fsdpi_ck_volume(x->ndim, x->whole) == 0)
+            status = fsdp_tell_values(l->ck->model, FSDP_VALUES_REPLACE, x->ordinal);
+    }
     if (!status) status = fsdpi_ck_read_all(&l->reader);
     return status ? status : fsdpi_ck_settle(l);
 }
@@ -518,6 +525,7 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
     status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;
+    if (!status) status = fsdp_tell_values(ck->model, FSDP_VALUES_REPLACED, -1);
     if (!status) status = fsdp_params_changed(ck->model);
     status = fsdpi_ck_agree(ck->world, call, status);
     return status ? status : fsdpi_ck_tell_left(l);

@@ -49,6 +49,7 @@ static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_room *room, int64_t 
 typedef struct fsdpi_ck_tensor {
     const char *name; // in files
     int64_t name_at;  // its place in the table's text
+    const char *extension; // whose state it is; NULL: none's
     fsdp_dtype dtype; // in memory
     fsdp_dtype
         file_dtype; // in files: an I64 of an extension is an F64 there, as PyTorch's step

@@ -135,6 +135,7 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
         return fsdpi_ck_bad(ck, call, item->name, "the name of the state is too long");
     fsdp_status status = fsdpi_ck_add(ck, &x, name);
     if (status) return status;
+    x->extension = item->extension;
     x->dtype = x->file_dtype = item->dtype;
     if (item->ndim == 0 && item->dtype == FSDP_I64 && !item->sharded) x->file_dtype = FSDP_F64;
     x->memory = item->memory;
@@ -189,6 +190,17 @@ typedef struct fsdpi_ck_named {
 static int fsdpi_ck_by_name(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_named *)a)->name, ((const fsdpi_ck_named *)b)->name);
 }
+// Two of one extension have the same state of a parameter: what to do.
+static const char *fsdpi_ck_twice(const char *extension) {
+    return strcmp(extension, "ema") == 0
+               ? "two averages have this state of one parameter: give each a name, "
+                 "fsdp_ema_desc.name, or destroy one of them"
+           : strcmp(extension, "muon") == 0
+               ? "two optimizers have this state of one parameter: destroy one of them, or let "
+                 "desc.take of one return 0 for it"
+               : "two optimizers have this state of one parameter: destroy one of them, or let "
+                 "desc.group of one return -1 for it";
+}
 static fsdpi_ck_tensor *fsdpi_ck_find_tensor(const fsdpi_ck_table *t, const char *name) {
     fsdpi_ck_named key = {name, 0};
     const fsdpi_ck_named *found = (const fsdpi_ck_named *)bsearch(
@@ -219,8 +231,7 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
         if (strcmp(order[i - 1].name, order[i].name) != 0) continue;
         if (of >= 0 && of == fsdpi_ck_tensor_at(t, order[i - 1].index)->ordinal)
             return fsdpi_ck_bad(ck, call, order[i].name,
-                                "two optimizers have this state of one parameter: destroy one of "
-                                "them, or let desc.group of one return -1 for it");
+                                fsdpi_ck_twice(fsdpi_ck_tensor_at(t, order[i].index)->extension));
         return fsdpi_ck_bad(ck, call, order[i].name,
                             "two tensors have this name: give units, parameters or extensions "
                             "other names, or give desc.place");

@@ -155,6 +155,18 @@ FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal) {
     return status;
 }
 
+FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal) {
+    fsdp_param_view v;
+    if (!model) return fsdpi_null(NULL, "tell_values", "model");
+    if (event < FSDP_VALUES_MOVED || event > FSDP_VALUES_WRITTEN)
+        return fsdpi_bad(model->world, "[E9030] tell_values: event is %d, expected FSDP_VALUES_*",
+                         event);
+    FSDPI_TRY(fsdpi_commit(model));
+    if (event == FSDP_VALUES_REPLACE || event == FSDP_VALUES_WRITTEN)
+        FSDPI_TRY(fsdp_param_at(model, ordinal, &v));
+    return fsdpi_tell_values(model, event, ordinal);
+}
+
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);

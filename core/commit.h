@@ -231,9 +231,8 @@ FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook) {
     fsdpi_commit_hooks = hook;
 }
 
-static fsdp_status fsdpi_commit(fsdp_model *m) {
-    fsdp_status status = fsdpi_failed(m->world);
-    if (status || m->committed) return status;
+static fsdp_status fsdpi_lay_out(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                          "[E201] commit: the model has no units: call fsdp_fully_shard first");
@@ -252,13 +251,24 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
         fsdpi_uncommit(m);
         return fsdpi_fail_together(m->world, status);
     }
-    m->committed = 1;
+    m->laid_out = m->committed = 1;
     m->layout++;
     for (const fsdpi_attached *a = m->attached; a; a = a->next)
         if (a->e.relayout) a->e.relayout(a->e.user, m);
     int is_first = m->layout == 1 && m->world->models; // the world of a prediction lists none
     for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
     return FSDP_OK;
+}
+
+// Lays the model out, and lets extensions follow. If one of them cannot, the next call asks again.
+static fsdp_status fsdpi_commit(fsdp_model *m) {
+    FSDPI_TRY(fsdpi_failed(m->world));
+    if (m->committed) return FSDP_OK;
+    if (!m->laid_out) FSDPI_TRY(fsdpi_lay_out(m));
+    m->committed = 1; // extensions look at parameters
+    fsdp_status status = fsdpi_tell_values(m, FSDP_VALUES_MOVED, -1);
+    m->committed = !status;
+    return fsdpi_fail_together(m->world, status);
 }
 
 /* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
@@ -281,7 +291,7 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
         m->flats[d].shard = m->flats[d].grad = NULL;
     }
     fsdpi_uncommit(m);
-    m->committed = 0;
+    m->laid_out = m->committed = 0;
     return FSDP_OK;
 }
 

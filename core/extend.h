@@ -297,6 +297,8 @@ FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why) {
     return FSDP_OK;
 }
 
+FSDP_API const char *fsdp_lent(const fsdp_model *model) { return model ? model->lent : NULL; }
+
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     if (!model) return fsdpi_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)

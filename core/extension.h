@@ -27,6 +27,17 @@ typedef struct fsdp_state_item {
     int32_t at[2];                // the library's: where fsdp_next_state goes on
 } fsdp_state_item;
 
+// Events of fsdp_extension.values.
+enum {
+    FSDP_VALUES_MOVED = 0, // the layout is new, and each `relayout` has been called: a parameter
+                           // may be thawed, frozen or cast. Values are as before
+    FSDP_VALUES_REPLACE,   // fsdp_init_params or the load of a checkpoint is about to replace this
+                           // parameter: what you keep of the old values is stale, unless the load
+                           // writes it, too
+    FSDP_VALUES_REPLACED,  // all of which REPLACE told are there, and your items are
+    FSDP_VALUES_WRITTEN    // fsdp_param_load has written this parameter
+};
+
 /* The functions of an extension. Each of them may be NULL; each gets `user`. The library calls
    extensions in the order of attaching, in the thread that uses the world; `ran` may differ. */
 typedef struct fsdp_extension {
@@ -61,6 +72,11 @@ typedef struct fsdp_extension {
                 int64_t end_ns);
     // The model has a layout, the first or a new one: shards and gradients are in another place.
     void (*relayout)(void *user, fsdp_model *model);
+    // Parameters are moved, or get values that no step has given them: `event` is FSDP_VALUES_*.
+    // ordinal: the parameter; -1 for events of all. Your failure is that of the call. After a
+    // failure of MOVED the world ends if it has several ranks; else the next call tells you again.
+    // fsdp_model_broadcast copies your items that have an ordinal, and then calls `state`.
+    fsdp_status (*values)(void *user, fsdp_model *model, int event, int ordinal);
     // Fill in item `index`, 0, 1, ...; leave its name NULL if there is none. item NULL: a load
     // wrote items; read them. fsdp_next_state or fsdp_state_written returns your failure.
     fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
@@ -110,6 +126,15 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
 FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
+
+/* fsdp_tell_values - tell the extensions of an event, FSDP_VALUES_*: a load of your own tells
+               REPLACE of each parameter, writes parameters and items, calls fsdp_state_written, and
+               tells REPLACED
+   ordinal     of the parameter; -1 for REPLACED
+   Result      FSDP_OK; INVALID_ARG; what an extension returned
+   Collective  no, but every rank has to do the same      Blocks no, but an extension may
+   Source      none in torch */
+FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal);
 
 /* fsdp_op_init - a zeroed record with the model's entries: unit, step, training state, scale 1
    unit        NULL: the record is the model's
@@ -196,6 +221,9 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
    Result      FSDP_OK; INVALID_ARG; INVALID_STATE (they are lent already)
    Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why);
+
+/* fsdp_lent - `why` of fsdp_lend; NULL: shards are parameters. Who reads them as parameters asks */
+FSDP_API const char *fsdp_lent(const fsdp_model *model);
 
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
    Result      FSDP_OK; INVALID_ARG, collective errors

@@ -327,8 +327,9 @@ struct fsdp_model {
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
     fsdpi_class *classes;
     int num_classes, cap_classes;
-    int committed;
-    int backward; // the phase
+    int laid_out;  // there is a layout
+    int committed; // and the extensions have been told of it
+    int backward;  // the phase
     int grad_enabled, is_last_backward, uneven;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;

@@ -189,7 +189,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (requires_grad) FSDPI_TRY(fsdpi_trainable_check(unit, p));
-    if (m->committed) FSDPI_TRY(fsdpi_request_commit(m));
+    if (m->laid_out) FSDPI_TRY(fsdpi_request_commit(m));
     p->requires_grad = requires_grad != 0;
     fsdp_status status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
@@ -213,7 +213,7 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
                                  "[E213] %s: the gather extension of '%s' in unit '%s' knows one "
                                  "dtype: give the dtype in fsdp_param_desc",
                                  what, model->units[i]->params[k].name, model->units[i]->desc.name);
-    if (model->committed) FSDPI_TRY(fsdpi_request_commit(model));
+    if (model->laid_out) FSDPI_TRY(fsdpi_request_commit(model));
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)

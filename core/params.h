@@ -20,6 +20,7 @@
 #include "template.h"
 #include "step.h"
 #include "unit.h"
+#include "watch.h"
 
 #include <string.h>
 
@@ -248,9 +249,12 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     if (!fn) return fsdpi_null_of(model, "init_params", "fn");
     FSDPI_TRY(fsdpi_load(model));
     fsdp_param_view v = FSDP_ZERO;
-    while (!status && fsdp_next_param(model, &v))
-        if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
+    while (!status && fsdp_next_param(model, &v)) {
+        status = fsdpi_tell_values(model, FSDP_VALUES_REPLACE, v.ordinal);
+        if (v.numel > 0 && !status) status = fsdpi_init_param(model, &v, fn, user);
+    }
     if (!status) fsdpi_shards_written(model);
+    if (!status) status = fsdpi_tell_values(model, FSDP_VALUES_REPLACED, -1);
     return fsdpi_fail_together(model->world, status);
 }
 
@@ -287,7 +291,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     fsdp_block rows = {from, 0, width, outer, pitch, width};
     FSDPI_TRY(fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows));
     fsdpi_shards_written(unit->model);
-    return FSDP_OK;
+    return fsdpi_tell_values(unit->model, FSDP_VALUES_WRITTEN, v.ordinal);
 }
 
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
@@ -334,6 +338,23 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
 }
 
+// Copies what extensions keep of the parameters of units begin .. end-1.
+static fsdp_status fsdpi_broadcast_states(fsdp_model *m, int begin, int end, const char *what,
+                                          int root) {
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_param_view v;
+    for (;;) {
+        FSDPI_TRY(fsdp_next_state(m, &item));
+        if (!item.name) return fsdp_state_written(m);
+        if (item.ordinal < 0) continue;
+        FSDPI_TRY(fsdp_param_at(m, item.ordinal, &v));
+        if (v.unit->desc.index < begin || v.unit->desc.index >= end || !fsdpi_is_replicated(v.unit))
+            continue;
+        FSDPI_TRY(fsdpi_replicas_meet(v.unit, FSDP_OP_BROADCAST, what, root, item.data,
+                                      fsdpi_bytes(item.numel, item.dtype), FSDP_U8));
+    }
+}
+
 FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
     static const char *const what = "model_broadcast";
     if (!model) return fsdpi_null(NULL, what, "model");
@@ -371,6 +392,7 @@ FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, in
                                           FSDP_U8));
         }
     }
+    FSDPI_TRY(fsdpi_broadcast_states(model, begin, end, what, root));
     return fsdp_params_changed(model);
 }
 

@@ -87,6 +87,14 @@ static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, i
         fsdpi_tell_model(m, op, begin_ns, end_ns);
 }
 
+// Tells all extensions of an event of parameters.
+static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
+    fsdp_status status = FSDP_OK;
+    for (const fsdpi_attached *a = m->attached; a && !status; a = a->next)
+        if (a->e.values) status = a->e.values(a->e.user, m, event, ordinal);
+    return status;
+}
+
 // Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
 static void fsdpi_watch(fsdp_model *m) {
     int watch = m->world->flight ? FSDPI_CALLS : 0;

@@ -10,19 +10,25 @@
 #include "states.h"
 #include "updates.h"
 
+#include <stdio.h>
 #include <string.h>
 
 // Owns: the average, which is the one state of an optimizer. Its step is 0 if it is not the average
-// of these weights yet, else 1 + the calls of update. Invariant: while it is swapped, the shards
-// are lent, so that nobody else writes or moves them.
+// of these weights yet, else 1 + the calls of update. Invariants: while it is swapped, the shards
+// are lent, so that nobody else writes or moves them. Between calls no step is 0, but of a
+// parameter that is held: an average begins in the commit after a thaw, and at the end of a load
+// that has none for it.
 
 struct fsdp_ema {
     fsdpi_optim base;
     fsdp_ema_desc desc;
     int64_t calls; // of fsdp_ema_update
     int swapped;
-    int act;       // of the updates that are listed: FSDP_EMA_*
-    double weight; // of these
+    int warned;                              // 1: it has warned of E9032
+    char item[40], step_item[40], label[48]; // names of its items; of itself, for texts
+    char why[160];                           // of the lend while it is swapped
+    int act;                                 // of the updates that are listed: FSDP_EMA_*
+    double weight;                           // of these
 };
 
 static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr, fsdp_update *u) {
@@ -70,9 +76,51 @@ static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
 static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
     if (!e->swapped) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(e->base.model), FSDP_ERR_INVALID_STATE,
-                     "[E925] %s: the model has the average, and the weights wait in its place: "
-                     "call fsdp_ema_swap first",
-                     what);
+                     "[E925] %s: the model has %s, and the weights wait in its place: call "
+                     "fsdp_ema_swap first",
+                     what, e->label);
+}
+
+// An average reads the weights: not while the model has something else, as another average.
+static fsdp_status fsdpi_ema_reads(fsdp_model *m, const char *what) {
+    const char *why = fsdp_lent(m);
+    if (!why) return FSDP_OK;
+    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_STATE, "[E9034] %s: %s", what, why);
+}
+
+// A load has replaced parameters: averages begin that it has not brought.
+static fsdp_status fsdpi_ema_replaced(fsdp_ema *e) {
+    fsdpi_optim *o = &e->base;
+    int kept = 0, begun = 0;
+    for (int i = 0; i < o->num_params; i++) {
+        kept |= o->params[i].step != 0;
+        begun += o->params[i].step == 0 && o->params[i].numel > 0;
+    }
+    fsdp_world *w = fsdp_model_world(o->model);
+    if (begun && e->calls && fsdp_rank(w) == 0)
+        fsdp_warn(w,
+                  "[E9031] %s: parameters were loaded without their average, which begins with "
+                  "what was loaded: what %lld calls of fsdp_ema_update had averaged is gone (%d "
+                  "parameters of this rank)",
+                  e->label, (long long)e->calls, begun);
+    if (!kept) e->calls = 0;
+    return fsdpi_ema_begin(e, "ema");
+}
+
+static fsdp_status fsdpi_ema_values(void *user, fsdp_model *model, int event, int ordinal) {
+    fsdp_ema *e = (fsdp_ema *)user;
+    fsdpi_optim_param *p = fsdpi_optim_find(&e->base, ordinal);
+    if (event == FSDP_VALUES_MOVED) return fsdpi_ema_begin(e, "ema");
+    if (event == FSDP_VALUES_REPLACED) return fsdpi_ema_replaced(e);
+    if (event == FSDP_VALUES_REPLACE && p) p->step = 0;
+    if (event != FSDP_VALUES_WRITTEN || !p || e->calls || e->warned) return FSDP_OK;
+    e->warned = 1;
+    if (fsdp_rank(fsdp_model_world(model)) == 0)
+        fsdp_warn(fsdp_model_world(model),
+                  "[E9032] param_load: %s was made before, and keeps the weights of then until "
+                  "fsdp_ema_update averages: create it after you load",
+                  e->label);
+    return FSDP_OK;
 }
 
 // The items of a checkpoint.
@@ -104,6 +152,28 @@ FSDP_API fsdp_ema_desc fsdp_ema_defaults(void) {
     return d;
 }
 
+// Sets the names of an average and of its items. Those of one without a name are `ema`, `ema_step`.
+static fsdp_status fsdpi_ema_names(fsdp_ema *e, fsdp_world *w, const char *what) {
+    static const char letters[] =
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-";
+    const char *name = e->desc.name ? e->desc.name : "", *dot = e->desc.name ? "." : "";
+    const size_t length = strlen(name);
+    if (e->desc.name && (!length || length > 31 || strspn(name, letters) != length))
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E9033] %s: desc.name is '%.60s', expected 1 to 31 letters, digits, '_' "
+                         "and '-', or NULL",
+                         what, name);
+    snprintf(e->item, sizeof e->item, "ema%s%s", dot, name);
+    snprintf(e->step_item, sizeof e->step_item, "ema_step%s%s", dot, name);
+    snprintf(e->label, sizeof e->label, "the average%s%s%s", length ? " '" : "", name,
+             length ? "'" : "");
+    snprintf(
+        e->why, sizeof e->why,
+        "the model has %s of fsdp_ema_create in place of its weights: call fsdp_ema_swap first",
+        e->label);
+    return FSDP_OK;
+}
+
 // 0 <= decay <= 1
 static fsdp_status fsdpi_ema_check(fsdp_world *w, const char *what, const char *field,
                                    double decay) {
@@ -126,8 +196,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
     settings.base.name = name;
     settings.base.extension.name = "ema";
     settings.base.extension.state = fsdpi_ema_item;
-    settings.base.state_names[0] = "ema";
-    settings.base.step_name = "ema_step";
+    settings.base.extension.values = fsdpi_ema_values;
     settings.base.num_states = 1;
     settings.base.keeps_bits = 1;
     settings.base.place = d->cpu ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
@@ -138,18 +207,23 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
                            "[E927] %s: desc.every is %lld and desc.after %lld, expected >= 1 and "
                            ">= 0",
                            name, (long long)d->every, (long long)d->after);
+    if (!status) status = fsdpi_ema_names(&settings, w, name);
     if (!status) status = fsdpi_optim_groups(&settings.base, w, 0, NULL, 0);
     if (!status) status = fsdp_call_begin(model, FSDP_CALL_FULL, name);
+    if (!status) status = fsdpi_ema_reads(model, name);
     if (!status)
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, NULL, NULL,
                                     &base);
     if (status) return status;
-    *ema = (fsdp_ema *)(void *)base;
-    (*ema)->desc = *d;
+    fsdp_ema *e = *ema = (fsdp_ema *)(void *)base;
+    settings.base = *base;
+    *e = settings;
+    base->state_names[0] = e->item, base->step_name = e->step_item;
     const double given[] = {d->decay, (double)d->every, (double)d->after, d->decay_at ? 1.0 : 0.0};
     status = fsdpi_optim_agree(base, given, sizeof given);
-    if (!status) status = fsdpi_ema_begin(*ema, name);
-    if (status) fsdp_ema_destroy(*ema), *ema = NULL;
+    if (!status) status = fsdp_agree(model, e->item, sizeof e->item);
+    if (!status) status = fsdpi_ema_begin(e, name);
+    if (status) fsdp_ema_destroy(e), *ema = NULL;
     return status;
 }
 
@@ -159,6 +233,7 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     fsdpi_optim *o = &ema->base;
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_FULL, name);
     if (!status) status = fsdpi_ema_swapped(ema, name);
+    if (!status) status = fsdpi_ema_reads(o->model, name);
     if (status) return status;
     const fsdp_ema_desc *d = &ema->desc;
     const int64_t call = ema->calls + 1;
@@ -176,8 +251,6 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
 
 FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
     static const char *const name = "ema_swap";
-    static const char *const why = "the model has the average of fsdp_ema_create in place of its "
-                                   "weights: call fsdp_ema_swap first";
     if (!ema) return fsdpi_optim_null(name, "ema");
     fsdp_model *m = ema->base.model;
     const double given = ema->swapped;
@@ -189,7 +262,7 @@ FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
         status = fsdpi_ema_emit(ema, name, ema->swapped ? FSDP_EMA_SWAP_BACK : FSDP_EMA_SWAP, 0);
     if (!status) status = fsdp_params_changed(m);
     if (!status) ema->swapped = !ema->swapped;
-    if (ema->swapped) (void)fsdp_lend(m, why);
+    if (ema->swapped) (void)fsdp_lend(m, ema->why);
     return status;
 }
 

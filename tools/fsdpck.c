@@ -35,6 +35,7 @@ typedef struct request {
     int64_t ranks, max_file_bytes; // 0: not given
     fsdp_dtype dtype;
     int with_optimizer, ema, num_skips;
+    const char *ema_name;
     const char *skips[MOST_SKIPS]; // names of tensors; "x*": all that begin with x
     char text[FSDP_CHECKPOINT_PATH + 1024];
 } request;
@@ -194,7 +195,7 @@ static int write_new(request *q, int num_ranks) {
     bar.total = c.data_bytes;
     d.dtype = q->dtype;
     d.with_optimizer = q->with_optimizer;
-    d.ema = q->ema;
+    d.ema = q->ema, d.ema_name = q->ema_name;
     d.max_file_bytes = q->max_file_bytes;
     d.num_ranks = num_ranks;
     d.files = &counted;
@@ -352,10 +353,12 @@ static const verb verbs[] = {
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
      "those of the ranks that saved them.\n" SKIP_HELP},
     {"export", "PATH OUT",
-     "[--dtype D] [--ema] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2, export_it,
+     "[--dtype D] [--ema[=NAME]] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
+     export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --ema                the averages of the weights in place of the weights\n"
+     "  --ema=NAME           those with this fsdp_ema_desc.name\n"
      "  --with-optimizer     also what is called optim.* and fsdp.*\n"
      "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n" SKIP_HELP},
     {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
@@ -447,6 +450,8 @@ static int read_arguments(request *q, int argc, char **argv) {
             q->with_optimizer = 1;
         } else if (!strcmp(argv[i], "--ema") && strstr(q->verb->options, "--ema")) {
             q->ema = 1;
+        } else if (!strncmp(argv[i], "--ema=", 6) && strstr(q->verb->options, "--ema")) {
+            q->ema = 1, q->ema_name = argv[i] + 6;
         } else if ((v = option(q, "--ranks", argv, &i)) != NULL) {
             bad = number("--ranks", v, 99999, 0, &q->ranks);
         } else if ((v = option(q, "--max-file-bytes", argv, &i)) != NULL) {

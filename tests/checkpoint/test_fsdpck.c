@@ -1590,7 +1590,9 @@ TEST(fsdpck_tool, export_and_import) {
     CHECK_EQ_INT(RUN("ls", again), 0);
     CHECK(!strstr(said, "optim.") && strstr(said, "h.0.w"));
     CHECK_EQ_INT(RUN("export", from, path_of(again, "average"), "--ema"), 2);
-    says("has no average of a tensor that is to be written");
+    says("has no average of a tensor that is to be written (state 'ema')");
+    CHECK_EQ_INT(RUN("export", from, path_of(again, "average"), "--ema=slow"), 2);
+    says("(state 'ema.slow')");
     CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
     says("--skip: expected a name, at most 64 times");
 }

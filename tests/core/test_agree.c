@@ -293,7 +293,8 @@ enum {
     MUON_SET_GROUP,
     EMA_EVERY,
     EMA_AFTER,
-    EMA_SCHEDULE
+    EMA_SCHEDULE,
+    EMA_NAME
 };
 static const struct {
     const char *name;
@@ -317,7 +318,8 @@ static const struct {
                      {"set_group", MUON_SET_GROUP},
                      {"ema_every", EMA_EVERY},
                      {"ema_after", EMA_AFTER},
-                     {"ema_schedule", EMA_SCHEDULE}};
+                     {"ema_schedule", EMA_SCHEDULE},
+                     {"ema_name", EMA_NAME}};
 
 static fsdp_status no_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                               float alpha, const void *a, int64_t lda, int a_transposed,
@@ -366,6 +368,7 @@ static void muon_rank(lab_rank *r) {
     if (what == EMA_EVERY) ed.every = 2;
     if (what == EMA_AFTER) ed.after = 2;
     if (what == EMA_SCHEDULE) ed.decay_at = schedule;
+    if (what == EMA_NAME) ed.name = "slow";
     CHECK_OK(fsdp_ema_create(m, &ed, &ema));
     if (what == MUON_SET_GROUP) {
         fsdp_optim_group g = d.groups[0];
@@ -390,6 +393,58 @@ static void muon_rank(lab_rank *r) {
 TEST_P(agree, muon, muon_settings) {
     agree_job job = {row->what, row->name, 0};
     lab_run(2, NULL, muon_rank, &job);
+}
+
+/* Replicas that share the matrices: the gather over them compares lr, also if nothing shards. */
+static void muon_replicas_rank(lab_rank *r) {
+    const int differs = *(int *)r->arg;
+    fsdp_param_desc p = fsdp_mat("w", 16, 16);
+    fsdp_muon_desc d = fsdp_muon_defaults();
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_muon *muon;
+    md.mesh = lab_hsdp(r->w, 2, r->size / 2);
+    d.replicas = FSDP_MUON_A_PART_EACH;
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_muon_create(m, &d, &muon));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
+    (void)fsdp_grad(u, 0);
+    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->w, fsdp_finalize_backward(m));
+    fsdp_status status = fsdp_muon_step(muon, differs && r->rank < r->size / 2 ? 0.02 : 0.01);
+    if (!status) status = fsdp_wait_stream(m, -1);
+    CHECK_STATUS(status, differs ? FSDP_ERR_MISMATCH : FSDP_OK);
+    if (status) CHECK(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"));
+    end_with(r, status);
+}
+TEST(agree, muon_of_replicas) {
+    for (int differs = 0; differs < 2; differs++)
+        for (int world = 2; world <= 4; world += 2)
+            lab_run(world, NULL, muon_replicas_rank, &differs);
+}
+
+/* The decay of an update, where ranks have one schedule, and it returns another number on each. */
+static double by_rank(void *user, int64_t step) { return (void)step, *(double *)user; }
+static void ema_decay_rank(lab_rank *r) {
+    double decay = *(int *)r->arg && r->rank == 0 ? 0.25 : 0.5;
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_ema_desc d = fsdp_ema_defaults();
+    fsdp_ema *ema;
+    d.decay_at = by_rank, d.user = &decay;
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_ema_create(m, &d, &ema));
+    CALL(r->w, fsdp_ema_update(ema));
+    fsdp_status status = fsdp_pre_forward(u);
+    if (!status) status = fsdp_wait_stream(m, -1);
+    CHECK_STATUS(status, *(int *)r->arg ? FSDP_ERR_MISMATCH : FSDP_OK);
+    if (status) CHECK(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"));
+    if (!status) CALL(r->w, fsdp_post_forward(u));
+    end_with(r, status);
+}
+TEST(agree, ema_decay) {
+    for (int differs = 0; differs < 2; differs++) lab_run(2, NULL, ema_decay_rank, &differs);
 }
 
 /* Of fsdp_clip_grads; rank 0 differs. Replicas have no collective in it, and hear it in the next. */

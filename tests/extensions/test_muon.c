@@ -575,6 +575,25 @@ TEST_P(muon, owners_flights_bytes, plans) {
         lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
 }
 
+/* Of each of two owners two matrices have just flight_bytes: one flight. */
+static void full_flight(lab_rank *r) {
+    for (int less = 0; less < 2; less++) {
+        fsdp_muon_desc d = fsdp_muon_defaults();
+        fsdp_param_desc p[4];
+        fsdp_muon *muon;
+        char text[400];
+        for (int i = 0; i < 4; i++) p[i] = fsdp_mat(NULL, 16, 16);
+        fsdp_model *m = lab_model(r->w, NULL);
+        (void)lab_unit(r->w, m, NULL, p, 4);
+        d.flight_bytes = 2 * 16 * 16 * (int64_t)sizeof(float) - less;
+        CALL(r->w, fsdp_muon_create(m, &d, &muon));
+        (void)fsdp_muon_describe(muon, text, sizeof text);
+        CHECK_MSG(strstr(text, less ? "; 2 flights;" : "; 1 flights;"), "%s", text);
+        fsdp_model_destroy(m);
+    }
+}
+TEST(muon, full_flight) { lab_run(2, NULL, full_flight, NULL); }
+
 /* ---- HSDP: bytes decide ----------------------------------------------------------------------- */
 
 static void check_replicas(lab_rank *r) {

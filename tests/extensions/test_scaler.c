@@ -598,6 +598,22 @@ static void refuse_settings(job *j) {
 }
 TEST(scaler, refuses) { launch(1, MESH_1D, FSDP_F32, 0, 0, refuse_settings); }
 
+/* Who asks for sizes alone gets no address, and so has written nothing. */
+static void sizes(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("w", 8);
+    fsdp_grad_scaler *scaler;
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    (void)lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_grad_scaler_create(m, NULL, &scaler));
+    item.sizes_only = 1;
+    CALL(r->w, fsdp_next_state(m, &item));
+    CHECK(strcmp(item.name, "state") == 0 && item.numel == 5);
+    CALL(r->w, fsdp_state_written(m));
+    CHECK(lab_same(fsdp_grad_scaler_scale(scaler), 65536));
+}
+TEST(scaler, sizes_only) { lab_run(1, NULL, sizes, NULL); }
+
 /* ---- training -------------------------------------------------------------------------------- */
 
 enum { SIZE = 97, TRAIN = 150 };
