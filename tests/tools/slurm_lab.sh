@@ -3,7 +3,8 @@
 # slurm_lab.sh - run a shell command on the first of three "hosts", n1, n2 and n3, which share a real
 # Slurm: Debian's packages in network namespaces of this machine.
 #
-#   tests/tools/slurm_lab.sh COMMAND     COMMAND is a text for bash; `on HOST COMMAND...` is in PATH
+#   tests/tools/slurm_lab.sh COMMAND     COMMAND is a text for bash; `on HOST COMMAND...` and `rsh`
+#                                        are in PATH
 #
 # It needs root. Hosts, daemons and files are in namespaces of its own (processes, mounts, network),
 # the files on a tmpfs there: all of it ends with the script, however that ends, and a Slurm that
@@ -51,7 +52,13 @@ cat >$lab/bin/on <<'END'
 host=$1 && shift
 exec nsenter --net=/run/netns/$host --uts=/run/lab/uts.$host "$@"
 END
-chmod 755 $lab/bin/on
+cat >$lab/bin/rsh <<'END'
+#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1 && shift
+exec on "$host" sh -c "$*"
+END
+chmod 755 $lab/bin/on $lab/bin/rsh
 export PATH=$lab/bin:$PATH SLURM_CONF=$lab/slurm.conf
 
 # ---- their Slurm -----------------------------------------------------------------------------------
@@ -61,7 +68,7 @@ ClusterName=lab
 SlurmctldHost=n1(10.78.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$lab/munge/socket
+AuthInfo=socket=$lab/munge/socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation=$lab/state
 SlurmdSpoolDir=$lab/spool.%n
@@ -76,7 +83,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=1
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 ReturnToService=2
 KillWait=2
 JobRequeue=1
