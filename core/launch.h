@@ -271,8 +271,8 @@ static int64_t fsdpi_slurm_number(const char **at, int64_t k, char out[24]) {
     return *p == ']' ? count : 0;
 }
 
-// Writes host k of a list of Slurm: 3 of "n[01-02,7]r[3-4],x7" is n02r4. Returns 0 if there is none,
-// or no room.
+// Writes host k of a list of Slurm: 3 of "n[01-02,7]r[3-4],x7" is n02r4. Returns 0 if there is
+// none, or no room.
 static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) {
     size_t used = 0;
     char text[24];

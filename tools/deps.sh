@@ -23,7 +23,8 @@ need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -
 need iproute2 command -v ip
 need openmpi-bin command -v mpirun
 if [ "${1-}" = slurm ]; then
-    need slurm-wlm sh -c 'command -v slurmctld && command -v slurmd && command -v srun && command -v munged'
+    need slurm-wlm sh -c 'command -v slurmctld && command -v slurmd && command -v srun'
+    need munge command -v munged
     need mpich command -v mpiexec.mpich
 fi
 [ -n "$missing" ] || exit 0
