@@ -124,4 +124,6 @@ for k in 1 2 3; do # they share a disk, but not the sockets of PMIx
 done
 idle() { [ "$(on n1 sinfo --noheader --states=idle --format=%D)" = 3 ]; }
 await 60 'the hosts do not come to slurmctld' idle
-on n1 bash -c "$2"
+trap 'exit 130' INT TERM # else this script, as process 1 of its namespace, would not hear them
+on n1 bash -c "$2" </dev/null &
+wait $!
