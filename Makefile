@@ -95,7 +95,7 @@ SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
         gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
-        torchrun golden check check-san probes shared deps install uninstall format clean help quiet-deps
+        torchrun slurm golden check check-san probes shared deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
@@ -257,6 +257,7 @@ check-san: ## only the sanitizers
 	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(call VARIANTS,check))'
 nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see docs/tests.md
 	$(call BUILD_ALL,nightly,$(call VARIANTS,nightly))
+	@test $(DEPS) = no || tools/deps.sh slurm
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\
 	    $(patsubst %,gate:%,$(shell tools/check.sh --list nightly)) $(NO_GLOO) \
 	    FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/tools/test_package.py --,$(call VARIANTS,nightly))
@@ -265,6 +266,10 @@ torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none
 	@$(SUBMAKE) $(BUILD)/tests/test_cluster $(BUILD)/examples/01_hello
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh --filter=torchrun \
 	    FSDP_BUILD=$(BUILD) $(BUILD)/tests/test_cluster
+slurm: $(FSDPRUN) gloo ## programs under a real Slurm and mpirun, on three "hosts"; installs what it needs
+	@test $(DEPS) = no || tools/deps.sh slurm
+	@$(SUBMAKE) $(BUILD)/tests/test_cluster
+	@tools/run_tests.sh --filter=slurm FSDP_BUILD=$(BUILD) $(BUILD)/tests/test_cluster
 
 bench: $(BENCHES) ## build the benchmarks and run each
 	@set -e; for b in $(BENCHES); do $$b; done

@@ -129,11 +129,11 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_WAITS_MAX   64                          // open GETs of one client
 #define FSDPI_STORE_STRANGERS   64                          // connections beside those of the ranks
 #define FSDPI_STORE_BUCKETS     1024
-#define FSDPI_STORE_PLACES      8                     // most addresses of a name that are tried
-#define FSDPI_STORE_PORTS       17                    // ports that are tried
-#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // for a stranger to prove itself
-#define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a server to prove itself
-#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for a goodbye to be sent
+#define FSDPI_STORE_PLACES      (2 * FSDPI_STORE_HOSTS) // most addresses that are tried
+#define FSDPI_STORE_PORTS       17                      // ports that are tried
+#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000)   // for a stranger to prove itself
+#define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000)   // for a server to prove itself
+#define FSDPI_STORE_GRACE       ((int64_t)200000000)    // for a goodbye to be sent
 #define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for a goodbye to be read: it may be resent
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come after one is lost
@@ -1307,9 +1307,9 @@ static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, 
     return list;
 }
 
-// Looks up a name. Each round does so, since a name may appear later than the program starts.
-static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t deadline,
-                              fsdpi_store_place *out, int max, fsdpi_text *why) {
+// Looks up a name: returns how many of its addresses are in out, at most max.
+static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, int64_t deadline,
+                                   fsdpi_store_place *out, int max, fsdpi_text *why) {
     struct fsdpi_addrinfo hints, *list = NULL;
     int count = 0;
     memset(&hints, 0, sizeof hints);
@@ -1331,6 +1331,21 @@ static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t
         }
     fsdpi_freeaddrinfo(list);
     if (!count) fsdpi_say(why, "[E729] host '%s' has no address", host);
+    return count;
+}
+
+// Looks up a name, or each of the names "a,b": these share `max`. Each round does so, since a name
+// may appear later than the program starts.
+static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t deadline,
+                              fsdpi_store_place *out, int max, fsdpi_text *why) {
+    char name[sizeof(((fsdpi_store_where *)0)->host)];
+    int names = 1, count = 0;
+    for (const char *p = host; (p = strchr(p, ',')) != NULL; p++) names++;
+    const int each = names < max ? max / names : 1;
+    for (; host && count < max; host = strchr(host, ','), host += host != NULL) {
+        (void)snprintf(name, sizeof name, "%.*s", (int)strcspn(host, ","), host);
+        count += fsdpi_store_lookup_name(clock, name, deadline, out + count, each, why);
+    }
     return count;
 }
 

@@ -37,7 +37,7 @@ static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min,
 // clang-format off
 static const fsdpi_launcher fsdpi_launchers[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", NULL,
-        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}, 0},
+        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", NULL}, 0},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", NULL,
         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}, 0},
@@ -140,8 +140,29 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-// A name that is equal on all ranks of the job and unique on the host. "": the environment has
-// none; that is an error only if ranks have to find each other (fsdpi_job_check).
+// How often a launcher or a manager has started the same job again. Their first letters differ.
+static const char *const fsdpi_restart_counts[] = {"TORCHELASTIC_RESTART_COUNT",
+                                                   "SLURM_RESTART_COUNT"};
+
+/* Appends the restart counts to a job's name of length `used`, so that a rank that is left from an
+   earlier start does not meet the ranks of this one. A count of 0 adds nothing. Returns the new
+   length, as snprintf does: the name was cut if that is not less than cap. */
+static int fsdpi_add_restarts(char *name, size_t cap, int used) {
+    const size_t num = sizeof fsdpi_restart_counts / sizeof *fsdpi_restart_counts;
+    for (size_t i = 0; i < num && used >= 0 && (size_t)used < cap; i++) {
+        const char *count = fsdpi_env(fsdpi_restart_counts[i]);
+        if (count && strcmp(count, "0") != 0)
+            used += snprintf(name + used, cap - (size_t)used, ":%c%s", *fsdpi_restart_counts[i],
+                             count);
+    }
+    return used;
+}
+
+// Returns 1 if fsdprun made the name: then the restart counts are part of it already.
+static int fsdpi_is_fsdpruns(const char *job) { return strncmp(job, "fsdprun-", 8) == 0; }
+
+// Writes a name that is equal on all ranks of the job and unique on the host. "": the environment
+// has none; that is an error only if ranks have to find each other (fsdpi_job_check).
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : fsdpi_env("FSDP_JOB_ID");
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -164,6 +185,7 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts) *out = 0;
+    else if (!job || !fsdpi_is_fsdpruns(job)) used = fsdpi_add_restarts(out, cap, used);
     if (used < 0 || (size_t)used >= cap)
         return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
@@ -175,7 +197,7 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
    itself unsets these variables for its ranks. */
 static const char *fsdpi_launcher_within(const char *job) {
     const fsdpi_launcher *l = fsdpi_launchers + 1;
-    if (strncmp(job, "fsdprun-", 8) != 0) return NULL;
+    if (!fsdpi_is_fsdpruns(job)) return NULL;
     while (l < fsdpi_launchers_end && (l->is_manager || !fsdpi_env(l->local))) l++;
     return l < fsdpi_launchers_end            ? l->local
            : fsdpi_env("TORCHELASTIC_RUN_ID") ? "TORCHELASTIC_RUN_ID"
@@ -192,9 +214,14 @@ static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
     fsdp_world_desc told = *d;
     if (!*w->job)
         return fsdpi_bad(w,
-                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
-                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
-                         w->size);
+                         "[E504] %d ranks need a common job name, and %s%s gives none: set "
+                         "FSDP_JOB_ID to a name that no other job on these hosts has, as in "
+                         "'mpiexec -genv FSDP_JOB_ID NAME ...' of MPICH and Intel MPI. If ranks "
+                         "are on several hosts, set MASTER_ADDR (the host of rank 0) and "
+                         "MASTER_PORT instead. fsdprun, torchrun, Open MPI's mpirun and srun give "
+                         "a name",
+                         w->size, fsdpi_env(l->rank) ? "the launcher that sets " : "",
+                         fsdpi_env(l->rank) ? l->rank : "the environment");
     if (d->job || d->threads || !fsdpi_env(l->rank) || !fsdpi_env(l->size)) return FSDP_OK;
     if (inner)
         return fsdpi_bad(w,
@@ -222,32 +249,81 @@ static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher 
     return FSDP_OK;
 }
 
-// The first host of a list of Slurm: n01r3 of "n[01-04,7]r[3-4],x7". 0: it has none, or no room.
-static int fsdpi_first_host(const char *list, char *out, size_t cap) {
-    size_t used = 0;
-    int depth = 0, skip = 0; // inside of brackets; there, past the first element
-    for (; *list && (depth || *list != ','); list++) {
-        if (*list == '[' && !depth) depth = 1;
-        else if (*list == ']' && depth) depth = skip = 0;
-        else if (depth && (*list == ',' || *list == '-')) skip = 1;
-        else if (!skip && used + 1 < cap) out[used++] = *list;
-        else if (!skip) return 0;
-    }
-    out[used] = 0;
-    return used > 0 && !depth;
+enum { FSDPI_STORE_HOSTS = 8 }; // most hosts among which ranks look for rank 0
+
+/* Writes number k of "[01-03,7]", here at *at, with its zeros; sets *at after the bracket. Returns
+   how many numbers there are; 0: these are none, or too many. */
+static int64_t fsdpi_slurm_number(const char **at, int64_t k, char out[24]) {
+    const char *p = *at;
+    int64_t count = 0;
+    do { // p is at the bracket or a comma
+        char *end;
+        long first = strtol(++p, &end, 10), last = first;
+        int width = (int)(end - p);
+        if (*end == '-') last = strtol(end + 1, &end, 10);
+        if (width < 1 || width > 18 || first < 0 || last < first || last - first > 0xFFFF) return 0;
+        if (k >= count && k - count <= last - first)
+            (void)snprintf(out, 24, "%0*lld", width, (long long)(first + k - count));
+        count += last - first + 1;
+        p = end;
+    } while (*p == ',' && count <= 0xFFFF);
+    *at = p + 1;
+    return *p == ']' ? count : 0;
 }
 
-/* Where the ranks of a step of srun on several hosts meet: at the first host of its list, where
-   srun puts rank 0 by default. The port comes from the numbers of job and step, so that other steps
-   hardly have it, and is below the ports that the system hands out. */
+// Writes host k of a list of Slurm: 3 of "n[01-02,7]r[3-4],x7" is n02r4. Returns 0 if there is
+// none, or no room.
+static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) {
+    size_t used = 0;
+    char text[24];
+    int64_t count = 1;
+    for (const char *p = list;; list = ++p, k -= count, count = 1) { // a name with its brackets
+        while (*p && *p != ',') {
+            if (*p == '[') count *= fsdpi_slurm_number(&p, 0, text);
+            else p++;
+            if (count < 1 || count > 0xFFFF) return 0;
+        }
+        if (p == list) return 0;
+        if (k < count) break;
+        if (!*p) return 0;
+    }
+    while (*list && *list != ',') {
+        const char *p = list;
+        text[0] = *list, text[1] = 0;
+        if (*list == '[') {
+            const int64_t num = fsdpi_slurm_number(&p, 0, text);
+            count /= num; // of the brackets that follow
+            (void)fsdpi_slurm_number(&list, k / count % num, text);
+        } else {
+            list++;
+        }
+        if (used + strlen(text) >= cap) return 0;
+        used += (size_t)snprintf(out + used, cap - used, "%s", text);
+    }
+    return 1;
+}
+
+/* Writes where the ranks of a step of srun on several hosts meet: at the first host of its list,
+   where srun puts rank 0. With an arbitrary distribution, or in a heterogeneous job, rank 0 may be
+   on any host of the list: ranks look for it on all. The port comes from the numbers of job and
+   step, so that other steps hardly have it, and is below the ports that the system hands out.
+   Returns the length; 0: there is no list, or it has too many hosts. */
 static int fsdpi_slurm_store(char *out, size_t cap) {
-    const char *list = fsdpi_env("SLURM_STEP_NODELIST");
-    char host[256];
+    const char *list = fsdpi_env("SLURM_STEP_NODELIST"), *how = fsdpi_env("SLURM_DISTRIBUTION");
+    const int anywhere = (how && strncmp(how, "arbitrary", 9) == 0) || fsdpi_env("SLURM_HET_SIZE");
+    char host[200], hosts[200];
+    int used = 0, num = 0;
     if (!list) list = fsdpi_env("SLURM_JOB_NODELIST");
-    if (!list || !fsdpi_first_host(list, host, sizeof host)) return 0;
+    while (list && num < (anywhere ? FSDPI_STORE_HOSTS + 1 : 1) &&
+           fsdpi_slurm_host(list, num, host, sizeof host)) {
+        used += snprintf(hosts + used, sizeof hosts - (size_t)used, "%s%s", num ? "," : "", host);
+        if ((size_t)used >= sizeof hosts) return 0;
+        num++;
+    }
+    if (num < 1 || num > FSDPI_STORE_HOSTS) return 0;
     const uint64_t job = fsdpi_env_id("SLURM_JOB_ID");
     const uint64_t step = fsdpi_env_id("SLURM_STEP_ID");
-    return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 12000));
+    return snprintf(out, cap, "tcp://%s:%d", hosts, 20000 + (int)((job * 131 + step) % 12000));
 }
 
 /* The address where ranks meet, in the form of fsdp_world_desc.store. "": ranks are on several
@@ -256,7 +332,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
 #define FSDPI_NO_STORE                                                                             \
     "[E724] ranks are on several hosts, and the launcher does not name the host of rank 0: set "   \
     "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
-    "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
+    "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...' of Open MPI, 'mpiexec -genv MASTER_ADDR HOST "     \
+    "-genv MASTER_PORT 29500 ...' of MPICH, or FSDP_STORE=tcp://HOST:PORT"
 
 static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, char *out,
                                     size_t cap) {

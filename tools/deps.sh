@@ -3,6 +3,8 @@
 # deps.sh - install what tests, gates and figures use and this machine lacks. It never asks, never
 # fails and never waits long; where it may not install, or has no network, it names what is
 # missing, and the tests that need it are skipped visibly. The library itself needs nothing.
+#
+#   tools/deps.sh [slurm]     slurm: also what the tests of make slurm use
 set -u
 missing=''
 
@@ -20,6 +22,11 @@ need libopenblas-dev pkg-config --exists openblas
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
 need iproute2 command -v ip
 need openmpi-bin command -v mpirun
+if [ "${1-}" = slurm ]; then
+    need slurm-wlm sh -c 'command -v slurmctld && command -v slurmd && command -v srun'
+    need munge command -v munged
+    need mpich command -v mpiexec.mpich
+fi
 [ -n "$missing" ] || exit 0
 
 sudo=''

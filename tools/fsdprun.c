@@ -242,6 +242,7 @@ static int name_job(job *j) {
                         (long long)t.tv_sec, t.tv_nsec);
     if (j->name && used < (int)sizeof j->id)
         used += snprintf(j->id + used, sizeof j->id - (size_t)used, "-%s", j->name);
+    used = fsdpi_add_restarts(j->id, sizeof j->id, used); // of a launcher around this job
     const char *v6 = strchr(j->host, ':');
     if (*j->host)
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,

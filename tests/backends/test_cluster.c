@@ -88,8 +88,9 @@ static const char *build_dir(void) {
 /* An example that is built with the Gloo backend, which is the one that it uses; skips without. */
 static const char *program(const char *name) {
     static char path[400];
-    static const char *const others[] = {"RANK",        "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                                         "FSDP_JOB_ID", "FSDP_STORE", "FSDP_STORE_SERVED"};
+    static const char *const others[] = {
+        "RANK",        "WORLD_SIZE", "MASTER_ADDR",      "MASTER_PORT",
+        "FSDP_JOB_ID", "FSDP_STORE", "FSDP_STORE_SERVED"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) unsetenv(others[i]);
     setenv("FSDP_BACKEND", "gloo", 1);
     setenv("FSDP_TOKEN", "of the tests", 1); /* else there is a warning */
@@ -256,6 +257,107 @@ TEST(long_cluster, torchrun_restarts, NIGHT) {
     CHECK_EQ_STR(hellos(p), expected);
 }
 
+/* ---- a real Slurm, and mpirun across hosts ----------------------------------------------------- */
+
+/* Runs a script of bash in the lab of three hosts, on n1, where $HELLO is the smallest trainer and
+   $DIR a directory of this test. Returns the ended process, whose exit status is 0. */
+static process *in_lab(const char *script) {
+    setenv("HELLO", program("01_hello"), 1);
+    setenv("DIR", h_tmpdir(), 1);
+    setenv("SCRIPT", script, 1);
+    printf("%s\n", script);
+    process *p = start("exec tests/tools/slurm_lab.sh \"$SCRIPT\"");
+    const int status = finish(p);
+    if (status == 77) SKIP(p->output);
+    CHECK_EQ_INT(status, 0);
+    return p;
+}
+
+#define MASTER_OF_MPICH "-genv MASTER_ADDR n1 -genv MASTER_PORT 29500"
+#define MPICH                                                                                      \
+    "command -v mpiexec.mpich >/dev/null || { echo no MPICH here; exit 77; }; "                    \
+    "mpiexec.mpich -launcher rsh -launcher-exec /run/lab/bin/rsh -n 4 -hosts n1:2,n2:2 "
+#define OPEN_MPI                                                                                   \
+    "command -v mpirun.openmpi >/dev/null || { echo no Open MPI here; exit 77; }; "                \
+    "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; "                           \
+    "mpirun=\"mpirun.openmpi --mca plm_rsh_agent rsh -x MASTER_ADDR=n1 -x MASTER_PORT=29500\"; "
+
+/* Four ranks that print what four of one host print. */
+static const struct {
+    const char *name, *script;
+} in_slurm[] = {
+    {"none_on_one_host", "srun --mpi=none -N1 -n4 $HELLO"},
+    {"none", "srun --mpi=none -N2 -n4 --ntasks-per-node=2 $HELLO"},
+    {"pmi2", "srun --mpi=pmi2 -N2 -n4 --ntasks-per-node=2 $HELLO"},
+    {"pmix", "srun --mpi=list 2>&1 | grep -q pmix || { echo no PMIx here; exit 77; }; "
+             "srun --mpi=pmix -N2 -n4 --ntasks-per-node=2 $HELLO"},
+    {"three_hosts", "srun -N3 -n4 $HELLO"},
+    {"cyclic", "srun -N2 -n4 -m cyclic $HELLO"},
+    {"other_hosts", "srun -w n3,n2 -N2 -n4 $HELLO"},
+    {"no_environment", "srun --export=FSDP_BACKEND,FSDP_TOKEN -N2 -n4 $HELLO"},
+    /* rank 0 is not on the first host of the list */
+    {"arbitrary", "printf '%s\\n' n3 n1 n2 n1 >$DIR/hosts; "
+                  "SLURM_HOSTFILE=$DIR/hosts srun -m arbitrary -n4 $HELLO"},
+    {"arbitrary_on_the_first", "printf '%s\\n' n1 n2 n1 n2 >$DIR/hosts; "
+                               "SLURM_HOSTFILE=$DIR/hosts srun -m arbitrary -n4 $HELLO"},
+    {"heterogeneous", "salloc -Q -w n3 -n2 : -w n1 -n2 srun --het-group=0,1 $HELLO"},
+    {"array", "printf '#!/bin/sh\\nsrun $HELLO\\n' >$DIR/job; "
+              "sbatch -Q --wait -a 7 -N2 -n4 -o $DIR/out $DIR/job; cat $DIR/out"},
+    {"mpich", MPICH MASTER_OF_MPICH " $HELLO"},
+    {"open_mpi", OPEN_MPI "$mpirun -n 4 --host n1:2,n2:2 $HELLO"},
+    {"open_mpi_in_an_allocation", OPEN_MPI "salloc -Q -N2 -n4 $mpirun $HELLO"},
+};
+TEST_P(long_cluster, slurm, in_slurm, SECONDS(180) | NIGHT) {
+    const char *expected = on_one_host(4);
+    CHECK_EQ_STR(hellos(in_lab(row->script)), expected);
+}
+
+/* Steps of one allocation have names and ports of their own. */
+TEST(long_cluster, slurm_steps_at_once, SECONDS(180) | NIGHT) {
+    char expected[OUTPUT_NBYTES];
+    snprintf(expected, sizeof expected, "%s", on_one_host(2));
+    process *p = in_lab("cat >$DIR/steps <<'END'\n"
+                        "for k in 1 2 3; do srun -Q --exact -N2 -n2 $HELLO >$DIR/$k & done; wait\n"
+                        "END\n"
+                        "salloc -Q -N2 -n6 bash $DIR/steps; cd $DIR; cmp 1 2 && cmp 1 3 && cat 1");
+    CHECK_EQ_STR(hellos(p), expected);
+}
+
+/* A job that is requeued has its numbers and ports again. A rank that is left from the start before,
+   here with the environment that it had, does not get in. */
+TEST(long_cluster, slurm_requeue, SECONDS(180) | NIGHT) {
+    char expected[OUTPUT_NBYTES];
+    snprintf(expected, sizeof expected, "%s", on_one_host(2));
+    process *p = in_lab(
+        "cat >$DIR/job <<'END'\n"
+        "#!/bin/sh\n"
+        "if test -z \"$SLURM_RESTART_COUNT\"; then\n"
+        "    srun sh -c 'test $SLURM_PROCID = 0 || export -p >$DIR/left'\n"
+        "    scontrol requeue $SLURM_JOB_ID; exec sleep 100\n"
+        "fi\n"
+        "srun sh -c 'test $SLURM_PROCID = 0 || (\n"
+        "        id=$SLURM_JOB_ID.$SLURM_STEP_ID; unset SLURM_RESTART_COUNT; . $DIR/left\n"
+        "        echo left of $SLURM_JOB_ID.$SLURM_STEP_ID, as $id\n"
+        "        FSDP_TIMEOUT_MS=3000 exec $HELLO) >$DIR/left.out 2>&1; exec $HELLO'\n"
+        "END\n"
+        "sbatch -Q --requeue -N2 -n2 -o $DIR/out --open-mode=truncate $DIR/job\n"
+        "until test -z \"$(squeue -h)\"; do sleep 0.1; done; cat $DIR/left.out $DIR/out");
+    says(p, "left of 1.0, as 1.0\n");
+    says(p, "[E717] no store of job '1:0::' was found");
+    says(p, "serves another job");
+    CHECK_EQ_STR(hellos(p), expected);
+}
+
+/* What ranks of MPICH say when nothing names their job, and then, when nothing names their host. */
+TEST(long_cluster, slurm_lab_mpich_says_what_to_set, SECONDS(180) | NIGHT) {
+    process *p = in_lab(MPICH "$HELLO && exit 1; " MPICH
+                              "-genv FSDP_JOB_ID mine $HELLO && exit 1; :");
+    says(p,
+         "[E504] 4 ranks need a common job name, and the launcher that sets PMI_RANK gives none");
+    says(p, "[E724] ranks are on several hosts");
+    says(p, "'mpiexec -genv MASTER_ADDR HOST");
+}
+
 static void need_open_mpi(void) {
     if (system("mpirun --version 2>/dev/null | grep -q 'Open MPI'"))
         SKIP("no mpirun of Open MPI here: apt-get install openmpi-bin");
@@ -324,17 +426,17 @@ TEST(cluster, two_jobs_on_one_port) {
 }
 
 /* Nothing is written to /tmp or /dev/shm. */
-static const struct {
-    const char *name;
-} backends[] = {{"shm"}, {"gloo"}};
+static const struct { const char *name; } backends[] = {{"shm"}, {"gloo"}};
 TEST_P(cluster, full_disks, backends) {
     const char *hello = program("01_hello"), *expected = on_one_host(3);
-    const char *const full = "for d in /tmp /dev/shm; do mount -t tmpfs -o size=4k none $d || exit 77;"
-                             "cat /dev/zero >$d/full; done 2>/dev/null; test -x $0 || exit 77;";
+    const char *const full =
+        "for d in /tmp /dev/shm; do mount -t tmpfs -o size=4k none $d || exit 77;"
+        "cat /dev/zero >$d/full; done 2>/dev/null; test -x $0 || exit 77;";
     if (system("unshare -m true 2>/dev/null")) SKIP("no namespaces of mounts here");
-    process *p = start("FSDP_BACKEND=%s TMPDIR= exec unshare -m sh -c '%s exec tools/fsdprun -n 3 $0' "
-                       "%s",
-                       row->name, full, hello);
+    process *p = start(
+        "FSDP_BACKEND=%s TMPDIR= exec unshare -m sh -c '%s exec tools/fsdprun -n 3 $0' "
+        "%s",
+        row->name, full, hello);
     const int status = finish(p);
     if (status == 77) SKIP("nothing can be mounted here");
     CHECK_EQ_INT(status, 0);
@@ -447,8 +549,8 @@ TEST(long_cluster, build_of_the_document, SECONDS(120) | NIGHT) {
     (void)program("01_hello"); /* there is a Gloo to build with */
     CHECK(at && end);
     unsetenv("FSDP_BACKEND"); /* it is the only one */
-    process *p = start("set -e; cp -r fsdp*.h core backends examples tools %s; cd %s%.*s", h_tmpdir(),
-                       h_tmpdir(), (int)(end - at), at);
+    process *p = start("set -e; cp -r fsdp*.h core backends examples tools %s; cd %s%.*s",
+                       h_tmpdir(), h_tmpdir(), (int)(end - at), at);
     CHECK_EQ_INT(finish(p), 0);
     CHECK_EQ_STR(p->output, on_one_host(2));
 }

@@ -554,6 +554,7 @@ int getaddrinfo(const char *host, const char *service, const struct addrinfo *hi
         await_flag(resolver_waits, 1);
         return EAI_AGAIN;
     }
+    if (!strcmp(host, "nobody.test")) return EAI_NONAME;
     *(void **)&real = dlsym(RTLD_NEXT, "getaddrinfo");
     return real(host, service, hints, out);
 }
@@ -571,6 +572,45 @@ TEST(trust, resolver_does_not_answer) {
     await_flag(&s->flags[8], 2);
     raise_flag(&s->flags[7]); /* it answers now, and nobody is there: nothing is left */
     no_threads();
+}
+
+/* An address of several hosts: rank 0 serves on its own one, wherever that is in the list. */
+static void meets_on_any_host(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    leave(&c, s, world);
+}
+TEST(trust, several_hosts) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 10000);
+    snprintf(s->address, sizeof s->address, "tcp://nobody.test,127.0.0.1:%d", s->port);
+    run(s, meets_on_any_host);
+}
+
+/* The hosts share the places; those that have none leave theirs to nobody. */
+static const struct {
+    const char *name, *hosts;
+    int max, last[8]; /* the last numbers of the addresses found; 0: no more */
+} lists[] = {{"one", "127.0.0.7", 8, {7}},
+             {"three", "127.0.0.3,127.0.0.1,127.0.0.2", 8, {3, 1, 2}},
+             {"unknown_first", "nobody.test,127.0.0.2", 8, {2}},
+             {"unknown_last", "127.0.0.2,nobody.test", 8, {2}},
+             {"as_many_as_fit", "127.0.0.1,127.0.0.2,127.0.0.3", 3, {1, 2, 3}},
+             {"too_many", "127.0.0.1,127.0.0.2,127.0.0.3", 2, {1, 2}}};
+TEST_P(trust, hosts_of_an_address, lists) {
+    fsdp_clock clock = FSDP_ZERO;
+    fsdpi_store_place found[8];
+    char said[400] = "";
+    fsdpi_text why = {said, sizeof said, 0};
+    clock.now_ns = fsdpi_monotonic_ns;
+    const int count = fsdpi_store_lookup(&clock, row->hosts, INT64_MAX, found, row->max, &why);
+    int expected = 0;
+    for (; expected < 8 && row->last[expected]; expected++)
+        if (expected < count)
+            CHECK_EQ_INT(ntohl(found[expected].at.v4.sin_addr.s_addr) & 255, row->last[expected]);
+    CHECK_EQ_INT(count, expected);
+    CHECK(!strstr(row->hosts, "nobody") || strstr(said, "[E728] host 'nobody.test'"));
 }
 
 /* Who has closed 0 to 2 prints into no connection. */

@@ -207,6 +207,37 @@ static const found_row found[] = {
       "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n3"},
      "1/2/1",
      {"7001", "4"}},
+    /* rank 0 may be on any host: ranks look for it on all of them */
+    {"slurm_arbitrary",
+     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_STEP_NUM_NODES=3", "SLURM_STEP_NUM_TASKS=4",
+      "SLURM_STEP_NODELIST=n[1-2],x", "SLURM_DISTRIBUTION=arbitrary,pack"},
+     "0/4/0",
+     {"7001", "3", "tcp://n1,n2,x:25134"}},
+    {"slurm_heterogeneous",
+     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_STEP_NUM_NODES=2", "SLURM_STEP_NUM_TASKS=4",
+      "SLURM_STEP_NODELIST=n[1,3]", "SLURM_HET_SIZE=2"},
+     "0/4/0",
+     {"7001", "3", "tcp://n1,n3:25134"}},
+    {"slurm_arbitrary_on_eight_hosts",
+     {SLURM("0", "9", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=8", "SLURM_JOB_NODELIST=n[1-8]",
+      "SLURM_DISTRIBUTION=arbitrary"},
+     "0/9/0",
+     {"7001", "3", "tcp://n1,n2,n3,n4,n5,n6,n7,n8:25134"}},
+    {"slurm_arbitrary_on_too_many_hosts",
+     {SLURM("0", "9", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=9", "SLURM_JOB_NODELIST=n[1-9]",
+      "SLURM_DISTRIBUTION=arbitrary"},
+     "0/9/0",
+     {"7001", "3", ""}},
+    {"slurm_arbitrary_on_one_host",
+     {SLURM("1", "2", "1"), "SLURM_STEP_ID=3", "SLURM_NNODES=1", "SLURM_JOB_NODELIST=n1",
+      "SLURM_DISTRIBUTION=arbitrary"},
+     "1/2/1",
+     {"7001", "3"}},
+    {"slurm_arbitrary_with_a_master",
+     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]",
+      "SLURM_DISTRIBUTION=arbitrary", "MASTER_ADDR=n02", "MASTER_PORT=5"},
+     "0/4/0",
+     {"7001", "3", "tcp://n02:5"}},
     {"slurm_without_a_list",
      {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2"},
      "4/16/2",
@@ -391,31 +422,41 @@ TEST_P(launch, wrong_values, wrong_values) {
     CHECK(w == NULL);
 }
 
-/* The first host of Slurm's lists. */
+/* Slurm's lists of hosts: srun puts rank 0 on the first one, or, with an arbitrary distribution, on
+   any. */
 static const struct {
-    const char *name, *list, *host;
-} hostlists[] = {{"one", "node7", "node7"},
-                 {"two", "a,b", "a"},
-                 {"range", "n[01-04]", "n01"},
-                 {"range_and_number", "n[01-04,7]", "n01"},
-                 {"number_and_range", "n[7,01-04],x", "n7"},
-                 {"two_ranges", "n[1-2]r[3-4]", "n1r3"},
-                 {"behind_the_bracket", "n[08-10].site,m[1-2]", "n08.site"},
-                 {"dashes", "gpu-a[001-100]", "gpu-a001"},
-                 {"dash_without_bracket", "gpu-a-1,gpu-a-2", "gpu-a-1"},
-                 {"empty_first", ",a", ""},
-                 {"not_closed", "n[01-04", ""},
-                 {"only_a_bracket", "[", ""}};
+    const char *name, *list, *host, *all; /* all, NULL: the first one */
+} hostlists[] = {
+    {"one", "node7", "node7", NULL},
+    {"two", "a,b", "a", "a,b"},
+    {"range", "n[01-04]", "n01", "n01,n02,n03,n04"},
+    {"range_and_number", "n[01-03,7]", "n01", "n01,n02,n03,n7"},
+    {"number_and_range", "n[7,09-11],x", "n7", "n7,n09,n10,n11,x"},
+    {"two_ranges", "n[1-2]r[3-5]", "n1r3", "n1r3,n1r4,n1r5,n2r3,n2r4,n2r5"},
+    {"behind_the_bracket", "n[08-10].site,m[1-2]", "n08.site", "n08.site,n09.site,n10.site,m1,m2"},
+    {"dashes", "gpu-a[001-100]", "gpu-a001", ""},
+    {"dash_without_bracket", "gpu-a-1,gpu-a-2", "gpu-a-1", "gpu-a-1,gpu-a-2"},
+    {"many", "n[00001-20000]", "n00001", ""},
+    {"empty_first", ",a", "", NULL},
+    {"not_closed", "n[01-04", "", NULL},
+    {"descending", "n[4-1]", "", NULL},
+    {"no_number", "n[a-b]", "", NULL},
+    {"too_large", "n[1-99999999999999999999]", "", NULL},
+    {"only_a_bracket", "[", "", NULL}};
 TEST_P(launch, slurm_hosts, hostlists) {
     static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_STEP_ID=0",
                                                          "SLURM_NNODES=2"};
     fsdp_world *w;
-    char expected[300] = "";
     environment(variables, 0);
     CHECK_EQ_INT(setenv("SLURM_JOB_NODELIST", row->list, 1), 0);
-    CALL(NULL, start(&w));
-    if (*row->host) snprintf(expected, sizeof expected, "tcp://%s:25131", row->host);
-    CHECK_EQ_STR(seen.store, expected);
+    for (int arbitrary = 0; arbitrary < 2; arbitrary++) {
+        const char *hosts = arbitrary && row->all ? row->all : row->host;
+        char expected[300] = "";
+        if (arbitrary) CHECK_EQ_INT(setenv("SLURM_DISTRIBUTION", "arbitrary", 1), 0);
+        CALL(NULL, start(&w));
+        if (*hosts) snprintf(expected, sizeof expected, "tcp://%s:25131", hosts);
+        CHECK_EQ_STR(seen.store, expected);
+    }
 }
 
 /* Two steps of one job, and steps of neighbouring jobs, have ports of their own. */
@@ -530,6 +571,34 @@ static const struct {
     {"slurm_jobs",
      {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=1", "SLURM_STEP_ID=11"},
      {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=11", "SLURM_STEP_ID=1"}},
+    {"requeued",
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0"},
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=1"}},
+    {"requeued_again",
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=1"},
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=11"}},
+    {"requeued_with_a_name", /* that the batch script gives */
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine"},
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine", "SLURM_RESTART_COUNT=1"}},
+    {"requeued_torchrun", /* which counts from 0 again */
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0"},
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0",
+      "SLURM_RESTART_COUNT=1"}},
+    {"requeued_or_restarted",
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=1"},
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "SLURM_RESTART_COUNT=1"}},
+    {"restarted_with_a_name",
+     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=mine", "TORCHELASTIC_RESTART_COUNT=0"},
+     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=mine", "TORCHELASTIC_RESTART_COUNT=1"}},
+    {"requeued_mpirun",
+     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1"},
+     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1", "SLURM_RESTART_COUNT=1"}},
+    {"requeued_mpiexec",
+     {PMI("0", "2"), "MPI_LOCALRANKID=0", "MASTER_PORT=1"},
+     {PMI("0", "2"), "MPI_LOCALRANKID=0", "MASTER_PORT=1", "SLURM_RESTART_COUNT=1"}},
+    {"requeued_file",
+     {"RANK=0", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x"},
+     {"RANK=0", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x", "SLURM_RESTART_COUNT=1"}},
 };
 TEST_P(launch, jobs_have_different_names, apart) {
     char first[sizeof seen.job];
@@ -540,6 +609,45 @@ TEST_P(launch, jobs_have_different_names, apart) {
     environment(row->b, 0);
     CALL(NULL, start(&w));
     CHECK_MSG(strcmp(first, seen.job) != 0, "both are \"%s\"", first);
+}
+
+/* Names that stay as they are: before the first restart, and fsdprun's, which has the counts. */
+static const struct {
+    const char *name, *variables[VARIABLES_MAX], *job;
+} kept[] = {
+    {"no_restart", {SLURM("0", "2", "0"), "SLURM_STEP_ID=5", "SLURM_RESTART_COUNT=0"}, "7001:5::"},
+    {"fsdprun",
+     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=fsdprun-h:1:S2", "SLURM_RESTART_COUNT=2"},
+     "fsdprun-h:1:S2"},
+};
+TEST_P(launch, restart_counts_are_added_once, kept) {
+    fsdp_world *w;
+    environment(row->variables, 0);
+    CALL(NULL, start(&w));
+    CHECK_EQ_STR(seen.job, row->job);
+}
+
+/* A name that the program gives has the counts, too; none that is too long is cut. */
+TEST(launch, restart_counts_in_names_of_the_program) {
+    static const char *const variables[VARIABLES_MAX] = {"SLURM_RESTART_COUNT=12",
+                                                         "TORCHELASTIC_RESTART_COUNT=3"};
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w = NULL;
+    char name[128];
+    environment(variables, 0);
+    d.rank = 0, d.world_size = 2, d.job = "even";
+    CALL(NULL, start_as(d, &w));
+    CHECK_EQ_STR(seen.job, "even:T3:S12");
+    memset(name, 'x', sizeof name);
+    for (size_t length = 118; length < sizeof name; length++) { /* 127 bytes are the most */
+        const fsdp_status expected = length + 7 < sizeof name ? FSDP_OK : FSDP_ERR_INVALID_ARG;
+        name[length] = 0;
+        d.job = name;
+        CHECK_STATUS(start_as(d, &w), expected);
+        name[length] = 'x';
+        if (expected) CHECK(strstr(fsdp_last_error(NULL), "[E505]"));
+        else CHECK_EQ_INT(strlen(seen.job), length + 7);
+    }
 }
 
 static const struct {
@@ -576,6 +684,9 @@ static const struct {
      {"SLURM_STEP_NUM_TASKS", "'x'"}},
     {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
     {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"restart_count_is_no_name", /* other jobs have been started again, too */
+     {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RESTART_COUNT=1", "SLURM_RESTART_COUNT=1"},
+     {"2 ranks need a common job name", "that sets RANK gives none"}},
     {"mpiexec_in_a_batch_script", /* another one in it would have the same name */
      {PMI("0", "2"), "MPI_LOCALRANKID=0", SLURM("0", "4", "0")},
      {"2 ranks need a common job name", "FSDP_JOB_ID"}},
@@ -591,7 +702,7 @@ static const struct {
      {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
     {"no_name_pmi",
      {"PMI_RANK=1", "PMI_SIZE=2"},
-     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+     {"the launcher that sets PMI_RANK gives none", "'mpiexec -genv FSDP_JOB_ID NAME ...'"}},
 };
 TEST_P(launch, wrong, wrong) {
     fsdp_world *w = NULL;

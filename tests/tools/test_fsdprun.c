@@ -289,6 +289,15 @@ TEST(fsdprun, a_name_for_the_job) {
     CHECK_EQ_STR(output, "id fsdprun-h:9-mine\n");
 }
 
+/* In a job of Slurm that is requeued, the store and the ranks have the new name. */
+TEST(fsdprun, a_name_for_each_start) {
+    setenv("SLURM_RESTART_COUNT", "2", 1);
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank", "1", "--master=h:9", "sh", "-c",
+                     "echo id $FSDP_JOB_ID of $FSDP_STORE_SERVED"),
+                 0);
+    CHECK_EQ_STR(output, "id fsdprun-h:9:S2 of tcp://h:9-25 fsdprun-h:9:S2\n");
+}
+
 TEST(fsdprun, arguments_are_passed_unchanged) {
     CHECK_EQ_INT(RUN("-n1", "--", "printf", "[%s]", "a b", "-n", "", "--help", "*"), 0);
     CHECK_EQ_STR(output, "[a b][-n][][--help][*]");
@@ -499,7 +508,8 @@ TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes, strstr(row->script, "
     CHECK(is_gone(pid, 20000));
 }
 
-TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes, strstr(row->script, "trap") ? SLOW : 0) {
+TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes,
+       strstr(row->script, "trap") ? SLOW : 0) {
     pid_t pid = start_shape((int)(row - shapes), "1");
     kill(number_behind("keeper="), SIGKILL);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
