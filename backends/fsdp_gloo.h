@@ -102,7 +102,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_GLOO_HEAD       192                // bytes of a message before its data
+#define FSDPI_GLOO_HEAD       256                // bytes of a message before its data
 #define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most bytes of data after a record
 #define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // bytes of a comm's messages, above 2 KiB each
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // bytes of a comm for data that it reduces
