@@ -208,7 +208,8 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     fsdpi_plan_tape_free(p, &k->tape);
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
-    if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, 0, &k->tape);
+    if (!status)
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, 0, &k->tape);
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes, 0);
 }
 
