@@ -51,6 +51,7 @@ FSDP_API fsdp_status fsdp_host_gemm(void *user, void *stream, int64_t m, int64_t
 
 // What is packed at a time: together FSDP_HOST_GEMM_BYTES.
 enum { FSDPI_GEMM_DEPTH = 256, FSDPI_GEMM_ROWS = 144, FSDPI_GEMM_COLUMNS = 1024 };
+enum { FSDPI_GEMM_WIDEST = 32 }; // columns of the widest tile
 #define FSDPI_GEMM_NOINLINE __attribute__((noinline))
 
 #if defined(__clang__)
@@ -134,21 +135,23 @@ static void fsdpi_gemm_pack(float *out, const float *from, int64_t pitch, int tr
     }
 }
 
-// Adds a tile's sums to the result; the first ones of an element begin it.
+/* Adds a tile's sums to the result; the first ones of an element begin it. clang -Ofast fuses a
+   product with a sum despite the pragmas: so one loop stores the products of a row, and another one
+   adds them, as in optim/kernels.h. */
 static void fsdpi_gemm_store(const fsdpi_gemm_product *p, int64_t row, int64_t column, int begins,
                              const float *sums, fsdpi_gemm_tile tile) {
     int64_t rows = p->m - row < tile.rows ? p->m - row : tile.rows;
     int64_t columns = p->n - column < tile.columns ? p->n - column : tile.columns;
+    const int adds = !begins || p->beta < 0 || p->beta > 0;
+    float products[FSDPI_GEMM_WIDEST];
     for (int64_t i = 0; i < rows; i++, sums += tile.columns) {
         float *c = p->c + (row + i) * p->ldc + column;
-        for (int64_t j = 0; j < columns; j++) {
-            float sum = p->alpha * sums[j];
-            if (!begins || p->beta < 0 || p->beta > 0) {
-                float old = begins ? p->beta * c[j] : c[j];
-                sum = old + sum;
-            }
-            c[j] = sum;
-        }
+        for (int64_t j = 0; j < columns; j++) products[j] = p->alpha * sums[j];
+        if (begins && adds)
+            for (int64_t j = 0; j < columns; j++) c[j] = p->beta * c[j];
+        if (adds)
+            for (int64_t j = 0; j < columns; j++) c[j] = c[j] + products[j];
+        else memcpy(c, products, (size_t)columns * sizeof *c);
     }
 }
 
@@ -158,7 +161,7 @@ static void fsdpi_gemm_tiles(const fsdpi_gemm_product *p, int64_t first, int64_t
                              int64_t columns, int64_t depth, int begins, const float *left,
                              const float *right) {
     const fsdpi_gemm_tile tile = fsdpi_gemm_best();
-    float sums[12 * 32];
+    float sums[12 * FSDPI_GEMM_WIDEST];
     for (int64_t j = 0; j < columns; j += tile.columns)
         for (int64_t i = 0; i < rows; i += tile.rows) {
             if (p->symmetric && first + i + tile.rows <= at + j) continue;

@@ -359,7 +359,11 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
         status = fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
                            "[E007] dmesh_create: staging_bytes is %lld: pass 0 or more",
                            (long long)d->staging_bytes);
-    return status ? status : fsdpi_dt_read_links("dmesh_create", &d->links, &dm->links);
+    if (status) return status;
+    fsdpi_dt_world = dm->world;
+    status = fsdpi_dt_read_links("dmesh_create", &d->links, &dm->links);
+    fsdpi_dt_world = NULL;
+    return status;
 }
 
 // The call has failed on another rank, whose text has the reason.

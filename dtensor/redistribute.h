@@ -141,11 +141,19 @@ static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
 /* -------------------------------------------------------------------------------------------- */
 // Making and ending.
 
+// Checks a spec as fsdpi_dt_known does. A failure is the world's.
+static fsdp_status fsdpi_dt_known_in(fsdp_world *w, const char *call, const fsdp_spec *spec) {
+    fsdpi_dt_world = w;
+    const fsdp_status status = fsdpi_dt_known(call, spec);
+    fsdpi_dt_world = NULL;
+    return status;
+}
+
 static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistribution_desc *d) {
     const char *why = NULL;
     int avg = 0, extreme = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
-    fsdp_status status = fsdpi_dt_known("redistribution_create", &d->from);
-    if (!status) status = fsdpi_dt_known("redistribution_create", &d->to);
+    fsdp_status status = fsdpi_dt_known_in(dm->world, "redistribution_create", &d->from);
+    if (!status) status = fsdpi_dt_known_in(dm->world, "redistribution_create", &d->to);
     if (status) return status;
     for (int m = 0; m < d->from.mesh_ndim; m++) {
         const fsdp_placement *p = &d->to.place[m]; // its addends are those of `from`
@@ -189,8 +197,10 @@ static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
             r->route = at->route;
             return FSDP_OK;
         }
+    fsdpi_dt_world = dm->world;
     fsdp_status status = fsdp_route_find(&r->from, &r->to, &dm->links, dm->scratch,
                                          FSDP_ROUTE_SCRATCH, &r->route);
+    fsdpi_dt_world = NULL;
     dm->routes += !status && r->route.num_steps > 0;
     return status;
 }
@@ -291,7 +301,8 @@ FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *fo
     memset(&d, 0, sizeof d);
     d.from = grad ? *grad : forward->first_to;
     d.to = forward->first_from;
-    fsdp_status status = fsdpi_dt_known("redistribution_create_backward", &d.from);
+    fsdp_status status =
+        fsdpi_dt_known_in(forward->dm->world, "redistribution_create_backward", &d.from);
     if (!status) status = fsdpi_dt_back_scale(forward, &d.scale);
     if (status) return status;
     for (int m = 0; m < d.to.mesh_ndim; m++) {
@@ -617,7 +628,7 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
     if (!dm || !what)
         return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
                          "[E022] dtensor_check: dm or what is NULL: pass both");
-    fsdp_status status = fsdpi_dt_known("dtensor_check", spec);
+    fsdp_status status = fsdpi_dt_known_in(dm->world, "dtensor_check", spec);
     if (status) return status;
     int other = !fsdpi_dt_is_on(dm, spec);
     if (!other) status = fsdp_spec_local(spec, dm->coord, &part);

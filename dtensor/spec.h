@@ -19,7 +19,9 @@ static fsdp_status fsdpi_dt_fail(fsdp_status status, const char *format, ...) {
     return status;
 }
 #else
-#define fsdpi_dt_fail(...) fsdp_fail(NULL, __VA_ARGS__)
+// The world of the call under way. NULL: the call has specs only, which belong to no world.
+static __thread fsdp_world *fsdpi_dt_world;
+#define fsdpi_dt_fail(...) fsdp_fail(fsdpi_dt_world, __VA_ARGS__)
 #endif
 
 #define FSDPI_DT_MOST ((int64_t)1 << 62) // bytes of a tensor

@@ -536,7 +536,7 @@ static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi
     fsdpi_plan_kind plain = *k;
     memset(l, 0, sizeof *l);
     memset(&tape, 0, sizeof tape);
-    fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, &tape);
+    fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, 0, &tape);
     if (!status) status = fsdpi_plan_place(p, &tape, l, 0, 1);
     plain.tape = tape;
     if (!status) status = fsdpi_plan_list(p, &plain, &tape, l);

@@ -79,7 +79,7 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
 static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
-    fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL);
+    fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL, 0);
     fsdpi_plan_states_now(p, k->begin);
     FSDPI_TRY(fsdpi_check_units(p->model, FSDP_CALL_FULL, "plan_load"));
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
@@ -221,7 +221,7 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
     if (!status) {
         fsdpi_plan_count_ops(&by_calls, l, 0);
         int decides = l->choice.num_acts > 0;
-        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, 0, &k->tape);
         if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
             status = fsdp_fail(
                 p->world, FSDP_ERR_INVALID_ARG,

@@ -118,17 +118,31 @@ static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
 
 /* Will a slot that a unit holds when a step of this kind begins be gone? If it is a pool's, and no
    unit holds it now, fsdp_pools_trim frees it. If it is a part of the arena, the next replay writes
-   there. */
+   there. If it is of a dropped plan, fsdpi_plan_sweep frees it; a fleeting kind is dropped next. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
         const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
-        int owned = slot && slot->held;
+        int owner = 0;
         if (!slot) continue;
         if (fsdpi_plan_is_part(p, slot)) return 1;
-        for (int n = 0; n < p->num_kinds; n++) owned |= fsdpi_plan_kind_has(p->kinds[n], slot);
-        if (!owned) return 1;
+        for (int n = 0; n < p->num_strays; n++)
+            if (p->strays[n] == slot) return 1;
+        while (owner < p->num_kinds && !fsdpi_plan_kind_has(p->kinds[owner], slot)) owner++;
+        if (owner < p->num_kinds ? p->kinds[owner]->fleeting : !slot->held) return 1;
     }
     return 0;
+}
+
+// Marks the fleeting kinds. A kind that begins with a slot of a fleeting one is fleeting, too.
+static void fsdpi_plan_find_fleeting(fsdp_plan *p) {
+    int found = 1;
+    for (int i = 0; i < p->num_kinds; i++) p->kinds[i]->fleeting = 0;
+    while (found) {
+        found = 0;
+        for (int i = 0; i < p->num_kinds; i++)
+            if (!p->kinds[i]->fleeting && fsdpi_plan_is_fleeting(p, p->kinds[i]))
+                p->kinds[i]->fleeting = found = 1;
+    }
 }
 
 // The tables of a plan.
@@ -154,11 +168,11 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
 // Makes the tape of a kind's program. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
-                                        fsdpi_plan_tape *out) {
+                                        int num_bufs, fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
     memset(out, 0, sizeof *out);
-    fsdpi_plan_show_new(&show, p, &raw, k, choice, bufs);
+    fsdpi_plan_show_new(&show, p, &raw, k, choice, bufs, num_bufs);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     if (!status) status = fsdpi_plan_arrange(&show, out);
     fsdpi_plan_show_end(&show);
@@ -168,7 +182,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
 
 static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
     fsdpi_plan_show show;
-    fsdpi_plan_show_new(&show, p, raw, k, NULL, NULL);
+    fsdpi_plan_show_new(&show, p, raw, k, NULL, NULL, 0);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     fsdpi_plan_show_end(&show);
     return status;
@@ -194,7 +208,8 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     fsdpi_plan_tape_free(p, &k->tape);
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
-    if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
+    if (!status)
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, 0, &k->tape);
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes, 0);
 }
 
@@ -271,7 +286,8 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     for (int i = 0; i < old.num_uses && !status; i++) bufs[i] = k->bufs[old.uses[i].slot];
     memset(&k->tape, 0, sizeof k->tape);
     if (!status)
-        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, bufs, &k->tape);
+        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, bufs,
+                                      old.num_uses, &k->tape);
     if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
                            "[E972] plan: the rehearsal with slots has %d records and %d uses of "
@@ -324,8 +340,9 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
 // the options of now, so that a kind of other options is bound when its next step begins.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
+    fsdpi_plan_find_fleeting(p);
     for (int i = p->num_kinds - 1; i >= 0; i--)
-        if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
+        if (i < p->num_kinds && p->kinds[i]->fleeting) fsdpi_plan_drop(p, i);
     fsdp_status status = fsdp_pools_trim(p->model);
     if (status) return status;
     if (bytes > fsdp_buf_nbytes(p->arena)) {
@@ -490,6 +507,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
    failure only if the step has failed: ranks that differ, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t model = (int64_t)fsdpi_plan_model_hash(p);
+    fsdpi_plan_find_fleeting(p);
     int64_t values[4] = {fsdpi_plan_pool_bytes(p), *made && (!k || !fsdpi_plan_is_fleeting(p, k)),
                          model, ~model};
     fsdp_status status = fsdpi_plan_least(p, values, 4), own;

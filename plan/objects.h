@@ -218,8 +218,9 @@ typedef struct fsdpi_plan_kind {
     fsdpi_plan_saved *begin;   // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
-    int32_t left;    // how often in a row a step has left it
-    int32_t unbound; // its places are in an arena that is gone
+    int32_t left;     // how often in a row a step has left it
+    int32_t unbound;  // its places are in an arena that is gone
+    int32_t fleeting; // it begins with a slot that will be gone: fsdpi_plan_find_fleeting
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;

@@ -147,11 +147,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
 // Owns: fsdpi_plan_saved, the state of one unit.
 
 /* Equal states with the same slots have equal bytes. A shard gradient that is zero since it was
-   made counts as one without contents: so a unit that no step has reduced makes no other kind. */
+   made counts as one without contents: so a unit that no step has reduced makes no other kind. A
+   saved state is not in the record of forwards, which is that of one step. */
 static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
     memcpy(&out->state, &u->state, sizeof out->state); // padding, too
     if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)
         out->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
+    out->state.last_order = -1;
     out->slots = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
         const fsdp_buf *slot = u->state.slot[pool];
@@ -172,7 +174,6 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
     m->ahead_bytes -= fsdpi_plan_ahead_bytes(s);
     memcpy(s, &saved->state, sizeof *s);
     m->ahead_bytes += fsdpi_plan_ahead_bytes(s);
-    s->last_order = -1; // the order of forwards is that of this step
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)

@@ -102,6 +102,7 @@ typedef struct fsdpi_plan_show {
     const fsdpi_plan_kind *kind;
     const fsdpi_plan_choice *choice; // NULL: by calls
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
+    int num_bufs;
     fsdp_status status;
     int quiet;              // records are not looked at
     int call;               // that is made
@@ -137,6 +138,10 @@ static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit,
     fsdp_status status = fsdpi_plan_grow(model, (void **)&t->uses, n, &t->cap_uses, sizeof use);
     if (!status)
         status = fsdpi_plan_grow(model, (void **)&t->bufs, n, &t->cap_bufs, sizeof *t->bufs);
+    if (!status && s->bufs && n >= s->num_bufs)
+        status = fsdp_fail(s->plan->world, FSDP_ERR_INTERNAL,
+                           "[E1030] plan: '%.200s' takes slot %d, and its plan has %d slots",
+                           fsdp_unit_name(unit), n, s->num_bufs);
     if (!status && s->bufs) buf = s->bufs[n];
     else if (!status) status = fsdpi_buf_place(model, (char *)(uintptr_t)s->next, use.bytes, &buf);
     s->next += use.bytes;
@@ -250,8 +255,12 @@ static fsdp_status fsdpi_plan_play(void *user) {
     fsdpi_plan_tape *t = s->tape;
     fsdp_status status = FSDP_OK;
     int at = 0;
+    // The tape depends on options and `begin` only: not on the slots that units hold now, nor on the
+    // forwards of earlier steps. So the tape of a later rehearsal takes the same slots.
+    fsdpi_hold_slots(p->model, 0);
+    p->model->num_order = 0;
     fsdpi_plan_restore_all(p, k->begin);
-    fsdpi_plan_states_now(p, s->last); // a restored state is not in the order of forwards
+    memcpy(s->last, k->begin, (size_t)p->num_units * sizeof *s->last);
     for (int i = 0; i < p->num_units; i++) {
         t->held[i] = fsdp_unit_storage(p->units[i]) != FSDP_STORAGE_SHARDED;
         s->seen[i] = fsdpi_plan_outline(p->units[i]);
@@ -304,7 +313,7 @@ static fsdp_status fsdpi_plan_play_all(void *user) {
 // choice NULL: by calls. bufs NULL: without memory.
 static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tape *tape,
                                 const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
-                                fsdp_buf *const *bufs) {
+                                fsdp_buf *const *bufs, int num_bufs) {
     memset(s, 0, sizeof *s);
     memset(tape, 0, sizeof *tape);
     s->plan = p;
@@ -312,6 +321,7 @@ static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tap
     s->kind = kind;
     s->choice = choice;
     s->bufs = bufs;
+    s->num_bufs = num_bufs;
     s->next = 4096;
     s->own = -1;
 }

@@ -92,3 +92,33 @@ TEST(host_gemm, width) {
     }
 }
 #endif
+
+/* The bits with FMA, which every compiler and all of its flags give: recorded with gcc -O0. */
+TEST(host_gemm, recorded_bits) {
+    enum { M = 37, N = 45, K = 300 };
+    static const struct {
+        float alpha, beta;
+        uint64_t hash;
+    } want[3] = {{1, 0, 0x5c7e668a949ebc2c},
+                 {1.37f, 0, 0x69042ccccd865797},
+                 {2.0315f, -4.775f, 0xb1838ba3b3ef2e3b}};
+    static float a[M * K], b[K * N], c[M * N];
+    float *const all[3] = {a, b, c};
+    const int counts[3] = {M * K, K * N, M * N};
+    uint32_t s = 1;
+#if defined(__x86_64__)
+    if (!__builtin_cpu_supports("fma")) SKIP("no FMA");
+#elif !defined(__aarch64__)
+    SKIP("recorded with FMA");
+#endif
+    for (int x = 0; x < 3; x++)
+        for (int i = 0; i < counts[x]; i++)
+            all[x][i] = (float)(int)((s = s * 1664525u + 1013904223u) >> 8) / 16777216.0f - 0.5f;
+    for (int t = 0; t < 3; t++) {
+        uint64_t h = 1469598103934665603u;
+        CHECK_OK(fsdp_host_gemm(room, NULL, M, N, K, want[t].alpha, a, K, 0, b, N, 0, want[t].beta,
+                                c, N, FSDP_F32));
+        for (size_t i = 0; i < sizeof c; i++) h = (h ^ ((unsigned char *)c)[i]) * 0x100000001B3u;
+        CHECK_MSG(h == want[t].hash, "product %d: hash %016llx", t, (unsigned long long)h);
+    }
+}

@@ -860,6 +860,26 @@ TEST(hooks, failure) {
     for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
 }
 
+/* INVALID_STATE of a user's function ends the world as any other failure of it does, and no call
+   has been refused: so the world fails with ABORTED. */
+static fsdp_status refuses(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_ERR_INVALID_STATE;
+}
+static void hook_refuses(job *j) {
+    make_model(j);
+    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[1], 0, refuses, NULL));
+    forward(j);
+    (void)fsdp_pre_backward(j->m.unit[1]);
+    (void)fsdp_grad(j->m.unit[1], 0);
+    (void)fsdp_post_backward(j->m.unit[1]);
+    CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_ABORTED);
+    CHECK_STATUS(fsdp_world_status(j->w), FSDP_ERR_ABORTED);
+}
+TEST(hooks, failure_as_a_refusal) {
+    for (int s = 0; s < 6; s++) launch_at(s, hook_refuses);
+}
+
 /* ---- addresses ------------------------------------------------------------------------------- */
 
 /* Odd sizes after each other, in every dtype, stored as they are gathered and not: full parameters

@@ -1301,3 +1301,32 @@ TEST(streams, random_calls) {
     }
     h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
 }
+
+/* fsdp_set_grad_none with cpu_offload: the zeros are there when it returns, as the host reads them. */
+TEST(schedule, grad_none_of_offloaded_shards) {
+    const fsdp_param_desc p = fsdp_mat("w", 64, 64);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc like = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    sim s;
+    md.cpu_offload = 1;
+    like.name = "u";
+    sim_init(&s, 2, 0);
+    s.checks = s.moves = 1;
+    fsdp_world *w = sim_open(&s);
+    fsdp_model *m = lab_model(w, &md);
+    fsdp_unit *u = lab_unit(w, m, &like, &p, 1);
+    CHECK_OK(fsdp_pre_forward(u));
+    CHECK_OK(fsdp_post_forward(u));
+    CHECK_OK(fsdp_pre_backward(u));
+    sim_write(&s, "backward", fsdp_grad(u, 0), 4);
+    CHECK_OK(fsdp_post_backward(u));
+    CHECK_OK(fsdp_finalize_backward(m));
+    CHECK_OK(fsdp_param_view_get(u, 0, &v));
+    const void *grad = v.shard_grad;
+    CHECK(grad != NULL);
+    CHECK_OK(fsdp_set_grad_none(u, 0));
+    sim_touch(&s, SIM_HOST, "optimizer", grad, 4 * v.numel, 0);
+    CHECK_MSG(s.races == 0, "%d races: %s", s.races, s.race);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}

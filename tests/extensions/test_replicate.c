@@ -1724,6 +1724,29 @@ static void wrong_dtypes(lab_rank *r) {
 }
 TEST(replicate_errors, dtypes) { lab_run(2, NULL, wrong_dtypes, NULL); }
 
+/* A reset inside of a backward forgets which buckets are due: finalize reduces none. */
+static void reset_in_backward(lab_rank *r) {
+    const fsdp_param_desc params[2] = {fsdp_mat("a", 16, 16), fsdp_mat("b", 16, 16)};
+    fsdp_replicate_desc d = FSDP_ZERO;
+    fsdp_replicate *rep;
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    d.params = params, d.num_params = 2;
+    d.first_bytes = d.bucket_bytes = 1; /* a bucket for each */
+    CALL(r->w, fsdp_replicate_create(m, &d, &rep));
+    CALL(r->w, fsdp_replicate_pre_forward(rep));
+    CALL(r->w, fsdp_replicate_post_forward(rep));
+    (void)fsdp_replicate_grad(rep, 1);
+    CALL(r->w, fsdp_replicate_ready(rep, 1, 1));
+    CALL(r->w, fsdp_model_reset(m));
+    CALL(r->w, fsdp_model_counters(m, &before));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CALL(r->w, fsdp_model_counters(m, &after));
+    CHECK_EQ_INT(after.calls[FSDP_OP_ALL_REDUCE] - before.calls[FSDP_OP_ALL_REDUCE], 0);
+    fsdp_model_destroy(m);
+}
+TEST(replicate_errors, reset_in_backward) { lab_run(2, NULL, reset_in_backward, NULL); }
+
 /* A parameter is sharded or replicated, not both. */
 static void both(lab_rank *r) {
     const fsdp_param_desc in_unit = fsdp_mat("w", 4, 4);

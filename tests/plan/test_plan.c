@@ -946,6 +946,31 @@ TEST(plan_kinds, microbatches, TSAN) {
     run_kinds(net_bf16_f32(), &d, microbatches);
 }
 
+/* Some microbatches do not reach unit 0. With sync off unit 1 keeps a slot of the first plan, while
+   the plan of "01" needs a larger arena: the first plan is bound again. */
+static void microbatches_of_some_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    static const char *const batches[] = {"1",  "1!", "1",  "1!", "1", "01", "1!", "1",
+                                          "1!", "1",  "01", "1!", "1", "01", "1!"};
+    b->is_partial = 1;
+    for (int i = 0; i < (int)(sizeof batches / sizeof *batches); i++) {
+        const int both = batches[i][0] == '0', sync = strchr(batches[i], '!') != NULL;
+        CALL(b->w, fsdp_set_requires_gradient_sync(b->model, NULL, sync));
+        plan_calls(b, both ? 0 : 2, both ? 8 : 6); /* forwards of 0 and 1, backwards of 1 and 0 */
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        b->keeps_grads = b->rests = !sync;
+        plan_step_end(b, out);
+        if (d)
+            W_CHECK(fsdp_plan_state(b->plan) != FSDP_PLAN_REFUSED, "batch %d: %s", i,
+                    fsdp_plan_why(b->plan));
+    }
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    if (d) CHECK(report_of(b).replayed >= 5);
+}
+TEST(plan_kinds, microbatches_of_some_units) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    run_kinds(plan_chain(2, 8, 8), &d, microbatches_of_some_units);
+}
+
 /* Replicas sum only in the last microbatch. */
 static void microbatches_of_replicas(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int c = 0; c < 6; c++) {
@@ -2442,4 +2467,116 @@ TEST_P(plan_errors, a_rank_dies, lane_modes) {
     memset(&how, 0, sizeof how);
     how.lanes = row->lanes, how.processes = 1;
     lab_run(3, &how, killed, NULL);
+}
+
+/* The pass `once` leaves alone a unit whose reduction cannot be joined: its hook is called
+   for each backward, as by calls. */
+static fsdp_status counts_calls(void *user, const fsdp_param_view *v, void *stream) {
+    (void)v, (void)stream;
+    ++*(int *)user;
+    return FSDP_OK;
+}
+static void once_with_a_hook(lab_rank *r) {
+    const fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_unit_desc like = FSDP_ZERO;
+    fsdp_plan_desc d = FSDP_ZERO;
+    fsdp_plan *plan;
+    int calls = 0;
+    like.name = "u";
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, &like, &p, 1);
+    CALL(r->w, fsdp_set_post_accumulate_hook(u, 0, counts_calls, &calls));
+    d.with = 1u << FSDP_PASS_ONCE;
+    CALL(r->w, fsdp_plan_create(m, &d, &plan));
+    for (int step = 0; step < 5; step++) {
+        calls = 0;
+        for (int k = 0; k < 2; k++) lab_forward(r->w, u);
+        for (int k = 0; k < 2; k++) {
+            CALL(r->w, fsdp_pre_backward(u));
+            ((float *)fsdp_grad(u, 0))[0] += 1;
+            CALL(r->w, fsdp_post_backward(u));
+        }
+        CALL(r->w, fsdp_finalize_backward(m));
+        CHECK_EQ_INT(calls, 2);
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+    CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
+}
+TEST(plan_once, hooks_are_called_for_each_backward) { lab_run(2, NULL, once_with_a_hook, NULL); }
+
+/* Six units in order; the gathers that the first pre_forward issues. */
+enum { LISTED = 6 };
+static int gathers_of_a_step(fsdp_world *w, fsdp_model *m, fsdp_unit *const *u) {
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    CALL(w, fsdp_model_counters(m, &before));
+    for (int i = 0; i < LISTED; i++) {
+        CALL(w, fsdp_pre_forward(u[i]));
+        if (i == 0) CALL(w, fsdp_model_counters(m, &after));
+        CALL(w, fsdp_post_forward(u[i]));
+    }
+    for (int i = LISTED - 1; i >= 0; i--) {
+        CALL(w, fsdp_pre_backward(u[i]));
+        (void)fsdp_grad(u[i], 0);
+        CALL(w, fsdp_post_backward(u[i]));
+    }
+    CALL(w, fsdp_finalize_backward(m));
+    CALL(w, fsdp_zero_grad(m));
+    return (int)(after.calls[FSDP_OP_ALL_GATHER] - before.calls[FSDP_OP_ALL_GATHER]);
+}
+static void listed_units(const lab_rank *r, fsdp_model *m, fsdp_unit **u) {
+    const fsdp_param_desc p = fsdp_mat("w", 16, 16); /* its slot has 1,024 bytes */
+    static const char *const names[LISTED] = {"0", "1", "2", "3", "4", "5"};
+    for (int i = 0; i < LISTED; i++) {
+        fsdp_unit_desc like = FSDP_ZERO;
+        like.name = names[i];
+        u[i] = lab_unit(r->w, m, &like, &p, 1);
+    }
+}
+
+/* Which unit a list names is a setting: with another one there is another kind of step. */
+static void lists_are_settings(lab_rank *r) {
+    fsdp_unit *u[LISTED];
+    fsdp_plan *plan;
+    fsdp_plan_report report;
+    fsdp_model *m = lab_model(r->w, NULL);
+    listed_units(r, m, u);
+    CALL(r->w, fsdp_set_modules_to_forward_prefetch(u[0], &u[1], 1));
+    CALL(r->w, fsdp_plan_create(m, NULL, &plan));
+    for (int step = 0; step < 4; step++) (void)gathers_of_a_step(r->w, m, u);
+    CHECK_EQ_INT(fsdp_plan_count(plan), 1);
+    CALL(r->w, fsdp_set_modules_to_forward_prefetch(u[0], &u[3], 1));
+    (void)gathers_of_a_step(r->w, m, u);
+    CHECK_EQ_INT(fsdp_plan_count(plan), 2);
+    CALL(r->w, fsdp_plan_report_get(plan, 0, &report));
+    CHECK(report.recorded == 2 && report.replayed == 2);
+}
+TEST(plan_kinds, prefetch_lists_are_settings) { lab_run(2, NULL, lists_are_settings, NULL); }
+
+/* Replays count what is gathered ahead: by calls, afterwards, prefetches have the budget that they
+   would have without a plan. */
+static void budget_after_replays(lab_rank *r) {
+    fsdp_unit *u[LISTED];
+    fsdp_plan *plan;
+    fsdp_plan_desc d = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    md.prefetch_bytes = 1024; /* one unit */
+    fsdp_model *m = lab_model(r->w, &md);
+    listed_units(r, m, u);
+    for (int i = 0; i + 1 < LISTED; i++)
+        CALL(r->w, fsdp_set_modules_to_forward_prefetch(u[i], &u[i + 1],
+                                                        LISTED - 1 - i < 3 ? LISTED - 1 - i : 3));
+    d.without = 1u << FSDP_PASS_BUCKET | 1u << FSDP_PASS_KEEP | 1u << FSDP_PASS_AHEAD |
+                1u << FSDP_PASS_ARENA;
+    const int by_calls = gathers_of_a_step(r->w, m, u);
+    CHECK_EQ_INT(by_calls, 2); /* its own, and one ahead */
+    CALL(r->w, fsdp_plan_create(m, &d, &plan));
+    for (int step = 0; step < 5; step++) (void)gathers_of_a_step(r->w, m, u);
+    CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
+    fsdp_plan_destroy(plan);
+    for (int step = 0; step < 2; step++) CHECK_EQ_INT(gathers_of_a_step(r->w, m, u), by_calls);
+}
+TEST(plan_kinds, budget_after_replays) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = 2;
+    lab_run(2, &how, budget_after_replays, NULL);
 }

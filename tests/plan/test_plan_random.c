@@ -9,7 +9,7 @@
 #define TAGS SLOW | AT_NIGHT(ASAN)
 #include "plan.h"
 
-enum { STEPS = 12, RANKS = 8, LETTERS = 1200 };
+enum { STEPS = 12, MICRO = 24, FORMS = 3, RANKS = 8, LETTERS = 1400 };
 enum { INLINE, LANE, LANES, STREAMS, MODES };
 static const char *const mode_names[MODES] = {"inline", "1_lane", "2_lanes", "streams"};
 
@@ -39,7 +39,11 @@ typedef struct program {
     plan_net net;
     fsdp_plan_desc desc;
     int size, mode, backward; /* backward: the first call of it */
-    int events[STEPS], arg[STEPS];
+    int num_steps, events[MICRO], arg[MICRO];
+    int starts[FORMS + 1]; /* of the calls of each form of a step */
+    int form[MICRO];
+    int is_micro, last, back; /* steps are microbatches; these options follow their sync */
+    int syncs[MICRO];
     char words[LETTERS]; /* all of that, for the text of a failure */
 } program;
 
@@ -150,19 +154,57 @@ static void random_calls(uint64_t *seed, program *g) {
         words_add(g, "%c%d", letters[n->calls[i].call], n->calls[i].unit);
 }
 
-static program random_program(uint64_t seed) {
+static void random_events(uint64_t *seed, program *g) {
+    random_calls(seed, g);
+    g->starts[1] = g->net.num_calls;
+    g->num_steps = STEPS;
+    for (int i = 1; i < STEPS; i++) {
+        g->events[i] = one_in(seed, 4) ? lab_pick(seed, EVENTS) : NOTHING;
+        g->arg[i] = (int)(h_rand64(seed) % 1000);
+        if (g->events[i]) words_add(g, " %d:%s(%d)", i, event_names[g->events[i]], g->arg[i]);
+    }
+}
+
+/* Gradient accumulation: microbatches of up to three forms, each of which reaches some units. They
+   come in windows, of which two are drawn: the last microbatch of a window reduces. */
+static void random_microbatches(uint64_t *seed, program *g) {
+    plan_net *n = &g->net;
+    int windows[2][4], counts[2];
+    for (int f = 0; f < FORMS; f++) {
+        const int reached = 1 + lab_pick(seed, (1 << n->num_units) - 1);
+        words_add(g, " form %d: %x", f, (unsigned)reached);
+        for (int u = 0; u < n->num_units; u++)
+            if (reached >> u & 1) random_visit(seed, g, u, 0, 0);
+        for (int u = n->num_units - 1; u >= 0; u--)
+            if (reached >> u & 1) random_visit(seed, g, u, 1, 0);
+        g->starts[f + 1] = n->num_calls;
+    }
+    g->is_micro = 1, g->num_steps = MICRO;
+    g->last = one_in(seed, 3), g->back = one_in(seed, 3);
+    g->desc.most_kinds = one_in(seed, 4) ? 1 + lab_pick(seed, 4) : MICRO;
+    for (int w = 0; w < 2; w++) {
+        counts[w] = 1 + lab_pick(seed, 4);
+        for (int i = 0; i < counts[w]; i++) windows[w][i] = lab_pick(seed, FORMS);
+    }
+    words_add(g, " last %d back %d kinds %d", g->last, g->back, g->desc.most_kinds);
+    for (int i = 0; i < MICRO;) {
+        const int w = lab_pick(seed, 2);
+        for (int k = 0; k < counts[w] && i < MICRO; k++, i++) {
+            g->form[i] = windows[w][k];
+            g->syncs[i] = k + 1 == counts[w];
+            words_add(g, " %d%s", g->form[i], g->syncs[i] ? "!" : "");
+        }
+    }
+}
+
+static program random_program(uint64_t seed, void (*steps)(uint64_t *seed, program *g)) {
     program g;
     memset(&g, 0, sizeof g);
     g.net.name = "random";
     g.net.num_units = 1 + lab_pick(&seed, 4);
     random_params(&seed, &g);
     random_model(&seed, &g);
-    random_calls(&seed, &g);
-    for (int i = 1; i < STEPS; i++) {
-        g.events[i] = one_in(&seed, 4) ? lab_pick(&seed, EVENTS) : NOTHING;
-        g.arg[i] = (int)(h_rand64(&seed) % 1000);
-        if (g.events[i]) words_add(&g, " %d:%s(%d)", i, event_names[g.events[i]], g.arg[i]);
-    }
+    steps(&seed, &g);
     g.desc.ahead = lab_pick(&seed, 3);
     if (one_in(&seed, 4)) g.desc.without = (uint32_t)lab_pick(&seed, 1 << FSDP_PASS_COUNT);
     if (one_in(&seed, 3)) g.desc.bucket_bytes = 64 << lab_pick(&seed, 6);
@@ -231,6 +273,13 @@ static void before_step(runner *x, int event, int arg) {
     b->keeps_grads = event == KEEP;
 }
 
+static void before_microbatch(plan_bed *b, const program *g, int sync) {
+    CALL(b->w, fsdp_set_requires_gradient_sync(b->model, NULL, sync));
+    if (g->last) CALL(b->w, fsdp_set_is_last_backward(b->model, sync));
+    if (g->back) CALL(b->w, fsdp_set_reshard_after_backward(b->model, NULL, sync));
+    b->keeps_grads = b->rests = !sync;
+}
+
 static void run(fsdp_world *w, const program *g, int planned, plan_result *out) {
     runner x;
     plan_bed *b = &x.b;
@@ -243,13 +292,16 @@ static void run(fsdp_world *w, const program *g, int planned, plan_result *out) 
         for (int i = 0; i < g->net.num_params; i++)
             x.frozen[u][i] = g->net.frozen == i + 1 || g->net.frozen_unit == u + 1;
     if (planned) CALL(w, fsdp_plan_create(b->model, &g->desc, &b->plan));
-    for (int i = 0; i < STEPS; i++) {
-        const int event = g->events[i];
+    for (int i = 0; i < g->num_steps; i++) {
+        const int event = g->events[i], from = g->starts[g->form[i]],
+                  to = g->starts[g->form[i] + 1];
         before_step(&x, event, g->arg[i]);
-        plan_calls(b, 0, event == EMPTY ? 0 : event == HALF ? g->backward : g->net.num_calls);
-        CHECK_STATUS(fsdp_finalize_backward(b->model), x.refused ? FSDP_ERR_INVALID_STATE : FSDP_OK);
+        if (g->is_micro) before_microbatch(b, g, g->syncs[i]);
+        plan_calls(b, from, event == EMPTY ? from : event == HALF ? g->backward : to);
+        CHECK_STATUS(fsdp_finalize_backward(b->model),
+                     x.refused ? FSDP_ERR_INVALID_STATE : FSDP_OK);
         x.refused = 0;
-        CALL(w, fsdp_params_writable(b->model)); /* gathers may be under way */
+        if (!b->rests) CALL(w, fsdp_params_writable(b->model)); /* gathers may be under way */
         plan_step_end(b, out);
     }
     if (b->plan && fsdp_plan_count(b->plan))
@@ -272,7 +324,7 @@ static void body(fsdp_world *w, job *j, int rank) {
     snprintf(w_case, sizeof w_case, "%.250s", j->g.words);
     run(w, &j->g, 0, x);
     run(w, &j->g, 1, y);
-    for (int i = 0; i < STEPS; i++)
+    for (int i = 0; i < j->g.num_steps; i++)
         W_CHECK(x->hash[i] == y->hash[i] && x->grads[i] == y->grads[i],
                 "step %d has other bits: mode %d %s: %s", i, (int)y->mode[i], y->why[i],
                 j->g.words);
@@ -280,12 +332,12 @@ static void body(fsdp_world *w, job *j, int rank) {
 static void on_lanes(lab_rank *r) { body(r->w, (job *)r->arg, r->rank); }
 
 /* One program. */
-static void try_program(uint64_t seed, outcome *o) {
+static void try_program(uint64_t seed, void (*steps)(uint64_t *seed, program *g), outcome *o) {
     static sim s;
     job *j = (job *)lab_zeros(1, sizeof *j);
     lab_how how;
     memset(&how, 0, sizeof how);
-    j->g = random_program(seed);
+    j->g = random_program(seed, steps);
     for (int r = 0; r < RANKS; r++)
         for (int i = 0; i < 2; i++) j->r[r][i] = (plan_result *)lab_zeros(1, sizeof(plan_result));
     how.lanes = j->g.mode == STREAMS ? 0 : j->g.mode;
@@ -304,27 +356,33 @@ static void try_program(uint64_t seed, outcome *o) {
     }
     const plan_result *y = j->r[0][1];
     o->replayed += y->report.replayed > 0;
-    const int refused = y->mode[STEPS - 1] == FSDP_PLAN_REFUSED,
-              differ = strstr(y->why[STEPS - 1], "steps differ") != NULL;
+    const char *why = y->why[j->g.num_steps - 1];
+    const int refused = y->mode[j->g.num_steps - 1] == FSDP_PLAN_REFUSED;
+    const int differ = strstr(why, "steps differ") != NULL;
     o->differ += refused && differ;
     o->refused += refused && !differ;
     if (refused && !differ) {
-        snprintf(o->why, sizeof o->why, "%s", y->why[STEPS - 1]);
-        h_message("program %llu: %s: %s", (unsigned long long)seed, y->why[STEPS - 1], j->g.words);
+        snprintf(o->why, sizeof o->why, "%s", why);
+        h_message("program %llu: %s: %s", (unsigned long long)seed, why, j->g.words);
     }
     for (int r = 0; r < RANKS; r++) free(j->r[r][0]), free(j->r[r][1]);
     free(j);
 }
 
-static void many(int programs) {
+static void many(int programs, void (*steps)(uint64_t *seed, program *g)) {
     const char *one = getenv("PLAN_PROGRAM");
     outcome o;
     memset(&o, 0, sizeof o);
-    if (one) programs = 0, try_program(strtoull(one, NULL, 10), &o);
-    for (int i = 0; i < programs; i++) try_program(lab_hash(h_seed(), (uint64_t)i, 41, 0), &o);
+    if (one) programs = 0, try_program(strtoull(one, NULL, 10), steps, &o);
+    for (int i = 0; i < programs; i++)
+        try_program(lab_hash(h_seed(), (uint64_t)i, 41, 0), steps, &o);
     h_message("%d programs: %d replayed, %d whose steps differ", programs, o.replayed, o.differ);
     CHECK_MSG(!o.refused, "%d refused, the last one: %s", o.refused, o.why);
     CHECK(2 * o.replayed >= programs);
 }
-TEST(plan_random, programs) { many(W_SLOW ? 40 : 150); }
-TEST(long_plan_random, programs, SECONDS(600) | NIGHT) { many(W_SLOW ? 400 : 4000); }
+TEST(plan_random, programs) { many(W_SLOW ? 40 : 150, random_events); }
+TEST(long_plan_random, programs, SECONDS(600) | NIGHT) { many(W_SLOW ? 400 : 4000, random_events); }
+TEST(plan_random, microbatches) { many(W_SLOW ? 40 : 250, random_microbatches); }
+TEST(long_plan_random, microbatches, SECONDS(600) | NIGHT) {
+    many(W_SLOW ? 400 : 4000, random_microbatches);
+}
