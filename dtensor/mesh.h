@@ -8,6 +8,7 @@
 #define FSDPI_DTENSOR_MESH_H
 
 #include "route.h"
+#include "spec.h"
 
 #include <string.h>
 

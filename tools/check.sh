@@ -221,14 +221,14 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (11935), $((text / 1024)) KB of .text (180)," \
+    echo "note: fsdp.h and core/: $lines lines (12230), $((text / 1024)) KB of .text (188)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 11935 ] || die 'fsdp.h and core/ are too long'
-    [ "$text" -le $((180 * 1024)) ] || die 'too much code'
+    [ "$lines" -lt 12230 ] || die 'fsdp.h and core/ are too long'
+    [ "$text" -le $((188 * 1024)) ] || die 'too much code'
 }
 
 # What examples and tests include, with the one header in place of fsdp.h and core/.
