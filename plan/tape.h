@@ -255,8 +255,8 @@ static fsdp_status fsdpi_plan_play(void *user) {
     fsdpi_plan_tape *t = s->tape;
     fsdp_status status = FSDP_OK;
     int at = 0;
-    // The tape depends on options and `begin` only: not on the slots that units hold now, and not on
-    // the forwards of earlier steps. So the tape of a later rehearsal takes the same slots.
+    // The tape depends on options and `begin` only, neither on the slots that units hold now nor
+    // on forwards of earlier steps. So the tape of a later rehearsal takes the same slots.
     fsdpi_hold_slots(p->model, 0);
     p->model->num_order = 0;
     fsdpi_plan_restore_all(p, k->begin);
