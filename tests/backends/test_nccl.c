@@ -1216,8 +1216,9 @@ static void warm(int rank, int world, void *arg) {
     begin(&j, &variants[0], rank, world, 1);
     int64_t bytes = stub_live(STUB_DEVICE_BYTES);
     CALL(NULL, open_world(&j, "warm", 0));
-    for (int i = GATHER; i <= REDUCE; i++) /* of two communicators; a split compares */
-        CHECK_EQ_INT(stub_count(counted[i]), 2 * operations + (i == GATHER));
+    /* Of two communicators. A split compares, and ranks add the numbers that name their world. */
+    for (int i = GATHER; i <= REDUCE; i++)
+        CHECK_EQ_INT(stub_count(counted[i]), 2 * operations + (i == GATHER || i == REDUCE));
     for (int k = 0; k < 2 && operations > 1; k++) {
         CHECK_EQ_INT(sizes_gathered[4 * k + 1] * sizeof(float) * (size_t)world, 64 << 10);
         CHECK_EQ_INT(sizes_gathered[4 * k + 2] * sizeof(float) * (size_t)world, 32 << 20);

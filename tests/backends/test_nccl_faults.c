@@ -325,7 +325,7 @@ static const struct {
     const char *said;
 } absences[] = {{"sleeps", oversleeps, 3, 1, -1, "its last operation was"},
                 {"sleeps/rank_0", oversleeps, 2, 0, -1, "its last operation was"},
-                {"two_sleep", oversleeps, 3, 1, 2, "ranks 2, 1 have not come"},
+                {"two_sleep", oversleeps, 3, 1, 2, "ranks 1, 2 have not come"},
                 {"is_elsewhere", meets_elsewhere, 3, 2, -1, "it is in "}};
 
 TEST_P(nccl_faults, rank_that_does_not_come, absences) {

@@ -403,7 +403,7 @@ static void muon_replicas_rank(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_muon *muon;
     md.mesh = lab_hsdp(r->w, 2, r->size / 2);
-    d.replicas = FSDP_MUON_A_PART_EACH;
+    d.replicas = FSDP_MUON_A_PART_EACH, d.gemm = no_product;
     fsdp_model *m = lab_model(r->w, &md);
     fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
     CALL(r->w, fsdp_muon_create(m, &d, &muon));
