@@ -25,7 +25,7 @@ struct fsdp_ema {
     int64_t calls; // of fsdp_ema_update
     int swapped;
     int warned;                              // 1: it has warned of E9032
-    char item[40], step_item[40], label[48]; // names of its items; of itself, for texts
+    char item[48], step_item[48], label[48]; // names of its items; of itself, for texts
     char why[160];                           // of the lend while it is swapped
     int act;                                 // of the updates that are listed: FSDP_EMA_*
     double weight;                           // of these

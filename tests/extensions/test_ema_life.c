@@ -457,6 +457,30 @@ static void two_muons(lab_rank *r) {
     CALL(r->w, fsdp_muon_create(m.model, &d, &two));
     CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
 }
+/* Names of 31 letters that differ in the last one alone: no item has the name of another one. */
+static void long_names(lab_rank *r) {
+    static const char *const names[2] = {"abcdefghijklmnopqrstuvwxyz1234x",
+                                         "abcdefghijklmnopqrstuvwxyz1234y"};
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_ema *ema;
+    int found[2] = {0, 0};
+    (void)lab_unit(r->w, m, NULL, &p, 1);
+    for (int i = 0; i < 2; i++) {
+        fsdp_ema_desc d = fsdp_ema_defaults();
+        d.name = names[i];
+        CALL(r->w, fsdp_ema_create(m, &d, &ema));
+    }
+    for (;;) {
+        CALL(r->w, fsdp_next_state(m, &item));
+        if (!item.name) break;
+        for (int i = 0; i < 2; i++) found[i] += strstr(item.name, names[i]) != NULL;
+    }
+    for (int i = 0; i < 2; i++) CHECK_EQ_INT(found[i], 2); /* the average and its step */
+}
+TEST(ema_life, long_names) { lab_run(2, NULL, long_names, NULL); }
+
 TEST(ema_life, two_muons) { lab_run(2, NULL, two_muons, NULL); }
 
 /* Two averages on three ranks are saved, and exported by name. */

@@ -578,7 +578,7 @@ TEST_P(muon, owners_flights_bytes, plans) {
 /* Of each of two owners two matrices have just flight_bytes: one flight. */
 static void full_flight(lab_rank *r) {
     for (int less = 0; less < 2; less++) {
-        fsdp_muon_desc d = fsdp_muon_defaults();
+        fsdp_muon_desc d = lab_muon_defaults(r->w);
         fsdp_param_desc p[4];
         fsdp_muon *muon;
         char text[400];
