@@ -44,18 +44,22 @@
 #include <time.h>       // clock_gettime
 #include <unistd.h>     // fork, execvp
 
-enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500 };
-enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000 };
+enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500, COUNT_BYTES = 12 };
+enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000, NODES_MS = 2000 };
 #define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 // What is to be started, and what became of it.
 typedef struct job {
     int ranks, nodes, node; // ranks: of this node
+    int max_restarts, count; // count: how often the job was started again
     char host[256];         // of node 0, "": there is but this one
     int port;
     const char *name;
-    char **argv, id[128], store[300];
+    char **argv, base[128], id[128], store[300]; // base: the job's name, without the count
+    char first[400];     // text of the first failure of all starts
+    int first_status;    // its exit status
+    fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
     pid_t launcher;        // the process in front
     pid_t pids[RANKS_MAX]; // 0: has ended
     int left;              // ranks that run
@@ -84,6 +88,9 @@ static void usage(FILE *to) {
         "                   and --nproc-per-node RANKS, as torchrun\n"
         "  --grace SECONDS  from TERM to KILL; default: %d after a failure, %d when the user sends "
         "TERM\n"
+        "  --max-restarts N when a rank fails: start all ranks of the job again, on all nodes, at\n"
+        "                   most N times; FSDP_RESTART_COUNT says how often that was done. Default: "
+        "0\n"
         "  -h, --help       this text\n"
         "\n"
         "Several hosts: the same command on each, but for the node's rank.\n"
@@ -182,6 +189,8 @@ static int read_options(job *j, int argc, char **argv, int *help) {
             (v = option("-n", argv, &i)))
             bad = number("-n", v, 1, RANKS_MAX, &j->ranks);
         else if ((v = option("--grace", argv, &i))) bad = number("--grace", v, 0, 86400, &j->grace);
+        else if ((v = option("--max-restarts", argv, &i)))
+            bad = number("--max-restarts", v, 0, 1000000, &j->max_restarts);
         else if ((v = option("--nnodes", argv, &i)))
             bad = number("--nnodes", nodes = v, 1, NODES_MAX, &j->nodes);
         else if ((v = option("--node-rank", argv, &i))) node = v;
@@ -236,24 +245,28 @@ static int name_job(job *j) {
     struct timespec t;
     int used;
     clock_gettime(CLOCK_REALTIME, &t);
-    if (*j->host) used = snprintf(j->id, sizeof j->id, "fsdprun-%s:%d", j->host, j->port);
+    if (*j->host) used = snprintf(j->base, sizeof j->base, "fsdprun-%s:%d", j->host, j->port);
     else
-        used = snprintf(j->id, sizeof j->id, "fsdprun-%ld-%lld.%09ld", (long)getpid(),
+        used = snprintf(j->base, sizeof j->base, "fsdprun-%ld-%lld.%09ld", (long)getpid(),
                         (long long)t.tv_sec, t.tv_nsec);
-    if (j->name && used < (int)sizeof j->id)
-        used += snprintf(j->id + used, sizeof j->id - (size_t)used, "-%s", j->name);
+    if (j->name && used < (int)sizeof j->base)
+        used += snprintf(j->base + used, sizeof j->base - (size_t)used, "-%s", j->name);
     const char *v6 = strchr(j->host, ':');
     if (*j->host)
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,
                  v6 ? "]" : "", j->port);
     else snprintf(j->store, sizeof j->store, "host:");
-    if (used < (int)sizeof j->id) return 0;
+    if (used < (int)sizeof j->base - COUNT_BYTES) return 0;
     return complain("[E536] the names of --master and --job are together longer than %d bytes",
-                    (int)sizeof j->id - 1);
+                    (int)sizeof j->base - COUNT_BYTES - 1);
 }
 
-static void set_environment(const job *j) {
+/* The name of this start has its count: what is left of an earlier one does not meet these ranks. */
+static void set_environment(job *j) {
+    if (j->count) snprintf(j->id, sizeof j->id, "%.*s:r%d", (int)sizeof j->base, j->base, j->count);
+    else snprintf(j->id, sizeof j->id, "%s", j->base);
     setenv("FSDP_JOB_ID", j->id, 1);
+    set_number("FSDP_RESTART_COUNT", j->count);
     setenv("FSDP_STORE", j->store, 1);
     setenv("MASTER_ADDR", *j->host ? j->host : "127.0.0.1", 1);
     set_number("MASTER_PORT", *j->host ? j->port : free_port());
@@ -312,7 +325,7 @@ static int serve(job *j) {
     // On one host many programs never ask for it, and rank 0 of those that do can serve as well.
     if (fsdpi_store_serve(&d, &j->server, error, sizeof error))
         return *j->host ? (complain("%s", error), 1) : 0;
-    if (*j->host && fsdpi_store_port(j->server) != j->port)
+    if (*j->host && fsdpi_store_port(j->server) != j->port && !j->nodes_store)
         complain("[E537] port %d is taken: ranks meet at %s:%d", j->port, j->host,
                  fsdpi_store_port(j->server));
     return 0;
@@ -510,11 +523,17 @@ static const char *who_killed(const job *j, char *text, size_t size) {
     return text;
 }
 
+static void keep_first(job *j, const char *text) {
+    if (*j->first) return;
+    snprintf(j->first, sizeof j->first, "%s", text);
+    j->first_status = j->status;
+}
+
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
    others failed of. */
-static void tell(const job *j, int r, pid_t pid, int how) {
+static void tell(job *j, int r, pid_t pid, int how) {
     const int base = j->node * j->ranks;
-    char before[100] = "", by[200] = "";
+    char before[100] = "", by[200] = "", text[700];
     if (j->quiet) return;
     if (j->done == 1)
         snprintf(before, sizeof before, "; rank %d had ended before, with 0", base + j->first_done);
@@ -522,12 +541,16 @@ static void tell(const job *j, int r, pid_t pid, int how) {
         snprintf(before, sizeof before, "; %d ranks had ended before, with 0, rank %d as the first",
                  j->done, base + j->first_done);
     if (WIFSIGNALED(how))
-        complain("[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s", base + r,
+        snprintf(text, sizeof text,
+                 "[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s", base + r,
                  (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
                  WTERMSIG(how) == SIGKILL ? who_killed(j, by, sizeof by) : by, before);
     else
-        complain("[E542] rank %d (process %ld) failed with exit status %d%s", base + r, (long)pid,
-                 WEXITSTATUS(how), before);
+        snprintf(text, sizeof text, "[E542] rank %d (process %ld) failed with exit status %d%s",
+                 base + r, (long)pid, WEXITSTATUS(how), before);
+    complain("%s", text);
+    keep_first(j, text);
+    if (j->nodes_store) fsdpi_store_abort(j->nodes_store, FSDP_ERR_ABORTED, "", text);
 }
 
 // Has the user asked for the end, and we have not looked yet?
@@ -602,10 +625,110 @@ static void pass_on(job *j, int sig, const siginfo_t *info) {
     else if (!far) signal_ranks(j, sig, 0); // others would die of it
 }
 
+/* ---- several starts -------------------------------------------------------------------------- */
+
+// Has the fsdprun of another node ended, or one of its ranks failed? Then this start is over.
+static void look_at_nodes(job *j) {
+    fsdpi_verdict v;
+    char text[sizeof v.reason + 80];
+    if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
+    j->status = 1;
+    if (v.lost >= 0)
+        snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", v.lost);
+    else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
+    if (!j->quiet) complain("%s", text);
+    keep_first(j, text);
+}
+
+static int nodes_open(job *j, int64_t timeout_ms, char *error, size_t cap) {
+    fsdpi_store_desc d;
+    char name[sizeof j->base + 8];
+    memset(&d, 0, sizeof d);
+    snprintf(name, sizeof name, "%s:nodes", j->base);
+    d.boot.rank = j->node, d.boot.size = j->nodes;
+    d.boot.job = name, d.boot.store = j->store;
+    d.boot.timeout_ns = timeout_ms * 1000000;
+    d.boot.allocator.alloc = fsdpi_libc_alloc;
+    d.boot.allocator.free = fsdpi_libc_free;
+    d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    return fsdpi_store_open(&d, &j->nodes_store, error, cap) == FSDP_OK;
+}
+
+// All nodes start with the largest count that one of them knows: a new fsdprun knows none.
+static int agree_on_count(job *j) {
+    char key[32], value[16];
+    size_t bytes;
+    snprintf(key, sizeof key, "count.%d", j->node);
+    snprintf(value, sizeof value, "%d", j->count);
+    if (fsdpi_store_set(j->nodes_store, key, value, strlen(value))) return 0;
+    for (int node = 0; node < j->nodes; node++) {
+        snprintf(key, sizeof key, "count.%d", node);
+        if (fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes, NODES_MS * 1000000LL))
+            return 0;
+        value[bytes] = 0;
+        if (atoi(value) > j->count) j->count = atoi(value);
+    }
+    return 1;
+}
+
+/* The fsdpruns of all nodes meet before each start. A node whose fsdprun was killed may come back:
+   the others wait for it. Returns 0, or the exit status. */
+static int meet_nodes(job *j) {
+    const char *given = getenv("FSDP_TIMEOUT_MS");
+    const long most = given && atol(given) > 0 ? atol(given) : 60000, begin = now_ms();
+    char error[FSDPI_REASON + 200] = "";
+    if (j->nodes == 1 || !j->max_restarts) return 0;
+    for (;;) {
+        const struct timespec slice = {0, MOMENT_MS * 1000000L};
+        if (nodes_open(j, NODES_MS, error, sizeof error) && agree_on_count(j)) return 0;
+        fsdpi_store_close(j->nodes_store);
+        j->nodes_store = NULL;
+        j->quiet |= end_is_pending();
+        if (j->quiet) return 1;
+        if (now_ms() - begin > most) break;
+        nanosleep(&slice, NULL);
+    }
+    complain("[E559] the fsdpruns of the %d nodes have not met within %ld s: is one running on each "
+             "node, with the same --nnodes, --master, --job and FSDP_TOKEN? The last attempt (its "
+             "ranks are nodes): %s",
+             j->nodes, most / 1000, error);
+    return 1;
+}
+
+// Waits until the ranks of all nodes have ended well. Else this start has failed here, too.
+static void wait_for_nodes(job *j, const sigset_t *signals) {
+    const struct timespec none = {0, 0};
+    char key[32], value[8];
+    size_t bytes;
+    if (!j->nodes_store || j->status) return;
+    snprintf(key, sizeof key, "done.%d", j->node);
+    (void)fsdpi_store_set(j->nodes_store, key, "", 0);
+    for (int node = 0; node < j->nodes && !j->status && !j->quiet;) {
+        siginfo_t info;
+        int sig;
+        snprintf(key, sizeof key, "done.%d", node);
+        const fsdp_status status =
+            fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes, MOMENT_MS * 1000000LL);
+        look_at_nodes(j);
+        while ((sig = sigtimedwait(signals, &info, &none)) > 0)
+            j->quiet |= sig != SIGCHLD && sig != SIGUSR1 && sig != SIGUSR2;
+        if (status == FSDP_OK) node++;
+        else if (status != FSDP_ERR_TIMEOUT) break; // a failure, or node 0 has seen all and is gone
+    }
+    // Node 0 serves until the others have seen it.
+    const long begin = now_ms();
+    for (int node = 1; j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;) {
+        const struct timespec slice = {0, 5000000};
+        if (fsdpi_store_has_left(j->nodes_store, node)) node++;
+        else nanosleep(&slice, NULL), look_at_nodes(j);
+    }
+}
+
 static void look_after(job *j, const sigset_t *signals) {
-    while (reap(j) && !go_on_ending(j)) {
+    while (look_at_nodes(j), reap(j) && !go_on_ending(j)) {
         const int ending = j->term_at != NEVER || j->kill_at != NEVER;
-        const struct timespec slice = {!ending, ending * 10000000};
+        const int soon = ending || j->nodes_store;
+        const struct timespec slice = {!soon, soon * (ending ? 10 : MOMENT_MS) * 1000000L};
         siginfo_t info;
         int sig = sigtimedwait(signals, &info, &slice);
         if (getppid() != j->launcher) {
@@ -649,22 +772,57 @@ static void take_own_name(const job *j, char **argv) {
     snprintf(words, room, KEEPER " of %ld", (long)j->launcher);
 }
 
+// The words of the program in memory of their own: take_own_name writes over the old one.
+static int copy_words(job *j) {
+    int count = 0;
+    while (j->argv[count]) count++;
+    char **copy = (char **)calloc((size_t)count + 1, sizeof *copy);
+    for (int i = 0; copy && i < count; i++)
+        if (!(copy[i] = strdup(j->argv[i]))) return 1;
+    j->argv = copy;
+    return !copy;
+}
+
+// Starts all ranks once, and looks after them. Returns 0 if they were started.
+static int start_once(job *j, const sigset_t *signals, char **argv) {
+    j->server = NULL;
+    j->status = j->done = j->first_done = j->left = 0;
+    j->term_at = j->kill_at = NEVER, j->killed_at = 0;
+    j->oom_kills = count_oom_kills();
+    int failed = meet_nodes(j);
+    if (failed || j->count > j->max_restarts) return failed;
+    set_environment(j);
+    failed = serve(j);
+    say_served(j);
+    if (!failed) failed = start(j);
+    if (argv) take_own_name(j, argv);
+    if (!failed) look_after(j, signals), wait_for_nodes(j, signals);
+    else if (j->nodes_store)
+        fsdpi_store_abort(j->nodes_store, FSDP_ERR_ABORTED, "", "it could not start its ranks");
+    fsdpi_store_stop(j->server);
+    return failed;
+}
+
 // Returns the exit status of both processes.
 static int keep(job *j, sigset_t *signals, char **argv) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_PDEATHSIG, SIGRTMIN);
     sigaddset(signals, SIGRTMIN);
     if (getppid() != j->launcher) return 1;
-    j->oom_kills = count_oom_kills();
-    set_environment(j);
     set_token(j);
-    int failed = serve(j);
-    say_served(j);
-    if (!failed) failed = start(j);
-    take_own_name(j, argv);
-    if (!failed) look_after(j, signals);
-    fsdpi_store_stop(j->server);
-    return failed ? failed : j->status;
+    if (copy_words(j)) return complain("[E560] no memory for the words of the command"), 1;
+    for (int is_first = 1;; is_first = 0) {
+        const int failed = start_once(j, signals, is_first ? argv : NULL);
+        fsdpi_store_close(j->nodes_store);
+        j->nodes_store = NULL;
+        if (failed) return failed;
+        if (!j->status || j->quiet || !j->max_restarts) return j->status;
+        if (j->count++ >= j->max_restarts) break;
+        complain("all ranks are started again: restart %d of %d", j->count, j->max_restarts);
+    }
+    complain("[E561] the job has failed after %d restarts. The first failure: %s", j->max_restarts,
+             j->first);
+    return j->first_status;
 }
 
 // In the launcher. What a shell has started before it became this program is not of the job.
