@@ -51,19 +51,21 @@ enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 // What is to be started, and what became of it.
 typedef struct job {
-    int ranks, nodes, node; // ranks: of this node
+    int ranks, nodes, node;  // ranks: of this node
     int max_restarts, count; // count: how often the job was started again
-    char host[256];         // of node 0, "": there is but this one
+    char host[256];          // of node 0, "": there is but this one
     int port;
     const char *name;
     char **argv, base[128], id[128], store[300]; // base: the job's name, without the count
-    char first[400];     // text of the first failure of all starts
-    int first_status;    // its exit status
+    char first[700];                             // text of the first failure of all starts
+    int first_status;                            // its exit status
     fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
-    pid_t launcher;        // the process in front
+    int is_final;             // of no use to start again: another node has said so
+    pid_t launcher;           // the process in front
     pid_t pids[RANKS_MAX]; // 0: has ended
     int left;              // ranks that run
     int status, quiet;     // of the first failure, 0: none; quiet: the user wants the end
+    int asked;             // with the last of these signals
     int done, first_done;  // ranks that ended with 0, and the first of them
     int grace;             // seconds from TERM to KILL, -1: not said
     long term_at, kill_at; // when these are due, NEVER: not yet or no more
@@ -89,8 +91,8 @@ static void usage(FILE *to) {
         "  --grace SECONDS  from TERM to KILL; default: %d after a failure, %d when the user sends "
         "TERM\n"
         "  --max-restarts N when a rank fails: start all ranks of the job again, on all nodes, at\n"
-        "                   most N times; FSDP_RESTART_COUNT says how often that was done. Default: "
-        "0\n"
+        "                   most N times (default: 0). FSDP_RESTART_COUNT says how often that was\n"
+        "                   done. Give all nodes the same N\n"
         "  -h, --help       this text\n"
         "\n"
         "Several hosts: the same command on each, but for the node's rank.\n"
@@ -256,15 +258,16 @@ static int name_job(job *j) {
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,
                  v6 ? "]" : "", j->port);
     else snprintf(j->store, sizeof j->store, "host:");
-    if (used < (int)sizeof j->base - COUNT_BYTES) return 0;
+    const int room = (int)sizeof j->base - (j->max_restarts ? COUNT_BYTES : 0);
+    if (used < room) return 0;
     return complain("[E536] the names of --master and --job are together longer than %d bytes",
-                    (int)sizeof j->base - COUNT_BYTES - 1);
+                    room - 1);
 }
 
 /* The name of this start has its count: what is left of an earlier one does not meet these ranks. */
 static void set_environment(job *j) {
-    if (j->count) snprintf(j->id, sizeof j->id, "%.*s:r%d", (int)sizeof j->base, j->base, j->count);
-    else snprintf(j->id, sizeof j->id, "%s", j->base);
+    memcpy(j->id, j->base, sizeof j->id);
+    if (j->count) snprintf(j->id + strlen(j->id), COUNT_BYTES, ":r%d", j->count);
     setenv("FSDP_JOB_ID", j->id, 1);
     set_number("FSDP_RESTART_COUNT", j->count);
     setenv("FSDP_STORE", j->store, 1);
@@ -523,6 +526,13 @@ static const char *who_killed(const job *j, char *text, size_t size) {
     return text;
 }
 
+// Ends this start on the other nodes. is_final: to start again is of no use.
+static void tell_nodes(const job *j, int is_final, const char *text) {
+    if (!j->nodes_store) return;
+    fsdpi_store_abort(j->nodes_store, is_final ? FSDP_ERR_INVALID_STATE : FSDP_ERR_ABORTED, "",
+                      text);
+}
+
 static void keep_first(job *j, const char *text) {
     if (*j->first) return;
     snprintf(j->first, sizeof j->first, "%s", text);
@@ -534,7 +544,10 @@ static void keep_first(job *j, const char *text) {
 static void tell(job *j, int r, pid_t pid, int how) {
     const int base = j->node * j->ranks;
     char before[100] = "", by[200] = "", text[700];
-    if (j->quiet) return;
+    if (j->quiet) {
+        tell_nodes(j, 1, "the user has ended its fsdprun");
+        return;
+    }
     if (j->done == 1)
         snprintf(before, sizeof before, "; rank %d had ended before, with 0", base + j->first_done);
     if (j->done > 1)
@@ -550,7 +563,7 @@ static void tell(job *j, int r, pid_t pid, int how) {
                  base + r, (long)pid, WEXITSTATUS(how), before);
     complain("%s", text);
     keep_first(j, text);
-    if (j->nodes_store) fsdpi_store_abort(j->nodes_store, FSDP_ERR_ABORTED, "", text);
+    tell_nodes(j, 0, text);
 }
 
 // Has the user asked for the end, and we have not looked yet?
@@ -625,29 +638,48 @@ static void pass_on(job *j, int sig, const siginfo_t *info) {
     else if (!far) signal_ranks(j, sig, 0); // others would die of it
 }
 
+// Waits for a signal, at most so long, and passes it on.
+static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
+    const struct timespec slice = {ms / 1000, ms % 1000 * 1000000};
+    siginfo_t info;
+    int sig = sigtimedwait(signals, &info, &slice);
+    if (getppid() != j->launcher) {
+        // The store ends first and at once: other nodes are told that the launcher has died, not
+        // that ranks have.
+        execl("/proc/self/exe", KEEPER, (char *)NULL);
+        kill_rest(j);
+        _exit(128 + SIGKILL);
+    }
+    if (sig == SIGTERM || sig == SIGINT || sig == SIGHUP || sig == SIGQUIT) j->asked = sig;
+    pass_on(j, sig, &info);
+}
+
 /* ---- several starts -------------------------------------------------------------------------- */
 
 // Has the fsdprun of another node ended, or one of its ranks failed? Then this start is over.
 static void look_at_nodes(job *j) {
     fsdpi_verdict v;
-    char text[sizeof v.reason + 80];
+    char text[sizeof v.reason + 120];
     if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
     j->status = 1;
+    j->is_final = v.status == FSDP_ERR_INVALID_STATE;
     if (v.lost >= 0)
-        snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", v.lost);
+        snprintf(text, sizeof text,
+                 "[E557] the fsdprun of node %d has ended or is cut off: look at its output", v.lost);
     else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
     if (!j->quiet) complain("%s", text);
     keep_first(j, text);
 }
 
-static int nodes_open(job *j, int64_t timeout_ms, char *error, size_t cap) {
+// Joins the store in which each node is a rank. Node 0 serves it.
+static int join_nodes(job *j, char *error, size_t cap) {
     fsdpi_store_desc d;
     char name[sizeof j->base + 8];
     memset(&d, 0, sizeof d);
     snprintf(name, sizeof name, "%s:nodes", j->base);
     d.boot.rank = j->node, d.boot.size = j->nodes;
     d.boot.job = name, d.boot.store = j->store;
-    d.boot.timeout_ns = timeout_ms * 1000000;
+    d.boot.timeout_ns = NODES_MS * 1000000LL;
     d.boot.allocator.alloc = fsdpi_libc_alloc;
     d.boot.allocator.free = fsdpi_libc_free;
     d.boot.clock.now_ns = fsdpi_monotonic_ns;
@@ -655,90 +687,80 @@ static int nodes_open(job *j, int64_t timeout_ms, char *error, size_t cap) {
 }
 
 // All nodes start with the largest count that one of them knows: a new fsdprun knows none.
-static int agree_on_count(job *j) {
+static int agree_on_count(job *j, char *error, size_t cap) {
     char key[32], value[16];
     size_t bytes;
     snprintf(key, sizeof key, "count.%d", j->node);
     snprintf(value, sizeof value, "%d", j->count);
-    if (fsdpi_store_set(j->nodes_store, key, value, strlen(value))) return 0;
-    for (int node = 0; node < j->nodes; node++) {
+    fsdp_status status = fsdpi_store_set(j->nodes_store, key, value, strlen(value));
+    for (int node = 0; node < j->nodes && !status; node++) {
         snprintf(key, sizeof key, "count.%d", node);
-        if (fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes, NODES_MS * 1000000LL))
-            return 0;
-        value[bytes] = 0;
-        if (atoi(value) > j->count) j->count = atoi(value);
+        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes,
+                                 NODES_MS * 1000000LL);
+        value[status ? 0 : bytes] = 0;
+        if (!status && atoi(value) > j->count) j->count = atoi(value);
     }
-    return 1;
+    if (!status) return 1;
+    snprintf(error, cap, "node %d has not learned the counts of all", j->node);
+    tell_nodes(j, 0, error); // the others may have
+    return 0;
+}
+
+static void leave_nodes(job *j) {
+    fsdpi_store_close(j->nodes_store);
+    j->nodes_store = NULL;
 }
 
 /* The fsdpruns of all nodes meet before each start. A node whose fsdprun was killed may come back:
    the others wait for it. Returns 0, or the exit status. */
-static int meet_nodes(job *j) {
+static int meet_nodes(job *j, const sigset_t *signals) {
     const char *given = getenv("FSDP_TIMEOUT_MS");
     const long most = given && atol(given) > 0 ? atol(given) : 60000, begin = now_ms();
     char error[FSDPI_REASON + 200] = "";
     if (j->nodes == 1 || !j->max_restarts) return 0;
-    for (;;) {
-        const struct timespec slice = {0, MOMENT_MS * 1000000L};
-        if (nodes_open(j, NODES_MS, error, sizeof error) && agree_on_count(j)) return 0;
-        fsdpi_store_close(j->nodes_store);
-        j->nodes_store = NULL;
-        j->quiet |= end_is_pending();
-        if (j->quiet) return 1;
-        if (now_ms() - begin > most) break;
-        nanosleep(&slice, NULL);
+    while (now_ms() - begin < most) {
+        const int is_met = join_nodes(j, error, sizeof error) &&
+                           agree_on_count(j, error, sizeof error);
+        wait_for_signal(j, signals, is_met ? 0 : MOMENT_MS);
+        if (j->quiet) return tell_nodes(j, 1, "the user has ended its fsdprun"), 128 + j->asked;
+        if (is_met) return 0;
+        leave_nodes(j);
     }
-    complain("[E559] the fsdpruns of the %d nodes have not met within %ld s: is one running on each "
-             "node, with the same --nnodes, --master, --job and FSDP_TOKEN? The last attempt (its "
-             "ranks are nodes): %s",
-             j->nodes, most / 1000, error);
+    complain("[E559] the fsdpruns of the %d nodes have not met within %.1f s: is one running on "
+             "each node, with the same --nnodes, --master, --job and FSDP_TOKEN? The last attempt, "
+             "where rank K is node K: %s",
+             j->nodes, (double)most / 1000, error);
     return 1;
 }
 
 // Waits until the ranks of all nodes have ended well. Else this start has failed here, too.
 static void wait_for_nodes(job *j, const sigset_t *signals) {
-    const struct timespec none = {0, 0};
     char key[32], value[8];
     size_t bytes;
+    fsdp_status status = FSDP_OK;
     if (!j->nodes_store || j->status) return;
     snprintf(key, sizeof key, "done.%d", j->node);
     (void)fsdpi_store_set(j->nodes_store, key, "", 0);
-    for (int node = 0; node < j->nodes && !j->status && !j->quiet;) {
-        siginfo_t info;
-        int sig;
+    // When node 0 has seen all, its store ends: no failure.
+    for (int node = 0; node < j->nodes && !j->quiet && (!status || status == FSDP_ERR_TIMEOUT);) {
         snprintf(key, sizeof key, "done.%d", node);
-        const fsdp_status status =
-            fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes, MOMENT_MS * 1000000LL);
-        look_at_nodes(j);
-        while ((sig = sigtimedwait(signals, &info, &none)) > 0)
-            j->quiet |= sig != SIGCHLD && sig != SIGUSR1 && sig != SIGUSR2;
-        if (status == FSDP_OK) node++;
-        else if (status != FSDP_ERR_TIMEOUT) break; // a failure, or node 0 has seen all and is gone
+        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
+                                 MOMENT_MS * 1000000LL);
+        node += !status;
+        wait_for_signal(j, signals, 0);
     }
+    look_at_nodes(j);
     // Node 0 serves until the others have seen it.
     const long begin = now_ms();
-    for (int node = 1; j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;) {
-        const struct timespec slice = {0, 5000000};
+    for (int node = 1; j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;)
         if (fsdpi_store_has_left(j->nodes_store, node)) node++;
-        else nanosleep(&slice, NULL), look_at_nodes(j);
-    }
+        else wait_for_signal(j, signals, MOMENT_MS / 10), look_at_nodes(j);
 }
 
 static void look_after(job *j, const sigset_t *signals) {
     while (look_at_nodes(j), reap(j) && !go_on_ending(j)) {
         const int ending = j->term_at != NEVER || j->kill_at != NEVER;
-        const int soon = ending || j->nodes_store;
-        const struct timespec slice = {!soon, soon * (ending ? 10 : MOMENT_MS) * 1000000L};
-        siginfo_t info;
-        int sig = sigtimedwait(signals, &info, &slice);
-        if (getppid() != j->launcher) {
-            // The store ends first and at once: other nodes are told that the launcher has died,
-            // not that ranks have.
-            execl("/proc/self/exe", KEEPER, (char *)NULL);
-            kill_rest(j);
-            _exit(128 + SIGKILL);
-        }
-        pass_on(j, sig, &info);
+        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes_store ? MOMENT_MS : 1000);
     }
 }
 
@@ -789,21 +811,22 @@ static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->status = j->done = j->first_done = j->left = 0;
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();
-    int failed = meet_nodes(j);
-    if (failed || j->count > j->max_restarts) return failed;
+    int failed = meet_nodes(j, signals);
+    if (failed) return failed;
     set_environment(j);
     failed = serve(j);
     say_served(j);
     if (!failed) failed = start(j);
     if (argv) take_own_name(j, argv);
-    if (!failed) look_after(j, signals), wait_for_nodes(j, signals);
-    else if (j->nodes_store)
-        fsdpi_store_abort(j->nodes_store, FSDP_ERR_ABORTED, "", "it could not start its ranks");
+    if (failed) tell_nodes(j, 1, "its fsdprun could not start the ranks");
+    else look_after(j, signals), wait_for_nodes(j, signals);
     fsdpi_store_stop(j->server);
     return failed;
 }
 
-// Returns the exit status of both processes.
+/* Starts the ranks, and again as long as that is allowed and may be of use: not where the user has
+   ended the job, or a rank that was killed is still there. Returns the exit status of both
+   processes. */
 static int keep(job *j, sigset_t *signals, char **argv) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_PDEATHSIG, SIGRTMIN);
@@ -811,17 +834,17 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     if (getppid() != j->launcher) return 1;
     set_token(j);
     if (copy_words(j)) return complain("[E560] no memory for the words of the command"), 1;
-    for (int is_first = 1;; is_first = 0) {
-        const int failed = start_once(j, signals, is_first ? argv : NULL);
-        fsdpi_store_close(j->nodes_store);
-        j->nodes_store = NULL;
+    for (;; argv = NULL) {
+        const int failed = start_once(j, signals, argv);
+        leave_nodes(j);
         if (failed) return failed;
-        if (!j->status || j->quiet || !j->max_restarts) return j->status;
-        if (j->count++ >= j->max_restarts) break;
-        complain("all ranks are started again: restart %d of %d", j->count, j->max_restarts);
+        if (!j->status || j->quiet || j->is_final || j->left || !j->max_restarts) return j->status;
+        if (j->count >= j->max_restarts) break;
+        complain("all ranks are started again: restart %d of %d", ++j->count, j->max_restarts);
     }
-    complain("[E561] the job has failed after %d restarts. The first failure: %s", j->max_restarts,
-             j->first);
+    complain("[E561] the job has failed after %d restarts: --max-restarts %d allows no more. The "
+             "first failure: %s",
+             j->count, j->max_restarts, j->first);
     return j->first_status;
 }
 

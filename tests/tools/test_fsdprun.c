@@ -603,6 +603,7 @@ static const struct {
     {"nothing_behind", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
     {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
+    {"restarts", {"--max-restarts=-1", "true"}, "--max-restarts '-1': expected a number from 0", 2},
     {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
     {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
     {"not_there",
@@ -638,12 +639,112 @@ TEST_P(fsdprun, wrong_usage, wrong) {
     CHECK_EQ_INT(strncmp(output, "fsdprun: ", 9), 0);
 }
 
-TEST(fsdprun, names_that_are_too_long) {
-    char name[200];
+/* With restarts there has to be room for their count. */
+static const struct {
+    const char *name, *restarts;
+    int most;
+} names[] = {{"of_one_start", "0", 127}, {"of_many_starts", "1000000", 115}};
+TEST_P(fsdprun, names_that_are_too_long, names) {
+    char name[200], text[100];
     memset(name, 'x', sizeof name);
-    name[sizeof name - 1] = 0;
-    CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", "h", "--job", name, "true"), 2);
-    says("--master and --job are together longer than 127 bytes");
+    for (int over = 1; over >= 0; over--) {
+        name[row->most - (int)strlen("fsdprun-127.0.0.1:29500-") + over] = 0;
+        CHECK_EQ_INT(RUN("-n1", "--max-restarts", row->restarts, "--nnodes=1", "--master",
+                         "127.0.0.1", "--job", name, "true"),
+                     2 * over);
+        snprintf(text, sizeof text, "are together longer than %d bytes", row->most);
+        CHECK_EQ_INT(count(text), over);
+    }
+}
+
+/* ---- a job that comes back ------------------------------------------------------------------- */
+
+/* What each start says. */
+#define STARTED "test $RANK = 0 && echo start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.;"
+
+/* Each start of a job has another name: what is left of one does not meet the next. */
+static void check_starts(int starts) {
+    char part[32], id[200], other[200];
+    for (int k = 0; k < starts; k++) {
+        snprintf(part, sizeof part, "start=%d id=", k);
+        CHECK_EQ_INT(count(part), 1);
+        const char *at = strstr(output, part) + strlen(part);
+        snprintf(other, sizeof other, "%.*s", (int)strcspn(at, "\n"), at);
+        CHECK_EQ_INT(count(other), 1);
+        if (k == 0) snprintf(id, sizeof id, "%.*s:r", (int)strlen(other) - 1, other);
+        else CHECK_EQ_INT(strncmp(other, id, strlen(id)), 0);
+    }
+    CHECK_EQ_INT(count("start="), starts);
+    CHECK_EQ_INT(count("all ranks are started again: restart "), starts - 1);
+}
+
+static const struct {
+    const char *name, *restarts, *script;
+    int starts, status;
+    const char *first; /* what E561 says, NULL: nothing */
+} comebacks[] = {
+    {"never", "0", STARTED "exit 3", 1, 3, NULL},
+    {"fails_each_time", "2", STARTED "test $RANK = 0 || exec sleep 1000; exit $((FSDP_RESTART_COUNT + 3))",
+     3, 3, "[E542] rank 0 (process "},
+    {"is_killed_each_time", "1", STARTED "test $RANK = 1 && kill -9 $$; exec sleep 1000", 2, 137,
+     "[E541] rank 1 (process "},
+    {"fails_twice", "2", STARTED "test $FSDP_RESTART_COUNT = 2 || exit 3", 3, 0, NULL},
+    {"fails_once_of_many", "1000000", STARTED "test $FSDP_RESTART_COUNT = 1 || kill -9 $$", 2, 0, NULL},
+    {"is_well", "2", STARTED "true", 1, 0, NULL}};
+TEST_P(fsdprun, comes_back, comebacks) {
+    char text[80];
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts", row->restarts, "sh", "-c", row->script), row->status);
+    check_starts(row->starts);
+    CHECK_EQ_INT(count("[E561]"), row->first != NULL);
+    if (!row->first) return;
+    snprintf(text, sizeof text, "[E561] the job has failed after %d restarts", row->starts - 1);
+    says(text);
+    snprintf(text, sizeof text, "The first failure: %s", row->first);
+    says(text);
+    snprintf(text, sizeof text, "status %d\n", row->status); /* of the first, said once more */
+    if (row->status == 3) CHECK_EQ_INT(count(text), 2);
+}
+
+TEST(fsdprun, who_cannot_be_started_does_not_come_back) {
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts", "2", "/no/such/program"), 127);
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+/* All of a start has ended before the next one begins. */
+TEST(fsdprun, comes_back_to_an_empty_house) {
+    char script[600];
+    snprintf(script, sizeof script,
+             "cd %s; if test $FSDP_RESTART_COUNT = 0; then"
+             " test $RANK = 0 && { while ! test -s left; do sleep 0.01; done; exit 1; };"
+             " setsid sh -c 'trap \"\" TERM; echo $$ >left; while :; do sleep 0.05; done' & wait;"
+             "else test -e /proc/$(cat left) && echo it is there; true; fi",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n2", "--grace=0", "--max-restarts=1", "sh", "-c", script), 0);
+    says("restart 1 of 1");
+    CHECK_EQ_INT(count("it is there"), 0);
+}
+
+/* Who is ended by the user, or killed itself, does not come back. */
+static const struct {
+    const char *name;
+    int sig, of_keeper, status;
+} for_good[] = {{"term", SIGTERM, 0, 143},
+                {"interrupt", SIGINT, 0, 130},
+                {"kill", SIGKILL, 0, -1},
+                {"kill_of_keeper", SIGKILL, 1, 137}};
+TEST_P(fsdprun, does_not_come_back, for_good) {
+    pid_t pid = start("-n2", "--max-restarts", "5", "sh", "-c",
+                      STARTED "test $FSDP_RESTART_COUNT = 0 && exit 1;"
+                              "trap 'trap - INT; kill -INT $$' INT; echo ready keeper=$PPID,;"
+                              "while :; do sleep 0.05; done",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(row->of_keeper ? number_behind("keeper=") : pid, row->sig);
+    if (row->status >= 0) CHECK_EQ_INT(finish(pid), row->status);
+    else CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    CHECK(is_gone(pid, 20000));
+    read_output();
+    check_starts(2);
 }
 
 /* ---- odd surroundings ------------------------------------------------------------------------ */
@@ -1012,6 +1113,7 @@ TEST(fsdprun, help) {
     says("usage: fsdprun [-n RANKS]");
     says("--nnodes N ");
     says("--grace SECONDS ");
+    says("--max-restarts N ");
     says("128 + N when signal N killed it");
 }
 
