@@ -1012,6 +1012,71 @@ static void run_campaign(campaign *c, int kills) {
     CHECK_EQ_INT(c->kills, kills);
 }
 
+static int has_ended(pid_t pid) {
+    siginfo_t end;
+    memset(&end, 0, sizeof end);
+    CHECK_EQ_INT(waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT), 0);
+    return end.si_pid != 0;
+}
+
+/* One of the ranks of an fsdprun, whose child, the keeper, has them as children; waits until all
+   have been started. 0: fsdprun has ended. */
+static pid_t some_rank(pid_t launcher, int ranks, uint64_t *random) {
+    pid_t keeper, found[8];
+    while (children(launcher, &keeper, 1) != 1 || children(keeper, found, 8) != ranks) {
+        if (has_ended(launcher)) return 0;
+        usleep(1000);
+    }
+    return found[h_rand64(random) % (uint64_t)ranks];
+}
+
+static int restarts(void) {
+    char path[512];
+    int n = 0;
+    read_file(in_tmpdir(path, "err"), err_text);
+    for (const char *p = err_text; (p = strstr(p, "started again: restart ")) != NULL; p++) n++;
+    return n;
+}
+
+/* Kills one rank after another of a training that fsdprun starts again: each when a step that was
+   drawn is saved. The training ends as one that nobody has disturbed. Returns the kills. */
+static int comes_back(int kills, uint64_t *random, const curve *whole) {
+    char args[3072], path[512];
+    curve part;
+    int done = 0, left;
+    shell("rm -rf run run.csv; echo >err");
+    saved_args(args, sizeof args, "run", "--save-every 2 --sample 0");
+    const pid_t pid = start("tools/fsdprun -n 3 --max-restarts 1000", args);
+    while (done < kills) {
+        const int from = newest_step("run", &left), until = from + (int)(h_rand64(random) % 12);
+        pid_t rank;
+        while ((rank = some_rank(pid, 3, random)) && newest_step("run", &left) < until) usleep(1000);
+        if (!rank) break; // the training was faster
+        if (kill(rank, SIGKILL)) continue;
+        while (restarts() == done && !has_ended(pid)) usleep(1000);
+        done = restarts();
+    }
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(restarts(), done);
+    read_csv(in_tmpdir(path, "run.csv"), &part);
+    CHECK_EQ_INT(part.count, 50);
+    check_bits(whole, &part);
+    check_same_checkpoint("whole/step-00000050/manifest.json", "run/step-00000050/manifest.json");
+    return done;
+}
+
+static void come_back(int kills) {
+    curve whole;
+    uint64_t random = h_seed();
+    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    saved("whole", "--ranks 3 --save-every 2 --sample 0", &whole);
+    int done = 0;
+    while (done < kills) done += comes_back(kills - done, &random, &whole);
+    h_message("%d ranks were killed, and as often the training came back", done);
+}
+TEST(resume, comes_back, SECONDS(120)) { come_back(4); }
+TEST(long_gpt, comes_back, SECONDS(1800) | NIGHT) { come_back(50); }
+
 TEST(resume, killed, SECONDS(120)) {
     campaign c;
     run_campaign(&c, 5);
