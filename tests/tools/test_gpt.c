@@ -636,6 +636,7 @@ static int children(pid_t parent, pid_t *pids, int max) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)parent, (int)parent);
     FILE *file = fopen(path, "r");
+    if (!file && kill(parent, 0)) return 0; // it has ended
     if (!file) SKIP("no /proc/PID/task/PID/children");
     text[fread(text, 1, sizeof text - 1, file)] = 0;
     fclose(file);
