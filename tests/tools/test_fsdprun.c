@@ -26,6 +26,7 @@ static const char *launcher(void) {
 
 /* How the next ones are started: words in front (timeout 9), and what the child does before. */
 static const char *const *in_front;
+static int appends; /* the output follows that of those before */
 static void (*prepare)(void);
 
 /* One end of a pipe whose other end the launcher has, and hands on to all that it starts: as long
@@ -70,7 +71,7 @@ static pid_t start_words(const char *word, va_list more) {
     fflush(NULL);
     pid_t pid = fork_holding();
     if (pid) return pid;
-    int file = open(path, O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
+    int file = open(path, O_CREAT | (appends ? 0 : O_TRUNC) | O_RDWR | O_APPEND, 0600);
     dup2(file, STDOUT_FILENO);
     dup2(file, STDERR_FILENO);
     close(file);
@@ -1290,4 +1291,181 @@ TEST(fsdprun, a_port_that_is_taken) {
     h_ranks_thread(JOB_SIZE, join_rank, &s); /* others find it as they know where it may be */
     end_node_0(&s);
     close_all(&s);
+}
+
+/* ---- a job of two nodes that comes back ------------------------------------------------------- */
+
+static int nodes_port;
+
+static pid_t start_node(int node, const char *program, const char *script) {
+    char rank[8], address[64];
+    appends = 1;
+    snprintf(rank, sizeof rank, "%d", node);
+    snprintf(address, sizeof address, "127.0.0.1:%d", nodes_port);
+    return start("-n2", "--nnodes=2", "--node-rank", rank, "--master", address, "--max-restarts=2",
+                 program, "-c", script, (const char *)NULL);
+}
+
+/* A rank says which start it is of, and who it is. It ends when "go" exists. */
+static const char *until_go(void) {
+    static char script[600];
+    snprintf(script, sizeof script,
+             "echo rank$RANK.$FSDP_RESTART_COUNT=$$, keeper$GROUP_RANK=$PPID, "
+             "start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.; while ! test -e %s/go; do sleep 0.02;"
+             "done",
+             h_tmpdir());
+    return script;
+}
+
+/* Both nodes, whose ranks have said so. */
+static void start_nodes(pid_t *nodes, const char *timeout_ms) {
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", timeout_ms, 1);
+    for (int k = 0; k < 2; k++) nodes[k] = start_node(k, "sh", until_go());
+    read_until("start=0", 4);
+}
+
+/* All ranks of all nodes have been started again, once, under a new name. */
+static void end_second_start(const pid_t *nodes) {
+    char id[64];
+    read_until("start=1", 4);
+    go();
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(nodes[k]), 0);
+    snprintf(id, sizeof id, "id=fsdprun-127.0.0.1:%d:r1.\n", nodes_port);
+    CHECK_EQ_INT(count(id), 4);
+    CHECK_EQ_INT(count("start=2"), 0);
+}
+
+static const struct {
+    const char *name;
+    int rank;
+} of_nodes[] = {{"first_of_node_0", 0}, {"last_of_node_0", 1}, {"first_of_node_1", 2}, {"last_of_node_1", 3}};
+TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
+    pid_t nodes[2];
+    char text[80];
+    start_nodes(nodes, "60000");
+    snprintf(text, sizeof text, "rank%d.0=", row->rank);
+    CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+    end_second_start(nodes);
+    snprintf(text, sizeof text, "fsdprun: [E541] rank %d (process ", row->rank);
+    says(text);
+    snprintf(text, sizeof text, "fsdprun: [E558] on node %d: [E541] rank %d (", row->rank / 2, row->rank);
+    says(text);
+}
+
+/* The same command as before is all that a node needs. */
+static const struct {
+    const char *name;
+    int node, of_keeper;
+} lost_nodes[] = {{"node_0", 0, 0}, {"node_1", 1, 0}, {"keeper_of_node_0", 0, 1}, {"keeper_of_node_1", 1, 1}};
+static void kill_node(int node, int of_keeper, pid_t *nodes) {
+    char text[80];
+    snprintf(text, sizeof text, "keeper%d=", node);
+    CHECK_EQ_INT(kill(of_keeper ? number_behind(text) : nodes[node], SIGKILL), 0);
+    CHECK_EQ_INT(waitpid(nodes[node], NULL, 0), nodes[node]);
+    CHECK(is_gone(nodes[node], 20000));
+    snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", node);
+    read_until(text, 1);
+}
+TEST_P(fsdprun, a_node_comes_back, lost_nodes) {
+    pid_t nodes[2];
+    start_nodes(nodes, "60000");
+    kill_node(row->node, row->of_keeper, nodes);
+    nodes[row->node] = start_node(row->node, "sh", until_go());
+    end_second_start(nodes);
+}
+
+TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
+    pid_t nodes[2];
+    start_nodes(nodes, "700");
+    kill_node(row->node, row->of_keeper, nodes);
+    CHECK_EQ_INT(finish(nodes[!row->node]), 1);
+    says("[E559] the fsdpruns of the 2 nodes have not met within 0.7 s");
+    CHECK_EQ_INT(count("start=1"), 0);
+}
+
+/* Who has ended well starts again, too, when another node fails later. */
+TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
+    pid_t nodes[2];
+    setenv("DIR", h_tmpdir(), 1);
+    nodes_port = h_free_port();
+    for (int k = 0; k < 2; k++)
+        nodes[k] = start_node(k, "sh",
+                              "echo rank$RANK=$$, start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.;"
+                              "test $GROUP_RANK.$FSDP_RESTART_COUNT = 1.0 || exit 0;"
+                              "while ! test -e $DIR/go; do sleep 0.02; done; exit 5");
+    read_until("start=0", 4);
+    while (state_of(number_behind("rank0=")) != 'X' || state_of(number_behind("rank1=")) != 'X')
+        usleep(1000);
+    go();
+    end_second_start(nodes);
+}
+
+TEST(fsdprun, nodes_fail_each_time) {
+    pid_t nodes[2];
+    nodes_port = h_free_port();
+    for (int k = 0; k < 2; k++)
+        nodes[k] = start_node(k, "sh",
+                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 &&"
+                              "exit $((FSDP_RESTART_COUNT + 3)); exec sleep 1000");
+    CHECK_EQ_INT(finish(nodes[1]), 3);
+    CHECK_EQ_INT(finish(nodes[0]), 1);
+    CHECK_EQ_INT(count("start="), 12);
+    CHECK_EQ_INT(count("[E561] the job has failed after 2 restarts"), 2);
+    CHECK_EQ_INT(count("The first failure: [E542] rank 3 ("), 1);
+    CHECK_EQ_INT(count("The first failure: [E558] on node 1: [E542] rank 3 ("), 1);
+    CHECK_EQ_INT(count("exit status 3\n"), 4);
+}
+
+/* To start again is of no use: the other node does not wait for this one. */
+TEST(fsdprun, a_node_that_cannot_start_ends_all) {
+    pid_t nodes[2];
+    nodes_port = h_free_port();
+    nodes[0] = start_node(0, "sh", "sleep 1000");
+    nodes[1] = start_node(1, "/no/such/program", "");
+    CHECK_EQ_INT(finish(nodes[1]), 127);
+    CHECK_EQ_INT(finish(nodes[0]), 1);
+    says("[E558] on node 1: its fsdprun could not start the ranks");
+    CHECK_EQ_INT(count("started again"), 0);
+}
+static const struct {
+    const char *name;
+    int node;
+} ended_nodes[] = {{"node_0", 0}, {"node_1", 1}};
+TEST_P(fsdprun, who_ends_a_node_ends_all, ended_nodes) {
+    pid_t nodes[2];
+    char text[80];
+    start_nodes(nodes, "60000");
+    kill(nodes[row->node], SIGTERM);
+    CHECK_EQ_INT(finish(nodes[row->node]), 143);
+    CHECK_EQ_INT(finish(nodes[!row->node]), 1);
+    snprintf(text, sizeof text, "[E558] on node %d: the user has ended its fsdprun", row->node);
+    says(text);
+    CHECK_EQ_INT(count("started again"), 0);
+}
+
+/* Node 1 is not there yet. */
+static const struct {
+    const char *name;
+    int sig;
+} meeting[] = {{"term", SIGTERM}, {"interrupt", SIGINT}, {"kill", SIGKILL}};
+TEST_P(fsdprun, ends_while_nodes_meet, meeting) {
+    struct sockaddr_in a;
+    int fd, status;
+    nodes_port = h_free_port();
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    a.sin_port = htons((uint16_t)nodes_port);
+    pid_t pid = start_node(0, "sh", "");
+    for (int there = 0; !there; close(fd)) {
+        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        there = !connect(fd, (struct sockaddr *)&a, sizeof a);
+        if (!there) usleep(1000);
+    }
+    kill(pid, row->sig);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), 128 + row->sig);
+    CHECK(is_gone(pid, 20000));
 }

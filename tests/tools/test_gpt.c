@@ -4,6 +4,7 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN) | SLOW
 #include "harness.h"
+#include "backends/netns.h"
 
 #include <math.h>      // fabs
 #include <sys/prctl.h> // prctl
@@ -1031,52 +1032,121 @@ static pid_t some_rank(pid_t launcher, int ranks, uint64_t *random) {
     return found[h_rand64(random) % (uint64_t)ranks];
 }
 
-static int restarts(void) {
+/* A training under fsdprun, of 3 ranks or of two nodes with 2 ranks each, and its disturbances. */
+typedef struct {
+    int nodes, port;
+    const char *master; // of two nodes; in namespaces if it is not of this host
+    char args[3072];
+    pid_t pids[2];
+    uint64_t random;
+    curve whole;
+} comeback;
+
+static void start_node(comeback *c, int node) {
+    char prefix[200] = "tools/fsdprun -n 3 --max-restarts 1000";
+    const int is_far = c->nodes == 2 && strncmp(c->master, "127.", 4) != 0;
+    if (c->nodes == 2)
+        snprintf(prefix, sizeof prefix,
+                 "tools/fsdprun -n 2 --nnodes 2 --node-rank %d --master %s:%d --max-restarts 1000",
+                 node, c->master, c->port);
+    if (is_far) n_enter(n_host[node]);
+    c->pids[node] = start_tagged(prefix, c->args, node ? "1" : "0");
+    if (is_far) n_enter(n_router);
+}
+
+static void start_nodes(comeback *c, const char *dir) {
+    saved_args(c->args, sizeof c->args, dir, "--save-every 2 --sample 0");
+    for (int k = 0; k < c->nodes; k++) start_node(c, k);
+}
+
+static void finish_nodes(comeback *c, const char *dir, curve *out) {
+    char path[512], name[64];
+    for (int k = 0; k < c->nodes; k++) CHECK_EQ_INT(finish_tagged(c->pids[k], k ? "1" : "0"), 0);
+    snprintf(name, sizeof name, "%s.csv", dir);
+    read_csv(in_tmpdir(path, name), out);
+    CHECK_EQ_INT(out->count, 50);
+}
+
+/* How often this node's fsdprun has started its ranks again. */
+static int restarts(int node) {
     char path[512];
     int n = 0;
-    read_file(in_tmpdir(path, "err"), err_text);
+    read_file(in_tmpdir(path, node ? "err1" : "err0"), err_text);
     for (const char *p = err_text; (p = strstr(p, "started again: restart ")) != NULL; p++) n++;
     return n;
 }
 
-/* Kills one rank after another of a training that fsdprun starts again: each when a step that was
-   drawn is saved. The training ends as one that nobody has disturbed. Returns the kills. */
-static int comes_back(int kills, uint64_t *random, const curve *whole) {
-    char args[3072], path[512];
-    curve part;
-    int done = 0, left;
-    shell("rm -rf run run.csv; echo >err");
-    saved_args(args, sizeof args, "run", "--save-every 2 --sample 0");
-    const pid_t pid = start("tools/fsdprun -n 3 --max-restarts 1000", args);
-    while (done < kills) {
-        const int from = newest_step("run", &left), until = from + (int)(h_rand64(random) % 12);
-        pid_t rank;
-        while ((rank = some_rank(pid, 3, random)) && newest_step("run", &left) < until) usleep(1000);
-        if (!rank) break; // the training was faster
-        if (kill(rank, SIGKILL)) continue;
-        while (restarts() == done && !has_ended(pid)) usleep(1000);
-        done = restarts();
+/* Kills a rank or, of two nodes, a whole fsdprun, which is started again with the same command: when
+   a step that was drawn is saved. Returns 0 if the training was faster. */
+static int disturb(comeback *c, int kind) {
+    const int node = kind % c->nodes, is_node = c->nodes == 2 && kind / 2 % 2;
+    const int other = is_node ? !node : node; // who tells that there was a failure
+    const int before = restarts(other);
+    int left;
+    const int until = newest_step("run", &left) + (int)(h_rand64(&c->random) % 12);
+    pid_t rank;
+    while ((rank = some_rank(c->pids[node], c->nodes == 2 ? 2 : 3, &c->random)) != 0 &&
+           newest_step("run", &left) < until)
+        usleep(1000);
+    if (!rank) return 0;
+    if (is_node) {
+        CHECK_EQ_INT(kill(c->pids[node], SIGKILL), 0);
+        CHECK_EQ_INT(waitpid(c->pids[node], NULL, 0), c->pids[node]);
+        start_node(c, node);
+    } else if (kill(rank, SIGKILL)) {
+        return 0;
     }
-    CHECK_EQ_INT(finish(pid), 0);
-    CHECK_EQ_INT(restarts(), done);
-    read_csv(in_tmpdir(path, "run.csv"), &part);
-    CHECK_EQ_INT(part.count, 50);
-    check_bits(whole, &part);
-    check_same_checkpoint("whole/step-00000050/manifest.json", "run/step-00000050/manifest.json");
-    return done;
+    while (restarts(other) == before && !has_ended(c->pids[other])) usleep(1000);
+    return restarts(other) > before;
 }
 
-static void come_back(int kills) {
-    curve whole;
-    uint64_t random = h_seed();
-    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
-    saved("whole", "--ranks 3 --save-every 2 --sample 0", &whole);
+/* A training that is disturbed again and again ends as one that nobody has disturbed. */
+static void come_back(comeback *c, int kills) {
+    curve part;
     int done = 0;
-    while (done < kills) done += comes_back(kills - done, &random, &whole);
-    h_message("%d ranks were killed, and as often the training came back", done);
+    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    c->random = h_seed();
+    c->port = h_free_port();
+    start_nodes(c, "whole");
+    finish_nodes(c, "whole", &c->whole);
+    while (done < kills) {
+        shell("rm -rf run run.csv");
+        start_nodes(c, "run");
+        while (done < kills && disturb(c, done)) done++;
+        finish_nodes(c, "run", &part);
+        check_bits(&c->whole, &part);
+        check_same_checkpoint("whole/step-00000050/manifest.json",
+                              "run/step-00000050/manifest.json");
+    }
+    h_message("%d kills, and as often the training came back", done);
 }
-TEST(resume, comes_back, SECONDS(120)) { come_back(4); }
-TEST(long_gpt, comes_back, SECONDS(1800) | NIGHT) { come_back(50); }
+TEST(resume, comes_back, SECONDS(120)) {
+    comeback c = {1, 0, "", "", {0, 0}, 0, {0}};
+    come_back(&c, 4);
+}
+TEST(long_gpt, comes_back, SECONDS(1800) | NIGHT) {
+    comeback c = {1, 0, "", "", {0, 0}, 0, {0}};
+    come_back(&c, 50);
+}
+
+/* Over Gloo, as in test_cluster.c. */
+static void come_back_on_two_nodes(const char *master, int kills) {
+    comeback c = {2, 0, master, "", {0, 0}, 0, {0}};
+    char path[512];
+    const char *dir = getenv("FSDP_BUILD");
+    snprintf(path, sizeof path, "%s/gloo/examples/train_gpt", dir && *dir ? dir : "build");
+    if (access(path, X_OK)) SKIP("no examples with the Gloo backend here: make gloo");
+    setenv("GPT_BIN", path, 1);
+    setenv("FSDP_BACKEND", "gloo", 1);
+    setenv("FSDP_TOKEN", "of the tests", 1);
+    come_back(&c, kills);
+}
+TEST(resume, two_nodes_come_back, SECONDS(240)) { come_back_on_two_nodes("127.0.0.1", 4); }
+TEST(long_gpt, two_nodes_come_back, SECONDS(3600) | NIGHT) {
+    const char *why = n_hosts(2);
+    if (why) SKIP(why);
+    come_back_on_two_nodes("10.77.0.2", 50);
+}
 
 TEST(resume, killed, SECONDS(120)) {
     campaign c;
