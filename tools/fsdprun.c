@@ -701,8 +701,8 @@ static int agree_on_count(job *j, char *error, size_t cap) {
         if (!status && atoi(value) > j->count) j->count = atoi(value);
     }
     if (!status) return 1;
-    snprintf(error, cap, "node %d has not learned the counts of all", j->node);
-    tell_nodes(j, 0, error); // the others may have
+    snprintf(error, cap, "%s", fsdp_status_name(status));
+    tell_nodes(j, 0, "its fsdprun has not learned the counts of all"); // the others may have
     return 0;
 }
 
@@ -794,15 +794,16 @@ static void take_own_name(const job *j, char **argv) {
     snprintf(words, room, KEEPER " of %ld", (long)j->launcher);
 }
 
-// The words of the program in memory of their own: take_own_name writes over the old one.
+// Gives the program's words memory of their own: take_own_name writes over the old one. Returns 0
+// when there is none.
 static int copy_words(job *j) {
     int count = 0;
     while (j->argv[count]) count++;
     char **copy = (char **)calloc((size_t)count + 1, sizeof *copy);
     for (int i = 0; copy && i < count; i++)
-        if (!(copy[i] = strdup(j->argv[i]))) return 1;
-    j->argv = copy;
-    return !copy;
+        if (!(copy[i] = strdup(j->argv[i]))) return 0;
+    if (copy) j->argv = copy;
+    return copy != NULL;
 }
 
 // Starts all ranks once, and looks after them. Returns 0 if they were started.
@@ -833,14 +834,15 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     sigaddset(signals, SIGRTMIN);
     if (getppid() != j->launcher) return 1;
     set_token(j);
-    if (copy_words(j)) return complain("[E560] no memory for the words of the command"), 1;
+    if (!copy_words(j)) argv = NULL; // without memory the keeper has no name of its own
     for (;; argv = NULL) {
         const int failed = start_once(j, signals, argv);
         leave_nodes(j);
         if (failed) return failed;
         if (!j->status || j->quiet || j->is_final || j->left || !j->max_restarts) return j->status;
         if (j->count >= j->max_restarts) break;
-        complain("all ranks are started again: restart %d of %d", ++j->count, j->max_restarts);
+        complain("[E560] all ranks are started again: restart %d of %d", ++j->count,
+                 j->max_restarts);
     }
     complain("[E561] the job has failed after %d restarts: --max-restarts %d allows no more. The "
              "first failure: %s",
