@@ -62,15 +62,15 @@ typedef struct job {
     fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
     int is_final;             // of no use to start again: another node has said so
     pid_t launcher;           // the process in front
-    pid_t pids[RANKS_MAX]; // 0: has ended
-    int left;              // ranks that run
-    int status, quiet;     // of the first failure, 0: none; quiet: the user wants the end
-    int asked;             // with the last of these signals
-    int done, first_done;  // ranks that ended with 0, and the first of them
-    int grace;             // seconds from TERM to KILL, -1: not said
-    long term_at, kill_at; // when these are due, NEVER: not yet or no more
-    long killed_at;        // 0: KILL was not sent
-    long oom_kills;        // of the system, before the ranks were started
+    pid_t pids[RANKS_MAX];    // 0: has ended
+    int left;                 // ranks that run
+    int status, quiet;        // of the first failure, 0: none; quiet: the user wants the end
+    int asked;                // with the last of these signals
+    int done, first_done;     // ranks that ended with 0, and the first of them
+    int grace;                // seconds from TERM to KILL, -1: not said
+    long term_at, kill_at;    // when these are due, NEVER: not yet or no more
+    long killed_at;           // 0: KILL was not sent
+    long oom_kills;           // of the system, before the ranks were started
     fsdpi_store_server *server;
 } job;
 #define NEVER LONG_MAX
@@ -554,9 +554,8 @@ static void tell(job *j, int r, pid_t pid, int how) {
         snprintf(before, sizeof before, "; %d ranks had ended before, with 0, rank %d as the first",
                  j->done, base + j->first_done);
     if (WIFSIGNALED(how))
-        snprintf(text, sizeof text,
-                 "[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s", base + r,
-                 (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
+        snprintf(text, sizeof text, "[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s",
+                 base + r, (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
                  WTERMSIG(how) == SIGKILL ? who_killed(j, by, sizeof by) : by, before);
     else
         snprintf(text, sizeof text, "[E542] rank %d (process %ld) failed with exit status %d%s",
@@ -665,7 +664,8 @@ static void look_at_nodes(job *j) {
     j->is_final = v.status == FSDP_ERR_INVALID_STATE;
     if (v.lost >= 0)
         snprintf(text, sizeof text,
-                 "[E557] the fsdprun of node %d has ended or is cut off: look at its output", v.lost);
+                 "[E557] the fsdprun of node %d has ended or is cut off: look at its output",
+                 v.lost);
     else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
     if (!j->quiet) complain("%s", text);
     keep_first(j, text);
@@ -752,7 +752,8 @@ static void wait_for_nodes(job *j, const sigset_t *signals) {
     look_at_nodes(j);
     // Node 0 serves until the others have seen it.
     const long begin = now_ms();
-    for (int node = 1; j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;)
+    for (int node = 1;
+         j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;)
         if (fsdpi_store_has_left(j->nodes_store, node)) node++;
         else wait_for_signal(j, signals, MOMENT_MS / 10), look_at_nodes(j);
 }

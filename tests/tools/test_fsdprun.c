@@ -500,7 +500,8 @@ TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes, strstr(row->script, "
     CHECK(is_gone(pid, 20000));
 }
 
-TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes, strstr(row->script, "trap") ? SLOW : 0) {
+TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes,
+       strstr(row->script, "trap") ? SLOW : 0) {
     pid_t pid = start_shape((int)(row - shapes), "1");
     kill(number_behind("keeper="), SIGKILL);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
@@ -683,15 +684,17 @@ static const struct {
     const char *name, *restarts, *script;
     int starts, status;
     const char *first; /* what E561 says, NULL: nothing */
-} comebacks[] = {
-    {"never", "0", STARTED "exit 3", 1, 3, NULL},
-    {"fails_each_time", "2", STARTED "test $RANK = 0 || exec sleep 1000; exit $((FSDP_RESTART_COUNT + 3))",
-     3, 3, "[E542] rank 0 (process "},
-    {"is_killed_each_time", "1", STARTED "test $RANK = 1 && kill -9 $$; exec sleep 1000", 2, 137,
-     "[E541] rank 1 (process "},
-    {"fails_twice", "2", STARTED "test $FSDP_RESTART_COUNT = 2 || exit 3", 3, 0, NULL},
-    {"fails_once_of_many", "1000000", STARTED "test $FSDP_RESTART_COUNT = 1 || kill -9 $$", 2, 0, NULL},
-    {"is_well", "2", STARTED "true", 1, 0, NULL}};
+} comebacks[] = {{"never", "0", STARTED "exit 3", 1, 3, NULL},
+                 {"fails_each_time", "2",
+                  STARTED "test $RANK = 0 || exec sleep 1000; exit $((FSDP_RESTART_COUNT + 3))", 3,
+                  3, "[E542] rank 0 (process "},
+                 {"is_killed_each_time", "1",
+                  STARTED "test $RANK = 1 && kill -9 $$; exec sleep 1000", 2, 137,
+                  "[E541] rank 1 (process "},
+                 {"fails_twice", "2", STARTED "test $FSDP_RESTART_COUNT = 2 || exit 3", 3, 0, NULL},
+                 {"fails_once_of_many", "1000000",
+                  STARTED "test $FSDP_RESTART_COUNT = 1 || kill -9 $$", 2, 0, NULL},
+                 {"is_well", "2", STARTED "true", 1, 0, NULL}};
 TEST_P(fsdprun, comes_back, comebacks) {
     char text[80];
     CHECK_EQ_INT(RUN("-n2", "--max-restarts", row->restarts, "sh", "-c", row->script), row->status);
@@ -1340,7 +1343,8 @@ static void end_second_start(const pid_t *nodes) {
 static const struct {
     const char *name;
     int rank;
-} of_nodes[] = {{"first_of_node_0", 0}, {"last_of_node_0", 1}, {"first_of_node_1", 2}, {"last_of_node_1", 3}};
+} of_nodes[] = {
+    {"first_of_node_0", 0}, {"last_of_node_0", 1}, {"first_of_node_1", 2}, {"last_of_node_1", 3}};
 TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
     pid_t nodes[2];
     char text[80];
@@ -1350,7 +1354,8 @@ TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
     end_second_start(nodes);
     snprintf(text, sizeof text, "fsdprun: [E541] rank %d (process ", row->rank);
     says(text);
-    snprintf(text, sizeof text, "fsdprun: [E558] on node %d: [E541] rank %d (", row->rank / 2, row->rank);
+    snprintf(text, sizeof text, "fsdprun: [E558] on node %d: [E541] rank %d (", row->rank / 2,
+             row->rank);
     says(text);
 }
 
@@ -1358,7 +1363,8 @@ TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
 static const struct {
     const char *name;
     int node, of_keeper;
-} lost_nodes[] = {{"node_0", 0, 0}, {"node_1", 1, 0}, {"keeper_of_node_0", 0, 1}, {"keeper_of_node_1", 1, 1}};
+} lost_nodes[] = {
+    {"node_0", 0, 0}, {"node_1", 1, 0}, {"keeper_of_node_0", 0, 1}, {"keeper_of_node_1", 1, 1}};
 static void kill_node(int node, int of_keeper, pid_t *nodes) {
     char text[80];
     snprintf(text, sizeof text, "keeper%d=", node);

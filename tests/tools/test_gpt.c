@@ -192,7 +192,9 @@ TEST_P(gpt, parity_of_lines, line_worlds) {
 static const struct {
     const char *name, *options;
     int saves;
-} muons[] = {{"ranks=2", "--ranks 2", 0}, {"ranks=3,saved", "--ranks 3", 1}, {"ranks=4,plan", "--ranks 4 --plan", 0}};
+} muons[] = {{"ranks=2", "--ranks 2", 0},
+             {"ranks=3,saved", "--ranks 3", 1},
+             {"ranks=4,plan", "--ranks 4 --plan", 0}};
 
 TEST_P(gpt, parity_of_muon, muons) {
     curve adamw, one, many;
@@ -468,7 +470,8 @@ static void ema_losses(const char *options, double *loss, curve *c) {
     train("", options, c);
     const char *line = strstr(out_text, "\nema    decay 0.8: loss ");
     CHECK_MSG(line != NULL, "no losses");
-    CHECK_EQ_INT(sscanf(line, "\nema decay 0.8: loss %lf of the weights, %lf of their average, over 8",
+    CHECK_EQ_INT(sscanf(line,
+                        "\nema decay 0.8: loss %lf of the weights, %lf of their average, over 8",
                         &loss[0], &loss[1]),
                  2);
 }
@@ -700,10 +703,11 @@ static double behind(const char *text) {
 /* A training ends with the screen that says where its time went. */
 TEST_P(gpt, trace, traces) {
     char text[512], args[2048], dir[512];
-    snprintf(args, sizeof args,
-             "--data %s --steps 8 --batch 4 --context 32 --layers 2 --heads 2 --channels 32 --trace %s "
-             "%s",
-             write_text(text, TEXT_NBYTES), in_tmpdir(dir, "trace"), row->options);
+    snprintf(
+        args, sizeof args,
+        "--data %s --steps 8 --batch 4 --context 32 --layers 2 --heads 2 --channels 32 --trace %s "
+        "%s",
+        write_text(text, TEXT_NBYTES), in_tmpdir(dir, "trace"), row->options);
     CHECK_EQ_INT(finish(start(row->prefix, args)), 0);
     CHECK_EQ_STR(err_text, "");
     const double step = behind("\n\nstep "), compute = behind("\n  compute "),
