@@ -44,27 +44,33 @@
 #include <time.h>       // clock_gettime
 #include <unistd.h>     // fork, execvp
 
-enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500 };
-enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000 };
+enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500, COUNT_BYTES = 12 };
+enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000, NODES_MS = 2000 };
 #define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 // What is to be started, and what became of it.
 typedef struct job {
-    int ranks, nodes, node; // ranks: of this node
-    char host[256];         // of node 0, "": there is but this one
+    int ranks, nodes, node;  // ranks: of this node
+    int max_restarts, count; // count: how often the job was started again
+    char host[256];          // of node 0, "": there is but this one
     int port;
     const char *name;
-    char **argv, id[128], store[300];
-    pid_t launcher;        // the process in front
-    pid_t pids[RANKS_MAX]; // 0: has ended
-    int left;              // ranks that run
-    int status, quiet;     // of the first failure, 0: none; quiet: the user wants the end
-    int done, first_done;  // ranks that ended with 0, and the first of them
-    int grace;             // seconds from TERM to KILL, -1: not said
-    long term_at, kill_at; // when these are due, NEVER: not yet or no more
-    long killed_at;        // 0: KILL was not sent
-    long oom_kills;        // of the system, before the ranks were started
+    char **argv, base[128], id[128], store[300]; // base: the job's name, without the count
+    char first[700];                             // text of the first failure of all starts
+    int first_status;                            // its exit status
+    fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
+    int is_final;             // of no use to start again: another node has said so
+    pid_t launcher;           // the process in front
+    pid_t pids[RANKS_MAX];    // 0: has ended
+    int left;                 // ranks that run
+    int status, quiet;        // of the first failure, 0: none; quiet: the user wants the end
+    int asked;                // with the last of these signals
+    int done, first_done;     // ranks that ended with 0, and the first of them
+    int grace;                // seconds from TERM to KILL, -1: not said
+    long term_at, kill_at;    // when these are due, NEVER: not yet or no more
+    long killed_at;           // 0: KILL was not sent
+    long oom_kills;           // of the system, before the ranks were started
     fsdpi_store_server *server;
 } job;
 #define NEVER LONG_MAX
@@ -84,6 +90,9 @@ static void usage(FILE *to) {
         "                   and --nproc-per-node RANKS, as torchrun\n"
         "  --grace SECONDS  from TERM to KILL; default: %d after a failure, %d when the user sends "
         "TERM\n"
+        "  --max-restarts N when a rank fails: start all ranks of the job again, on all nodes, at\n"
+        "                   most N times (default: 0). FSDP_RESTART_COUNT says how often that was\n"
+        "                   done. Give all nodes the same N\n"
         "  -h, --help       this text\n"
         "\n"
         "Several hosts: the same command on each, but for the node's rank.\n"
@@ -182,6 +191,8 @@ static int read_options(job *j, int argc, char **argv, int *help) {
             (v = option("-n", argv, &i)))
             bad = number("-n", v, 1, RANKS_MAX, &j->ranks);
         else if ((v = option("--grace", argv, &i))) bad = number("--grace", v, 0, 86400, &j->grace);
+        else if ((v = option("--max-restarts", argv, &i)))
+            bad = number("--max-restarts", v, 0, 1000000, &j->max_restarts);
         else if ((v = option("--nnodes", argv, &i)))
             bad = number("--nnodes", nodes = v, 1, NODES_MAX, &j->nodes);
         else if ((v = option("--node-rank", argv, &i))) node = v;
@@ -236,25 +247,30 @@ static int name_job(job *j) {
     struct timespec t;
     int used;
     clock_gettime(CLOCK_REALTIME, &t);
-    if (*j->host) used = snprintf(j->id, sizeof j->id, "fsdprun-%s:%d", j->host, j->port);
+    if (*j->host) used = snprintf(j->base, sizeof j->base, "fsdprun-%s:%d", j->host, j->port);
     else
-        used = snprintf(j->id, sizeof j->id, "fsdprun-%ld-%lld.%09ld", (long)getpid(),
+        used = snprintf(j->base, sizeof j->base, "fsdprun-%ld-%lld.%09ld", (long)getpid(),
                         (long long)t.tv_sec, t.tv_nsec);
-    if (j->name && used < (int)sizeof j->id)
-        used += snprintf(j->id + used, sizeof j->id - (size_t)used, "-%s", j->name);
-    used = fsdpi_add_restarts(j->id, sizeof j->id, used); // of a launcher around this job
+    if (j->name && used < (int)sizeof j->base)
+        used += snprintf(j->base + used, sizeof j->base - (size_t)used, "-%s", j->name);
+    used = fsdpi_add_restarts(j->base, sizeof j->base, used); // of a launcher around this job
     const char *v6 = strchr(j->host, ':');
     if (*j->host)
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,
                  v6 ? "]" : "", j->port);
     else snprintf(j->store, sizeof j->store, "host:");
-    if (used < (int)sizeof j->id) return 0;
+    const int room = (int)sizeof j->base - (j->max_restarts ? COUNT_BYTES : 0);
+    if (used < room) return 0;
     return complain("[E536] the names of --master and --job are together longer than %d bytes",
-                    (int)sizeof j->id - 1);
+                    room - 1);
 }
 
-static void set_environment(const job *j) {
+/* The name of this start has its count: what is left of an earlier one does not meet these ranks. */
+static void set_environment(job *j) {
+    memcpy(j->id, j->base, sizeof j->id);
+    if (j->count) snprintf(j->id + strlen(j->id), COUNT_BYTES, ":r%d", j->count);
     setenv("FSDP_JOB_ID", j->id, 1);
+    set_number("FSDP_RESTART_COUNT", j->count);
     setenv("FSDP_STORE", j->store, 1);
     setenv("MASTER_ADDR", *j->host ? j->host : "127.0.0.1", 1);
     set_number("MASTER_PORT", *j->host ? j->port : free_port());
@@ -313,7 +329,7 @@ static int serve(job *j) {
     // On one host many programs never ask for it, and rank 0 of those that do can serve as well.
     if (fsdpi_store_serve(&d, &j->server, error, sizeof error))
         return *j->host ? (complain("%s", error), 1) : 0;
-    if (*j->host && fsdpi_store_port(j->server) != j->port)
+    if (*j->host && fsdpi_store_port(j->server) != j->port && !j->nodes_store)
         complain("[E537] port %d is taken: ranks meet at %s:%d", j->port, j->host,
                  fsdpi_store_port(j->server));
     return 0;
@@ -511,24 +527,43 @@ static const char *who_killed(const job *j, char *text, size_t size) {
     return text;
 }
 
+// Ends this start on the other nodes. is_final: to start again is of no use.
+static void tell_nodes(const job *j, int is_final, const char *text) {
+    if (!j->nodes_store) return;
+    fsdpi_store_abort(j->nodes_store, is_final ? FSDP_ERR_INVALID_STATE : FSDP_ERR_ABORTED, "",
+                      text);
+}
+
+static void keep_first(job *j, const char *text) {
+    if (*j->first) return;
+    snprintf(j->first, sizeof j->first, "%s", text);
+    j->first_status = j->status;
+}
+
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
    others failed of. */
-static void tell(const job *j, int r, pid_t pid, int how) {
+static void tell(job *j, int r, pid_t pid, int how) {
     const int base = j->node * j->ranks;
-    char before[100] = "", by[200] = "";
-    if (j->quiet) return;
+    char before[100] = "", by[200] = "", text[700];
+    if (j->quiet) {
+        tell_nodes(j, 1, "the user has ended its fsdprun");
+        return;
+    }
     if (j->done == 1)
         snprintf(before, sizeof before, "; rank %d had ended before, with 0", base + j->first_done);
     if (j->done > 1)
         snprintf(before, sizeof before, "; %d ranks had ended before, with 0, rank %d as the first",
                  j->done, base + j->first_done);
     if (WIFSIGNALED(how))
-        complain("[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s", base + r,
-                 (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
+        snprintf(text, sizeof text, "[E541] rank %d (process %ld) was killed by signal %d (%s)%s%s",
+                 base + r, (long)pid, WTERMSIG(how), strsignal(WTERMSIG(how)),
                  WTERMSIG(how) == SIGKILL ? who_killed(j, by, sizeof by) : by, before);
     else
-        complain("[E542] rank %d (process %ld) failed with exit status %d%s", base + r, (long)pid,
-                 WEXITSTATUS(how), before);
+        snprintf(text, sizeof text, "[E542] rank %d (process %ld) failed with exit status %d%s",
+                 base + r, (long)pid, WEXITSTATUS(how), before);
+    complain("%s", text);
+    keep_first(j, text);
+    tell_nodes(j, 0, text);
 }
 
 // Has the user asked for the end, and we have not looked yet?
@@ -603,20 +638,131 @@ static void pass_on(job *j, int sig, const siginfo_t *info) {
     else if (!far) signal_ranks(j, sig, 0); // others would die of it
 }
 
+// Waits for a signal, at most so long, and passes it on.
+static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
+    const struct timespec slice = {ms / 1000, ms % 1000 * 1000000};
+    siginfo_t info;
+    int sig = sigtimedwait(signals, &info, &slice);
+    if (getppid() != j->launcher) {
+        // The store ends first and at once: other nodes are told that the launcher has died, not
+        // that ranks have.
+        execl("/proc/self/exe", KEEPER, (char *)NULL);
+        kill_rest(j);
+        _exit(128 + SIGKILL);
+    }
+    if (sig == SIGTERM || sig == SIGINT || sig == SIGHUP || sig == SIGQUIT) j->asked = sig;
+    pass_on(j, sig, &info);
+}
+
+/* ---- several starts -------------------------------------------------------------------------- */
+
+// Has the fsdprun of another node ended, or one of its ranks failed? Then this start is over.
+static void look_at_nodes(job *j) {
+    fsdpi_verdict v;
+    char text[sizeof v.reason + 120];
+    if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
+    j->status = 1;
+    j->is_final = v.status == FSDP_ERR_INVALID_STATE;
+    if (v.lost >= 0)
+        snprintf(text, sizeof text,
+                 "[E557] the fsdprun of node %d has ended or is cut off: look at its output",
+                 v.lost);
+    else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
+    if (!j->quiet) complain("%s", text);
+    keep_first(j, text);
+}
+
+// Joins the store in which each node is a rank. Node 0 serves it.
+static int join_nodes(job *j, char *error, size_t cap) {
+    fsdpi_store_desc d;
+    char name[sizeof j->base + 8];
+    memset(&d, 0, sizeof d);
+    snprintf(name, sizeof name, "%s:nodes", j->base);
+    d.boot.rank = j->node, d.boot.size = j->nodes;
+    d.boot.job = name, d.boot.store = j->store;
+    d.boot.timeout_ns = NODES_MS * 1000000LL;
+    d.boot.allocator.alloc = fsdpi_libc_alloc;
+    d.boot.allocator.free = fsdpi_libc_free;
+    d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    return fsdpi_store_open(&d, &j->nodes_store, error, cap) == FSDP_OK;
+}
+
+// All nodes start with the largest count that one of them knows: a new fsdprun knows none.
+static int agree_on_count(job *j, char *error, size_t cap) {
+    char key[32], value[16];
+    size_t bytes;
+    snprintf(key, sizeof key, "count.%d", j->node);
+    snprintf(value, sizeof value, "%d", j->count);
+    fsdp_status status = fsdpi_store_set(j->nodes_store, key, value, strlen(value));
+    for (int node = 0; node < j->nodes && !status; node++) {
+        snprintf(key, sizeof key, "count.%d", node);
+        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes,
+                                 NODES_MS * 1000000LL);
+        value[status ? 0 : bytes] = 0;
+        if (!status && atoi(value) > j->count) j->count = atoi(value);
+    }
+    if (!status) return 1;
+    snprintf(error, cap, "%s", fsdp_status_name(status));
+    tell_nodes(j, 0, "its fsdprun has not learned the counts of all"); // the others may have
+    return 0;
+}
+
+static void leave_nodes(job *j) {
+    fsdpi_store_close(j->nodes_store);
+    j->nodes_store = NULL;
+}
+
+/* The fsdpruns of all nodes meet before each start. A node whose fsdprun was killed may come back:
+   the others wait for it. Returns 0, or the exit status. */
+static int meet_nodes(job *j, const sigset_t *signals) {
+    const char *given = getenv("FSDP_TIMEOUT_MS");
+    const long most = given && atol(given) > 0 ? atol(given) : 60000, begin = now_ms();
+    char error[FSDPI_REASON + 200] = "";
+    if (j->nodes == 1 || !j->max_restarts) return 0;
+    while (now_ms() - begin < most) {
+        const int is_met = join_nodes(j, error, sizeof error) &&
+                           agree_on_count(j, error, sizeof error);
+        wait_for_signal(j, signals, is_met ? 0 : MOMENT_MS);
+        if (j->quiet) return tell_nodes(j, 1, "the user has ended its fsdprun"), 128 + j->asked;
+        if (is_met) return 0;
+        leave_nodes(j);
+    }
+    complain("[E559] the fsdpruns of the %d nodes have not met within %.1f s: is one running on "
+             "each node, with the same --nnodes, --master, --job and FSDP_TOKEN? The last attempt, "
+             "where rank K is node K: %s",
+             j->nodes, (double)most / 1000, error);
+    return 1;
+}
+
+// Waits until the ranks of all nodes have ended well. Else this start has failed here, too.
+static void wait_for_nodes(job *j, const sigset_t *signals) {
+    char key[32], value[8];
+    size_t bytes;
+    fsdp_status status = FSDP_OK;
+    if (!j->nodes_store || j->status) return;
+    snprintf(key, sizeof key, "done.%d", j->node);
+    (void)fsdpi_store_set(j->nodes_store, key, "", 0);
+    // When node 0 has seen all, its store ends: no failure.
+    for (int node = 0; node < j->nodes && !j->quiet && (!status || status == FSDP_ERR_TIMEOUT);) {
+        snprintf(key, sizeof key, "done.%d", node);
+        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
+                                 MOMENT_MS * 1000000LL);
+        node += !status;
+        wait_for_signal(j, signals, 0);
+    }
+    look_at_nodes(j);
+    // Node 0 serves until the others have seen it.
+    const long begin = now_ms();
+    for (int node = 1;
+         j->node == 0 && node < j->nodes && now_ms() - begin < NODES_MS && !j->status;)
+        if (fsdpi_store_has_left(j->nodes_store, node)) node++;
+        else wait_for_signal(j, signals, MOMENT_MS / 10), look_at_nodes(j);
+}
+
 static void look_after(job *j, const sigset_t *signals) {
-    while (reap(j) && !go_on_ending(j)) {
+    while (look_at_nodes(j), reap(j) && !go_on_ending(j)) {
         const int ending = j->term_at != NEVER || j->kill_at != NEVER;
-        const struct timespec slice = {!ending, ending * 10000000};
-        siginfo_t info;
-        int sig = sigtimedwait(signals, &info, &slice);
-        if (getppid() != j->launcher) {
-            // The store ends first and at once: other nodes are told that the launcher has died,
-            // not that ranks have.
-            execl("/proc/self/exe", KEEPER, (char *)NULL);
-            kill_rest(j);
-            _exit(128 + SIGKILL);
-        }
-        pass_on(j, sig, &info);
+        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes_store ? MOMENT_MS : 1000);
     }
 }
 
@@ -650,22 +796,60 @@ static void take_own_name(const job *j, char **argv) {
     snprintf(words, room, KEEPER " of %ld", (long)j->launcher);
 }
 
-// Returns the exit status of both processes.
+// Gives the program's words memory of their own: take_own_name writes over the old one. Returns 0
+// when there is none.
+static int copy_words(job *j) {
+    int count = 0;
+    while (j->argv[count]) count++;
+    char **copy = (char **)calloc((size_t)count + 1, sizeof *copy);
+    for (int i = 0; copy && i < count; i++)
+        if (!(copy[i] = strdup(j->argv[i]))) return 0;
+    if (copy) j->argv = copy;
+    return copy != NULL;
+}
+
+// Starts all ranks once, and looks after them. Returns 0 if they were started.
+static int start_once(job *j, const sigset_t *signals, char **argv) {
+    j->server = NULL;
+    j->status = j->done = j->first_done = j->left = 0;
+    j->term_at = j->kill_at = NEVER, j->killed_at = 0;
+    j->oom_kills = count_oom_kills();
+    int failed = meet_nodes(j, signals);
+    if (failed) return failed;
+    set_environment(j);
+    failed = serve(j);
+    say_served(j);
+    if (!failed) failed = start(j);
+    if (argv) take_own_name(j, argv);
+    if (failed) tell_nodes(j, 1, "its fsdprun could not start the ranks");
+    else look_after(j, signals), wait_for_nodes(j, signals);
+    fsdpi_store_stop(j->server);
+    return failed;
+}
+
+/* Starts the ranks, and again as long as that is allowed and may be of use: not where the user has
+   ended the job, or a rank that was killed is still there. Returns the exit status of both
+   processes. */
 static int keep(job *j, sigset_t *signals, char **argv) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_PDEATHSIG, SIGRTMIN);
     sigaddset(signals, SIGRTMIN);
     if (getppid() != j->launcher) return 1;
-    j->oom_kills = count_oom_kills();
-    set_environment(j);
     set_token(j);
-    int failed = serve(j);
-    say_served(j);
-    if (!failed) failed = start(j);
-    take_own_name(j, argv);
-    if (!failed) look_after(j, signals);
-    fsdpi_store_stop(j->server);
-    return failed ? failed : j->status;
+    if (!copy_words(j)) argv = NULL; // without memory the keeper has no name of its own
+    for (;; argv = NULL) {
+        const int failed = start_once(j, signals, argv);
+        leave_nodes(j);
+        if (failed) return failed;
+        if (!j->status || j->quiet || j->is_final || j->left || !j->max_restarts) return j->status;
+        if (j->count >= j->max_restarts) break;
+        complain("[E560] all ranks are started again: restart %d of %d", ++j->count,
+                 j->max_restarts);
+    }
+    complain("[E561] the job has failed after %d restarts: --max-restarts %d allows no more. The "
+             "first failure: %s",
+             j->count, j->max_restarts, j->first);
+    return j->first_status;
 }
 
 // In the launcher. What a shell has started before it became this program is not of the job.

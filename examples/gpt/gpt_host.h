@@ -289,6 +289,8 @@ static const char HELP[] =
     "  --async          go on with training while files are written\n"
     "  --resume         go on from the newest complete checkpoint in DIR, if there is one; the\n"
     "                   ranks may be more or fewer than those that saved it\n"
+    "                   When fsdprun --max-restarts starts the ranks again, --save does it too:\n"
+    "                   begin with a DIR without checkpoints of another training\n"
 #endif
 #ifdef GPT_ON_GPU
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
@@ -536,6 +538,8 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         if (bad) return bad;
     }
     if (optind < argc) return impossible("%s is no option; --help lists them", argv[optind]);
+    const char *restarts = getenv("FSDP_RESTART_COUNT"); // of fsdprun --max-restarts
+    if (opt->save_dir && restarts && atoi(restarts) > 0) opt->resume = 1;
     *run = 1;
     return check_options(opt);
 }

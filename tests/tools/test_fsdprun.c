@@ -26,6 +26,7 @@ static const char *launcher(void) {
 
 /* How the next ones are started: words in front (timeout 9), and what the child does before. */
 static const char *const *in_front;
+static int appends; /* the output follows that of those before */
 static void (*prepare)(void);
 
 /* One end of a pipe whose other end the launcher has, and hands on to all that it starts: as long
@@ -70,7 +71,7 @@ static pid_t start_words(const char *word, va_list more) {
     fflush(NULL);
     pid_t pid = fork_holding();
     if (pid) return pid;
-    int file = open(path, O_CREAT | O_TRUNC | O_RDWR | O_APPEND, 0600);
+    int file = open(path, O_CREAT | (appends ? 0 : O_TRUNC) | O_RDWR | O_APPEND, 0600);
     dup2(file, STDOUT_FILENO);
     dup2(file, STDERR_FILENO);
     close(file);
@@ -613,6 +614,7 @@ static const struct {
     {"nothing_behind", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
     {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
+    {"restarts", {"--max-restarts=-1", "true"}, "--max-restarts '-1': expected a number from 0", 2},
     {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
     {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
     {"not_there",
@@ -648,12 +650,114 @@ TEST_P(fsdprun, wrong_usage, wrong) {
     CHECK_EQ_INT(strncmp(output, "fsdprun: ", 9), 0);
 }
 
-TEST(fsdprun, names_that_are_too_long) {
-    char name[200];
+/* With restarts there has to be room for their count. */
+static const struct {
+    const char *name, *restarts;
+    int most;
+} names[] = {{"of_one_start", "0", 127}, {"of_many_starts", "1000000", 115}};
+TEST_P(fsdprun, names_that_are_too_long, names) {
+    char name[200], text[100];
     memset(name, 'x', sizeof name);
-    name[sizeof name - 1] = 0;
-    CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", "h", "--job", name, "true"), 2);
-    says("--master and --job are together longer than 127 bytes");
+    for (int over = 1; over >= 0; over--) {
+        name[row->most - (int)strlen("fsdprun-127.0.0.1:29500-") + over] = 0;
+        CHECK_EQ_INT(RUN("-n1", "--max-restarts", row->restarts, "--nnodes=1", "--master",
+                         "127.0.0.1", "--job", name, "true"),
+                     2 * over);
+        snprintf(text, sizeof text, "are together longer than %d bytes", row->most);
+        CHECK_EQ_INT(count(text), over);
+    }
+}
+
+/* ---- a job that comes back ------------------------------------------------------------------- */
+
+/* What each start says. */
+#define STARTED "test $RANK = 0 && echo start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.;"
+
+/* Each start of a job has another name: what is left of one does not meet the next. */
+static void check_starts(int starts) {
+    char part[32], id[200], other[200];
+    for (int k = 0; k < starts; k++) {
+        snprintf(part, sizeof part, "start=%d id=", k);
+        CHECK_EQ_INT(count(part), 1);
+        const char *at = strstr(output, part) + strlen(part);
+        snprintf(other, sizeof other, "%.*s", (int)strcspn(at, "\n"), at);
+        CHECK_EQ_INT(count(other), 1);
+        if (k == 0) snprintf(id, sizeof id, "%.*s:r", (int)strlen(other) - 1, other);
+        else CHECK_EQ_INT(strncmp(other, id, strlen(id)), 0);
+    }
+    CHECK_EQ_INT(count("start="), starts);
+    CHECK_EQ_INT(count("all ranks are started again: restart "), starts - 1);
+}
+
+static const struct {
+    const char *name, *restarts, *script;
+    int starts, status;
+    const char *first; /* what E561 says, NULL: nothing */
+} comebacks[] = {{"never", "0", STARTED "exit 3", 1, 3, NULL},
+                 {"fails_each_time", "2",
+                  STARTED "test $RANK = 0 || exec sleep 1000; exit $((FSDP_RESTART_COUNT + 3))", 3,
+                  3, "[E542] rank 0 (process "},
+                 {"is_killed_each_time", "1",
+                  STARTED "test $RANK = 1 && kill -9 $$; exec sleep 1000", 2, 137,
+                  "[E541] rank 1 (process "},
+                 {"fails_twice", "2", STARTED "test $FSDP_RESTART_COUNT = 2 || exit 3", 3, 0, NULL},
+                 {"fails_once_of_many", "1000000",
+                  STARTED "test $FSDP_RESTART_COUNT = 1 || kill -9 $$", 2, 0, NULL},
+                 {"is_well", "2", STARTED "true", 1, 0, NULL}};
+TEST_P(fsdprun, comes_back, comebacks) {
+    char text[80];
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts", row->restarts, "sh", "-c", row->script), row->status);
+    check_starts(row->starts);
+    CHECK_EQ_INT(count("[E561]"), row->first != NULL);
+    if (!row->first) return;
+    snprintf(text, sizeof text, "[E561] the job has failed after %d restarts", row->starts - 1);
+    says(text);
+    snprintf(text, sizeof text, "The first failure: %s", row->first);
+    says(text);
+    snprintf(text, sizeof text, "status %d\n", row->status); /* of the first, said once more */
+    if (row->status == 3) CHECK_EQ_INT(count(text), 2);
+}
+
+TEST(fsdprun, who_cannot_be_started_does_not_come_back) {
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts", "2", "/no/such/program"), 127);
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
+/* All of a start has ended before the next one begins. */
+TEST(fsdprun, comes_back_to_an_empty_house) {
+    char script[600];
+    snprintf(script, sizeof script,
+             "cd %s; if test $FSDP_RESTART_COUNT = 0; then"
+             " test $RANK = 0 && { while ! test -s left; do sleep 0.01; done; exit 1; };"
+             " setsid sh -c 'trap \"\" TERM; echo $$ >left; while :; do sleep 0.05; done' & wait;"
+             "else test -e /proc/$(cat left) && echo it is there; true; fi",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n2", "--grace=0", "--max-restarts=1", "sh", "-c", script), 0);
+    says("restart 1 of 1");
+    CHECK_EQ_INT(count("it is there"), 0);
+}
+
+/* Who is ended by the user, or killed itself, does not come back. */
+static const struct {
+    const char *name;
+    int sig, of_keeper, status;
+} for_good[] = {{"term", SIGTERM, 0, 143},
+                {"interrupt", SIGINT, 0, 130},
+                {"kill", SIGKILL, 0, -1},
+                {"kill_of_keeper", SIGKILL, 1, 137}};
+TEST_P(fsdprun, does_not_come_back, for_good) {
+    pid_t pid = start("-n2", "--max-restarts", "5", "sh", "-c",
+                      STARTED "test $FSDP_RESTART_COUNT = 0 && exit 1;"
+                              "trap 'trap - INT; kill -INT $$' INT; echo ready keeper=$PPID,;"
+                              "while :; do sleep 0.05; done",
+                      (const char *)NULL);
+    read_until("ready", 2);
+    kill(row->of_keeper ? number_behind("keeper=") : pid, row->sig);
+    if (row->status >= 0) CHECK_EQ_INT(finish(pid), row->status);
+    else CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    CHECK(is_gone(pid, 20000));
+    read_output();
+    check_starts(2);
 }
 
 /* ---- odd surroundings ------------------------------------------------------------------------ */
@@ -1022,6 +1126,7 @@ TEST(fsdprun, help) {
     says("usage: fsdprun [-n RANKS]");
     says("--nnodes N ");
     says("--grace SECONDS ");
+    says("--max-restarts N ");
     says("128 + N when signal N killed it");
 }
 
@@ -1198,4 +1303,184 @@ TEST(fsdprun, a_port_that_is_taken) {
     h_ranks_thread(JOB_SIZE, join_rank, &s); /* others find it as they know where it may be */
     end_node_0(&s);
     close_all(&s);
+}
+
+/* ---- a job of two nodes that comes back ------------------------------------------------------- */
+
+static int nodes_port;
+
+static pid_t start_node(int node, const char *program, const char *script) {
+    char rank[8], address[64];
+    appends = 1;
+    snprintf(rank, sizeof rank, "%d", node);
+    snprintf(address, sizeof address, "127.0.0.1:%d", nodes_port);
+    return start("-n2", "--nnodes=2", "--node-rank", rank, "--master", address, "--max-restarts=2",
+                 program, "-c", script, (const char *)NULL);
+}
+
+/* A rank says which start it is of, and who it is. It ends when "go" exists. */
+static const char *until_go(void) {
+    static char script[600];
+    snprintf(script, sizeof script,
+             "echo rank$RANK.$FSDP_RESTART_COUNT=$$, keeper$GROUP_RANK=$PPID, "
+             "start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.; while ! test -e %s/go; do sleep 0.02;"
+             "done",
+             h_tmpdir());
+    return script;
+}
+
+/* Both nodes, whose ranks have said so. */
+static void start_nodes(pid_t *nodes, const char *timeout_ms) {
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", timeout_ms, 1);
+    for (int k = 0; k < 2; k++) nodes[k] = start_node(k, "sh", until_go());
+    read_until("start=0", 4);
+}
+
+/* All ranks of all nodes have been started again, once, under a new name. */
+static void end_second_start(const pid_t *nodes) {
+    char id[64];
+    read_until("start=1", 4);
+    go();
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(nodes[k]), 0);
+    snprintf(id, sizeof id, "id=fsdprun-127.0.0.1:%d:r1.\n", nodes_port);
+    CHECK_EQ_INT(count(id), 4);
+    CHECK_EQ_INT(count("start=2"), 0);
+}
+
+static const struct {
+    const char *name;
+    int rank;
+} of_nodes[] = {
+    {"first_of_node_0", 0}, {"last_of_node_0", 1}, {"first_of_node_1", 2}, {"last_of_node_1", 3}};
+TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
+    pid_t nodes[2];
+    char text[80];
+    start_nodes(nodes, "60000");
+    snprintf(text, sizeof text, "rank%d.0=", row->rank);
+    CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+    end_second_start(nodes);
+    snprintf(text, sizeof text, "fsdprun: [E541] rank %d (process ", row->rank);
+    says(text);
+    snprintf(text, sizeof text, "fsdprun: [E558] on node %d: [E541] rank %d (", row->rank / 2,
+             row->rank);
+    says(text);
+}
+
+/* The same command as before is all that a node needs. */
+static const struct {
+    const char *name;
+    int node, of_keeper;
+} lost_nodes[] = {
+    {"node_0", 0, 0}, {"node_1", 1, 0}, {"keeper_of_node_0", 0, 1}, {"keeper_of_node_1", 1, 1}};
+static void kill_node(int node, int of_keeper, pid_t *nodes) {
+    char text[80];
+    snprintf(text, sizeof text, "keeper%d=", node);
+    CHECK_EQ_INT(kill(of_keeper ? number_behind(text) : nodes[node], SIGKILL), 0);
+    CHECK_EQ_INT(waitpid(nodes[node], NULL, 0), nodes[node]);
+    CHECK(is_gone(nodes[node], 20000));
+    snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", node);
+    read_until(text, 1);
+}
+TEST_P(fsdprun, a_node_comes_back, lost_nodes) {
+    pid_t nodes[2];
+    start_nodes(nodes, "60000");
+    kill_node(row->node, row->of_keeper, nodes);
+    nodes[row->node] = start_node(row->node, "sh", until_go());
+    end_second_start(nodes);
+}
+
+TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
+    pid_t nodes[2];
+    start_nodes(nodes, "700");
+    kill_node(row->node, row->of_keeper, nodes);
+    CHECK_EQ_INT(finish(nodes[!row->node]), 1);
+    says("[E559] the fsdpruns of the 2 nodes have not met within 0.7 s");
+    CHECK_EQ_INT(count("start=1"), 0);
+}
+
+/* Who has ended well starts again, too, when another node fails later. */
+TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
+    pid_t nodes[2];
+    setenv("DIR", h_tmpdir(), 1);
+    nodes_port = h_free_port();
+    for (int k = 0; k < 2; k++)
+        nodes[k] = start_node(k, "sh",
+                              "echo rank$RANK=$$, start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.;"
+                              "test $GROUP_RANK.$FSDP_RESTART_COUNT = 1.0 || exit 0;"
+                              "while ! test -e $DIR/go; do sleep 0.02; done; exit 5");
+    read_until("start=0", 4);
+    while (state_of(number_behind("rank0=")) != 'X' || state_of(number_behind("rank1=")) != 'X')
+        usleep(1000);
+    go();
+    end_second_start(nodes);
+}
+
+TEST(fsdprun, nodes_fail_each_time) {
+    pid_t nodes[2];
+    nodes_port = h_free_port();
+    for (int k = 0; k < 2; k++)
+        nodes[k] = start_node(k, "sh",
+                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 &&"
+                              "exit $((FSDP_RESTART_COUNT + 3)); exec sleep 1000");
+    CHECK_EQ_INT(finish(nodes[1]), 3);
+    CHECK_EQ_INT(finish(nodes[0]), 1);
+    CHECK_EQ_INT(count("start="), 12);
+    CHECK_EQ_INT(count("[E561] the job has failed after 2 restarts"), 2);
+    CHECK_EQ_INT(count("The first failure: [E542] rank 3 ("), 1);
+    CHECK_EQ_INT(count("The first failure: [E558] on node 1: [E542] rank 3 ("), 1);
+    CHECK_EQ_INT(count("exit status 3\n"), 4);
+}
+
+/* To start again is of no use: the other node does not wait for this one. */
+TEST(fsdprun, a_node_that_cannot_start_ends_all) {
+    pid_t nodes[2];
+    nodes_port = h_free_port();
+    nodes[0] = start_node(0, "sh", "sleep 1000");
+    nodes[1] = start_node(1, "/no/such/program", "");
+    CHECK_EQ_INT(finish(nodes[1]), 127);
+    CHECK_EQ_INT(finish(nodes[0]), 1);
+    says("[E558] on node 1: its fsdprun could not start the ranks");
+    CHECK_EQ_INT(count("started again"), 0);
+}
+static const struct {
+    const char *name;
+    int node;
+} ended_nodes[] = {{"node_0", 0}, {"node_1", 1}};
+TEST_P(fsdprun, who_ends_a_node_ends_all, ended_nodes) {
+    pid_t nodes[2];
+    char text[80];
+    start_nodes(nodes, "60000");
+    kill(nodes[row->node], SIGTERM);
+    CHECK_EQ_INT(finish(nodes[row->node]), 143);
+    CHECK_EQ_INT(finish(nodes[!row->node]), 1);
+    snprintf(text, sizeof text, "[E558] on node %d: the user has ended its fsdprun", row->node);
+    says(text);
+    CHECK_EQ_INT(count("started again"), 0);
+}
+
+/* Node 1 is not there yet. */
+static const struct {
+    const char *name;
+    int sig;
+} meeting[] = {{"term", SIGTERM}, {"interrupt", SIGINT}, {"kill", SIGKILL}};
+TEST_P(fsdprun, ends_while_nodes_meet, meeting) {
+    struct sockaddr_in a;
+    int fd, status;
+    nodes_port = h_free_port();
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    a.sin_port = htons((uint16_t)nodes_port);
+    pid_t pid = start_node(0, "sh", "");
+    for (int there = 0; !there; close(fd)) {
+        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        there = !connect(fd, (struct sockaddr *)&a, sizeof a);
+        if (!there) usleep(1000);
+    }
+    kill(pid, row->sig);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), 128 + row->sig);
+    CHECK(is_gone(pid, 20000));
 }

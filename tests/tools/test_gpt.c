@@ -4,6 +4,7 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN) | SLOW
 #include "harness.h"
+#include "backends/netns.h"
 
 #include <math.h>      // fabs
 #include <sys/prctl.h> // prctl
@@ -191,7 +192,9 @@ TEST_P(gpt, parity_of_lines, line_worlds) {
 static const struct {
     const char *name, *options;
     int saves;
-} muons[] = {{"ranks=2", "--ranks 2", 0}, {"ranks=3,saved", "--ranks 3", 1}, {"ranks=4,plan", "--ranks 4 --plan", 0}};
+} muons[] = {{"ranks=2", "--ranks 2", 0},
+             {"ranks=3,saved", "--ranks 3", 1},
+             {"ranks=4,plan", "--ranks 4 --plan", 0}};
 
 TEST_P(gpt, parity_of_muon, muons) {
     curve adamw, one, many;
@@ -467,7 +470,8 @@ static void ema_losses(const char *options, double *loss, curve *c) {
     train("", options, c);
     const char *line = strstr(out_text, "\nema    decay 0.8: loss ");
     CHECK_MSG(line != NULL, "no losses");
-    CHECK_EQ_INT(sscanf(line, "\nema decay 0.8: loss %lf of the weights, %lf of their average, over 8",
+    CHECK_EQ_INT(sscanf(line,
+                        "\nema decay 0.8: loss %lf of the weights, %lf of their average, over 8",
                         &loss[0], &loss[1]),
                  2);
 }
@@ -636,6 +640,7 @@ static int children(pid_t parent, pid_t *pids, int max) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)parent, (int)parent);
     FILE *file = fopen(path, "r");
+    if (!file && kill(parent, 0)) return 0; // it has ended
     if (!file) SKIP("no /proc/PID/task/PID/children");
     text[fread(text, 1, sizeof text - 1, file)] = 0;
     fclose(file);
@@ -698,10 +703,11 @@ static double behind(const char *text) {
 /* A training ends with the screen that says where its time went. */
 TEST_P(gpt, trace, traces) {
     char text[512], args[2048], dir[512];
-    snprintf(args, sizeof args,
-             "--data %s --steps 8 --batch 4 --context 32 --layers 2 --heads 2 --channels 32 --trace %s "
-             "%s",
-             write_text(text, TEXT_NBYTES), in_tmpdir(dir, "trace"), row->options);
+    snprintf(
+        args, sizeof args,
+        "--data %s --steps 8 --batch 4 --context 32 --layers 2 --heads 2 --channels 32 --trace %s "
+        "%s",
+        write_text(text, TEXT_NBYTES), in_tmpdir(dir, "trace"), row->options);
     CHECK_EQ_INT(finish(start(row->prefix, args)), 0);
     CHECK_EQ_STR(err_text, "");
     const double step = behind("\n\nstep "), compute = behind("\n  compute "),
@@ -1010,6 +1016,140 @@ static void run_campaign(campaign *c, int kills) {
               "save removed",
               c->kills, c->found_old, c->found_new, c->leftovers);
     CHECK_EQ_INT(c->kills, kills);
+}
+
+static int has_ended(pid_t pid) {
+    siginfo_t end;
+    memset(&end, 0, sizeof end);
+    CHECK_EQ_INT(waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT), 0);
+    return end.si_pid != 0;
+}
+
+/* One of the ranks of an fsdprun, whose child, the keeper, has them as children; waits until all
+   have been started. 0: fsdprun has ended. */
+static pid_t some_rank(pid_t launcher, int ranks, uint64_t *random) {
+    pid_t keeper, found[8];
+    while (children(launcher, &keeper, 1) != 1 || children(keeper, found, 8) != ranks) {
+        if (has_ended(launcher)) return 0;
+        usleep(1000);
+    }
+    return found[h_rand64(random) % (uint64_t)ranks];
+}
+
+/* A training under fsdprun, of 3 ranks or of two nodes with 2 ranks each, and its disturbances. */
+typedef struct {
+    int nodes, port;
+    const char *master; // of two nodes; in namespaces if it is not of this host
+    char args[3072];
+    pid_t pids[2];
+    uint64_t random;
+    curve whole;
+} comeback;
+
+static void start_node(comeback *c, int node) {
+    char prefix[200] = "tools/fsdprun -n 3 --max-restarts 1000";
+    const int is_far = c->nodes == 2 && strncmp(c->master, "127.", 4) != 0;
+    if (c->nodes == 2)
+        snprintf(prefix, sizeof prefix,
+                 "tools/fsdprun -n 2 --nnodes 2 --node-rank %d --master %s:%d --max-restarts 1000",
+                 node, c->master, c->port);
+    if (is_far) n_enter(n_host[node]);
+    c->pids[node] = start_tagged(prefix, c->args, node ? "1" : "0");
+    if (is_far) n_enter(n_router);
+}
+
+static void start_nodes(comeback *c, const char *dir) {
+    saved_args(c->args, sizeof c->args, dir, "--save-every 2 --sample 0");
+    for (int k = 0; k < c->nodes; k++) start_node(c, k);
+}
+
+static void finish_nodes(comeback *c, const char *dir, curve *out) {
+    char path[512], name[64];
+    for (int k = 0; k < c->nodes; k++) CHECK_EQ_INT(finish_tagged(c->pids[k], k ? "1" : "0"), 0);
+    snprintf(name, sizeof name, "%s.csv", dir);
+    read_csv(in_tmpdir(path, name), out);
+    CHECK_EQ_INT(out->count, 50);
+}
+
+/* How often this node's fsdprun has started its ranks again. */
+static int restarts(int node) {
+    char path[512];
+    int n = 0;
+    read_file(in_tmpdir(path, node ? "err1" : "err0"), err_text);
+    for (const char *p = err_text; (p = strstr(p, "started again: restart ")) != NULL; p++) n++;
+    return n;
+}
+
+/* Kills a rank or, of two nodes, a whole fsdprun, which is started again with the same command: when
+   a step that was drawn is saved. Returns 0 if the training was faster. */
+static int disturb(comeback *c, int kind) {
+    const int node = kind % c->nodes, is_node = c->nodes == 2 && kind / 2 % 2;
+    const int other = is_node ? !node : node; // who tells that there was a failure
+    const int before = restarts(other);
+    int left;
+    const int until = newest_step("run", &left) + (int)(h_rand64(&c->random) % 12);
+    pid_t rank;
+    while ((rank = some_rank(c->pids[node], c->nodes == 2 ? 2 : 3, &c->random)) != 0 &&
+           newest_step("run", &left) < until)
+        usleep(1000);
+    if (!rank) return 0;
+    if (is_node) {
+        CHECK_EQ_INT(kill(c->pids[node], SIGKILL), 0);
+        CHECK_EQ_INT(waitpid(c->pids[node], NULL, 0), c->pids[node]);
+        start_node(c, node);
+    } else if (kill(rank, SIGKILL)) {
+        return 0;
+    }
+    while (restarts(other) == before && !has_ended(c->pids[other])) usleep(1000);
+    return restarts(other) > before;
+}
+
+/* A training that is disturbed again and again ends as one that nobody has disturbed. */
+static void come_back(comeback *c, int kills) {
+    curve part;
+    int done = 0;
+    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    c->random = h_seed();
+    c->port = h_free_port();
+    start_nodes(c, "whole");
+    finish_nodes(c, "whole", &c->whole);
+    while (done < kills) {
+        shell("rm -rf run run.csv");
+        start_nodes(c, "run");
+        while (done < kills && disturb(c, done)) done++;
+        finish_nodes(c, "run", &part);
+        check_bits(&c->whole, &part);
+        check_same_checkpoint("whole/step-00000050/manifest.json",
+                              "run/step-00000050/manifest.json");
+    }
+    h_message("%d kills, and as often the training came back", done);
+}
+TEST(resume, comes_back, SECONDS(120)) {
+    comeback c = {1, 0, "", "", {0, 0}, 0, {0}};
+    come_back(&c, 4);
+}
+TEST(long_gpt, comes_back, SECONDS(1800) | NIGHT) {
+    comeback c = {1, 0, "", "", {0, 0}, 0, {0}};
+    come_back(&c, 50);
+}
+
+/* Over Gloo, as in test_cluster.c. */
+static void come_back_on_two_nodes(const char *master, int kills) {
+    comeback c = {2, 0, master, "", {0, 0}, 0, {0}};
+    char path[512];
+    const char *dir = getenv("FSDP_BUILD");
+    snprintf(path, sizeof path, "%s/gloo/examples/train_gpt", dir && *dir ? dir : "build");
+    if (access(path, X_OK)) SKIP("no examples with the Gloo backend here: make gloo");
+    setenv("GPT_BIN", path, 1);
+    setenv("FSDP_BACKEND", "gloo", 1);
+    setenv("FSDP_TOKEN", "of the tests", 1);
+    come_back(&c, kills);
+}
+TEST(resume, two_nodes_come_back, SECONDS(240)) { come_back_on_two_nodes("127.0.0.1", 4); }
+TEST(long_gpt, two_nodes_come_back, SECONDS(3600) | NIGHT) {
+    const char *why = n_hosts(2);
+    if (why) SKIP(why);
+    come_back_on_two_nodes("10.77.0.2", 50);
 }
 
 TEST(resume, killed, SECONDS(120)) {
