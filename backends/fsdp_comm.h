@@ -280,7 +280,7 @@ static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
         if (peer->state != FSDPI_PEER_JOINED) peer->busy = 0; // it waits for nobody any more
         else if (peer->silent_ns > trail->peers[worst].silent_ns) worst = trail->count;
         next = peer->busy - FSDPI_WAITS_FOR;
-        if (next < 0) break;
+        if (next < 0 || next == trail->ranks[trail->count]) break; // of itself: for nobody else
         for (int i = trail->count; i >= 0; i--)
             if (trail->ranks[i] == next) trail->begin = i;
     }

@@ -2208,7 +2208,7 @@ static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
         fsdpi_verdict v;
         memset(&v, 0, sizeof v);
         v.status = (int32_t)status;
-        v.rank = s->desc.boot.rank;
+        v.rank = status == FSDP_ERR_PEER_LOST ? -1 : s->desc.boot.rank; // all see that alike
         v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank
                  : status == FSDP_ERR_IO      ? -1
                                               : s->desc.boot.rank;

@@ -164,10 +164,13 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// All ranks meet, and add their random numbers.
-static fsdp_status fsdpi_world_agree_id(fsdp_world *w) {
+// All ranks meet, and add their random numbers. Over a backend of the program they do not: there
+// the name of the job stands for the number.
+static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
     int64_t sum = (int64_t)w->id;
-    if (w->size > 1 && fsdpi_ranks_meet(w->comm_ops))
+    if (is_given && w->size > 1)
+        sum = (int64_t)(1 + (fsdpi_hash_text(w->job) >> 24));
+    else if (w->size > 1 && fsdpi_ranks_meet(w->comm_ops))
         FSDPI_TRY(fsdp_all_reduce(w, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
     w->id = (uint64_t)sum;
     if (w->flight) __atomic_store_n(&w->flight->id, w->id, __ATOMIC_RELEASE);
@@ -277,7 +280,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
-    if (!status) status = fsdpi_world_agree_id(w);
+    if (!status) status = fsdpi_world_agree_id(w, d->comm_ops != NULL);
     if (status && w->comm) status = fsdpi_fail_together(w, status); // the others have joined, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));

@@ -265,7 +265,7 @@ static int name_job(job *j) {
                     room - 1);
 }
 
-/* The name of this start has its count: what is left of an earlier one does not meet these ranks. */
+/* The name of this start has its count: ranks of an earlier one do not meet these. */
 static void set_environment(job *j) {
     memcpy(j->id, j->base, sizeof j->id);
     if (j->count) snprintf(j->id + strlen(j->id), COUNT_BYTES, ":r%d", j->count);

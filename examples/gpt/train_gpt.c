@@ -140,7 +140,7 @@ static fsdp_status backward(trainer *t) {
     gpt_acts *acts = &t->acts;
     float *we[GPT_EMBED_PARAM_COUNT], *ge[GPT_EMBED_PARAM_COUNT];
     float *w[GPT_BLOCK_PARAM_COUNT], *g[GPT_BLOCK_PARAM_COUNT];
-    gpt_loss_backward(cfg, acts, t->targets, 1.0f); // of the sum: train_step divides
+    gpt_loss_backward(cfg, acts, t->targets, t->num_ranks > 1 ? 1.0f : (float)(1 / t->counted));
     fsdp_pre_backward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
     unit_grad(t->embed, GPT_EMBED_PARAM_COUNT, ge);
@@ -160,8 +160,10 @@ static fsdp_status backward(trainer *t) {
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
     (void)look; // the numbers are at hand
     fsdp_status status = fill_batch(t, step);
-    // Ranks count different numbers of tokens: gradients of sums, divided by the tokens of all.
-    if (!status) status = fsdp_set_gradient_divide_factor(t->model, NULL, t->counted);
+    // Ranks count different numbers of tokens: gradients of sums, divided by the tokens of all. One
+    // rank divides its loss: a factor would take memory for full gradients.
+    if (!status && t->num_ranks > 1)
+        status = fsdp_set_gradient_divide_factor(t->model, NULL, t->counted);
     if (status) return status;
     *loss = t->tp > 1 ? tp_forward(t) : forward(t);
     status = t->tp > 1 ? tp_backward(t) : backward(t);

@@ -988,7 +988,7 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
                 "%zu to %zu bytes", fake.least_buffer, fake.most_buffer);
         W_CHECK(fake.received == fake.most_buffer, "%zu bytes are expected", fake.received);
         W_CHECK(bytes >= (int64_t)(3 * (size_t)size * fake.most_buffer), "too short");
-        W_CHECK(c->small == 2048 || bytes < (4 << 20) + size * 600 + 64, "too much");
+        W_CHECK(c->small == 2048 || bytes < (4 << 20) + size * 800 + 64, "too much");
         fake.least_buffer = fake.most_buffer = 0;
         CHECK_OK(fsdpi_gloo_make_scratch(c));
         bytes = heap.live_bytes - bytes;

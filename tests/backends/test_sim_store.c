@@ -507,6 +507,9 @@ static int blames_rightly(const job *j, const char *text) {
                                                      has_given_up(j, (int)strtol(who + 5, NULL, 10)));
     case 707: return all_faulty(j, at + 6);
     case 718: return server;
+    case 793: /* a process that dies may reset its connections */
+        who = strstr(at, "rank ");
+        return server || (who && is_faulty(j, (int)strtol(who + 5, NULL, 10)));
     case 721: return server || was_away(j);
     case 720: return server || (j->has_launcher && local); /* it ends with its ranks */
     case 717:

@@ -743,8 +743,8 @@ static void checked_getters(lab_rank *r) {
                                        "grad_as: parameter 'w' of unit 'unit0' is gathered as",
                                        "view_data_as: parameter 'w' of unit 'unit0' is stored as",
                                        "view_shard_as: parameter 'w' of unit 'unit0' is stored as",
-                                       "view_grad_as: parameter 'w' of unit 'unit0' has a gradient "
-                                       "in"};
+                                       ("view_grad_as: parameter 'w' of unit 'unit0' has a "
+                                        "gradient in")};
     fsdp_param_desc p = fsdp_mat("w", 12, 4);
     fsdp_param_view v;
     rig x;
