@@ -536,7 +536,7 @@ static void tell_nodes(const job *j, int is_final, const char *text) {
 
 static void keep_first(job *j, const char *text) {
     if (*j->first) return;
-    snprintf(j->first, sizeof j->first, "%s", text);
+    snprintf(j->first, sizeof j->first, "%.*s", (int)sizeof j->first - 1, text);
     j->first_status = j->status;
 }
 

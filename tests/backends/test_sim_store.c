@@ -761,6 +761,7 @@ static void trade(actor *a) {
         int late = 0;
         links.sent[a->rank] = k;
         for (int r = 0; r < a->size; r++) {
+            if (r == a->rank) continue; /* no rank waits for itself */
             links.waits[a->rank] = r;
             while (!has_come(r, a->rank, k) && os.now < until && !fsdpi_comm_failed(&c))
                 os_sleep(OS_MS);
