@@ -23,7 +23,9 @@ static void set_state(int r, int s) {
     fsdpi_peer *p = &known[r];
     int busy = s % (W + 1);
     memset(p, 0, sizeof *p);
-    p->state = s == STATES - 2 ? FSDPI_PEER_ABSENT : s == STATES - 1 ? FSDPI_PEER_LOST : FSDPI_PEER_JOINED;
+    p->state = s == STATES - 2   ? FSDPI_PEER_ABSENT
+               : s == STATES - 1 ? FSDPI_PEER_LOST
+                                 : FSDPI_PEER_JOINED;
     p->busy = busy < WAITS ? busy : busy < WAITS + r ? busy : busy + 1; /* never for itself */
     p->silent_ns = counts_signs ? 1000000 * r : -1;
     if (counts_signs && s >= W + 1 && s < STATES - 2) p->silent_ns = LONG + 1000000 * r;
@@ -38,14 +40,17 @@ static int ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
 }
 
 static int is_silent(int r) { return known[r].silent_ns >= LONG; }
-static int waits_for(int r) { return known[r].state == FSDPI_PEER_JOINED ? known[r].busy - WAITS : -1; }
+static int waits_for(int r) {
+    return known[r].state == FSDPI_PEER_JOINED ? known[r].busy - WAITS : -1;
+}
 
 /* Can rank 0 get from `from` to `to` along waits? It waits for those that are missing. */
 static int leads(int from, int to, unsigned missing) {
     unsigned seen = 1u << from;
     for (int turn = 0; turn < W; turn++)
         for (int r = 0; r < W; r++)
-            if (seen >> r & 1) seen |= r == 0 ? missing : waits_for(r) >= 0 ? 1u << waits_for(r) : 0;
+            if (seen >> r & 1)
+                seen |= r == 0 ? missing : waits_for(r) >= 0 ? 1u << waits_for(r) : 0;
     return (int)(seen >> to & 1);
 }
 
@@ -66,15 +71,18 @@ static void check(const fsdpi_blame *b, unsigned missing) {
     }
     if (silent) CHECK(b->ring.begin < 0 || total > 0);
     if (b->ring.begin < 0) {
-        int unknown = 0; /* nobody is named: the trails end where it is not known who is waited for */
+        int unknown =
+            0; /* nobody is named: the trails end where it is not known who is waited for */
         for (int r = 1; r < W; r++)
-            unknown |= known[r].state == FSDPI_PEER_JOINED && known[r].busy == 1 && leads(0, r, missing);
+            unknown |= known[r].state == FSDPI_PEER_JOINED && known[r].busy == 1 &&
+                       leads(0, r, missing);
         CHECK(total || unknown);
         return;
     }
     CHECK(counts_signs);
     for (int i = b->ring.begin; i < b->ring.count; i++) { /* heard of; each waits for the next */
-        int r = b->ring.ranks[i], next = b->ring.ranks[i + 1 < b->ring.count ? i + 1 : b->ring.begin];
+        int r = b->ring.ranks[i],
+            next = b->ring.ranks[i + 1 < b->ring.count ? i + 1 : b->ring.begin];
         CHECK(!is_silent(r) && (r ? waits_for(r) == next : (int)(missing >> next & 1)));
     }
 }
@@ -98,7 +106,8 @@ TEST(blame, every_state) {
     int cases = 0, rings = 0, named = 0;
     for (counts_signs = 0; counts_signs < 2; counts_signs++)
         for (int s = 0; s < STATES * STATES * STATES; s++) {
-            set_state(1, s % STATES), set_state(2, s / STATES % STATES), set_state(3, s / STATES / STATES);
+            set_state(1, s % STATES), set_state(2, s / STATES % STATES),
+                set_state(3, s / STATES / STATES);
             for (unsigned missing = 2; missing < 1u << W; missing += 2) {
                 uint8_t marked[W];
                 for (int k = 0; k < W; k++) marked[k] = (uint8_t)(missing >> k & 1);
@@ -117,7 +126,8 @@ TEST(blame, texts) {
     fsdpi_transport table;
     fsdpi_comm c = comm_of(&w, &table);
     const uint8_t missing[W] = {0, 1, 0, 0};
-    const char *ring = "[E487] rank 1 waits for rank 2 (10.0.0.2), which waits for rank 1, for 10.0 s";
+    const char *ring =
+        "[E487] rank 1 waits for rank 2 (10.0.0.2), which waits for rank 1, for 10.0 s";
     char text[FSDPI_REASON];
     fsdpi_text t = {text, sizeof text, 0};
     counts_signs = 1;
@@ -125,15 +135,60 @@ TEST(blame, texts) {
     known[1].busy = WAITS + 2, known[2].silent_ns = LONG; /* rank 1 waits for 2, which is silent */
     snprintf(known[2].host, sizeof known[2].host, "10.0.0.2");
     CHECK_EQ_INT(fsdpi_say_late(&t, &c, missing, "come"), 1);
-    CHECK_EQ_STR(text, "[E403] rank 2 has not come within 10.0 s; its last operation was round of rank 2, 1.0 s "
-                       "ago; last heard of 9.0 s ago: it is stopped, or its host (10.0.0.2) is cut off; rank 1 "
-                       "waits for rank 2");
+    CHECK_EQ_STR(
+        text,
+        "[E403] rank 2 has not come within 10.0 s; its last operation was round of rank 2, 1.0 s "
+        "ago; last heard of 9.0 s ago: it is stopped, or its host (10.0.0.2) is cut off; rank 1 "
+        "waits for rank 2");
     t.used = 0;
     known[2].silent_ns = 0, known[2].busy = WAITS + 1;
     CHECK_EQ_INT(fsdpi_say_late(&t, &c, missing, "come"), 1);
-    CHECK_MSG(!strncmp(text, ring, strlen(ring)) && strstr(text, "MTU") && !strstr(text, "rank 0"), "%s", text);
+    CHECK_MSG(!strncmp(text, ring, strlen(ring)) && strstr(text, "MTU") && !strstr(text, "rank 0"),
+              "%s", text);
     t.used = 0;
     known[1].busy = 1; /* it waits, and does not say for whom: there is nobody else to name */
     CHECK_EQ_INT(fsdpi_say_late(&t, &c, missing, "come"), 1);
     CHECK_MSG(!strncmp(text, "[E403] rank 1 has not come", 26), "%s", text);
+}
+
+/* A member that waits for a silent rank, and has been silent itself: it is named from half as long on. */
+TEST(blame, half_as_long_silent) {
+    fsdpi_comm_world w;
+    fsdpi_transport table;
+    fsdpi_comm c = comm_of(&w, &table);
+    const uint8_t missing[W] = {0, 1, 0, 0};
+    static fsdpi_blame b;
+    counts_signs = 1;
+    for (int tenths = 0; tenths <= 10; tenths++) {
+        for (int r = 0; r < W; r++) set_state(r, 0);
+        known[1].busy = WAITS + 2, known[1].silent_ns = LONG / 10 * tenths,
+        known[2].silent_ns = LONG;
+        fsdpi_find_blame(&c, missing, &b);
+        CHECK_EQ_INT(b.named[1], tenths > 5);
+        CHECK_EQ_INT(b.named[2], tenths <= 5);
+        CHECK_EQ_INT(b.total, 1);
+        CHECK_EQ_INT(b.excused, tenths > 5 ? -1 : 1);
+    }
+}
+
+/* Ranks that wait for each other, without signs of life: the one that has been in its operation for the
+   longest time is stuck, wherever it is in the ring; this rank never is. */
+TEST(blame, longest_in_a_ring) {
+    fsdpi_comm_world w;
+    fsdpi_transport table;
+    fsdpi_comm c = comm_of(&w, &table);
+    const uint8_t missing[W] = {0, 1, 0, 0};
+    static fsdpi_blame b;
+    counts_signs = 0;
+    for (int with_this = 0; with_this < 2; with_this++)
+        for (int longest = 1; longest < W; longest++) {
+            for (int r = 0; r < W; r++) {
+                set_state(r, 0);
+                known[r].busy = WAITS + (r + 1 < W ? r + 1 : !with_this);
+                known[r].since_ns = 1000000000 + (r == longest) * 1000000000;
+            }
+            known[0].since_ns = LONG;
+            fsdpi_find_blame(&c, missing, &b);
+            CHECK(b.total == 1 && b.named[longest]);
+        }
 }

@@ -620,3 +620,34 @@ TEST(ema_life, hold_while_swapped) {
     lab_run(1, NULL, hold_rank, NULL);
     lab_run(2, NULL, hold_rank, NULL);
 }
+
+/* A parameter without elements is in no file, and loses nothing: a load with averages is silent, and one
+   without them counts the others. */
+static void lost_rank(lab_rank *r) {
+    fsdp_checkpoint_load_desc only = FSDP_ZERO;
+    lab_built m = FSDP_ZERO;
+    fsdp_ema *ema[NAMES];
+    fsdp_checkpoint *ck;
+    char path[600];
+    const char *gone =
+        "what 1 calls of fsdp_ema_update had averaged is gone (2 parameters of this rank)";
+    lab_build(&m, &net, r->w, NULL);
+    write_all(&m, 3);
+    make_averages(r->w, m.model, ema);
+    for (int a = 0; a < NAMES; a++) CALL(r->w, fsdp_ema_update(ema[a]));
+    CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
+    CALL(r->w, fsdp_checkpoint_save(ck, (const char *)r->arg, r->size));
+    snprintf(path, sizeof path, "%s/step-%08d", (const char *)r->arg, r->size);
+    said[0] = 0;
+    CALL(r->w, fsdp_checkpoint_load(ck, path, NULL));
+    CHECK_MSG(!said[0], "%s", said);
+    only.params_only = 1;
+    CALL(r->w, fsdp_checkpoint_load(ck, path, &only)); /* w and h */
+    CHECK_EQ_INT(lines_with("[E9031]"), r->rank == 0 ? NAMES : 0);
+    CHECK_MSG(lines_with(gone) == lines_with("[E9031]"), "%s", said);
+}
+TEST(ema_life, no_elements_no_loss) {
+    w_log = note;
+    lab_run(1, NULL, lost_rank, (void *)(uintptr_t)h_tmpdir());
+    lab_run(2, NULL, lost_rank, (void *)(uintptr_t)h_tmpdir());
+}

@@ -823,6 +823,44 @@ static void refuse_tp(lab_rank *r) {
 }
 TEST(muon, refuses_tensor_parallelism) { lab_run(4, NULL, refuse_tp, NULL); }
 
+/* A mesh with a dim of one rank cuts nothing. */
+static void tp_of_one(lab_rank *r) {
+    fsdp_mesh *mesh = lab_mesh2(r->w, r->size, 1, "dp", "tp");
+    fsdp_mesh_info info;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_muon *muon;
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, -1, &info));
+    md.mesh_info = &info;
+    fsdp_model *model = lab_model(r->w, &md);
+    (void)lab_unit(r->w, model, NULL, &p, 1);
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+}
+TEST(muon, tensor_parallelism_of_one_rank) { lab_run(2, NULL, tp_of_one, NULL); }
+
+/* Without a matrix there is nothing to update, and nothing is wrong. */
+static __thread int warnings;
+static void count_warnings(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)code, (void)rank, (void)text, (void)user;
+    warnings += level <= FSDP_LOG_WARN;
+}
+static void no_matrix(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("v", 4);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_muon *muon;
+    fsdp_model *model = lab_model(r->w, NULL);
+    (void)lab_unit(r->w, model, NULL, &p, 1);
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    warnings = 0;
+    for (int step = 0; step < 2; step++) CALL(r->w, fsdp_muon_step(muon, 0.1));
+    CHECK_EQ_INT(warnings, 0);
+}
+TEST(muon, no_matrix) {
+    w_log = count_warnings;
+    lab_run(2, NULL, no_matrix, NULL);
+}
+
 /* A matrix has one optimizer: the second one is refused, and the text names both. */
 static void both_have(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
