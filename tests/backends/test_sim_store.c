@@ -762,7 +762,7 @@ static void trade(actor *a) {
         links.sent[a->rank] = k;
         for (int r = 0; r < a->size; r++) {
             if (r == a->rank) continue; /* no rank waits for itself */
-            links.waits[a->rank] = r;
+            if (os.now < until) links.waits[a->rank] = r; /* later it waits no more */
             while (!has_come(r, a->rank, k) && os.now < until && !fsdpi_comm_failed(&c))
                 os_sleep(OS_MS);
             late += missing[r] = !has_come(r, a->rank, k);
