@@ -134,7 +134,7 @@ static void layer(const rig *x, int l, double *w, const double *g) {
         float *at = param(x, l, p, g != NULL);
         for (int k = 0; k < (p ? D : D * D); k++)
             if (g) at[k] += (float)g[p * D * D + k];
-            else w[p * D * D + k] = at[k];
+            else w[p * D * D + k] = (double)at[k];
     }
 }
 
