@@ -155,6 +155,11 @@ struct gpt_8 {
     float at[GPT_8];
 };
 
+// As many as a thread loads or stores at once. A whole one is copied as such, by accesses of 16 bytes.
+template <class E> struct alignas(16) gpt_raw {
+    E at[GPT_8];
+};
+
 // Where loads and stores of 16 bytes may be used: with every size that a GPU is good at. Odd sizes
 // take the same code, one number after the other.
 template <class E> GPT_DEVICE bool gpt_is_whole(const E *row, int i, int end) {
@@ -163,24 +168,25 @@ template <class E> GPT_DEVICE bool gpt_is_whole(const E *row, int i, int end) {
 
 // Elements i to i+7 of a row that ends before `end`: zeros behind it.
 template <class E> GPT_DEVICE gpt_8 gpt_load(const E *row, int i, int end) {
-    E raw[GPT_8];
+    gpt_raw<E> raw;
     gpt_8 x;
     if (gpt_is_whole(row, i, end)) {
-        memcpy(raw, __builtin_assume_aligned(row + i, 16), sizeof raw);
+        raw = *reinterpret_cast<const gpt_raw<E> *>(row + i);
     } else {
-        for (int k = 0; k < GPT_8; k++) gpt_set(&raw[k], i + k < end ? gpt_wide(row[i + k]) : 0.0f);
+        for (int k = 0; k < GPT_8; k++)
+            gpt_set(&raw.at[k], i + k < end ? gpt_wide(row[i + k]) : 0.0f);
     }
-    for (int k = 0; k < GPT_8; k++) x.at[k] = gpt_wide(raw[k]);
+    for (int k = 0; k < GPT_8; k++) x.at[k] = gpt_wide(raw.at[k]);
     return x;
 }
 
 template <class E> GPT_DEVICE void gpt_store(E *row, int i, int end, const gpt_8 &x) {
-    E raw[GPT_8];
-    for (int k = 0; k < GPT_8; k++) gpt_set(&raw[k], x.at[k]);
+    gpt_raw<E> raw;
+    for (int k = 0; k < GPT_8; k++) gpt_set(&raw.at[k], x.at[k]);
     if (gpt_is_whole(row, i, end)) {
-        memcpy(__builtin_assume_aligned(row + i, 16), raw, sizeof raw);
+        *reinterpret_cast<gpt_raw<E> *>(row + i) = raw;
     } else {
-        for (int k = 0; k < GPT_8 && i + k < end; k++) row[i + k] = raw[k];
+        for (int k = 0; k < GPT_8 && i + k < end; k++) row[i + k] = raw.at[k];
     }
 }
 
