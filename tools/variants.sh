@@ -24,7 +24,8 @@ lines() { # TARGET
         trim($1) != "" { name = trim($1); make = trim($2) }
         {
             tags = target == "nightly" ? trim($5) : target == trim($3) ? trim($4) : ""
-            if (target == "any") tags = trim($4) ":" trim($5)
+            if (target == "any")
+                tags = trim($4) (trim($4) != "" && trim($5) != "" ? ":" : "") trim($5)
             text = make "|" tags "|" trim($6)
             for (s in short)
                 while (i = index(text, s))

@@ -390,6 +390,9 @@ def test_variants():
              "b/net/tests/test_twice")
         says("make check fast", "BUILD=b/fast 'C=-O -g' b/fast/tests/test_rows")
         says("make nightly net | wc -l", "0")  # one command
+        says("make any net", "BUILD=b/net GLOO=yes b/net/tests/test_file b/net/tests/test_one "
+             "b/net/tests/test_only b/net/tests/test_twice GLOO=yes "  # of each line
+             "b/net/tests/test_only b/net/tests/test_twice")
         says("make test shm", "BUILD=b examples " + " ".join(
             f"b/tests/{n}" for n in "test_file test_one test_plain test_rows conformance".split()))
         says("runs check fast", "bits FSDP_BUILD=b/fast C=3 b/fast/tests/test_rows")
