@@ -243,7 +243,8 @@ static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char
     fsdpi_flight_record *f = w->flight;
     int64_t now = fsdpi_now(w);
     f->call = (uint32_t)call;
-    fsdpi_cut(f->call_what, sizeof f->call_what, what ? what : "");
+    if (what) fsdpi_cut(f->call_what, sizeof f->call_what, what);
+    else f->call_what[0] = 0;
     __atomic_store_n(&f->call_ns, now, __ATOMIC_RELAXED);
     __atomic_store_n(&f->calls, f->calls + 1, __ATOMIC_RELEASE);
     if (f->step_begin_ns) return;
