@@ -1103,15 +1103,18 @@ template <class T> struct Lerp {
     }
 };
 
+// What a run of averages has beside parameters.
+template <class P> struct AverageUpdate {
+    typename P::Number *average;
+    typename P::Bits *bits; // of parameters of 16 bits
+    int act;                // FSDP_EMA_*
+    Lerp<typename P::Number> lerp;
+};
+
 template <class P, unsigned N> struct Average {
     typedef typename P::Bits Bits;
     typedef typename P::Number Number;
-    struct Update {
-        Number *average;
-        Bits *bits; // of parameters of 16 bits
-        int act;    // FSDP_EMA_*
-        Lerp<Number> lerp;
-    };
+    typedef AverageUpdate<P> Update;
     struct Params {
         Runs<N> runs;
         Update update[N];
@@ -1232,8 +1235,7 @@ static int update_by(const UpdateJob &job, int dtype) {
 }
 
 template <class P> static int average_list(const UpdateJob &job, int dtype) {
-    const unsigned many = (FSDPI_PARAMS - 128) /
-                          (sizeof(fsdpi_cuda_run) + sizeof(typename Average<P, 1>::Update));
+    const unsigned many = (FSDPI_PARAMS - 128) / (sizeof(fsdpi_cuda_run) + sizeof(AverageUpdate<P>));
     return update_list<Average<P, FSDPI_FEW>, Average<P, many>>(job, dtype);
 }
 

@@ -391,6 +391,11 @@ nvcc() { # STANDARD FLAG...
     "$(value NVCC)" -std="$1" -arch=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings \
         -Xcompiler -Wall -I. "${@:2}"
 }
+gate_nvcc_gpt() { # STANDARD: the example in CUDA, as nvcc's optimizers see it
+    need_nccl
+    "$(value NVCC)" -std="$1" -arch=sm_90 -I. -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) \
+        $(value CUBLAS_FLAGS) -c -o "$work/gpt.$1.o" examples/gpt/train_gpt.cu
+}
 gate_nvcc() { # STANDARD: the kernels, for a program in C, which tells that there is no GPU
     local libs program=$work/nvcc.$1
     need_nccl
@@ -506,6 +511,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
     printf 'nccl_header.%s\n' 22304 22703 22809 23003 23102
     printf 'nvcc.%s\n' c++{11,20}
+    printf 'nvcc_gpt.%s\n' c++{14,17}
     echo single_tests
     echo gpu_scripts
     echo gloo_header && echo nvcc_unit.c++17
