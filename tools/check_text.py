@@ -20,8 +20,8 @@
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
-  pragmas    no pragma of a header stays in force in code that follows its include: pushes have their
-             pops, and what has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
+  pragmas    no pragma of a header stays in force after its include: pushes have their pops, and what
+             has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      what docs/architecture.md and docs/internals.md name exists
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
@@ -389,7 +389,8 @@ def check_extensions():
 
 
 def check_pragmas():
-    pragma = re.compile(r'#\s*pragma\s+(.+)|\b_Pragma\("(.*)"\)|\bFSDP_PRAGMA\((?!text)(.*?)\)(?=\s|$)')
+    pragma = re.compile(r'#\s*pragma\s+(.+)|\b_Pragma\("(.*)"\)|'
+                        r'\bFSDP_PRAGMA\((?!text)(.*?)\)(?=\s|$)')
     passes = re.compile(r"weak |GCC (unroll|ivdep)|clang loop ")  # for a name, for the next loop
     for path in HEADERS + PARTS + PLAN + [path for path in BACKENDS if path.endswith(".h")]:
         pushed = dict.fromkeys(["FSDP_PRECISE"], 0)
@@ -399,8 +400,9 @@ def check_pragmas():
                 pushed["FSDP_PRECISE"] += 1 if change.group(1) == "BEGIN" else -1
             for found in pragma.finditer(line):
                 text = next(filter(None, found.groups()))
-                text = re.sub(r"clang fp contract\(off\)", "contract push", text)  # clang for some
-                text = re.sub(r"STDC FP_CONTRACT DEFAULT", "contract pop", text)  # targets pops none
+                # What clang does not pop on each target.
+                text = text.replace("clang fp contract(off)", "contract push")
+                text = text.replace("STDC FP_CONTRACT DEFAULT", "contract pop")
                 change = re.search(r"\b(push|pop)(_|\b)", text)
                 if change:
                     kind = re.sub(r"(push|pop)_|\W.*", "", text.replace("GCC ", "GCC_"))
