@@ -298,6 +298,31 @@ THE COMMENTS OF FUNCTIONS
 #define FSDP_PRINTF(fmt, args)
 #endif
 
+// Between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END, at file scope, arithmetic is rounded as C says,
+// with any compiler flags. level: of gcc, "O3". clang for some targets ignores float_control, and
+// its pop with it: so FP_CONTRACT is set back, too.
+#define FSDP_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define FSDP_PRECISE_BEGIN(level) \
+    FSDP_PRAGMA(float_control(precise, on, push)) FSDP_PRAGMA(clang fp contract(off))
+#define FSDP_PRECISE_END FSDP_PRAGMA(STDC FP_CONTRACT DEFAULT) FSDP_PRAGMA(float_control(pop))
+#elif defined(__GNUC__)
+#ifdef __CUDACC__ // nvcc does not know the pragmas of gcc; the host's compiler does
+#define FSDP_QUIET_BEGIN FSDP_PRAGMA(nv_diagnostic push) FSDP_PRAGMA(nv_diag_suppress 1675)
+#define FSDP_QUIET_END   FSDP_PRAGMA(nv_diagnostic pop)
+#else
+#define FSDP_QUIET_BEGIN
+#define FSDP_QUIET_END
+#endif
+#define FSDP_PRECISE_BEGIN(level) \
+    FSDP_QUIET_BEGIN FSDP_PRAGMA(GCC push_options) \
+    FSDP_PRAGMA(GCC optimize(level, "no-fast-math", "fp-contract=off"))
+#define FSDP_PRECISE_END FSDP_PRAGMA(GCC pop_options) FSDP_QUIET_END
+#else
+#define FSDP_PRECISE_BEGIN(level)
+#define FSDP_PRECISE_END
+#endif
+
 // Initialises a desc or a view: all zero means defaults. C and C++ spell it differently.
 #ifdef __cplusplus
 #define FSDP_ZERO \

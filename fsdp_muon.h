@@ -465,7 +465,7 @@ static fsdp_status fsdpi_muon_compute(fsdp_muon *o, const fsdpi_muon_flight *f) 
 
 FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
     static const char *const name = "muon_step";
-    if (!muon) return fsdpi_optim_null(name, "the optimizer");
+    if (!muon) return fsdpi_optim_null(NULL, name, "the optimizer");
     fsdp_status status = fsdpi_optim_begin(&muon->base, lr, name);
     if (!status) status = fsdpi_muon_follow(muon, name);
     if (!status) status = fsdp_agree(muon->base.model, &lr, sizeof lr);
@@ -553,7 +553,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     fsdp_muon_desc d, defaults = fsdp_muon_defaults();
     fsdpi_optim settings, *base = NULL;
     double given[FSDPI_MUON_RANGES + 1];
-    if (!model || !muon) return fsdpi_optim_null(name, "model or muon");
+    if (!model || !muon) return fsdpi_optim_null(model, name, "model or muon");
     *muon = NULL;
     fsdp_world *w = fsdp_model_world(model);
     const int64_t params = fsdp_num_params(model), ranks = fsdp_world_size(w);

@@ -490,22 +490,12 @@ FSDP_API void fsdp_ema_destroy(fsdp_ema *ema);
 #include <string.h> // memcpy, memset
 
 // Arithmetic of the parts is precise with any compiler flags, and comparisons know infinity.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
-#endif
+FSDP_PRECISE_BEGIN("O3")
 #include "optim/kernels.h"
 #ifndef FSDP_MATH_ONLY
 #include "optim/adamw_sgd.h"
 #include "optim/ema.h"
 #include "optim/scaler.h"
 #endif
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 #endif // FSDP_IMPLEMENTATION

@@ -431,8 +431,10 @@ static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_par
     return fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, out);
 }
 
-static fsdp_status fsdpi_rep_null(const char *call, const char *which) {
-    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call, which);
+// m: of an argument that was given, or NULL.
+static fsdp_status fsdpi_rep_null(const fsdp_model *m, const char *call, const char *which) {
+    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call,
+                     which);
 }
 
 static void fsdpi_rep_clear(fsdp_replicate *rep) { // the next backward begins
@@ -890,7 +892,8 @@ static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_des
 
 FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replicate_desc *desc,
                                            fsdp_replicate **rep) {
-    if (!model || !desc || !rep) return fsdpi_rep_null("replicate_create", "model, desc or rep");
+    if (!model || !desc || !rep)
+        return fsdpi_rep_null(model, "replicate_create", "model, desc or rep");
     fsdp_world *world = fsdp_model_world(model);
     fsdp_replicate_desc d;
     fsdpi_rep_work w;
@@ -948,7 +951,7 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
 
 static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
                                   fsdp_status (*call)(fsdp_unit *unit)) {
-    if (!rep) return fsdpi_rep_null(name, "rep");
+    if (!rep) return fsdpi_rep_null(NULL, name, "rep");
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < rep->num_buckets && !status; k++) status = call(rep->buckets[k].unit);
     return status;
@@ -972,7 +975,7 @@ static fsdp_status fsdpi_rep_keep(fsdp_replicate *rep, fsdp_status status) {
 // Are there such parameters? If `fresh`: none of them is ready yet.
 static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, int first,
                                    int count, int fresh) {
-    if (!rep) return fsdpi_rep_null(call, "rep");
+    if (!rep) return fsdpi_rep_null(NULL, call, "rep");
     fsdp_world *world = fsdp_model_world(rep->model);
     if (first < 0 || count < 0 || count > rep->num_params - first)
         return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
@@ -1068,7 +1071,7 @@ FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int co
 }
 
 FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep) {
-    if (!rep) return fsdpi_rep_null("replicate_post_backward", "rep");
+    if (!rep) return fsdpi_rep_null(NULL, "replicate_post_backward", "rep");
     fsdp_status status = FSDP_OK;
     while (!status && rep->next < rep->num_buckets) status = fsdpi_rep_reduce(rep);
     if (status) return status;
@@ -1113,7 +1116,8 @@ FSDP_API int fsdp_replicate_members(const fsdp_replicate *rep, int bucket, int32
 }
 
 FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *order) {
-    if (!rep || !order) return fsdpi_rep_null("replicate_order", "rep or order");
+    if (!rep || !order)
+        return fsdpi_rep_null(rep ? rep->model : NULL, "replicate_order", "rep or order");
     if (!rep->num_order)
         return fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_STATE,
                          "[E963] replicate_order: no backward has said of all %d parameters that "
@@ -1125,7 +1129,7 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
 
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     fsdp_status status = FSDP_OK;
-    if (!rep) return fsdpi_rep_null("replicate_broadcast", "rep");
+    if (!rep) return fsdpi_rep_null(NULL, "replicate_broadcast", "rep");
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_model_broadcast(rep->model, rep->buckets[k].unit, root);
     return status;
@@ -1144,7 +1148,7 @@ static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_c
 
 FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate_hook hook,
                                              void *user) {
-    if (!rep) return fsdpi_rep_null("replicate_set_hook", "rep");
+    if (!rep) return fsdpi_rep_null(NULL, "replicate_set_hook", "rep");
     fsdp_custom_comm custom = hook ? fsdpi_rep_custom : NULL;
     fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_FULL, "replicate_set_hook");
     for (int k = 0; k < rep->num_buckets && !status; k++)
@@ -1157,7 +1161,8 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
 
 FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int divide,
                                          int *active) {
-    if (!rep || !active) return fsdpi_rep_null("replicate_join", "rep or active");
+    if (!rep || !active)
+        return fsdpi_rep_null(rep ? rep->model : NULL, "replicate_join", "rep or active");
     fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;

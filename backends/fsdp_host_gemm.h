@@ -54,12 +54,12 @@ enum { FSDPI_GEMM_DEPTH = 256, FSDPI_GEMM_ROWS = 144, FSDPI_GEMM_COLUMNS = 1024 
 enum { FSDPI_GEMM_WIDEST = 32 }; // columns of the widest tile
 #define FSDPI_GEMM_NOINLINE __attribute__((noinline))
 
+// Sums of products are fused here: one rounding for each.
+FSDP_PRECISE_BEGIN("O3")
 #if defined(__clang__)
-#pragma float_control(precise, on, push)
 #pragma clang fp contract(on)
 #elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "no-fast-math", "fp-contract=fast")
+#pragma GCC optimize("fp-contract=fast")
 #endif
 
 // out = the product of `rows` packed rows and two vectors of packed columns: sums in registers.
@@ -104,11 +104,8 @@ static fsdpi_gemm_tile fsdpi_gemm_best(void) {
 }
 #endif
 
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
+FSDP_PRECISE_END
+FSDP_PRECISE_BEGIN("O3")
 
 typedef struct fsdpi_gemm_product {
     int64_t m, n, k;
@@ -217,9 +214,5 @@ FSDP_API fsdp_status fsdp_host_gemm(void *user, void *stream, int64_t m, int64_t
     return FSDP_OK;
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 #endif // FSDP_IMPLEMENTATION

@@ -154,7 +154,7 @@ static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
 static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
     return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
 }
-static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *which) {
+static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const char *which) {
     return fsdpi_null(m ? m->world : NULL, call, which);
 }
 

@@ -28,14 +28,17 @@ static FSDPI_UNUSED int fsdpi_is_finite(double x) {
     return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
-// Arithmetic is precise from here on, even if the program is built with -Ofast.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
+#if defined(__clang__) && defined(__FAST_MATH__) && !defined(__x86_64__) && !defined(__i386__) &&  \
+    !defined(__powerpc64__) && !defined(__s390x__) &&                                              \
+    !(defined(__aarch64__) && __clang_major__ >= 15)
+#error "this clang ignores float_control, so -Ofast and -ffast-math change results: leave them out"
 #endif
+#if defined(__FLT_EVAL_METHOD__) && (__FLT_EVAL_METHOD__ == 1 || __FLT_EVAL_METHOD__ == 2)
+#error "floats are computed with more bits, which changes results: add -msse2 -mfpmath=sse"
+#endif
+
+// Arithmetic is precise from here on, even if the program is built with -Ofast.
+FSDP_PRECISE_BEGIN("O3")
 
 static FSDPI_HD inline uint32_t fsdpi_f32_bits(float x) {
     uint32_t u;
@@ -115,10 +118,6 @@ FSDPI_MERGED void fsdpi_put(void *dst, fsdp_dtype dtype, size_t i, float x) {
     else ((uint16_t *)dst)[i] = dtype == FSDP_BF16 ? fsdpi_f32_to_bf16(x) : fsdpi_f32_to_f16(x);
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 
 #endif // FSDPI_CORE_FLOAT_H

@@ -83,13 +83,7 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
 }
 
 // Arithmetic is precise, as in float.h. Norms are seldom, so the code is made small (O2).
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O2", "no-fast-math", "fp-contract=off")
-#endif
+FSDP_PRECISE_BEGIN("O2")
 
 // Sum of |x|^p in f64: eight running sums, joined in a fixed order. So the bits depend on neither
 // alignment nor how the compiler vectorises.
@@ -137,11 +131,7 @@ static FSDPI_NOINLINE void fsdpi_max_abs(double *most, const void *src, fsdp_dty
     memcpy(most, &best, sizeof best);
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 
 static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
     const fsdp_block *blocks = (const fsdp_block *)op->list;

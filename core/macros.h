@@ -25,7 +25,6 @@
 
 // CUDA kernels use the conversions of float.h, too.
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 // nvcc does not know pragmas of gcc, the host's compiler does
 #define FSDPI_HD __host__ __device__
 #else
 #define FSDPI_HD

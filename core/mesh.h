@@ -309,7 +309,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // The checks of all functions that make a mesh from a mesh.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(NULL, what, "mesh or out");
+    if (!mesh || !out) return fsdpi_null(mesh ? mesh->world : NULL, what, "mesh or out");
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -413,7 +413,8 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};
-    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init", "mesh or out");
+    if (!mesh || !out)
+        return fsdpi_null(mesh ? mesh->world : NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
         return fsdpi_bad(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);

@@ -128,7 +128,7 @@ FSDP_API int fsdp_num_units(const fsdp_model *m) { return m ? m->num_units : 0; 
 FSDP_API int fsdp_num_params(const fsdp_model *m) { return m ? m->num_params : 0; }
 
 FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_mesh_info", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "model_mesh_info", "model or out");
     *out = model->info;
     return FSDP_OK;
 }

@@ -29,7 +29,7 @@ static void fsdpi_option_changed(fsdp_unit *u) {
 // The checks of a setter for one unit, or for all (NULL); *first and *end: the units that it sets.
 // No such unit may be between a pre hook and its post hook.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
-    if (!m) return fsdpi_null(NULL, what, "model");
+    if (!m) return fsdpi_null_of(u ? u->model : NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)

@@ -123,7 +123,8 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
     if (out) memset(out, 0, sizeof *out);
-    if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "param_view_get", "unit or out");
     FSDPI_TRY(fsdpi_shards_readable(unit->model));
     if (index < 0 || index >= unit->desc.num_params)
         return fsdpi_bad(unit->model->world,
@@ -135,7 +136,7 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
     if (out) memset(out, 0, sizeof *out);
-    if (!model || !out) return fsdpi_null(NULL, "param_at", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "param_at", "model or out");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
@@ -357,7 +358,7 @@ static fsdp_status fsdpi_broadcast_states(fsdp_model *m, int begin, int end, con
 
 FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
     static const char *const what = "model_broadcast";
-    if (!model) return fsdpi_null(NULL, what, "model");
+    if (!model) return fsdpi_null_of(unit ? unit->model : NULL, what, "model");
     int begin = unit ? unit->desc.index : 0;
     FSDPI_TRY(fsdpi_failed(model->world));
     if (unit && unit->model != model)

@@ -222,7 +222,7 @@ FSDP_API fsdp_status fsdp_model_predict_step(const fsdp_model *model, const fsdp
                                              fsdp_memory *out) {
     fsdp_model *dry = NULL;
     fsdp_predict_desc step;
-    if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "model_predict", "model or out");
     FSDPI_TRY(fsdp_desc_read(model->world, &step, desc, sizeof step, "fsdp_predict_desc"));
     fsdp_status status = fsdpi_dry_run(model, NULL, &step, &dry);
     if (!status) {

@@ -22,13 +22,7 @@
 
 // Arithmetic is precise, as in float.h, and vectorised even if the program is built with -O0 or
 // -O2.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
-#endif
+FSDP_PRECISE_BEGIN("O3")
 
 /* At most FSDPI_BLOCK elements of any floating dtype, to and from f64. If `src` is f64 already, it
    is returned as it is, without a copy. */
@@ -355,11 +349,7 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
     }
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count) {

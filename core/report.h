@@ -50,13 +50,14 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_memory", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "model_memory", "model or out");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "unit_memory", "unit or out");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_memory", "unit or out");
     memset(out, 0, sizeof *out);
     for (int k = 0; k < unit->layout.num_parts; k++) {
         const fsdpi_part *part = &unit->layout.parts[k];
@@ -155,14 +156,15 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
 }
 
 FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_desc_get", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "model_desc_get", "model or out");
     *out = model->desc;
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out) {
     static const fsdp_unit_desc none = FSDP_ZERO;
-    if (!unit || !out) return fsdpi_null(NULL, "unit_desc_get", "unit or out");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_desc_get", "unit or out");
     *out = none;
     out->name = unit->desc.own_name;
     out->num_params = unit->desc.num_params;
@@ -176,7 +178,7 @@ FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *o
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_counters", "model or out");
+    if (!model || !out) return fsdpi_null_of(model, "model_counters", "model or out");
     *out = model->counters;
     return FSDP_OK;
 }

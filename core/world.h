@@ -411,7 +411,7 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
 // The checks of all collectives on host data.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
-    if (!w) return fsdpi_null(NULL, what, "world");
+    if (!w) return fsdpi_null(mesh ? mesh->world : NULL, what, "world");
     FSDPI_TRY(fsdpi_failed(w));
     if (count < 0 || count > INT64_MAX / 8 || (count > 0 && !data))
         return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected 0..2^60 and data",

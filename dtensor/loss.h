@@ -15,12 +15,7 @@
 // Here, it takes part with -infinity and 0.
 
 // Infinities and NaN count here, even if the program is compiled with -Ofast.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("no-fast-math")
-#endif
+FSDP_PRECISE_BEGIN("O2")
 
 enum { FSDPI_DT_BLOCK = 256 }; // elements that are converted at a time
 
@@ -138,10 +133,6 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
     return FSDP_OK;
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+FSDP_PRECISE_END
 
 #endif // FSDPI_DTENSOR_LOSS_H

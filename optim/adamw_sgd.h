@@ -63,7 +63,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
     fsdp_adamw settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
+    if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;
@@ -104,7 +104,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
 }
 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
-    if (!opt) return fsdpi_optim_null("adamw_step", "the optimizer");
+    if (!opt) return fsdpi_optim_null(NULL, "adamw_step", "the optimizer");
     memset(opt->scalars_step, 0, sizeof opt->scalars_step);
     return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
 }
@@ -146,7 +146,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
     fsdp_sgd settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
+    if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;
@@ -187,7 +187,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
 }
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
-    if (!opt) return fsdpi_optim_null("sgd_step", "the optimizer");
+    if (!opt) return fsdpi_optim_null(NULL, "sgd_step", "the optimizer");
     return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
 }
 

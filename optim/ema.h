@@ -187,7 +187,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
     fsdp_ema_desc defaults = fsdp_ema_defaults();
     fsdp_ema settings;
     fsdpi_optim *base = NULL;
-    if (!model || !ema) return fsdpi_optim_null(name, "model or ema");
+    if (!model || !ema) return fsdpi_optim_null(model, name, "model or ema");
     *ema = NULL;
     fsdp_world *w = fsdp_model_world(model);
     memset(&settings, 0, sizeof settings);
@@ -229,7 +229,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
 
 FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     static const char *const name = "ema_update";
-    if (!ema) return fsdpi_optim_null(name, "ema");
+    if (!ema) return fsdpi_optim_null(NULL, name, "ema");
     fsdpi_optim *o = &ema->base;
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_FULL, name);
     if (!status) status = fsdpi_ema_swapped(ema, name);
@@ -251,7 +251,7 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
 
 FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
     static const char *const name = "ema_swap";
-    if (!ema) return fsdpi_optim_null(name, "ema");
+    if (!ema) return fsdpi_optim_null(NULL, name, "ema");
     fsdp_model *m = ema->base.model;
     const double given = ema->swapped;
     fsdp_status status = ema->swapped ? fsdp_lend(m, NULL) : FSDP_OK;

@@ -75,8 +75,10 @@ static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
 }
 
-static fsdp_status fsdpi_optim_null(const char *call, const char *which) {
-    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call, which);
+// m: of an argument that was given, or NULL.
+static fsdp_status fsdpi_optim_null(const fsdp_model *m, const char *call, const char *which) {
+    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call,
+                     which);
 }
 
 // A number that a caller gives, and its range.
@@ -167,7 +169,7 @@ static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, 
 // records, and no updates.
 static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k,
                                          const fsdp_optim_group *group) {
-    if (!o || !group) return fsdpi_optim_null(what, "the optimizer or group");
+    if (!o || !group) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or group");
     fsdp_world *w = fsdp_model_world(o->model);
     fsdp_status status = fsdp_world_status(w);
     if (status) return status;
@@ -582,7 +584,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
 
 static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
                                      fsdp_optim_state *out) {
-    if (!o || !out) return fsdpi_optim_null(what, "the optimizer or out");
+    if (!o || !out) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or out");
     fsdp_world *w = fsdp_model_world(o->model);
     int num = fsdp_num_params(o->model);
     if (ordinal < 0 || ordinal >= num)

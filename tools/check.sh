@@ -485,7 +485,7 @@ single_examples() { # DIGITS of their names
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests \
-        names
+        pragmas names
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
     printf 'warnings.%s\n' gcc clang g++ clang++

@@ -20,6 +20,8 @@
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
+  pragmas    no pragma of a header stays in force after its include: pushes have their pops, and what
+             has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      what docs/architecture.md and docs/internals.md name exists
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
@@ -384,6 +386,34 @@ def check_extensions():
             if os.path.dirname(path) == "plan" and owner[name] in PARTS:
                 continue
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
+
+
+def check_pragmas():
+    pragma = re.compile(r'#\s*pragma\s+(.+)|\b_Pragma\("(.*)"\)|'
+                        r'\bFSDP_PRAGMA\((?!text)(.*?)\)(?=\s|$)')
+    passes = re.compile(r"weak |GCC (unroll|ivdep)|clang loop ")  # for a name, for the next loop
+    for path in HEADERS + PARTS + PLAN + [path for path in BACKENDS if path.endswith(".h")]:
+        pushed = dict.fromkeys(["FSDP_PRECISE"], 0)
+        for i, line in enumerate(code_of(path).split("\n"), 1):
+            change = re.match(r"FSDP_PRECISE_(BEGIN|END)\b", line)
+            if change:
+                pushed["FSDP_PRECISE"] += 1 if change.group(1) == "BEGIN" else -1
+            for found in pragma.finditer(line):
+                text = next(filter(None, found.groups()))
+                # What clang does not pop on each target.
+                text = text.replace("clang fp contract(off)", "contract push")
+                text = text.replace("STDC FP_CONTRACT DEFAULT", "contract pop")
+                change = re.search(r"\b(push|pop)(_|\b)", text)
+                if change:
+                    kind = re.sub(r"(push|pop)_|\W.*", "", text.replace("GCC ", "GCC_"))
+                    pushed[kind] = pushed.get(kind, 0) + (1 if change.group(1) == "push" else -1)
+                elif not passes.match(text) and not any(pushed.values()):
+                    yield f"{path}:{i}: '{text}' stays in force after the header"
+            for kind in [kind for kind in pushed if not 0 <= pushed[kind] <= 1]:
+                yield f"{path}:{i}: '{kind}' is pushed twice, or popped without a push"
+                pushed[kind] = 0
+        for kind in [kind for kind in pushed if pushed[kind]]:
+            yield f"{path}: '{kind}' is pushed and not popped"
 
 
 def check_names():

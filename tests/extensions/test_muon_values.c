@@ -54,7 +54,8 @@ typedef struct {
     int adjust, plain, ns_steps;      /* plain: without nesterov */
     int columns;                      /* desc.take says how many */
     int64_t flight_bytes;
-    int narrow; /* products are of bf16 */
+    int narrow;    /* products are of bf16 */
+    uint64_t bits; /* recorded with FMA and gcc -O2, of one rank; 0: the test computes products */
 } setting;
 
 enum { PLANNED = 1, STEADY };    /* STEADY: the steps of a plan, without it */
@@ -234,7 +235,7 @@ static void first_values(void *user, const fsdp_param_view *block) {
     (void)user;
     for (int64_t k = 0; k < block->numel; k++)
         lab_put(block->data, block->dtype, k,
-                (double)(lab_hash(p, (uint64_t)fsdp_view_index(block, k), 1, 2) % 4001) / 1000 - 2);
+                (double)(lab_hash(p, (uint64_t)fsdp_view_index(block, k), 1, 2) % 4001) / 1024 - 2);
 }
 
 static fsdp_mesh_info mesh_of(fsdp_world *w, fsdp_mesh *const mesh[2], int which) {
@@ -378,21 +379,35 @@ static uint64_t bits_of(const setting *s, int world, int mesh, int how, int lane
 }
 
 static const setting settings[] = {
-    {"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"bf16", FSDP_BF16, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"f16", FSDP_F16, 0, 0, 0, 0, 0, 0, 0, 0},
-    {"bf16_grads_f32", FSDP_BF16, FSDP_F32, 0, 0, 0, 0, 0, 0, 0},
-    {"travels_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 700, 0},
-    {"all_bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 0, 0},
-    {"products_of_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 500, 1},
-    {"match_rms", FSDP_F32, 0, 0, FSDP_MUON_MATCH_RMS_ADAMW, 0, 0, 0, 0, 0},
-    {"spectral_one_iteration", FSDP_F32, 0, 0, FSDP_MUON_SPECTRAL, 0, 1, 0, 0, 0},
-    {"plain_momentum", FSDP_F32, 0, 0, 0, 1, 2, 0, 1, 0},
-    {"columns", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0}};
+    {"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0x89590b7bc7936b34},
+    {"bf16", FSDP_BF16, 0, 0, 0, 0, 0, 0, 0, 0, 0x00f6bb3c26330909},
+    {"f16", FSDP_F16, 0, 0, 0, 0, 0, 0, 0, 0, 0xd5489462846135a1},
+    {"bf16_grads_f32", FSDP_BF16, FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0x00f6bb3c26330909},
+    {"travels_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 700, 0, 0x28bfe2e375679b69},
+    {"all_bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 0, 0, 0x971e22dc1be7462d},
+    {"products_of_bf16", FSDP_F32, 0, FSDP_BF16, 0, 0, 0, 0, 500, 1, 0},
+    {"match_rms", FSDP_F32, 0, 0, FSDP_MUON_MATCH_RMS_ADAMW, 0, 0, 0, 0, 0, 0xaf9a0f35de4fce32},
+    {"spectral_one_iteration", FSDP_F32, 0, 0, FSDP_MUON_SPECTRAL, 0, 1, 0, 0, 0,
+     0x938e063254e2826f},
+    {"plain_momentum", FSDP_F32, 0, 0, 0, 1, 2, 0, 1, 0, 0x51bc2f291a3074b6},
+    {"columns", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0, 0xa78a554053f79c27}};
+
+static int has_fma(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("fma") != 0;
+#elif defined(__aarch64__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 /* On one rank a travel as bf16 rounds, too. */
 TEST_P(muon_values, ranks, settings) {
     const uint64_t one = bits_of(row, 1, FLAT, 0, 0, 0);
+    CHECK_MSG(one == row->bits || row->narrow || !has_fma(),
+              "%s: the bits are 0x%016llx, not 0x%016llx", row->name, (unsigned long long)one,
+              (unsigned long long)row->bits);
     for (int world = 2; world <= 4; world++)
         CHECK_MSG(bits_of(row, world, FLAT, 0, world == 3 ? 2 : 0, 0) == one,
                   "%d ranks have other bits than one", world);
@@ -416,9 +431,9 @@ static const struct {
               {"ddp_planned", 3, DDP, FSDP_MUON_A_PART_EACH, 2, PLANNED}};
 
 TEST_P(muon_values, meshes, meshes, row->world > 4 ? MANY_RANKS | AT_NIGHT(GLOO) : AT_NIGHT(GLOO)) {
-    static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0},
-                                   {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0},
-                                   {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0}};
+    static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+                                   {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0, 0},
+                                   {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0, 0}};
     for (int k = 0; k < 3; k++)
         CHECK_MSG(bits_of(&some[k], row->world, row->mesh, row->how, row->lanes, row->planned) ==
                       bits_of(&some[k], 1, FLAT, 0, 0, row->planned ? STEADY : 0),
@@ -440,7 +455,7 @@ static void freeze_matrices(const lab_rank *r, truth *t, fsdp_unit *const *unit,
 }
 static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit *const *unit,
                       fsdp_muon *muon, int step) {
-    static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0};
+    static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     fsdp_ema *ema;
     if (step == 0) { /* what it cannot have */
         CALL(r->w, fsdp_model_cast(model, FSDP_F64));
@@ -462,7 +477,7 @@ static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit 
     }
 }
 static void wander(lab_rank *r) {
-    static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0};
+    static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     const outcome o = {&plain, FLAT, 0, 0, 0, 0, 0};
     detour *d = (detour *)r->arg;
     fsdp_muon_desc md = fsdp_muon_defaults();
@@ -563,8 +578,7 @@ static void refuse(lab_rank *r) {
     fsdp_muon *muon;
     build(r, &o, &model, unit);
     d.take = take_negative;
-    REFUSED(r->w, fsdp_muon_create(model, &d, &muon),
-            "(desc.take: -1)");
+    REFUSED(r->w, fsdp_muon_create(model, &d, &muon), "(desc.take: -1)");
 }
 TEST(muon_values, negative_columns) {
     make_rows();
