@@ -1235,7 +1235,8 @@ static int update_by(const UpdateJob &job, int dtype) {
 }
 
 template <class P> static int average_list(const UpdateJob &job, int dtype) {
-    const unsigned many = (FSDPI_PARAMS - 128) / (sizeof(fsdpi_cuda_run) + sizeof(AverageUpdate<P>));
+    const unsigned many =
+        (FSDPI_PARAMS - 128) / (sizeof(fsdpi_cuda_run) + sizeof(AverageUpdate<P>));
     return update_list<Average<P, FSDPI_FEW>, Average<P, many>>(job, dtype);
 }
 

@@ -20,7 +20,7 @@
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
              which run_tests.sh sets: what is named passed in that run
-  pragmas    no pragma of a header stays in force after its include: pushes have their pops, and what
+  pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      what docs/architecture.md and docs/internals.md name exists
 

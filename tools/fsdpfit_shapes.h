@@ -76,15 +76,15 @@ static int add_shape(const char *unit, size_t length, const char *name, int ndim
 
 enum { IS_STATE, IS_BUFFER, IS_MASK, IS_SCALE, IS_LAYER, IS_EXPERT, NAMES };
 static const char *const names[NAMES] = {
-    "(^|\\.)(optim|optimizers?|optim_state|optimizer_state)\\.|"
-    "^(ema|ema_model|model_ema|state_dict_ema)\\.|"
-    "\\.(exp_avg|(max_)?exp_avg_sq|momentum_buffer)$",
-    "(^|\\.)(running_mean|running_var|num_batches_tracked|(original_)?inv_freq|position_ids|"
-    "relative_position_index|relative_coords_table|freqs_cis|(cos|sin)_cached|masked_bias|"
-    "(attn|causal)_mask)$",
+    ("(^|\\.)(optim|optimizers?|optim_state|optimizer_state)\\.|"
+     "^(ema|ema_model|model_ema|state_dict_ema)\\.|"
+     "\\.(exp_avg|(max_)?exp_avg_sq|momentum_buffer)$"),
+    ("(^|\\.)(running_mean|running_var|num_batches_tracked|(original_)?inv_freq|position_ids|"
+     "relative_position_index|relative_coords_table|freqs_cis|(cos|sin)_cached|masked_bias|"
+     "(attn|causal)_mask)$"),
     "(^|[._])(attn|attention)\\.bias$", // of two dims
-    "(_scale_inv|(weight|input|output|global|[qkv])_scale(_2)?|[._]scales|qzeros|zero_point|"
-    "absmax|quant_map|\\.SCB)$",
+    ("(_scale_inv|(weight|input|output|global|[qkv])_scale(_2)?|[._]scales|qzeros|zero_point|"
+     "absmax|quant_map|\\.SCB)$"),
     "(layer|block)s?[._]?$|(^|[._])h[._]?$",
     "experts?[._]$"};
 static int matches(int which, const char *name) {
