@@ -60,7 +60,7 @@ typedef struct job {
     char first[700];                             // text of the first failure of all starts
     int first_status;                            // its exit status
     fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
-    int timeout_ms;           // FSDP_TIMEOUT_MS: how long this node waits for the fsdpruns of others
+    int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
     int is_final;             // of no use to start again: another node has said so
     pid_t launcher;           // the process in front
     pid_t pids[RANKS_MAX];    // 0: has ended
@@ -286,7 +286,8 @@ static void set_environment(job *j) {
         if (!l->is_manager) unsetenv(l->local);
 }
 
-// Sets how long this node waits for the fsdpruns of others: as long as a rank waits. Returns 0, or the exit status.
+// Sets how long this node waits for the fsdpruns of others: as long as a rank waits. Returns 0, or
+// the exit status.
 static int set_timeout(job *j) {
     char error[300] = "";
     fsdpi_text t = {error, sizeof error, 0};
@@ -323,8 +324,8 @@ static void check_master(const job *j) {
         fsdpi_say(&t, "%s%s", t.used ? ", " : "", host);
     }
     freeifaddrs(all);
-    complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks meet "
-             "here, and other nodes find this host only if the network forwards that address to "
+    complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks "
+             "meet here, and other nodes find this host only if the network forwards that address to "
              "it. Else give all nodes an address of this one, or --node-rank 0 to the host that "
              "has it",
              j->host, *own ? own : "only loopback addresses");
