@@ -325,8 +325,8 @@ static void check_master(const job *j) {
     }
     freeifaddrs(all);
     complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks "
-             "meet here, and other nodes find this host only if the network forwards that address to "
-             "it. Else give all nodes an address of this one, or --node-rank 0 to the host that "
+             "meet here, and other nodes find this host only if the network forwards that address "
+             "to it. Else give all nodes an address of this one, or --node-rank 0 to the host that "
              "has it",
              j->host, *own ? own : "only loopback addresses");
 }
@@ -762,6 +762,7 @@ static int join_nodes(job *j, char *error, size_t cap) {
    loss of any node that has begun. Returns 0 after a failure. */
 static int agree_on_count(job *j, char *error, size_t cap) {
     char key[32], value[COUNT_BYTES + sizeof j->first];
+    fsdpi_verdict v;
     size_t bytes;
     snprintf(key, sizeof key, "count.%d", j->node);
     snprintf(value, sizeof value, "%d %s", j->count, j->first);
@@ -776,6 +777,7 @@ static int agree_on_count(job *j, char *error, size_t cap) {
         if (atoi(value) > j->count) j->count = atoi(value);
         if (first[1]) keep_first(j, first + 1, 1);
     }
+    const int is_known = !status;
     snprintf(key, sizeof key, "agreed.%d", j->node);
     if (!status) status = fsdpi_store_set(j->nodes_store, key, "", 0);
     for (int node = 0; node < j->nodes && !status; node++) {
@@ -783,9 +785,12 @@ static int agree_on_count(job *j, char *error, size_t cap) {
         status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
                                  NODES_MS * 1000000LL);
     }
-    if (!status) return 1;
+    // A node that has begun may have failed already: look_at_nodes reports it.
+    if (!status || (is_known && fsdpi_store_verdict(j->nodes_store, &v) &&
+                    v.status != FSDP_ERR_TIMEOUT))
+        return 1;
     snprintf(error, cap, "%s", fsdp_status_name(status));
-    tell_nodes(j, 0, "its fsdprun has not learned the counts of all"); // the others may have
+    fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun has not learned the counts");
     return 0;
 }
 
@@ -899,7 +904,7 @@ static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();
     int failed = meet_nodes(j, signals);
-    if (failed) return failed;
+    if (failed || (look_at_nodes(j), j->status)) return failed;
     set_environment(j);
     failed = serve(j);
     say_served(j);

@@ -1489,7 +1489,7 @@ TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
         CHECK_OK(fsdpi_store_get(store, "count.0", value, sizeof value - 1, &bytes, 20000000000));
         value[bytes] = 0;
         CHECK_EQ_STR(value, time ? "1 [E541] of old" : "0 ");
-        if (time == 0) fsdpi_store_abort(store, FSDP_ERR_ABORTED, "", "of the test");
+        if (time == 0) fsdpi_store_abort(store, FSDP_ERR_TIMEOUT, "", "of the test");
         else {
             CHECK_OK(fsdpi_store_set(store, "agreed.1", "", 0));
             CHECK_OK(fsdpi_store_set(store, "done.1", "", 0));
@@ -1552,11 +1552,13 @@ TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
 
 TEST(fsdprun, nodes_fail_each_time) {
     pid_t nodes[2];
+    setenv("DIR", h_tmpdir(), 1);
     nodes_port = h_free_port();
     for (int k = 0; k < 2; k++)
         nodes[k] = start_node(k, "sh",
-                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 &&"
-                              "exit $((FSDP_RESTART_COUNT + 3)); exec sleep 1000");
+                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 || exec sleep 1000;"
+                              "while test $(grep -c start=$FSDP_RESTART_COUNT $DIR/out) -lt 4; do "
+                              "sleep 0.02; done; exit $((FSDP_RESTART_COUNT + 3))");
     CHECK_EQ_INT(finish(nodes[1]), 3);
     CHECK_EQ_INT(finish(nodes[0]), 1);
     CHECK_EQ_INT(count("start="), 12);
