@@ -790,7 +790,7 @@ static int agree_on_count(job *j, char *error, size_t cap) {
                     v.status != FSDP_ERR_TIMEOUT))
         return 1;
     snprintf(error, cap, "%s", fsdp_status_name(status));
-    fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun has not learned the counts");
+    fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun lacks the counts");
     return 0;
 }
 
