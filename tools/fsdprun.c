@@ -60,6 +60,7 @@ typedef struct job {
     char first[700];                             // text of the first failure of all starts
     int first_status;                            // its exit status
     fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
+    int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
     int is_final;             // of no use to start again: another node has said so
     pid_t launcher;           // the process in front
     pid_t pids[RANKS_MAX];    // 0: has ended
@@ -283,6 +284,51 @@ static void set_environment(job *j) {
     unsetenv("TORCHELASTIC_RUN_ID");
     for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++)
         if (!l->is_manager) unsetenv(l->local);
+}
+
+// Sets how long this node waits for the fsdpruns of others: as long as a rank waits. Returns 0, or
+// the exit status.
+static int set_timeout(job *j) {
+    char error[300] = "";
+    fsdpi_text t = {error, sizeof error, 0};
+    j->timeout_ms = 60000;
+    if (j->nodes == 1 || !j->max_restarts) return 0;
+    if (!fsdpi_env_int("FSDP_TIMEOUT_MS", 1, INT_MAX, &j->timeout_ms, &t)) return 0;
+    return complain("%s", error);
+}
+
+/* Says early that ranks of other nodes may not find this one: no address of --master is one of this
+   host. The job goes on, because the network may forward that address to it. */
+static void check_master(const job *j) {
+    fsdp_clock clock = {fsdpi_monotonic_ns, NULL};
+    fsdpi_store_where where;
+    fsdpi_store_place list[FSDPI_STORE_PLACES], place;
+    char host[64], own[400] = "";
+    fsdpi_text none = {NULL, 0, 0}, t = {own, sizeof own, 0};
+    struct ifaddrs *all = NULL;
+    if (j->node || !*j->host || !fsdpi_store_parse(j->store, &where)) return;
+    const int count = fsdpi_store_lookup(&clock, where.host, INT64_MAX, list, FSDPI_STORE_PLACES,
+                                         &none);
+    const int fd = fsdpi_store_claim(&where, list, count, 0, 0, &place);
+    const int is_far = count && fd < 0 && fsdpi_store_not_here(errno);
+    if (fd >= 0) close(fd);
+    if (!is_far || getifaddrs(&all)) return;
+    for (struct ifaddrs *i = all; i; i = i->ifa_next) {
+        const int family = i->ifa_addr ? i->ifa_addr->sa_family : AF_UNSPEC;
+        if (family != AF_INET && family != AF_INET6) continue;
+        memset(&place, 0, sizeof place);
+        place.size = family == AF_INET6 ? sizeof place.at.v6 : sizeof place.at.v4;
+        memcpy(&place.at, i->ifa_addr, place.size);
+        if (fsdpi_store_is_loopback(&place)) continue;
+        fsdpi_store_host_text(&place, host, sizeof host);
+        fsdpi_say(&t, "%s%s", t.used ? ", " : "", host);
+    }
+    freeifaddrs(all);
+    complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks "
+             "meet here, and other nodes find this host only if the network forwards that address "
+             "to it. Else give all nodes an address of this one, or --node-rank 0 to the host that "
+             "has it",
+             j->host, *own ? own : "only loopback addresses");
 }
 
 /* What only programs of this job know. On several hosts it has to come from the user: what one
@@ -534,10 +580,10 @@ static void tell_nodes(const job *j, int is_final, const char *text) {
                       text);
 }
 
-static void keep_first(job *j, const char *text) {
+static void keep_first(job *j, const char *text, int status) {
     if (*j->first) return;
     snprintf(j->first, sizeof j->first, "%.*s", (int)sizeof j->first - 1, text);
-    j->first_status = j->status;
+    j->first_status = status;
 }
 
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
@@ -562,7 +608,7 @@ static void tell(job *j, int r, pid_t pid, int how) {
         snprintf(text, sizeof text, "[E542] rank %d (process %ld) failed with exit status %d%s",
                  base + r, (long)pid, WEXITSTATUS(how), before);
     complain("%s", text);
-    keep_first(j, text);
+    keep_first(j, text, j->status);
     tell_nodes(j, 0, text);
 }
 
@@ -669,7 +715,31 @@ static void look_at_nodes(job *j) {
                  v.lost);
     else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
     if (!j->quiet) complain("%s", text);
-    keep_first(j, text);
+    keep_first(j, text, j->status);
+}
+
+/* Ends this start if the fsdprun of a node that is waited for gives no sign of life: it is stopped,
+   or its host is dead, which closes no connection. *heard_ms: when the store, which node 0 serves,
+   last gave an answer. */
+static void look_for_silence(job *j, int node, long *heard_ms) {
+    char text[400];
+    fsdpi_peer peer;
+    long silent_ms;
+    if (!fsdpi_store_ask(j->nodes_store, node, &peer, MOMENT_MS * 1000000LL)) {
+        *heard_ms = now_ms();
+        silent_ms = (long)(peer.silent_ns / 1000000);
+    } else node = 0, silent_ms = now_ms() - *heard_ms;
+    if (silent_ms <= j->timeout_ms) return;
+    snprintf(text, sizeof text,
+             "[E562] the fsdprun of node %d has given no sign of life for %.1f s (FSDP_TIMEOUT_MS "
+             "allows %.1f s), and node %d waits for the end of its ranks: it is stopped, or its "
+             "host or the network to it is down. Look there for the process, and continue it (kill "
+             "-CONT), or start the same command again",
+             node, (double)silent_ms / 1000, j->timeout_ms / 1000.0, j->node);
+    j->status = 1;
+    complain("%s", text);
+    keep_first(j, text, j->status);
+    tell_nodes(j, 0, text);
 }
 
 // Joins the store in which each node is a rank. Node 0 serves it.
@@ -687,23 +757,40 @@ static int join_nodes(job *j, char *error, size_t cap) {
     return fsdpi_store_open(&d, &j->nodes_store, error, cap) == FSDP_OK;
 }
 
-// All nodes start with the largest count that one of them knows: a new fsdprun knows none.
+/* All nodes start with the largest count that one of them knows. A new fsdprun knows neither the
+   count nor the first failure. No ranks begin before all nodes know them: so the count outlives the
+   loss of any node that has begun. Returns 0 after a failure. */
 static int agree_on_count(job *j, char *error, size_t cap) {
-    char key[32], value[16];
+    char key[32], value[COUNT_BYTES + sizeof j->first];
+    fsdpi_verdict v;
     size_t bytes;
     snprintf(key, sizeof key, "count.%d", j->node);
-    snprintf(value, sizeof value, "%d", j->count);
+    snprintf(value, sizeof value, "%d %s", j->count, j->first);
     fsdp_status status = fsdpi_store_set(j->nodes_store, key, value, strlen(value));
     for (int node = 0; node < j->nodes && !status; node++) {
         snprintf(key, sizeof key, "count.%d", node);
         status = fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes,
                                  NODES_MS * 1000000LL);
         value[status ? 0 : bytes] = 0;
-        if (!status && atoi(value) > j->count) j->count = atoi(value);
+        const char *first = strchr(value, ' ');
+        if (!first) continue;
+        if (atoi(value) > j->count) j->count = atoi(value);
+        if (first[1]) keep_first(j, first + 1, 1);
     }
-    if (!status) return 1;
+    const int is_known = !status;
+    snprintf(key, sizeof key, "agreed.%d", j->node);
+    if (!status) status = fsdpi_store_set(j->nodes_store, key, "", 0);
+    for (int node = 0; node < j->nodes && !status; node++) {
+        snprintf(key, sizeof key, "agreed.%d", node);
+        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
+                                 NODES_MS * 1000000LL);
+    }
+    // A node that has begun may have failed already: look_at_nodes reports it.
+    if (!status || (is_known && fsdpi_store_verdict(j->nodes_store, &v) &&
+                    v.status != FSDP_ERR_TIMEOUT))
+        return 1;
     snprintf(error, cap, "%s", fsdp_status_name(status));
-    tell_nodes(j, 0, "its fsdprun has not learned the counts of all"); // the others may have
+    fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun lacks the counts");
     return 0;
 }
 
@@ -715,11 +802,10 @@ static void leave_nodes(job *j) {
 /* The fsdpruns of all nodes meet before each start. A node whose fsdprun was killed may come back:
    the others wait for it. Returns 0, or the exit status. */
 static int meet_nodes(job *j, const sigset_t *signals) {
-    const char *given = getenv("FSDP_TIMEOUT_MS");
-    const long most = given && atol(given) > 0 ? atol(given) : 60000, begin = now_ms();
+    const long begin = now_ms();
     char error[FSDPI_REASON + 200] = "";
     if (j->nodes == 1 || !j->max_restarts) return 0;
-    while (now_ms() - begin < most) {
+    while (now_ms() - begin < j->timeout_ms) {
         const int is_met = join_nodes(j, error, sizeof error) &&
                            agree_on_count(j, error, sizeof error);
         wait_for_signal(j, signals, is_met ? 0 : MOMENT_MS);
@@ -730,7 +816,7 @@ static int meet_nodes(job *j, const sigset_t *signals) {
     complain("[E559] the fsdpruns of the %d nodes have not met within %.1f s: is one running on "
              "each node, with the same --nnodes, --master, --job and FSDP_TOKEN? The last attempt, "
              "where rank K is node K: %s",
-             j->nodes, (double)most / 1000, error);
+             j->nodes, j->timeout_ms / 1000.0, error);
     return 1;
 }
 
@@ -738,15 +824,18 @@ static int meet_nodes(job *j, const sigset_t *signals) {
 static void wait_for_nodes(job *j, const sigset_t *signals) {
     char key[32], value[8];
     size_t bytes;
+    long heard_ms = now_ms();
     fsdp_status status = FSDP_OK;
     if (!j->nodes_store || j->status) return;
     snprintf(key, sizeof key, "done.%d", j->node);
     (void)fsdpi_store_set(j->nodes_store, key, "", 0);
     // When node 0 has seen all, its store ends: no failure.
-    for (int node = 0; node < j->nodes && !j->quiet && (!status || status == FSDP_ERR_TIMEOUT);) {
+    for (int node = 0; node < j->nodes && !j->quiet && !j->status &&
+                       (!status || status == FSDP_ERR_TIMEOUT);) {
         snprintf(key, sizeof key, "done.%d", node);
         status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
                                  MOMENT_MS * 1000000LL);
+        if (status == FSDP_ERR_TIMEOUT) look_for_silence(j, node, &heard_ms);
         node += !status;
         wait_for_signal(j, signals, 0);
     }
@@ -815,7 +904,7 @@ static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();
     int failed = meet_nodes(j, signals);
-    if (failed) return failed;
+    if (failed || (look_at_nodes(j), j->status)) return failed;
     set_environment(j);
     failed = serve(j);
     say_served(j);
@@ -836,12 +925,19 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     sigaddset(signals, SIGRTMIN);
     if (getppid() != j->launcher) return 1;
     set_token(j);
+    check_master(j);
     if (!copy_words(j)) argv = NULL; // without memory the keeper has no name of its own
     for (;; argv = NULL) {
         const int failed = start_once(j, signals, argv);
+        const int status = failed ? failed : j->status;
         leave_nodes(j);
-        if (failed) return failed;
-        if (!j->status || j->quiet || j->is_final || j->left || !j->max_restarts) return j->status;
+        if (!status || j->quiet || !j->max_restarts) return status;
+        if (failed || j->is_final || j->left) {
+            if (*j->first && j->count)
+                complain("[E563] the job has ended after %d restarts. The first failure: %s",
+                         j->count, j->first);
+            return status;
+        }
         if (j->count >= j->max_restarts) break;
         complain("[E560] all ranks are started again: restart %d of %d", ++j->count,
                  j->max_restarts);
@@ -897,6 +993,7 @@ int main(int argc, char **argv) {
     if (program < 0) return -program;
     j.argv = argv + program;
     failed = name_job(&j);
+    if (!failed) failed = set_timeout(&j);
     if (failed) return failed;
     block_signals(&signals);
     j.launcher = getpid();

@@ -289,8 +289,9 @@ static const char HELP[] =
     "  --async          go on with training while files are written\n"
     "  --resume         go on from the newest complete checkpoint in DIR, if there is one; the\n"
     "                   ranks may be more or fewer than those that saved it\n"
-    "                   When fsdprun --max-restarts starts the ranks again, --save does it too:\n"
-    "                   begin with a DIR without checkpoints of another training\n"
+    "                   When fsdprun --max-restarts, torchrun or Slurm starts the ranks again,\n"
+    "                   --save does it too: begin with a DIR without checkpoints of another\n"
+    "                   training\n"
 #endif
 #ifdef GPT_ON_GPU
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
@@ -419,6 +420,18 @@ typedef struct {
     int *out, min, max;
 } int_option;
 
+/* Returns 1 if a launcher has started this job before, or a manager has queued it again. */
+static int is_started_again(void) {
+    static const char *const counts[] = {"FSDP_RESTART_COUNT", // of fsdprun --max-restarts
+                                         "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    int is_again = 0;
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        const char *count = getenv(counts[i]);
+        is_again |= count && atoi(count) > 0;
+    }
+    return is_again;
+}
+
 /* EXIT_DONE and *run = 1: go on; else the status to exit with. */
 static int parse_options(int argc, char **argv, options *opt, int *run) {
     gpt_config *g = &opt->gpt;
@@ -538,8 +551,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         if (bad) return bad;
     }
     if (optind < argc) return impossible("%s is no option; --help lists them", argv[optind]);
-    const char *restarts = getenv("FSDP_RESTART_COUNT"); // of fsdprun --max-restarts
-    if (opt->save_dir && restarts && atoi(restarts) > 0) opt->resume = 1;
+    if (opt->save_dir && is_started_again()) opt->resume = 1;
     *run = 1;
     return check_options(opt);
 }

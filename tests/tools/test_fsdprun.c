@@ -1305,6 +1305,51 @@ TEST(fsdprun, a_port_that_is_taken) {
     close_all(&s);
 }
 
+/* An address that node 0 does not have: it says so, with those that it has, before it waits. */
+static const struct {
+    const char *name, *master;
+    int is_own;
+} places[] = {{"documentation", "192.0.2.1", 0},
+              {"documentation_ipv6", "2001:db8::1", 0},
+              {"loopback", "127.0.0.1", 1},
+              {"name_of_loopback", "localhost", 1},
+              {"all", "0.0.0.0", 1}};
+static void check_addresses(void) {
+    struct ifaddrs *all = NULL;
+    char host[64];
+    int others = 0;
+    CHECK_EQ_INT(getifaddrs(&all), 0);
+    for (struct ifaddrs *i = all; i; i = i->ifa_next) {
+        if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET) continue;
+        const uint32_t v4 = ntohl(((struct sockaddr_in *)(void *)i->ifa_addr)->sin_addr.s_addr);
+        snprintf(host, sizeof host, "%u.%u.%u.%u", v4 >> 24, v4 >> 16 & 255, v4 >> 8 & 255, v4 & 255);
+        others += v4 >> 24 != 127;
+        CHECK_EQ_INT(strstr(output, host) != NULL, v4 >> 24 != 127);
+    }
+    freeifaddrs(all);
+    if (!others) h_message("this host has only loopback addresses of IPv4");
+}
+TEST_P(fsdprun, a_master_that_is_elsewhere, places) {
+    char text[100], address[64];
+    setenv("FSDP_TIMEOUT_MS", "100", 1);
+    snprintf(address, sizeof address, strchr(row->master, ':') ? "[%s]:%d" : "%s:%d", row->master,
+             h_free_port());
+    snprintf(text, sizeof text, "fsdprun: [E564] --master %s is no address of this host", row->master);
+    /* nobody else comes, which is told later */
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=0", "--master", address, "--max-restarts=1",
+                     "true"),
+                 1);
+    says("[E559]");
+    CHECK_EQ_INT(strncmp(output, text, strlen(text)) == 0, !row->is_own);
+    CHECK_EQ_INT(count("[E564]"), !row->is_own);
+    if (!row->is_own) check_addresses();
+    /* without restarts, and where the network forwards that address, the job goes on */
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", address, "true"), 0);
+    CHECK_EQ_INT(count("[E564]"), !row->is_own);
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=1", "--master", address, "true"), 0);
+    CHECK_EQ_INT(count("[E564]"), 0); /* of another node it is not expected */
+}
+
 /* ---- a job of two nodes that comes back ------------------------------------------------------- */
 
 static int nodes_port;
@@ -1393,11 +1438,99 @@ TEST_P(fsdprun, a_node_comes_back, lost_nodes) {
 
 TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
     pid_t nodes[2];
+    char text[120];
     start_nodes(nodes, "700");
     kill_node(row->node, row->of_keeper, nodes);
     CHECK_EQ_INT(finish(nodes[!row->node]), 1);
     says("[E559] the fsdpruns of the 2 nodes have not met within 0.7 s");
+    snprintf(text, sizeof text,
+             "[E563] the job has ended after 1 restarts. The first failure: [E557] the fsdprun of node %d",
+             row->node);
+    says(text);
     CHECK_EQ_INT(count("start=1"), 0);
+}
+
+/* A node that comes back learns from the others what the first failure was, and fails, too. */
+TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
+    pid_t nodes[2];
+    char text[100];
+    start_nodes(nodes, "60000");
+    kill_node(row->node, row->of_keeper, nodes);
+    nodes[row->node] = start_node(row->node, "sh", until_go());
+    for (int start = 1; start <= 2; start++) {
+        snprintf(text, sizeof text, "start=%d", start);
+        read_until(text, 4);
+        snprintf(text, sizeof text, "rank%d.%d=", 2 * !row->node, start); /* of the other node */
+        CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+    }
+    for (int k = 0; k < 2; k++) CHECK(finish(nodes[k]) != 0);
+    snprintf(text, sizeof text, "The first failure: [E557] the fsdprun of node %d", row->node);
+    CHECK_EQ_INT(count(text), 2);
+    CHECK_EQ_INT(count("[E561] the job has failed after 2 restarts"), 2);
+}
+
+/* A node that knows the count is lost before ranks begin: all others know it by then, and none of
+   them has begun. This process is node 1, twice. */
+TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
+    served s;
+    char value[64];
+    size_t bytes = 0;
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    snprintf(s.job, sizeof s.job, "fsdprun-127.0.0.1:%d:nodes", nodes_port);
+    snprintf(s.address, sizeof s.address, "tcp://127.0.0.1:%d", nodes_port);
+    go();
+    pid_t pid = start_node(0, "sh", until_go());
+    for (int time = 0; time < 2; time++) {
+        fsdpi_store *store = join(1, 2, &s);
+        const char *mine = time ? "0 " : "1 [E541] of old";
+        CHECK_OK(fsdpi_store_set(store, "count.1", mine, strlen(mine)));
+        CHECK_OK(fsdpi_store_get(store, "agreed.0", value, sizeof value, &bytes, 20000000000));
+        CHECK_OK(fsdpi_store_get(store, "count.0", value, sizeof value - 1, &bytes, 20000000000));
+        value[bytes] = 0;
+        CHECK_EQ_STR(value, time ? "1 [E541] of old" : "0 ");
+        if (time == 0) fsdpi_store_abort(store, FSDP_ERR_TIMEOUT, "", "of the test");
+        else {
+            CHECK_OK(fsdpi_store_set(store, "agreed.1", "", 0));
+            CHECK_OK(fsdpi_store_set(store, "done.1", "", 0));
+            CHECK_OK(fsdpi_store_get(store, "done.0", value, sizeof value, &bytes, 20000000000));
+        }
+        fsdpi_store_close(store);
+    }
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("start=1"), 2);
+    CHECK_EQ_INT(count("start="), 2);
+}
+
+/* The fsdprun of a node is stopped, and the ranks of the other one have ended: it is not waited for
+   without an end. When it goes on, the job comes back. */
+static const struct {
+    const char *name;
+    int node;
+} stopped_nodes[] = {{"node_0", 0}, {"node_1", 1}};
+TEST_P(fsdprun, a_stopped_node_is_named, stopped_nodes, SLOW) {
+    pid_t nodes[2];
+    char text[100];
+    start_nodes(nodes, "4000");
+    snprintf(text, sizeof text, "keeper%d=", row->node);
+    const pid_t keeper = number_behind(text);
+    CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
+    while (state_of(keeper) != 'T') usleep(1000);
+    go();
+    snprintf(text, sizeof text, "[E562] the fsdprun of node %d has given no sign of life", row->node);
+    read_until(text, 1);
+    snprintf(text, sizeof text, "and node %d waits for the end of its ranks", !row->node);
+    says(text);
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    end_second_start(nodes);
+}
+
+TEST(fsdprun, a_timeout_that_is_no_number) {
+    setenv("FSDP_TIMEOUT_MS", "1h", 1);
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=0", "--master=127.0.0.1", "--max-restarts=1",
+                     "true"),
+                 2);
+    says("[E509] variable FSDP_TIMEOUT_MS is '1h', expected an integer from 1 to ");
 }
 
 /* Who has ended well starts again, too, when another node fails later. */
@@ -1419,11 +1552,13 @@ TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
 
 TEST(fsdprun, nodes_fail_each_time) {
     pid_t nodes[2];
+    setenv("DIR", h_tmpdir(), 1);
     nodes_port = h_free_port();
     for (int k = 0; k < 2; k++)
         nodes[k] = start_node(k, "sh",
-                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 &&"
-                              "exit $((FSDP_RESTART_COUNT + 3)); exec sleep 1000");
+                              "echo start=$FSDP_RESTART_COUNT; test $RANK = 3 || exec sleep 1000;"
+                              "while test $(grep -c start=$FSDP_RESTART_COUNT $DIR/out) -lt 4; do "
+                              "sleep 0.02; done; exit $((FSDP_RESTART_COUNT + 3))");
     CHECK_EQ_INT(finish(nodes[1]), 3);
     CHECK_EQ_INT(finish(nodes[0]), 1);
     CHECK_EQ_INT(count("start="), 12);

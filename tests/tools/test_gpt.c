@@ -875,6 +875,32 @@ TEST(resume, of_others) {
     CHECK_EQ_INT(c.count, 10);
 }
 
+/* Who starts the ranks again says so in a variable: --save goes on then, too. */
+static const struct {
+    const char *name, *value;
+    int resumes;
+} counts[] = {{"FSDP_RESTART_COUNT", "1", 1},         {"FSDP_RESTART_COUNT", "0", 0},
+              {"TORCHELASTIC_RESTART_COUNT", "2", 1}, {"TORCHELASTIC_RESTART_COUNT", "0", 0},
+              {"SLURM_RESTART_COUNT", "11", 1},       {"SLURM_RESTART_COUNT", "0", 0}};
+TEST(resume, who_is_started_again) {
+    curve c;
+    char args[3072];
+    const char *options = "--ranks 2 --steps 4 --sample 0";
+    saved("run", options, &c);
+    saved_args(args, sizeof args, "run", options);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        setenv(counts[i].name, counts[i].value, 1);
+        CHECK_EQ_INT(run(args), !counts[i].resumes); // a training from the start cannot save there
+        CHECK_MSG((strstr(out_text, "resume ") != NULL) == counts[i].resumes, "%s=%s",
+                  counts[i].name, counts[i].value);
+        unsetenv(counts[i].name);
+    }
+    setenv("FSDP_RESTART_COUNT", "0", 1); // an fsdprun in a job that Slurm has queued again
+    setenv("SLURM_RESTART_COUNT", "1", 1);
+    CHECK_EQ_INT(run(args), 0);
+    after("resume ");
+}
+
 /* A save that fails ends no training; but if nothing is there at its end, the program tells. A
    directory that cannot be made is told of before the training. */
 TEST(resume, unwritable) {
@@ -1092,7 +1118,8 @@ static int disturb(comeback *c, int kind) {
     while ((rank = some_rank(c->pids[node], c->nodes == 2 ? 2 : 3, &c->random)) != 0 &&
            newest_step("run", &left) < until)
         usleep(1000);
-    if (!rank) return 0;
+    // A node that came back to a training that has ended would wait for the other one.
+    if (!rank || (is_node && newest_step("run", &left) > 40)) return 0;
     if (is_node) {
         CHECK_EQ_INT(kill(c->pids[node], SIGKILL), 0);
         CHECK_EQ_INT(waitpid(c->pids[node], NULL, 0), c->pids[node]);
