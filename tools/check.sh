@@ -54,28 +54,32 @@ gate_optimize() { implement | compile "$1" c99 "-$2" -c -o /dev/null; }
 gate_alone() { # HEADER'S STEM
     { include "$1.h" "$1.h" && echo 'int main(void) { return 0; }'; } |
         compile gcc c99 -fsyntax-only
-    { implement "$1.h" && include "$1.h"; } | compile gcc c99 -c -o /dev/null
     { implement "$1.h" && include "$1.h"; } | compile g++ c++11 -fsyntax-only
+    { implement "$1.h" && include "$1.h"; } | compile clang c99 -fsyntax-only
 }
 
-# Each part by itself: what it uses, it includes. With FSDP_IMPLEMENTATION it is the whole library.
-gate_parts() { # COMPILER STANDARD
-    local h flags
+# Each part by itself: what it uses, it includes. With FSDP_IMPLEMENTATION it is the whole library:
+# in `make check` for one part of each folder, at night for `every` one.
+gate_parts() { # COMPILER STANDARD [every]
+    local h flags folder=
     for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h optim/*.h muon/*.h checkpoint/*.h \
         trace/*.h backends/*.h; do
         case $h in
         *nccl.h | *cuda.h | *cuda_gemm.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
         *) flags= ;;
         esac
-        include "$h" | compile "$@" $flags -Wno-unused-function -fsyntax-only
-        [ "$2" != c99 ] || implement "$h" | compile "$@" $flags -fsyntax-only
+        [ "${3-}" ] ||
+            include "$h" | compile "$1" "$2" $flags -Wno-unused-function -fsyntax-only
+        [ "$2" = c99 ] && { [ "${3-}" ] || [ "${h%/*}" != "$folder" ]; } || continue
+        folder=${h%/*}
+        implement "$h" | compile "$1" "$2" $flags -fsyntax-only
     done
 }
 
 gate_reverse() {
     local i reversed=()
     for ((i = ${#headers[@]} - 1; i >= 0; i--)); do reversed+=("${headers[i]}"); done
-    implement "${reversed[@]}" | compile gcc c99 -c -o /dev/null
+    implement "${reversed[@]}" | compile gcc c99 -fsyntax-only
 }
 
 # The implementation last, after every header of the libc, in a strict and in an open mode.
@@ -92,11 +96,11 @@ gate_last() { # STANDARD
         "$work/last.$1"
 }
 
-# A macro that cuts or selects something, alone.
+# A macro that cuts or selects something, alone. Without code, only clang sees unused functions.
 gate_option() { # MACRO
-    implement | compile gcc c99 "-D$1" -O0 -c -o /dev/null
+    implement | compile gcc c99 "-D$1" -fsyntax-only
     implement | compile g++ c++11 "-D$1" -fsyntax-only
-    [ "$1" != NDEBUG ] || implement | compile clang c99 -DNDEBUG -O0 -c -o /dev/null
+    implement | compile clang c99 "-D$1" -fsyntax-only
 }
 
 use='long long use(void); long long use(void) { fsdp_range r; r.start = 0;
@@ -134,10 +138,10 @@ gate_units_mixed() {
 gate_units_static() {
     local dir=$work/static
     mkdir -p "$dir"
-    { implement && echo "$use"; } | compile gcc c99 -DFSDP_STATIC -O1 -c -o "$dir/a.o"
+    { implement && echo "$use"; } | compile gcc c99 -DFSDP_STATIC -O0 -c -o "$dir/a.o"
     { implement && echo 'long long use(void); int main(void) { fsdp_range r;' &&
         echo 'return fsdp_shard_range(10, 4, 1, &r) || use() != 3; }'; } |
-        compile gcc c99 -DFSDP_STATIC -O1 -c -o "$dir/b.o"
+        compile gcc c99 -DFSDP_STATIC -O0 -c -o "$dir/b.o"
     gcc -o "$dir/a.out" "$dir"/*.o -pthread -lm && "$dir/a.out"
     ! nm -g --defined-only "$dir/a.o" | grep fsdp_ || die 'FSDP_STATIC exports symbols'
 }
@@ -257,8 +261,8 @@ gate_single() {
         compile gcc c99 -Wno-missing-prototypes -c -o main.o
     g++ -o units *.o -pthread -lm && ./units
     cp "$OLDPWD"/examples/0[17]_*.c "$dir/fsdp_optim.h" "$dir/fsdp_plan.h" .
-    gcc -O2 01_hello.c -o hello -pthread -lm && ./hello
-    gcc -O2 07_plan.c -o plan -pthread -lm && ./plan
+    gcc -O0 01_hello.c -o hello -pthread -lm && ./hello
+    gcc -O0 07_plan.c -o plan -pthread -lm && ./plan
     popd >/dev/null
     for f in "-DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_NCCL" \
         "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL" "-DFSDP_BACKEND_FAKE" \
@@ -313,7 +317,7 @@ gate_mutations() {
     local log=$work/mutations.log
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
-    tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
+    tools/mutate --seed 1 --sample 12 --most 100 --least 0.5 --quick --jobs 2 \
         --scratch "$work/mutate" \
         --file core dtensor optim muon plan checkpoint safetensors trace fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
@@ -345,7 +349,7 @@ gate_gloo() { # COMPILER STANDARD
 }
 gate_gloo_header() {
     local bad
-    implement | compile gcc c99 -DFSDP_BACKEND_GLOO -O1 -c -o "$work/gloo.o"
+    implement | compile gcc c99 -DFSDP_BACKEND_GLOO -O0 -c -o "$work/gloo.o"
     bad=$(nm -g --defined-only "$work/gloo.o" | awk '$3 !~ /^fsdp_/ {print $3}')
     [ -z "$bad" ] || die "exported without the prefix:" $bad
     implement | compile g++ c++11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -fsyntax-only
@@ -376,7 +380,7 @@ all_modes() { # FLAG...: in the oldest and the newest of each language, between 
 # The backend against NCCL's declarations of a version, alone and beside the others.
 gate_nccl_header() { # VERSION
     all_modes $stub -DFSDP_STUB_NCCL="$1"
-    implement | compile gcc c99 $stub -DFSDP_STUB_NCCL="$1" -O1 -c -o "$work/nccl.$1.o"
+    implement | compile gcc c99 $stub -DFSDP_STUB_NCCL="$1" -O0 -c -o "$work/nccl.$1.o"
     only_fsdp "$work/nccl.$1.o"
     implement | compile g++ c++11 $stub -DFSDP_STUB_NCCL="$1" -DFSDP_BACKEND_SHM \
         -DFSDP_BACKEND_GLOO -fsyntax-only
@@ -488,7 +492,7 @@ list() {
         pragmas names
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
-    printf 'warnings.%s\n' gcc clang g++ clang++
+    printf 'warnings.%s\n' gcc g++
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'parts.%s\n' gcc.c99 g++.c++11
@@ -505,6 +509,8 @@ list() {
 }
 list_nightly() { # the rest of every language, compiler and version
     single_examples 2345678
+    printf 'warnings.%s\n' clang clang++
+    echo parts.gcc.c99.every
     printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} \
         clang++.c++{11,14,17}
     printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
@@ -548,7 +554,7 @@ case ${1-} in
 --body)
     : "${WARN:?run this by: make check GATES=...}"
     set -e
-    IFS=. read -r kind a b <<<"$2"
-    "gate_$kind" ${a:+"$a"} ${b:+"$b"} ;;
+    IFS=. read -r kind a b c <<<"$2"
+    "gate_$kind" ${a:+"$a"} ${b:+"$b"} ${c:+"$c"} ;;
 *) die 'usage: tools/check.sh --list ci|nightly [NAME...] | --one NAME' ;;
 esac

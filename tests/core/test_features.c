@@ -408,7 +408,7 @@ static void freeze_between(job *j) {
                 (long long)trainable);
     }
 }
-TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN)) {
+TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN | GLOO)) {
     everywhere(freeze_between, 1 + !W_SLOW);
 }
 
@@ -2020,7 +2020,7 @@ static void reset_runs(int stride) {
     h_message("%d models, each interrupted at one in %d of %d places, twice", runs, stride,
               ACTIONS + 1);
 }
-TEST(reset, behind_every_call, SLOW | AT_NIGHT(ASAN)) { reset_runs(W_SLOW ? 11 : 7); }
+TEST(reset, behind_every_call, SLOW | AT_NIGHT(ASAN | GLOO)) { reset_runs(W_SLOW ? 11 : 7); }
 TEST(long_reset, behind_every_call, SECONDS(300) | NIGHT) { reset_runs(1); }
 
 /* ---- norms ----------------------------------------------------------------------------------- */

@@ -119,7 +119,7 @@ TEST(fully_shard_training, post_optim_event) {
 
 /* ---- activation checkpointing ---------------------------------------------------------------- */
 
-TEST(fully_shard_training, activation_checkpointing) { checkpointing(FS_SHARD, 0); }
+TEST(fully_shard_training, activation_checkpointing, AT_NIGHT(GLOO)) { checkpointing(FS_SHARD, 0); }
 TEST(long_fully_shard_training, activation_checkpointing, SECONDS(300) | NIGHT) {
     checkpointing(FS_SHARD, 1);
 }

@@ -1394,7 +1394,10 @@ static void train_all(const form *f, int processes) {
     how.job = f->name, how.bare = 1, how.processes = processes;
     lab_run(f->world, &how, train_rank, (void *)(uintptr_t)f);
 }
-TEST_P(hsdp, training, forms, row->ndim > 2 ? SLOW : 0) { train_all(row, 0); }
+TEST_P(hsdp, training, forms,
+       (row->ndim > 2 ? SLOW : 0) | (row->world > 4 ? AT_NIGHT(GLOO) : 0)) {
+    train_all(row, 0);
+}
 
 static const form process_forms[] = {
     {"2x2", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},

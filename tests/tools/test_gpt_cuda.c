@@ -201,20 +201,21 @@ TEST(gpt_cuda, attention) {
 }
 
 /* Sizes that no vector of eight, no span of 256 positions and no head of eight divides, and those
-   that they do; a batch of one. Without a GPU a warp has one lane: what 32 do only a GPU shows. */
+   that they do; a batch of one. Without a GPU a warp has one lane: what 32 do only a GPU shows. The
+   first three run by day, too. */
 static const struct {
     const char *name, *options;
 } sizes[] = {
     {"aligned", "--batch 2 --context 64 --channels 64 --heads 4"},
-    {"one_span", "--batch 1 --context 256 --channels 16 --heads 2 --layers 1"},
-    {"spans", "--batch 1 --context 519 --channels 24 --heads 3 --layers 1"},
     {"span_and_one", "--batch 1 --context 257 --channels 22 --heads 2"},
     {"heads_of_one", "--batch 3 --context 9 --channels 7 --heads 7"},
+    {"one_span", "--batch 1 --context 256 --channels 16 --heads 2 --layers 1"},
+    {"spans", "--batch 1 --context 519 --channels 24 --heads 3 --layers 1"},
     {"one_position", "--batch 5 --context 1 --channels 10 --heads 2"},
     {"rows=17", "--batch 1 --context 17 --channels 70 --heads 1"},
 };
 
-TEST_P(gpt_cuda, sizes, sizes) {
+TEST_P(gpt_cuda, sizes, sizes, row < sizes + 3 ? 0 : AT_NIGHT(STUB)) {
     static const char *const numbers[] = {"", "--bf16", "--tf32"};
     static const double limits[] = {5e-6, 1e-3, 1e-4}, gpu_limits[] = {1e-4, 1e-3, 3e-4};
     curve cpu, gpu;
@@ -232,18 +233,18 @@ TEST_P(gpt_cuda, sizes, sizes) {
 }
 
 /* Fewer bits: near the CPU's losses, but not as near as f32; with the library and without. Norms show
-   sums that were not f32. */
+   sums that were not f32. The first two run by day, too. */
 static const struct {
     const char *name, *number, *options;
     double ours; // of a loss, from the program without the library
 } fewer_bits[] = {
-    {"bf16,ranks=1", "--bf16", "--ranks 1", 2e-4},
     {"bf16,ranks=2", "--bf16", "--ranks 2", 5e-4}, // each one rounds its gradients
     {"tf32,ranks=1", "--tf32", "--ranks 1", 1e-5},
+    {"bf16,ranks=1", "--bf16", "--ranks 1", 2e-4},
     {"tf32,ranks=2", "--tf32", "--ranks 2", 5e-5},
 };
 
-TEST_P(gpt_cuda, fewer_bits, fewer_bits) {
+TEST_P(gpt_cuda, fewer_bits, fewer_bits, row < fewer_bits + 2 ? 0 : AT_NIGHT(STUB)) {
     char options[100];
     curve cpu, plain, gpu;
     const char *program = cuda_program();
@@ -289,19 +290,19 @@ TEST(gpt_cuda, no_races) {
     CHECK_EQ_INT(c.count, STEPS);
 }
 
-/* Forward and backward as a graph: the same bits as call by call. */
+/* Forward and backward as a graph: the same bits as call by call. The first two run by day, too. */
 static const struct {
     const char *name, *environment, *options;
 } graphs[] = {
     {"ranks=1", OVER_NCCL, "--ranks 1"},
+    {"checked", OVER_NCCL "FSDP_STUB_CHECKS=1", ""}, // stops at what no event orders
     {"alone", OVER_NCCL, ""},
     {"no_reshard", OVER_NCCL, "--reshard 0"},
     {"log_every", OVER_NCCL, "--log-every 4"},
-    {"checked", OVER_NCCL "FSDP_STUB_CHECKS=1", ""}, // stops at what no event orders
     {"protected", OVER_NCCL "FSDP_STUB_PROTECT=1", ""},
 };
 
-TEST_P(gpt_cuda, graph, graphs) {
+TEST_P(gpt_cuda, graph, graphs, row < graphs + 2 ? 0 : AT_NIGHT(STUB)) {
     char options[100];
     curve calls, graph;
     const char *program = cuda_program();
@@ -343,7 +344,7 @@ TEST(gpt_cuda, graph_launches) {
 }
 
 /* With a graph, more steps allocate nothing more. */
-TEST(gpt_cuda, graph_allocates_nothing) {
+TEST(gpt_cuda, graph_allocates_nothing, AT_NIGHT(STUB)) {
     static const char *const functions[] = {"cudaMalloc", "cudaMallocHost"};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         const int calls = calls_of(functions[i], "--graph");
