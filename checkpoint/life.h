@@ -45,6 +45,7 @@ static fsdp_status fsdpi_ck_copy_blobs(fsdp_checkpoint *ck, const char *call) {
     const fsdp_checkpoint_desc *d = &ck->desc;
     if (d->num_blobs < 0 || (d->num_blobs && !d->blobs))
         return fsdpi_ck_null(ck->world, call, "desc.blobs");
+    if (!d->num_blobs) return FSDP_OK;
     int64_t size = (int64_t)sizeof(fsdp_checkpoint_blob) + 80;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &ck->blobs, d->num_blobs * size, 0);
     if (status) return status;

@@ -365,7 +365,8 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     item->sharded = 1;
     item->dtype = wide ? FSDP_F64 : FSDP_F32;
     item->memory = o->place == FSDP_MEMORY_PINNED ? FSDP_MEMORY_HOST : o->place;
-    item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
+    if (o->states[which][wide]) // NULL: no parameter of this width has elements here
+        item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
     return FSDP_OK;
 }
 
