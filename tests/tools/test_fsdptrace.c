@@ -408,6 +408,31 @@ TEST(fsdptrace, members_without_a_record, NO(GLOO | NCCL)) {
     }
 }
 
+/* A record that was shut down on another host leaves nothing unknown; of two failures the earlier one
+   is the first. */
+TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], text[80];
+    make_files(dir, sizeof dir);
+    read_record(dir, 3, &r);
+    r.host[0] ^= 1, r.state = FSDPI_FLIGHT_SHUT_DOWN;
+    write_record(dir, 3, &r);
+    CHECK_EQ_INT(hang(dir, ""), 1);
+    CHECK_MSG(says("No process runs here: "), "%s", output);
+    const int64_t at = r.mono_ns;
+    for (int first = 0; first < 2; first++) {
+        for (int k = 0; k < 2; k++) {
+            read_record(dir, k, &r);
+            r.state = FSDPI_FLIGHT_FAILED, r.status = FSDP_ERR_TIMEOUT;
+            r.ended_ns = at + (k == first ? 1000 : 1000000); /* of one clock */
+            write_record(dir, k, &r);
+        }
+        CHECK_EQ_INT(hang(dir, ""), 1);
+        snprintf(text, sizeof text, "rank %d was the first to report an error, ", first);
+        CHECK_MSG(says(text), "%s", output);
+    }
+}
+
 /* The id tells which files are of one run, whatever the clocks of hosts say. */
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
