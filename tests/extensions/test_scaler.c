@@ -341,7 +341,7 @@ static void side_free(fsdp_device *device, int kind, void *ptr, size_t size) {
         lib_host_ops()->free(device, kind, ptr, size);
 }
 static void neighbours(lab_rank *r) {
-    static const fsdp_dtype dtypes[2] = {FSDP_F32, FSDP_BF16};
+    static const fsdp_dtype stored[2] = {FSDP_F32, FSDP_BF16};
     fsdp_model_desc md = FSDP_ZERO;
     md.cpu_offload = 1; /* no backend gives these blocks */
     fsdp_model *m = lab_model(r->w, &md);
@@ -350,7 +350,7 @@ static void neighbours(lab_rank *r) {
     fsdp_param_view v[2];
     for (int i = 0; i < 2; i++) {
         fsdp_param_desc p = fsdp_vec("p", SIDE);
-        p.dtype = dtypes[i];
+        p.dtype = stored[i];
         u[i] = lab_unit(r->w, m, NULL, &p, 1);
     }
     CALL(r->w, fsdp_grad_scaler_create(m, NULL, &scaler));
@@ -359,7 +359,7 @@ static void neighbours(lab_rank *r) {
     for (int i = 1; i >= 0; i--) {
         CALL(r->w, fsdp_pre_backward(u[i]));
         for (int64_t k = 0; k < SIDE; k++)
-            lab_put(fsdp_grad(u[i], 0), dtypes[i], k, scale * (double)(k % 61 - 30));
+            lab_put(fsdp_grad(u[i], 0), stored[i], k, scale * (double)(k % 61 - 30));
         CALL(r->w, fsdp_post_backward(u[i]));
     }
     CALL(r->w, fsdp_finalize_backward(m));
@@ -369,8 +369,8 @@ static void neighbours(lab_rank *r) {
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(scaler), 0);
     for (int i = 0; i < 2; i++)
         for (int64_t k = 0; k < SIDE; k++)
-            W_CHECK(lab_get(v[i].shard_grad, dtypes[i], k) == (double)(k % 61 - 30), "gradient %d, %d: %g", i,
-                    (int)k, lab_get(v[i].shard_grad, dtypes[i], k));
+            W_CHECK(lab_get(v[i].shard_grad, stored[i], k) == (double)(k % 61 - 30), "gradient %d, %d: %g", i,
+                    (int)k, lab_get(v[i].shard_grad, stored[i], k));
 }
 TEST(scaler, neighbours_of_two_dtypes, NO(GLOO | NCCL | ASAN)) { /* there blocks have more room */
     fsdp_device_ops device = *lib_host_ops();
