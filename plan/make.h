@@ -133,16 +133,11 @@ static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) 
     return 0;
 }
 
-// Marks the fleeting kinds. A kind that begins with a slot of a fleeting one is fleeting, too.
+// Marks the fleeting kinds. A kind that begins with a slot of a fleeting one is fleeting, too: it
+// was recorded after that one was bound, so that it stands after it.
 static void fsdpi_plan_find_fleeting(fsdp_plan *p) {
-    int found = 1;
-    for (int i = 0; i < p->num_kinds; i++) p->kinds[i]->fleeting = 0;
-    while (found) {
-        found = 0;
-        for (int i = 0; i < p->num_kinds; i++)
-            if (!p->kinds[i]->fleeting && fsdpi_plan_is_fleeting(p, p->kinds[i]))
-                p->kinds[i]->fleeting = found = 1;
-    }
+    for (int i = 0; i < p->num_kinds; i++)
+        p->kinds[i]->fleeting = fsdpi_plan_is_fleeting(p, p->kinds[i]);
 }
 
 // The tables of a plan.

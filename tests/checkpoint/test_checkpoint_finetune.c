@@ -167,6 +167,11 @@ static void count_partial(int level, fsdp_status code, int rank, const char *tex
                      "'h.1.weight'"))
         __atomic_add_fetch(&lines_of_partial, 1, __ATOMIC_SEQ_CST);
 }
+static int lacks_one(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    (void)user;
+    snprintf(out->name, sizeof out->name, "%s.w", fsdp_unit_name(v->unit));
+    return 1;
+}
 static void partial(lab_rank *r) {
     static const char *const wrong[] = {"h.0.w", "h.1.weight"};
     fsdp_checkpoint_load_desc ld = FSDP_ZERO;
@@ -185,6 +190,12 @@ static void partial(lab_rank *r) {
     CALL(r->w, fsdp_barrier(r->w));
     CALL(r->w, fsdp_checkpoint_load(m.base, bad, &ld)); /* another text: h.1.w alone */
     if (r->rank == 0) CHECK(strstr(fsdp_last_error(r->w), "lacks 1 of 2 tensors"));
+    ld.source = lacks_one; /* it says what is asked for: other names of the file are no mistake */
+    CALL(r->w, fsdp_checkpoint_load(m.base, bad, &ld));
+    if (r->rank == 0)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "lacks 1 of 2 tensors") &&
+                      !strstr(fsdp_last_error(r->w), "h.1.weight"),
+                  "%s", fsdp_last_error(r->w));
 }
 TEST_P(checkpoint, partial_is_logged_once, ranks_1_to_3) {
     w_log = count_partial;
@@ -254,6 +265,15 @@ static void tied(lab_rank *r) {
                      "parameter, and open its unit for both uses "
                      "(docs/checkpoints.md, Tied weights)"),
               "%s", fsdp_last_error(r->w));
+    for (int dim = 0; dim < 2; dim++) { /* of another shape: it is not tied */
+        two[0] = fsdp_mat("weight", VOCAB + !dim, DIM + dim);
+        wrong = lab_model(r->w, NULL);
+        named_unit(r->w, wrong, "wte", &p, 1);
+        named_unit(r->w, wrong, "lm_head", two, 1);
+        CALL(r->w, fsdp_checkpoint_create(wrong, NULL, &untied));
+        REFUSED(r->w, fsdp_checkpoint_load(untied, path, NULL), "[E440]");
+        CHECK_MSG(!strstr(fsdp_last_error(r->w), "is tied to"), "%s", fsdp_last_error(r->w));
+    }
     fsdp_model *m = lab_model(r->w, NULL);
     fsdp_unit *u = named_unit(r->w, m, "wte", &p, 1);
     CALL(r->w, fsdp_sgd_create(m, NULL, &opt));

@@ -669,6 +669,49 @@ TEST_P(optim, freeze_and_thaw, lab_optim_kinds) {
             launch(world, (int)(row - lab_optim_kinds), direct[d], d == 1, freeze_and_thaw);
 }
 
+/* A cast converts states in pieces: those of a parameter that has several keep their values. */
+static void cast_states(lab_rank *r) {
+    enum { ROWS = 700, COLUMNS = 3, MOST = ROWS * COLUMNS };
+    static __thread double was[2][MOST];
+    fsdp_param_desc p[2] = {fsdp_vec("first", 5), fsdp_mat("w", ROWS, COLUMNS)};
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
+    fsdp_adamw *opt;
+    CALL(r->w, fsdp_adamw_create(m, NULL, &opt));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
+    for (int i = 0; i < 2; i++)
+        for (int64_t k = 0; k < (i ? MOST : 5); k++) fsdp_grad_f32(u, i)[k] = (float)(k + 1);
+    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CALL(r->w, fsdp_adamw_step(opt, 0.1));
+    CALL(r->w, fsdp_zero_grad(m));
+    static const fsdp_dtype casts[] = {FSDP_F32, FSDP_F64, FSDP_F32};
+    for (int cast = 0; cast < 3; cast++) {
+        fsdp_state_item item = FSDP_ZERO;
+        int seen = 0;
+        if (cast) CALL(r->w, fsdp_model_cast(m, casts[cast]));
+        for (;;) {
+            CALL(r->w, fsdp_next_state(m, &item));
+            if (!item.name) break;
+            if (!item.sharded || item.ordinal != 1) continue;
+            CHECK(item.dtype == casts[cast] && seen < 2);
+            for (int64_t k = 0; k < item.numel; k++) {
+                const double is = lab_get(item.data, item.dtype, k);
+                if (!cast) was[seen][k] = is;
+                W_CHECK(lab_same(is, was[seen][k]) && is > 0, "cast %d, %s[%lld]: %g, was %g", cast,
+                        item.name, (long long)k, is, was[seen][k]);
+            }
+            seen++;
+        }
+        CHECK_EQ_INT(seen, 2);
+    }
+}
+TEST(optim, cast_of_large_states) {
+    lab_run(1, NULL, cast_states, NULL);
+    lab_run(2, NULL, cast_states, NULL);
+}
+
 /* Shards in the host's memory. On a device whose memory the host cannot read, and which has no
    function for updates, only those will do. */
 static void elsewhere(job *j) {

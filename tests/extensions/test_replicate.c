@@ -1079,6 +1079,31 @@ TEST_P(replicate, unused_keeps_earlier, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
+/* A step that writes nothing keeps all gradients but that which was dropped, whichever it was. */
+static void keeps_others(job *j) {
+    for (int dropped = 0; dropped < ALL; dropped++) {
+        int index = -1;
+        fsdp_unit *unit = unit_of(j, dropped, &index);
+        if (j->m.frozen[dropped]) continue;
+        for (int writes = 1; writes >= 0; writes--, j->step++) {
+            forward(j);
+            for (int p = 0; p < ALL && writes; p++)
+                if (!j->m.frozen[p]) write_grad(j, p);
+            CALL(j->w, fsdp_replicate_post_backward(j->rep));
+            CALL(j->w, fsdp_finalize_backward(j->m.model));
+            if (writes) CALL(j->w, fsdp_set_grad_none(unit, index));
+        }
+        for (int p = 0; p < ALL; p++)
+            W_CHECK(!view_of(j, p).shard_grad == (p == dropped || j->m.frozen[p]),
+                    "parameter %d, dropped %d", p, dropped);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+    }
+}
+TEST_P(replicate, dropped_gradient_keeps_others, worlds) {
+    conf c = conf_of(keeps_others);
+    run(&c, row->ranks, row->lanes);
+}
+
 /* Hooks of parameters run where a rank used the parameter, with the mean over all, and not else. */
 typedef struct post_hooked {
     const job *j;
@@ -1139,6 +1164,37 @@ TEST_P(replicate, post_accumulate_hooks, worlds) {
     conf c = conf_of(post_hooks);
     run(&c, row->ranks, row->lanes);
     c.d.late = 1;
+    run(&c, row->ranks, row->lanes);
+}
+
+/* A hook of a frozen parameter makes no bucket send before the others, until it is thawed. */
+static void post_hook_frozen(job *j) {
+    enum { CHOSEN = 8 };
+    const int label = fsdp_label_register(j->m.model, "replicate_used");
+    int index = -1;
+    fsdp_unit *unit = unit_of(j, CHOSEN, &index);
+    post_hooked h;
+    memset(&h, 0, sizeof h);
+    h.j = j;
+    CALL(j->w, fsdp_set_post_accumulate_hook(unit, index, post_hook, &h));
+    lab_watch(&j->log, j->w, j->m.model);
+    for (int n = 0; n < 12; n++) {
+        const int frozen = n / 2 % 2, from = j->log.num, calls = h.calls[CHOSEN];
+        if (j->m.frozen[CHOSEN] != frozen) freeze(j, CHOSEN, frozen);
+        forward(j); /* without any setter */
+        for (int p = 0; p < ALL; p++)
+            if (!j->m.frozen[p] && (p != CHOSEN || n % 2)) write_grad(j, p);
+        CALL(j->w, fsdp_replicate_post_backward(j->rep));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        CHECK_EQ_INT(h.calls[CHOSEN] - calls, !frozen && n % 2);
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
+                     j->r->size > 1 ? 2 - frozen : 0);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        j->step++;
+    }
+}
+TEST_P(replicate, post_accumulate_hook_of_frozen, worlds) {
+    conf c = conf_of(post_hook_frozen);
     run(&c, row->ranks, row->lanes);
 }
 

@@ -326,6 +326,60 @@ static void rounding(job *j) {
 }
 TEST_P(scaler, rounding, dtypes) { launch(2, MESH_1D, row->dtype, 0, 0, rounding); }
 
+/* A device that puts the gradients of two dtypes side by side: they are no run of one dtype. */
+enum { SIDE = 256 };
+static char side[SIDE * 6] __attribute__((aligned(64)));
+static int side_blocks[2]; /* of 2 and of 4 bytes an element: shards, then gradients */
+static fsdp_status side_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    if ((size != SIDE * 2 && size != SIDE * 4) || ++side_blocks[size / SIDE / 4] != 2)
+        return lib_host_ops()->alloc(device, kind, size, ptr);
+    *ptr = memset(side + (size == SIDE * 2 ? SIDE * 4 : 0), 0, size);
+    return FSDP_OK;
+}
+static void side_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    if ((char *)ptr < side || (char *)ptr >= side + sizeof side)
+        lib_host_ops()->free(device, kind, ptr, size);
+}
+static void neighbours(lab_rank *r) {
+    static const fsdp_dtype stored[2] = {FSDP_F32, FSDP_BF16};
+    fsdp_model_desc md = FSDP_ZERO;
+    md.cpu_offload = 1; /* no backend gives these blocks */
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_grad_scaler *scaler;
+    fsdp_unit *u[2];
+    fsdp_param_view v[2];
+    for (int i = 0; i < 2; i++) {
+        fsdp_param_desc p = fsdp_vec("p", SIDE);
+        p.dtype = stored[i];
+        u[i] = lab_unit(r->w, m, NULL, &p, 1);
+    }
+    CALL(r->w, fsdp_grad_scaler_create(m, NULL, &scaler));
+    const double scale = fsdp_grad_scaler_scale(scaler); /* a power of two */
+    for (int i = 0; i < 2; i++) lab_forward(r->w, u[i]);
+    for (int i = 1; i >= 0; i--) {
+        CALL(r->w, fsdp_pre_backward(u[i]));
+        for (int64_t k = 0; k < SIDE; k++)
+            lab_put(fsdp_grad(u[i], 0), stored[i], k, scale * (double)(k % 61 - 30));
+        CALL(r->w, fsdp_post_backward(u[i]));
+    }
+    CALL(r->w, fsdp_finalize_backward(m));
+    for (int i = 0; i < 2; i++) v[i] = lab_view(r->w, u[i], 0);
+    CHECK(v[0].shard_grad == (void *)side && v[1].shard_grad == (void *)(side + SIDE * 4));
+    CALL(r->w, fsdp_grad_scaler_unscale(scaler));
+    CHECK_EQ_INT(fsdp_grad_scaler_found_inf(scaler), 0);
+    for (int i = 0; i < 2; i++)
+        for (int64_t k = 0; k < SIDE; k++)
+            W_CHECK(lab_get(v[i].shard_grad, stored[i], k) == (double)(k % 61 - 30), "gradient %d, %d: %g", i,
+                    (int)k, lab_get(v[i].shard_grad, stored[i], k));
+}
+TEST(scaler, neighbours_of_two_dtypes, NO(GLOO | NCCL | ASAN)) { /* there blocks have more room */
+    fsdp_device_ops device = *lib_host_ops();
+    lab_how how = FSDP_ZERO;
+    device.alloc = side_alloc, device.free = side_free;
+    how.device_ops = &device;
+    lab_run(1, &how, neighbours, NULL);
+}
+
 /* ---- the scale ------------------------------------------------------------------------------- */
 
 /* Forward and backward of the smallest model there is, with this gradient. */

@@ -576,6 +576,40 @@ TEST(trace, changes_no_average) {
     CHECK_MSG(!logged[0], "%s", logged);
 }
 
+/* The states of each extension are counted as its own. */
+static void states(lab_rank *r) {
+    static fsdpi_tr_job job;
+    lab_built m = FSDP_ZERO;
+    fsdp_state_item item = FSDP_ZERO;
+    fsdp_adamw *opt;
+    fsdp_ema *ema;
+    int64_t adamw = 0, all = 0;
+    char why[512];
+    build(&m, r->w, &modes[6]);
+    CALL(r->w, fsdp_init_params(m.model, lab_fill, NULL));
+    CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
+    CALL(r->w, fsdp_ema_create(m.model, NULL, &ema));
+    fsdp_trace *t = start(&m, dir_of("t"), 0);
+    for (int step = 0; step <= LAST; step++) step_of(&m, opt);
+    CALL(r->w, fsdp_trace_stop(t));
+    item.sizes_only = 1;
+    while (!fsdp_next_state(m.model, &item) && item.name) {
+        const int64_t bytes = item.numel * (int64_t)fsdp_dtype_size(item.dtype);
+        all += bytes;
+        if (!strcmp(item.extension, "adamw")) adamw += bytes;
+    }
+    CHECK(adamw > 0 && adamw < all);
+    CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
+    const fsdpi_tr_rank *x = &job.rank[0];
+    CHECK_EQ_INT(x->num_kept, 2);
+    CHECK_EQ_STR(fsdpi_tr_text(x, x->kept[0].name), "adamw");
+    CHECK_EQ_STR(fsdpi_tr_text(x, x->kept[1].name), "ema");
+    CHECK_EQ_INT(x->kept[0].bytes, adamw);
+    CHECK_EQ_INT(x->kept[1].bytes, all - adamw);
+    fsdpi_tr_free(&job);
+}
+TEST(trace, states_of_each_extension) { lab_run(1, NULL, states, NULL); }
+
 /* What the program does between a call and fsdp_params_changed is its own work: an optimizer of its
    own behind a clip. */
 static void own_optimizer(lab_rank *r) {
@@ -913,6 +947,10 @@ TEST(trace, left_out) {
             snprintf(name, sizeof name, "%s:\n    ", strrchr(path[bad], '/') + 1);
             CHECK_MSG(strstr(job.notes.text, wants[kind]), "%s", job.notes.text);
             CHECK_MSG(kind > 2 || strstr(job.notes.text, name), "%s", job.notes.text);
+            int known = 0; /* without the other member nobody knows who came last */
+            for (uint64_t i = 0; i < job.rank[0].num_records; i++)
+                known += job.rank[0].last[i] >= 0 || job.rank[0].peers_ns[i];
+            CHECK_EQ_INT(known > 0, kind > 2);
             fsdpi_tr_free(&job);
             CHECK_OK(fsdp_trace_report(dir_of("t"), text, sizeof text));
             CHECK_MSG(kind > 2 || (strstr(text, "left out:\n") && strstr(text, "traces of 1 of 2")),

@@ -1278,6 +1278,34 @@ TEST(plan_kinds, room_for_another, TSAN) {
     run_kinds(net_chain(), &d, room_for_another);
 }
 
+/* While units hold gradients in slots of a dropped kind, steps that begin with these get no plan: the
+   slots go when the units free them. */
+static void batch(plan_bed *b, int sync, plan_result *out) {
+    CALL(b->w, fsdp_set_requires_gradient_sync(b->model, NULL, sync));
+    b->keeps_grads = b->rests = !sync;
+    steps(b, out, 1);
+}
+static void slots_of_a_dropped_kind(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    b->is_partial = 1;
+    for (int i = 0; i < 8; i++) batch(b, i % 2, out);
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    batch(b, 0, out); /* replayed: its slots are held now */
+    batch(b, 0, out); /* a new kind, for which the other one goes */
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
+    CALL(b->w, fsdp_set_reshard_after_forward(b->model, NULL, FSDP_RESHARD_NEVER));
+    for (int i = 0; i < 3; i++) { /* for this one both go */
+        batch(b, 0, out);
+        if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 0);
+    }
+    for (int i = 1; i < 8; i++) batch(b, i % 2, out);
+    if (d) CHECK(fsdp_plan_count(b->plan) == 2 && report_of(b).replayed > 0);
+}
+TEST(plan_kinds, slots_of_a_dropped_kind) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.most_kinds = 2;
+    run_kinds(net_chain(), &d, slots_of_a_dropped_kind);
+}
+
 static void frozen_between(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int frozen = 0; frozen < 4; frozen++) {
         steps(b, out, 3);

@@ -627,6 +627,11 @@ TEST_P(fsdpfit, packed_weights_have_no_verdict, packed) {
     write_headers("few.safetensors");
     CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("few.safetensors")), 0);
     says("left out: 1 tensors, 320 bytes: integers, and scales of packed weights: table\n");
+    two_layers();
+    tensor((fsdp_dtype)FSDP_SAFETENSORS_OTHER, 2, 128, 64, "seen"); /* BOOL: no weights, however many */
+    write_headers("bool.safetensors");
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("bool.safetensors")), 0);
+    says("left out: 1 tensors, 8.00 KiB: ");
 }
 
 /* ---- units by numbers in names --------------------------------------------------------------- */
@@ -674,6 +679,10 @@ static const struct {
     {"hybrid",
      {"layers.{0,2}.mamba.in.weight*8", "layers.{1,3}.attn.q.weight*9"},
      "layers.0 layers.1 layers.2 layers.3"},
+    {"stages of which half are alike",
+     {"layers.{0,1}.blocks.{0,1}.mlp.w*8", "layers.2.blocks.{0,1}.mlp.w*9",
+      "layers.3.blocks.{0-2}.mlp.w*10"},
+     "layers.0.blocks.0, and 3 alike layers.2.blocks.0, and 1 alike layers.3.blocks.0, and 2 alike"},
     {"heads", {"heads.{0-3}.weight*8", "layers.{0,1}.w*8"}, "root layers.0, and 1 alike"}};
 
 static void expand(const char *format) {
@@ -757,6 +766,13 @@ static const char *words_behind(const char *before) {
     return words;
 }
 
+static int ranks_in_place_of_16(const char *text) {
+    const char *more = strstr(text, " ranks in place of 16\n");
+    CHECK_MSG(more != NULL, "%s", text);
+    while (more[-1] != ' ') more--;
+    return atoi(more);
+}
+
 TEST(fsdpfit, what_is_said_to_fit_fits) {
     llama_8b();
     const char *path = path_of("8b.safetensors");
@@ -795,11 +811,11 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
     says("not counted: gradients without sync (--no-sync), ");
     CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - 1), 1);
     says("  sync on in all microbatches\n");
+    CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - (2LL << 30)), 1);
+    int enough = ranks_in_place_of_16(output); /* with what they keep, too */
+    CHECK_EQ_INT(fit("%s --ranks %d --no-sync 3 --limit %lld", path, enough, kept - (2LL << 30)), 0);
     /* So many ranks, and not one shard less. */
-    const char *more = strstr(all, " ranks in place of 16\n");
-    CHECK_MSG(more != NULL, "%s", all);
-    while (more[-1] != ' ') more--;
-    const int enough = atoi(more);
+    enough = ranks_in_place_of_16(all);
     CHECK(enough > 16 && enough % 2 == 0);
     CHECK_EQ_INT(fit("%s --ranks %d --mesh 2x%d --limit 24GiB", path, enough, enough / 2), 0);
     CHECK_EQ_INT(fit("%s --ranks %d --mesh 2x%d --limit 24GiB", path, enough - 2, enough / 2 - 1),

@@ -385,6 +385,54 @@ static void write_record(const char *dir, int rank, const fsdpi_flight_record *r
     CHECK_EQ_INT(fclose(f), 0);
 }
 
+/* A rank without a record is missing in the groups that it may be a member of: rank 0 waits for
+   rank 2, once in a group of all four, once in {0, 2}. */
+TEST(fsdptrace, members_without_a_record, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], path[600];
+    make_files(dir, sizeof dir);
+    for (int rank = 1; rank < RANKS; rank += 2) {
+        path_of(dir, rank, path, sizeof path);
+        CHECK_EQ_INT(unlink(path), 0);
+    }
+    for (int of_two = 0; of_two < 2; of_two++) {
+        for (int rank = 0; rank < RANKS && of_two; rank += 2) {
+            read_record(dir, rank, &r);
+            for (uint32_t c = 1; c < r.num_comms; c++)
+                r.comm[c].size = 2, r.comm[c].stride = 2, r.comm[c].members = 1;
+            write_record(dir, rank, &r);
+        }
+        CHECK_EQ_INT(hang(dir, ""), 1);
+        CHECK_MSG(says("no record of ranks 1, 3\n") && says("rank 2: its last call was "), "%s", output);
+        CHECK_MSG(says("ranks 1, 3: there is no record of it") == !of_two, "%s", output);
+    }
+}
+
+/* A record that was shut down on another host leaves nothing unknown; of two failures the earlier one
+   is the first. */
+TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], text[80];
+    make_files(dir, sizeof dir);
+    read_record(dir, 3, &r);
+    r.host[0] ^= 1, r.state = FSDPI_FLIGHT_SHUT_DOWN;
+    write_record(dir, 3, &r);
+    CHECK_EQ_INT(hang(dir, ""), 1);
+    CHECK_MSG(says("No process runs here: "), "%s", output);
+    const int64_t at = r.mono_ns;
+    for (int first = 0; first < 2; first++) {
+        for (int k = 0; k < 2; k++) {
+            read_record(dir, k, &r);
+            r.state = FSDPI_FLIGHT_FAILED, r.status = FSDP_ERR_TIMEOUT;
+            r.ended_ns = at + (k == first ? 1000 : 1000000); /* of one clock */
+            write_record(dir, k, &r);
+        }
+        CHECK_EQ_INT(hang(dir, ""), 1);
+        snprintf(text, sizeof text, "rank %d was the first to report an error, ", first);
+        CHECK_MSG(says(text), "%s", output);
+    }
+}
+
 /* The id tells which files are of one run, whatever the clocks of hosts say. */
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
@@ -691,6 +739,18 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     CHECK_MSG(says("job 'tcp://host:1/a' over") && says("--job 'second'"), "%s", output);
     CHECK_EQ_INT(hang(dir, "--json"), 0);
     CHECK_MSG(says("\"other_job\": \"tcp://host:1/a\""), "%s", output);
+    d.job = "third"; /* of the others the one that began last */
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_shutdown(w));
+    static const char *const latest[][2] = {{"third", "second"}, {"second", "third"},
+                                            {"tcp://host:1/a", "third"}};
+    for (int i = 0; i < 3; i++) {
+        char options[64];
+        snprintf(options, sizeof options, "--job %s", latest[i][0]);
+        CHECK_EQ_INT(hang(dir, options), 0);
+        snprintf(options, sizeof options, "another one by --job '%s'\n", latest[i][1]);
+        CHECK_MSG(says(options), "%s", output);
+    }
 }
 
 /* Steps, with what they spent in collectives; names and groups; an end by fsdp_shutdown. */
