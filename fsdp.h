@@ -14,52 +14,6 @@
 
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
-CONTENTS
-    This file is the manual, the declarations and the list of the library's parts. Each part is a
-    file of one subject that includes those which it uses. In this order a part uses those above it:
-    core/extension.h    extensions: the functions that they give, and those that they may call
-    core/backend.h      the two tables of functions that make a backend and a device
-    core/macros.h       what compilers spell in different ways
-    core/dtype.h        names and sizes of status codes and element types
-    core/float.h        one element: conversions between floating dtypes
-    core/reduce.h       the one reduction: loops that cast, add and scale
-    core/shard_math.h   which rows a rank owns; where everything lies in a slot
-    core/os.h           the operating system's calls, a lock, a hash, a text, the environment
-    core/route.h        what is done with a unit's memory: a list of steps, a function that chooses
-    core/objects.h      the structs of a world, a mesh, a model and a unit
-    core/flight.h       the flight record: a file for each rank that outlives its process
-    core/error.h        error texts, and the way out for every message
-    core/alloc.h        host memory
-    core/launch.h       rank, size and job from a launcher's environment
-    core/watch.h        which functions of extensions are called, and in what order
-    core/host.h         the host as a device
-    core/timeline.h     measures when records ran on a device
-    core/run.h          how records run, and fsdpi_emit, the only door to them
-    core/backends.h     the table of the backends that are compiled in
-    core/mesh.h         ranks arranged in N dims, and their groups
-    core/layout.h       where everything lies in a unit's slots, and the lists that say so
-    core/guard.h        AddressSanitizer: what the caller must not touch
-    core/ops.h          op records: how they are made
-    core/pool.h         buffers and slots, and units that take and give them back
-    core/unit.h         makes a unit of the desc of fully_shard
-    core/template.h     steps become records: prepared at commit, emitted by fsdpi_emit_step
-    core/gather.h       parameters: gathered, waited for, freed, prefetched
-    core/grads.h        gradients: written, brought together, reduced; which parameters have one
-    core/commit.h       layouts are made, blocks allocated, what was held is moved
-    core/report.h       what is allocated now, and a model in words
-    core/model.h        a model begins and ends
-    core/world.h        a world begins and ends; collectives on host data
-    core/replicas.h     do replicas hold the same parameters?
-    core/step.h         the calls of a step: the transition table, and the end
-    core/clip.h         the norm of all gradients, and clipping
-    core/params.h       parameters as the caller sees them: init, load, full, broadcast
-    core/predict.h      a prediction of memory: a step of a copy that runs nothing; why it is short
-    core/options.h      setters
-    core/attach.h       extensions are attached and detached
-    core/extend.h       what extensions call: records, buffers, memory, copies
-    core/spawn.h        ranks that a program starts itself
-    Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
-
 A PROGRAM
 
     #define FSDP_IMPLEMENTATION
@@ -1639,11 +1593,11 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 /* -------------------------------------------------------------------------------------------- */
 /* The seam for extensions: fsdp_extension, and the functions that extensions call.               */
-#include "core/extension.h"
+#include "src/core/extension.h"
 
 /* -------------------------------------------------------------------------------------------- */
 /* The tables of a backend and a device: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops.    */
-#include "core/backend.h"
+#include "src/core/backend.h"
 
 #ifdef __cplusplus
 }
@@ -1690,19 +1644,19 @@ template <class T> inline T *fsdp_view_grad_as(const fsdp_param_view *view) {
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
-#include "core/reduce.h"
-#include "core/shard_math.h"
+#include "src/core/reduce.h"
+#include "src/core/shard_math.h"
 #ifndef FSDP_MATH_ONLY
 #ifndef __linux__
 #error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
 #endif
-#include "core/attach.h"
-#include "core/clip.h"
-#include "core/extend.h"
-#include "core/options.h"
-#include "core/predict.h"
-#include "core/spawn.h"
-#include "trace/record.h" // an extension that every program has: FSDP_TRACE, docs/see.md
+#include "src/core/attach.h"
+#include "src/core/clip.h"
+#include "src/core/extend.h"
+#include "src/core/options.h"
+#include "src/core/predict.h"
+#include "src/core/spawn.h"
+#include "src/trace/record.h" // an extension that every program has: FSDP_TRACE, docs/see.md
 #endif                    // FSDP_MATH_ONLY
 #endif                    // FSDP_IMPLEMENTATION
 

@@ -368,6 +368,6 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED)
 #define FSDP_CHECKPOINT_IMPLEMENTED
-#include "checkpoint/export.h"
-#include "checkpoint/life.h"
+#include "src/checkpoint/export.h"
+#include "src/checkpoint/life.h"
 #endif // FSDP_IMPLEMENTATION

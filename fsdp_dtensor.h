@@ -499,9 +499,9 @@ FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int ind
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DTENSOR_IMPLEMENTED)
 #define FSDP_DTENSOR_IMPLEMENTED
-#include "dtensor/loss.h"
-#include "dtensor/propagate.h"
+#include "src/dtensor/loss.h"
+#include "src/dtensor/propagate.h"
 #ifndef FSDP_MATH_ONLY
-#include "dtensor/units.h"
+#include "src/dtensor/units.h"
 #endif
 #endif // FSDP_IMPLEMENTATION

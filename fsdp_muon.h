@@ -162,7 +162,7 @@ FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MUON_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_MUON_IMPLEMENTED
 
-#include "muon/flights.h"
+#include "src/muon/flights.h"
 
 #include <stdio.h>  // snprintf
 #include <string.h> // memset

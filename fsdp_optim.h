@@ -491,11 +491,11 @@ FSDP_API void fsdp_ema_destroy(fsdp_ema *ema);
 
 // Arithmetic of the parts is precise with any compiler flags, and comparisons know infinity.
 FSDP_PRECISE_BEGIN("O3")
-#include "optim/kernels.h"
+#include "src/optim/kernels.h"
 #ifndef FSDP_MATH_ONLY
-#include "optim/adamw_sgd.h"
-#include "optim/ema.h"
-#include "optim/scaler.h"
+#include "src/optim/adamw_sgd.h"
+#include "src/optim/ema.h"
+#include "src/optim/scaler.h"
 #endif
 FSDP_PRECISE_END
 #endif // FSDP_IMPLEMENTATION

@@ -187,5 +187,5 @@ FSDP_API int fsdp_box_next(fsdp_box_overlap *overlap);
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SAFETENSORS_IMPLEMENTED)
 #define FSDP_SAFETENSORS_IMPLEMENTED
-#include "safetensors/write.h"
+#include "src/safetensors/write.h"
 #endif // FSDP_IMPLEMENTATION

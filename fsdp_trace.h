@@ -3,7 +3,7 @@
        FSDP_TRACE=DIR ./program                // records steps 3 to 5, a file of each rank in DIR
        fsdptrace json DIR -o trace.json        // opens in Perfetto
 
-   The program stays as it is: fsdp.h includes the recorder, trace/record.h. This header is for
+   The program stays as it is: fsdp.h includes the recorder, src/trace/record.h. This header is for
    programs that begin and end a trace themselves, or add work of their own to it. docs/see.md tells
    what the tools print.
 
@@ -94,5 +94,5 @@ FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap);
 
 #if defined(FSDPI_TRACE_RECORD_H) && !defined(FSDP_TRACE_IMPLEMENTED)
 #define FSDP_TRACE_IMPLEMENTED
-#include "trace/why.h"
+#include "src/trace/why.h"
 #endif

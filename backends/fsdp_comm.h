@@ -21,11 +21,11 @@
 
 #include "fsdp_memory.h" // the list of allocations
 #include "fsdp_record.h" // what a rank is about to do, as a record and in words
-#include "../core/alloc.h"
-#include "../core/error.h"
-#include "../core/flight.h"
-#include "../core/macros.h"
-#include "../core/os.h"
+#include "../src/core/alloc.h"
+#include "../src/core/error.h"
+#include "../src/core/flight.h"
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
 
 #include <fcntl.h>
 #include <stdarg.h>
@@ -391,7 +391,7 @@ static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8
 // Owns: the record of a call, and the checks of its arguments.
 
 /* The one place where a collective becomes a record: it fills c->now, except its key.
-   core/backend.h says why there are two structs. */
+   src/core/backend.h says why there are two structs. */
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_record *r = &c->now;
     fsdpi_copy_name(r->what, sizeof r->what, what);

@@ -56,9 +56,9 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 
 #include "fsdp_cuda_kernels.h"
 #include "fsdp_record.h" // the clock
-#include "../core/alloc.h"
-#include "../core/error.h"
-#include "../core/os.h"
+#include "../src/core/alloc.h"
+#include "../src/core/error.h"
+#include "../src/core/os.h"
 
 #include <cuda_runtime_api.h>
 #include <stdio.h>

@@ -87,10 +87,10 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include "fsdp_shm_world.h"
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
-#include "../core/alloc.h"
-#include "../core/flight.h"
-#include "../core/os.h"
-#include "../core/reduce.h"
+#include "../src/core/alloc.h"
+#include "../src/core/flight.h"
+#include "../src/core/os.h"
+#include "../src/core/reduce.h"
 
 #include <errno.h> // EMFILE, ENFILE
 #include <poll.h>

@@ -1,7 +1,7 @@
 /* fsdp_host_gemm.h - a product of matrices on the host, for fsdp_muon.h
 
    Vectors of 4, 8 or 16 numbers, as the processor has them; one thread. Another product, as that
-   of cblas_sgemm, can take its place: see fsdp_gemm_fn (core/backend.h).
+   of cblas_sgemm, can take its place: see fsdp_gemm_fn (src/core/backend.h).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -134,7 +134,7 @@ static void fsdpi_gemm_pack(float *out, const float *from, int64_t pitch, int tr
 
 /* Adds a tile's sums to the result; the first ones of an element begin it. clang -Ofast fuses a
    product with a sum despite the pragmas: so one loop stores the products of a row, and another one
-   adds them, as in optim/kernels.h. */
+   adds them, as in src/optim/kernels.h. */
 static void fsdpi_gemm_store(const fsdpi_gemm_product *p, int64_t row, int64_t column, int begins,
                              const float *sums, fsdpi_gemm_tile tile) {
     int64_t rows = p->m - row < tile.rows ? p->m - row : tile.rows;

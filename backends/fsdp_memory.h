@@ -9,8 +9,8 @@
 #ifndef FSDPI_BACKENDS_MEMORY_H
 #define FSDPI_BACKENDS_MEMORY_H
 
-#include "../core/alloc.h"
-#include "../core/os.h"
+#include "../src/core/alloc.h"
+#include "../src/core/os.h"
 
 #include <stdio.h>
 #include <stdlib.h>

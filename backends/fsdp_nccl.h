@@ -98,9 +98,9 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #include "fsdp_record.h"
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
-#include "../core/alloc.h"
-#include "../core/macros.h"
-#include "../core/os.h"
+#include "../src/core/alloc.h"
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
 
 #include <nccl.h>
 #include <pthread.h>

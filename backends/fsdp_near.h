@@ -21,9 +21,9 @@
 #include "fsdp_shm_world.h" // the memory, and what goes through it
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
-#include "../core/alloc.h"
-#include "../core/os.h"
-#include "../core/reduce.h"
+#include "../src/core/alloc.h"
+#include "../src/core/os.h"
+#include "../src/core/reduce.h"
 
 #include <stdio.h>
 #include <string.h>

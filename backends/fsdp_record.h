@@ -10,9 +10,9 @@
 #ifndef FSDPI_BACKENDS_RECORD_H
 #define FSDPI_BACKENDS_RECORD_H
 
-#include "../core/flight.h" // operations that are no collective
-#include "../core/macros.h"
-#include "../core/os.h"
+#include "../src/core/flight.h" // operations that are no collective
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
 
 #include <asm/socket.h> // SO_PEERCRED, which sys/socket.h hides in strict C99
 #include <string.h>

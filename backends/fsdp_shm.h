@@ -65,7 +65,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_shm_world.h"
-#include "../core/reduce.h"
+#include "../src/core/reduce.h"
 
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {

@@ -12,10 +12,10 @@
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_memory.h"
 #include "fsdp_record.h"
-#include "../core/alloc.h"
-#include "../core/macros.h"
-#include "../core/os.h"
-#include "../core/reduce.h"
+#include "../src/core/alloc.h"
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
+#include "../src/core/reduce.h"
 
 #include <errno.h>
 #include <fcntl.h> // fcntl, struct flock: is a process alive?

@@ -73,10 +73,10 @@
 #define FSDPI_BACKENDS_STORE_H
 
 #include "fsdp_record.h" // fsdpi_verdict
-#include "../core/alloc.h"
-#include "../core/launch.h"
-#include "../core/macros.h"
-#include "../core/os.h"
+#include "../src/core/alloc.h"
+#include "../src/core/launch.h"
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
 
 #include <asm/socket.h>  // SO_REUSEADDR, which strict C99 hides
 #include <errno.h>       // errno

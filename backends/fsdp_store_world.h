@@ -14,8 +14,8 @@
 #include "fsdp_comm.h" // the comm base
 #include "fsdp_record.h"
 #include "fsdp_store.h" // where ranks meet
-#include "../core/macros.h"
-#include "../core/os.h"
+#include "../src/core/macros.h"
+#include "../src/core/os.h"
 
 #include <stdio.h>
 #include <string.h>

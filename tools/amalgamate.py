@@ -6,8 +6,8 @@
 
 fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; extensions still include
 fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
-than the default one, which core/backends.h defines, stays an include: those files are written into
-FOLDER/backends, where they find what they use of core/ in the one header, or, if they are compiled
+than the default one, which src/core/backends.h defines, stays an include: those files are written into
+FOLDER/backends, where they find what they use of src/core/ in the one header, or, if they are compiled
 alone (.cu), in their own text. All is taken from the headers; no name of a part stands here.
 """
 import argparse
@@ -21,7 +21,7 @@ NOTE = "// Written by tools/amalgamate.py from %s: change those files.\n"
 LONG = 20  # lines behind a part, from which on a heading tells that the file around it goes on
 CONTENTS = """CONTENTS
     This file is the manual, the declarations and the implementation, in parts of one subject each.
-    A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
+    A part begins with a line of signs around its name: search for "== src/core/dtype.h ==". All that a
     program calls is declared above the first one. Each part stands below those that it uses.
 """
 END_OF_CONTENTS = """\
@@ -29,7 +29,7 @@ END_OF_CONTENTS = """\
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
 """
 # The first lines of a part.
-TO_FRONT = re.compile(r'#ifndef \w+\n#include "\.\./fsdp\w*\.h"[^\n]*\n#endif\n')
+TO_FRONT = re.compile(r'#ifndef \w+\n#include "(?:\.\./)+fsdp\w*\.h"[^\n]*\n#endif\n')
 INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
 
 
@@ -45,7 +45,7 @@ class Amalgamation:
         self.root = root
         self.parts = [whole]  # in the order of their includes; paths from the root
         self.titles = {}
-        texts = map(self.read, files_of(root, "fsdp.h", "core/*.h"))
+        texts = map(self.read, files_of(root, "fsdp.h", "src/core/*.h"))
         self.default = re.search(r"^#define (FSDP_BACKEND_\w+) 1", "\n".join(texts), re.M).group(1)
         body = self.expand(whole, self.read(whole), [])
         note = NOTE % self.sources() if self.parts[1:] else ""  # without parts it is the same file
@@ -79,7 +79,7 @@ class Amalgamation:
             if "/" not in found and self.parts[0] != "fsdp.h":  # what an extension is beside
                 out.append(line)
                 continue
-            if found.startswith("core/") and self.parts[0] != "fsdp.h":  # it is in there
+            if found.startswith("src/core/") and self.parts[0] != "fsdp.h":  # it is in there
                 continue
             if found in self.parts:
                 continue
@@ -140,28 +140,26 @@ class Amalgamation:
 
     def contents(self, body):
         """The body with a table of contents of one file."""
-        listed = re.search(r"^CONTENTS\n.*?\n(?=\n)", body, re.M | re.S)
-        known = dict(re.findall(r"^    (\S+/\S+\.h) +(.*)$", listed.group(), re.M))
         table = ""
         for part in sorted(self.parts[1:], key=lambda part: body.index(self.heading(part))):
-            title = known.get(part) or self.titles[part]
-            lines = textwrap.wrap(f"{part:<22} {title}", 95, subsequent_indent=" " * 23)
+            lines = textwrap.wrap(f"{part:<24} {self.titles[part]}", 95, subsequent_indent=" " * 25)
             table += "".join(f"    {line}\n" for line in lines)
-        body = body.replace(listed.group(), CONTENTS + table + END_OF_CONTENTS)
+        first = re.search(r"^A PROGRAM$", body, re.M).start()
+        body = body[:first] + CONTENTS + table + END_OF_CONTENTS + "\n" + body[first:]
         return re.sub(r"\n{3,}", "\n\n", body)
 
 
 def of_backend(root, path, done):
-    """A file of backends/ beside the one header. What it includes of core/ is in that one; a file
+    """A file of backends/ beside the one header. What it includes of src/core/ is in that one; a file
     that is compiled alone gets the text, once."""
     with open(os.path.join(root, path), encoding="utf-8") as f:
         text = f.read()
-    if path.startswith("core/"):
+    if path.startswith("src/core/"):
         text = TO_FRONT.sub("", text)
 
     def core(include):
         part = os.path.normpath(os.path.join(os.path.dirname(path), include.group(1)))
-        if not part.startswith("core/"):
+        if not part.startswith("src/core/"):
             return include.group()
         if part in done or path.startswith("backends/") and path.endswith(".h"):
             return ""

@@ -62,8 +62,7 @@ gate_alone() { # HEADER'S STEM
 # in `make check` for one part of each folder, at night for `every` one.
 gate_parts() { # COMPILER STANDARD [every]
     local h flags folder=
-    for h in core/*.h safetensors/*.h plan/*.h dtensor/*.h optim/*.h muon/*.h checkpoint/*.h \
-        trace/*.h backends/*.h; do
+    for h in src/*/*.h backends/*.h; do
         case $h in
         *nccl.h | *cuda.h | *cuda_gemm.h) flags='-Itests/stubs -DFSDP_BACKEND_NCCL' ;;
         *) flags= ;;
@@ -166,7 +165,7 @@ gate_math_only() {
     done
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
-             $2 ~ /(^|\/)core\// { part = length($1); next } # a part of fsdp.h, at this depth
+             $2 ~ /(^|\/)src\/core\// { part = length($1); next } # a part of fsdp.h, at this depth
              length($1) <= part { part = 0 }
              length($1) == 2 || length($1) == part + 1 {
                  sub(/.*\//, "", $2)
@@ -216,26 +215,26 @@ gate_warnings() { # COMPILER
     done
 }
 
-# Sizes are limits, times are told. fsdp.h and core/, with the default backend.
+# Sizes are limits, times are told. fsdp.h and src/core/, with the default backend.
 gate_budget() {
     local f n lines text parse empty built
     include fsdp.h >"$work/decl.c" && implement fsdp.h >"$work/core.c" && : >"$work/empty.c"
-    lines=$(cat fsdp.h core/*.h | wc -l)
+    lines=$(cat fsdp.h src/core/*.h | wc -l)
     built=$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c")
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (12230), $((text / 1024)) KB of .text (188)," \
+    echo "note: fsdp.h and src/core/: $lines lines (12230), $((text / 1024)) KB of .text (188)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
-    for f in core/*.h; do
+    for f in src/core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 12230 ] || die 'fsdp.h and core/ are too long'
+    [ "$lines" -lt 12230 ] || die 'fsdp.h and src/core/ are too long'
     [ "$text" -le $((188 * 1024)) ] || die 'too much code'
 }
 
-# What examples and tests include, with the one header in place of fsdp.h and core/.
+# What examples and tests include, with the one header in place of fsdp.h and src/core/.
 single_folder() { # FOLDER
     need python3
     rm -rf "$1"
@@ -279,7 +278,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors|trace)/' "$program.d" ||
+    ! grep -qE ' src/' "$program.d" ||
         die "$1 was not compiled with the one header"
     "$program"
 }
@@ -288,7 +287,7 @@ gate_single_tests() {
     local tests='test_features test_shard test_spawn'
     single_folder "$dir"
     make -s --no-print-directory BUILD="$of" CC="gcc -I$dir" $(printf "$of/tests/%s " $tests)
-    ! grep -qE ' (core|plan|dtensor|optim|muon|checkpoint|safetensors|trace)/' "$of"/tests/*.d ||
+    ! grep -qE ' src/' "$of"/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $tests; do
         "$of/tests/$t" --tags=shm >"$work/single.$t.log" 2>&1 ||
@@ -319,7 +318,7 @@ gate_mutations() {
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
     tools/mutate --seed 1 --sample 12 --most 100 --least 0.5 --quick --jobs 2 \
         --scratch "$work/mutate" \
-        --file core dtensor optim muon plan checkpoint safetensors trace fsdp \
+        --file src fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
     sed -n '/^LIVED\|^UNREACHED/s/^/note: /p; $s/^/note: /p' "$log"
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """check_text.py - what can be checked by reading the sources; one check per call.
 
-  toc        the files of core/: each is listed in fsdp.h's contents, below those that it includes
+  toc        the files of src/core/: each is listed in docs/architecture.md, below those that it
+             includes
   docs       every public function has a comment right above it with its name, with Result if it
              returns a status, and with Allocates if it makes an object
   functions  no function of a header or a backend is longer than 100 lines
@@ -13,9 +14,9 @@
   layers     each part begins with the include of its header, includes only parts below it, among
              them each part whose private names it uses, and is included; only headers and backends
              ask for FSDP_IMPLEMENTATION; there are no circles, neither of includes nor of calls of
-             public functions; no file of core/ but core/backends.h names a backend
-  extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/ or
-             backends/; only plan/, the upper floor of the core, uses those of core/
+             public functions; no file of src/core/ but src/core/backends.h names a backend
+  extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, src/core/ or
+             backends/; only src/plan/, the upper floor of the core, uses those of src/core/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
@@ -37,13 +38,12 @@ import sys
 import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
-PARTS = sorted(glob.glob("core/*.h"))
-PLAN = sorted(path for folder in ("plan", "dtensor", "optim", "muon", "checkpoint", "safetensors",
-                                  "trace")
-              for path in glob.glob(f"{folder}/*.h"))  # parts of extensions
-DECLARES = HEADERS + glob.glob("core/extension.h")
+PARTS = sorted(glob.glob("src/core/*.h"))
+PLAN = sorted(set(glob.glob("src/*/*.h")) - set(PARTS))  # parts of extensions
+DECLARES = HEADERS + glob.glob("src/core/extension.h")
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
+TOC = "docs/architecture.md"
 MAX_FUNCTION = 100
 MAX_COLUMNS = 100
 PRIVATE = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
@@ -87,13 +87,12 @@ def includes(path):
 
 
 def check_toc():
-    comment = read("fsdp.h").split("*/")[0]
-    listed = re.findall(r"^    (core/\w+\.h)", comment, re.M)
+    listed = re.findall(r"^ *(src/core/\w+\.h)  ", read(TOC), re.M)
     for path in sorted(set(PARTS) ^ set(listed)):
-        yield f"fsdp.h: the contents and the files of core/ differ in {path}"
+        yield f"{TOC}: the list of parts and the files of src/core/ differ in {path}"
     for i, path in enumerate(listed):
         for below in sorted(set(includes(path) if path in PARTS else []) & set(listed[i + 1:])):
-            yield f"fsdp.h: the contents list {path} above {below}, which it includes"
+            yield f"{TOC}: the list of parts has {path} above {below}, which it includes"
 
 
 def declarations(lines):
@@ -292,8 +291,13 @@ def check_licence():
 
 def front_of(path):
     """The public header whose part a file is."""
-    name = {"core": "fsdp", "backends": "fsdp"}.get(os.path.dirname(path))
-    return f"{name or 'fsdp_' + os.path.dirname(path)}.h"
+    room = room_of(path)
+    return "fsdp.h" if room in ("core", "backends") else f"fsdp_{room}.h"
+
+
+def room_of(path):
+    """The folder of a file, without those above it."""
+    return os.path.basename(os.path.dirname(path))
 
 
 def check_layers():
@@ -302,15 +306,16 @@ def check_layers():
              "checkpoint": ["checkpoint", "safetensors"], "muon": ["muon", "optim"]}
     uses = {path: set(includes(path)) - {front_of(path)} for path in parts}
     for path in parts:
-        folder, front = os.path.dirname(path), front_of(path)
+        folder, front = room_of(path), front_of(path)
+        way = "../" * path.count("/") + front
         ask = front[:-2].upper() + "_H"
-        if f'*/\n#ifndef {ask}\n#include "../{front}"' not in read(path):
-            yield f"{path}: does not begin with #ifndef {ask}, #include \"../{front}\", #endif"
+        if f'*/\n#ifndef {ask}\n#include "{way}"' not in read(path):
+            yield f"{path}: does not begin with #ifndef {ask}, #include \"{way}\", #endif"
         if folder != "backends" and "FSDP_IMPLEMENTATION" in code_of(path):
             yield f"{path}: asks for FSDP_IMPLEMENTATION: {front} does so"
-        allowed = below.get(folder, [folder]) + ["backends"] * (path == "core/backends.h")
+        allowed = below.get(folder, [folder]) + ["backends"] * (path == "src/core/backends.h")
         for used in sorted(uses[path]):
-            if os.path.dirname(used) not in allowed:
+            if room_of(used) not in allowed:
                 yield f"{path}: includes {used}, which is above it"
     included = {used for path in HEADERS + parts + BACKENDS for used in includes(path)}
     included.add("backends/fsdp_cuda_gemm.h")  # a program that has cuBLAS does
@@ -325,10 +330,10 @@ def check_layers():
 
 
 def check_backends_named():
-    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("core/backends.h"))) | {"CUDA"})
+    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("src/core/backends.h"))) | {"CUDA"})
     lower, upper = "|".join(names).lower(), "|".join(names)
     backend = rf"\b(?:fsdpi?_(?:{lower})_\w+|FSDP_BACKEND_(?:{upper}))\b"
-    for path in sorted(set(PARTS) - {"core/backends.h", "core/backend.h"}):
+    for path in sorted(set(PARTS) - {"src/core/backends.h", "src/core/backend.h"}):
         for name in sorted(set(re.findall(backend, code_of(path)))):
             yield f"{path}: names a backend: {name}"
 
@@ -383,7 +388,7 @@ def check_extensions():
             owner.setdefault(name, path)
     for path in HEADERS[1:] + PLAN:
         for name in sorted(set(PRIVATE.findall(code_of(path))) & set(owner)):
-            if os.path.dirname(path) == "plan" and owner[name] in PARTS:
+            if room_of(path) == "plan" and owner[name] in PARTS:
                 continue
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
 

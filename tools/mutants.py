@@ -23,7 +23,7 @@ own above.
 import bisect
 import re
 
-FOLDERS = 'core/|plan/|dtensor/|optim/|muon/|checkpoint/|safetensors/|trace/|backends/|fsdp'
+FOLDERS = 'src/|backends/|fsdp'
 TOKEN = re.compile(r'''(?P<skip>\s+|//[^\n]*|/\*.*?\*/
              |(?:(?<=\n)|^)[ \t]*\#(?:\\\n|/\*.*?\*/|[^\n])*)  # a line of the preprocessor
     |(?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')

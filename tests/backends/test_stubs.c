@@ -10,7 +10,7 @@
 #include "harness.h"
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "core/reduce.h"
+#include "src/core/reduce.h"
 #include "stubs/stub.h"
 
 #define CUDA(call) CHECK_STATUS(call, cudaSuccess)

@@ -1,6 +1,6 @@
 /* stub_nccl.c - NCCL on the host: ranks, threads or processes, share an anonymous file where they
    show each other their data, and wait for each other without limit, as NCCL does. Sums are the
-   library's own (core/reduce.h), in the order of ranks. See stub.h. Not for anything but tests.
+   library's own (src/core/reduce.h), in the order of ranks. See stub.h. Not for anything but tests.
 
    Where ranks meet: the id names a file descriptor of the process that made it, which the others
    open below /proc. Nothing is left behind, however a rank ends.
@@ -15,7 +15,7 @@
 
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "../../core/reduce.h"
+#include "../../src/core/reduce.h"
 
 #include <fcntl.h>       /* open */
 #include <pthread.h>     /* pthread_create, pthread_mutex_lock */

@@ -81,7 +81,7 @@ class Fsdp:
     def __init__(self):
         if not os.path.exists(LIBRARY):
             raise Skip("no libfsdp.so: run make shared")
-        self.h = Header("fsdp.h", "core/backend.h")
+        self.h = Header("fsdp.h", "src/core/backend.h")
         self.lib = C.CDLL(LIBRARY)
         for name in ("fsdp_last_error", "fsdp_status_name", "fsdp_dtype_name", "fsdp_unit_name"):
             getattr(self.lib, name).restype = C.c_char_p

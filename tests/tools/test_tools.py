@@ -15,46 +15,46 @@ import time
 from harness import Skip, check, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
-BY_FSDP = "   A part of fsdp.h, which includes it.\n\n"
 SPDX = "SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */\n"
 LICENCE = "Free for all.\n"
 
 
-def part(title, code="", more="", uses=""):
+def part(title, code="", more="", uses="", up="../../"):
+    """A part of src/core/; with another `up` a file of backends/."""
     guard = re.search(r"\w+(?=\.h)", title).group().upper()
-    return (f"/* {title}\n\n   A part of fsdp.h, which includes it.{more}\n\n   {SPDX}"
-            '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n'
+    by = "A part of fsdp.h, which includes it." if up == "../../" else ""
+    return (f"/* {title}\n\n   {by}{more}\n\n   {SPDX}".replace("   \n\n", "") +
+            f'#ifndef FSDP_H\n#include "{up}fsdp.h"\n#endif\n'
             f"#ifndef FSDPI_{guard}_H\n#define FSDPI_{guard}_H\n{uses}\n{code}#endif\n")
 
 
 BACKENDS = ("#ifndef FSDP_BACKEND_NET\n#define FSDP_BACKEND_SHM 1\n#endif\n"
-            "#ifdef FSDP_BACKEND_SHM\n#include \"../backends/fsdp_shm.h\"\n#endif\n"
-            "#ifdef FSDP_BACKEND_NET\n#include \"../backends/fsdp_net.h\"\n#endif\n")
+            "#ifdef FSDP_BACKEND_SHM\n#include \"../../backends/fsdp_shm.h\"\n#endif\n"
+            "#ifdef FSDP_BACKEND_NET\n#include \"../../backends/fsdp_net.h\"\n#endif\n")
 GOOD = {
     "LICENSE": LICENCE,
     "fsdp.h": "/* fsdp.h - a library\n\n   SPDX-License-Identifier: MIT (full text at the end of "
-              "this file)\n\nCONTENTS\n    What it is made of:\n    core/a.h   the first one\n"
-              "    core/backends.h   the table\n    core/b.h   the other one\n\nWORDS\n    none\n*/\n"
+              "this file)\n\nA PROGRAM\n    none\n\nWORDS\n    none\n*/\n"
               "#ifndef FSDP_H\n#define FSDP_H\n"
               "int fsdp_all(void);\n#endif\n#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DONE)\n"
-              f"#define FSDP_DONE\n#include \"core/b.h\"\n#endif\n\n/*\n{LICENCE}*/\n",
-    "core/a.h": part("core/a.h - the first\n   of two", "static int fsdpi_a(void) { return 1; }\n"),
-    "core/backends.h": part("core/backends.h - the table", BACKENDS, uses='#include "a.h"\n'),
-    "core/b.h": part("core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n"
+              f"#define FSDP_DONE\n#include \"src/core/b.h\"\n#endif\n\n/*\n{LICENCE}*/\n",
+    "src/core/a.h": part("src/core/a.h - the first\n   of two", "static int fsdpi_a(void) { return 1; }\n"),
+    "src/core/backends.h": part("src/core/backends.h - the table", BACKENDS, uses='#include "a.h"\n'),
+    "src/core/b.h": part("src/core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n"
                      "FSDP_API int fsdp_all(void) { return fsdpi_a() + fsdpi_b() + fsdpi_move(); }\n",
                      " See backends/README.md.",
                      '#include "a.h" // a\n#include "backends.h"\n#ifndef FSDP_API\n'
                      "#define FSDP_API\n#endif\n"),
     "backends/fsdp_base.h": part("fsdp_base.h - what backends share: much",
                                  "static int fsdpi_base(void) { return 299 + fsdpi_a(); }\n",
-                                 uses='#include "../core/a.h"\n').replace(BY_FSDP, ""),
+                                 uses='#include "../src/core/a.h"\n', up="../"),
     "backends/fsdp_shm.h": part("fsdp_shm.h - the default\n\n   How it works.",
                                 "static int fsdpi_move(void) { return fsdpi_base(); }\n",
-                                uses='#include "fsdp_base.h"\n').replace(BY_FSDP, ""),
+                                uses='#include "fsdp_base.h"\n', up="../"),
     "backends/fsdp_net.h": part("fsdp_net.h - the other",
                                 "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
-                                uses='#include "fsdp_base.h"\n').replace(BY_FSDP, ""),
-    "backends/fsdp_net.cu": f"/* fsdp_net.cu - compiled alone\n\n   {SPDX}#include \"../core/a.h\"\n"
+                                uses='#include "fsdp_base.h"\n', up="../"),
+    "backends/fsdp_net.cu": f"/* fsdp_net.cu - compiled alone\n\n   {SPDX}#include \"../src/core/a.h\"\n"
                             "int main(void) { return fsdpi_a() - 1; }\n",
     "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
                    "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
@@ -65,8 +65,9 @@ GOOD = {
                                   "TEST(fully_shard_a, done) {}\n"
                                   "TEST(long_fully_shard_a, large, NIGHT | SECONDS(9)) {}\n",
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
-    "docs/architecture.md": "`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
-    "docs/internals.md": "| a | `fsdpi_b`, core/b.h |\n",
+    "docs/architecture.md": "src/core/a.h   the first one\nsrc/core/backends.h   the table\n"
+                            "src/core/b.h   the other one\n`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
+    "docs/internals.md": "| a | `fsdpi_b`, src/core/b.h |\n",
     "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
     "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
@@ -133,14 +134,15 @@ def test_amalgamate_works():
 def test_amalgamate_text():
     with tree() as root:
         text = amalgamate(root)
-        parts = ["core/a.h", "core/backends.h", "backends/fsdp_base.h", "backends/fsdp_shm.h",
-                 "core/b.h"]  # those that a condition is around come inside of the part
+        parts = ["src/core/a.h", "src/core/backends.h", "backends/fsdp_base.h", "backends/fsdp_shm.h",
+                 "src/core/b.h"]  # those that a condition is around come inside of the part
         places = [text.index(f"/* ==== {name} ====") for name in parts]
         check(places == sorted(places), "each part below those that it uses")
         listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
-                  if line.startswith(("    core/", "    backends/"))]
+                  if line.startswith(("    src/core/", "    backends/"))]
         check(listed == parts, f"table of contents: {listed}")
-        check("the first one\n" in text and "what backends share\n" in text, "their titles")
+        check("    src/core/a.h             the first of two\n" in text and
+              "what backends share\n" in text, "their titles")
         for once in ("SPDX-", LICENCE, "static int fsdpi_base", "What it is", "How it works."):
             expected = 0 if once == "What it is" else 1
             check(text.count(once) == expected, f"{once!r}: {text.count(once)} times")
@@ -154,7 +156,7 @@ def test_amalgamate_extension():
     of the core are in the one header already."""
     with tree() as root:
         check(amalgamate(root, "fsdp_more.h") == GOOD["fsdp_more.h"], "an extension without parts")
-    more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n#include "backends/fsdp_base.h"\n'
+    more = GOOD["fsdp_more.h"] + '#include "src/core/b.h"\n#include "backends/fsdp_base.h"\n'
     with tree(fsdp_more_h=more) as root:
         text = amalgamate(root, "fsdp_more.h")
         check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, backends/"), text)
@@ -165,73 +167,76 @@ def test_amalgamate_extension():
 
 def test_amalgamate_changes():
     """A part that is new, and one that is gone."""
-    include = GOOD["fsdp.h"].replace("#include \"core/b.h\"\n", "#include \"core/c.h\"\n")
+    include = GOOD["fsdp.h"].replace("#include \"src/core/b.h\"\n", "#include \"src/core/c.h\"\n")
     with tree(fsdp_h=include) as root:
         command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), "single", root]
         r = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        check(r.returncode == 1 and b"cannot find core/c.h" in r.stderr, str(r))
-        os.rename(os.path.join(root, "core/b.h"), os.path.join(root, "core/c.h"))
+        check(r.returncode == 1 and b"cannot find src/core/c.h" in r.stderr, str(r))
+        os.rename(os.path.join(root, "src/core/b.h"), os.path.join(root, "src/core/c.h"))
         text = amalgamate(root)
-        check("== core/c.h ==" in text and "    core/c.h               the second\n" in text, text)
+        check("== src/core/c.h ==" in text and "    src/core/c.h             the second\n" in text, text)
 
 
 def test_licence():
     finds("licence", "fsdp.h: its last comment", LICENSE="Free for some.\n")
     finds("licence", "fsdp.h: its last comment", fsdp_h=GOOD["fsdp.h"] + "int x;\n")
     finds("licence", "tests/core/test_all.c: no line SPDX", tests_core_test_all_c="/* test_all.c */\n")
-    finds("licence", "core/a.h: the full text of the licence is not at the end of this file",
-          core_a_h=GOOD["core/a.h"].replace("end of fsdp.h", "end of this file"))
+    finds("licence", "src/core/a.h: the full text of the licence is not at the end of this file",
+          src_core_a_h=GOOD["src/core/a.h"].replace("end of fsdp.h", "end of this file"))
 
 
 def test_layers():
     def also(name, code):
         return GOOD[name].replace("#endif\n", f"#endif\n{code}\n", 1)
-    finds("layers", "core/a.h: names a backend: fsdpi_shm_open",
-          core_a_h=also("core/a.h", "int x = fsdpi_shm_open();"))
-    finds("layers", "core/a.h: names a backend: fsdp_net_comm_ops",
-          core_a_h=also("core/a.h", "/* why */ int x = fsdp_net_comm_ops();"))
-    finds("layers", "core/a.h: names a backend: FSDP_BACKEND_SHM",
-          core_a_h=also("core/a.h", "#ifdef FSDP_BACKEND_SHM\n#endif"))
-    finds("layers", "core/a.h: includes backends/fsdp_base.h, which is above it",
-          core_a_h=also("core/a.h", '#include "../backends/fsdp_base.h"'))
-    finds("layers", "core/a.h -> core/b.h -> core/a.h: a circle of includes",
-          core_a_h=also("core/a.h", '#include "b.h"'))
-    finds("layers", "core/a.h: calls fsdp_all of core/b.h, which stands on it",
-          core_a_h=also("core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
-    finds("layers", "core/b.h: does not begin with #ifndef FSDP_H",
-          core_b_h=GOOD["core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
-    finds("layers", "core/b.h: uses fsdpi_a, and does not include core/a.h itself",
-          core_b_h=GOOD["core/b.h"].replace('#include "a.h" // a\n', ""))
-    finds("layers", "core/b.h: uses FSDPI_N_OF_A, and does not include core/a.h itself",
-          core_a_h=also("core/a.h", "#define FSDPI_X(name) FSDPI_N_##name"),
-          core_backends_h=also("core/backends.h", "int x = FSDPI_N_OF_A;"),
-          core_b_h=also("core/b.h", "int y = FSDPI_N_OF_A;").replace('#include "a.h" // a\n', ""))
-    finds("layers", "core/a.h: asks for FSDP_IMPLEMENTATION: fsdp.h does so",
-          core_a_h=also("core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
-    finds("layers", "core/b.h: nothing includes it",
-          fsdp_h=GOOD["fsdp.h"].replace('#include "core/b.h"', ""))
+    finds("layers", "src/core/a.h: names a backend: fsdpi_shm_open",
+          src_core_a_h=also("src/core/a.h", "int x = fsdpi_shm_open();"))
+    finds("layers", "src/core/a.h: names a backend: fsdp_net_comm_ops",
+          src_core_a_h=also("src/core/a.h", "/* why */ int x = fsdp_net_comm_ops();"))
+    finds("layers", "src/core/a.h: names a backend: FSDP_BACKEND_SHM",
+          src_core_a_h=also("src/core/a.h", "#ifdef FSDP_BACKEND_SHM\n#endif"))
+    finds("layers", "src/core/a.h: includes backends/fsdp_base.h, which is above it",
+          src_core_a_h=also("src/core/a.h", '#include "../../backends/fsdp_base.h"'))
+    finds("layers", "src/core/a.h -> src/core/b.h -> src/core/a.h: a circle of includes",
+          src_core_a_h=also("src/core/a.h", '#include "b.h"'))
+    finds("layers", "src/core/a.h: calls fsdp_all of src/core/b.h, which stands on it",
+          src_core_a_h=also("src/core/a.h", "static int fsdpi_x(void) { return fsdp_all(); }"))
+    finds("layers", "src/core/b.h: does not begin with #ifndef FSDP_H",
+          src_core_b_h=GOOD["src/core/b.h"].replace("#ifndef FSDP_H", "#ifdef FSDP_H"))
+    finds("layers", "src/core/b.h: uses fsdpi_a, and does not include src/core/a.h itself",
+          src_core_b_h=GOOD["src/core/b.h"].replace('#include "a.h" // a\n', ""))
+    finds("layers", "src/core/b.h: uses FSDPI_N_OF_A, and does not include src/core/a.h itself",
+          src_core_a_h=also("src/core/a.h", "#define FSDPI_X(name) FSDPI_N_##name"),
+          src_core_backends_h=also("src/core/backends.h", "int x = FSDPI_N_OF_A;"),
+          src_core_b_h=also("src/core/b.h", "int y = FSDPI_N_OF_A;").replace('#include "a.h" // a\n', ""))
+    finds("layers", "src/core/a.h: asks for FSDP_IMPLEMENTATION: fsdp.h does so",
+          src_core_a_h=also("src/core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
+    finds("layers", "src/core/b.h: nothing includes it",
+          fsdp_h=GOOD["fsdp.h"].replace('#include "src/core/b.h"', ""))
     for name in ("fsdp_more.h", "examples/use.c"):
-        finds("layers", f"{name}: includes core/a.h: include fsdp.h",
-              **{re.sub(r"\W", "_", name): GOOD[name] + '#include "core/a.h"\n'})
+        finds("layers", f"{name}: includes src/core/a.h: include fsdp.h",
+              **{re.sub(r"\W", "_", name): GOOD[name] + '#include "src/core/a.h"\n'})
+
+
+LISTED_PARTS = GOOD["docs/architecture.md"]
 
 
 def test_toc():
-    finds("toc", "the contents and the files of core/ differ in core/a.h",
-          fsdp_h=GOOD["fsdp.h"].replace("    core/a.h   the first one\n", ""))
-    finds("toc", "the contents and the files of core/ differ in core/gone.h",
-          fsdp_h=GOOD["fsdp.h"].replace("    core/a.h ", "    core/gone.h  no file\n    core/a.h "))
-    finds("toc", "the contents list core/b.h above core/backends.h, which it includes",
-          fsdp_h=GOOD["fsdp.h"].replace("    core/b.h   the other one\n", "").replace(
-              "    core/a.h ", "    core/b.h   the other one\n    core/a.h "))
+    finds("toc", "the list of parts and the files of src/core/ differ in src/core/a.h",
+          docs_architecture_md=LISTED_PARTS.replace("src/core/a.h   the first one\n", ""))
+    finds("toc", "the list of parts and the files of src/core/ differ in src/core/gone.h",
+          docs_architecture_md="src/core/gone.h   no file\n" + LISTED_PARTS)
+    finds("toc", "the list of parts has src/core/b.h above src/core/backends.h, which it includes",
+          docs_architecture_md="src/core/b.h   the other one\n" +
+          LISTED_PARTS.replace("src/core/b.h   the other one\n", ""))
 
 
 def test_extensions():
-    finds("extensions", "fsdp_more.h: fsdpi_a is not its own, core/a.h has it",
+    finds("extensions", "fsdp_more.h: fsdpi_a is not its own, src/core/a.h has it",
           fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_a();\n")
     finds("extensions", "fsdp_more.h: fsdpi_base is not its own, backends/fsdp_base.h has it",
           fsdp_more_h=GOOD["fsdp_more.h"] + 'char c = "//"[0]; int x = fsdpi_base();\n')
-    finds("extensions", "fsdp_more.h: FSDPI_N is not its own, core/b.h has it",
-          core_b_h=GOOD["core/b.h"] + "#define FSDPI_N 3\n",
+    finds("extensions", "fsdp_more.h: FSDPI_N is not its own, src/core/b.h has it",
+          src_core_b_h=GOOD["src/core/b.h"] + "#define FSDPI_N 3\n",
           fsdp_more_h=GOOD["fsdp_more.h"] + "int x[FSDPI_N];\n")
 
 
@@ -239,7 +244,7 @@ def test_functions():
     def function(lines):
         return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
     finds("functions", "a function of 101 lines, at most 100",
-          core_a_h=GOOD["core/a.h"] + function(100) + function(101))
+          src_core_a_h=GOOD["src/core/a.h"] + function(100) + function(101))
 
 
 def test_docs():
@@ -617,7 +622,7 @@ More words.
 
 def errors(code, listed, *args):
     """What the tool says of this code and this list, and the list afterwards."""
-    with tree(core_a_h=GOOD["core/a.h"] + code) as root:
+    with tree(src_core_a_h=GOOD["src/core/a.h"] + code) as root:
         path = os.path.join(root, "docs", "errors.md")
         with open(path, "w", encoding="utf-8") as f:
             f.write(listed)
@@ -642,15 +647,15 @@ def test_errors():
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
             (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
-             "core/a.h:22: fsdpi_new: has its text an id?"),
-            (fails('"[E101] z"'), LIST, "core/a.h:21: E101 is taken"),
-            (fails('"[E103] z"'), LIST, "core/a.h:21: E103 has no row in docs/errors.md"),
-            (fails('"[E1000] z"'), LIST, "core/a.h:21: E1000 has no row in docs/errors.md"),
+             "src/core/a.h:22: fsdpi_new: has its text an id?"),
+            (fails('"[E101] z"'), LIST, "src/core/a.h:21: E101 is taken"),
+            (fails('"[E103] z"'), LIST, "src/core/a.h:21: E103 has no row in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "src/core/a.h:21: E1000 has no row in docs/errors.md"),
             (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
             (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
             (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
             (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
-            (FAILS, LIST.replace("X is not 0.", ""), "core/a.h:16: E101 has no cause"),
+            (FAILS, LIST.replace("X is not 0.", ""), "src/core/a.h:16: E101 has no cause"),
             (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
             (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
             (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
@@ -685,13 +690,13 @@ def test_errors_makes():
 
 
 HOUSE = {  # in the order of the floors
-    "core/a.h": '#ifndef FSDP_H\n#include "../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
-    "core/b.h": '#include "../fsdp.h" // and core/*.h\n# include "a.h"\n/* the end */\n',
-    "core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
-    "fsdp.h": '/* Use it so:\n    #include "fsdp.h"\n*/\n#include "core/b.h"\n#include "core/c.h"\n',
-    "plan/x.h": '#include "../fsdp_plan.h"\n', "fsdp_more.h": '#include "fsdp.h"\n',
-    "plan/y.h": '#include "../fsdp_plan.h"\n#include "x.h"\n',
-    "fsdp_plan.h": '#include "fsdp.h"\n#include "plan/y.h"\n', "backends/README.md": "no room\n"}
+    "src/core/a.h": '#ifndef FSDP_H\n#include "../../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
+    "src/core/b.h": '#include "../../fsdp.h" // and src/core/*.h\n# include "a.h"\n/* the end */\n',
+    "src/core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
+    "fsdp.h": '/* Use it so:\n    #include "fsdp.h"\n*/\n#include "src/core/b.h"\n#include "src/core/c.h"\n',
+    "src/plan/x.h": '#include "../../fsdp_plan.h"\n', "fsdp_more.h": '#include "fsdp.h"\n',
+    "src/plan/y.h": '#include "../../fsdp_plan.h"\n#include "x.h"\n',
+    "fsdp_plan.h": '#include "fsdp.h"\n#include "src/plan/y.h"\n', "backends/README.md": "no room\n"}
 
 
 def floors(picture=None, **changes):
@@ -715,12 +720,12 @@ def test_floors():
                        drawn, re.M)
     expected = ("6 fsdp_plan.h:2 5 y.h:1 4 x.h:1 fsdp_more.h 3 fsdp.h:4 2 c.h:1 1 b.h:2 0 a.h:2").split()
     check([floor or name + ":" * bool(users) + users for floor, name, users in rooms] == expected, drawn)
-    for changed in ({"core/b.h": "\n"}, {"core/d.h": "\n"}):
+    for changed in ({"src/core/b.h": "\n"}, {"src/core/d.h": "\n"}):
         status, text, after = floors(drawn, **changed)
         check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
-    for changed, wanted in [({"core/a.h": '#include "c.h"\n'}, ("core/a.h", "core/c.h")),
-                            ({"core/a.h": '#include "../fsdp_more.h"\n'}, ("core/a.h", "fsdp_more.h")),
-                            ({"plan/x.h": '#include "y.h"\n'}, ("plan/x.h", "plan/y.h"))]:
+    for changed, wanted in [({"src/core/a.h": '#include "c.h"\n'}, ("src/core/a.h", "src/core/c.h")),
+                            ({"src/core/a.h": '#include "../../fsdp_more.h"\n'}, ("src/core/a.h", "fsdp_more.h")),
+                            ({"src/plan/x.h": '#include "y.h"\n'}, ("src/plan/x.h", "src/plan/y.h"))]:
         status, text, _ = floors(**changed)
         check(status == 1 and "floors: a circle: " in text, text)
         check(all(f"{name} -> " in text for name in wanted), text)
@@ -729,7 +734,7 @@ def test_floors():
 def test_floors_have_room():
     """No room lies on another one or on another folder's column, and names fit."""
     names = {f"{folder}/{'long' * (k % 3)}_{k}.h": "\n" for k in range(24)
-             for folder in ("core", "backends", "plan", "dtensor", "checkpoint")}
+             for folder in ("src/core", "backends", "src/plan", "src/dtensor", "src/checkpoint")}
     names.update({f"fsdp_{folder}.h": HOUSE["fsdp_more.h"] for folder in ("dtensor", "checkpoint")})
     status, text, drawn = floors(**names)
     check(status == 0, text)
@@ -738,7 +743,7 @@ def test_floors_have_room():
                  r'<rect class="(\w+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="(\d+)" rx="2"/>\n'
                  r"<text [^>]*>(.*)</text>", drawn)]
     check(len(boxes) == len(names) + 8, f"{len(boxes)} rooms")
-    status, text, _ = floors(**{"dtensor/a_name_of_many_letters.h": "\n"})
+    status, text, _ = floors(**{"src/dtensor/a_name_of_many_letters.h": "\n"})
     check(status == 1 and "many_letters.h is wider than its column" in text, text)
     columns = {style: (min(b[0] for b in boxes if b[4] == style), max(b[2] for b in boxes if b[4] == style))
                for style in {b[4] for b in boxes}}
@@ -751,7 +756,7 @@ def test_floors_have_room():
         for b in boxes[:i]:
             check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
 
-MUTATED = """/* core/small.h - SPDX-License-Identifier: MIT */
+MUTATED = """/* src/core/small.h - SPDX-License-Identifier: MIT */
 enum { FSDPI_RED, FSDPI_GREEN, FSDPI_COUNT };
 static int fsdpi_least(int a, int b) { return a < b ? a : b; } // equivalent compare: equal values
 // A comment with a < b, and "a string" { ( of which nothing is a mutant.
@@ -775,7 +780,7 @@ static void fsdpi_clear(int *list, int n) {
 }
 """
 MUTATED_MAKEFILE = """probes:
-build/%: tests/%.c core/small.h
+build/%: tests/%.c src/core/small.h
 \t@mkdir -p $(@D)
 \t@cc $(CPPFLAGS) $(CFLAGS) $(WARN) -I. -o $@ $<
 """
@@ -786,7 +791,7 @@ printf 'shm\\tWORDS=two build/%s\\n' test_small test_broken
 MUTATED_TEST = """/* SPDX-License-Identifier: MIT */
 #include <stdio.h>
 #include <string.h>
-#include "core/small.h"
+#include "src/core/small.h"
 int main(int argc, char **argv) {
     int list[] = {1, -2, 3}, last = argc > 1 && !strstr(argv[argc - 1], "first"), good;
     if (argc > 1 && !strcmp(argv[1], "--list")) return printf("small.first\\nsmall.second\\n") < 0;
@@ -799,7 +804,7 @@ int main(int argc, char **argv) {
 
 def mutate(root, *args, entries="", status=0):
     """What tools/mutate says of a small library in this directory, whose tests see some of it."""
-    files = {"core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE,
+    files = {"src/core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE,
              "tools/variants.sh": MUTATED_VARIANTS, "tests/test_small.c": MUTATED_TEST,
              "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries}
     tree = os.path.join(root, "tree")
@@ -818,7 +823,7 @@ def mutate(root, *args, entries="", status=0):
 def test_mutants_of_a_source():
     """Each operator makes its mutants, and none of what is no expression or is marked."""
     with tempfile.TemporaryDirectory() as root:
-        names = [line.split("  ")[0][len("core/small.h:fsdpi_"):] for line in mutate(root, "--list").split("\n")]
+        names = [line.split("  ")[0][len("src/core/small.h:fsdpi_"):] for line in mutate(root, "--list").split("\n")]
         for wanted in ["sum:compare:1", "sum:condition:2", "sum:statement:1", "sum:assign:1", "sum:swap:1",
                        "sum:+1:1", "sum:-1:1", "color:enum:1", "color:statement:1", "clear:statement:1"]:
             check(wanted in names, f"no {wanted}: {names}")
@@ -858,14 +863,14 @@ def test_mutants_run():
         for line in ["caught    small.swapped  by test_small (small.first)",
                      "caught    small.void  by test_small (small.second)",
                      "broken    small.nowhere: its text is in fsdpi_least 0 times",
-                     "broken    small.no_c  core/small.h:11",
-                     "caught    core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
-                     "LIVED     core/small.h:fsdpi_sum:condition:2  1 of 1 tests  core/small.h:9: "
+                     "broken    small.no_c  src/core/small.h:11",
+                     "caught    src/core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
+                     "LIVED     src/core/small.h:fsdpi_sum:condition:2  1 of 1 tests  src/core/small.h:9: "
                      "without the condition n != 7",
-                     "UNREACHED core/small.h:fsdpi_color:enum:1",
+                     "UNREACHED src/core/small.h:fsdpi_color:enum:1",
                      "left out: test_broken (small.first): it fails without"]:
             check(line in out, f"{line}: {out}")
-        only = mutate(root, "--only", "core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
+        only = mutate(root, "--only", "src/core/small.h:fsdpi_sum:assign:1", "--least", "1", entries=LISTED, status=1)
         check("1 mutants in" in only and "1 caught, 0 lived" in only and "built" not in only, only)
         mutate(root, "--only", "small.void", entries=LISTED[:LISTED.index("small.nowhere")])
         mutate(root, "--function", "fsdpi_sum", "--least", "0.5")

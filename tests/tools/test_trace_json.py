@@ -128,7 +128,7 @@ def test_lanes():
 
 
 def total(data):
-    """The sum of a block, as trace/format.h has it."""
+    """The sum of a block, as src/trace/format.h has it."""
     value, mask = len(data), (1 << 64) - 1
     for word in struct.unpack(f"<{len(data) // 8}Q", data):
         value = (value ^ word) * 0x9E3779B97F4A7C15 & mask

@@ -1,0 +1,152 @@
+/* checkpoint/keep.h - which directories are checkpoints, and the end of old ones
+
+   A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CHECKPOINT_H
+#include "../../fsdp_checkpoint.h"
+#endif
+#ifndef FSDPI_CHECKPOINT_KEEP_H
+#define FSDPI_CHECKPOINT_KEEP_H
+
+#include "files.h"
+#include "manifest.h"
+#include "objects.h"
+#include "../safetensors/box.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Owns: the names in the directory of a run, and which of them are removed. It runs in rank 0's
+// worker. An old checkpoint is renamed before it is removed, so that no reader finds half of one.
+
+enum {
+    FSDPI_CK_MOST_STEPS = 4096, // in one pass; a later save sees the rest
+    FSDPI_CK_MOST_DEPTH = 16    // of directories that another program put into a checkpoint
+};
+
+// The number of step-NNNNNNNN, if a manifest can have it; -1: another name.
+static int64_t fsdpi_ck_step_of(const char *name) {
+    char again[FSDPI_CK_LEAF];
+    int64_t step = 0;
+    if (strncmp(name, "step-", 5) != 0) return -1;
+    for (const char *c = name + 5; *c; c++) {
+        if (*c < '0' || *c > '9' || step > (FSDPI_ST_MOST - (*c - '0')) / 10) return -1;
+        step = 10 * step + (*c - '0');
+    }
+    fsdpi_ck_step_name(again, step);
+    return strcmp(again, name) == 0 ? step : -1;
+}
+
+static int fsdpi_ck_by_step(const void *a, const void *b) { // newest first
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x > y ? -1 : x < y;
+}
+// If there are more steps than room, the newest ones are noted.
+static int fsdpi_ck_note_step(void *arg, const char *name) {
+    fsdpi_ck_listing *l = (fsdpi_ck_listing *)arg;
+    int64_t step = fsdpi_ck_step_of(name);
+    if (step < 0 || step >= l->below) return 0;
+    if (l->num < FSDPI_CK_MOST_STEPS) {
+        l->steps[l->num++] = step;
+        return 0;
+    }
+    int32_t oldest = 0;
+    for (int32_t i = 1; i < l->num; i++)
+        if (l->steps[i] < l->steps[oldest]) oldest = i;
+    if (step > l->steps[oldest]) l->steps[oldest] = step;
+    return 0;
+}
+/* Lists the steps in dir, newest first. */
+static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_ck_listing *l) {
+    l->num = 0;
+    if (fsdpi_ck_begin(d, "list", dir)) return d->status;
+    int error = d->ops->list(d->user, dir, fsdpi_ck_note_step, l);
+    if (l->num) qsort(l->steps, (size_t)l->num, sizeof *l->steps, fsdpi_ck_by_step);
+    return fsdpi_ck_end(d, error, dir);
+}
+
+typedef struct fsdpi_ck_removal {
+    fsdpi_ck_disk *d;
+    const char *dir;
+    int depth; // of its entries
+    char path[FSDP_CHECKPOINT_PATH];
+} fsdpi_ck_removal;
+
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth);
+static int fsdpi_ck_remove_name(void *arg, const char *name) {
+    fsdpi_ck_removal *r = (fsdpi_ck_removal *)arg;
+    if (r->depth < FSDPI_CK_MOST_DEPTH && fsdpi_ck_join(r->path, r->dir, name))
+        (void)fsdpi_ck_remove_tree(r->d, r->path, r->depth);
+    return __atomic_load_n(&r->d->left, __ATOMIC_ACQUIRE) != 0;
+}
+// It removes a link and not what it points at: it lists only real directories.
+static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
+    fsdpi_ck_removal r;
+    int error = d->ops->remove(d->user, path, 0);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    if (error != EISDIR) return error;
+    r.d = d;
+    r.dir = path;
+    r.depth = depth + 1;
+    error = d->ops->list(d->user, path, fsdpi_ck_remove_name, &r);
+    if (!fsdpi_ck_moved(d)) return EIO;
+    return error ? error : d->ops->remove(d->user, path, 1);
+}
+/* Removes a directory and all that is in it, as far as it can. Returns an errno value. */
+static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
+    int error = 0;
+    for (int tries = 0; tries < 3; tries++) { // a listing may miss names while others are removed
+        error = fsdpi_ck_remove_tree(d, dir, 0);
+        if (!error || error == ENOENT) return 0;
+        if (__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) break;
+    }
+    return error;
+}
+
+typedef struct fsdpi_ck_leftovers {
+    fsdpi_ck_disk *d;
+    const char *dir;
+    char path[FSDP_CHECKPOINT_PATH];
+    int error;
+} fsdpi_ck_leftovers;
+
+// Removes what a killed job or a failed removal has left. With desc.keep the directory is ours.
+static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
+    fsdpi_ck_leftovers *l = (fsdpi_ck_leftovers *)arg;
+    if (strncmp(name, ".tmp-step-", 10) != 0 && strncmp(name, ".tmp-delete-", 12) != 0) return 0;
+    int error = fsdpi_ck_join(l->path, l->dir, name) ? fsdpi_ck_remove_dir(l->d, l->path) : 0;
+    if (error) l->error = error;
+    return 0;
+}
+
+/* After the commit of `step`, removes what desc.keep does not keep. Returns an errno value if
+   something old is left. */
+static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, const char *dir,
+                         int64_t step, int64_t *steps) {
+    fsdpi_ck_listing l = {steps, 0, step};
+    fsdpi_ck_leftovers left;
+    char from[FSDP_CHECKPOINT_PATH], to[FSDP_CHECKPOINT_PATH], name[FSDPI_CK_LEAF];
+    int error = 0;
+    if (desc->keep <= 0) return 0;
+    if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
+    if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
+    for (int32_t i = 0; i < l.num; i++) {
+        if (i < desc->keep - 1) continue; // the newest ones, with `step`
+        if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
+        fsdpi_ck_step_name(name, l.steps[i]);
+        int fits = fsdpi_ck_join(from, dir, name);
+        snprintf(name, sizeof name, ".tmp-delete-%lld", (long long)l.steps[i]);
+        fits = fits && fsdpi_ck_join(to, dir, name);
+        int failed = fits ? d->ops->rename(d->user, from, to) : ENAMETOOLONG;
+        if (failed) error = failed;
+        if (!fsdpi_ck_moved(d)) return EIO;
+    }
+    left.d = d;
+    left.dir = dir;
+    left.error = 0;
+    int failed = d->ops->list(d->user, dir, fsdpi_ck_remove_leftover, &left);
+    return failed ? failed : left.error ? left.error : error;
+}
+
+#endif // FSDPI_CHECKPOINT_KEEP_H

@@ -1,0 +1,322 @@
+/* core/commit.h - commit: layouts are made, blocks allocated, what was held is moved
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_COMMIT_H
+#define FSDPI_CORE_COMMIT_H
+
+#include "alloc.h"
+#include "error.h"
+#include "gather.h"
+#include "layout.h"
+#include "objects.h"
+#include "ops.h"
+#include "pool.h"
+#include "run.h"
+#include "shard_math.h"
+#include "template.h"
+#include "unit.h"
+#include "watch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+// Where each unit lies in the flat blocks: trainables of all units, then frozen ones. A unit whose
+// parameters are all empty still needs an address to point at.
+static void fsdpi_place_units(fsdp_model *m) {
+    for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
+        m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
+    for (int trainable = 1; trainable >= 0; trainable--) {
+        for (int i = 0; i < m->num_units; i++) {
+            fsdp_unit *u = m->units[i];
+            for (int k = 0; k < u->layout.num_parts; k++) {
+                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[k]);
+                fsdpi_list *list = trainable ? &u->layout.parts[k].train
+                                             : &u->layout.parts[k].frozen;
+                list->base = flat->numel;
+                int64_t align = fsdpi_align_numel(m, u->layout.parts[k].dtype);
+                flat->numel += fsdpi_align_up(list->shard_numel, align);
+                if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
+            }
+        }
+    }
+    for (int i = 0; i < m->num_units; i++) {
+        for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->layout.parts[k];
+            fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
+            if (flat->numel == 0) flat->numel = 1;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
+        }
+    }
+}
+
+// All works of a unit: first those of segments, then those of blocks, part after part, each with
+// room for what its list may need. With `at` they are placed there. Returns the bytes of all.
+enum { FSDPI_SEG_WORKS = 6, FSDPI_PART_WORKS = 7 };
+static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
+    size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts,
+           bytes = 0;
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {
+        &u->layout.all_gather,        &u->layout.slice_gather, &u->layout.reduce_scatter[0],
+        &u->layout.reduce_scatter[1], &u->layout.to_out[0],    &u->layout.to_out[1]};
+    for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
+    for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
+        if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
+    fsdpi_work *whole[2] = {&u->layout.slice_copy, &u->layout.whole_out};
+    for (int i = 0; i < 2; i++, bytes += (params + 1) * sizeof(fsdp_block))
+        if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
+        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 1, 1};
+        fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
+                                               &part->divide,  &part->to_in,    &part->to_shard,
+                                               &part->rescale};
+        for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
+            if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    }
+    if (at) u->layout.templates[0] = (fsdpi_template *)(void *)(at + bytes);
+    return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
+}
+
+static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
+    fsdp_model *m = u->model;
+    char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
+    if (!at)
+        return fsdpi_no_memory(m->world, "commit: lists of unit", u->desc.name,
+                               fsdpi_place_lists(u, NULL));
+    u->layout.lists = at;
+    (void)fsdpi_place_lists(u, at);
+    (void)fsdpi_unit_layout(u, tmp);
+    fsdp_seg *gather = u->layout.all_gather.segs;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+        fsdpi_part_lists(u, part, gather);
+        for (int i = 0; i < part->num_gather; i++, gather++) {
+            gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+            gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+        }
+    }
+    // Ranks may differ in where the unit's shards begin: tensor parallelism may cut others unevenly
+    fsdp_seg *first = u->layout.all_gather.segs;
+    u->layout.gather_begin = first < gather ? first->shard : 0;
+    for (fsdp_seg *s = first; s < gather; s++)
+        if (s->shard < u->layout.gather_begin) u->layout.gather_begin = s->shard;
+    for (fsdp_seg *s = first; s < gather; s++) s->shard -= u->layout.gather_begin;
+    fsdpi_reduce_lists(u);
+    for (int k = 0; k < u->layout.num_parts; k++) fsdpi_sum_list(u, &u->layout.parts[k]);
+    fsdpi_slice_lists(u);
+    fsdpi_count(&u->layout.all_gather);
+    return FSDP_OK;
+}
+
+// What a unit is before fsdpi_unit_build: sizes measured, no lists.
+static void fsdpi_unit_unbuild(fsdp_unit *u) {
+    static const fsdpi_work none = {NULL, NULL, 0, 0};
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        part->copy_in = part->divide = part->to_in = part->to_shard = part->rescale = none;
+        part->copy_out.blocks = part->chunk_cat.blocks = NULL;
+        part->copy_out.count = part->chunk_cat.count = 0;
+    }
+    u->layout.all_gather = u->layout.slice_gather = none;
+    for (int k = 0; k < 2; k++) u->layout.reduce_scatter[k] = u->layout.to_out[k] = none;
+    u->layout.slice_copy = u->layout.whole_out = none;
+    u->layout.whole_grad = u->layout.padded_in = none;
+    u->layout.lists = NULL;
+    memset(u->layout.templates, 0, sizeof u->layout.templates);
+    u->layout.pad_in = 0;
+}
+
+static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_flat_block *flat = &m->flats[d];
+        size_t bytes = (size_t)fsdpi_bytes(flat->numel, d);
+        size_t grad_bytes = (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d));
+        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD, bytes, &flat->shard));
+        if (grad_bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD, grad_bytes, &flat->grad));
+    }
+    return FSDP_OK;
+}
+
+static void fsdpi_blocks_free(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_buf_free(m, m->flats[d].shard);
+        fsdpi_buf_free(m, m->flats[d].grad);
+        m->flats[d].shard = m->flats[d].grad = NULL;
+    }
+    fsdpi_buf_free(m, m->scalar);
+    fsdpi_buf_free(m, m->full_scratch);
+    fsdpi_model_free(m, m->full_copy);
+    m->scalar = m->full_scratch = NULL;
+    m->norm_type = 0;
+    m->full_copy = NULL;
+}
+
+static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
+    int most = 1;
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
+    if (!tmp) return fsdpi_no_memory(m->world, "commit", "", (size_t)most * sizeof *tmp);
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
+    fsdpi_model_free(m, tmp);
+    const size_t bytes = 2 * (size_t)m->num_params * sizeof *m->norm_blocks;
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, bytes);
+    if (!status && !m->norm_blocks) status = fsdpi_no_memory(m->world, "commit", "", bytes);
+    return status;
+}
+
+static void fsdpi_uncommit(fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_model_free(m, m->units[i]->layout.lists);
+        fsdpi_unit_unbuild(m->units[i]);
+    }
+    fsdpi_model_free(m, m->norm_blocks);
+    m->norm_blocks = NULL;
+    fsdpi_blocks_free(m);
+}
+
+static void fsdpi_old_free(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_buf_free(m, m->flats[d].old_shard);
+        fsdpi_buf_free(m, m->flats[d].old_grad);
+        m->flats[d].old_shard = m->flats[d].old_grad = NULL;
+    }
+}
+
+static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from,
+                                  fsdp_dtype from_dtype, fsdp_buf *to, fsdp_dtype to_dtype) {
+    fsdp_block *block = &u->model->norm_blocks[p->ordinal];
+    // One rank pads by the dtype.
+    int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
+    fsdpi_work work = {block, NULL, 1, (uint64_t)numel};
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
+    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, numel);
+    return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
+}
+
+// From the layout before fsdp_set_requires_grad or fsdp_model_cast to the new one.
+static fsdp_status fsdpi_move(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->state.shard_grad == FSDPI_SHARD_GRAD_NONE)
+            u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
+        for (int k = 0; k < u->desc.num_params && !status; k++) {
+            fsdpi_param *p = &u->params[k];
+            const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
+            if (!old->old_shard) continue;
+            status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
+            if (!p->requires_grad) *fsdpi_use(u, k) &= (uint8_t)~FSDPI_USE_REDUCED;
+            if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
+                status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
+                                        flat->grad, fsdpi_grad_dtype(m, p->dtype));
+        }
+    }
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    fsdpi_old_free(m);
+    return status;
+}
+
+static fsdp_commit_hook *fsdpi_commit_hooks;
+
+FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook) {
+    if (!hook || !hook->fn) return;
+    hook->next = fsdpi_commit_hooks;
+    fsdpi_commit_hooks = hook;
+}
+
+static fsdp_status fsdpi_lay_out(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    if (m->num_units == 0)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                         "[E201] commit: the model has no units: call fsdp_fully_shard first");
+    for (int i = 0; i < m->num_units && !status; i++)
+        if (!m->units[i]->layout.num_parts) status = fsdpi_unit_arrange(m->units[i]);
+    if (status) return fsdpi_fail_together(m->world, status);
+    fsdpi_place_units(m);
+    for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
+    if (!status) status = fsdpi_commit_tables(m);
+    if (!status) status = fsdpi_blocks_new(m);
+    if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
+    for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);
+    if (!status) status = fsdpi_move(m);
+    if (status) {
+        fsdpi_uncommit(m);
+        return fsdpi_fail_together(m->world, status);
+    }
+    m->laid_out = m->committed = 1;
+    m->layout++;
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.relayout) a->e.relayout(a->e.user, m);
+    int is_first = m->layout == 1 && m->world->models; // the world of a prediction lists none
+    for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
+    return FSDP_OK;
+}
+
+// Lays the model out, and lets extensions follow. If one of them cannot, the next call asks again.
+static fsdp_status fsdpi_commit(fsdp_model *m) {
+    FSDPI_TRY(fsdpi_failed(m->world));
+    if (m->committed) return FSDP_OK;
+    if (!m->laid_out) FSDPI_TRY(fsdpi_lay_out(m));
+    m->committed = 1; // extensions look at parameters
+    fsdp_status status = fsdpi_tell_values(m, FSDP_VALUES_MOVED, -1);
+    m->committed = !status;
+    return fsdpi_fail_together(m->world, status);
+}
+
+/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
+   another and moves what the blocks hold. The slots go too, since their sizes change. */
+static fsdp_status fsdpi_request_commit(fsdp_model *m) {
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units; i++) FSDPI_TRY(fsdpi_do_reshard(m->units[i]));
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units; i++)
+        for (int k = 0; k < m->units[i]->desc.num_params; k++) {
+            fsdpi_param *p = &m->units[i]->params[k];
+            p->old_offset = p->lay.shard_offset;
+            p->old_dtype = p->dtype;
+        }
+    for (int i = 0; i < m->num_classes; i++)
+        while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        m->flats[d].old_shard = m->flats[d].shard;
+        m->flats[d].old_grad = m->flats[d].grad;
+        m->flats[d].shard = m->flats[d].grad = NULL;
+    }
+    fsdpi_uncommit(m);
+    m->laid_out = m->committed = 0;
+    return FSDP_OK;
+}
+
+static void fsdpi_undefined_free(fsdp_model *m) {
+    if (m->undefined)
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, m->undefined,
+                                   m->undefined_bytes);
+    m->undefined_bytes = 0;
+}
+
+// Free everything of a model. For a prediction's copy: what the dry run has counted.
+static void fsdpi_model_free_buffers(fsdp_model *m) {
+    for (int i = 0; i < m->num_classes; i++) {
+        for (int k = 0; k < m->classes[i].count; k++) fsdpi_buf_free(m, m->classes[i].slots[k]);
+        fsdpi_model_free(m, m->classes[i].slots);
+    }
+    fsdpi_blocks_free(m);
+    fsdpi_old_free(m);
+    fsdpi_model_free(m, m->classes);
+    fsdpi_model_free(m, m->order);
+    fsdpi_undefined_free(m);
+}
+
+FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
+}
+
+#endif // FSDPI_CORE_COMMIT_H

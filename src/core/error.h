@@ -1,0 +1,235 @@
+/* core/error.h - error texts, and the way out for every message
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_ERROR_H
+#define FSDPI_CORE_ERROR_H
+
+#include "flight.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// Return the status of a call from this function, unless it is FSDP_OK.
+#define FSDPI_TRY(call)                                                                            \
+    do {                                                                                           \
+        fsdp_status fsdpi_tried = (call);                                                          \
+        if (fsdpi_tried) return fsdpi_tried;                                                       \
+    } while (0)
+
+// Invariant: the first failure of a world stays; later calls return it. The only writable static is
+// a thread's text for failures without a world.
+
+static __thread char fsdpi_thread_error[FSDPI_TEXT];
+
+static void fsdpi_stderr_log(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)code, (void)user;
+    if (rank >= 0) fprintf(stderr, "[fsdp r%d] %s\n", rank, text);
+    else fprintf(stderr, "[fsdp] %s\n", text);
+}
+
+static void fsdpi_log(const fsdp_world *w, int level, fsdp_status code, const char *text) {
+    if (w && level > w->log_level) return;
+    if (w) (w->boot.logger.log)(level, code, w->rank, text, w->boot.logger.user);
+    else fsdpi_stderr_log(level, code, -1, text, NULL);
+}
+
+static void fsdpi_set_error(fsdp_world *w, const char *text) {
+    snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
+}
+
+static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
+
+// If a rank forks a process, the copy of the world there is no rank: each call on it fails.
+static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
+    fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
+    if (state) return (fsdp_status)(state - 1);
+    snprintf(copy->failure, sizeof copy->failure,
+             "rank %d: [E215] process %d is a child that the rank's process has forked: use the "
+             "world in the rank's process alone, and call exec or _exit in the child",
+             w->rank, (int)getpid());
+    fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INVALID_STATE, w->failure);
+    copy->log_level = 0; // log it once
+    return FSDP_ERR_INVALID_STATE;
+}
+
+static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
+    uint32_t state = FSDPI_LOAD(w->state);
+    return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
+}
+
+/* Marks the world as failed on this rank for good, and aborts it on the others. The first failure
+   stays; its text is written before its status can be seen. Logs the text if `logs`. Returns the
+   status of the first failure. */
+static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, const char *said) {
+    char text[FSDPI_TEXT];
+    int used = snprintf(text, sizeof text, "%s", said);
+    if (fsdpi_is_child(w)) return fsdpi_failed(w); // the lock may be held by a thread of the parent
+    int asks = status == FSDP_ERR_TIMEOUT || status == FSDP_ERR_PEER_LOST ||
+               status == FSDP_ERR_MISMATCH;
+    if (w->flight && asks && used >= 0 && (size_t)used < sizeof text)
+        snprintf(text + used, sizeof text - (size_t)used, " (flight record %s: see fsdptrace hang)",
+                 w->flight->path);
+    fsdpi_lock(&w->fail_lock);
+    fsdp_status earlier = fsdpi_failed(w);
+    if (!earlier) {
+        snprintf(w->failure, sizeof w->failure, "%s", text);
+        if (w->flight) fsdpi_flight_fail(w->flight, fsdpi_now(w), status, text);
+        FSDPI_STORE(w->state, 1 + (uint32_t)status);
+    }
+    fsdpi_unlock(&w->fail_lock);
+    if (earlier) return earlier;
+    if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    if (w->comm) w->comm_ops->abort(w->comm, status, text);
+    return status;
+}
+
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    return fsdpi_world_end(w, status, 1, text);
+}
+
+/* This call fails: its text is kept, and logged if `logs`. Returns status. The world goes on, but
+   fails if its device is stuck: the library can neither free nor clear memory any more. */
+FSDP_PRINTF(4, 0)
+static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
+                                   va_list args) {
+    char text[FSDPI_TEXT];
+    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    fsdpi_set_error(w, text);
+    if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_end(w, status, 0, text) : status;
+}
+FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    status = fsdpi_fail_text(w, status, 1, fmt, args);
+    va_end(args);
+    return status;
+}
+FSDP_API void fsdp_warn(const fsdp_world *w, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    int used = w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    va_end(args);
+    fsdpi_log(w, FSDP_LOG_WARN, FSDP_OK, text);
+}
+FSDP_PRINTF(4, 5)
+static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_first, const char *fmt,
+                                   ...) {
+    va_list args;
+    va_start(args, fmt);
+    status = fsdpi_fail_text(w, status, is_first, fmt, args);
+    va_end(args);
+    return status;
+}
+
+// An argument, a field of a desc or an environment variable is wrong.
+FSDP_PRINTF(2, 3)
+static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fsdp_status status = fsdpi_fail_text(w, FSDP_ERR_INVALID_ARG, 1, fmt, args);
+    va_end(args);
+    return status;
+}
+
+// `which`: the names of the arguments that must not be NULL.
+static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
+    return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
+}
+static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const char *which) {
+    return fsdpi_null(m ? m->world : NULL, call, which);
+}
+
+// The host's allocator has failed. name: that of a unit or an extension, or "". The text says what
+// the models of this rank hold of its memory; what would help takes memory to find out.
+static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
+                                                  size_t bytes) {
+    int64_t tables = 0, buffers = 0;
+    for (const fsdp_model *m = w ? w->models : NULL; m; m = m->next) {
+        tables += m->host_bytes;
+        for (int pool = 0; pool < FSDP_POOL_MAX && !w->comm; pool++)
+            buffers += w->device_ops->flags & FSDP_DEVICE_HOST ? m->pool_bytes[pool] : 0;
+    }
+    return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E301] %s%s%.64s%s: the allocator has returned NULL for %llu bytes of "
+                     "memory; it has given %lld bytes for tables of models, %lld for their buffers",
+                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes,
+                     (long long)tables, (long long)buffers);
+}
+
+// A call of all ranks ends with `status` on this rank. If it failed, the world fails: the other
+// ranks would wait for this one.
+static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
+    if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
+    return fsdpi_world_end(w, status, 0, w->error); // it is logged
+}
+
+/* Copies a desc into a zeroed struct of this header's size. If the program was built with an older
+   header, its struct is shorter: `size` says so, and its end canary comes last in it. */
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
+                                    const char *what) {
+    uint32_t given, canary;
+    uint64_t end;
+    memset(dst, 0, size);
+    if (!src) return FSDP_OK;
+    memcpy(&given, src, sizeof given);
+    memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
+    if (given == 0) given = (uint32_t)size;
+    if (given > size || given < 24)
+        return fsdpi_bad(w,
+                         "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
+                         "fill it, and build with the library's header",
+                         what, given, (unsigned)size);
+    memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
+    if (canary || end)
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before use", what);
+    memcpy(dst, src, given - sizeof end);
+    return FSDP_OK;
+}
+
+#if defined(__GLIBC__)
+extern int fsdpi_backtrace(void **frames, int size) __asm__("backtrace");
+extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("backtrace_symbols");
+#endif
+
+/* An invariant of the library does not hold: log "[Rank r]", the text and a backtrace, and abort
+   the world. Such a failure usually hits one rank only and would look like a time-out elsewhere.
+   Source: torch: _raise_assert_with_print. */
+static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
+                                                      const char *what) {
+#if defined(__GLIBC__)
+    void *frames[32];
+    int num = fsdpi_backtrace(frames, 32);
+    char **names = fsdpi_backtrace_symbols(frames, num);
+    for (int i = 0; names && i < num; i++)
+        fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
+    free(names);
+#endif
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[E299] [Rank %d] %s: %s does not hold", w->rank,
+                            where, what);
+}
+
+#ifndef FSDP_ASSERT
+#define FSDP_ASSERT(world, condition)                                                              \
+    ((condition) ? FSDP_OK : fsdpi_assert_failed((world), __func__, #condition))
+#endif
+
+#endif // FSDPI_CORE_ERROR_H

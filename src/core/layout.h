@@ -1,0 +1,312 @@
+/* core/layout.h - where everything lies in a unit's slots, and the lists that say so
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_LAYOUT_H
+#define FSDPI_CORE_LAYOUT_H
+
+#include "alloc.h"
+#include "objects.h"
+#include "shard_math.h"
+
+#include <string.h>
+
+static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
+    return numel * (int64_t)fsdp_dtype_size(dtype);
+}
+
+static int fsdpi_shards(const fsdp_unit *u) { return u->desc.info.shard_mesh_size; }       // W
+static int fsdpi_replicas(const fsdp_unit *u) { return u->desc.info.replicate_mesh_size; } // R
+
+static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
+    return &u->layout.parts[p->part];
+}
+
+// The block that a part's shards lie in, and the dtype of its gradients.
+static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u, const fsdpi_part *part) {
+    return &u->model->flats[part->dtype];
+}
+static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
+    return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
+}
+
+// Full parameters and gradients begin at multiples of a cache line, on GPUs as cudaMalloc does.
+static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
+    return (m->world->mode == FSDP_RUN_STREAMS ? 256 : FSDPI_ALIGN) /
+           (int64_t)fsdp_dtype_size(dtype);
+}
+static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
+    return fsdpi_align_up(bytes, fsdpi_align_numel(m, FSDP_U8));
+}
+
+/* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
+   unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
+static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part, int trainable,
+                                     fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
+                                     fsdp_block *blocks) {
+    int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int count = 0;
+    for (int i = 0; i < u->desc.num_params; i++)
+        if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
+            tmp[count++] = u->params[i].lay;
+    lay->world = fsdpi_shards(u);
+    lay->rank = u->desc.info.shard_mesh_rank;
+    lay->align = fsdpi_align_numel(u->model, part->param_dtype);
+    lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
+    return fsdp_layout_params(lay, tmp, count, segs, blocks);
+}
+
+static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable,
+                             const fsdp_layout_param *tmp, int gradients) {
+    for (int i = 0, k = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        if (fsdpi_part_of(u, p) != part || p->requires_grad != trainable) continue;
+        if (gradients) p->grad_offset = tmp[k++].full_offset;
+        else p->lay = tmp[k++];
+    }
+}
+
+/* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
+   that is made of them. */
+static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
+    fsdpi_param *p = part->extended;
+    fsdpi_work *gather = &u->layout.all_gather;
+    int64_t at = u->layout.slot_bytes;
+    for (int i = 0; i < p->num_strings; i++) {
+        fsdp_seg seg = {0, at, p->string_bytes[i]};
+        if (gather->segs) gather->segs[gather->num] = seg;
+        gather->num++;
+        part->num_gather++;
+        p->string_offset[i] = at;
+        at = fsdpi_aligned(u->model, at + fsdpi_shards(u) * p->string_bytes[i]);
+    }
+    p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
+    u->layout.slot_bytes = fsdpi_aligned(
+        u->model, at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
+}
+
+/* The slot of gathered parameters, part after part:
+   [trainables | frozen | trainables copied out | frozen copied out] */
+static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+    int world = fsdpi_shards(u);
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t align = fsdpi_align_numel(u->model, part->param_dtype);
+    fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
+    part->slot = u->layout.slot_bytes / size;
+    part->num_gather = 0;
+    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel, align);
+    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel, align);
+    int64_t end = finals;
+    for (int trainable = 1; trainable >= 0; trainable--) {
+        fsdp_layout lay;
+        memset(&lay, 0, sizeof lay);
+        lay.shard_base = trainable ? part->train.base : part->frozen.base;
+        lay.full_base = trainable ? part->slot : frozen_full;
+        lay.final_base = end;
+        int lists = gather->segs && !part->extended;
+        (void)fsdpi_list_layout(u, part, trainable, &lay, tmp,
+                                lists ? gather->segs + gather->num : NULL,
+                                lists && out->blocks ? out->blocks + out->num : NULL);
+        fsdpi_list_store(u, part, trainable, tmp, 0);
+        end += lay.final_numel;
+        if (part->extended) continue; // its strings are gathered in place of its shard
+        gather->num += lay.num_segs;
+        part->num_gather += lay.num_segs;
+        out->num += lay.num_blocks;
+    }
+    if (part->extended) fsdpi_extended_layout(u, part);
+    else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
+}
+
+/* The slot of gradients, part after part: [reduce input: trainables | where the caller writes
+   packed ones]. With several parts the reduce input is a slot of its own. */
+static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
+    fsdpi_work *scatter = &u->layout.reduce_scatter[0];
+    fsdp_layout lay;
+    if (part->num_train == 0) return;
+    memset(&lay, 0, sizeof lay);
+    part->grad = u->layout.grad_bytes / size;
+    lay.shard_base = part->train.base;
+    lay.full_base = part->grad;
+    lay.final_base = fsdpi_align_up(part->grad + reduce,
+                                    fsdpi_align_numel(u->model, part->param_dtype));
+    (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
+                            scatter->segs ? scatter->segs + scatter->num : NULL,
+                            part->chunk_cat.blocks);
+    fsdpi_list_store(u, part, 1, tmp, 1);
+    part->chunk_cat.num = lay.num_blocks;
+    for (int i = 0; scatter->segs && i < lay.num_segs; i++) // its place in the reduce input
+        scatter->segs[scatter->num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    scatter->num += lay.num_segs;
+    u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
+}
+
+#define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
+
+/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
+   lists it fills them. */
+static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
+    int world = fsdpi_shards(u);
+    int64_t total = 0;
+    u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
+    u->layout.all_gather.num = u->layout.reduce_scatter[0].num = 0;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        part->copy_out.num = part->chunk_cat.num = 0;
+        part->reduce = u->layout.train_numel;
+        for (int trainable = 1; trainable >= 0; trainable--) {
+            fsdp_layout lay;
+            memset(&lay, 0, sizeof lay);
+            fsdp_status status = fsdpi_list_layout(u, part, trainable, &lay, tmp, NULL, NULL);
+            if (status) return status;
+            fsdpi_list *list = trainable ? &part->train : &part->frozen;
+            list->shard_numel = lay.shard_numel;
+            list->packed_numel = lay.packed_numel;
+            total += lay.shard_numel;
+            if (total > FSDPI_UNIT_MAX / world) return FSDP_ERR_INVALID_ARG;
+        }
+        u->layout.train_numel += part->train.shard_numel;
+    }
+    u->layout.reduce_numel = world * u->layout.train_numel;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_slot_layout(u, &u->layout.parts[k], tmp);
+        fsdpi_grad_layout(u, &u->layout.parts[k], tmp);
+    }
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++)
+        u->layout.slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->desc.slices,
+                                             fsdpi_part_of(u, &u->params[i])->param_dtype);
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The lists that records carry.
+
+// One row of width elements, from src to dst.
+static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
+    fsdp_block b = {src, dst, width, 1, width, width};
+    return b;
+}
+
+static fsdp_block fsdpi_reversed(fsdp_block b) {
+    fsdp_block r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+    return r;
+}
+
+static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
+    work->blocks[work->num++] = block;
+    work->count += (uint64_t)(block.width * block.height);
+}
+
+// Of lists that the layout has made.
+static void fsdpi_count(fsdpi_work *work) {
+    work->count = 0;
+    for (int i = 0; i < work->num; i++)
+        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
+                                               : work->segs[i].count);
+}
+
+// Lists of a part that need offsets in the flat blocks or another form than the layout's.
+static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
+    int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
+    int64_t numel = part->train.shard_numel;
+    for (int i = 0; i < part->num_gather && !part->extended; i++) {
+        fsdp_seg s = gather[i];
+        fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
+    }
+    for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
+        part->chunk_cat.blocks[i] = fsdpi_reversed(part->chunk_cat.blocks[i]);
+        fsdpi_add_block(&part->divide, part->chunk_cat.blocks[i]);
+    }
+    fsdpi_count(&part->chunk_cat);
+    fsdpi_count(&part->copy_out);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
+        if (p->lay.direct)
+            fsdpi_add_block(&part->divide,
+                            fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
+        else
+            u->layout.pad_in |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
+    }
+    fsdpi_add_block(&part->to_shard, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
+}
+
+/* Segments of GRAD stay apart, as parameters lie there as wholes. In REDUCE_IN neighbours are one
+   segment if their counts are multiples of 16 bytes, which copies and networks are fast with: so a
+   reduction has few segments. If a reduction may read either slot, both have the same segments,
+   since those of all ranks have to be equal. */
+static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
+    int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
+    int joins = !u->layout.grads_ahead; // what was written is always copied
+    to->num = 0;
+    for (int i = 0; i < from->num; i++) {
+        fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
+        if (i > 0 && joins && last->count % unit == 0 && s.count % unit == 0)
+            last->count += s.count;
+        else to->segs[to->num++] = s;
+    }
+}
+
+// Segments of the reduction, to the flat block and to the reduce output.
+static void fsdpi_reduce_lists(fsdp_unit *u) {
+    fsdpi_layout *l = &u->layout;
+    int world = fsdpi_shards(u);
+    fsdpi_join_segs(u, &l->reduce_scatter[1], &l->reduce_scatter[0]);
+    for (int k = 0; k < 2; k++) {
+        l->to_out[k].num = l->reduce_scatter[k].num;
+        for (int i = 0; i < l->to_out[k].num; i++) {
+            fsdp_seg s = l->reduce_scatter[k].segs[i];
+            s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+            l->to_out[k].segs[i] = s;
+        }
+        fsdpi_count(&l->reduce_scatter[k]);
+        fsdpi_count(&l->to_out[k]);
+    }
+    fsdpi_add_block(&l->whole_out, fsdpi_run(0, 0, l->train_numel));
+    l->whole_grad.count = (uint64_t)l->grad_bytes;
+    if (l->pad_in) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
+}
+
+// From where the caller writes a gradient to the segments of REDUCE_IN.
+static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
+    fsdp_layout lay;
+    memset(&lay, 0, sizeof lay);
+    lay.world = fsdpi_shards(u);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        fsdp_layout_param full = p->lay;
+        const fsdp_seg *s = u->layout.to_out[1].segs;
+        int64_t at = part->reduce + full.shard_offset - part->train.base;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part || full.shard_numel == 0) continue;
+        while (at >= s->shard + s->count) s++;
+        full.full_offset = p->grad_offset;
+        if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
+        fsdp_block *blocks = part->to_in.blocks + part->to_in.num;
+        int num = fsdpi_layout_blocks(&lay, &full, at + s->full - s->shard, s->count, blocks);
+        for (int k = 0; k < num; k++) fsdpi_add_block(&part->to_in, fsdpi_reversed(blocks[k]));
+    }
+}
+
+// 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
+static void fsdpi_slice_lists(fsdp_unit *u) {
+    int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
+        int64_t count = fsdpi_shards(u) / u->desc.slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size,
+                me = u->desc.info.shard_mesh_rank % u->desc.slices;
+        fsdp_seg s = {at, full, count};
+        u->layout.slice_gather.segs[u->layout.slice_gather.num++] = s;
+        fsdpi_add_block(&u->layout.slice_copy, fsdpi_run(full + me * count, at, count));
+        at += count;
+    }
+    fsdpi_count(&u->layout.slice_gather);
+}
+
+#endif // FSDPI_CORE_LAYOUT_H

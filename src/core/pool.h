@@ -1,0 +1,264 @@
+/* core/pool.h - buffers and slots, and units that take and give them back
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_POOL_H
+#define FSDPI_CORE_POOL_H
+
+#include "alloc.h"
+#include "error.h"
+#include "guard.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "ops.h"
+#include "os.h"
+#include "route.h"
+#include "run.h"
+#include "watch.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
+// fixed number of slots, then the least recently released free one is taken, and only if none is
+// free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
+// on every rank and at every run; a buffer is handed on only after the event of its last consumer.
+
+static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
+    fsdp_world *w = m->world;
+    if (!buf || fsdpi_is_child(w)) return;
+    if (!buf->part) {
+        m->pool_slots[buf->pool]--;
+        m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    }
+    size_t room = buf->bytes;
+    char *ptr = buf->part ? NULL : buf->ptr;
+    if (ptr) FSDPI_GUARD((room = fsdpi_room(w, buf), ptr = fsdpi_open_room(w, buf)));
+    if (ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, ptr, room);
+    else if (ptr)
+        w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE, ptr,
+                            room);
+    fsdpi_model_free(m, buf);
+}
+
+// A failure to get memory, with what holds it and what would help, in 400 characters with the rank,
+// and the reason of who did not give it. is_host: the host's allocator has failed. A
+// prediction takes tables from it, so it is made only if these are smaller than what was wanted.
+static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status, int is_host,
+                                              int64_t wanted, int64_t extra, const char *what,
+                                              const char *reason) {
+    char text[FSDPI_TEXT];
+    fsdpi_text t = {text, 390, 0};
+    fsdpi_say(&t, "%s", what);
+    if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
+    const size_t used = strlen(text);
+    snprintf(text + used, sizeof text - used, "; %s", reason);
+    return fsdp_fail(m->world, status, "%s", text);
+}
+
+// Device memory, where peers can read it.
+static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
+    fsdp_world *w = m->world;
+    void *ptr = NULL;
+    int shared = w->comm && !buf->pinned,
+        kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
+    size_t room = buf->bytes;
+    FSDPI_GUARD((room = fsdpi_room(w, buf)));
+    fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
+                                : w->device_ops->alloc(w->device, kind, room, &ptr);
+    if (status) {
+        const int64_t bytes = (int64_t)buf->bytes;
+        char what[100];
+        snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
+                 (long long)bytes, fsdp_model_pool_name(m, buf->pool));
+        return fsdpi_short(
+            m, status, !shared && fsdpi_is_host(w), bytes, buf->pool < FSDP_POOL_COUNT ? 0 : bytes,
+            what, shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+    }
+    buf->ptr = (char *)ptr;
+    FSDPI_GUARD(fsdpi_close_room(w, buf));
+    return FSDP_OK;
+}
+
+// Can the host read it?
+static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
+    return buf->pinned || fsdpi_is_host(w);
+}
+
+// A buffer of a pool.
+static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
+                                  fsdp_buf **out) {
+    fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
+    *out = NULL;
+    if (!buf)
+        return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
+    buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
+    buf->pool = buf->as = (uint8_t)pool;
+    buf->pinned = (uint8_t)pinned;
+    buf->number = ++m->num_bufs;
+    fsdp_status status = fsdpi_buf_alloc(m, buf);
+    if (status) {
+        fsdpi_model_free(m, buf);
+        return status;
+    }
+    m->pool_slots[pool]++;
+    m->pool_bytes[pool] += (int64_t)buf->bytes;
+    m->counters.allocations++;
+    *out = buf;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+    int offloaded = m->desc.cpu_offload &&
+                    (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SHARD_GRAD);
+    return fsdpi_buf_make(m, pool, bytes, offloaded, out);
+}
+
+static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
+    fsdp_status status = fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots,
+                                    "a list of", fsdp_pool_name(c->pool));
+    if (!status) status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
+    if (status) return status;
+    fsdp_buf *slot = c->slots[c->count++];
+    if (slot->ptr && fsdpi_can_close(m->world)) slot->guard = FSDPI_IS_OPEN;
+    return FSDP_OK;
+}
+
+// A free slot of a class: the least recently released one, or a new one.
+static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
+    fsdp_buf *best = NULL;
+    if (c->count == 0) { // the class is filled
+        const int depth = c->ahead && m->world->mode != FSDP_RUN_INLINE ? 2 : 1;
+        while (c->count < depth) FSDPI_TRY(fsdpi_class_add(m, c));
+    }
+    for (int i = 0; i < c->count; i++) {
+        fsdp_buf *buf = c->slots[i];
+        if (!buf->held && (!best || buf->released < best->released)) best = buf;
+    }
+    if (!best) {
+        FSDPI_TRY(fsdpi_class_add(m, c));
+        best = c->slots[c->count - 1];
+    }
+    *out = best;
+    return FSDP_OK;
+}
+
+// Between steps all free slots count as released at one time: the next step takes the same ones.
+static void fsdpi_pools_rewind(fsdp_model *m) {
+    FSDPI_GUARD(fsdpi_close_free(m));
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) {
+            m->classes[i].slots[k]->released = 0;
+            if (!m->classes[i].slots[k]->held)
+                FSDPI_GUARD(fsdpi_turn(m, m->classes[i].slots[k], 0));
+        }
+    m->release_seq = 0;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Classes of slots, and units that take and give back.
+
+static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
+    bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
+    for (int i = 0; i < m->num_classes; i++)
+        if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
+    if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
+                   "list of pools", ""))
+        return -1;
+    fsdpi_class *c = &m->classes[m->num_classes];
+    memset(c, 0, sizeof *c);
+    c->pool = pool;
+    c->bytes = bytes;
+    return m->num_classes++;
+}
+
+static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int64_t bytes[FSDP_POOL_COUNT] = {0};
+    int64_t none = u->layout.num_train ? 0 : -1,
+            reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
+    int alias = u->layout.gather == FSDPI_GATHER_ALIAS;
+    bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
+    bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
+    bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
+    bytes[FSDP_POOL_REDUCE_IN] = none ? none : reduce;
+    bytes[FSDP_POOL_REDUCE_OUT] = none ? none : reduce / fsdpi_shards(u);
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
+        u->layout.classes[pool] = -1;
+        if (bytes[pool] < 0) continue;
+        int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
+        if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
+        u->layout.classes[pool] = at;
+        m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
+                                (pool == FSDP_POOL_GRAD && u->layout.grads_ahead) ||
+                                (pool == FSDP_POOL_REDUCE_OUT && fsdpi_replicas(u) > 1);
+    }
+    return FSDP_OK;
+}
+
+// `stream` is a slot's last consumer. The event is due at once, unless the same stream writes the
+// slot next, and needs none: so does REDUCE with REDUCE_IN and REDUCE_OUT.
+static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
+    int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
+    if (buf->avail.seq == 0) // else no record has written it since the last release
+        fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
+}
+
+// An extension's slot, or NULL: there is none.
+static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
+                                                 fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
+    *out = buf;
+    if (buf) buf->as = (uint8_t)pool;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
+    return fsdpi_bad(
+        m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
+        u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
+        fsdp_pool_name(pool), (unsigned long long)bytes);
+}
+
+static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+    fsdp_buf *buf = NULL;
+    fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
+    if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
+    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
+    buf->held = 1;
+    FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
+    *out = buf;
+    return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
+}
+
+static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
+    fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->as, buf);
+    return status;
+}
+
+/* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
+static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = *slot;
+    if (!buf) return FSDP_OK;
+    fsdp_status status = FSDP_ASSERT(m->world, buf->held);
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
+    if (!status && m->desc.debug)
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
+                                 (int64_t)buf->bytes, 0xFF);
+    if (m->world->mode != FSDP_RUN_INLINE) fsdpi_mark_released(m->world, stream, buf);
+    buf->held = 0;
+    buf->released = ++m->release_seq;
+    *slot = NULL;
+    if (m->watch && !status) status = fsdpi_released(u, buf, stream);
+    FSDPI_GUARD(fsdpi_close_free(m));
+    return status;
+}
+
+#endif // FSDPI_CORE_POOL_H

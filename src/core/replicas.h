@@ -1,0 +1,123 @@
+/* core/replicas.h - do replicas hold the same parameters?
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_REPLICAS_H
+#define FSDPI_CORE_REPLICAS_H
+
+#include "alloc.h"
+#include "error.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+#include "pool.h"
+#include "run.h"
+#include "world.h"
+
+#include <string.h>
+
+// Owns: nothing. Replicas average gradients and not parameters: if they begin with different
+// values, they stay different. Source: torch: _sync_module_states, _verify_param_shape.
+
+// Do other ranks hold the same parameters of the unit?
+static int fsdpi_is_replicated(const fsdp_unit *u) {
+    return u->desc.info.replicate_comm && fsdpi_replicas(u) > 1;
+}
+
+// A collective of a unit's replicas on host data.
+static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char *what, int root,
+                                       void *data, int64_t count, fsdp_dtype dtype) {
+    fsdp_op op = fsdpi_host_op(kind, what, dtype);
+    op.redop = FSDP_MAX;
+    op.group_size = fsdpi_replicas(u);
+    op.root = root;
+    return fsdpi_host_collective(u->model->world, u->desc.info.replicate_comm, &op, (char *)data,
+                                 count);
+}
+
+// Do replicas of the unit have different numbers? The maxima of the number and of its complement
+// tell the largest and the smallest one.
+static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, uint64_t number,
+                                          int *different) {
+    int64_t most[2] = {(int64_t)number, (int64_t)~number};
+    fsdp_status status = fsdpi_replicas_meet(u, FSDP_OP_ALL_REDUCE, what, 0, most, 2, FSDP_I64);
+    *different = !status && most[0] != ~most[1];
+    return status;
+}
+
+// This rank's rows of a parameter.
+static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nbytes) {
+    *nbytes = (size_t)fsdpi_bytes(p->lay.local_numel, p->dtype);
+    return fsdpi_flat_of(u, fsdpi_part_of(u, p))->shard->ptr +
+           fsdpi_bytes(p->lay.shard_offset, p->dtype);
+}
+
+// Four independent sums, so that memory is the limit and not the latency of a product.
+static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
+    uint64_t lane[4] = {h, 1, 2, 3}, word[4];
+    for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
+        memcpy(word, data, sizeof word);
+        for (int i = 0; i < 4; i++) {
+            lane[i] = (lane[i] ^ word[i]) * 0x9E3779B97F4A7C15u;
+            lane[i] ^= lane[i] >> 29;
+        }
+    }
+    for (int i = 0; i < 4; i++) h = fsdpi_hash(h, lane[i]);
+    for (; nbytes > 0; data++, nbytes--) h = fsdpi_hash(h, (unsigned char)*data);
+    return h;
+}
+
+// Adds all rows of a unit to the hash *h. If the host cannot read them, they are copied to `room`
+// of `most` bytes, piece by piece.
+static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
+    for (int i = 0; i < u->desc.num_params; i++) {
+        size_t nbytes;
+        const char *rows = fsdpi_own_rows(u, &u->params[i], &nbytes);
+        for (size_t at = 0; room && at < nbytes; at += most) {
+            size_t piece = nbytes - at < most ? nbytes - at : most;
+            FSDPI_TRY(fsdpi_transfer(u->model->world, room, rows + at, piece));
+            *h = fsdpi_hash_bytes(*h, room, piece);
+        }
+        if (!room) *h = fsdpi_hash_bytes(*h, rows, nbytes);
+    }
+    return FSDP_OK;
+}
+
+/* The first finalize asks: do replicas hold the same parameters? If not, it warns, and training
+   goes on as in PyTorch, with averages that mean little. */
+static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
+    enum { ROOM = 1 << 20 };
+    char *room = NULL;
+    const fsdp_unit *first = NULL;
+    int count = 0;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units && !status; i++) {
+        const fsdp_unit *u = m->units[i];
+        uint64_t number = u->layout.hash; // names and shapes, too: a unit may have no reduction
+        int different = 0;
+        if (!fsdpi_is_replicated(u)) continue;
+        if (!room && !fsdpi_is_readable(m->world, m->flats[u->params[0].dtype].shard)) {
+            room = (char *)fsdpi_model_alloc(m, ROOM);
+            if (!room) status = fsdpi_no_memory(m->world, "finalize_backward", "", ROOM);
+        }
+        if (!status) status = fsdpi_values(u, room, ROOM, &number);
+        status = fsdpi_fail_together(m->world, status);
+        if (!status)
+            status = fsdpi_replicas_compare(u, "finalize_backward: replicas", number, &different);
+        if (different && !first) first = u;
+        count += different;
+    }
+    fsdpi_model_free(m, room);
+    if (!status && first)
+        fsdp_warn(m->world,
+                  "[E219] finalize_backward: replicas hold different parameters in unit '%s' (%d "
+                  "such units), and stay different: let all ranks load or init the same values, or "
+                  "call fsdp_model_broadcast before the first step",
+                  first->desc.name, count);
+    return status;
+}
+
+#endif // FSDPI_CORE_REPLICAS_H

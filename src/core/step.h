@@ -1,0 +1,625 @@
+/* core/step.h - the calls of a step: the transition table, the calls that look it up, and the end
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_STEP_H
+#define FSDPI_CORE_STEP_H
+
+#include "alloc.h"
+#include "commit.h"
+#include "error.h"
+#include "flight.h"
+#include "gather.h"
+#include "grads.h"
+#include "guard.h"
+#include "layout.h"
+#include "macros.h"
+#include "objects.h"
+#include "ops.h"
+#include "os.h"
+#include "pool.h"
+#include "replicas.h"
+#include "route.h"
+#include "run.h"
+#include "unit.h"
+#include "watch.h"
+
+#include <stdio.h>
+
+// Owns: the transition table and its actions. A public call looks up one row and runs its actions;
+// an action fills op records and never calls a backend. Invariants: a call without a row changes
+// nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
+
+// Bound of the record of forwards. If it is full, prefetches are lost, nothing else.
+#define FSDPI_ORDER_PER_UNIT 64
+
+// Remember a forward: its backward is due, and the forward before it is what to prefetch then.
+static fsdp_status fsdpi_do_record(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    if (!m->grad_enabled) return FSDP_OK;
+    if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
+        if (m->num_order == m->cap_order) {
+            fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                            sizeof *m->order, "post_forward of unit", u->desc.name);
+            if (status) return fsdpi_fail_together(m->world, status);
+        }
+        m->order[m->num_order].unit = u;
+        m->order[m->num_order].previous = u->state.last_order;
+        u->state.last_order = m->num_order++;
+    }
+    u->state.forwards++;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
+    u->state.forwards -= u->model->is_last_backward; // else another backward of it may come
+    u->model->backward = 1;
+    return FSDP_OK;
+}
+
+enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
+enum { FSDPI_KEEP = 255 };                                                   // next: as it is
+
+enum {                // what a row asks of a unit beside its state
+    FSDPI_DUE = 1,    // a forward that has not run backward
+    FSDPI_REFUSE = 2, // no gradients that are not reduced: with some the call fails
+    FSDPI_TELL = 4    // likewise; with some it logs that, and goes on
+};
+
+typedef struct fsdpi_row {
+    uint8_t from[2]; // sets of training states: outside of backward, inside of it
+    uint8_t asks;
+    uint8_t next;                            // training state
+    fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
+} fsdpi_row;
+
+// clang-format off
+// The rows of each call, in the order of FSDP_CALL_LIST; a row without training states is none.
+static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
+//    from: outside, inside of backward     asks  next        actions
+    { // pre_forward
+        {{FSDPI_I | FSDPI_F, 0}, 0, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
+        // recompute: of a unit nested in others' backward, of the unit whose backward it is
+        {{0, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {fsdpi_do_unshard, fsdpi_do_wait}},
+    },
+    { // post_forward
+        {{FSDPI_F, 0}, 0, FSDP_STATE_IDLE, {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {{0, FSDPI_F}, 0, FSDP_STATE_IDLE, {NULL}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
+    },
+    { // pre_backward
+        {{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
+            {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
+             fsdpi_do_prefetch_backward, fsdpi_do_enter}},
+        {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
+    },
+    { // post_backward
+        {{0, FSDPI_P}, 0, FSDP_STATE_POST_BACKWARD, {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    },
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
+    {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
+    { // finalize
+        {{FSDPI_P, FSDPI_P}, 0, FSDP_STATE_IDLE, {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
+    },
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // data
+    {{{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}}}, // grad
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{{FSDPI_I, 0}, 0, FSDPI_KEEP, {NULL}}}, // full
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
+    {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {NULL}}}, // set
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // of an extension
+};
+// clang-format on
+
+static const char *fsdpi_call_name(int call) {
+    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
+    return names[call];
+}
+
+// What the table asks of a unit; open: its parameters can be read, which getters ask by themselves.
+typedef struct fsdpi_point {
+    int training, backward, forwards, open;
+} fsdpi_point;
+
+static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
+    for (int i = 0; i < 3; i++) {
+        const fsdpi_row *row = &fsdpi_rows[call][i];
+        if ((row->from[at->backward] >> at->training & 1) &&
+            (!(row->asks & FSDPI_DUE) || at->forwards > 0))
+            return row;
+    }
+    return NULL;
+}
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards, 0};
+    return fsdpi_row_at(&at, call);
+}
+
+// The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
+// copy of the state: pre_forward opens the parameters, post_forward outside of backward makes one
+// forward due, pre_backward uses one and begins backward, finalize ends it.
+static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE};
+    for (int i = 0; i < 5; i++) {
+        fsdpi_point at = *from;
+        const int hook = hooks[i], begins = hook == FSDP_CALL_PRE_BACKWARD;
+        const fsdpi_row *row = fsdpi_row_at(from, hook);
+        if (!row) continue;
+        if (row->next != FSDPI_KEEP) at.training = row->next;
+        at.open = hook == FSDP_CALL_PRE_FORWARD; // of a backward that is due fsdpi_wrong_call knows
+        at.forwards += hook == FSDP_CALL_POST_FORWARD && !from->backward;
+        at.forwards -= begins && (row->asks & FSDPI_DUE);
+        at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
+        if (fsdpi_row_at(&at, call) && (call != FSDP_CALL_DATA || at.open)) return hook;
+        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hook;
+    }
+    return -1; // equivalent +1: any negative number
+}
+
+// Where in a step a unit is, in words.
+static const char *fsdpi_place_of(const fsdpi_point *at) {
+    static const char *const idle[2][2] = {
+        // [inside of backward][a forward is due]
+        {"is idle, and no forward of it waits for a backward",
+         "has run forward, and its backward has not begun"},
+        {"has no forward that waits for a backward, and the model's backward has not ended",
+         "has run forward, and its turn in the model's backward has not come"}};
+    if (at->training == FSDP_STATE_FORWARD) return "is in forward, which has not ended";
+    if (at->training == FSDP_STATE_PRE_BACKWARD) return "is in backward, which has not ended";
+    if (at->training == FSDP_STATE_IDLE) return idle[at->backward][at->forwards > 0];
+    return at->forwards > 0 ? "has run a backward, and a forward of it waits for another one"
+                            : "has run its backward, and the model's backward has not ended";
+}
+
+// The text of a call in a wrong state asks the table what is missing. The first one of a step is
+// logged: in a loop over layers and microbatches the others say no more.
+static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
+    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
+                            u->state.storage == FSDP_STORAGE_UNSHARDED};
+    int first = -1, is_new = !(u->reported_calls >> call & 1);
+    u->reported_calls |= 1u << call;
+    if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
+        first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
+    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
+    int is_off = !u->model->grad_enabled && at.forwards == 0;
+    const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
+                       : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
+                                              : "";
+    return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
+                           "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
+                           fsdpi_place_of(&at), also,
+                           first < 0 ? "model_reset" : fsdpi_call_name(first));
+}
+
+static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
+    return row->next == FSDPI_KEEP ? u->state.training : row->next;
+}
+
+// Run one row for a unit.
+static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
+    const uint8_t next = fsdpi_next_state(u, row);
+    u->model->call_state = next; // also behind a marker, where an extension may have made a call
+    FSDPI_GUARD(fsdpi_open_unit(u));
+    for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
+    u->state.training = next;
+    FSDPI_GUARD(fsdpi_close_unit(u));
+    FSDPI_GUARD(fsdpi_close_free(u->model));
+#ifdef FSDPI_DEBUG
+    return fsdpi_unit_check(u);
+#else
+    return FSDP_OK;
+#endif
+}
+
+// Outside of backward: gradients of microbatches that wait for a reduction.
+static int fsdpi_holds_grads(const fsdp_unit *u) { return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0; }
+
+static FSDPI_NOINLINE fsdp_status fsdpi_refuse_waiting(const fsdp_unit *u, const char *what) {
+    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                     "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                     "backward with sync, or drop them by fsdp_model_reset",
+                     what, u->desc.name);
+}
+
+// The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
+static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call,
+                                                    const char *what) {
+    fsdp_model *m = u->model;
+    if (fsdpi_rows[call][0].asks == FSDPI_REFUSE) return fsdpi_refuse_waiting(u, what);
+    if (!m->rehearsing && !(m->reported_calls >> call & 1)) {
+        m->reported_calls |= 1u << call;
+        fsdp_warn(m->world,
+                  "[E218] %s: unit '%s' holds gradients that are not reduced. It keeps them, and "
+                  "the next reduction adds them to its own: turn sync on "
+                  "(fsdp_set_requires_gradient_sync) before the last microbatch, or drop them by "
+                  "fsdp_model_reset",
+                  what, u->desc.name);
+    }
+    return FSDP_OK;
+}
+
+// Calls that write shards, or gradients for them, and those that move them.
+static const uint32_t fsdpi_wants_shards = 1u << FSDP_CALL_PARAMS_CHANGED | 1u << FSDP_CALL_LOAD |
+                                           1u << FSDP_CALL_CLIP | 1u << FSDP_CALL_REQUIRES_GRAD;
+
+// Is the call, by the name of `what`, possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
+    if (m->lent && fsdpi_wants_shards >> call & 1)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE, "[E231] %s: %s", what, m->lent);
+    for (int i = 0; i < m->num_units; i++)
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
+    for (int i = 0; fsdpi_rows[call][0].asks && i < m->num_units; i++)
+        if (fsdpi_holds_grads(m->units[i])) return fsdpi_not_reduced(m->units[i], call, what);
+    return FSDP_OK;
+}
+
+// Their rows, once it is.
+static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
+    for (int i = 0; i < m->num_units; i++)
+        FSDPI_TRY(fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call)));
+    return FSDP_OK;
+}
+
+// A change that lasts, which a rehearsal could not undo.
+static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_rehearsal(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !m->rehearsing) return status;
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
+}
+
+// A marker for those who see records, before the ops of a public call.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
+                                                  const char *what) {
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    if (!u) op.what = what;
+    op.count = (uint64_t)call;
+    return fsdpi_show(m, &op);
+}
+
+// The records of a call of the model are labelled IDLE.
+static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
+    m->call_state = FSDP_STATE_IDLE;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
+}
+
+// A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
+// Extensions are told of those with rows, which write shards or their gradients.
+static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
+    fsdp_status status = fsdpi_commit(m);
+    if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
+    const char *what = fsdpi_call_name(call);
+    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    if (!status) status = fsdpi_check_units(m, call, what);
+    if (!status) status = fsdpi_announce(m, call, what);
+    return status || !run ? status : fsdpi_run_units(m, call);
+}
+
+// Finalize reports the first failure again.
+static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
+    if (m->hook_status) return status;
+    snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    return m->hook_status = status;
+}
+
+// The end of a call: the caller's work comes next.
+static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
+    if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
+        status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
+    return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
+}
+
+// The end of a call that writes shards or their gradients. u NULL: of all units.
+static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsdp_status status) {
+    if (!m) return status;
+    status = fsdpi_keep_status(m, status);
+    if (m->watch & FSDPI_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
+    return status;
+}
+
+FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
+    fsdp_model *m = u->model;
+    const fsdpi_row *row = fsdpi_lookup(u, call);
+    if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
+    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
+        m->call_state = fsdpi_next_state(u, row);
+        FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
+    }
+    return fsdpi_run_row(u, row);
+}
+
+// The same for a call of which an extension wants to know when it ends.
+static FSDPI_NOINLINE fsdp_status fsdpi_timed_call(fsdp_unit *u, int call) {
+    fsdp_status status = FSDP_OK;
+    const fsdpi_attached *answered = fsdpi_answered(u->model, u, call, &status);
+    if (!answered) status = fsdpi_run_call(u, call);
+    status = fsdpi_keep_status(u->model, status);
+    fsdpi_tell_returned(u->model, u, call, answered);
+    return status;
+}
+
+static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    fsdp_model *m = u->model;
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
+    if (!m->committed) status = fsdpi_commit(m);
+    if (status) return fsdpi_hook_failed(m, status);
+    if (m->watch & FSDPI_CALLS) {
+        if (m->watch & FSDPI_RETURNS) return fsdpi_timed_call(u, call);
+        if (fsdpi_answered(m, u, call, &status)) return fsdpi_keep_status(m, status);
+    }
+    return fsdpi_keep_status(m, fsdpi_run_call(u, call));
+}
+
+FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_FORWARD);
+}
+FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_FORWARD);
+}
+FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_UNSHARD); }
+FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
+
+static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    if (index < 0 || index >= u->desc.num_params)
+        return fsdpi_bad(u->model->world,
+                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The end of a step, and what is asked in it.
+
+// The caller's stream waits for all shard gradients. Where a unit has none, they are zeros.
+static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->layout.num_train == 0 || u->state.shard_grad != FSDPI_SHARD_GRAD_NONE) continue;
+        for (int k = 0; k < u->layout.num_parts; k++) {
+            const fsdpi_part *part = &u->layout.parts[k];
+            if (part->num_train)
+                FSDPI_TRY(fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE,
+                                          fsdpi_flat_of(u, part)->grad,
+                                          fsdpi_grad_dtype(m, part->dtype), part->train.base,
+                                          part->train.shard_numel, 0));
+        }
+        u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO;
+    }
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        if (!m->flats[d].grad) continue;
+        FSDPI_TRY(fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad));
+        if (m->grad_hooks) // they may have written shards
+            FSDPI_TRY(fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard));
+    }
+    int waits = m->desc.cpu_offload || m->world->mode != FSDP_RUN_STREAMS;
+    return waits ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
+}
+
+static void fsdpi_forget_forwards(fsdp_model *m) {
+    m->num_order = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        m->units[i]->state.forwards = 0;
+        m->units[i]->state.last_order = -1;
+    }
+}
+
+static fsdp_status fsdpi_finalize(fsdp_model *m) {
+    FSDPI_TRY(fsdpi_run_units(m, FSDP_CALL_FINALIZE));
+    FSDPI_TRY(fsdpi_grads_ready(m));
+    for (int i = 0; i < m->num_units; i++) m->units[i]->reported_calls = 0;
+    m->backward = 0;
+    m->step++;
+    fsdpi_pools_rewind(m);
+    if (m->is_last_backward) fsdpi_forget_forwards(m);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
+    if (!status) status = fsdpi_finalize(model);
+    if (!status && model->step == 1 && !model->rehearsing) status = fsdpi_replicas_check(model);
+    if (status || !model->hook_status) return status;
+    status = model->hook_status;
+    model->hook_status = FSDP_OK;
+    fsdpi_set_error(model->world, model->hook_error);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    const fsdpi_attached *answered = NULL;
+    if (model->watch & FSDPI_CALLS)
+        answered = fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status);
+    if (!answered) status = fsdpi_finalize_call(model);
+    if (model->watch & FSDPI_RETURNS)
+        fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
+    if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
+    return status;
+}
+
+/* Memory for a getter that fails, so that a trainer that looks at statuses later does not crash
+   before: one block of this rank alone for all, in which the host and kernels may write the largest
+   parameter in any dtype, as one that asks for the wrong dtype does. Finalize reports the failure
+   again. NULL only where there is no memory either. */
+FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status) {
+    fsdp_world *w = model ? model->world : NULL;
+    int64_t bytes = 8;
+    if (!w) return NULL;
+    if (!fsdpi_failed(w)) (void)fsdpi_keep_status(model, status);
+    for (int i = 0; i < model->num_units; i++)
+        for (int k = 0; k < model->units[i]->desc.num_params; k++) {
+            const int64_t numel = model->units[i]->params[k].lay.numel;
+            if (8 * numel > bytes) bytes = 8 * numel;
+        }
+    if ((int64_t)model->undefined_bytes >= bytes) return model->undefined;
+    fsdpi_undefined_free(model);
+    status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, (size_t)bytes, &model->undefined);
+    if (!status) model->undefined_bytes = (size_t)bytes;
+    if (!status) return model->undefined;
+    model->undefined = NULL;
+    (void)fsdp_fail(w, status,
+                    "[E310] no %lld bytes for a getter that has failed, which gives NULL: %s",
+                    (long long)bytes, fsdpi_device_text(w, status));
+    return NULL;
+}
+
+static inline int fsdpi_has_param(const fsdp_unit *u, int index) {
+    return u && index >= 0 && index < u->desc.num_params;
+}
+
+// May a getter give what it is asked for?
+static inline fsdp_status fsdpi_getter_check(fsdp_unit *u, int index, int call) {
+    int exists = fsdpi_has_param(u, index);
+    fsdp_status status = u ? fsdpi_failed(u->model->world) : FSDP_OK;
+    if (!status && !exists) status = fsdpi_param_call(u, index, call);
+    if (status) return status;
+    if (fsdpi_lookup(u, call) &&
+        (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED))
+        return FSDP_OK;
+    return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
+}
+
+FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
+    fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_DATA);
+    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
+    const fsdpi_param *p = &unit->params[index];
+    if (unit->layout.gather == FSDPI_GATHER_ALIAS)
+        return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->state.slot[FSDP_POOL_GATHER]->ptr +
+           fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
+}
+
+FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
+    if (fsdpi_has_param(unit, index) && !unit->params[index].requires_grad) return NULL;
+    fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_GRAD);
+    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
+    const fsdpi_param *p = &unit->params[index];
+    *fsdpi_use(unit, index) |= FSDPI_USE_USED;
+    if (!unit->state.slot[FSDP_POOL_GRAD]) // one rank
+        return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->state.slot[FSDP_POOL_GRAD]->ptr +
+           fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+}
+
+// Fails because parameter `index` has another dtype than the caller asks for; logs it once in a
+// step for each unit and call. is: how it has that dtype; tells: what says so; set: what sets it.
+static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call, const char *what,
+                                              const char *is, fsdp_dtype has, fsdp_dtype asked,
+                                              const char *tells, const char *set) {
+    int is_new = !(u->reported_calls >> call & 1);
+    u->reported_calls |= 1u << call;
+    fsdp_status status = fsdpi_fail_once(
+        u->model->world, FSDP_ERR_INVALID_ARG, is_new,
+        "[E230] %s: parameter '%s' of unit '%s' %s %s, but you ask for %s: ask for %s, which %s "
+        "tells, and compute in it or convert by fsdp_convert; or set %s",
+        what, u->params[index].name, u->desc.name, is, fsdp_dtype_name(has), fsdp_dtype_name(asked),
+        fsdp_dtype_name(has), tells, set);
+    return fsdp_undefined(u->model, status);
+}
+
+// The getter, unless the caller expects another dtype.
+static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call, const char *what,
+                          void *(*get)(fsdp_unit *unit, int index)) {
+    const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
+    fsdp_dtype has = p ? fsdpi_part_of(u, p)->param_dtype : dtype;
+    if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad) ||
+        fsdpi_failed(u->model->world))
+        return get(u, index);
+    return fsdpi_wrong_dtype(u, index, call, what, "is gathered as", has, dtype, "fsdp_data_dtype",
+                             "param_dtype of the model, or keep_dtype of the parameter");
+}
+FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_DATA, "data_as", fsdp_data);
+}
+FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
+    return fsdpi_get_as(unit, index, dtype, FSDP_CALL_GRAD, "grad_as", fsdp_grad);
+}
+
+FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_DATA);
+    if (!status) return fsdpi_part_of(unit, &unit->params[index])->param_dtype;
+    if (unit) (void)fsdpi_keep_status(unit->model, status);
+    return FSDP_DTYPE_KEEP;
+}
+
+FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
+    return fsdpi_writing_ends(model, NULL, FSDP_CALL_ZERO_GRAD,
+                              fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1));
+}
+
+FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_ZERO_GRAD);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (status) return status;
+    fsdp_model *m = unit->model;
+    (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
+    if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
+        status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
+    if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
+        return fsdpi_writing_ends(m, unit, FSDP_CALL_ZERO_GRAD, status);
+    const fsdpi_param *p = &unit->params[index];
+    *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
+    status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
+                             fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad,
+                             fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset, p->lay.shard_numel,
+                             0);
+    if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    return fsdpi_writing_ends(m, unit, FSDP_CALL_ZERO_GRAD, status);
+}
+
+FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "model_reset", "model");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    if (fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status)) return status;
+    fsdpi_drain(model->world);
+    if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
+    status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");
+    if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
+    fsdpi_forget_forwards(model);
+    model->backward = 0;
+    model->hook_status = FSDP_OK;
+    fsdpi_pools_rewind(model);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
+    FSDPI_TRY(fsdpi_commit(model));
+    if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
+    if (call < 0 || call >= FSDP_CALL_COUNT)
+        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
+    if (!what) what = fsdpi_call_name(call);
+    FSDPI_TRY(fsdpi_check_units(model, call, what));
+    return fsdpi_announce(model, FSDP_CALL_EXTENSION, what);
+}
+
+#endif // FSDPI_CORE_STEP_H

@@ -1,0 +1,132 @@
+/* core/timeline.h - when records ran on a device with streams, for extensions that ask
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_TIMELINE_H
+#define FSDPI_CORE_TIMELINE_H
+
+#include "alloc.h"
+#include "flight.h"
+#include "objects.h"
+#include "watch.h"
+
+// Owns: events before a record's waits, and before and behind its work, until all have happened. If
+// no extension has `ran`, there are none. A device measures only from one event to another. So all
+// times are measured from a base event, for which the host knows the time of the world's clock.
+
+#define FSDPI_TIMES_MAX  256                   // records whose times are not reported yet
+#define FSDPI_TIMES_BASE ((int64_t)8000000000) // long times lose digits: then a new base
+
+enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // ENDS: all are recorded
+
+typedef struct fsdpi_timed {
+    fsdp_op op;
+    void *reached, *begin, *end; // reached: only if the record has waits
+    int state;                   // FSDPI_TIMED_*
+} fsdpi_timed;
+
+struct fsdpi_timeline {
+    void *base; // event
+    int64_t base_ns;
+    uint32_t first, next; // records reported and begun so far
+    fsdpi_timed *reached; // whose turn has come; NULL: it will not be reported
+    fsdpi_timed ring[FSDPI_TIMES_MAX];
+};
+
+static void fsdpi_timeline_close(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return;
+    for (int i = 0; i < FSDPI_TIMES_MAX; i++) {
+        void *const events[3] = {t->ring[i].reached, t->ring[i].begin, t->ring[i].end};
+        for (int k = 0; k < 3; k++)
+            if (events[k]) w->device_ops->destroy(w->device, NULL, events[k]);
+    }
+    if (t->base) w->device_ops->destroy(w->device, NULL, t->base);
+    fsdpi_free(&w->boot.allocator, t);
+    w->timeline = NULL;
+}
+
+// A new base: the host reads the world's clock when COMPUTE has reached the event.
+static fsdp_status fsdpi_timeline_rebase(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[FSDP_STREAM_COMPUTE], t->base);
+    if (!status) status = w->device_ops->sync(w->device, t->base, w->boot.timeout_ns);
+    t->base_ns = fsdpi_now(w);
+    return status;
+}
+
+static fsdp_status fsdpi_timeline_open(fsdp_world *w) {
+    const fsdp_device_ops *d = w->device_ops;
+    if (w->timeline) return FSDP_OK;
+    if (!d->timer || !d->elapsed) return FSDP_ERR_UNSUPPORTED;
+    fsdpi_timeline *t = (fsdpi_timeline *)fsdpi_alloc(&w->boot.allocator, sizeof *t);
+    if (!t) return FSDP_ERR_OUT_OF_MEMORY;
+    w->timeline = t;
+    fsdp_status status = d->timer(w->device, &t->base);
+    for (int i = 0; i < FSDPI_TIMES_MAX && !status; i++) {
+        status = d->timer(w->device, &t->ring[i].reached);
+        if (!status) status = d->timer(w->device, &t->ring[i].begin);
+        if (!status) status = d->timer(w->device, &t->ring[i].end);
+    }
+    if (!status) status = fsdpi_timeline_rebase(w);
+    if (status) fsdpi_timeline_close(w);
+    return status;
+}
+
+/* Reports records that have run to the extensions, in the order of issue. It waits for the first
+   one for at most wait_ns. A record that the device cannot measure is left out. */
+static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
+    const fsdp_device_ops *d = w->device_ops;
+    fsdpi_timeline *t = w->timeline;
+    while (t && t->first != t->next) {
+        fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
+        int64_t begin, end, reached = 0;
+        if (one->state == FSDPI_TIMED_RUNS) return; // its user function issues other records now
+        if (one->state == FSDPI_TIMED_ENDS && d->sync(w->device, one->end, wait_ns)) return;
+        wait_ns = 0;
+        t->first++;
+        if (one->state != FSDPI_TIMED_ENDS || d->elapsed(w->device, t->base, one->begin, &begin) ||
+            d->elapsed(w->device, t->base, one->end, &end))
+            continue;
+        if (one->op.num_waits && !d->elapsed(w->device, t->base, one->reached, &reached))
+            one->op.waited_ns = begin - reached;
+        fsdpi_tell_ran(w, &one->op, t->base_ns + begin, t->base_ns + end);
+    }
+}
+
+// Records that have been issued so far are not reported any more.
+static void fsdpi_timeline_end_all(fsdp_world *w) {
+    fsdpi_timeline_tell(w, 0);
+    if (w->timeline) w->timeline->first = w->timeline->next;
+}
+
+// Records the first event of a record whose turn has come.
+static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return;
+    t->reached = NULL;
+    fsdpi_timeline_tell(w, t->next - t->first < FSDPI_TIMES_MAX ? 0 : w->boot.timeout_ns);
+    if (t->next - t->first == FSDPI_TIMES_MAX) return;
+    if (t->next == t->first && fsdpi_now(w) - t->base_ns > FSDPI_TIMES_BASE &&
+        fsdpi_timeline_rebase(w))
+        return;
+    fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
+    one->op = *op;
+    one->op.list = NULL; // its memory may be free when the record is reported
+    one->op.list_count = 0;
+    one->state = FSDPI_TIMED_RUNS;
+    void *first = op->num_waits ? one->reached : one->begin;
+    if (w->device_ops->record(w->device, stream, first)) return;
+    t->next++;
+    t->reached = one;
+}
+
+// Records the last event, unless the record has failed.
+static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
+    if (!status) status = w->device_ops->record(w->device, stream, one->end);
+    one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
+}
+
+#endif // FSDPI_CORE_TIMELINE_H

@@ -1,0 +1,167 @@
+/* core/watch.h - which functions of extensions are called, and in what order
+
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_H
+#include "../../fsdp.h"
+#endif
+#ifndef FSDPI_CORE_WATCH_H
+#define FSDPI_CORE_WATCH_H
+
+#include "flight.h"
+#include "macros.h"
+#include "objects.h"
+#include "os.h"
+
+// If fsdp_model.watch is 0, the calls of a step and records pass these functions by. fsdp_attach is
+// in attach.h.
+
+/* A call begins: the flight record notes it. Returns the extension that has answered, or NULL;
+   *status is the result then. If an extension makes calls while it is asked, only later extensions
+   are asked about these. */
+static FSDPI_NOINLINE const fsdpi_attached *fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
+                                                           fsdp_status *status) {
+    const fsdpi_attached *asker = m->asked, *answered = NULL;
+    if (m->world->flight) fsdpi_flight_call(m->world, call, u ? u->desc.name : NULL);
+    m->asking++;
+    for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
+        m->asked = a;
+        if (a->e.call(a->e.user, m, u, call, status)) answered = a;
+    }
+    m->asked = asker;
+    m->asking--;
+    return answered;
+}
+
+// The call has ended: told to those that were asked, the last of them `answered`, or NULL.
+static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int call,
+                                               const fsdpi_attached *answered) {
+    const fsdpi_attached *end = answered ? answered->next : NULL;
+    m->asking++;
+    for (const fsdpi_attached *a = m->asked ? m->asked->next : m->attached; a != end; a = a->next)
+        if (a->e.returned) a->e.returned(a->e.user, m, u, call);
+    m->asking--;
+}
+
+/* Has an extension taken a record? Each may change the copy of a record, except its kind, its order
+   and the fields from which that was derived. */
+static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
+    const fsdp_op was = *op;
+    int taken = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next) {
+        if (!a->e.op) continue;
+        taken = a->e.op(a->e.user, m, op);
+        op->kind = was.kind, op->stream = was.stream, op->seq = was.seq;
+        op->src = was.src, op->dst = was.dst;
+        op->num_waits = was.num_waits;
+        memcpy(op->wait, was.wait, sizeof op->wait);
+        if (!op->call) op->call = was.call;
+    }
+    m->asking--;
+    return taken | m->rehearsing;
+}
+
+// A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
+static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
+    fsdp_buf *slot = NULL;
+    u->model->asking++;
+    for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
+        fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
+        if (!released) slot = answer;
+    }
+    u->model->asking--;
+    return slot;
+}
+
+static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
+}
+
+// A record has run: reports it to the extensions of its model, or of all models if it is the
+// world's. Worker threads run records of models only.
+static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
+    for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
+        fsdpi_tell_model(m, op, begin_ns, end_ns);
+}
+
+// Tells all extensions of an event of parameters.
+static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
+    fsdp_status status = FSDP_OK;
+    for (const fsdpi_attached *a = m->attached; a && !status; a = a->next)
+        if (a->e.values) status = a->e.values(a->e.user, m, event, ordinal);
+    return status;
+}
+
+// Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
+static void fsdpi_watch(fsdp_model *m) {
+    int watch = m->world->flight ? FSDPI_CALLS : 0;
+    for (const fsdpi_attached *a = m->attached; a; a = a->next) {
+        if (a->e.call) watch |= FSDPI_CALLS;
+        if (a->e.returned) watch |= FSDPI_CALLS | FSDPI_RETURNS;
+        if (a->e.op) watch |= FSDPI_OPS;
+        if (a->e.buffer) watch |= FSDPI_SLOTS;
+        if (a->e.ran) watch |= FSDPI_TIMES;
+    }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whichever functions it has
+    m->watch = (uint8_t)watch;
+}
+
+// The number of a communicator in the order in which they are made, and *size, its ranks. 1: the
+// world's; 0: none.
+static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
+    *size = w->size;
+    if (!comm || comm == w->comm) return comm != NULL;
+    if (comm == w->reduce_comm) return 2;
+    for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
+        for (int d = 0; d < mesh->ndim; d++) {
+            if (mesh->borrowed[d]) continue;
+            *size = mesh->shape[d];
+            if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
+            if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
+        }
+    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
+        *size = sub->size;
+        if (comm == sub->comm) return sub->number;
+    }
+    return 0;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Names of records, labels and pools.
+
+FSDP_API const char *fsdp_op_name(int kind) {
+    static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};
+    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
+}
+
+FSDP_API const char *fsdp_label_name(int label) {
+    static const char *const names[FSDP_LABEL_COUNT] = {FSDP_LABEL_LIST(FSDPI_TEXT_OF)};
+    if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
+    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
+}
+
+FSDP_API const char *fsdp_pool_name(int pool) {
+    static const char *const names[FSDP_POOL_COUNT] = {FSDP_POOL_LIST(FSDPI_TEXT_OF)};
+    if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
+    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
+}
+
+static const char *fsdpi_label(const fsdp_model *m, int label) {
+    int own = label - FSDP_LABEL_COUNT;
+    return m && own >= 0 && own < m->labels.count ? m->labels.text[own] : fsdp_label_name(label);
+}
+
+FSDP_API const char *fsdp_op_label(const fsdp_op *op) {
+    return op ? fsdpi_label(op->model, op->label) : "?";
+}
+
+FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
+    int own = pool - FSDP_POOL_COUNT;
+    return model && own >= 0 && own < model->pools.count ? model->pools.text[own]
+                                                         : fsdp_pool_name(pool);
+}
+
+#endif // FSDPI_CORE_WATCH_H

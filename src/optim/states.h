@@ -1,0 +1,615 @@
+/* optim/states.h - the states of an optimizer, and which elements a step updates
+
+   A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_OPTIM_H
+#include "../../fsdp_optim.h"
+#endif
+#ifndef FSDPI_OPTIM_STATES_H
+#define FSDPI_OPTIM_STATES_H
+
+#include "kernels.h"
+#include "updates.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
+// order of addresses, and states lie in the order of the table, without padding. So if the shards
+// of neighbours touch, their gradients and states touch, too, and one run has all. Table and
+// states fit the model's layout unless it has `moved`.
+
+typedef struct fsdpi_optim_param {
+    fsdp_unit *unit;
+    int32_t index, ordinal; // in the unit, in the model
+    int32_t group;
+    fsdp_dtype dtype;
+    int64_t numel; // of this rank's rows
+    int64_t state; // offset of its state, in elements of the state's type
+    int64_t step;  // number of updates so far
+    char *shard;
+} fsdpi_optim_param;
+
+typedef struct fsdpi_optim {
+    fsdp_model *model;
+    fsdp_extension extension;
+    const char *name;
+    const char *state_names[2];
+    const char *step_name;                  // NULL: updates do not depend on their number
+    int memory;                             // updates run on FSDP_MEMORY_HOST or _DEVICE
+    int place;                              // of states: as memory, or FSDP_MEMORY_PINNED
+    int num_params, num_groups, num_states; // states: numbers for each element
+    int rounds;                             // 1: bf16 is rounded stochastically, by seed
+    uint64_t seed;
+    double weight_decay;                        // of the desc
+    fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
+    fsdp_optim_group_fn group;
+    void *user;
+    int moved;                         // 1: the model was laid out anew after the table was made
+    int laid;                          // number of tables that were made
+    int warned;                        // 1: it has warned that no parameter had a gradient
+    fsdpi_optim_param *params, *spare; // spare: room for the next table
+    fsdp_update *updates;              // of a step: at most one for each parameter
+    char *held;                        // by parameter; 1: frozen, and has a state all the same
+    char *states[2][2];                // [first, second][of f32, of f64]; one block
+    int keeps_bits;                    // 1: the block has room for the 16-bit parameters, too
+    char *bits;                        // that room
+    int64_t bits_from;                 // the first state of a 16-bit parameter
+    int64_t state_bytes;               // of the block
+    int64_t nbytes;                    // of host memory
+} fsdpi_optim;
+
+// A run of elements.
+typedef struct fsdpi_optim_run {
+    fsdpi_optim_param *first;
+    char *grad;
+    fsdp_dtype grad_dtype;
+    int64_t numel, step;
+} fsdpi_optim_run;
+
+// Sets the kind and the scalars of a run's update.
+typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
+                               fsdp_update *u);
+
+static int fsdpi_optim_bad(double x, double below) {
+    return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
+}
+
+// m: of an argument that was given, or NULL.
+static fsdp_status fsdpi_optim_null(const fsdp_model *m, const char *call, const char *which) {
+    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call,
+                     which);
+}
+
+// A number that a caller gives, and its range.
+#define FSDPI_OPTIM_FINITE 1.7976931348623157e308 // `below` of one that is finite
+typedef struct fsdpi_optim_range {
+    const char *field;
+    double value, least, below;
+} fsdpi_optim_range;
+
+static fsdp_status fsdpi_optim_ranges(fsdp_world *w, const char *what, const fsdpi_optim_range *r,
+                                      int num) {
+    fsdp_status status = FSDP_OK;
+    char text[32] = "";
+    for (; num > 0 && !status; num--, r++) {
+        if (!fsdpi_optim_is_nan(r->value) && r->value >= r->least && r->value < r->below) continue;
+        if (r->below < FSDPI_OPTIM_FINITE) snprintf(text, sizeof text, " and < %g", r->below);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "[E930] %s: %s is %g, expected a finite number >= %g%s", what, r->field,
+                           r->value, r->least, text);
+    }
+    return status;
+}
+
+#define FSDPI_OPTIM_MAGIC 0x4F707469u // in a desc that fsdp_*_defaults has filled
+
+static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32_t magic) {
+    if (magic == FSDPI_OPTIM_MAGIC) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E921] %s: the desc does not come from fsdp_%s_defaults(): begin with "
+                     "fsdp_%s_defaults(), and change the fields that you need",
+                     o->name, o->extension.name, o->extension.name);
+}
+
+// Takes a group as the caller gives it, if it is a good one. `field`: its name, for texts.
+static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
+                                          const char *field, int k, const fsdp_optim_group *given) {
+    fsdp_optim_group g = *given;
+    char scale[64], decay[64];
+    if (g.magic != FSDPI_OPTIM_MAGIC)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E922] %s: %s does not come from fsdp_%s_defaults(): change the fields "
+                         "of desc.groups[%d], and do not replace all of it",
+                         what, field, o->extension.name, k);
+    if (g.weight_decay <= FSDP_OPTIM_SAME && g.weight_decay >= FSDP_OPTIM_SAME)
+        g.weight_decay = o->weight_decay;
+    snprintf(scale, sizeof scale, "%s.lr_scale", field);
+    snprintf(decay, sizeof decay, "%s.weight_decay", field);
+    const fsdpi_optim_range ranges[] = {{scale, g.lr_scale, 0, FSDPI_OPTIM_FINITE},
+                                        {decay, g.weight_decay, 0, FSDPI_OPTIM_FINITE}};
+    fsdp_status status = fsdpi_optim_ranges(w, what, ranges, 2);
+    if (!status) o->groups[k] = g;
+    return status;
+}
+
+static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
+                                      const fsdp_optim_group *groups, double weight_decay) {
+    fsdp_status status = FSDP_OK;
+    char field[32];
+    if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E931] %s: desc.num_groups is %d, expected 0..%d", o->name, num_groups,
+                         FSDP_OPTIM_GROUPS);
+    o->num_groups = num_groups ? num_groups : 1;
+    o->weight_decay = weight_decay;
+    o->groups[0].lr_scale = 1;
+    o->groups[0].weight_decay = weight_decay;
+    for (int i = 0; i < num_groups && !status; i++) {
+        snprintf(field, sizeof field, "desc.groups[%d]", i);
+        status = fsdpi_optim_take_group(o, w, o->name, field, i, &groups[i]);
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_optim_agree_group(const fsdpi_optim *o, int k) {
+    const double group[] = {(double)k, o->groups[k].lr_scale, o->groups[k].weight_decay};
+    return fsdp_agree(o->model, group, sizeof group);
+}
+
+// Ranks compare the settings with which an optimizer is made.
+static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
+    fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
+    if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
+    for (int i = 0; i < o->num_groups && !status; i++) status = fsdpi_optim_agree_group(o, i);
+    return status;
+}
+
+// The next step computes its scalars of the new group. So does a step that replays: a plan has its
+// records, and no updates.
+static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k,
+                                         const fsdp_optim_group *group) {
+    if (!o || !group) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or group");
+    fsdp_world *w = fsdp_model_world(o->model);
+    fsdp_status status = fsdp_world_status(w);
+    if (status) return status;
+    if (k < 0 || k >= o->num_groups)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E924] %s: the optimizer has no group %d, expected 0..%d", what, k,
+                         o->num_groups - 1);
+    status = fsdpi_optim_take_group(o, w, what, "group", k, group);
+    return status ? status : fsdpi_optim_agree_group(o, k);
+}
+
+static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
+    for (int i = 0; i < o->num_params; i++)
+        if (o->params[i].ordinal == ordinal) return &o->params[i];
+    return NULL;
+}
+
+// Makes the table of the present layout, in the order of addresses. It has parameters that require
+// a gradient, those of the old table, whose state stays while they are frozen, and those of which a
+// checkpoint has states.
+static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
+    for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
+        fsdp_param_view v = FSDP_ZERO;
+        int begin = o->num_params;
+        while (fsdp_next_param(o->model, &v)) {
+            if (v.dtype != dtype) continue;
+            const fsdpi_optim_param *known = fsdpi_optim_find(old, v.ordinal);
+            if (!v.requires_grad && !known && !o->held[v.ordinal]) continue;
+            int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
+            if (chosen >= o->num_groups)
+                return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                                 "[E932] %s: the group of parameter '%s' of unit '%s' is %d, "
+                                 "expected at most %d",
+                                 what, v.name, fsdp_unit_label(v.unit), chosen, o->num_groups - 1);
+            if (chosen < 0) continue;
+            int at = o->num_params++;
+            for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
+                o->params[at] = o->params[at - 1];
+            fsdpi_optim_param p = {v.unit,         v.index, v.ordinal, chosen,
+                                   dtype,          v.numel, 0,         known ? known->step : 0,
+                                   (char *)v.shard};
+            o->params[at] = p;
+        }
+    }
+    return FSDP_OK;
+}
+
+static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSDP_F64; }
+
+static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
+
+// The number of elements for a row of states: each row begins at a multiple of 64 bytes.
+static int64_t fsdpi_optim_room(int64_t numel) { return (numel + 15) / 16 * 16; }
+
+// Makes one block of zeros for all states: first and second numbers of f32, then those of f64.
+static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
+    int64_t numel[2] = {0, 0}, total = 0;
+    o->state_bytes = 0;
+    o->bits_from = 0;
+    for (int i = 0; i < o->num_params; i++) { // f32 first: the states of 16 bits are the last
+        fsdpi_optim_param *p = &o->params[i];
+        p->state = numel[fsdpi_optim_wide(p)];
+        numel[fsdpi_optim_wide(p)] += p->numel;
+        if (p->dtype == FSDP_F32) o->bits_from += p->numel;
+    }
+    if (o->keeps_bits)
+        total = fsdpi_optim_room(numel[0] - o->bits_from) * (int64_t)sizeof(uint16_t);
+    for (int wide = 0; wide < 2; wide++)
+        total += fsdpi_optim_room(numel[wide]) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
+    if (total == 0) return FSDP_OK;
+    char text[96];
+    void *block;
+    snprintf(text, sizeof text, "%s: no memory for a state", what);
+    fsdp_status status = fsdp_alloc(o->model, o->place, total, text, &block);
+    if (status) return status;
+    char *at = (char *)block;
+    o->state_bytes = total;
+    for (int wide = 0; wide < 2; wide++)
+        for (int k = 0; k < o->num_states; k++) {
+            o->states[k][wide] = at;
+            at += (size_t)fsdpi_optim_room(numel[wide]) * fsdpi_optim_size(wide);
+        }
+    o->bits = at;
+    return FSDP_OK;
+}
+
+// Moves one state of one parameter. After a cast of the model, the host converts it.
+static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
+                                        const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
+    int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
+    size_t in_size = fsdpi_optim_size(was), out_size = fsdpi_optim_size(is);
+    double in[512], out[512];
+    const int64_t piece = (int64_t)(sizeof in / sizeof *in);
+    fsdp_status status = FSDP_OK;
+    if (to->numel == 0) return FSDP_OK;
+    const char *src = old->states[k][was] + (size_t)from->state * in_size;
+    char *dst = o->states[k][is] + (size_t)to->state * out_size;
+    if (was == is)
+        return fsdpi_optim_copy(o->model, o->place, dst, src, (size_t)to->numel * in_size);
+    for (int64_t at = 0; at < to->numel && !status; at += piece) {
+        size_t count = (size_t)(to->numel - at < piece ? to->numel - at : piece);
+        status = fsdpi_optim_copy(o->model, o->place, in, src + (size_t)at * in_size,
+                                  count * in_size);
+        if (!status)
+            status = fsdp_convert(out, is ? FSDP_F64 : FSDP_F32, in, was ? FSDP_F64 : FSDP_F32,
+                                  (int64_t)count);
+        if (!status)
+            status = fsdpi_optim_copy(o->model, o->place, dst + (size_t)at * out_size, out,
+                                      count * out_size);
+    }
+    return status;
+}
+
+static void *fsdpi_optim_bits(const fsdpi_optim *o, const fsdpi_optim_param *p) {
+    return o->bits + (size_t)(p->state - o->bits_from) * sizeof(uint16_t);
+}
+
+// Moves the states of all parameters to their places in the new block.
+static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < o->num_params; i++) {
+        const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
+        for (int k = 0; k < o->num_states && from && !status; k++)
+            status = fsdpi_optim_move_one(old, from, o, to, k);
+        if (o->keeps_bits && from && !status && fsdp_dtype_size(to->dtype) == sizeof(uint16_t) &&
+            from->dtype == to->dtype && to->numel)
+            status = fsdpi_optim_copy(o->model, o->place, fsdpi_optim_bits(o, to),
+                                      fsdpi_optim_bits(old, from),
+                                      (size_t)to->numel * sizeof(uint16_t));
+    }
+    return status;
+}
+
+// Makes table and states for the model's present layout. After a failure the old ones stay.
+static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
+    fsdp_model *m = o->model;
+    if (!o->moved) return FSDP_OK;
+    fsdpi_optim old = *o, next = *o;
+    int64_t before = fsdpi_optim_host_bytes(m);
+    next.params = old.spare;
+    next.spare = old.params;
+    next.num_params = 0;
+    next.moved = 0;
+    next.laid++;
+    memset(next.states, 0, sizeof next.states);
+    fsdp_status status = fsdpi_optim_collect(&old, &next, what);
+    if (!status) status = fsdpi_optim_alloc_states(&next, what);
+    if (!status && o->place == FSDP_MEMORY_PINNED)
+        status = fsdp_wait_stream(m, FSDP_STREAM_COMPUTE);
+    if (!status) status = fsdpi_optim_move(&old, &next);
+    if (status) {
+        fsdp_free(m, next.place, next.states[0][0], next.state_bytes);
+        return status;
+    }
+    fsdp_free(m, old.place, old.states[0][0], old.state_bytes); // no update is under way
+    next.nbytes += fsdpi_optim_host_bytes(m) - before;
+    *o = next;
+    return FSDP_OK;
+}
+
+static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
+    (void)model;
+    ((fsdpi_optim *)user)->moved = 1; // the next use follows: that may fail
+}
+
+// Items for checkpoints: each parameter's states and its t.
+static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
+                                    fsdp_state_item *item) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    for (int i = 0; !item && i < o->num_params; i++) // they are written in place
+        if (o->params[i].step < 0)
+            return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                             "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
+                             o->params[i].ordinal, (long long)o->params[i].step);
+    if (!item) return FSDP_OK;
+    // Averages stay as they are. Other states begin as zeros, whoever asks.
+    fsdp_status status = item->sizes_only && o->keeps_bits ? FSDP_OK
+                                                           : fsdpi_optim_follow(o, o->name);
+    const int items = o->num_states + (o->step_name != NULL); // of a parameter
+    const int place = index / items, which = index % items;
+    if (status || place >= o->num_params) return status;
+    fsdpi_optim_param *p = &o->params[place];
+    int wide = fsdpi_optim_wide(p);
+    item->ordinal = p->ordinal;
+    item->name = which < o->num_states ? o->state_names[which] : o->step_name;
+    if (which == o->num_states) {
+        item->dtype = FSDP_I64;
+        item->memory = FSDP_MEMORY_HOST;
+        item->numel = 1;
+        item->data = &p->step;
+        return FSDP_OK;
+    }
+    item->sharded = 1;
+    item->dtype = wide ? FSDP_F64 : FSDP_F32;
+    item->memory = o->place == FSDP_MEMORY_PINNED ? FSDP_MEMORY_HOST : o->place;
+    if (o->states[which][wide]) // NULL: no parameter of this width has elements here
+        item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
+    return FSDP_OK;
+}
+
+// A checkpoint has states of this parameter. The next use makes room for them: updates under way
+// still write to the present room.
+static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    if (o->held[ordinal]) return FSDP_OK;
+    o->held[ordinal] = 1;
+    o->moved = 1;
+    return o->memory == FSDP_MEMORY_DEVICE ? fsdp_wait_stream(model, FSDP_STREAM_COMPUTE) : FSDP_OK;
+}
+
+static void fsdpi_optim_free(void *user) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    fsdp_free(o->model, o->place, o->states[0][0], o->state_bytes);
+    fsdp_free(o->model, FSDP_MEMORY_HOST, o, 0);
+}
+
+static void fsdpi_optim_destroy(fsdpi_optim *o) {
+    if (!o) return;
+    if (o->memory == FSDP_MEMORY_DEVICE) (void)fsdp_wait_stream(o->model, FSDP_STREAM_COMPUTE);
+    (void)fsdp_detach(o->model, &o->extension);
+}
+
+static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
+    return o->nbytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
+}
+
+// Does Muon have one of these parameters, or an optimizer one of Muon's? Both would update it.
+static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
+    static const char *const names[] = {"adamw", "sgd", "muon"};
+    const int is_muon = !strcmp(o->extension.name, "muon");
+    fsdp_state_item item = FSDP_ZERO;
+    item.sizes_only = 1;
+    fsdp_status status = fsdp_next_state(o->model, &item);
+    for (; !status && item.name; status = fsdp_next_state(o->model, &item)) {
+        const fsdpi_optim_param *p = fsdpi_optim_find(o, item.ordinal);
+        fsdp_param_view v = FSDP_ZERO;
+        int updates = 0;
+        for (int i = 0; i < 3; i++) updates |= !strcmp(item.extension, names[i]);
+        if (!p || !updates || is_muon == !strcmp(item.extension, "muon")) continue;
+        status = fsdp_param_view_get(p->unit, p->index, &v);
+        if (status) return status;
+        return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                         "[E9020] %s: %s has parameter '%s' of unit '%s' already, and %s would "
+                         "update it again: desc.group of AdamW or SGD returns -1 where "
+                         "fsdp_muon_takes returns 1, or desc.take of Muon returns 0",
+                         o->name, item.extension, v.name, fsdp_unit_label(v.unit),
+                         o->extension.name);
+    }
+    return status;
+}
+
+// Makes an optimizer of `size` bytes, with settings, tables and the states.
+static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
+                                      fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
+    int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
+    char text[96];
+    void *room;
+    fsdp_status status = fsdp_update_place(m, settings->name, &memory);
+    if (status) return status;
+    int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
+    snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
+    status = fsdp_alloc(
+        m, FSDP_MEMORY_HOST,
+        head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + (int64_t)sizeof(fsdp_update) + 1),
+        text, &room);
+    if (status) return status;
+    fsdpi_optim *o = (fsdpi_optim *)room;
+    *o = *settings;
+    o->model = m;
+    o->memory = memory;
+    if (memory == FSDP_MEMORY_HOST) o->place = memory;
+    o->group = group;
+    o->user = user;
+    o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
+    o->spare = o->params + most;
+    o->updates = (fsdp_update *)(void *)(o->spare + most);
+    o->held = (char *)(o->updates + most);
+    o->moved = 1;
+    o->extension.user = o;
+    o->extension.relayout = fsdpi_optim_relayout;
+    if (!o->extension.state) o->extension.state = fsdpi_optim_item;
+    o->extension.hold = fsdpi_optim_hold;
+    if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
+    status = fsdpi_optim_follow(o, o->name);
+    if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // an average may have all
+    if (!status) status = fsdp_attach(m, &o->extension);
+    if (status) {
+        fsdpi_optim_free(o);
+        return status;
+    }
+    o->nbytes = fsdpi_optim_host_bytes(m) - before;
+    *out = o;
+    return FSDP_OK;
+}
+
+// The end of splitmix64, a generator.
+static uint64_t fsdpi_optim_mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// The random bits of a run, which is a part of one parameter. They depend on the places of the
+// elements in the whole parameter, and not on this rank or its layout.
+static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_run *run,
+                                      fsdp_update *u) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_status status = fsdp_param_view_get(run->first->unit, run->first->index, &v);
+    uint64_t step = fsdpi_optim_mix(o->seed + (uint64_t)run->step * 0x9E3779B97F4A7C15u);
+    u->rounds = 1;
+    u->key = fsdpi_optim_mix(step + (uint64_t)(v.ordinal + 1) * 0x9E3779B97F4A7C15u);
+    u->at = fsdp_view_index(&v, 0);
+    u->row = u->pitch = 1;
+    for (int d = v.shard_dim; d < v.ndim; d++) {
+        u->row *= v.local_shape[d];
+        u->pitch *= v.shape[d];
+    }
+    return status;
+}
+
+// Appends a run to the updates of a step, unless it is empty.
+static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_run *run,
+                                      fsdpi_optim_fn fill, double lr, int *num) {
+    if (run->numel == 0) return FSDP_OK;
+    fsdp_update *u = &o->updates[(*num)++];
+    int wide = fsdpi_optim_wide(run->first);
+    size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
+    memset(u, 0, sizeof *u);
+    u->dtype = (uint8_t)run->first->dtype;
+    u->grad_dtype = (uint8_t)run->grad_dtype;
+    u->count = run->numel;
+    u->param = run->first->shard;
+    u->grad = run->grad;
+    if (o->states[0][wide]) u->first = o->states[0][wide] + offset;
+    if (o->states[1][wide]) u->second = o->states[1][wide] + offset;
+    fill(o, run, lr * o->groups[run->first->group].lr_scale, u);
+    return o->rounds && u->dtype == FSDP_BF16 ? fsdpi_optim_rounds(o, run, u) : FSDP_OK;
+}
+
+// Does the parameter begin where the run ends, so that the run may have both?
+static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
+                             const fsdp_param_view *v) {
+    return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
+           run->first->group == p->group && run->step == p->step &&
+           run->first->shard + (size_t)run->numel * fsdp_dtype_size(p->dtype) == p->shard &&
+           (!run->grad || run->grad + (size_t)run->numel * fsdp_dtype_size(v->grad_dtype) ==
+                              (const char *)v->shard_grad) &&
+           run->first->state + run->numel == p->state;
+}
+
+// The run has the parameter, too, or is appended, and the parameter begins the next one.
+static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_run *run, fsdpi_optim_param *p,
+                                      const fsdp_param_view *v, fsdpi_optim_fn fill, double lr,
+                                      int *num) {
+    fsdp_status status = FSDP_OK;
+    if (!fsdpi_optim_joins(run, p, v) || (o->rounds && p->dtype == FSDP_BF16)) {
+        status = fsdpi_optim_append(o, run, fill, lr, num);
+        run->first = p;
+        run->grad = (char *)v->shard_grad;
+        run->grad_dtype = v->grad_dtype;
+        run->numel = 0;
+        run->step = p->step;
+    }
+    run->numel += p->numel;
+    return status;
+}
+
+// Warns once if a step has found no gradient: the text says whether another optimizer has some.
+static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (!o->warned && fsdp_next_param(o->model, &v))
+        if (v.shard_grad) return;
+    if (!o->warned)
+        fsdp_warn(fsdp_model_world(o->model),
+                  "[E923] %s: no parameter has a gradient, so nothing is updated: run a backward "
+                  "with gradient sync (fsdp_set_requires_gradient_sync) before, and call "
+                  "fsdp_zero_grad after the step",
+                  what);
+    o->warned = 1;
+}
+
+// May a step with this learning rate be made now?
+static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char *what) {
+    fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
+    if (status) return status;
+    if (fsdpi_optim_bad(lr, HUGE_VAL))
+        return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                         "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
+    return fsdp_params_writable(o->model); // a gather under way may still read the shards
+}
+
+static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
+                                    fsdpi_optim_fn fill) {
+    fsdp_status status = fsdpi_optim_begin(o, lr, what);
+    if (!status) status = fsdpi_optim_follow(o, what);
+    if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
+    if (status) return status;
+    fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
+    int num = 0; // of updates
+    for (int i = 0; i < o->num_params && !status; i++) {
+        fsdpi_optim_param *p = &o->params[i];
+        fsdp_param_view v = FSDP_ZERO;
+        status = fsdp_param_view_get(p->unit, p->index, &v);
+        if (status || !v.shard_grad) continue;
+        p->step++;
+        status = fsdpi_optim_extend(o, &run, p, &v, fill, lr, &num);
+    }
+    if (!status) status = fsdpi_optim_append(o, &run, fill, lr, &num);
+    if (!status) status = fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
+    if (!status && o->num_params && !run.first) fsdpi_optim_tell(o, what);
+    return status ? status : fsdp_params_changed(o->model);
+}
+
+static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
+                                     fsdp_optim_state *out) {
+    if (!o || !out) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or out");
+    fsdp_world *w = fsdp_model_world(o->model);
+    int num = fsdp_num_params(o->model);
+    if (ordinal < 0 || ordinal >= num)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E936] %s: the model has no parameter %d, expected 0..%d", what, ordinal,
+                         num - 1);
+    fsdp_status status = FSDP_OK;
+    if (!fsdp_world_status(w)) { // if the world has failed, the table stays
+        status = fsdp_model_commit(o->model);
+        if (!status) status = fsdpi_optim_follow(o, what);
+    }
+    memset(out, 0, sizeof *out);
+    out->group = -1;
+    fsdpi_optim_param *p = status ? NULL : fsdpi_optim_find(o, ordinal);
+    if (!p) return status;
+    int wide = fsdpi_optim_wide(p);
+    size_t offset = (size_t)p->state * fsdpi_optim_size(wide);
+    out->dtype = wide ? FSDP_F64 : FSDP_F32;
+    out->group = p->group;
+    out->numel = p->numel;
+    out->step = &p->step;
+    if (o->states[0][wide]) out->first = o->states[0][wide] + offset;
+    if (o->states[1][wide]) out->second = o->states[1][wide] + offset;
+    return FSDP_OK;
+}
+
+#endif // FSDPI_OPTIM_STATES_H

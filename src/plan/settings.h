@@ -1,0 +1,73 @@
+/* plan/settings.h - the options of a model as numbers: are they the same as before?
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_SETTINGS_H
+#define FSDPI_PLAN_SETTINGS_H
+
+#include "../core/macros.h"
+#include "../core/objects.h"
+#include "../core/os.h"
+#include "../core/route.h"
+#include "../core/unit.h"
+#include "memory.h"
+
+// The options `o` of a unit, and those of its parameters, as a number. A hook counts as whether
+// there is one.
+static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *o) {
+    uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
+#define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_plan_bits((double)o->name));
+    FSDPI_OPTIONS(FSDP_X)
+#undef FSDP_X
+    for (int back = 0; back < 2; back++) {
+        fsdpi_mix(&h, (uint64_t)o->num_prefetch[back]);
+        for (int i = 0; i < o->num_prefetch[back]; i++)
+            fsdpi_mix(&h, (uint64_t)o->prefetch[back][i]);
+    }
+    fsdpi_mix(&h, o->all_reduce_hook != NULL);
+    for (int i = 0; i < 3; i++) fsdpi_mix(&h, o->custom[i] != NULL);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int flags = p->requires_grad << 1 | (p->grad_hook != NULL);
+        fsdpi_mix(&h, (uint64_t)p->dtype << 2 | (uint64_t)flags);
+    }
+    return h;
+}
+
+// The options of a model and of its units: a sum, which the model keeps until an option changes.
+static FSDPI_NOINLINE uint64_t fsdpi_plan_add_settings(fsdp_model *m) {
+    int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
+    uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
+    for (int i = 0; i < m->num_units; i++)
+        sum += fsdpi_plan_settings_of(m->units[i], &m->units[i]->options);
+    return m->settings = sum;
+}
+
+// The same number as before: the options are the same as before.
+static inline uint64_t fsdpi_plan_settings(fsdp_model *m) {
+    return m->settings ? m->settings : fsdpi_plan_add_settings(m);
+}
+
+/* The settings, with two facts in place of each gradient divide factor, since a replay renews the
+   factor itself: whether gradients are written into the shard gradient, and the first unit that has
+   the same factor. */
+static uint64_t fsdpi_plan_options(fsdp_model *m) {
+    uint64_t kind = fsdpi_plan_settings(m);
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        const double factor = u->facts.divide_factor;
+        fsdpi_options o = u->options;
+        int like = 0;
+        if (o.divide_factor == 0) continue;
+        while (m->units[like]->facts.divide_factor != factor) like++;
+        uint64_t split = (uint64_t)like << 1 | (uint64_t)fsdpi_facts_write_shard(&u->facts, 0);
+        o.divide_factor = 0;
+        kind -= fsdpi_plan_settings_of(u, &u->options);
+        kind += fsdpi_hash(fsdpi_plan_settings_of(u, &o), split);
+    }
+    return kind;
+}
+
+#endif // FSDPI_PLAN_SETTINGS_H

@@ -1,0 +1,187 @@
+/* plan/snapshot.h - what a step changes, saved and restored: rehearsals, states of units
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#include "../../fsdp_plan.h"
+#endif
+#ifndef FSDPI_PLAN_SNAPSHOT_H
+#define FSDPI_PLAN_SNAPSHOT_H
+
+#include "../core/alloc.h"
+#include "../core/commit.h"
+#include "../core/error.h"
+#include "../core/grads.h"
+#include "../core/guard.h"
+#include "../core/macros.h"
+#include "../core/objects.h"
+#include "../core/route.h"
+#include "../core/run.h"
+#include "../core/step.h"
+#include "../core/watch.h"
+#include "objects.h"
+
+#include <string.h>
+
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+
+enum { FSDPI_SAVE, FSDPI_RESTORE };
+
+typedef struct fsdpi_walk {
+    char *buf;
+    size_t cap, used; // what does not fit is only counted
+    int way;          // FSDPI_SAVE, FSDPI_RESTORE
+} fsdpi_walk;
+
+static void fsdpi_walk_bytes(fsdpi_walk *w, void *field, size_t size) {
+    if (size == 0) return;
+    if (w->used + size <= w->cap) {
+        if (w->way == FSDPI_SAVE) memcpy(w->buf + w->used, field, size);
+        else memcpy(field, w->buf + w->used, size);
+    }
+    w->used += size;
+}
+
+static void fsdpi_walk_buf(fsdpi_walk *w, fsdp_buf *buf) {
+    if (!buf) return;
+    fsdpi_walk_bytes(w, &buf->ready, sizeof buf->ready);
+    fsdpi_walk_bytes(w, &buf->avail, sizeof buf->avail);
+    fsdpi_walk_bytes(w, &buf->released, sizeof buf->released);
+    fsdpi_walk_bytes(w, &buf->held, sizeof buf->held);
+}
+
+static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
+    fsdpi_walk_bytes(w, &u->state, sizeof u->state);
+    fsdpi_walk_bytes(w, &u->options, sizeof u->options);
+    fsdpi_walk_bytes(w, &u->facts, sizeof u->facts);
+    fsdpi_walk_bytes(w, &u->route, sizeof u->route);
+    fsdpi_walk_bytes(w, u->use, (size_t)u->use_words * sizeof *u->use);
+    fsdpi_walk_bytes(w, &u->reported_calls, sizeof u->reported_calls);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
+}
+
+static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
+    fsdpi_walk_bytes(w, &m->backward, sizeof m->backward);
+    fsdpi_walk_bytes(w, &m->call_state, sizeof m->call_state);
+    fsdpi_walk_bytes(w, &m->seq, sizeof m->seq);
+    fsdpi_walk_bytes(w, &m->step, sizeof m->step);
+    fsdpi_walk_bytes(w, &m->given, sizeof m->given);
+    fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
+    fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
+    fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
+    fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
+    fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
+    fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
+    fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->uneven, sizeof m->uneven);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
+    fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
+    fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
+    fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
+    fsdpi_walk_bytes(w, &m->counters, sizeof m->counters);
+    for (int i = 0; i < m->num_units; i++) fsdpi_walk_unit(w, m->units[i]);
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) fsdpi_walk_buf(w, m->classes[i].slots[k]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_walk_buf(w, m->flats[d].shard);
+        fsdpi_walk_buf(w, m->flats[d].grad);
+    }
+    fsdpi_walk_buf(w, m->scalar);
+}
+
+static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
+    fsdpi_walk w = {buf, cap, 0, FSDPI_SAVE};
+    fsdpi_walk_model(&w, m);
+    return w.used;
+}
+
+// Slots may be an extension's, which no class lists.
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
+}
+
+static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
+    fsdpi_walk w = {buf, size, 0, FSDPI_RESTORE};
+    fsdpi_drain(m->world); // worker threads may still run records
+    fsdpi_hold_slots(m, 0);
+    fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
+}
+
+/* A rehearsal. `run` makes calls of a step, hooks or fsdp_unshard and the like, and may restore
+   units to earlier states. Only `extension` is asked: its `op` sees the records, of which none
+   runs, and its `buffer` gives every slot. Afterwards the model is as before, options included. A
+   call whose effect would stay fails. */
+static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *extension,
+                                      fsdp_status (*run)(void *user), void *user) {
+    fsdpi_attached only = {*extension, NULL}, *others = m->attached;
+    const fsdpi_attached *asked = m->asked;
+    FSDPI_TRY(fsdpi_commit(m));
+    FSDPI_TRY(fsdpi_check_units(m, FSDP_CALL_FULL, "rehearse"));
+    size_t size = fsdpi_model_save(m, NULL, 0);
+    char *saved = (char *)fsdpi_model_alloc(m, size);
+    if (!saved) return fsdpi_no_memory(m->world, "rehearse", "", size);
+    (void)fsdpi_model_save(m, saved, size);
+    fsdpi_drain(m->world); // so that the others are told of records under way
+    m->attached = &only;
+    m->asked = NULL;
+    m->rehearsing++;
+    fsdpi_watch(m);
+    fsdp_status status = run(user);
+    fsdpi_model_load(m, saved, size);
+    m->attached = others;
+    m->asked = asked;
+    m->rehearsing--;
+    fsdpi_watch(m);
+    fsdpi_model_free(m, saved);
+    return status ? status : fsdpi_failed(m->world);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: fsdpi_plan_saved, the state of one unit.
+
+/* Equal states with the same slots have equal bytes. A shard gradient that is zero since it was
+   made counts as one without contents: so a unit that no step has reduced makes no other kind. A
+   saved state is not in the record of forwards, which is that of one step. */
+static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
+    memcpy(&out->state, &u->state, sizeof out->state); // padding, too
+    if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)
+        out->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
+    out->state.last_order = -1;
+    out->slots = 0;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
+        const fsdp_buf *slot = u->state.slot[pool];
+        out->slots = out->slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
+}
+
+// Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
+static int64_t fsdpi_plan_ahead_bytes(const fsdpi_state *s) {
+    return s->ahead ? (int64_t)s->slot[FSDP_POOL_GATHER]->bytes : 0;
+}
+
+/* Puts a unit into a saved state, with its slots. The records that lead there are emitted in the
+   same call. A state of backward begins the model's backward, as the call would. */
+static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved) {
+    fsdp_model *m = u->model;
+    fsdpi_state *s = &u->state;
+    m->ahead_bytes -= fsdpi_plan_ahead_bytes(s);
+    memcpy(s, &saved->state, sizeof *s);
+    m->ahead_bytes += fsdpi_plan_ahead_bytes(s);
+    if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
+        m->backward = 1;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
+        if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
+    // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
+    const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;
+    if (s->training == FSDP_STATE_PRE_BACKWARD || (m->rehearsing && waits)) fsdpi_usage_begin(u);
+    else if (!waits) fsdpi_usage_reduced(u);
+}
+
+#endif // FSDPI_PLAN_SNAPSHOT_H

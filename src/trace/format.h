@@ -1,0 +1,142 @@
+/* trace/format.h - what a trace file has
+
+   A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_TRACE_H
+#include "../../fsdp_trace.h"
+#endif
+#ifndef FSDPI_TRACE_FORMAT_H
+#define FSDPI_TRACE_FORMAT_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* A file is blocks of 64 KiB, of which the last one may be shorter. The last 8 bytes of a block are
+   a sum of the others (fsdpi_tr_sum). Without these sums the file is the header, and the
+   sections in the order of their list. Numbers are those of the host that wrote it, little-endian.
+   A name is a number: its place in NAMES. The first names are those of the units, in the order of
+   the model. Times are nanoseconds on the world's clock of the rank. */
+
+enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
+#define FSDPI_TR_HELD  UINT32_MAX // a slot
+#define FSDPI_TR_MAGIC "fsdptr04"
+
+// Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
+enum { FSDPI_TR_CALL = FSDP_OP_COUNT, FSDPI_TR_SPAN, FSDPI_TR_KINDS };
+
+// Kinds, calls, streams and states are numbers of the library that wrote the file. Another one that
+// has more or fewer of them does not read it.
+enum { FSDPI_TR_NUMBERS = ((FSDPI_TR_KINDS * 64 + FSDP_CALL_COUNT) * 16 + FSDP_STREAM_COUNT) * 16 +
+                          FSDP_STATE_COUNT };
+
+/* A record, of an fsdp_op or one of the kinds above. Markers begin and end at the time when the
+   host issued them. */
+typedef struct fsdpi_tr_record {
+    int64_t begin_ns, end_ns;
+    uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, WROTE: of the buffer
+    uint32_t waited_ns; // fsdp_op.waited_ns, at most 2^32 - 1
+    uint32_t seq;       // low bits of fsdp_op.seq; CALL: of its first record; SPAN: 0
+    uint32_t step;      // number of steps before this one, since the model was made
+    uint32_t slot;      // ACQUIRE, RELEASE, WROTE: fsdp_op.slot, or FSDPI_TR_HELD: acquired before
+                        // the trace. CALL: records that it issued
+    uint16_t what;      // a name: of the unit, or of the call
+    uint16_t comm;      // fsdp_op.comm_number; 0: none
+    uint8_t kind;
+    uint8_t label;         // fsdp_op.label; ACQUIRE, RELEASE, WROTE: the pool; CALL: FSDP_CALL_*
+    uint8_t stream, state; // as in fsdp_op
+} fsdpi_tr_record;
+
+// The sections: enum, name, type of an entry.
+#define FSDPI_TR_SECTIONS(X)                                                                       \
+    X(TEXT, text, char)         /* texts, each with its end */                                     \
+    X(NAMES, names, uint32_t)   /* where they begin in TEXT */                                     \
+    X(LABELS, labels, uint32_t) /* the same, also those that extensions have registered */         \
+    X(POOLS, pools, fsdpi_tr_pool)                                                                 \
+    X(KEPT, kept, fsdpi_tr_pool)                                                                   \
+    X(UNITS, units, fsdpi_tr_unit)                                                                 \
+    X(PARAMS, params, fsdpi_tr_param)                                                              \
+    X(COMMS, comms, fsdpi_tr_comm)                                                                 \
+    X(RANKS, ranks, int32_t)                                                                       \
+    X(MEETINGS, meetings, fsdpi_tr_meeting)                                                        \
+    X(STEPS, steps, fsdpi_tr_step)                                                                 \
+    X(RECORDS, records, fsdpi_tr_record)
+
+enum {
+#define FSDP_X(number, name, type) FSDPI_TR_IN_##number,
+    FSDPI_TR_SECTIONS(FSDP_X)
+#undef FSDP_X
+        FSDPI_TR_SECTION_COUNT
+};
+
+// Memory behind the first fsdp_params_changed of the traced steps, or else at their end: a pool,
+// by its number, or the states of an extension (KEPT: fsdp_next_state), without padding.
+typedef struct fsdpi_tr_pool {
+    uint32_t name, reserved; // in TEXT
+    int64_t bytes;
+} fsdpi_tr_pool;
+
+// Options as in fsdp_unit_desc, those of the model in what the unit left to it.
+typedef struct fsdpi_tr_unit {
+    int32_t num_params;       // they follow those of the units before it
+    int32_t shards, replicas; // ranks that shard it, and that have the same shard
+    int32_t reshard_after_forward, param_dtype, reduce_dtype;
+    int64_t slot_bytes[FSDP_POOL_COUNT]; // of a slot that it takes; SHARD, SHARD_GRAD: its part
+} fsdpi_tr_unit;
+
+typedef struct fsdpi_tr_param {
+    uint32_t name; // in TEXT
+    int32_t dtype, ndim, shard_dim, requires_grad, reserved;
+    int64_t shape[FSDP_MAX_DIMS];
+} fsdpi_tr_param;
+
+typedef struct fsdpi_tr_comm {
+    uint32_t number, size; // fsdp_op.comm_number
+    uint32_t ranks;        // where its members begin in RANKS
+} fsdpi_tr_comm;
+
+// All ranks of the model's mesh have met: none left before the last one came. So two clocks can be
+// compared: what one rank calls "left" is later than what another one calls "came".
+typedef struct fsdpi_tr_meeting {
+    int64_t came_ns, left_ns;
+} fsdpi_tr_meeting;
+
+typedef struct fsdpi_tr_step { // that was recorded
+    uint32_t number, first_seq;
+    int64_t begin_ns, end_ns; // the first call begins, the last one before the next step has ended
+} fsdpi_tr_step;
+
+typedef struct fsdpi_tr_section {
+    uint64_t at, count;      // bytes from the begin, entries
+    uint32_t size, reserved; // of an entry
+} fsdpi_tr_section;
+
+typedef struct fsdpi_tr_header {
+    char magic[8];
+    uint64_t bytes;               // of header and sections, without sums
+    uint64_t clock;               // ranks with the same one have the same clock
+    uint64_t mesh;                // ranks with the same one met
+    uint64_t id;                  // fsdp_world_id: files with the same one are of one run
+    uint64_t dropped;             // records for which there was no room
+    int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
+    int32_t rank, size, run;      // run: FSDP_RUN_*
+    int32_t numbers;              // FSDPI_TR_NUMBERS
+    // Options of the model, as in fsdp_model_desc.
+    int32_t param_dtype, reduce_dtype, grad_dtype;
+    int32_t reshard_after_forward, cpu_offload, implicit_prefetch;
+    int64_t prefetch_bytes, direct_min;
+    char job[128], host[64];
+    fsdpi_tr_section section[FSDPI_TR_SECTION_COUNT];
+} fsdpi_tr_header;
+
+// Of words of 8 bytes; a change of one word always changes it.
+static uint64_t fsdpi_tr_sum(const void *data, size_t bytes) {
+    uint64_t sum = bytes, word;
+    for (size_t i = 0; i + sizeof word <= bytes; i += sizeof word) {
+        memcpy(&word, (const char *)data + i, sizeof word);
+        sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
+        sum ^= sum >> 29;
+    }
+    return sum;
+}
+
+#endif // FSDPI_TRACE_FORMAT_H
