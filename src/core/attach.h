@@ -24,7 +24,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = FSDP_OK;
-    FSDPI_TRY(fsdpi_refuse_in_rehearsal(model, "attach"));
+    FSDPI_TRY(fsdpi_refuse_in_dry_run(model, "attach"));
     FSDPI_TRY(fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension"));
     if (e.call || e.returned || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_FULL, "attach");
@@ -73,7 +73,7 @@ static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *give
     if (!m || !given) return fsdpi_null_of(m, what, "model or extension");
     if (fsdpi_is_child(m->world)) return fsdpi_failed(m->world);
     FSDPI_TRY(fsdp_desc_read(m->world, &e, given, sizeof e, "fsdp_extension"));
-    if (m->rehearsing) return fsdpi_refuse_in_rehearsal(m, what);
+    if (m->dry_run) return fsdpi_refuse_in_dry_run(m, what);
     e.size = 0;
     if (!e.name) e.name = "extension";
     for (*out = &m->attached; **out; *out = &(**out)->next)

@@ -217,7 +217,7 @@ FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)bu
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    FSDPI_TRY(fsdpi_refuse_in_rehearsal(model, "pools_trim"));
+    FSDPI_TRY(fsdpi_refuse_in_dry_run(model, "pools_trim"));
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];

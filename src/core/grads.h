@@ -41,7 +41,7 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
 // With reduce_unused a backward gives all trainables a gradient: zeros where the caller writes
 // none. In a rehearsal all count as used, since no caller asks where gradients are written.
 static void fsdpi_usage_begin(fsdp_unit *u) {
-    if (!u->options.reduce_unused && !u->model->rehearsing) return;
+    if (!u->options.reduce_unused && !u->model->dry_run) return;
     for (int i = 0; i < u->desc.num_params; i++)
         if (u->params[i].requires_grad) *fsdpi_use(u, i) |= FSDPI_USE_USED;
 }
@@ -96,7 +96,7 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     FSDPI_HOLDS(writes || used || !(held & FSDPI_HELD_SLOTS) || u->model->watch);
     // A rehearsal begins with the marks of the step before.
     FSDPI_HOLDS(!fsdpi_usage_any(u, FSDPI_USE_REDUCED) || (held & FSDPI_HELD_SHARD) ||
-                u->model->rehearsing);
+                u->model->dry_run);
     for (int place = FSDP_POOL_GATHER; place < FSDPI_PLACES; place++)
         FSDPI_HOLDS(!s->slot[place] || s->slot[place]->held);
     return FSDP_OK;

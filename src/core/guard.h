@@ -56,7 +56,7 @@ static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
 }
 
 static inline int fsdpi_guards(const fsdp_model *m, const fsdp_buf *buf) {
-    return FSDPI_ASAN && buf && buf->guard && !m->rehearsing;
+    return FSDPI_ASAN && buf && buf->guard && !m->dry_run;
 }
 
 static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {

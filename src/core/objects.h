@@ -358,7 +358,7 @@ struct fsdp_model {
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
     const char *lent;  // why shards are not to be written now, for texts; NULL: they may be
     int asking;        // calls of functions of extensions that have not returned
-    int rehearsing;    // no record runs, and every slot is the extension's
+    int dry_run;       // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;

@@ -146,7 +146,7 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
     if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
-    if (count && m->rehearsing)
+    if (count && m->dry_run)
         return fsdpi_bad(m->world, "[E173] %s: a rehearsal can only take lists away: count is %d",
                          what, count);
     int32_t **at = &u->options.prefetch[backward];
@@ -173,7 +173,7 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units have to be idle, and to hold no gradients that wait.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    FSDPI_TRY(fsdpi_refuse_in_rehearsal(m, what));
+    FSDPI_TRY(fsdpi_refuse_in_dry_run(m, what));
     return fsdpi_keep_status(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
 }
 

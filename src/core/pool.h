@@ -215,7 +215,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (buf) buf->as = (uint8_t)pool;
-    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->dry_run) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
         u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
@@ -228,7 +228,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
+    if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
     FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it

@@ -239,7 +239,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call
                                                     const char *what) {
     fsdp_model *m = u->model;
     if (fsdpi_rows[call][0].asks == FSDPI_REFUSE) return fsdpi_refuse_waiting(u, what);
-    if (!m->rehearsing && !(m->reported_calls >> call & 1)) {
+    if (!m->dry_run && !(m->reported_calls >> call & 1)) {
         m->reported_calls |= 1u << call;
         fsdp_warn(m->world,
                   "[E218] %s: unit '%s' holds gradients that are not reduced. It keeps them, and "
@@ -274,9 +274,9 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
 }
 
 // A change that lasts, which a rehearsal could not undo.
-static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_rehearsal(fsdp_model *m, const char *what) {
+static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_dry_run(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_failed(m->world);
-    if (status || !m->rehearsing) return status;
+    if (status || !m->dry_run) return status;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                      "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
 }
@@ -441,7 +441,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
 static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
-    if (!status && model->step == 1 && !model->rehearsing) status = fsdpi_replicas_check(model);
+    if (!status && model->step == 1 && !model->dry_run) status = fsdpi_replicas_check(model);
     if (status || !model->hook_status) return status;
     status = model->hook_status;
     model->hook_status = FSDP_OK;

@@ -59,7 +59,7 @@ static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
         if (!op->call) op->call = was.call;
     }
     m->asking--;
-    return taken | m->rehearsing;
+    return taken | m->dry_run;
 }
 
 // A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
@@ -105,7 +105,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
-    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whichever functions it has
+    if (m->dry_run) watch |= FSDPI_OPS | FSDPI_SLOTS; // whichever functions it has
     m->watch = (uint8_t)watch;
 }
 

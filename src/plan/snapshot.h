@@ -131,13 +131,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     fsdpi_drain(m->world); // so that the others are told of records under way
     m->attached = &only;
     m->asked = NULL;
-    m->rehearsing++;
+    m->dry_run++;
     fsdpi_watch(m);
     fsdp_status status = run(user);
     fsdpi_model_load(m, saved, size);
     m->attached = others;
     m->asked = asked;
-    m->rehearsing--;
+    m->dry_run--;
     fsdpi_watch(m);
     fsdpi_model_free(m, saved);
     return status ? status : fsdpi_failed(m->world);
@@ -180,7 +180,7 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
     // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
     const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;
-    if (s->training == FSDP_STATE_PRE_BACKWARD || (m->rehearsing && waits)) fsdpi_usage_begin(u);
+    if (s->training == FSDP_STATE_PRE_BACKWARD || (m->dry_run && waits)) fsdpi_usage_begin(u);
     else if (!waits) fsdpi_usage_reduced(u);
 }
 
