@@ -22,7 +22,7 @@
 #include <string.h>
 
 // The steps of a prediction: units that never reshard are open around those that do.
-static fsdp_status fsdpi_rehearse(fsdp_model *m) {
+static fsdp_status fsdpi_predict_step(fsdp_model *m) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
     int reshards = 0;
@@ -58,7 +58,7 @@ static fsdp_status fsdpi_rehearse_step(fsdp_model *m, const fsdp_predict_desc *s
             o->reshard_after_backward = !left || !step->without_reshard;
             fsdpi_unit_facts(m->units[i]);
         }
-        FSDPI_TRY(fsdpi_rehearse(m));
+        FSDPI_TRY(fsdpi_predict_step(m));
     }
     return FSDP_OK;
 }
@@ -110,15 +110,15 @@ static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
 
 // A copy of a model in a copy of its world, where nothing runs and no memory is had: so it walks
 // the same schedule, and counts.
-typedef struct fsdpi_rehearsal {
+typedef struct fsdpi_prediction {
     fsdp_model model; // the first member
     fsdp_world world;
     uint32_t state; // of the world
     fsdp_device_ops device;
     fsdpi_attached taker;
-} fsdpi_rehearsal;
+} fsdpi_prediction;
 
-static void fsdpi_dry_free(fsdp_model *dry) {
+static void fsdpi_predict_free(fsdp_model *dry) {
     if (!dry) return;
     fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
@@ -144,7 +144,7 @@ static fsdp_status fsdpi_change_unit(fsdp_unit *u, const fsdpi_change *change) {
     return fsdpi_unit_arrange(u);
 }
 
-static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
+static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
     r->world.boot = w->boot;
     r->world.rank = w->rank;
     r->world.size = 1; // a failure here is of this rank alone
@@ -167,18 +167,18 @@ static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
 
 // A copy of the model that has run a step and counted the memory. change: NULL: none, and failures
 // have texts. *out: to be freed in any case.
-static fsdp_status fsdpi_dry_run(const fsdp_model *m, const fsdpi_change *change,
-                                 const fsdp_predict_desc *step, fsdp_model **out) {
+static fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdpi_change *change,
+                                      const fsdp_predict_desc *step, fsdp_model **out) {
     const fsdp_predict_desc whole = FSDP_ZERO;
     fsdp_world *w = m->world;
     if (m->num_units == 0 && !change)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E205] prediction: the model has no units: call fsdp_fully_shard first");
-    fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    fsdpi_prediction *r = (fsdpi_prediction *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
     if (!r && change) return FSDP_ERR_OUT_OF_MEMORY;
     if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
-    fsdpi_dry_world(r, w);
+    fsdpi_predict_world(r, w);
     if (change) r->world.log_level = 0;
     dry->desc = m->desc;
     dry->desc.cpu_offload |= change && change->offloads;
@@ -206,7 +206,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     fsdp_model *dry = NULL;
     if (!model) return fsdpi_null(NULL, "model_reserve", "model");
     FSDPI_TRY(fsdpi_commit(model));
-    fsdp_status status = fsdpi_dry_run(model, NULL, NULL, &dry);
+    fsdp_status status = fsdpi_predict_copy(model, NULL, NULL, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) {
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(model, wanted->pool, wanted->bytes);
@@ -214,7 +214,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
         while (!status && model->classes[at].count < wanted->count)
             status = fsdpi_class_add(model, &model->classes[at]);
     }
-    fsdpi_dry_free(dry);
+    fsdpi_predict_free(dry);
     return fsdpi_fail_together(model->world, status);
 }
 
@@ -224,12 +224,12 @@ FSDP_API fsdp_status fsdp_model_predict_step(const fsdp_model *model, const fsdp
     fsdp_predict_desc step;
     if (!model || !out) return fsdpi_null_of(model, "model_predict", "model or out");
     FSDPI_TRY(fsdp_desc_read(model->world, &step, desc, sizeof step, "fsdp_predict_desc"));
-    fsdp_status status = fsdpi_dry_run(model, NULL, &step, &dry);
+    fsdp_status status = fsdpi_predict_copy(model, NULL, &step, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
         out->host_bytes = model->host_bytes;
     }
-    fsdpi_dry_free(dry);
+    fsdpi_predict_free(dry);
     return status;
 }
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
@@ -251,8 +251,8 @@ static int64_t fsdpi_on_device(const fsdp_model *m) {
 // What it needs with a change; INT64_MAX: that cannot be predicted.
 static int64_t fsdpi_need(const fsdp_model *m, const fsdpi_change *change) {
     fsdp_model *dry = NULL;
-    int64_t bytes = fsdpi_dry_run(m, change, NULL, &dry) ? INT64_MAX : fsdpi_on_device(dry);
-    fsdpi_dry_free(dry);
+    int64_t bytes = fsdpi_predict_copy(m, change, NULL, &dry) ? INT64_MAX : fsdpi_on_device(dry);
+    fsdpi_predict_free(dry);
     return bytes;
 }
 
@@ -285,7 +285,7 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
     const int64_t held = fsdpi_on_device(m);
     fsdp_model *dry = NULL;
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
-    const fsdp_status status = fsdpi_dry_run(m, &none, NULL, &dry);
+    const fsdp_status status = fsdpi_predict_copy(m, &none, NULL, &dry);
     const int64_t need = status ? 0 : fsdpi_on_device(dry);
     double unit = 1;
     int k = 0; // of all numbers of the text
@@ -296,7 +296,7 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
         if (dry->pool_bytes[pool])
             fsdpi_say(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
                       (double)dry->pool_bytes[pool] / unit);
-    fsdpi_dry_free(dry);
+    fsdpi_predict_free(dry);
     if (status) return;
     fsdpi_say(t, ") and has %.4g", (double)held / unit);
     char what[3][80];
