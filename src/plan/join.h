@@ -181,7 +181,7 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
 
 // The records of an act. A reduction that waited begins with a USE, for which the caller need not
 // wait here: it is left out.
-static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
+static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_lowering *s, int act) {
     fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
     while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
            s->tape->ops[range.begin].kind == FSDP_OP_USE)
@@ -196,8 +196,8 @@ static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b
 
 // Adds the acts of a call from *at on: those before its own work, or those after it (late). Acts of
 // one group are joined.
-static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
-                                           int *at, int late) {
+static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_lowering *s, fsdpi_plan_tape *t,
+                                           int call, int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
     fsdp_status status = FSDP_OK;
     while (*at < c->num_acts && c->acts[*at].call == call && !status &&
@@ -238,7 +238,7 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
 
 /* Makes a tape of what a rehearsal has shown, in the order in which it will be done. The tape has
    the uses of the rehearsal. */
-static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
+static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_lowering *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
     fsdp_status status = fsdpi_plan_tape_new(s->plan, t, num_calls);

@@ -62,7 +62,7 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
 /* Finds the states in which steps begin: one step by calls leads there, after which gradients are
    dropped. If units hold slots then, a text cannot tell which: so the states are those of now. */
 static fsdp_status fsdpi_plan_trial_run(void *user) {
-    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
     fsdp_status status = fsdpi_plan_play(user);
     if (!status) s->call = s->kind->num_calls - 1;
@@ -78,8 +78,8 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
 
 static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_tape raw;
-    fsdpi_plan_show show;
-    fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL, 0);
+    fsdpi_plan_lowering show;
+    fsdpi_plan_lowering_new(&show, p, &raw, k, NULL, NULL, 0);
     fsdpi_plan_states_now(p, k->begin);
     FSDPI_TRY(fsdpi_check_units(p->model, FSDP_CALL_FULL, "plan_load"));
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
@@ -89,7 +89,7 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
                              "[E940] plan_load: a unit holds a slot of a plan since a step that "
                              "left it: run a whole step, or call fsdp_model_reset, first");
     }
-    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
+    fsdp_status status = fsdpi_plan_lower_with(&show, fsdpi_plan_trial_run);
     if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY) {
         const fsdpi_plan_call *at = &k->calls[show.call];
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
@@ -98,7 +98,7 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
                            show.call, fsdpi_call_name(at->call),
                            fsdp_unit_label(at->unit), fsdp_last_error(p->world));
     }
-    fsdpi_plan_show_end(&show);
+    fsdpi_plan_lowering_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
 }

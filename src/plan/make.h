@@ -165,21 +165,21 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         int num_bufs, fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
-    fsdpi_plan_show show;
+    fsdpi_plan_lowering show;
     memset(out, 0, sizeof *out);
-    fsdpi_plan_show_new(&show, p, &raw, k, choice, bufs, num_bufs);
-    fsdp_status status = fsdpi_plan_rehearse(&show);
+    fsdpi_plan_lowering_new(&show, p, &raw, k, choice, bufs, num_bufs);
+    fsdp_status status = fsdpi_plan_lower(&show);
     if (!status) status = fsdpi_plan_arrange(&show, out);
-    fsdpi_plan_show_end(&show);
+    fsdpi_plan_lowering_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
 }
 
 static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
-    fsdpi_plan_show show;
-    fsdpi_plan_show_new(&show, p, raw, k, NULL, NULL, 0);
-    fsdp_status status = fsdpi_plan_rehearse(&show);
-    fsdpi_plan_show_end(&show);
+    fsdpi_plan_lowering show;
+    fsdpi_plan_lowering_new(&show, p, raw, k, NULL, NULL, 0);
+    fsdp_status status = fsdpi_plan_lower(&show);
+    fsdpi_plan_lowering_end(&show);
     return status;
 }
 

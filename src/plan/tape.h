@@ -96,7 +96,7 @@ static void fsdpi_plan_restore_all(const fsdp_plan *p, const fsdpi_plan_saved *s
 /* -------------------------------------------------------------------------------------------- */
 // The rehearsal.
 
-typedef struct fsdpi_plan_show {
+typedef struct fsdpi_plan_lowering {
     fsdp_plan *plan;
     fsdpi_plan_tape *tape;
     const fsdpi_plan_kind *kind;
@@ -112,7 +112,7 @@ typedef struct fsdpi_plan_show {
     fsdpi_plan_saved *last; // [units] their states after the call before
     uint8_t *seen;          // [units] the same in outline; 0: there was a record or an act
     int32_t *acts;          // [num_acts][2] where the records of each act begin and end
-} fsdpi_plan_show;
+} fsdpi_plan_lowering;
 
 // The use that has a buffer now: the last one that took it.
 static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
@@ -124,7 +124,7 @@ static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
 // `buffer` of a rehearsal: a slot for each use, in the order of acquiring.
 static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                                  fsdp_buf *released) {
-    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdpi_plan_tape *t = s->tape;
     fsdpi_plan_use use;
     fsdp_buf *buf = NULL;
@@ -162,7 +162,7 @@ static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
 
 // `op` of a rehearsal.
 static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
-    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called
                                                                       : fsdpi_plan_index(op->unit);
     if (unit >= 0) s->seen[unit] = 0;
@@ -182,7 +182,7 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
 }
 
 // Notes the state of a unit if it is another one than after the call before.
-static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
+static fsdp_status fsdpi_plan_note(fsdpi_plan_lowering *s, int unit) {
     fsdp_plan *p = s->plan;
     fsdpi_plan_saved *last = &s->last[unit], now;
     s->seen[unit] = fsdpi_plan_outline(p->units[unit]);
@@ -193,7 +193,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
 }
 
 // Checks at the end that no state has changed which fsdpi_plan_play has not noted.
-static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
+static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_lowering *s) {
     const fsdp_plan *p = s->plan;
     fsdpi_plan_saved now;
     for (int u = 0; u < p->num_units; u++) {
@@ -211,7 +211,7 @@ static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
 }
 
 // Does the acts of a call: those before its own work, or those after it (late).
-static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int late) {
+static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_lowering *s, int call, int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
     fsdp_status status = FSDP_OK;
     for (; *at < c->num_acts && c->acts[*at].call == call && !status; ++*at) {
@@ -231,7 +231,7 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
 }
 
 // Sets options so that hooks of managed units neither gather ahead nor free.
-static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
+static fsdp_status fsdpi_plan_manage(fsdpi_plan_lowering *s) {
     fsdp_plan *p = s->plan;
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < p->num_units && !status; i++) {
@@ -249,7 +249,7 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
 
 // The calls of a rehearsal.
 static fsdp_status fsdpi_plan_play(void *user) {
-    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
     const fsdpi_plan_kind *k = s->kind;
     fsdpi_plan_tape *t = s->tape;
@@ -295,7 +295,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
 
 // Slots that units hold when a rehearsal ends, or fails, are free again. Returns whether there were
 // some.
-static int fsdpi_plan_give_back(const fsdpi_plan_show *s) {
+static int fsdpi_plan_give_back(const fsdpi_plan_lowering *s) {
     int held = 0;
     for (int i = 0; i < s->tape->num_uses; i++) {
         held |= s->tape->bufs[i]->held;
@@ -306,14 +306,14 @@ static int fsdpi_plan_give_back(const fsdpi_plan_show *s) {
 
 static fsdp_status fsdpi_plan_play_all(void *user) {
     fsdp_status status = fsdpi_plan_play(user);
-    (void)fsdpi_plan_give_back((const fsdpi_plan_show *)user);
+    (void)fsdpi_plan_give_back((const fsdpi_plan_lowering *)user);
     return status;
 }
 
 // choice NULL: by calls. bufs NULL: without memory.
-static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tape *tape,
-                                const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
-                                fsdp_buf *const *bufs, int num_bufs) {
+static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_plan_tape *tape,
+                                    const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
+                                    fsdp_buf *const *bufs, int num_bufs) {
     memset(s, 0, sizeof *s);
     memset(tape, 0, sizeof *tape);
     s->plan = p;
@@ -328,7 +328,7 @@ static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tap
 
 /* Runs the program through the core's rows, with the decisions of a choice or by calls. bufs: the
    slots of uses, in order. NULL: buffers without memory, which are destroyed at the end. */
-static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
+static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
@@ -349,11 +349,11 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     return status;
 }
 
-static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
-    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play_all);
+static fsdp_status fsdpi_plan_lower(fsdpi_plan_lowering *s) {
+    return fsdpi_plan_lower_with(s, fsdpi_plan_play_all);
 }
 
-static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
+static void fsdpi_plan_lowering_end(fsdpi_plan_lowering *s) {
     fsdpi_plan_free(s->plan->model, s->last);
     fsdpi_plan_free(s->plan->model, s->seen);
     fsdpi_plan_free(s->plan->model, s->acts);
