@@ -64,7 +64,7 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
-    fsdp_status status = fsdpi_plan_play(user);
+    fsdp_status status = fsdpi_plan_lower_calls(user);
     if (!status) s->call = s->kind->num_calls - 1;
     if (!status) status = fsdp_finalize_backward(p->model);
     if (!status) status = fsdp_params_changed(p->model);

@@ -122,8 +122,8 @@ static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
 }
 
 // `buffer` of a rehearsal: a slot for each use, in the order of acquiring.
-static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
-                                 fsdp_buf *released) {
+static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                                       fsdp_buf *released) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdpi_plan_tape *t = s->tape;
     fsdpi_plan_use use;
@@ -161,7 +161,7 @@ static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
 }
 
 // `op` of a rehearsal.
-static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
+static int fsdpi_plan_lower_op(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called
                                                                       : fsdpi_plan_index(op->unit);
@@ -192,7 +192,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_lowering *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, p->units[unit], &now);
 }
 
-// Checks at the end that no state has changed which fsdpi_plan_play has not noted.
+// Checks at the end that no state has changed which fsdpi_plan_lower_calls has not noted.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_lowering *s) {
     const fsdp_plan *p = s->plan;
     fsdpi_plan_saved now;
@@ -248,7 +248,7 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_lowering *s) {
 }
 
 // The calls of a rehearsal.
-static fsdp_status fsdpi_plan_play(void *user) {
+static fsdp_status fsdpi_plan_lower_calls(void *user) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
     const fsdpi_plan_kind *k = s->kind;
@@ -304,8 +304,8 @@ static int fsdpi_plan_give_back(const fsdpi_plan_lowering *s) {
     return held;
 }
 
-static fsdp_status fsdpi_plan_play_all(void *user) {
-    fsdp_status status = fsdpi_plan_play(user);
+static fsdp_status fsdpi_plan_lower_all(void *user) {
+    fsdp_status status = fsdpi_plan_lower_calls(user);
     (void)fsdpi_plan_give_back((const fsdpi_plan_lowering *)user);
     return status;
 }
@@ -333,8 +333,8 @@ static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*r
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
     e.user = s;
-    e.op = fsdpi_plan_see;
-    e.buffer = fsdpi_plan_give;
+    e.op = fsdpi_plan_lower_op;
+    e.buffer = fsdpi_plan_lower_slot;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *s->last,
@@ -350,7 +350,7 @@ static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*r
 }
 
 static fsdp_status fsdpi_plan_lower(fsdpi_plan_lowering *s) {
-    return fsdpi_plan_lower_with(s, fsdpi_plan_play_all);
+    return fsdpi_plan_lower_with(s, fsdpi_plan_lower_all);
 }
 
 static void fsdpi_plan_lowering_end(fsdpi_plan_lowering *s) {
