@@ -44,7 +44,7 @@ static void fsdpi_place_units(fsdp_model *m) {
     }
     for (int i = 0; i < m->num_units; i++) {
         for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
-            const fsdpi_part *part = &m->units[i]->layout.parts[k];
+            const fsdpi_dtype_group *part = &m->units[i]->layout.parts[k];
             fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
             if (flat->numel == 0) flat->numel = 1;
             if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
@@ -68,7 +68,7 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     for (int i = 0; i < 2; i++, bytes += (params + 1) * sizeof(fsdp_block))
         if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     for (int k = 0; k < u->layout.num_parts; k++) {
-        fsdpi_part *part = &u->layout.parts[k];
+        fsdpi_dtype_group *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
         size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 1, 1};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
@@ -92,9 +92,9 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     (void)fsdpi_unit_layout(u, tmp);
     fsdp_seg *gather = u->layout.all_gather.segs;
     for (int k = 0; k < u->layout.num_parts; k++) {
-        fsdpi_part *part = &u->layout.parts[k];
+        fsdpi_dtype_group *part = &u->layout.parts[k];
         int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
-        fsdpi_part_lists(u, part, gather);
+        fsdpi_dtype_group_lists(u, part, gather);
         for (int i = 0; i < part->num_gather; i++, gather++) {
             gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
             gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
@@ -117,7 +117,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
-        fsdpi_part *part = &u->layout.parts[k];
+        fsdpi_dtype_group *part = &u->layout.parts[k];
         part->copy_in = part->divide = part->to_in = part->to_shard = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;

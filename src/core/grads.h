@@ -121,7 +121,7 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     if (held & FSDPI_HELD_GRAD) return FSDP_OK;
     if (!fsdpi_facts_write_shard(&u->facts, held)) return fsdpi_emit_step(u, &zero);
     // One rank: gradients are written where they end.
-    const fsdpi_part *part = &u->layout.parts[0];
+    const fsdpi_dtype_group *part = &u->layout.parts[0];
     fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
     const int undefined = u->state.shard_grad == FSDPI_SHARD_GRAD_NONE;
     if (u->state.shard_grad == FSDPI_SHARD_GRAD_ZERO) u->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
@@ -133,7 +133,7 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
 static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     const fsdp_unit *u = op->unit;
     const fsdpi_param *p = &u->params[op->root];
-    const fsdpi_part *part = fsdpi_part_of(u, p);
+    const fsdpi_dtype_group *part = fsdpi_dtype_group_of(u, p);
     fsdp_dtype dtype = fsdpi_grad_dtype(u->model, part->dtype);
     fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
     v.shard_grad = fsdpi_flat_of(u, part)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, dtype);
@@ -143,7 +143,7 @@ static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
 // The post-accumulate hooks of parameters that have a gradient, in the order of a stream.
 static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
     for (int i = 0; i < u->desc.num_params; i++) {
-        const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, &u->params[i]));
+        const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_dtype_group_of(u, &u->params[i]));
         if (!u->params[i].grad_hook || !(*fsdpi_use(u, i) & FSDPI_USE_REDUCED)) continue;
         (void)fsdpi_do_stale(u); // the hook may write shards
         fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK, stream);

@@ -97,7 +97,7 @@ static inline void fsdpi_close(const fsdp_unit *u, int pool, int shows) {
     fsdpi_poison(slot->ptr, slot->bytes);
     for (int i = 0; i < u->desc.num_params && shows; i++) {
         const fsdpi_param *p = &u->params[i];
-        fsdp_dtype dtype = fsdpi_part_of(u, p)->param_dtype;
+        fsdp_dtype dtype = fsdpi_dtype_group_of(u, p)->param_dtype;
         int64_t at = pool == FSDP_POOL_GRAD ? p->grad_offset : p->lay.full_offset;
         if (pool == FSDP_POOL_GATHER || p->requires_grad)
             fsdpi_unpoison(slot->ptr + fsdpi_bytes(at, dtype),

@@ -20,12 +20,12 @@ static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
 static int fsdpi_shards(const fsdp_unit *u) { return u->desc.info.shard_mesh_size; }       // W
 static int fsdpi_replicas(const fsdp_unit *u) { return u->desc.info.replicate_mesh_size; } // R
 
-static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
+static fsdpi_dtype_group *fsdpi_dtype_group_of(const fsdp_unit *u, const fsdpi_param *p) {
     return &u->layout.parts[p->part];
 }
 
 // The block that a part's shards lie in, and the dtype of its gradients.
-static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u, const fsdpi_part *part) {
+static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u, const fsdpi_dtype_group *part) {
     return &u->model->flats[part->dtype];
 }
 static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
@@ -43,13 +43,14 @@ static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
 
 /* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
    unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
-static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part, int trainable,
-                                     fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
-                                     fsdp_block *blocks) {
+static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_dtype_group *part,
+                                     int trainable, fsdp_layout *lay, fsdp_layout_param *tmp,
+                                     fsdp_seg *segs, fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
     for (int i = 0; i < u->desc.num_params; i++)
-        if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
+        if (fsdpi_dtype_group_of(u, &u->params[i]) == part &&
+            u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;
     lay->world = fsdpi_shards(u);
     lay->rank = u->desc.info.shard_mesh_rank;
@@ -58,11 +59,11 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
-static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable,
+static void fsdpi_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, int trainable,
                              const fsdp_layout_param *tmp, int gradients) {
     for (int i = 0, k = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        if (fsdpi_part_of(u, p) != part || p->requires_grad != trainable) continue;
+        if (fsdpi_dtype_group_of(u, p) != part || p->requires_grad != trainable) continue;
         if (gradients) p->grad_offset = tmp[k++].full_offset;
         else p->lay = tmp[k++];
     }
@@ -70,7 +71,7 @@ static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable
 
 /* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
    that is made of them. */
-static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
+static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_dtype_group *part) {
     fsdpi_param *p = part->extended;
     fsdpi_work *gather = &u->layout.all_gather;
     int64_t at = u->layout.slot_bytes;
@@ -89,7 +90,7 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
 
 /* The slot of gathered parameters, part after part:
    [trainables | frozen | trainables copied out | frozen copied out] */
-static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t align = fsdpi_align_numel(u->model, part->param_dtype);
@@ -122,7 +123,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
 
 /* The slot of gradients, part after part: [reduce input: trainables | where the caller writes
    packed ones]. With several parts the reduce input is a slot of its own. */
-static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout_param *tmp) {
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
     fsdpi_work *scatter = &u->layout.reduce_scatter[0];
@@ -155,7 +156,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
     u->layout.all_gather.num = u->layout.reduce_scatter[0].num = 0;
     for (int k = 0; k < u->layout.num_parts; k++) {
-        fsdpi_part *part = &u->layout.parts[k];
+        fsdpi_dtype_group *part = &u->layout.parts[k];
         part->copy_out.num = part->chunk_cat.num = 0;
         part->reduce = u->layout.train_numel;
         for (int trainable = 1; trainable >= 0; trainable--) {
@@ -178,7 +179,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     }
     for (int i = 0; i < u->desc.num_params && u->desc.slices; i++)
         u->layout.slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->desc.slices,
-                                             fsdpi_part_of(u, &u->params[i])->param_dtype);
+                                             fsdpi_dtype_group_of(u, &u->params[i])->param_dtype);
     return FSDP_OK;
 }
 
@@ -210,7 +211,7 @@ static void fsdpi_count(fsdpi_work *work) {
 }
 
 // Lists of a part that need offsets in the flat blocks or another form than the layout's.
-static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
+static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const fsdp_seg *gather) {
     int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
     int64_t numel = part->train.shard_numel;
     for (int i = 0; i < part->num_gather && !part->extended; i++) {
@@ -225,7 +226,7 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
     fsdpi_count(&part->copy_out);
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
+        if (!p->requires_grad || fsdpi_dtype_group_of(u, p) != part) continue;
         if (p->lay.direct)
             fsdpi_add_block(&part->divide,
                             fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
@@ -273,7 +274,7 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
 }
 
 // From where the caller writes a gradient to the segments of REDUCE_IN.
-static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
+static void fsdpi_sum_list(fsdp_unit *u, fsdpi_dtype_group *part) {
     fsdp_layout lay;
     memset(&lay, 0, sizeof lay);
     lay.world = fsdpi_shards(u);
@@ -282,7 +283,8 @@ static void fsdpi_sum_list(fsdp_unit *u, fsdpi_part *part) {
         fsdp_layout_param full = p->lay;
         const fsdp_seg *s = u->layout.to_out[1].segs;
         int64_t at = part->reduce + full.shard_offset - part->train.base;
-        if (!p->requires_grad || fsdpi_part_of(u, p) != part || full.shard_numel == 0) continue;
+        if (!p->requires_grad || fsdpi_dtype_group_of(u, p) != part || full.shard_numel == 0)
+            continue;
         while (at >= s->shard + s->count) s++;
         full.full_offset = p->grad_offset;
         if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
@@ -297,7 +299,7 @@ static void fsdpi_slice_lists(fsdp_unit *u) {
     int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
     for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {
         const fsdpi_param *p = &u->params[i];
-        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
+        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_dtype_group_of(u, p)->param_dtype) : 1;
         int64_t count = fsdpi_shards(u) / u->desc.slices * p->lay.shard_numel * size;
         int64_t full = p->lay.full_offset * size,
                 me = u->desc.info.shard_mesh_rank % u->desc.slices;

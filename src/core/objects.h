@@ -169,7 +169,7 @@ typedef struct fsdpi_list {
 /* The parameters of a unit that are stored in one dtype and gathered in one dtype; a parameter with
    an extension is a part of its own. Offsets are in elements of param_dtype. Most units have one
    part. */
-typedef struct fsdpi_part {
+typedef struct fsdpi_dtype_group {
     fsdp_dtype dtype, param_dtype;
     fsdpi_param *extended; // its only parameter, or NULL
     int num_train;
@@ -178,7 +178,7 @@ typedef struct fsdpi_part {
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
     fsdpi_work copy_in, copy_out, chunk_cat, divide, to_in, to_shard, rescale; // blocks
-} fsdpi_part;
+} fsdpi_dtype_group;
 
 // What fully_shard was told.
 typedef struct fsdpi_desc {
@@ -221,7 +221,7 @@ typedef struct fsdpi_options {
    rest is written when it is emitted: see template.h. */
 typedef struct fsdpi_template {
     fsdp_op op;
-    const fsdpi_part *part;            // NULL: of the whole unit
+    const fsdpi_dtype_group *part;     // NULL: of the whole unit
     const fsdpi_work *work;            // blocks or segments; NULL: none
     fsdp_buf *const *src, *const *dst; // where the pointers to what it reads and writes stand
     int64_t begin;                     // of what is read, in bytes of its buffer
@@ -234,7 +234,7 @@ typedef struct fsdpi_layout {
     int num_train, num_parts, train_parts;       // train_parts: with trainables
     uint64_t hash;                               // of all that ranks must have given alike
     uint8_t agree[FSDP_AGREE_COUNT];             // of its parts
-    fsdpi_part *parts;                           // [num_params] places
+    fsdpi_dtype_group *parts;                    // [num_params] places
     fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
     int64_t train_numel;                         // shards of the trainables of all parts

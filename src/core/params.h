@@ -108,7 +108,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
 
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
-    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p));
     *v = fsdpi_view_static(u, index);
     if ((*fsdpi_use(u, index) & FSDPI_USE_REDUCED) && !u->model->backward)
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
@@ -299,7 +299,7 @@ FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
     FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_FULL));
     FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     const fsdpi_param *p = &unit->params[index];
-    return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->shard, p->dtype,
+    return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->shard, p->dtype,
                       (char *)full);
 }
 
@@ -314,7 +314,7 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
                          p->name, unit->desc.name);
     FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     if (unit->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED)
-        return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
+        return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->grad, dtype,
                           (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
     return FSDP_OK;

@@ -72,7 +72,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     *copy = *u;
     copy->model = dry;
     copy->params = (fsdpi_param *)(void *)(copy + 1);
-    copy->layout.parts = (fsdpi_part *)(void *)((char *)copy->params + params);
+    copy->layout.parts = (fsdpi_dtype_group *)(void *)((char *)copy->params + params);
     memcpy(copy->params, u->params, params);
     memcpy(copy->layout.parts, u->layout.parts, parts);
     for (int k = 0; k < copy->layout.num_parts; k++)

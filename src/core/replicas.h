@@ -51,7 +51,7 @@ static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, 
 // This rank's rows of a parameter.
 static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nbytes) {
     *nbytes = (size_t)fsdpi_bytes(p->lay.local_numel, p->dtype);
-    return fsdpi_flat_of(u, fsdpi_part_of(u, p))->shard->ptr +
+    return fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p))->shard->ptr +
            fsdpi_bytes(p->lay.shard_offset, p->dtype);
 }
 

@@ -60,7 +60,7 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_memory", "unit or out");
     memset(out, 0, sizeof *out);
     for (int k = 0; k < unit->layout.num_parts; k++) {
-        const fsdpi_part *part = &unit->layout.parts[k];
+        const fsdpi_dtype_group *part = &unit->layout.parts[k];
         fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
         out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
             part->train.shard_numel + part->frozen.shard_numel, part->dtype);
@@ -87,7 +87,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               : p->lay.direct ? "direct"
                               : "packed",
               p->requires_grad ? "" : ", frozen",
-              fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
+              fsdpi_dtype_group_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
 // The steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".

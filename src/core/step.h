@@ -400,7 +400,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         fsdp_unit *u = m->units[i];
         if (u->layout.num_train == 0 || u->state.shard_grad != FSDPI_SHARD_GRAD_NONE) continue;
         for (int k = 0; k < u->layout.num_parts; k++) {
-            const fsdpi_part *part = &u->layout.parts[k];
+            const fsdpi_dtype_group *part = &u->layout.parts[k];
             if (part->num_train)
                 FSDPI_TRY(fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE,
                                           fsdpi_flat_of(u, part)->grad,
@@ -513,7 +513,7 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
         return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return unit->state.slot[FSDP_POOL_GATHER]->ptr +
-           fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
+           fsdpi_bytes(p->lay.full_offset, fsdpi_dtype_group_of(unit, p)->param_dtype);
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
@@ -526,7 +526,7 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
         return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return unit->state.slot[FSDP_POOL_GRAD]->ptr +
-           fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+           fsdpi_bytes(p->grad_offset, fsdpi_dtype_group_of(unit, p)->param_dtype);
 }
 
 // Fails because parameter `index` has another dtype than the caller asks for; logs it once in a
@@ -549,7 +549,7 @@ static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call,
 static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call, const char *what,
                           void *(*get)(fsdp_unit *unit, int index)) {
     const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
-    fsdp_dtype has = p ? fsdpi_part_of(u, p)->param_dtype : dtype;
+    fsdp_dtype has = p ? fsdpi_dtype_group_of(u, p)->param_dtype : dtype;
     if (has == dtype || (call == FSDP_CALL_GRAD && !p->requires_grad) ||
         fsdpi_failed(u->model->world))
         return get(u, index);
@@ -565,7 +565,7 @@ FSDP_API void *fsdp_grad_as(fsdp_unit *unit, int index, fsdp_dtype dtype) {
 
 FSDP_API fsdp_dtype fsdp_data_dtype(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_DATA);
-    if (!status) return fsdpi_part_of(unit, &unit->params[index])->param_dtype;
+    if (!status) return fsdpi_dtype_group_of(unit, &unit->params[index])->param_dtype;
     if (unit) (void)fsdpi_keep_status(unit->model, status);
     return FSDP_DTYPE_KEEP;
 }
@@ -588,7 +588,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     const fsdpi_param *p = &unit->params[index];
     *fsdpi_use(unit, index) &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_emit_fill(m, unit, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
-                             fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad,
+                             fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->grad,
                              fsdpi_grad_dtype(m, p->dtype), p->lay.shard_offset, p->lay.shard_numel,
                              0);
     if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);

@@ -27,7 +27,7 @@
 // A view but for the gradient, whose presence is known to the caller's thread only.
 static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_param *p = &u->params[index];
-    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p));
     fsdp_param_view v = FSDP_ZERO;
     v.unit = u->model->units[u->desc.index];
     v.name = p->name;
@@ -64,7 +64,7 @@ static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
 static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream) {
     const fsdpi_param *p = &op->unit->params[op->root];
     fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
-    fsdp_dtype dtype = fsdpi_part_of(op->unit, p)->param_dtype;
+    fsdp_dtype dtype = fsdpi_dtype_group_of(op->unit, p)->param_dtype;
     const void *gathered[FSDP_GATHER_TENSORS];
     for (int i = 0; i < p->num_strings; i++)
         gathered[i] = (char *)op->dst_ptr + p->string_offset[i];
@@ -88,7 +88,7 @@ typedef struct fsdpi_step_row {
     fsdp_status (*call)(const fsdp_op *op, void *stream); // for parts with an extension, or CALL
 } fsdpi_step_row;
 
-#define FSDPI_PART(name) 1, offsetof(fsdpi_part, name)
+#define FSDPI_PART(name) 1, offsetof(fsdpi_dtype_group, name)
 #define FSDPI_UNIT(name) 0, offsetof(fsdpi_layout, name)
 #define FSDPI_NO_WORK    0, 0
 static const fsdpi_step_row fsdpi_step_rows[FSDPI_STEP_COUNT] = {
@@ -105,8 +105,8 @@ static int fsdpi_step_stream(const fsdp_unit *u, int kind) {
 }
 
 // The dtype of what lies at a place. part: NULL: of the whole unit.
-static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_part *part, int place) {
-    const fsdpi_part *first = part ? part : &u->layout.parts[u->layout.first_train];
+static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_dtype_group *part, int place) {
+    const fsdpi_dtype_group *first = part ? part : &u->layout.parts[u->layout.first_train];
     switch (place) {
     case FSDP_POOL_SHARD: return first->dtype;
     case FSDP_POOL_SHARD_GRAD: return fsdpi_grad_dtype(u->model, first->dtype);
@@ -119,7 +119,7 @@ static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_part *part, 
 
 // Makes a record at `t`, for a part or (NULL) the unit. Returns the next place: `t` if there is
 // nothing to do.
-static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
+static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_dtype_group *part,
                                            fsdpi_template *t) {
     const fsdpi_step_row *row = &fsdpi_step_rows[kind];
     const char *owner = part ? (const char *)part : (const char *)&u->layout;

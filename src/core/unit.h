@@ -232,7 +232,7 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
    from things that no option changes. */
 static void fsdpi_unit_facts(fsdp_unit *u) {
     fsdpi_layout *l = &u->layout;
-    const fsdpi_part *part = &l->parts[l->first_train];
+    const fsdpi_dtype_group *part = &l->parts[l->first_train];
     const fsdp_model_desc *md = &u->model->desc;
     fsdpi_facts f = FSDP_ZERO;
     f.shards = fsdpi_shards(u);
@@ -268,7 +268,7 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
-        fsdpi_part new_part, *part;
+        fsdpi_dtype_group new_part, *part;
         memset(&new_part, 0, sizeof new_part);
         new_part.dtype = p->dtype;
         new_part.param_dtype = casts ? u->desc.policy_dtype : p->dtype;
@@ -390,7 +390,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.num_params = d->num_params;
     u->use_words = (u->desc.num_params + 7) >> 3;
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, fsdpi_params_bytes(u));
-    u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
+    u->layout.parts = (fsdpi_dtype_group *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_no_memory(m->world, "fully_shard of unit", fsdpi_shown_name(name),
                                count * (sizeof *u->params + sizeof *u->layout.parts));
