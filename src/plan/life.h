@@ -131,7 +131,7 @@ static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
 
 /* Leaves the plan. Reductions that wait for a later call are made now, with the options that they
    would have had by calls. */
-static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
+static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
     const fsdpi_plan_choice *c = &p->kind->listing.choice;
@@ -148,7 +148,7 @@ static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
 static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
     p->broken = p->desc.strict;
-    return fsdpi_plan_part(p);
+    return fsdpi_plan_stop_replay(p);
 }
 
 // Options are about to change. If no reduction waits, the next call finds out whether they have.
@@ -574,7 +574,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
 
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
     if (!plan) return;
-    (void)fsdpi_plan_part(plan);
+    (void)fsdpi_plan_stop_replay(plan);
     if (fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
     if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
@@ -596,7 +596,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
         if (!plan->open) plan->why[0] = 0;
         return FSDP_OK;
     }
-    fsdp_status status = fsdpi_plan_part(plan);
+    fsdp_status status = fsdpi_plan_stop_replay(plan);
     plan->mode = FSDP_PLAN_PAUSED;
     plan->next = NULL;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
@@ -605,7 +605,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
-    fsdp_status status = fsdpi_plan_part(plan);
+    fsdp_status status = fsdpi_plan_stop_replay(plan);
     fsdpi_plan_drop_all(plan);
     plan->kind = NULL;
     plan->next = NULL;
