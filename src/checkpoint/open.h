@@ -553,13 +553,13 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bu
 /* -------------------------------------------------------------------------------------------- */
 // What the block says.
 
-typedef struct fsdpi_ck_part { // a data file
+typedef struct fsdpi_ck_data_file { // a data file
     const char *name;
     int64_t bytes, header; // of the file; 8 + N
     int64_t first, num;    // its entries
     const char *text;      // of the header, from the first byte of the file on
     const uint32_t *crcs;  // NULL: there are none
-} fsdpi_ck_part;
+} fsdpi_ck_data_file;
 
 typedef struct fsdpi_ck_opened {
     fsdpi_ck_bulk bulk;
@@ -567,7 +567,7 @@ typedef struct fsdpi_ck_opened {
     int64_t step;             // -1: there is no manifest
     int64_t world;            // ranks that saved it; 0: unknown
     int64_t num_parts, num_boxes, total_bytes;
-    fsdpi_ck_part *parts;
+    fsdpi_ck_data_file *parts;
     fsdp_safetensors_entry *entries;
     fsdpi_ck_box *boxes; // sorted by name and start
     const char *dir;     // the path
@@ -597,7 +597,7 @@ static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int6
                                                 &info, why, sizeof why);
     if (status) return fsdpi_ck_broken(io, status, name, why);
     if (pass) {
-        fsdpi_ck_part *p = &o->parts[o->num_parts];
+        fsdpi_ck_data_file *p = &o->parts[o->num_parts];
         memset(p, 0, sizeof *p);
         p->name = name, p->bytes = bytes, p->header = n, p->text = header;
         p->first = o->num_boxes, p->num = info.num_entries;
@@ -625,7 +625,7 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
     o->step = m.step;
     o->world = m.world;
     for (int64_t i = 0; i < m.num_files; i++) { // the same order: by name
-        fsdpi_ck_part *p = &o->parts[i];
+        fsdpi_ck_data_file *p = &o->parts[i];
         const fsdpi_ck_file *f = &m.files[i];
         if (p->bytes != f->bytes || p->header != f->header + 8)
             return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, p->name,
@@ -701,7 +701,7 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
             text = (char *)o->work.ptr;
             o->entries = (fsdp_safetensors_entry *)(void *)text;
             o->boxes = (fsdpi_ck_box *)(void *)(text + entries);
-            o->parts = (fsdpi_ck_part *)(void *)(text + entries + boxes);
+            o->parts = (fsdpi_ck_data_file *)(void *)(text + entries + boxes);
             text += entries + boxes + parts;
         }
         o->num_boxes = o->num_parts = o->total_bytes = chars = 0;

@@ -85,7 +85,7 @@ static void fsdpi_ck_get(fsdpi_ck_reader *r, char *to, int64_t nbytes, int64_t a
     r->calls++;
 }
 static int64_t fsdpi_ck_block_end(const fsdpi_ck_reader *r, int64_t at) {
-    const fsdpi_ck_part *p = &r->o->parts[r->part];
+    const fsdpi_ck_data_file *p = &r->o->parts[r->part];
     int64_t end = (at / FSDPI_CK_BLOCK + 1) * FSDPI_CK_BLOCK;
     return end < p->bytes - p->header ? end : p->bytes - p->header;
 }
@@ -131,7 +131,7 @@ static void fsdpi_ck_leave_part(fsdpi_ck_reader *r) {
 }
 static void fsdpi_ck_enter_part(fsdpi_ck_reader *r, int32_t part) {
     int64_t nbytes = 0;
-    const fsdpi_ck_part *p = &r->o->parts[part];
+    const fsdpi_ck_data_file *p = &r->o->parts[part];
     if (part == r->part) return;
     fsdpi_ck_leave_part(r);
     int fits = !r->o->is_file ? fsdpi_ck_join(r->path, r->o->dir, p->name)
@@ -380,7 +380,7 @@ static void fsdpi_ck_verify_blocks(void *arg) {
     fsdpi_ck_reader *r = v->r;
     int64_t number = 0;
     for (int32_t i = 0; i < r->o->num_parts && !r->io->disk->status; i++) {
-        const fsdpi_ck_part *p = &r->o->parts[i];
+        const fsdpi_ck_data_file *p = &r->o->parts[i];
         for (int64_t at = 0; at < p->bytes - p->header && p->crcs; at += FSDPI_CK_BLOCK) {
             if (number++ % v->of != v->mine || r->io->disk->status) continue;
             fsdpi_ck_enter_part(r, i);
