@@ -20,23 +20,23 @@
    with streams it is that stream. What COMPUTE does or waits for is a list of spans; one that is
    further down in the list of parts covers those above it, and a wait for late members of a group
    covers the rest of the same wait. */
-#define FSDPI_WHY_PARTS(X)                                                                         \
-    X(COMPUTE, "compute") /* covered by nothing */                                                 \
-    X(CALLS, "rest")      /* host: in a call */                                                    \
+#define FSDPI_WHY_CATEGORIES(X)                                                                    \
+    X(COMPUTE, "compute")  /* covered by nothing */                                                \
+    X(CALLS, "rest")       /* host: in a call */                                                   \
     X(UPDATE, "optimizer") /* host: updates, and other work of an optimizer */                     \
-    X(COPY, "copies")     /* host: copies, zeros, norms, functions of the caller */                \
-    X(GATHER, "gather")   /* exposed, from here on: COMPUTE waits for it, or runs it */            \
+    X(COPY, "copies")      /* host: copies, zeros, norms, functions of the caller */               \
+    X(GATHER, "gather")    /* exposed, from here on: COMPUTE waits for it, or runs it */           \
     X(REDUCE, "reduce")                                                                            \
     X(REPLICAS, "all_reduce")                                                                      \
-    X(SLOT, "slot")       /* a reduction still reads what COMPUTE would write */                   \
+    X(SLOT, "slot") /* a reduction still reads what COMPUTE would write */                         \
     X(CLIP, "clip")                                                                                \
     X(STEP, "optimizer")                                                                           \
     X(OTHERS, "others")
 enum {
 #define FSDP_X(name, text) FSDPI_WHY_##name,
-    FSDPI_WHY_PARTS(FSDP_X)
+    FSDPI_WHY_CATEGORIES(FSDP_X)
 #undef FSDP_X
-    FSDPI_WHY_PART_COUNT
+        FSDPI_WHY_PART_COUNT
 };
 
 typedef struct fsdpi_why_span {
@@ -601,7 +601,7 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
 static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     static const char *const names[] = {
 #define FSDP_X(name, text) text,
-        FSDPI_WHY_PARTS(FSDP_X)
+        FSDPI_WHY_CATEGORIES(FSDP_X)
 #undef FSDP_X
     };
     const fsdpi_why_step *s = &y->step;
