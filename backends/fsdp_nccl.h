@@ -115,7 +115,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_NCCL_FLIGHTS   1024                   // operations that are watched
+#define FSDPI_NCCL_WORKS     1024                   // operations that are watched
 #define FSDPI_NCCL_LARGE     ((size_t)1 << 20)      // bytes from which on memory is registered
 #define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // from one look of the watchdog to the next
 #define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // if no operation is under way; the monitor
@@ -165,7 +165,7 @@ extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) _
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
 // One enqueued operation. The thread that enqueues it writes it; the watchdog also writes `state`.
-enum { FSDPI_FLIGHT_NONE, FSDPI_FLIGHT_ISSUED, FSDPI_FLIGHT_DONE };
+enum { FSDPI_NCCL_WORK_NONE, FSDPI_NCCL_WORK_ISSUED, FSDPI_NCCL_WORK_DONE };
 typedef struct fsdpi_flight {
     fsdpi_record record;
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
@@ -201,7 +201,7 @@ typedef struct fsdpi_nccl_world {
     int64_t asking_ns;    // when the watchdog has begun to ask CUDA for an event, or 0
     fsdpi_nccl_comm *comms;
     fsdpi_nccl_registration *registrations;
-    fsdpi_flight *flights;   // [FSDPI_NCCL_FLIGHTS]
+    fsdpi_flight *flights;   // [FSDPI_NCCL_WORKS]
     uint64_t issued, looked; // flights so far; those before `looked` are done
     pthread_t watchdog, monitor;
     int num_threads;
@@ -537,8 +537,8 @@ static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind)
 // Owns: operations under way, and the thread that polls them. The enqueuing thread
 // writes an entry, and then `issued`. Only the watchdog marks it done.
 
-static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
-    return &w->flights[number % FSDPI_NCCL_FLIGHTS];
+static fsdpi_flight *fsdpi_nccl_work(fsdpi_nccl_world *w, uint64_t number) {
+    return &w->flights[number % FSDPI_NCCL_WORKS];
 }
 
 // Has an event happened? It holds no lock, as CUDA may hang.
@@ -558,7 +558,7 @@ static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
         f->comm->idle_ns = now;
     }
     if (f->ended_ns) __atomic_store_n(f->ended_ns, now, __ATOMIC_RELAXED);
-    FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
+    FSDPI_STORE(&f->state, FSDPI_NCCL_WORK_DONE);
 }
 
 // The comm of an operation, if this is the comm's oldest one.
@@ -581,9 +581,9 @@ static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdp
     uint64_t issued = w->issued, i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE);
     if (i == issued && i > 0) i--;
     for (; i < issued && !is_busy; i++) {
-        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        const fsdpi_flight *f = fsdpi_nccl_work(w, i);
         if (on && f->comm != on) continue;
-        is_busy = FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED;
+        is_busy = FSDPI_LOAD(&f->state) == FSDPI_NCCL_WORK_ISSUED;
         *out = f->record;
     }
     fsdpi_unlock(&w->flight_lock);
@@ -720,7 +720,7 @@ enum { FSDPI_LOOK_DONE, FSDPI_LOOK_BUSY, FSDPI_LOOK_ENDS }; // ENDS: the world e
 static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     cudaError_t e, ignored;
     int result = FSDPI_LOOK_BUSY, has_begun = 0;
-    if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return FSDPI_LOOK_DONE;
+    if (FSDPI_LOAD(&f->state) != FSDPI_NCCL_WORK_ISSUED) return FSDPI_LOOK_DONE;
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // the poll may have taken long
     fsdpi_lock(&w->lock);                             // no comm is closed meanwhile
@@ -754,7 +754,7 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     int is_busy = 0, result = FSDPI_LOOK_DONE;
     for (uint64_t i = w->looked; i < issued && result != FSDPI_LOOK_ENDS; i++) {
-        result = fsdpi_nccl_look(w, fsdpi_nccl_flight(w, i));
+        result = fsdpi_nccl_look(w, fsdpi_nccl_work(w, i));
         if (result == FSDPI_LOOK_DONE && i == w->looked)
             __atomic_store_n(&w->looked, i + 1, __ATOMIC_RELEASE);
         is_busy |= result != FSDPI_LOOK_DONE;
@@ -823,7 +823,7 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
-static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
+static void fsdpi_nccl_say_work(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
     // Two comms of one mesh have one name; ids are equal on all ranks.
     fsdpi_say(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
               (unsigned long long)f->comm_seq);
@@ -841,14 +841,14 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     char text[500];
     int said = 0;
-    uint64_t i = issued > FSDPI_NCCL_FLIGHTS ? issued - FSDPI_NCCL_FLIGHTS : 0;
+    uint64_t i = issued > FSDPI_NCCL_WORKS ? issued - FSDPI_NCCL_WORKS : 0;
     fsdpi_lock(&w->flight_lock);
     for (; i < issued; i++) {
-        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
-        if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED || said++ >= FSDPI_NCCL_SHOWN) continue;
+        const fsdpi_flight *f = fsdpi_nccl_work(w, i);
+        if (FSDPI_LOAD(&f->state) != FSDPI_NCCL_WORK_ISSUED || said++ >= FSDPI_NCCL_SHOWN) continue;
         fsdpi_text t = {text, sizeof text, 0};
         fsdpi_say(&t, "under way: ");
-        fsdpi_nccl_say_flight(&t, f, now);
+        fsdpi_nccl_say_work(&t, f, now);
         fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_INFO, text);
     }
     fsdpi_unlock(&w->flight_lock);
@@ -1170,12 +1170,12 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
 // The next entry of the list of operations. It waits until the entry's old operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_FLIGHTS) {
+    while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_WORKS) {
         if (fsdpi_nccl_failed(w)) return NULL;
         fsdpi_nccl_wake(w);
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
     }
-    return fsdpi_nccl_flight(w, w->issued);
+    return fsdpi_nccl_work(w, w->issued);
 }
 
 static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, const fsdp_coll *op, fsdpi_flight *f) {
@@ -1187,7 +1187,7 @@ static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, const fsdp_coll *op, fsdpi_fl
     f->comm = c;
     f->comm_seq = ++c->seq;
     f->ended_ns = op->ended_ns;
-    FSDPI_STORE(&f->state, FSDPI_FLIGHT_ISSUED);
+    FSDPI_STORE(&f->state, FSDPI_NCCL_WORK_ISSUED);
     __atomic_store_n(&w->issued, w->issued + 1, __ATOMIC_RELEASE);
     fsdpi_unlock(&w->flight_lock);
 }
@@ -1548,7 +1548,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     while (*link && *link != c) link = &(*link)->next;
     if (*link) *link = c->next;
     for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
-        if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
+        if (fsdpi_nccl_work(w, i)->comm == c) fsdpi_nccl_work(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
     int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // it came too late for the monitor
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
@@ -1612,7 +1612,7 @@ static void fsdpi_nccl_leave(fsdpi_comm *base) {
 static int fsdpi_nccl_close(fsdpi_comm_world *base) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)(void *)base;
     if (w->is_left) return 0;
-    for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++) {
+    for (int i = 0; w->flights && i < FSDPI_NCCL_WORKS; i++) {
         if (w->flights[i].begin) (void)cudaEventDestroy(w->flights[i].begin);
         if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
     }
@@ -1688,16 +1688,16 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
                             w->version, NCCL_VERSION_CODE);
 }
 
-static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
+static fsdp_status fsdpi_nccl_make_works(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     w->flights = (fsdpi_flight *)fsdpi_alloc(&fsdpi_nccl_boot(w)->allocator,
-                                             FSDPI_NCCL_FLIGHTS * sizeof *w->flights);
+                                             FSDPI_NCCL_WORKS * sizeof *w->flights);
     if (!w->flights)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "[E835] the allocator has returned NULL for %llu bytes of memory",
-                                (unsigned long long)(FSDPI_NCCL_FLIGHTS * sizeof *w->flights));
+                                (unsigned long long)(FSDPI_NCCL_WORKS * sizeof *w->flights));
     cudaError_t e = cudaSuccess;
-    for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++) {
+    for (int i = 0; i < FSDPI_NCCL_WORKS && e == cudaSuccess; i++) {
         e = cudaEventCreateWithFlags(&w->flights[i].begin, cudaEventDisableTiming);
         if (e == cudaSuccess)
             e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
@@ -1761,7 +1761,7 @@ static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     status = fsdpi_cuda_place_open(&w->place, base->boot);
     if (status) return fsdpi_comm_error(base, status, "%s", w->place.error);
     status = fsdpi_nccl_versions(c);
-    if (!status) status = fsdpi_nccl_make_flights(c);
+    if (!status) status = fsdpi_nccl_make_works(c);
     if (!status) status = fsdpi_store_world_open(base, fsdpi_nccl_beat, fsdpi_nccl_wake);
     if (status) return status;
     w->num_threads = !pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w);
