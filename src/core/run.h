@@ -446,14 +446,14 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
 }
 
 // Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
-static FSDPI_NOINLINE fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
+static FSDPI_NOINLINE fsdp_op *fsdpi_ext_show_op(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
     int32_t size;
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
     seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_TIMES);
     void *user;
     seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
-    return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
+    return fsdpi_ext_offer_op(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
 static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op) {
@@ -461,7 +461,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_status status = FSDP_OK;
     if (w->mode != FSDP_RUN_INLINE) fsdpi_derive_waits(op);
     fsdp_op seen;
-    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_watched(m, op, &seen) : op;
+    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
     if (op->dst) op->dst->avail.seq = 0;
@@ -489,7 +489,7 @@ static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     fsdp_op seen;
-    (void)fsdpi_watched(m, op, &seen);
+    (void)fsdpi_ext_show_op(m, op, &seen);
     return FSDP_OK;
 }
 
@@ -502,7 +502,7 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
     for (fsdp_model *m = w->models; m; m = m->next) {
         if (m->watch & FSDPI_TIMES) seen.timed = 1;
-        if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;
+        if ((m->watch & FSDPI_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;
     }
     if (seen.timed && stream) fsdpi_timeline_reach(w, &seen, stream);
     if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);

@@ -303,7 +303,8 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     fsdp_status status = fsdpi_commit(m);
     if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
-    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
+    if (!status && run && (m->watch & FSDPI_CALLS))
+        (void)fsdpi_ext_offer_call(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
     if (!status) status = fsdpi_announce(m, call, what);
     return status || !run ? status : fsdpi_run_units(m, call);
@@ -345,7 +346,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
 // The same for a call of which an extension wants to know when it ends.
 static FSDPI_NOINLINE fsdp_status fsdpi_timed_call(fsdp_unit *u, int call) {
     fsdp_status status = FSDP_OK;
-    const fsdpi_attached *answered = fsdpi_answered(u->model, u, call, &status);
+    const fsdpi_attached *answered = fsdpi_ext_offer_call(u->model, u, call, &status);
     if (!answered) status = fsdpi_run_call(u, call);
     status = fsdpi_keep_status(u->model, status);
     fsdpi_tell_returned(u->model, u, call, answered);
@@ -361,7 +362,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return fsdpi_hook_failed(m, status);
     if (m->watch & FSDPI_CALLS) {
         if (m->watch & FSDPI_RETURNS) return fsdpi_timed_call(u, call);
-        if (fsdpi_answered(m, u, call, &status)) return fsdpi_keep_status(m, status);
+        if (fsdpi_ext_offer_call(m, u, call, &status)) return fsdpi_keep_status(m, status);
     }
     return fsdpi_keep_status(m, fsdpi_run_call(u, call));
 }
@@ -455,7 +456,7 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     if (status) return status;
     const fsdpi_attached *answered = NULL;
     if (model->watch & FSDPI_CALLS)
-        answered = fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status);
+        answered = fsdpi_ext_offer_call(model, NULL, FSDP_CALL_FINALIZE, &status);
     if (!answered) status = fsdpi_finalize_call(model);
     if (model->watch & FSDPI_RETURNS)
         fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
@@ -580,7 +581,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     fsdp_model *m = unit->model;
-    (void)fsdpi_answered(m, unit, FSDP_CALL_ZERO_GRAD, &status);
+    (void)fsdpi_ext_offer_call(m, unit, FSDP_CALL_ZERO_GRAD, &status);
     if (!status && !fsdpi_lookup(unit, FSDP_CALL_ZERO_GRAD))
         status = fsdpi_wrong_call(unit, FSDP_CALL_ZERO_GRAD, "set_grad_none");
     if (status || !(*fsdpi_use(unit, index) & FSDPI_USE_REDUCED))
@@ -599,7 +600,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
-    if (fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status)) return status;
+    if (fsdpi_ext_offer_call(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
     if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
     status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");

@@ -18,8 +18,8 @@
 /* A call begins: the flight record notes it. Returns the extension that has answered, or NULL;
    *status is the result then. If an extension makes calls while it is asked, only later extensions
    are asked about these. */
-static FSDPI_NOINLINE const fsdpi_attached *fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
-                                                           fsdp_status *status) {
+static FSDPI_NOINLINE const fsdpi_attached *fsdpi_ext_offer_call(fsdp_model *m, fsdp_unit *u,
+                                                                 int call, fsdp_status *status) {
     const fsdpi_attached *asker = m->asked, *answered = NULL;
     if (m->world->flight) fsdpi_flight_call(m->world, call, u ? u->desc.name : NULL);
     m->asking++;
@@ -45,7 +45,7 @@ static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int 
 
 /* Has an extension taken a record? Each may change the copy of a record, except its kind, its order
    and the fields from which that was derived. */
-static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
+static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
     const fsdp_op was = *op;
     int taken = 0;
     m->asking++;
