@@ -209,10 +209,10 @@ static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
 }
 
 // An extension's slot, or NULL: there is none.
-static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
+static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
     fsdp_model *m = u->model;
-    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
+    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_ext_offer_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (buf) buf->as = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->dry_run) return FSDP_OK;
@@ -226,7 +226,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_model *m = u->model;
     fsdpi_class *c = &m->classes[u->layout.classes[pool]];
     fsdp_buf *buf = NULL;
-    fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
+    fsdp_status status = m->watch ? fsdpi_ext_slot(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
     if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
@@ -238,7 +238,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
 
 static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
     fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
-    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->as, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_ext_offer_slot(u, buf->as, buf);
     return status;
 }
 

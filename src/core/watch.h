@@ -63,7 +63,7 @@ static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
 }
 
 // A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
-static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
+static FSDPI_NOINLINE fsdp_buf *fsdpi_ext_offer_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
     u->model->asking++;
     for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
