@@ -31,7 +31,8 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (status) return fsdpi_keep_status(model, status);
     e.size = 0;
     if (!e.name) e.name = "extension";
-    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read the list
+    if (e.ran || (model->watch & FSDPI_LISTEN_TIMES))
+        fsdpi_drain(w); // worker threads read the list
     if (e.ran && w->mode == FSDP_RUN_STREAMS) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
@@ -61,7 +62,7 @@ static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
 
 // Worker threads and events have nothing more to tell to extensions.
 static void fsdpi_end_times(const fsdp_model *m) {
-    if (!(m->watch & FSDPI_TIMES)) return;
+    if (!(m->watch & FSDPI_LISTEN_TIMES)) return;
     fsdpi_drain(m->world);
     fsdpi_timeline_end_all(m->world);
 }

@@ -170,7 +170,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     }
     if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written
         fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot[FSDP_POOL_GRAD]->ready, NULL);
-        if (u->model->watch & FSDPI_OPS)
+        if (u->model->watch & FSDPI_LISTEN_OPS)
             FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE,
                                      slot[FSDP_POOL_GRAD]));
     } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:

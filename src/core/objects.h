@@ -310,8 +310,14 @@ typedef struct fsdpi_names {
 } fsdpi_names;
 
 // What extensions of a model listen to: bits of fsdp_model.watch.
-enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RETURNS = 16 };
-enum { FSDPI_RECORDS = FSDPI_OPS | FSDPI_TIMES };
+enum {
+    FSDPI_LISTEN_CALLS = 1,
+    FSDPI_LISTEN_OPS = 2,
+    FSDPI_LISTEN_SLOTS = 4,
+    FSDPI_LISTEN_TIMES = 8,
+    FSDPI_LISTEN_RETURNS = 16
+};
+enum { FSDPI_LISTEN_RECORDS = FSDPI_LISTEN_OPS | FSDPI_LISTEN_TIMES };
 
 struct fsdp_model {
     fsdp_world *world;
@@ -353,7 +359,7 @@ struct fsdp_model {
     fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
     void (*explain)(const fsdp_model *m, int64_t extra, fsdpi_text *t); // see predict.h
-    uint8_t watch; // FSDPI_CALLS, ...: what any of them listens to
+    uint8_t watch; // FSDPI_LISTEN_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
     const char *lent;  // why shards are not to be written now, for texts; NULL: they may be

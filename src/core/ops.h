@@ -48,7 +48,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit 
 }
 
 static inline fsdp_status fsdpi_marker(fsdp_unit *u, int kind, int stream, fsdp_buf *buf) {
-    return u->model->watch & FSDPI_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf) : FSDP_OK;
+    return u->model->watch & FSDPI_LISTEN_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf)
+                                              : FSDP_OK;
 }
 
 // Fill elements [from, from + count) of a buffer with a byte.

@@ -39,7 +39,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_hook_failed(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    if (m->watch & FSDPI_CALLS) (void)fsdpi_ext_offer_call(m, u, FSDP_CALL_SET, &status);
+    if (m->watch & FSDPI_LISTEN_CALLS) (void)fsdpi_ext_offer_call(m, u, FSDP_CALL_SET, &status);
     return status;
 }
 

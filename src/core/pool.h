@@ -212,7 +212,7 @@ static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
 static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
     fsdp_model *m = u->model;
-    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_ext_offer_slot(u, pool, NULL) : NULL;
+    fsdp_buf *buf = m->watch & FSDPI_LISTEN_SLOTS ? fsdpi_ext_offer_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (buf) buf->as = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->dry_run) return FSDP_OK;
@@ -238,7 +238,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
 
 static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
     fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
-    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_ext_offer_slot(u, buf->as, buf);
+    if (u->model->watch & FSDPI_LISTEN_SLOTS) (void)fsdpi_ext_offer_slot(u, buf->as, buf);
     return status;
 }
 

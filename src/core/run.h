@@ -450,7 +450,7 @@ static FSDPI_NOINLINE fsdp_op *fsdpi_ext_show_op(fsdp_model *m, const fsdp_op *o
     int32_t size;
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
-    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_TIMES);
+    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_LISTEN_TIMES);
     void *user;
     seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
     return fsdpi_ext_offer_op(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
@@ -461,7 +461,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_status status = FSDP_OK;
     if (w->mode != FSDP_RUN_INLINE) fsdpi_derive_waits(op);
     fsdp_op seen;
-    fsdp_op *runs = m->watch & FSDPI_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
+    fsdp_op *runs = m->watch & FSDPI_LISTEN_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
     if (op->dst) op->dst->avail.seq = 0;
@@ -477,7 +477,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (m->world->mode == FSDP_RUN_INLINE && !(m->watch & FSDPI_RECORDS))
+    if (m->world->mode == FSDP_RUN_INLINE && !(m->watch & FSDPI_LISTEN_RECORDS))
         return fsdpi_execute(m->world, op, NULL); // no order to keep
     return fsdpi_emit_ordered(m, op);
 }
@@ -485,7 +485,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
 static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     fsdp_status status = fsdpi_failed(m->world);
-    if (status || !(m->watch & FSDPI_OPS)) return status;
+    if (status || !(m->watch & FSDPI_LISTEN_OPS)) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     fsdp_op seen;
@@ -501,8 +501,8 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     op->seq = seen.seq = ++w->seq;
     seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
     for (fsdp_model *m = w->models; m; m = m->next) {
-        if (m->watch & FSDPI_TIMES) seen.timed = 1;
-        if ((m->watch & FSDPI_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;
+        if (m->watch & FSDPI_LISTEN_TIMES) seen.timed = 1;
+        if ((m->watch & FSDPI_LISTEN_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;
     }
     if (seen.timed && stream) fsdpi_timeline_reach(w, &seen, stream);
     if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);

@@ -293,7 +293,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
 // The records of a call of the model are labelled IDLE.
 static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
     m->call_state = FSDP_STATE_IDLE;
-    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
+    return m->watch & FSDPI_LISTEN_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
@@ -303,7 +303,7 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     fsdp_status status = fsdpi_commit(m);
     if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
-    if (!status && run && (m->watch & FSDPI_CALLS))
+    if (!status && run && (m->watch & FSDPI_LISTEN_CALLS))
         (void)fsdpi_ext_offer_call(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
     if (!status) status = fsdpi_announce(m, call, what);
@@ -328,7 +328,7 @@ static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
 static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsdp_status status) {
     if (!m) return status;
     status = fsdpi_keep_status(m, status);
-    if (m->watch & FSDPI_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
+    if (m->watch & FSDPI_LISTEN_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
     return status;
 }
 
@@ -336,7 +336,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->watch & FSDPI_OPS) { // equivalent condition: it saves work alone
+    if (m->watch & FSDPI_LISTEN_OPS) { // equivalent condition: it saves work alone
         m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
     }
@@ -360,8 +360,8 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
-    if (m->watch & FSDPI_CALLS) {
-        if (m->watch & FSDPI_RETURNS) return fsdpi_timed_call(u, call);
+    if (m->watch & FSDPI_LISTEN_CALLS) {
+        if (m->watch & FSDPI_LISTEN_RETURNS) return fsdpi_timed_call(u, call);
         if (fsdpi_ext_offer_call(m, u, call, &status)) return fsdpi_keep_status(m, status);
     }
     return fsdpi_keep_status(m, fsdpi_run_call(u, call));
@@ -455,10 +455,10 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     const fsdpi_attached *answered = NULL;
-    if (model->watch & FSDPI_CALLS)
+    if (model->watch & FSDPI_LISTEN_CALLS)
         answered = fsdpi_ext_offer_call(model, NULL, FSDP_CALL_FINALIZE, &status);
     if (!answered) status = fsdpi_finalize_call(model);
-    if (model->watch & FSDPI_RETURNS)
+    if (model->watch & FSDPI_LISTEN_RETURNS)
         fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
     if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
     return status;

@@ -97,15 +97,15 @@ static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
 
 // Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
 static void fsdpi_watch(fsdp_model *m) {
-    int watch = m->world->flight ? FSDPI_CALLS : 0;
+    int watch = m->world->flight ? FSDPI_LISTEN_CALLS : 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
-        if (a->e.call) watch |= FSDPI_CALLS;
-        if (a->e.returned) watch |= FSDPI_CALLS | FSDPI_RETURNS;
-        if (a->e.op) watch |= FSDPI_OPS;
-        if (a->e.buffer) watch |= FSDPI_SLOTS;
-        if (a->e.ran) watch |= FSDPI_TIMES;
+        if (a->e.call) watch |= FSDPI_LISTEN_CALLS;
+        if (a->e.returned) watch |= FSDPI_LISTEN_CALLS | FSDPI_LISTEN_RETURNS;
+        if (a->e.op) watch |= FSDPI_LISTEN_OPS;
+        if (a->e.buffer) watch |= FSDPI_LISTEN_SLOTS;
+        if (a->e.ran) watch |= FSDPI_LISTEN_TIMES;
     }
-    if (m->dry_run) watch |= FSDPI_OPS | FSDPI_SLOTS; // whichever functions it has
+    if (m->dry_run) watch |= FSDPI_LISTEN_OPS | FSDPI_LISTEN_SLOTS; // whichever functions it has
     m->watch = (uint8_t)watch;
 }
 
