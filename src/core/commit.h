@@ -89,7 +89,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
                                fsdpi_place_lists(u, NULL));
     u->layout.lists = at;
     (void)fsdpi_place_lists(u, at);
-    (void)fsdpi_unit_layout(u, tmp);
+    (void)fsdpi_layout_compute(u, tmp);
     fsdp_seg *gather = u->layout.all_gather.segs;
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_dtype_group *part = &u->layout.parts[k];

@@ -26,10 +26,11 @@ static const fsdpi_step
                    FSDPI_ACQUIRES | FSDPI_RELEASES, 1},
     fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER,
                            FSDPI_RELEASES, 1};
-static const fsdpi_step fsdpi_waits[] = { // by fsdpi_layout.gather: where the full parameters lie
-    {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
-    {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
-    {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
+static const fsdpi_step fsdpi_waits[] =
+    { // by fsdpi_unit_layout.gather: where the full parameters lie
+        {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
+        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
+        {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;

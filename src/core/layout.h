@@ -150,7 +150,7 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
 
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
    lists it fills them. */
-static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
+static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t total = 0;
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
@@ -255,7 +255,7 @@ static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work
 
 // Segments of the reduction, to the flat block and to the reduce output.
 static void fsdpi_reduce_lists(fsdp_unit *u) {
-    fsdpi_layout *l = &u->layout;
+    fsdpi_unit_layout *l = &u->layout;
     int world = fsdpi_shards(u);
     fsdpi_join_segs(u, &l->reduce_scatter[1], &l->reduce_scatter[0]);
     for (int k = 0; k < 2; k++) {

@@ -230,7 +230,7 @@ typedef struct fsdpi_template {
 } fsdpi_template;
 
 // Where everything lies. Measured by arrange, with lists and records from commit on.
-typedef struct fsdpi_layout {
+typedef struct fsdpi_unit_layout {
     int num_train, num_parts, train_parts;       // train_parts: with trainables
     uint64_t hash;                               // of all that ranks must have given alike
     uint8_t agree[FSDP_AGREE_COUNT];             // of its parts
@@ -251,7 +251,7 @@ typedef struct fsdpi_layout {
     fsdpi_work slice_copy, whole_out;                // blocks
     fsdpi_work whole_grad, padded_in;                // bytes: counts alone
     fsdpi_template *templates[FSDPI_STEP_COUNT + 1]; // where each kind begins, the last one ends
-} fsdpi_layout;
+} fsdpi_unit_layout;
 
 enum { // what the shard gradient holds
     FSDPI_SHARD_GRAD_NONE,
@@ -274,7 +274,7 @@ struct fsdp_unit {
     fsdpi_param *params;
     fsdpi_desc desc;
     fsdpi_options options;
-    fsdpi_layout layout;
+    fsdpi_unit_layout layout;
     fsdpi_facts facts;
     fsdpi_route route;       // the last one that was asked for: see fsdpi_do_reduce
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step

@@ -89,7 +89,7 @@ typedef struct fsdpi_step_row {
 } fsdpi_step_row;
 
 #define FSDPI_PART(name) 1, offsetof(fsdpi_dtype_group, name)
-#define FSDPI_UNIT(name) 0, offsetof(fsdpi_layout, name)
+#define FSDPI_UNIT(name) 0, offsetof(fsdpi_unit_layout, name)
 #define FSDPI_NO_WORK    0, 0
 static const fsdpi_step_row fsdpi_step_rows[FSDPI_STEP_COUNT] = {
 #define FSDP_X(name, op, label, stream, group, work, call, text)                                   \
@@ -157,7 +157,7 @@ static int fsdpi_templates_max(const fsdp_unit *u) {
 
 // All records of a unit: its lists and blocks are there.
 static void fsdpi_templates_make(fsdp_unit *u) {
-    fsdpi_layout *l = &u->layout;
+    fsdpi_unit_layout *l = &u->layout;
     fsdpi_template *t = l->templates[0];
     for (int kind = 0; kind < FSDPI_STEP_COUNT; kind++) {
         int each = fsdpi_step_rows[kind].each;

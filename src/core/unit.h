@@ -231,7 +231,7 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
 /* The facts as they are now: again after an option has changed. The layout's part of them follows
    from things that no option changes. */
 static void fsdpi_unit_facts(fsdp_unit *u) {
-    fsdpi_layout *l = &u->layout;
+    fsdpi_unit_layout *l = &u->layout;
     const fsdpi_dtype_group *part = &l->parts[l->first_train];
     const fsdp_model_desc *md = &u->model->desc;
     fsdpi_facts f = FSDP_ZERO;
@@ -291,7 +291,7 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     const size_t room = (size_t)u->desc.num_params * sizeof(fsdp_layout_param);
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, room);
     if (!tmp) return fsdpi_no_memory(m->world, "layout of unit", u->desc.name, room);
-    fsdp_status status = fsdpi_unit_layout(u, tmp);
+    fsdp_status status = fsdpi_layout_compute(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdp_fail(m->world, status, "[E147] unit '%s' has more than 2^56 elements: split it",
