@@ -11,7 +11,7 @@
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"
-#include "route.h"
+#include "grad_path.h"
 #include "template.h"
 
 /* Owns: the slots GATHER and SLICE, and a unit's storage state. A gather takes these steps; each

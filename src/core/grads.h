@@ -15,13 +15,13 @@
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "template.h"
 #include "unit.h"
 
 /* Owns: the slots GRAD, REDUCE_IN and REDUCE_OUT, what the shard gradient holds, and which
-   parameters have a gradient. The unit's route says what happens at the end of a backward; route.h
+   parameters have a gradient. The unit's route says what happens at the end of a backward; grad_path.h
    draws the states.
    A parameter is USED when the caller asks where its gradient is written. It is REDUCED when the
    unit's reduction is on its way. Ranks compare in each reduction which parameters are USED.
@@ -177,8 +177,8 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // one event
     }
     const int held = fsdpi_held(u);
-    const fsdpi_route *route = &u->route; // mostly it is that of the step before
-    if (route->held != held) u->route = fsdpi_route_of(&u->facts, held);
+    const fsdpi_grad_path *route = &u->route; // mostly it is that of the step before
+    if (route->held != held) u->route = fsdpi_grad_path_of(&u->facts, held);
     for (int i = 0; i < route->num; i++) FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i]));
     if (!route->done) return FSDP_OK;
     u->state.shard_grad = FSDPI_SHARD_GRAD_REDUCED;

@@ -8,7 +8,7 @@
 #define FSDPI_CORE_OBJECTS_H
 
 #include "os.h"
-#include "route.h"
+#include "grad_path.h"
 
 #define FSDPI_TEXT 1024
 
@@ -200,7 +200,7 @@ typedef struct fsdpi_desc {
     X(uint8_t, reshard_after_backward, 1)                                                          \
     X(uint8_t, unshard_in_backward, 1)                                                             \
     X(uint8_t, reduce_unused, 0)                                                                   \
-    FSDPI_ROUTE_OPTIONS(X)
+    FSDPI_GRAD_PATH_OPTIONS(X)
 
 enum { FSDPI_FORWARD, FSDPI_BACKWARD };
 
@@ -276,7 +276,7 @@ struct fsdp_unit {
     fsdpi_options options;
     fsdpi_unit_layout layout;
     fsdpi_facts facts;
-    fsdpi_route route;       // the last one that was asked for: see fsdpi_do_reduce
+    fsdpi_grad_path route;   // the last one that was asked for: see fsdpi_do_reduce
     uint32_t reported_calls; // calls, as bits, that came in a wrong state in this step
     uint64_t *use;           // FSDPI_USE_* of each parameter, a byte for each: see fsdpi_use
     int use_words;

@@ -14,7 +14,7 @@
 #include "macros.h"
 #include "objects.h"
 #include "os.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "step.h"
 #include "unit.h"

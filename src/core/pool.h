@@ -15,7 +15,7 @@
 #include "objects.h"
 #include "ops.h"
 #include "os.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "watch.h"
 

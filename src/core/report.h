@@ -12,7 +12,7 @@
 #include "layout.h"
 #include "objects.h"
 #include "os.h"
-#include "route.h"
+#include "grad_path.h"
 
 #include <string.h>
 
@@ -107,7 +107,7 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
         fsdpi_say(t, "    gradients: written into the shard gradient\n");
         return;
     }
-    fsdpi_route r = fsdpi_route_of(&u->facts, held | FSDPI_HELD_GRAD);
+    fsdpi_grad_path r = fsdpi_grad_path_of(&u->facts, held | FSDPI_HELD_GRAD);
     fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
     const char *comma = " ";
     for (int i = 0; i < r.num; i++) {

@@ -21,7 +21,7 @@
 #include "os.h"
 #include "pool.h"
 #include "replicas.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "unit.h"
 #include "watch.h"

@@ -14,7 +14,7 @@
 #include "ops.h"
 #include "os.h"
 #include "pool.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "unit.h"
 

@@ -15,7 +15,7 @@
 #include "objects.h"
 #include "os.h"
 #include "pool.h"
-#include "route.h"
+#include "grad_path.h"
 #include "run.h"
 #include "shard_math.h"
 
@@ -250,11 +250,11 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     f.hook = u->options.all_reduce_hook != NULL;
     f.custom_all_reduce = u->options.custom[2] != NULL;
 #define FSDP_X(type, name, initial) f.name = u->options.name;
-    FSDPI_ROUTE_OPTIONS(FSDP_X)
+    FSDPI_GRAD_PATH_OPTIONS(FSDP_X)
 #undef FSDP_X
     if (f.divide_factor == 0) f.divide_factor = f.shards * f.replicas;
     u->facts = f;
-    u->route = fsdpi_route_of(&f, 0);
+    u->route = fsdpi_grad_path_of(&f, 0);
     l->gather = (uint8_t)fsdpi_facts_gather(&f);
     l->grads_ahead = (uint8_t)!fsdpi_facts_copy_first(&f, 0);
 }

@@ -10,7 +10,7 @@
 #include "../core/macros.h"
 #include "../core/objects.h"
 #include "../core/os.h"
-#include "../core/route.h"
+#include "../core/grad_path.h"
 #include "../core/unit.h"
 #include "memory.h"
 

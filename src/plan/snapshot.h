@@ -14,7 +14,7 @@
 #include "../core/guard.h"
 #include "../core/macros.h"
 #include "../core/objects.h"
-#include "../core/route.h"
+#include "../core/grad_path.h"
 #include "../core/run.h"
 #include "../core/step.h"
 #include "../core/watch.h"

@@ -21,7 +21,7 @@ enum { NOTHING, GRADIENTS, ZEROS };
 
 typedef struct {
     const fsdpi_facts *f;
-    const fsdpi_route *r;
+    const fsdpi_grad_path *r;
     int held;
     content at[FSDPI_PLACES];
     double factor, before; /* expected */
@@ -200,7 +200,7 @@ static double expected_sums(const fsdpi_facts *f) {
 }
 
 static void follow(const fsdpi_facts *f, int held) {
-    const fsdpi_route route = fsdpi_route_of(f, held);
+    const fsdpi_grad_path route = fsdpi_grad_path_of(f, held);
     story now, *s = &now;
     memset(s, 0, sizeof *s);
     s->f = f, s->r = &route, s->held = held, s->before = expected_before(f);
@@ -220,7 +220,7 @@ static void follow(const fsdpi_facts *f, int held) {
     if (held & FSDPI_HELD_OUT) s->at[FSDP_POOL_REDUCE_OUT] = out;
     if (held & FSDPI_HELD_SHARD) s->at[FSDP_POOL_SHARD_GRAD] = shard;
     s->at[FSDP_POOL_SHARD_GRAD].hooked = f->hook;
-    RULE(route.num <= FSDPI_ROUTE_STEPS && route.held == held);
+    RULE(route.num <= FSDPI_GRAD_PATH_STEPS && route.held == held);
     if (!(held & FSDPI_HELD_SLOTS)) { /* written where they end */
         RULE(route.done && route.num == 0);
         return;

@@ -1,4 +1,4 @@
-/* core/route.h - what is done with a unit's memory: a list of steps, and the function that chooses
+/* core/grad_path.h - what is done with a unit's memory: a list of steps, and the function that chooses
 
    The functions here are pure: they know no unit and no memory. Facts go in, steps come out. Which
    steps a reduction takes is decided here alone; whether a unit is reduced at all, by
@@ -8,15 +8,15 @@
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_ROUTE_H
-#define FSDPI_CORE_ROUTE_H
+#ifndef FSDPI_CORE_GRAD_PATH_H
+#define FSDPI_CORE_GRAD_PATH_H
 
 #include <math.h>
 #include <string.h>
 
 /* The options of a unit that decide its route: type, name, value in a new unit. They are facts, and
    fields of fsdpi_options. */
-#define FSDPI_ROUTE_OPTIONS(X)                                                                     \
+#define FSDPI_GRAD_PATH_OPTIONS(X)                                                                 \
     X(uint8_t, sync, 1)                                                                            \
     X(uint8_t, all_reduce, 1)                                                                      \
     X(double, divide_factor, 0) /* 0: the number of ranks */
@@ -40,7 +40,7 @@ typedef struct fsdpi_facts {
     uint8_t hook;              // an all-reduce hook is set
     uint8_t custom_all_reduce; // a function of the user all-reduces; it may not scale
 #define FSDP_X(type, name, initial) type name;
-    FSDPI_ROUTE_OPTIONS(FSDP_X)
+    FSDPI_GRAD_PATH_OPTIONS(FSDP_X)
 #undef FSDP_X
 } fsdpi_facts;
 
@@ -133,14 +133,14 @@ enum {
     FSDPI_HELD_SLOTS = FSDPI_HELD_GRAD | FSDPI_HELD_IN | FSDPI_HELD_OUT
 };
 
-enum { FSDPI_ROUTE_STEPS = 7 }; // the longest: sums wait, a backend that does not fuse, a hook
+enum { FSDPI_GRAD_PATH_STEPS = 7 }; // the longest: sums wait, a backend that does not fuse, a hook
 
 // What is done with the gradients at the end of a backward.
-typedef struct fsdpi_route {
+typedef struct fsdpi_grad_path {
     uint8_t num, held; // held: before the first step
     uint8_t done;      // after the last step the shard gradient has everything
-    fsdpi_step steps[FSDPI_ROUTE_STEPS];
-} fsdpi_route;
+    fsdpi_step steps[FSDPI_GRAD_PATH_STEPS];
+} fsdpi_grad_path;
 
 // One part that is stored as it is gathered, in memory that peers can read.
 static int fsdpi_facts_plain(const fsdpi_facts *f) {
@@ -201,81 +201,84 @@ static fsdpi_scales fsdpi_facts_scales(const fsdpi_facts *f) {
     return s;
 }
 
-static void fsdpi_route_add(fsdpi_route *r, int kind, int from, int to, int how, double scale) {
+static void fsdpi_grad_path_add(fsdpi_grad_path *r, int kind, int from, int to, int how,
+                                double scale) {
     fsdpi_step step = {(uint8_t)kind, (uint8_t)from, (uint8_t)to, (uint8_t)how, scale};
     r->steps[r->num++] = step;
 }
 
 // Brings this rank's gradients, old and new, into one slot. Returns which.
-static int fsdpi_route_local(const fsdpi_facts *f, double before, int reduces, fsdpi_route *r) {
+static int fsdpi_grad_path_local(const fsdpi_facts *f, double before, int reduces,
+                                 fsdpi_grad_path *r) {
     int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
     if (!(r->held & FSDPI_HELD_GRAD)) return adds ? (int)FSDP_POOL_REDUCE_IN : FSDPI_NOWHERE;
     if (!adds && !fsdpi_facts_copy_first(f, f->hook) && (reduces || f->gathered == f->reduce))
         return FSDP_POOL_GRAD;
     if (!adds)
-        fsdpi_route_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_REDUCE_IN, FSDPI_ACQUIRES,
-                        1);
-    fsdpi_route_add(r, FSDPI_STEP_TO_IN, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN, adds | FSDPI_RELEASES,
-                    1 / before);
+        fsdpi_grad_path_add(r, FSDPI_STEP_ZERO_IN, FSDPI_NOWHERE, FSDP_POOL_REDUCE_IN,
+                            FSDPI_ACQUIRES, 1);
+    fsdpi_grad_path_add(r, FSDPI_STEP_TO_IN, FSDP_POOL_GRAD, FSDP_POOL_REDUCE_IN,
+                        adds | FSDPI_RELEASES, 1 / before);
     return FSDP_POOL_REDUCE_IN;
 }
 
 /* The sums of the shard group, over W > 1 ranks. Returns where they are then. A fused backend sums
    in f32 or f64. A narrower reduce dtype has to be rounded to, as PyTorch does, so that nothing can
    be fused with it. */
-static int fsdpi_route_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int from,
-                               fsdpi_route *r) {
+static int fsdpi_grad_path_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int from,
+                                   fsdpi_grad_path *r) {
     const int fused = f->fuses && (f->reduce == FSDP_F32 || f->reduce == FSDP_F64);
     const int is_last = f->replicas == 1 && f->one_train && !f->hook && !f->offload;
     const int adds = r->held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0, waits = r->held & FSDPI_HELD_OUT;
     if (is_last && fused) {
-        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD,
-                        adds | FSDPI_RELEASES | FSDPI_DIVIDES, s->before);
+        fsdpi_grad_path_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD,
+                            adds | FSDPI_RELEASES | FSDPI_DIVIDES, s->before);
         return FSDP_POOL_SHARD_GRAD;
     }
     if (is_last && !f->fuses && f->reduce == f->grad && !adds) {
-        fsdpi_route_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD, FSDPI_RELEASES, 1);
-        fsdpi_route_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SHARD_GRAD, FSDP_POOL_SHARD_GRAD,
-                        FSDPI_DIVIDES, s->before);
+        fsdpi_grad_path_add(r, FSDPI_STEP_SCATTER, from, FSDP_POOL_SHARD_GRAD, FSDPI_RELEASES, 1);
+        fsdpi_grad_path_add(r, FSDPI_STEP_RESCALE, FSDP_POOL_SHARD_GRAD, FSDP_POOL_SHARD_GRAD,
+                            FSDPI_DIVIDES, s->before);
         return FSDP_POOL_SHARD_GRAD;
     }
     int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
     int to = FSDP_POOL_REDUCE_OUT;
     if (waits && !fused) to = FSDPI_FRESH; // a copy adds them
     int how = waits && fused ? FSDPI_ADDS : FSDPI_ACQUIRES;
-    fsdpi_route_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_RELEASES | divides, 1 / s->sums);
+    fsdpi_grad_path_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_RELEASES | divides,
+                        1 / s->sums);
     if (to == FSDPI_FRESH)
-        fsdpi_route_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_REDUCE_OUT, FSDPI_ADDS | FSDPI_RELEASES,
-                        1);
+        fsdpi_grad_path_add(r, FSDPI_STEP_ADD, to, FSDP_POOL_REDUCE_OUT,
+                            FSDPI_ADDS | FSDPI_RELEASES, 1);
     return FSDP_POOL_REDUCE_OUT;
 }
 
 // The steps for these facts, where `held` is what the unit holds.
-static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int held) {
+static fsdpi_grad_path fsdpi_grad_path_of(const fsdpi_facts *f, int held) {
     const fsdpi_scales s = fsdpi_facts_scales(f);
     const int reduces = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
-    fsdpi_route r;
+    fsdpi_grad_path r;
     memset(&r, 0, sizeof r);
     r.held = (uint8_t)held;
-    int at = fsdpi_route_local(f, s.before, reduces, &r);
+    int at = fsdpi_grad_path_local(f, s.before, reduces, &r);
     if (!reduces) return r;
     if (at == FSDP_POOL_GRAD)
-        fsdpi_route_add(&r, s.before == 1 ? FSDPI_STEP_FOLD : FSDPI_STEP_DIVIDE, at, at, 0,
-                        1 / s.before);
-    if (f->shards > 1 && at != FSDPI_NOWHERE) at = fsdpi_route_scatter(f, &s, at, &r);
+        fsdpi_grad_path_add(&r, s.before == 1 ? FSDPI_STEP_FOLD : FSDPI_STEP_DIVIDE, at, at, 0,
+                            1 / s.before);
+    if (f->shards > 1 && at != FSDPI_NOWHERE) at = fsdpi_grad_path_scatter(f, &s, at, &r);
     if (f->replicas > 1 && !f->all_reduce) return r; // the sums wait for a later all-reduce
     r.done = 1;
     if (at == FSDPI_NOWHERE && held & FSDPI_HELD_OUT) at = FSDP_POOL_REDUCE_OUT;
     if (at == FSDPI_NOWHERE || at == FSDP_POOL_SHARD_GRAD) return r; // NOWHERE: written there
     if (f->replicas > 1)
-        fsdpi_route_add(&r, FSDPI_STEP_REPLICAS, at, at,
-                        s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);
-    if (f->hook) fsdpi_route_add(&r, FSDPI_STEP_HOOK, at, at, 0, 1);
-    fsdpi_route_add(&r, FSDPI_STEP_TO_SHARD, at, FSDP_POOL_SHARD_GRAD,
-                    FSDPI_RELEASES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
-                        (s.divides == FSDPI_AT_THE_END ? FSDPI_DIVIDES : 0),
-                    s.before);
+        fsdpi_grad_path_add(&r, FSDPI_STEP_REPLICAS, at, at,
+                            s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);
+    if (f->hook) fsdpi_grad_path_add(&r, FSDPI_STEP_HOOK, at, at, 0, 1);
+    fsdpi_grad_path_add(&r, FSDPI_STEP_TO_SHARD, at, FSDP_POOL_SHARD_GRAD,
+                        FSDPI_RELEASES | (held & FSDPI_HELD_SHARD ? FSDPI_ADDS : 0) |
+                            (s.divides == FSDPI_AT_THE_END ? FSDPI_DIVIDES : 0),
+                        s.before);
     return r;
 }
 
-#endif // FSDPI_CORE_ROUTE_H
+#endif // FSDPI_CORE_GRAD_PATH_H
