@@ -20,7 +20,7 @@
 #define FSDPI_BACKENDS_COMM_H
 
 #include "fsdp_memory.h" // the list of allocations
-#include "fsdp_record.h" // what a rank is about to do, as a record and in words
+#include "fsdp_signature.h" // what a rank is about to do, as a record and in words
 #include "../src/core/alloc.h"
 #include "../src/core/error.h"
 #include "../src/core/flight.h"
@@ -111,7 +111,7 @@ struct fsdpi_comm {
     uint64_t id;     // equal on all members, unique in the world
     int index, size; // this rank's place among the members
     int32_t *ranks;  // [size] world ranks of the members; in the same block
-    fsdpi_record now;
+    fsdpi_signature now;
     const char *shown; // where the records of the other members lie
     size_t step;       // from one to the next
     char error[1280];  // text of the last failure
@@ -393,7 +393,7 @@ static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8
 /* The one place where a collective becomes a record: it fills c->now, except its key.
    src/core/backend.h says why there are two structs. */
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
-    fsdpi_record *r = &c->now;
+    fsdpi_signature *r = &c->now;
     fsdpi_copy_name(r->what, sizeof r->what, what);
     r->fingerprint = r->count = r->segs = r->seq = r->block = r->members = 0;
     r->offset = r->at = r->part = r->number = 0;
@@ -416,7 +416,7 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
         r->root = op->root >= 0 && op->root < c->size ? c->ranks[op->root] : -1;
 }
 
-static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
+static void fsdpi_make_key(fsdpi_signature *r, const fsdp_coll *op) {
     uint64_t words[sizeof r->what / 8 + 5] = {0}, *at = words + sizeof r->what / 8;
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
         // Peers read there. A buffer that only its rank uses may have another offset on each rank.
@@ -559,14 +559,14 @@ static uint64_t fsdpi_key_of(const fsdpi_comm *c, int k) {
     return __atomic_load_n((const uint64_t *)record, __ATOMIC_RELAXED);
 }
 
-static fsdpi_record fsdpi_record_of(const fsdpi_comm *c, int k) {
+static fsdpi_signature fsdpi_signature_of(const fsdpi_comm *c, int k) {
     if (k == c->index) return c->now;
     const void *record = c->shown + c->step * (size_t)k;
-    return fsdpi_record_get((const uint64_t *)record);
+    return fsdpi_signature_get((const uint64_t *)record);
 }
 
 // "all_gather of 'h.3' ..., 64 elements of f32"
-static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
+static void fsdpi_say_call(fsdpi_text *t, const fsdpi_signature *r) {
     fsdpi_say_op(t, r);
     if (r->kind < FSDP_OP_COUNT)
         fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
@@ -578,11 +578,11 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
 
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
-    fsdpi_record first = fsdpi_record_of(c, 0);
+    fsdpi_signature first = fsdpi_signature_of(c, 0);
     int kinds = 0; // they differ
     fsdpi_say(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
-        fsdpi_record record = fsdpi_record_of(c, k);
+        fsdpi_signature record = fsdpi_signature_of(c, k);
         uint8_t equal[FSDPI_MAX_RANKS];
         int is_first = 1;
         for (int j = 0; j < c->size; j++) {
@@ -604,9 +604,9 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
 }
 
 // The calls of two ranks. In a pair, one has to send and the other to receive.
-static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record *mine, int k,
-                          const fsdpi_record *theirs) {
-    fsdpi_record like = *theirs;
+static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_signature *mine, int k,
+                          const fsdpi_signature *theirs) {
+    fsdpi_signature like = *theirs;
     if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
         like.kind = mine->kind, like.root = mine->root;
     fsdpi_say(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
@@ -622,7 +622,7 @@ static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
     fsdpi_text t = {reason, sizeof reason, 0};
     int same = 1;
     if (op && fsdpi_is_pair(op->kind)) {
-        fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
+        fsdpi_signature theirs = fsdpi_signature_of(c, (int)op->root);
         same = theirs.key == c->now.key && theirs.kind != c->now.kind;
         if (!same) fsdpi_say_two(&t, c, &c->now, (int)op->root, &theirs);
     } else {
@@ -756,7 +756,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
 static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
     for (int i = 0; child && parent->world->transport->show && i < child->size; i++) {
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
-        if (fsdpi_record_of(parent, k).members != parent->now.members)
+        if (fsdpi_signature_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
                                    "[E410] ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);

@@ -55,7 +55,7 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #define FSDP_CUDA_IMPLEMENTED
 
 #include "fsdp_cuda_kernels.h"
-#include "fsdp_record.h" // the clock
+#include "fsdp_signature.h" // the clock
 #include "../src/core/alloc.h"
 #include "../src/core/error.h"
 #include "../src/core/os.h"

@@ -96,7 +96,7 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_memory.h"
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "../src/core/alloc.h"
 #include "../src/core/os.h"
 #include "../src/core/reduce.h"

@@ -83,7 +83,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include "fsdp_gloo_shim.h" // the transport
 #include "fsdp_memory.h"
 #include "fsdp_near.h" // ranks of one host
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "fsdp_shm_world.h"
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
@@ -120,7 +120,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_SLOT_PAIR   ((uint64_t)0x41 << 56)
 #define FSDPI_GLOO_SLOT_DATA   ((uint64_t)0x42 << 56)
 
-typedef char fsdpi_gloo_head_has_room[FSDPI_GLOO_HEAD >= sizeof(fsdpi_record) ? 1 : -1];
+typedef char fsdpi_gloo_head_has_room[FSDPI_GLOO_HEAD >= sizeof(fsdpi_signature) ? 1 : -1];
 typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
 
 typedef struct fsdpi_gloo_world {
@@ -242,7 +242,7 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
     for (int j = 0; j < c->base.size && gone >= 0 && !fsdpi_is_pair(c->base.now.kind); j++)
         if (c->at[j] == gone) k = j, how = "it has ended";
-    fsdpi_record record;
+    fsdpi_signature record;
     char text[300];
     for (int turn = 0; turn < 2 && c->messages; turn++) { // send and recv do not count as turns
         memcpy(&record, fsdpi_gloo_message(c, k, turn), sizeof record);
@@ -391,7 +391,7 @@ static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
 
 // Waits for the record of member k.
 static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeout_ns) {
-    fsdpi_record record;
+    fsdpi_signature record;
     fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].in[c->turn], 0, timeout_ns);
     if (status) return status;
     memcpy(&record, fsdpi_gloo_message(c, k, c->turn), sizeof record);
@@ -413,7 +413,7 @@ static int fsdpi_gloo_is_near_pair(const fsdpi_gloo_comm *c, const fsdp_coll *op
 
 // Copies the record of a near member to its place among all records.
 static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
-    fsdpi_record record = fsdpi_record_of(c->near, c->at[k]);
+    fsdpi_signature record = fsdpi_signature_of(c->near, c->at[k]);
     memcpy(fsdpi_gloo_message(c, k, c->turn), &record, sizeof record);
 }
 

@@ -95,7 +95,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_memory.h"
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict
 #include "../src/core/alloc.h"
@@ -167,7 +167,7 @@ typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 // One enqueued operation. The thread that enqueues it writes it; the watchdog also writes `state`.
 enum { FSDPI_NCCL_WORK_NONE, FSDPI_NCCL_WORK_ISSUED, FSDPI_NCCL_WORK_DONE };
 typedef struct fsdpi_flight {
-    fsdpi_record record;
+    fsdpi_signature record;
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
     fsdpi_nccl_comm *comm;      // as long as it is ISSUED
     cudaEvent_t begin, event;   // before it, and after it
@@ -224,7 +224,7 @@ struct fsdpi_nccl_comm {
     uint32_t is_cold;    // 1: its ranks are connecting
     // To compare the calls of members: device memory for this rank's record and for all records,
     // and the host's copy of all records.
-    fsdpi_record *records, *shown;
+    fsdpi_signature *records, *shown;
     fsdpi_flight *showing; // the operation that brings them
 };
 
@@ -574,7 +574,7 @@ static int fsdpi_nccl_is_late(const fsdpi_flight *f, int64_t now) {
 }
 
 // This rank's operation, or that on one comm: the oldest one that is not done, else the last one.
-static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdpi_record *out) {
+static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdpi_signature *out) {
     int is_busy = 0;
     memset(out, 0, sizeof *out);
     fsdpi_lock(&w->flight_lock);
@@ -593,7 +593,7 @@ static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdp
 // Called by the store's thread: a beat says for what this rank waits.
 static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
-    fsdpi_record record;
+    fsdpi_signature record;
     out->text[0] = 0;
     out->busy = w->flights ? fsdpi_nccl_doing(w, NULL, &record) : 0;
     if (!w->flights || !record.kind) return;
@@ -611,7 +611,7 @@ static void fsdpi_nccl_wake(void *user) {
 // What a late rank shows to the others: its operation on a comm.
 typedef struct fsdpi_nccl_shown {
     uint64_t comm_seq, has_begun; // has_begun: earlier work on the device is done
-    fsdpi_record record;
+    fsdpi_signature record;
 } fsdpi_nccl_shown;
 
 static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
@@ -623,7 +623,7 @@ static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c,
 typedef struct fsdpi_nccl_lateness {
     uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // not come; its device has not
     int num_absent, num_busy, who; // who: a member with another call, or -1
-    fsdpi_record other;            // that call
+    fsdpi_signature other;         // that call
 } fsdpi_nccl_lateness;
 
 /* Reads the operations of the other members. Members that wait in the same one have shown it by
@@ -697,7 +697,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
 }
 
 // Member k has shut down, and so an operation cannot end.
-static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_record *record) {
+static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_signature *record) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
     fsdpi_nccl_say_left(&t, c, k);
@@ -768,7 +768,7 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_record record;
+    fsdpi_signature record;
     if (!c->error_ns) c->error_ns = fsdpi_boot_now(c->base.boot);
     int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
     int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
@@ -1457,12 +1457,12 @@ static void fsdpi_nccl_count_bytes(fsdpi_nccl_comm *c) {
 static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     size_t members = (size_t)c->base.size;
     void *records = NULL;
-    c->shown = (fsdpi_record *)fsdpi_alloc(&c->base.boot->allocator, members * sizeof *c->shown);
+    c->shown = (fsdpi_signature *)fsdpi_alloc(&c->base.boot->allocator, members * sizeof *c->shown);
     c->base.shown = (const char *)c->shown;
     c->base.step = sizeof *c->shown;
     cudaError_t e = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
     if (e == cudaSuccess) e = cudaMalloc(&records, (1 + members) * sizeof *c->records);
-    c->records = (fsdpi_record *)records;
+    c->records = (fsdpi_signature *)records;
     fsdp_status status = fsdpi_nccl_cuda(c, e, "a stream and memory of a communicator");
     if (!status && !c->shown)
         status = fsdpi_comm_no_memory(&c->base, "records", members * sizeof *c->shown);

@@ -17,7 +17,7 @@
 #define FSDPI_BACKENDS_NEAR_H
 
 #include "fsdp_comm.h"
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "fsdp_shm_world.h" // the memory, and what goes through it
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // where ranks meet, and the verdict

@@ -11,7 +11,7 @@
 
 #include "fsdp_comm.h" // the base: what all backends do in the same way
 #include "fsdp_memory.h"
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "../src/core/alloc.h"
 #include "../src/core/macros.h"
 #include "../src/core/os.h"
@@ -52,7 +52,7 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    uint32_t pad0[15 - sizeof(fsdpi_signature) / 4 % 16];
     // send and recv
     uint64_t call;         // the last call: its number, and in the low half the other member
     uint32_t done;         // number of the last call that this rank has finished
@@ -619,7 +619,7 @@ static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
 // before all have read it.
 static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
-    fsdpi_record *now = &base->now;
+    fsdpi_signature *now = &base->now;
     if (span && span->chunk.base) {
         const fsdpi_chunk *mine = &span->chunk;
         now->offset = (uint64_t)(uintptr_t)span->shared;
@@ -628,7 +628,7 @@ static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const f
             now->at = mine->at, now->part = mine->part, now->number = mine->number;
         }
     }
-    fsdpi_record_put(c->places[base->index].record, now);
+    fsdpi_signature_put(c->places[base->index].record, now);
     if (op && fsdpi_is_pair(op->kind)) fsdpi_shm_call(c, (int)op->root);
     else fsdpi_shm_arrive(c);
     return FSDP_OK;
@@ -643,9 +643,9 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
 
 // Maps the allocation that has member k's buffer, if its place differs from this rank's own.
 static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
-    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
-             number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
-    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, at)),
+             number = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, number));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_signature, part));
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
@@ -659,14 +659,14 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
 // Finds the buffer that member k has shown. mine: the allocation of this rank's buffer.
 static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
                                   const char **out) {
-    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, offset));
     fsdp_status status = FSDP_OK;
     if (fsdpi_shm_world_of(c)->fd < 0) {
         *out = (const char *)(uintptr_t)offset;
         return FSDP_OK;
     }
-    if (fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)) == mine->at &&
-        fsdpi_shm_word(c, k, offsetof(fsdpi_record, part)) == mine->part)
+    if (fsdpi_shm_word(c, k, offsetof(fsdpi_signature, at)) == mine->at &&
+        fsdpi_shm_word(c, k, offsetof(fsdpi_signature, part)) == mine->part)
         *out = mine->base + mine->part * (size_t)c->base.ranks[k];
     else status = fsdpi_shm_reach(c, k, out);
     if (!status) *out += (ptrdiff_t)offset;
@@ -1240,7 +1240,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     if (child) child->spin_ns = FSDPI_SHM_SPIN_NS;
     if (child && !child->group) {
         int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
-        child->block = fsdpi_record_of(base, first).block;
+        child->block = fsdpi_signature_of(base, first).block;
         size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);

@@ -72,7 +72,7 @@
 #ifndef FSDPI_BACKENDS_STORE_H
 #define FSDPI_BACKENDS_STORE_H
 
-#include "fsdp_record.h" // fsdpi_verdict
+#include "fsdp_signature.h" // fsdpi_verdict
 #include "../src/core/alloc.h"
 #include "../src/core/launch.h"
 #include "../src/core/macros.h"

@@ -12,7 +12,7 @@
 #define FSDPI_BACKENDS_STORE_WORLD_H
 
 #include "fsdp_comm.h" // the comm base
-#include "fsdp_record.h"
+#include "fsdp_signature.h"
 #include "fsdp_store.h" // where ranks meet
 #include "../src/core/macros.h"
 #include "../src/core/os.h"

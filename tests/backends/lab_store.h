@@ -10,7 +10,7 @@
 #include <netinet/tcp.h> /* TCP_NODELAY */
 #include "lab.h"
 // After it:
-#include "backends/fsdp_record.h"
+#include "backends/fsdp_signature.h"
 #include "backends/fsdp_store.h"
 
 /* ---- worlds ---------------------------------------------------------------------------------- */

@@ -567,7 +567,7 @@ static char *squeeze(char *to, const char *from, const char *end) {
 /* Every text of its table of errors stands in a source; "..." in it is what differs. */
 TEST(cluster, errors_of_the_document) {
     static const char *const paths[] = {"backends/fsdp_store.h", "backends/fsdp_comm.h",
-                                        "backends/fsdp_record.h", "src/core/launch.h",
+                                        "backends/fsdp_signature.h", "src/core/launch.h",
                                         "tools/fsdprun.c"};
     static char sources[1 << 19], text[1 << 18];
     char *to = sources;

@@ -665,8 +665,8 @@ static uint64_t bytes_of(const member *m, const shape *s, int me) {
     uint64_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), behind = 0, alone = 0, far = 0;
     int is_pair = s->kind == FSDP_OP_SEND || s->kind == FSDP_OP_RECV;
     for (int k = 0; k < m->size; k++) far += is_far(m, me, k) && (!is_pair || k == s->root);
-    if (s->kind == FSDP_OP_RECV) return far * sizeof(fsdpi_record);
-    if (s->kind == FSDP_OP_SEND) return far * (sizeof(fsdpi_record) + size * (uint64_t)s->count);
+    if (s->kind == FSDP_OP_RECV) return far * sizeof(fsdpi_signature);
+    if (s->kind == FSDP_OP_SEND) return far * (sizeof(fsdpi_signature) + size * (uint64_t)s->count);
     for (int i = 0; i < (is_list(s) ? s->num : 1); i++) {
         uint64_t count = (uint64_t)(is_list(s) ? s->segs[i].count : s->count);
         uint64_t end = (behind + count * size + 63) / 64 * 64;

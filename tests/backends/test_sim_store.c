@@ -19,7 +19,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" /* the rest of it */
 #include "fsdp.h"
-#include "backends/fsdp_record.h"
+#include "backends/fsdp_signature.h"
 #include "sim_hosts.h"
 // After it:
 #include "backends/fsdp_store_world.h"

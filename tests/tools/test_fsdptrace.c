@@ -875,7 +875,7 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK(again->fingerprint == 0 && !again->on_stream && again->end_ns == 0);
     CHECK_EQ_INT(again->number, f->begun);
     /* the names of the library's groups have room between ranks, too */
-    const fsdpi_record *wire = NULL;
+    const fsdpi_signature *wire = NULL;
     CHECK(sizeof wire->comm > strlen("reductions of lanes"));
     char group[sizeof wire->comm];
     fsdpi_copy_name(group, sizeof group, "a_mesh_dim_with_a_name_that_is_long");

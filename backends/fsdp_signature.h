@@ -1,4 +1,4 @@
-/* fsdp_record.h - the record of what a rank is about to do, and its words in error texts
+/* fsdp_signature.h - the record of what a rank is about to do, and its words in error texts
 
    Ranks compare records before they move data, and every error text is made of them. Included by
    the comm base, the store and the devices. It moves no data and does not wait.
@@ -39,7 +39,7 @@ static FSDPI_UNUSED int fsdpi_same_user(int fd) {
 
 /* What a rank is about to do. Ranks compare `key`, a hash of all that has to be equal. The other
    fields serve to say what differs. It is sent as it is: it has no pointers and no padding. */
-typedef struct fsdpi_record {
+typedef struct fsdpi_signature {
     uint64_t key;
     // For backends that read peers' memory: the buffer's offset in its allocation in bytes, and
     // that allocation's place, bytes and number. Ranks may differ in these.
@@ -53,9 +53,9 @@ typedef struct fsdpi_record {
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
     // Cut if they are longer. what: the name, and after its end the parameter without a gradient.
     char what[48], comm[32];
-} fsdpi_record;
+} fsdpi_signature;
 
-#define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
+#define FSDPI_RECORD_WORDS (sizeof(fsdpi_signature) / sizeof(uint64_t))
 #define FSDPI_REASON       800
 
 // What a rank does: other ranks ask why it has not come.
@@ -106,7 +106,7 @@ static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const 
 static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP_OP_RECV; }
 
 // "all_gather of 'h.3' on 'shard' (forward, op 17)", "send of 'h.3' to rank 2 (op 18)"
-static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
+static void fsdpi_say_op(fsdpi_text *t, const fsdpi_signature *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
                                                          "post_backward, "};
     if (r->kind == FSDPI_OPEN) fsdpi_say(t, "open of job '%s'", r->what);
@@ -147,7 +147,8 @@ static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v
 }
 
 // The fields in which two calls differ. If the operations differ, it names nothing else.
-static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
+static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
+                                  const fsdpi_signature *b) {
     const struct {
         int differs;
         const char *name;
@@ -181,7 +182,7 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
 
 /* Writes word by word: another rank may read for an error text meanwhile, and its text may mix two
    operations then. Ranks that compare records read after a barrier, and see whole ones. */
-static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
+static void fsdpi_signature_put(uint64_t *to, const fsdpi_signature *record) {
     for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++) {
         uint64_t word;
         memcpy(&word, (const char *)record + i * sizeof word, sizeof word);
@@ -189,8 +190,8 @@ static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
     }
 }
 
-static fsdpi_record fsdpi_record_get(const uint64_t *from) {
-    fsdpi_record record;
+static fsdpi_signature fsdpi_signature_get(const uint64_t *from) {
+    fsdpi_signature record;
     uint64_t words[FSDPI_RECORD_WORDS];
     for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
         words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
@@ -199,11 +200,11 @@ static fsdpi_record fsdpi_record_get(const uint64_t *from) {
     return record;
 }
 
-static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
+static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_signature *record) {
     __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
     // Two threads of one rank may be here at once: the trace then has one of the operations.
     if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
-    fsdpi_record_put(trace->last, record);
+    fsdpi_signature_put(trace->last, record);
     FSDPI_STORE(&trace->writing, 0u);
 }
 
@@ -214,7 +215,7 @@ static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
 // Returns fsdpi_peer.busy, and the last operation as text, and when it began.
 static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
                                          int64_t *since_ns) {
-    fsdpi_record last = fsdpi_record_get(trace->last);
+    fsdpi_signature last = fsdpi_signature_get(trace->last);
     fsdpi_text t = {text, cap, 0};
     fsdpi_say_op(&t, &last);
     *since_ns = last.since_ns;
