@@ -34,7 +34,7 @@ typedef struct helps_option {
 typedef struct helps {
     const fsdpi_why *why;
     const fsdpi_tr_rank *rank;
-    const fsdpi_tr_record **calls; // the program of the step
+    const fsdpi_tr_event **calls;           // the program of the step
     int num_calls, shards, replicas, plain; // plain: reductions neither cast nor scale: copies do
     int leads;     // 1: COMPUTE is at work before the first call, whose gather is under way by then
     int64_t *work; // [leads + num_calls] of the caller behind each
@@ -49,7 +49,7 @@ static void helps_fit(const helps *h, int kind, double ranks, double *latency, d
     const double full = ranks < 2 ? 1 : ranks / (ranks - 1) / (kind == FSDP_OP_ALL_REDUCE ? 2 : 1);
     double n = 0, x = 0, y = 0, xx = 0, xy = 0;
     for (uint64_t i = 0; i < h->rank->num_records; i++) {
-        const fsdpi_tr_record *r = &h->rank->records[i];
+        const fsdpi_tr_event *r = &h->rank->records[i];
         if (r->kind != kind || r->label == FSDP_LABEL_CLIP || fsdpi_tr_is_world(r)) continue;
         if (r->begin_ns < h->why->step.begin || r->end_ns > h->why->step.end) continue;
         const double bytes = full * (double)r->bytes, ns = (double)(r->end_ns - r->begin_ns);
@@ -65,14 +65,14 @@ static void helps_fit(const helps *h, int kind, double ranks, double *latency, d
 /* The caller's work behind a call: until the next one begins. On streams: from the last record of
    the call on COMPUTE until COMPUTE comes to the next one. */
 static int64_t helps_work(const helps *h, int i) {
-    const fsdpi_tr_record *call = h->calls[i];
+    const fsdpi_tr_event *call = h->calls[i];
     const int is_last = i + 1 == h->num_calls;
     int64_t begin = call->end_ns, end = is_last ? h->why->step.end : h->calls[i + 1]->begin_ns;
     uint32_t next = UINT32_MAX;
     int has = h->rank->head.run != FSDP_RUN_STREAMS;
     if (!has) end = h->why->step.end;
     for (uint64_t k = 0; k < h->rank->num_records; k++) {
-        const fsdpi_tr_record *r = &h->rank->records[k];
+        const fsdpi_tr_event *r = &h->rank->records[k];
         if (h->rank->head.run != FSDP_RUN_STREAMS || !fsdpi_why_on_compute(h->rank, r)) continue;
         if (fsdpi_why_has(call, r)) begin = r->end_ns, has = 1;
         else if (!fsdpi_tr_is_world(r) && r->seq > call->seq && r->seq < next && !is_last)
@@ -83,9 +83,9 @@ static int64_t helps_work(const helps *h, int i) {
 
 // On streams the host has made the first call before COMPUTE comes to it: the time until then.
 static int64_t helps_lead(const helps *h) {
-    const fsdpi_tr_record *call = h->calls[0], *first = NULL;
+    const fsdpi_tr_event *call = h->calls[0], *first = NULL;
     for (uint64_t k = 0; k < h->rank->num_records; k++) {
-        const fsdpi_tr_record *r = &h->rank->records[k];
+        const fsdpi_tr_event *r = &h->rank->records[k];
         if (fsdpi_why_has(call, r) && fsdpi_why_on_compute(h->rank, r) &&
             (!first || r->seq < first->seq))
             first = r;
@@ -96,8 +96,8 @@ static int64_t helps_lead(const helps *h) {
 }
 
 static int helps_by_seq(const void *a, const void *b) {
-    const uint32_t x = (*(const fsdpi_tr_record *const *)a)->seq,
-                   y = (*(const fsdpi_tr_record *const *)b)->seq;
+    const uint32_t x = (*(const fsdpi_tr_event *const *)a)->seq,
+                   y = (*(const fsdpi_tr_event *const *)b)->seq;
     return x < y ? -1 : x > y;
 }
 
@@ -108,7 +108,7 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     double bytes = 0, copying = 0, issuing = 0, ops = 0;
     memset(h, 0, sizeof *h);
     h->why = y, h->rank = rank;
-    h->calls = (const fsdpi_tr_record **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
+    h->calls = (const fsdpi_tr_event **)calloc((size_t)rank->num_records + 1, sizeof *h->calls);
     h->work = (int64_t *)calloc((size_t)rank->num_records + 2, sizeof *h->work);
     if (!h->calls || !h->work) return "no memory";
     if (!rank->num_units) return "there is no unit";
@@ -124,7 +124,7 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     const int is_last = step + 1 == rank->steps + rank->num_steps;
     const uint32_t length = is_last ? UINT32_MAX / 2 : step[1].first_seq - step->first_seq;
     for (uint64_t i = 0; i < rank->num_records; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
+        const fsdpi_tr_event *r = &rank->records[i];
         const int is_call = r->kind == FSDPI_TR_CALL && r->label <= FSDP_CALL_FINALIZE;
         if (is_call && r->seq - step->first_seq < length) {
             if (r->label != FSDP_CALL_FINALIZE && r->what >= rank->num_units)
@@ -183,12 +183,12 @@ static fsdp_status helps_unit(const helps *h, fsdp_model *m, int u, const helps_
 static fsdp_status helps_prefetch(const helps *h, const helps_option *o, fsdp_unit **units) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < h->num_calls && !status; i++) {
-        const fsdpi_tr_record *call = h->calls[i];
+        const fsdpi_tr_event *call = h->calls[i];
         fsdp_unit *ahead[HELPS_AHEAD];
         int num = 0, next = i + 1;
         if (call->label != FSDP_CALL_PRE_FORWARD) continue;
         for (uint64_t k = 0; k < h->rank->num_records && num < HELPS_AHEAD; k++) {
-            const fsdpi_tr_record *r = &h->rank->records[k];
+            const fsdpi_tr_event *r = &h->rank->records[k];
             if (r->kind == FSDP_OP_ALL_GATHER && fsdpi_why_has(call, r) && r->what != call->what &&
                 r->what < h->rank->num_units)
                 ahead[num++] = units[r->what];

@@ -22,7 +22,7 @@ static const char *const json_states[FSDP_STATE_COUNT] = {"idle", "forward", "pr
 
 typedef struct json_event {
     int64_t begin, end;
-    const fsdpi_tr_record *record; // NULL: a step
+    const fsdpi_tr_event *record;  // NULL: a step
     int64_t peers;                 // INT64_MIN: it is not matched
     int32_t thread, depth, last;   // depth: of two alike the outer one is less
     char name[160];
@@ -94,7 +94,7 @@ static void json_named(json_writer *w, const char *what, int thread, const char 
 }
 
 // "h.3 all_gather 14.2 MB"
-static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_record *o, char *out, size_t cap) {
+static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_event *o, char *out, size_t cap) {
     const char *what = fsdpi_tr_name(r, o->what);
     const char *did = o->kind < FSDPI_TR_CALL ? fsdp_op_name(o->kind)
                       : *what && o->what >= r->num_units ? "" // a span, or a call with its own name
@@ -108,7 +108,7 @@ static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_record *o, char *ou
 
 static void json_args(json_writer *w, const json_event *e) {
     const fsdpi_tr_rank *r = w->rank;
-    const fsdpi_tr_record *o = e->record;
+    const fsdpi_tr_event *o = e->record;
     fprintf(w->to, "\"step\":%u,\"seq\":%u", o->step, o->seq);
     if (o->kind >= FSDPI_TR_CALL) return;
     fputs(",\"why\":", w->to);
@@ -161,7 +161,7 @@ static void json_add(json_event *list, int64_t *num, const json_event *like, int
    had. What begins a little earlier is moved there: times of a device are not exact. */
 static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, int64_t *num,
                         int64_t *ended) {
-    const fsdpi_tr_record *o = &r->records[i];
+    const fsdpi_tr_event *o = &r->records[i];
     json_event e;
     memset(&e, 0, sizeof e);
     e.record = o, e.last = r->last[i];
@@ -185,13 +185,13 @@ static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, in
     if (came > o->begin_ns) json_add(list, num, &e, came, o->end_ns, "transfer");
 }
 
-static int json_is_event(const fsdpi_tr_record *o) {
+static int json_is_event(const fsdpi_tr_event *o) {
     return o->kind < FSDP_OP_HOOK || o->kind == FSDPI_TR_CALL;
 }
 
 // Spans of the program may overlap.
 static void json_span(json_writer *w, uint64_t i) {
-    const fsdpi_tr_record *o = &w->rank->records[i];
+    const fsdpi_tr_event *o = &w->rank->records[i];
     char name[160];
     json_name(w->rank, o, name, sizeof name);
     for (int end = 0; end < 2; end++) {
@@ -214,7 +214,7 @@ static int json_memory(json_writer *w) {
     uint8_t marked[UINT8_MAX + 1] = {0};
     if (!fsdpi_why_begin_held(r, &held)) return 0;
     for (uint64_t i = 0; i < r->num_records; i++) {
-        const fsdpi_tr_record *o = &r->records[i];
+        const fsdpi_tr_event *o = &r->records[i];
         if (!fsdpi_why_hold(&held, o)) continue;
         json_counter(w, o->label, o->begin_ns, held.pool[o->label]);
         marked[o->label] = 1;
@@ -246,7 +246,7 @@ static int json_rank(json_writer *w, char *why, size_t cap) {
         snprintf(e->name, sizeof e->name, "step %u", r->steps[k].number);
     }
     for (uint64_t i = 0; i < r->num_records; i++) {
-        const fsdpi_tr_record *o = &r->records[i];
+        const fsdpi_tr_event *o = &r->records[i];
         if (json_is_event(o)) json_record(r, i, list, &num, &ended[o->stream]);
         else if (o->kind == FSDPI_TR_SPAN) json_span(w, i);
     }

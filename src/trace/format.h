@@ -31,7 +31,7 @@ enum { FSDPI_TR_NUMBERS = ((FSDPI_TR_KINDS * 64 + FSDP_CALL_COUNT) * 16 + FSDP_S
 
 /* A record, of an fsdp_op or one of the kinds above. Markers begin and end at the time when the
    host issued them. */
-typedef struct fsdpi_tr_record {
+typedef struct fsdpi_tr_event {
     int64_t begin_ns, end_ns;
     uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, WROTE: of the buffer
     uint32_t waited_ns; // fsdp_op.waited_ns, at most 2^32 - 1
@@ -44,7 +44,7 @@ typedef struct fsdpi_tr_record {
     uint8_t kind;
     uint8_t label;         // fsdp_op.label; ACQUIRE, RELEASE, WROTE: the pool; CALL: FSDP_CALL_*
     uint8_t stream, state; // as in fsdp_op
-} fsdpi_tr_record;
+} fsdpi_tr_event;
 
 // The sections: enum, name, type of an entry.
 #define FSDPI_TR_SECTIONS(X)                                                                       \
@@ -59,7 +59,7 @@ typedef struct fsdpi_tr_record {
     X(RANKS, ranks, int32_t)                                                                       \
     X(MEETINGS, meetings, fsdpi_tr_meeting)                                                        \
     X(STEPS, steps, fsdpi_tr_step)                                                                 \
-    X(RECORDS, records, fsdpi_tr_record)
+    X(RECORDS, records, fsdpi_tr_event)
 
 enum {
 #define FSDP_X(number, name, type) FSDPI_TR_IN_##number,

@@ -116,7 +116,7 @@ static int fsdpi_tr_is_clock(int64_t ns) {
 
 static int fsdpi_tr_is_bytes(int64_t bytes) { return bytes >= 0 && bytes < (int64_t)1 << 56; }
 
-static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_record *o) {
+static int fsdpi_tr_is_record(const fsdpi_tr_rank *r, const fsdpi_tr_event *o) {
     uint64_t labels = r->num_labels;
     if (o->kind == FSDPI_TR_CALL) labels = FSDP_CALL_COUNT;
     else if (o->kind > FSDP_OP_HOOK && o->kind < FSDPI_TR_CALL) labels = r->num_pools;
@@ -313,7 +313,7 @@ typedef struct fsdpi_tr_meets { // a collective on a rank
 } fsdpi_tr_meets;
 
 static int fsdpi_tr_by_time(const void *a, const void *b) {
-    const fsdpi_tr_record *x = (const fsdpi_tr_record *)a, *y = (const fsdpi_tr_record *)b;
+    const fsdpi_tr_event *x = (const fsdpi_tr_event *)a, *y = (const fsdpi_tr_event *)b;
     if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
     if (x->end_ns != y->end_ns) return x->end_ns > y->end_ns ? -1 : 1;
     if (x->seq != y->seq) return (int32_t)(x->seq - y->seq) < 0 ? -1 : 1;
@@ -327,7 +327,7 @@ static int fsdpi_tr_by_group(const void *a, const void *b) {
     return x->rank < y->rank ? -1 : x->rank != y->rank;
 }
 
-static int fsdpi_tr_is_collective(const fsdpi_tr_record *o) {
+static int fsdpi_tr_is_collective(const fsdpi_tr_event *o) {
     return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL && o->comm;
 }
 
@@ -343,7 +343,7 @@ static uint64_t fsdpi_tr_list(const fsdpi_tr_job *job, int rank, fsdpi_tr_meets 
             m.group = (m.group ^ (uint64_t)(uint32_t)r->ranks[comm->ranks + k]) *
                       0x9E3779B97F4A7C15u;
         for (m.record = 0; m.record < r->num_records; m.record++) {
-            const fsdpi_tr_record *o = &r->records[m.record];
+            const fsdpi_tr_event *o = &r->records[m.record];
             if (!fsdpi_tr_is_collective(o) || o->comm != comm->number) continue;
             m.turn++;
             out[num++] = m;
@@ -356,7 +356,7 @@ static uint64_t fsdpi_tr_list(const fsdpi_tr_job *job, int rank, fsdpi_tr_meets 
 static int fsdpi_tr_alike(const fsdpi_tr_job *job, const fsdpi_tr_meets *x,
                           const fsdpi_tr_meets *y) {
     const fsdpi_tr_rank *a = &job->rank[x->rank], *b = &job->rank[y->rank];
-    const fsdpi_tr_record *o = &a->records[x->record], *p = &b->records[y->record];
+    const fsdpi_tr_event *o = &a->records[x->record], *p = &b->records[y->record];
     return x->group == y->group && x->turn == y->turn && o->kind == p->kind &&
            !strcmp(fsdpi_tr_name(a, o->what),
                    fsdpi_tr_name(b, p->what));

@@ -61,7 +61,7 @@ struct fsdp_trace {
     uint32_t seq;                              // of the model's last record
     uint64_t next_record, room;
     uint64_t num_steps, num_meetings, num_names, num_keys;
-    fsdpi_tr_record *record;                 // [room]
+    fsdpi_tr_event *record;                  // [room]
     fsdpi_tr_step *step;                     // [last_step - first_step + 1]
     fsdpi_tr_key *key;                       // [num_keys], a power of two
     int32_t *rank;                           // [ranks of the world]
@@ -107,7 +107,7 @@ static uint16_t fsdpi_tr_name_of(const fsdp_trace *t, const char *text) {
 }
 
 // The place of a new record, or NULL: there is no room.
-static fsdpi_tr_record *fsdpi_tr_place(fsdp_trace *t) {
+static fsdpi_tr_event *fsdpi_tr_place(fsdp_trace *t) {
     uint64_t at = __atomic_fetch_add(&t->next_record, 1, __ATOMIC_RELAXED);
     return at < t->room ? &t->record[at] : NULL;
 }
@@ -115,7 +115,7 @@ static fsdpi_tr_record *fsdpi_tr_place(fsdp_trace *t) {
 static void fsdpi_tr_take(fsdp_trace *t, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
     const int is_marker = op->kind > FSDP_OP_HOOK;
     const fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
-    fsdpi_tr_record *r = fsdpi_tr_place(t);
+    fsdpi_tr_event *r = fsdpi_tr_place(t);
     if (!r) return;
     r->begin_ns = begin_ns, r->end_ns = end_ns > begin_ns ? end_ns : begin_ns;
     r->bytes = is_marker ? (uint64_t)fsdp_buf_nbytes(buf) : op->bytes;
@@ -132,7 +132,7 @@ static void fsdpi_tr_take(fsdp_trace *t, const fsdp_op *op, int64_t begin_ns, in
 }
 
 static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t end_ns) {
-    fsdpi_tr_record *r = fsdpi_tr_place(t);
+    fsdpi_tr_event *r = fsdpi_tr_place(t);
     if (!r) return;
     memset(r, 0, sizeof *r);
     r->begin_ns = o->begin_ns, r->end_ns = end_ns;
@@ -154,7 +154,7 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
         fsdp_memory held;
         if (v.unit == last || fsdp_unit_memory(v.unit, &held)) continue;
         for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-            fsdpi_tr_record *r = held.pool_slots[pool] ? fsdpi_tr_place(t) : NULL;
+            fsdpi_tr_event *r = held.pool_slots[pool] ? fsdpi_tr_place(t) : NULL;
             if (!r) continue;
             memset(r, 0, sizeof *r);
             r->begin_ns = r->end_ns = t->host_ns;
@@ -278,7 +278,7 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
                               int64_t end_ns) {
     if (!trace || !trace->is_on) return;
     fsdpi_tr_note_name(trace, name);
-    fsdpi_tr_record *r = fsdpi_tr_place(trace);
+    fsdpi_tr_event *r = fsdpi_tr_place(trace);
     if (!r) return;
     memset(r, 0, sizeof *r);
     r->begin_ns = begin_ns, r->end_ns = end_ns > begin_ns ? end_ns : begin_ns;
@@ -400,7 +400,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_ou
 
 /* The step of a record: of those of the world, whose numbers are others, and of spans by the time.
    A record of no step that is recorded becomes one of no kind. */
-static void fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_record *r) {
+static void fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_event *r) {
     int by_time = r->kind == FSDPI_TR_SPAN ||
                   (r->kind < FSDPI_TR_CALL &&
                    (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER));
@@ -620,7 +620,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     if (!room) room = 64 * units * num_steps < 65536 ? 65536 : 64 * units * num_steps;
     while (keys < 2 * (units + FSDPI_TR_OTHERS)) keys *= 2;
     (void)fsdpi_tr_part(&bytes, 1, sizeof(fsdp_trace));
-    int64_t record = fsdpi_tr_part(&bytes, room, sizeof(fsdpi_tr_record));
+    int64_t record = fsdpi_tr_part(&bytes, room, sizeof(fsdpi_tr_event));
     int64_t step = fsdpi_tr_part(&bytes, num_steps, sizeof(fsdpi_tr_step));
     int64_t key = fsdpi_tr_part(&bytes, keys, sizeof(fsdpi_tr_key));
     int64_t rank = fsdpi_tr_part(&bytes, fsdp_world_size(w), sizeof(int32_t));
@@ -629,7 +629,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     if (status) return status;
     char *base = (char *)memory;
     fsdp_trace *t = *out = (fsdp_trace *)memory;
-    t->record = (fsdpi_tr_record *)(void *)(base + record);
+    t->record = (fsdpi_tr_event *)(void *)(base + record);
     t->step = (fsdpi_tr_step *)(void *)(base + step);
     t->key = (fsdpi_tr_key *)(void *)(base + key);
     t->rank = (int32_t *)(void *)(base + rank);

@@ -41,7 +41,7 @@ enum {
 
 typedef struct fsdpi_why_span {
     int64_t begin, end, own;           // own: what nothing covers
-    const fsdpi_tr_record *op, *waits; // because of which record; waits: the one that waits for it
+    const fsdpi_tr_event *op, *waits;  // because of which record; waits: the one that waits for it
     uint8_t part, late;                // late: for members that came later
 } fsdpi_why_span;
 
@@ -144,45 +144,45 @@ static int64_t fsdpi_why_host(const fsdpi_why_step *s) {
 /* -------------------------------------------------------------------------------------------- */
 // From records to spans.
 
-static int fsdpi_why_is_comm(const fsdpi_tr_record *r) {
+static int fsdpi_why_is_comm(const fsdpi_tr_event *r) {
     return r->kind >= FSDP_OP_ALL_GATHER && r->kind <= FSDP_OP_RECV;
 }
-static int fsdpi_why_on_compute(const fsdpi_tr_rank *rank, const fsdpi_tr_record *r) {
+static int fsdpi_why_on_compute(const fsdpi_tr_rank *rank, const fsdpi_tr_event *r) {
     return r->kind < FSDP_OP_HOOK &&
            (r->stream == FSDP_STREAM_COMPUTE || rank->head.run == FSDP_RUN_INLINE);
 }
 
 // An operation of the world: its number is not one of the model's. A marker has a pool as label.
-static int fsdpi_tr_is_world(const fsdpi_tr_record *r) {
+static int fsdpi_tr_is_world(const fsdpi_tr_event *r) {
     return r->kind <= FSDP_OP_HOOK &&
            (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
 }
 
 // A call has issued a record.
-static int fsdpi_why_has(const fsdpi_tr_record *call, const fsdpi_tr_record *r) {
+static int fsdpi_why_has(const fsdpi_tr_event *call, const fsdpi_tr_event *r) {
     return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
 }
 
 // The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
-static const fsdpi_tr_record *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
-                                                uint64_t past, const fsdpi_tr_record *of) {
-    const fsdpi_tr_record *found = NULL;
+static const fsdpi_tr_event *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
+                                               uint64_t past, const fsdpi_tr_event *of) {
+    const fsdpi_tr_event *found = NULL;
     for (uint64_t i = first; i < past; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
+        const fsdpi_tr_event *r = &rank->records[i];
         if (r->kind == FSDPI_TR_CALL && fsdpi_why_has(r, of)) found = r;
     }
     return found;
 }
 
 // Of an optimizer: an update, or what an extension does in its step, as Muon's products.
-static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
+static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_event *r) {
     if (r->kind == FSDP_OP_UPDATE || r->label < FSDP_LABEL_COUNT) return r->kind == FSDP_OP_UPDATE;
-    const fsdpi_tr_record *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);
+    const fsdpi_tr_event *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);
     return call && call->label == FSDP_CALL_PARAMS_CHANGED;
 }
 
 // What it is to run a record, or to wait for it.
-static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_record *r) {
+static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_event *r) {
     if (r->label == FSDP_LABEL_CLIP) return FSDPI_WHY_CLIP;
     if (fsdpi_why_is_update(step, r)) return FSDPI_WHY_STEP;
     switch (r->stream) {
@@ -195,12 +195,12 @@ static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_record *
 
 // The record that ended a wait: of those issued before, the last one that has ended by then on the
 // streams in question.
-static const fsdpi_tr_record *fsdpi_why_awaited(const fsdpi_why_step *step,
-                                                const fsdpi_tr_record *r) {
+static const fsdpi_tr_event *fsdpi_why_awaited(const fsdpi_why_step *step,
+                                               const fsdpi_tr_event *r) {
     const fsdpi_tr_rank *rank = step->rank;
-    const fsdpi_tr_record *found = NULL;
+    const fsdpi_tr_event *found = NULL;
     for (uint64_t i = step->first; i < step->past; i++) {
-        const fsdpi_tr_record *o = &rank->records[i];
+        const fsdpi_tr_event *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
         const int alike = !fsdpi_tr_is_world(o) && !fsdpi_tr_is_world(r); // numbers, that is
         if (o->begin_ns > r->begin_ns) break; // they are in this order
@@ -221,7 +221,7 @@ typedef struct fsdpi_why_spans {
 } fsdpi_why_spans;
 
 static void fsdpi_why_add(fsdpi_why_spans *all, int part, int late, int64_t begin, int64_t end,
-                          const fsdpi_tr_record *op, const fsdpi_tr_record *waits) {
+                          const fsdpi_tr_event *op, const fsdpi_tr_event *waits) {
     fsdpi_why_step *step = all->step;
     begin = fsdpi_why_more(begin, step->begin), end = fsdpi_why_less(end, step->end);
     if (begin >= end) return;
@@ -239,7 +239,7 @@ static void fsdpi_why_add(fsdpi_why_spans *all, int part, int late, int64_t begi
 
 // COMPUTE waits for a record, or runs it. Until the last member came, it waits for that one.
 static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int64_t end,
-                             const fsdpi_tr_record *op, const fsdpi_tr_record *waits) {
+                             const fsdpi_tr_event *op, const fsdpi_tr_event *waits) {
     const fsdpi_tr_rank *rank = all->step->rank;
     fsdpi_why_add(all, part, 0, begin, end, op, waits);
     if (!op || !fsdpi_why_is_comm(op) || rank->last[op - rank->records] < 0) return;
@@ -248,10 +248,10 @@ static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int6
 }
 
 // A record of COMPUTE: what it waits for, and its own work.
-static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_record *r) {
+static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
     const int64_t reached = r->begin_ns - r->waited_ns;
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
-        const fsdpi_tr_record *op = fsdpi_why_awaited(all->step, r);
+        const fsdpi_tr_event *op = fsdpi_why_awaited(all->step, r);
         const int part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
                          : op                         ? fsdpi_why_part_of(all->step, op)
                                                       : (int)FSDPI_WHY_OTHERS;
@@ -274,10 +274,10 @@ static uint64_t fsdpi_why_at(const fsdpi_tr_rank *rank, int64_t time) {
 
 // On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before
 // the call ended, it had nothing else to do.
-static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_record *call) {
+static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_event *call) {
     int came = step->rank->head.run != FSDP_RUN_STREAMS;
     for (uint64_t i = step->first; i < step->past && !came; i++) {
-        const fsdpi_tr_record *r = &step->rank->records[i];
+        const fsdpi_tr_event *r = &step->rank->records[i];
         came = fsdpi_why_on_compute(step->rank, r) && fsdpi_why_has(call, r) &&
                r->begin_ns - r->waited_ns <= call->end_ns;
     }
@@ -287,7 +287,7 @@ static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_record 
 // A call belongs to steps i .. to by the number of its first record. One without records has the
 // number of what comes next, perhaps in the next step: there the time tells.
 static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
-                           const fsdpi_tr_record *call) {
+                           const fsdpi_tr_event *call) {
     const fsdpi_tr_step *s = &rank->steps[i], *next = &rank->steps[to + 1];
     const int is_last = to + 1 == rank->num_steps;
     const uint32_t length = is_last ? UINT32_MAX / 2 : next->first_seq - s->first_seq;
@@ -303,7 +303,7 @@ static void fsdpi_why_last(fsdpi_why_step *out, uint32_t first_seq, uint32_t rec
     const fsdpi_tr_rank *rank = out->rank;
     int64_t next = INT64_MAX; // when COMPUTE comes to what is behind the step
     for (uint64_t k = out->first; k < rank->num_records; k++) {
-        const fsdpi_tr_record *r = &rank->records[k];
+        const fsdpi_tr_event *r = &rank->records[k];
         const uint32_t at = r->seq - first_seq;
         if (r->begin_ns > next) break;
         if (!fsdpi_why_on_compute(rank, r) || fsdpi_tr_is_world(r)) continue;
@@ -324,7 +324,7 @@ static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to, 
     out->past = to + 2 < rank->num_steps ? fsdpi_why_at(rank, rank->steps[to + 2].begin_ns + 1)
                                          : rank->num_records;
     for (uint64_t k = out->first; k < out->past; k++) {
-        const fsdpi_tr_record *r = &rank->records[k];
+        const fsdpi_tr_event *r = &rank->records[k];
         if (r->kind != FSDPI_TR_CALL || !fsdpi_why_is_of(rank, i, to, r)) continue;
         out->begin = fsdpi_why_less(out->begin, r->begin_ns);
         if (r->label != FSDP_CALL_FINALIZE && r->label != FSDP_CALL_CLIP &&
@@ -353,7 +353,7 @@ static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, uint64_t t
     int64_t *comms = (int64_t *)calloc((size_t)(out->past - out->first) + 1, 2 * sizeof *comms);
     if (!comms) return -1;
     for (uint64_t k = out->first; k < out->past; k++) {
-        const fsdpi_tr_record *r = &rank->records[k];
+        const fsdpi_tr_event *r = &rank->records[k];
         if (r->end_ns <= out->begin || r->begin_ns - r->waited_ns >= out->end) continue;
         if (fsdpi_why_on_compute(rank, r)) fsdpi_why_record(&all, r);
         if (r->kind == FSDPI_TR_CALL && fsdpi_why_keeps_up(out, r))
@@ -521,11 +521,11 @@ static double fsdpi_why_unit(int64_t bytes, char *letter) {
 }
 
 // The first gather of the step, or its last reduction: nothing is there to hide it.
-static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *op, int gathers) {
+static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_event *op, int gathers) {
     const fsdpi_tr_rank *rank = step->rank;
-    const fsdpi_tr_record *edge = NULL;
+    const fsdpi_tr_event *edge = NULL;
     for (uint64_t i = step->first; i < step->past; i++) {
-        const fsdpi_tr_record *r = &rank->records[i];
+        const fsdpi_tr_event *r = &rank->records[i];
         const int reduces = r->kind == FSDP_OP_REDUCE_SCATTER || r->label == FSDP_LABEL_REPLICAS;
         if (r->end_ns <= step->begin || r->begin_ns >= step->end) continue;
         if (gathers ? r->kind != FSDP_OP_ALL_GATHER || edge : !reduces) continue;
@@ -540,8 +540,8 @@ static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_record *
 static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int late,
                              fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
-    const fsdpi_tr_record *op = s->op;
-    const fsdpi_tr_record *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
+    const fsdpi_tr_event *op = s->op;
+    const fsdpi_tr_event *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
     const int gathers = s->part == FSDPI_WHY_GATHER;
     const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, mid = (s->end - s->begin) / 2;
     if (!op) return;
@@ -726,7 +726,7 @@ static int fsdpi_why_begin_held(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
 }
 
 // From this record on. 0: it takes no slot and gives none back. The last name is that of none.
-static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_record *r) {
+static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_event *r) {
     if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) return 0;
     const uint64_t name = r->what < h->names ? r->what : h->names - 1;
     uint64_t *place = &h->bytes[r->label * h->names + name];
@@ -738,14 +738,14 @@ static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_record *r) {
 }
 
 // The first record of a rank at which units held most, and what they held then; NULL: none did.
-static const fsdpi_tr_record *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
-    const fsdpi_tr_record *peak = NULL;
+static const fsdpi_tr_event *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
+    const fsdpi_tr_event *peak = NULL;
     int64_t most = 0;
     for (uint64_t i = 0; i < rank->num_records; i++)
         if (fsdpi_why_hold(h, &rank->records[i]) && h->all > most)
             most = h->all, peak = &rank->records[i];
     memset(h->pool, 0, sizeof h->pool), memset(h->bytes, 0, rank->num_pools * h->names * 8);
-    for (const fsdpi_tr_record *r = rank->records; peak && r <= peak; r++) fsdpi_why_hold(h, r);
+    for (const fsdpi_tr_event *r = rank->records; peak && r <= peak; r++) fsdpi_why_hold(h, r);
     return peak;
 }
 
@@ -753,8 +753,8 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
     fsdpi_why_held held;
     if (!fsdpi_why_begin_held(rank, &held)) return;
-    const fsdpi_tr_record *at = fsdpi_why_peak(rank, &held);
-    const fsdpi_tr_record *call = at ? fsdpi_why_call_of(rank, 0, rank->num_records, at) : NULL;
+    const fsdpi_tr_event *at = fsdpi_why_peak(rank, &held);
+    const fsdpi_tr_event *call = at ? fsdpi_why_call_of(rank, 0, rank->num_records, at) : NULL;
     const int offloads = rank->head.cpu_offload && rank->head.run == FSDP_RUN_STREAMS;
     int64_t all = 0, rest = 0;
     int32_t said = 0;

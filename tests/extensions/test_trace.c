@@ -29,7 +29,7 @@ static const lab_net net = {rows, NUM, UNITS};
 /* ---- what an extension of the test sees ------------------------------------------------------ */
 
 typedef struct {
-    fsdpi_tr_record record[MOST];
+    fsdpi_tr_event record[MOST];
     char what[MOST][32]; /* of record[] */
     int num, calls, step, on;
     uint32_t seq;
@@ -38,7 +38,7 @@ typedef struct {
 static void witness_add(witness *x, const fsdp_op *op, int64_t begin, int64_t end) {
     int at = __atomic_fetch_add(&x->num, 1, __ATOMIC_SEQ_CST);
     CHECK(at < MOST);
-    fsdpi_tr_record *r = &x->record[at];
+    fsdpi_tr_event *r = &x->record[at];
     const fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
     int marker = op->kind > FSDP_OP_HOOK;
     r->begin_ns = begin, r->end_ns = end, r->bytes = op->bytes;
@@ -128,7 +128,7 @@ static fsdp_trace *start(lab_built *m, const char *dir, int64_t records) {
 
 /* ---- every record ---------------------------------------------------------------------------- */
 
-static int by_key(const fsdpi_tr_record *a, const fsdpi_tr_record *b) {
+static int by_key(const fsdpi_tr_event *a, const fsdpi_tr_event *b) {
     int world_a = a->label == FSDP_LABEL_WORLD || a->label == FSDP_LABEL_TRANSFER;
     int world_b = b->label == FSDP_LABEL_WORLD || b->label == FSDP_LABEL_TRANSFER;
     if (a->kind > FSDP_OP_HOOK) world_a = 0;
@@ -140,7 +140,7 @@ static int by_key(const fsdpi_tr_record *a, const fsdpi_tr_record *b) {
 static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, int kept) {
     int others = 0, calls = 0, marked = 0, held = 0;
     for (uint64_t i = 0; i < r->num_records; i++) {
-        const fsdpi_tr_record *o = &r->records[i];
+        const fsdpi_tr_event *o = &r->records[i];
         int found = 0;
         CHECK(o->step >= FIRST && o->step <= LAST);
         CHECK(o->begin_ns <= o->end_ns);
@@ -159,10 +159,10 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, 
         }
         others++;
         for (int k = 0; k < x->num; k++) {
-            const fsdpi_tr_record *want = &x->record[k];
+            const fsdpi_tr_event *want = &x->record[k];
             if (!by_key(o, want)) continue;
             found++;
-            fsdpi_tr_record like = *o;
+            fsdpi_tr_event like = *o;
             like.step = 0, like.what = 0;
             if (o->kind > FSDP_OP_HOOK) like.begin_ns = like.end_ns = 0, marked++;
             CHECK_MSG(!memcmp(&like, want, sizeof like), "%s: record %u, %s", name, o->seq,
@@ -220,7 +220,7 @@ static void check_matches(const fsdpi_tr_job *job) {
     int matched = 0;
     for (int k = 0; k < job->num; k++)
         for (uint64_t i = 0; i < job->rank[k].num_records; i++) {
-            const fsdpi_tr_record *o = &job->rank[k].records[i];
+            const fsdpi_tr_event *o = &job->rank[k].records[i];
             if (!fsdpi_tr_is_collective(o)) continue;
             CHECK_MSG(job->rank[k].last[i] >= 0, "%s %u of rank %d has no peers",
                       fsdp_op_name(o->kind), o->seq, k);
@@ -370,7 +370,7 @@ TEST(trace, spans) {
     read_one(x.dir, &job);
     const fsdpi_tr_rank *r = &job.rank[0];
     for (uint64_t i = 0; i < r->num_records; i++) {
-        const fsdpi_tr_record *o = &r->records[i];
+        const fsdpi_tr_event *o = &r->records[i];
         if (o->kind != FSDPI_TR_SPAN) continue;
         const char *name = fsdpi_tr_name(r, o->what);
         int64_t length = o->end_ns - o->begin_ns;
@@ -635,7 +635,7 @@ static void own_optimizer(lab_rank *r) {
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
     int clips = 0;
     for (uint64_t i = 0; i < job.rank[0].num_records; i++) {
-        const fsdpi_tr_record *o = &job.rank[0].records[i];
+        const fsdpi_tr_event *o = &job.rank[0].records[i];
         if (o->kind != FSDPI_TR_CALL || o->label != FSDP_CALL_CLIP) continue;
         CHECK(o->step >= FIRST && o->step <= LAST + 1);
         CHECK(o->end_ns <= clipped[o->step < LAST + 1 ? o->step : LAST + 1]);
@@ -1015,7 +1015,7 @@ TEST(trace, json) {
     CHECK(num > 10);
     r->num_records = (uint64_t)num, r->num_steps = 0, job.num = 1;
     for (int i = 0; i < num; i++) {
-        fsdpi_tr_record *o = &r->records[i];
+        fsdpi_tr_event *o = &r->records[i];
         o->begin_ns = 1000000 * (i + 1), o->end_ns = o->begin_ns + 600000;
         o->stream = FSDP_STREAM_COMPUTE, o->waited_ns = 3000, o->what = 0;
         r->peers_ns[i] = o->begin_ns + 100000, r->last[i] = 1;

@@ -16,7 +16,7 @@ enum { MOST = 400, STEPS = 3 };
 
 typedef struct {
     fsdpi_tr_rank rank;
-    fsdpi_tr_record rec[MOST];
+    fsdpi_tr_event rec[MOST];
     int64_t peers[MOST];
     int32_t last[MOST];
     int truth[MOST]; /* of a COMPUTE record that waits: for which record; -1: for none */
@@ -31,14 +31,15 @@ static int draw(toy *t, int below) {
     return (int)(lab_hash(t->seed, t->draws++, 7, 9) % (uint64_t)below);
 }
 static int toy_run(const toy *t) { return t->rank.head.run; }
-static int toy_is_comm(const fsdpi_tr_record *r) {
+static int toy_is_comm(const fsdpi_tr_event *r) {
     return r->kind == FSDP_OP_ALL_GATHER || r->kind == FSDP_OP_REDUCE_SCATTER ||
            r->kind == FSDP_OP_ALL_REDUCE || r->kind == FSDP_OP_BROADCAST;
 }
 
-static fsdpi_tr_record *toy_add(toy *t, int kind, int label, int stream, int64_t begin, int64_t end) {
+static fsdpi_tr_event *toy_add(toy *t, int kind, int label, int stream, int64_t begin,
+                               int64_t end) {
     CHECK(t->num < MOST);
-    fsdpi_tr_record *r = &t->rec[t->num];
+    fsdpi_tr_event *r = &t->rec[t->num];
     memset(r, 0, sizeof *r);
     r->kind = (uint8_t)kind, r->label = (uint8_t)label, r->stream = (uint8_t)stream;
     r->begin_ns = begin, r->end_ns = end;
@@ -75,7 +76,7 @@ static void toy_issue(toy *t) {
 
 /* COMPUTE waits for a record that was issued; or for none, if `of` is -1. */
 static void toy_wait(toy *t, int of, int64_t *now) {
-    const fsdpi_tr_record *op = of >= 0 ? &t->rec[of] : NULL;
+    const fsdpi_tr_event *op = of >= 0 ? &t->rec[of] : NULL;
     int label = !op                                            ? FSDP_LABEL_NONE
                 : op->label == FSDP_LABEL_CLIP                 ? FSDP_LABEL_CLIP
                 : op->stream == FSDP_STREAM_GATHER             ? FSDP_LABEL_GATHER
@@ -85,8 +86,8 @@ static void toy_wait(toy *t, int of, int64_t *now) {
     int zeros = label == FSDP_LABEL_GRADS && draw(t, 2);
     int64_t reached = *now, begin = op && op->end_ns > reached ? op->end_ns : reached;
     int64_t end = begin + (zeros ? draw(t, 4) : 0);
-    fsdpi_tr_record *r = toy_add(t, zeros ? FSDP_OP_ZERO : FSDP_OP_USE, label, FSDP_STREAM_COMPUTE,
-                                 begin, end);
+    fsdpi_tr_event *r = toy_add(t, zeros ? FSDP_OP_ZERO : FSDP_OP_USE, label, FSDP_STREAM_COMPUTE,
+                                begin, end);
     r->waited_ns = (uint32_t)(begin - reached);
     if (r->waited_ns) t->truth[r - t->rec] = of;
     *now = end;
@@ -101,7 +102,7 @@ static void toy_records(toy *t, int64_t *now) {
                                     FSDP_OP_CALL};
         if (toy_run(t) == FSDP_RUN_INLINE && what < 3) {
             toy_issue(t); /* at once, in the caller's thread */
-            fsdpi_tr_record *r = &t->rec[t->num - 1];
+            fsdpi_tr_event *r = &t->rec[t->num - 1];
             const int64_t length = r->end_ns - r->begin_ns;
             r->begin_ns = begin, r->end_ns = begin + length;
             if (t->last[t->num - 1] >= 0) t->peers[t->num - 1] = begin + draw(t, (int)length + 1);
@@ -144,7 +145,7 @@ static void toy_call(toy *t, int call) {
 }
 
 static int toy_by_begin(const void *a, const void *b) {
-    const fsdpi_tr_record *x = (const fsdpi_tr_record *)a, *y = (const fsdpi_tr_record *)b;
+    const fsdpi_tr_event *x = (const fsdpi_tr_event *)a, *y = (const fsdpi_tr_event *)b;
     if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
     return x->seq < y->seq ? -1 : x->seq > y->seq;
 }
@@ -190,11 +191,11 @@ typedef struct {
     int64_t begin, end, part[FSDPI_WHY_PART_COUNT], comm, hidden, late;
 } model;
 
-static int model_runs(const toy *t, const fsdpi_tr_record *r) {
+static int model_runs(const toy *t, const fsdpi_tr_event *r) {
     return r->kind < FSDP_OP_HOOK &&
            (toy_run(t) == FSDP_RUN_INLINE || r->stream == FSDP_STREAM_COMPUTE);
 }
-static int model_part(const fsdpi_tr_record *op) { /* whose fault it is that COMPUTE waits */
+static int model_part(const fsdpi_tr_event *op) { /* whose fault it is that COMPUTE waits */
     static const int parts[] = {FSDPI_WHY_OTHERS, FSDPI_WHY_GATHER, FSDPI_WHY_REDUCE,
                                 FSDPI_WHY_REPLICAS, FSDPI_WHY_OTHERS};
     return op->label == FSDP_LABEL_CLIP   ? (int)FSDPI_WHY_CLIP
@@ -206,9 +207,9 @@ static int model_is_late(const toy *t, int i, int64_t ns) {
            ns < t->peers[i];
 }
 /* Has COMPUTE come to a record of the call before the call ended? */
-static int model_is_idle(const toy *t, const fsdpi_tr_record *call) {
+static int model_is_idle(const toy *t, const fsdpi_tr_event *call) {
     for (int i = 0; i < t->num; i++) {
-        const fsdpi_tr_record *r = &t->rec[i];
+        const fsdpi_tr_event *r = &t->rec[i];
         if (model_runs(t, r) && r->seq >= call->seq && r->seq < call->seq + call->slot &&
             r->begin_ns - r->waited_ns <= call->end_ns)
             return 1;
@@ -221,7 +222,7 @@ static int model_is_idle(const toy *t, const fsdpi_tr_record *call) {
 static void model_nanosecond(const toy *t, int64_t ns, model *m) {
     int part = FSDPI_WHY_COMPUTE, late = 0, comm = 0;
     for (int i = 0; i < t->num; i++) {
-        const fsdpi_tr_record *r = &t->rec[i];
+        const fsdpi_tr_event *r = &t->rec[i];
         const int now = ns >= r->begin_ns && ns < r->end_ns;
         const int waits = ns >= r->begin_ns - r->waited_ns && ns < r->begin_ns;
         if (now && r->kind == FSDPI_TR_CALL && part < FSDPI_WHY_CALLS && model_is_idle(t, r))
@@ -248,7 +249,7 @@ static void model_step(const toy *t, int s, int64_t not_before, model *m) {
     memset(m, 0, sizeof *m);
     m->begin = INT64_MAX;
     for (int i = 0; i < t->num; i++) {
-        const fsdpi_tr_record *r = &t->rec[i];
+        const fsdpi_tr_event *r = &t->rec[i];
         if (r->kind != FSDPI_TR_CALL || r->seq < from || r->seq >= to) continue;
         if (r->begin_ns < m->begin) m->begin = r->begin_ns;
         if (r->label != FSDP_CALL_FINALIZE && r->label != FSDP_CALL_CLIP &&
@@ -516,7 +517,7 @@ enum { EMBED, H0, CLIP, ADAMW, NAMES, MICRO = 6, RECORDS = 160 };
 /* Times in units of 10 us: a rank of a job with lanes, of two layers. */
 typedef struct {
     fsdpi_tr_rank rank;
-    fsdpi_tr_record rec[RECORDS];
+    fsdpi_tr_event rec[RECORDS];
     int64_t peers[RECORDS];
     int32_t last[RECORDS];
     fsdpi_tr_step step[MICRO];
@@ -535,10 +536,10 @@ static uint32_t small_text(small *t, const char *text) {
     return at;
 }
 
-static fsdpi_tr_record *small_add(small *t, int kind, int label, int stream, int what,
-                                  int64_t begin, int64_t end) {
+static fsdpi_tr_event *small_add(small *t, int kind, int label, int stream, int what, int64_t begin,
+                                 int64_t end) {
     CHECK(t->num < RECORDS);
-    fsdpi_tr_record *r = &t->rec[t->num];
+    fsdpi_tr_event *r = &t->rec[t->num];
     memset(r, 0, sizeof *r);
     r->kind = (uint8_t)kind, r->label = (uint8_t)label, r->stream = (uint8_t)stream;
     r->what = (uint16_t)what;
@@ -556,21 +557,21 @@ static void small_call(small *t, int call, int what, int64_t begin, int64_t end,
 static void small_comm(small *t, int kind, int what, int64_t begin, int64_t end, int64_t came,
                        int last) {
     const int gathers = kind == FSDP_OP_ALL_GATHER, clips = kind == FSDP_OP_ALL_REDUCE;
-    fsdpi_tr_record *r = small_add(t, kind,
-                                   clips     ? FSDP_LABEL_CLIP
-                                   : gathers ? FSDP_LABEL_GATHER
-                                             : FSDP_LABEL_REDUCE,
-                                   gathers ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE, what, begin,
-                                   end);
+    fsdpi_tr_event *r = small_add(t, kind,
+                                  clips     ? FSDP_LABEL_CLIP
+                                  : gathers ? FSDP_LABEL_GATHER
+                                            : FSDP_LABEL_REDUCE,
+                                  gathers ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE, what, begin,
+                                  end);
     t->last[r - t->rec] = last, t->peers[r - t->rec] = came * 10000;
 }
 static void small_use(small *t, int label, int what, int64_t reached, int64_t begin) {
-    fsdpi_tr_record *r = small_add(t, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE, what, begin, begin);
+    fsdpi_tr_event *r = small_add(t, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE, what, begin, begin);
     r->waited_ns = (uint32_t)((begin - reached) * 10000);
 }
 static void small_slot(small *t, int kind, int pool, int what, uint32_t slot, uint64_t bytes,
                        int64_t at) {
-    fsdpi_tr_record *r = small_add(t, kind, pool, FSDP_STREAM_COMPUTE, what, at, at);
+    fsdpi_tr_event *r = small_add(t, kind, pool, FSDP_STREAM_COMPUTE, what, at, at);
     r->slot = slot, r->bytes = bytes;
 }
 
@@ -670,7 +671,7 @@ TEST(why, screen_of_streams) {
     static small t;
     fsdpi_tr_rank ranks[1];
     fsdpi_tr_job job;
-    fsdpi_tr_record *r;
+    fsdpi_tr_event *r;
     char text[4096];
     small_begin(&t, 0, 4);
     t.rank.head.run = FSDP_RUN_STREAMS;
@@ -1139,7 +1140,7 @@ TEST(why, muon) {
     CHECK_EQ_INT(fsdpi_why_make_step(&job.rank[0], 1, 1, INT64_MIN, &s), 1);
     for (int i = 0; i < s.num_spans; i++) {
         const fsdpi_why_span *span = &s.spans[i];
-        const fsdpi_tr_record *r = span->op;
+        const fsdpi_tr_event *r = span->op;
         if (!r || r->kind >= FSDP_OP_HOOK || strcmp(fsdpi_tr_name(&job.rank[0], r->what), "muon_step"))
             continue;
         const int is_comm = fsdpi_why_is_comm(r);
@@ -1261,7 +1262,7 @@ TEST(why, root_units) {
         CHECK_EQ_STR(fsdpi_tr_name(&job.rank[0], (uint32_t)i), i == 1 ? "h" : "(root)");
     uint64_t calls[3] = {0, 0, 0};
     for (uint64_t i = 0; i < job.rank[0].num_records; i++) {
-        const fsdpi_tr_record *r = &job.rank[0].records[i];
+        const fsdpi_tr_event *r = &job.rank[0].records[i];
         if (r->kind == FSDPI_TR_CALL && r->what < 3) calls[r->what]++;
     }
     for (int i = 0; i < 3; i++) CHECK_EQ_INT(calls[i], 4);
@@ -1273,7 +1274,7 @@ TEST(why, root_units) {
 
 /* Where the fit would have a latency below 0, all is rate: the record takes as long as it took. */
 TEST(why, fit) {
-    fsdpi_tr_record r[2];
+    fsdpi_tr_event r[2];
     fsdpi_tr_rank rank;
     fsdpi_why y;
     helps h;
