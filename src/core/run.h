@@ -347,7 +347,7 @@ static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, cons
 }
 
 // Records a device event: a point after all marks of a stream so far.
-static fsdp_status fsdpi_record_point(fsdp_world *w, int stream) {
+static fsdp_status fsdpi_record_event(fsdp_world *w, int stream) {
     fsdpi_order *o = &w->order[stream];
     fsdpi_event *p = &w->points[(unsigned)stream * FSDPI_POINTS + o->recorded++ % FSDPI_POINTS];
     memcpy(p->behind, o->behind, sizeof p->behind);
@@ -365,7 +365,7 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
     for (; at > 0 && other->recorded - at < FSDPI_POINTS; at--)
         if (p[(at - 1) % FSDPI_POINTS].behind[mark->stream] < mark->seq) break;
-    if (at == other->recorded) FSDPI_TRY(fsdpi_record_point(w, mark->stream));
+    if (at == other->recorded) FSDPI_TRY(fsdpi_record_event(w, mark->stream));
     p += at % FSDPI_POINTS;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
@@ -412,7 +412,7 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
         const fsdpi_order *o = &w->order[op->stream];
         int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
         int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
-        if (o->due && !again) FSDPI_TRY(fsdpi_record_point(w, op->stream));
+        if (o->due && !again) FSDPI_TRY(fsdpi_record_event(w, op->stream));
         if (op->timed) fsdpi_timeline_reach(w, op, w->streams[op->stream]);
         for (int i = 0; i < op->num_waits; i++)
             FSDPI_TRY(fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]));

@@ -36,7 +36,7 @@
 #define FSDPI_ORDER_PER_UNIT 64
 
 // Remember a forward: its backward is due, and the forward before it is what to prefetch then.
-static fsdp_status fsdpi_do_record(fsdp_unit *u) {
+static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
@@ -87,7 +87,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
         {{0, FSDPI_P}, 0, FSDPI_KEEP, {fsdpi_do_unshard, fsdpi_do_wait}},
     },
     { // post_forward
-        {{FSDPI_F, 0}, 0, FSDP_STATE_IDLE, {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {{FSDPI_F, 0}, 0, FSDP_STATE_IDLE, {fsdpi_do_note_forward, fsdpi_do_reshard_forward}},
         {{0, FSDPI_F}, 0, FSDP_STATE_IDLE, {NULL}},
         {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
     },
@@ -320,7 +320,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status s
 // The end of a call: the caller's work comes next.
 static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
     if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
-        status = fsdpi_record_point(m->world, FSDP_STREAM_COMPUTE);
+        status = fsdpi_record_event(m->world, FSDP_STREAM_COMPUTE);
     return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
