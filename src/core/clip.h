@@ -33,7 +33,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
             if ((*fsdpi_use(u, k) & FSDPI_USE_REDUCED) && p->dtype == dtype)
-                out[num++] = fsdpi_run(at, at, p->lay.local_numel);
+                out[num++] = fsdpi_row_block(at, at, p->lay.local_numel);
         }
     }
     return num;

@@ -196,7 +196,7 @@ static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *
     int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
     fsdpi_work work = {block, NULL, 1, (uint64_t)numel};
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
-    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, numel);
+    *block = fsdpi_row_block(p->old_offset, p->lay.shard_offset, numel);
     return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
 }
 

@@ -187,7 +187,7 @@ static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
 // The lists that records carry.
 
 // One row of width elements, from src to dst.
-static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
+static fsdp_block fsdpi_row_block(int64_t src, int64_t dst, int64_t width) {
     fsdp_block b = {src, dst, width, 1, width, width};
     return b;
 }
@@ -216,7 +216,7 @@ static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const
     int64_t numel = part->train.shard_numel;
     for (int i = 0; i < part->num_gather && !part->extended; i++) {
         fsdp_seg s = gather[i];
-        fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
+        fsdpi_add_block(&part->copy_in, fsdpi_row_block(s.shard, s.full + rank * s.count, s.count));
     }
     for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
         part->chunk_cat.blocks[i] = fsdpi_reversed(part->chunk_cat.blocks[i]);
@@ -228,13 +228,13 @@ static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || fsdpi_dtype_group_of(u, p) != part) continue;
         if (p->lay.direct)
-            fsdpi_add_block(&part->divide,
-                            fsdpi_run(p->grad_offset, p->grad_offset, world * p->lay.shard_numel));
+            fsdpi_add_block(&part->divide, fsdpi_row_block(p->grad_offset, p->grad_offset,
+                                                           world * p->lay.shard_numel));
         else
             u->layout.pad_in |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
     }
-    fsdpi_add_block(&part->to_shard, fsdpi_run(part->reduce, part->train.base, numel));
-    fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
+    fsdpi_add_block(&part->to_shard, fsdpi_row_block(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->rescale, fsdpi_row_block(part->train.base, part->train.base, numel));
 }
 
 /* Segments of GRAD stay apart, as parameters lie there as wholes. In REDUCE_IN neighbours are one
@@ -268,7 +268,7 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
         fsdpi_count(&l->reduce_scatter[k]);
         fsdpi_count(&l->to_out[k]);
     }
-    fsdpi_add_block(&l->whole_out, fsdpi_run(0, 0, l->train_numel));
+    fsdpi_add_block(&l->whole_out, fsdpi_row_block(0, 0, l->train_numel));
     l->whole_grad.count = (uint64_t)l->grad_bytes;
     if (l->pad_in) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
 }
@@ -305,7 +305,7 @@ static void fsdpi_slice_lists(fsdp_unit *u) {
                 me = u->desc.info.shard_mesh_rank % u->desc.slices;
         fsdp_seg s = {at, full, count};
         u->layout.slice_gather.segs[u->layout.slice_gather.num++] = s;
-        fsdpi_add_block(&u->layout.slice_copy, fsdpi_run(full + me * count, at, count));
+        fsdpi_add_block(&u->layout.slice_copy, fsdpi_row_block(full + me * count, at, count));
         at += count;
     }
     fsdpi_count(&u->layout.slice_gather);

@@ -84,8 +84,8 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
         m->full_seg = seg; // if the call fails, a worker thread may still read it afterwards
-        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->desc.info.shard_mesh_rank * num,
-                                  num);
+        m->full_block = fsdpi_row_block(p->lay.shard_offset + at,
+                                        u->desc.info.shard_mesh_rank * num, num);
         fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},

@@ -36,10 +36,10 @@ static fsdp_status fsdpi_predict_step(fsdp_model *m) {
                 int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
-                if (pass < 2) FSDPI_TRY(fsdpi_run_row(u, fsdpi_lookup(u, call[0])));
+                if (pass < 2) FSDPI_TRY(fsdpi_apply_row(u, fsdpi_lookup(u, call[0])));
                 for (int k = 0; back && k < u->desc.num_params; k++)
                     if (u->params[k].requires_grad) *fsdpi_use(u, k) |= FSDPI_USE_USED;
-                if (pass > 0) FSDPI_TRY(fsdpi_run_row(u, fsdpi_lookup(u, call[1])));
+                if (pass > 0) FSDPI_TRY(fsdpi_apply_row(u, fsdpi_lookup(u, call[1])));
             }
         }
     }

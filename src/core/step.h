@@ -209,7 +209,7 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
 }
 
 // Run one row for a unit.
-static fsdp_status fsdpi_run_row(fsdp_unit *u, const fsdpi_row *row) {
+static fsdp_status fsdpi_apply_row(fsdp_unit *u, const fsdpi_row *row) {
     const uint8_t next = fsdpi_next_state(u, row);
     u->model->call_state = next; // also behind a marker, where an extension may have made a call
     FSDPI_GUARD(fsdpi_open_unit(u));
@@ -269,7 +269,7 @@ static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) 
 // Their rows, once it is.
 static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     for (int i = 0; i < m->num_units; i++)
-        FSDPI_TRY(fsdpi_run_row(m->units[i], fsdpi_lookup(m->units[i], call)));
+        FSDPI_TRY(fsdpi_apply_row(m->units[i], fsdpi_lookup(m->units[i], call)));
     return FSDP_OK;
 }
 
@@ -340,7 +340,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
         m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
     }
-    return fsdpi_run_row(u, row);
+    return fsdpi_apply_row(u, row);
 }
 
 // The same for a call of which an extension wants to know when it ends.
