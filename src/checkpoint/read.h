@@ -47,13 +47,13 @@ typedef struct fsdpi_ck_read_op { // one read of the worker
     char *to;
 } fsdpi_ck_read_op;
 
-typedef struct fsdpi_ck_run_op { // a copy after the reads
+typedef struct fsdpi_ck_copy_op { // a copy after the reads
     const char *from;
     char *to;
     int64_t elements, step; // step: elements of `to` from one to the next
     fsdp_dtype from_dtype, to_dtype;
     int32_t memory;
-} fsdpi_ck_run_op;
+} fsdpi_ck_copy_op;
 
 typedef struct fsdpi_ck_reader {
     fsdpi_ck_io *io;
@@ -62,7 +62,7 @@ typedef struct fsdpi_ck_reader {
     int32_t num_wants;
     int64_t num_items;
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
-    fsdpi_ck_run_op runs[FSDPI_CK_RUNS];
+    fsdpi_ck_copy_op runs[FSDPI_CK_RUNS];
     int32_t num_reads, num_runs, reads_done;
     int64_t used; // bytes of scratch
     int check;    // 1: compare checksums
@@ -175,7 +175,7 @@ static void fsdpi_ck_read_ops(void *arg) {
 // The caller's side: it makes reads and copies from runs.
 
 // Copies elements from scratch to their places: cast, transposed, or to a device.
-static fsdp_status fsdpi_ck_copy_run(fsdpi_ck_reader *r, const fsdpi_ck_run_op *op) {
+static fsdp_status fsdpi_ck_copy_run(fsdpi_ck_reader *r, const fsdpi_ck_copy_op *op) {
     int64_t size = (int64_t)fsdp_dtype_size(op->to_dtype);
     int64_t from_size = (int64_t)fsdp_dtype_size(op->from_dtype);
     char *to = op->to;
@@ -223,7 +223,7 @@ static fsdp_status fsdpi_ck_read_straight(fsdpi_ck_reader *r, int32_t part, int6
 // Reads by way of scratch. Short runs near each other become one read, if a quarter of it is
 // wanted.
 static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t at,
-                                     fsdpi_ck_run_op run, int64_t *wanted) {
+                                     fsdpi_ck_copy_op run, int64_t *wanted) {
     int64_t nbytes = run.elements * (int64_t)fsdp_dtype_size(run.from_dtype);
     fsdpi_ck_read_op *op = r->num_reads ? &r->reads[r->num_reads - 1] : NULL;
     char *scratch = (char *)r->scratch.ptr;
@@ -291,7 +291,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
                 *wanted = 0;
                 continue;
             }
-            fsdpi_ck_run_op run = {NULL, w->to, n, 1, from, w->dtype, w->memory};
+            fsdpi_ck_copy_op run = {NULL, w->to, n, 1, from, w->dtype, w->memory};
             if (w->transpose) { // element (c, r) of the file is (r, c) in memory
                 dst = dst % w->shape[1] * w->shape[0] + dst / w->shape[1];
                 run.step = w->shape[0];

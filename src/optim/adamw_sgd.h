@@ -27,7 +27,7 @@ struct fsdp_sgd {
 };
 
 // AdamW. The scalars of a group are computed anew if its t or the step's lr has changed.
-static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
+static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
                              fsdp_update *u) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
     int group = run->first->group;
@@ -124,7 +124,7 @@ FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
 }
 
 // SGD.
-static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr, fsdp_update *u) {
+static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
     fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
     hyper.lr = lr;
     hyper.weight_decay = o->groups[run->first->group].weight_decay;

@@ -31,7 +31,7 @@ struct fsdp_ema {
     double weight;                           // of these
 };
 
-static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr, fsdp_update *u) {
+static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
     const fsdp_ema *e = (const fsdp_ema *)(void *)o;
     (void)lr;
     u->kind = FSDP_UPDATE_EMA;
@@ -44,7 +44,7 @@ static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr
 // Emits the updates of all parameters that have an average; COPY is for those that have none.
 static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double weight) {
     fsdpi_optim *o = &e->base;
-    fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
+    fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     fsdp_status status = FSDP_OK;
     int num = 0;
     e->act = act;

@@ -60,15 +60,15 @@ typedef struct fsdpi_optim {
 } fsdpi_optim;
 
 // A run of elements.
-typedef struct fsdpi_optim_run {
+typedef struct fsdpi_optim_span {
     fsdpi_optim_param *first;
     char *grad;
     fsdp_dtype grad_dtype;
     int64_t numel, step;
-} fsdpi_optim_run;
+} fsdpi_optim_span;
 
 // Sets the kind and the scalars of a run's update.
-typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
+typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
                                fsdp_update *u);
 
 static int fsdpi_optim_bad(double x, double below) {
@@ -474,7 +474,7 @@ static uint64_t fsdpi_optim_mix(uint64_t x) {
 
 // The random bits of a run, which is a part of one parameter. They depend on the places of the
 // elements in the whole parameter, and not on this rank or its layout.
-static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_run *run,
+static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_span *run,
                                       fsdp_update *u) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdp_param_view_get(run->first->unit, run->first->index, &v);
@@ -491,7 +491,7 @@ static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_ru
 }
 
 // Appends a run to the updates of a step, unless it is empty.
-static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_run *run,
+static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_span *run,
                                       fsdpi_optim_fn fill, double lr, int *num) {
     if (run->numel == 0) return FSDP_OK;
     fsdp_update *u = &o->updates[(*num)++];
@@ -510,7 +510,7 @@ static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_run *run
 }
 
 // Does the parameter begin where the run ends, so that the run may have both?
-static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
+static int fsdpi_optim_joins(const fsdpi_optim_span *run, const fsdpi_optim_param *p,
                              const fsdp_param_view *v) {
     return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
            run->first->group == p->group && run->step == p->step &&
@@ -521,7 +521,7 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
 }
 
 // The run has the parameter, too, or is appended, and the parameter begins the next one.
-static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_run *run, fsdpi_optim_param *p,
+static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_span *run, fsdpi_optim_param *p,
                                       const fsdp_param_view *v, fsdpi_optim_fn fill, double lr,
                                       int *num) {
     fsdp_status status = FSDP_OK;
@@ -567,7 +567,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     if (!status) status = fsdpi_optim_follow(o, what);
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
-    fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
+    fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     int num = 0; // of updates
     for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];

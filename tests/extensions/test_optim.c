@@ -924,7 +924,7 @@ TEST(optim, grad_none) {
 
 /* Neighbours without padding between them are one loop; all loops of a step are one record. */
 static __thread int64_t loops, looped;
-static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, double lr, fsdp_update *u) {
+static void count_loop(fsdpi_optim *o, const fsdpi_optim_span *r, double lr, fsdp_update *u) {
     loops++;
     looped += r->numel;
     fsdpi_adamw_fill(o, r, lr, u);
