@@ -19,18 +19,18 @@ typedef struct fsdpi_flight_record fsdpi_flight_record;
 
 // A recorded event of a device's stream. behind: of each stream, and of its own, the number of the
 // last mark before it.
-#define FSDPI_POINTS 16u
-typedef struct fsdpi_event {
+#define FSDPI_DEVICE_EVENTS 16u
+typedef struct fsdpi_device_event {
     void *event;
     uint64_t behind[FSDP_STREAM_COUNT];
-} fsdpi_event;
+} fsdpi_device_event;
 
-typedef struct fsdpi_order {
+typedef struct fsdpi_stream_clock {
     uint64_t behind[FSDP_STREAM_COUNT]; // of the stream as it is now
     uint64_t recorded;                  // points so far: the newest are kept
     uint64_t due;                       // marks that are to be recorded before more work comes
-    const fsdp_buf *due_for;            // the buffer of the only one, or NULL
-} fsdpi_order;
+    const fsdp_buf *due_buf;            // the buffer of the only one, or NULL
+} fsdpi_stream_clock;
 
 struct fsdp_world {
     fsdp_boot boot;
@@ -50,8 +50,8 @@ struct fsdp_world {
     int mode;                             // FSDP_RUN_*
     const char *because;                  // why: a part of a text
     void *streams[FSDP_STREAM_COUNT];     // FSDP_RUN_STREAMS; COMPUTE may be the caller's
-    fsdpi_order order[FSDP_STREAM_COUNT]; // likewise
-    fsdpi_event points[FSDP_STREAM_COUNT * FSDPI_POINTS];
+    fsdpi_stream_clock order[FSDP_STREAM_COUNT]; // likewise
+    fsdpi_device_event points[FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS];
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDP_RUN_LANES; COMPUTE has none; may be the same one

@@ -338,18 +338,19 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
    first waits for it. If more work follows at once, that is too late: pass the buffer as `due`, and
    the event is recorded before that work. Else `due` is NULL. */
 static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
-    fsdpi_order *o = &w->order[stream];
+    fsdpi_stream_clock *o = &w->order[stream];
     event->stream = stream;
     if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->behind[stream];
     else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
     if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a rehearsal ptr may be NULL
-        o->due_for = o->due++ ? NULL : due;
+        o->due_buf = o->due++ ? NULL : due;
 }
 
 // Records a device event: a point after all marks of a stream so far.
 static fsdp_status fsdpi_record_event(fsdp_world *w, int stream) {
-    fsdpi_order *o = &w->order[stream];
-    fsdpi_event *p = &w->points[(unsigned)stream * FSDPI_POINTS + o->recorded++ % FSDPI_POINTS];
+    fsdpi_stream_clock *o = &w->order[stream];
+    fsdpi_device_event *p =
+        &w->points[(unsigned)stream * FSDPI_DEVICE_EVENTS + o->recorded++ % FSDPI_DEVICE_EVENTS];
     memcpy(p->behind, o->behind, sizeof p->behind);
     o->due = 0;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], p->event);
@@ -359,14 +360,14 @@ static fsdp_status fsdpi_record_event(fsdp_world *w, int stream) {
 // A stream waits for a mark of another stream, unless it has done so: for the first point that
 // comes after the mark.
 static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *mark) {
-    fsdpi_order *o = &w->order[stream], *other = &w->order[mark->stream];
-    const fsdpi_event *p = &w->points[(unsigned)mark->stream * FSDPI_POINTS];
+    fsdpi_stream_clock *o = &w->order[stream], *other = &w->order[mark->stream];
+    const fsdpi_device_event *p = &w->points[(unsigned)mark->stream * FSDPI_DEVICE_EVENTS];
     uint64_t at = other->recorded;
     if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
-    for (; at > 0 && other->recorded - at < FSDPI_POINTS; at--)
-        if (p[(at - 1) % FSDPI_POINTS].behind[mark->stream] < mark->seq) break;
+    for (; at > 0 && other->recorded - at < FSDPI_DEVICE_EVENTS; at--)
+        if (p[(at - 1) % FSDPI_DEVICE_EVENTS].behind[mark->stream] < mark->seq) break;
     if (at == other->recorded) FSDPI_TRY(fsdpi_record_event(w, mark->stream));
-    p += at % FSDPI_POINTS;
+    p += at % FSDPI_DEVICE_EVENTS;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
     fsdp_status status = w->device_ops->wait(w->device, w->streams[stream], p->event);
@@ -409,8 +410,8 @@ static void fsdpi_drain(fsdp_world *w) {
 static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
     if (w->mode == FSDP_RUN_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDP_RUN_STREAMS) {
-        const fsdpi_order *o = &w->order[op->stream];
-        int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_for == op->dst);
+        const fsdpi_stream_clock *o = &w->order[op->stream];
+        int again = op->stream == FSDP_STREAM_COMPUTE || (op->dst && o->due_buf == op->dst);
         int swap = op->num_waits == 2 && op->wait[0].seq < op->wait[1].seq; // the later one first
         if (o->due && !again) FSDPI_TRY(fsdpi_record_event(w, op->stream));
         if (op->timed) fsdpi_timeline_reach(w, op, w->streams[op->stream]);

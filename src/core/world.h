@@ -191,7 +191,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
-        for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_POINTS && !status; i++)
+        for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS && !status; i++)
             status = w->device_ops->event(w->device, &w->points[i].event);
         if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
@@ -223,7 +223,7 @@ static void fsdpi_world_close(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
     if (w->fence) w->device_ops->destroy(w->device, NULL, w->fence);
-    for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_POINTS; i++)
+    for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS; i++)
         if (w->points[i].event) w->device_ops->destroy(w->device, NULL, w->points[i].event);
     if (w->comm && w->reduce_comm != w->comm) w->comm_ops->close(w->reduce_comm);
     if (w->bounce) w->comm_ops->free(w->comm, w->bounce, FSDPI_BOUNCE);
