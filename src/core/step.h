@@ -128,11 +128,11 @@ static const char *fsdpi_call_name(int call) {
 }
 
 // What the table asks of a unit; open: its parameters can be read, which getters ask by themselves.
-typedef struct fsdpi_point {
+typedef struct fsdpi_unit_position {
     int training, backward, forwards, open;
-} fsdpi_point;
+} fsdpi_unit_position;
 
-static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
+static const fsdpi_row *fsdpi_row_at(const fsdpi_unit_position *at, int call) {
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
         if ((row->from[at->backward] >> at->training & 1) &&
@@ -142,19 +142,19 @@ static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
     return NULL;
 }
 static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards, 0};
+    const fsdpi_unit_position at = {u->state.training, u->model->backward, u->state.forwards, 0};
     return fsdpi_row_at(&at, call);
 }
 
 // The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
 // copy of the state: pre_forward opens the parameters, post_forward outside of backward makes one
 // forward due, pre_backward uses one and begins backward, finalize ends it.
-static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
+static int fsdpi_missing(const fsdpi_unit_position *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                 FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
                                 FSDP_CALL_FINALIZE};
     for (int i = 0; i < 5; i++) {
-        fsdpi_point at = *from;
+        fsdpi_unit_position at = *from;
         const int hook = hooks[i], begins = hook == FSDP_CALL_PRE_BACKWARD;
         const fsdpi_row *row = fsdpi_row_at(from, hook);
         if (!row) continue;
@@ -170,7 +170,7 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
 }
 
 // Where in a step a unit is, in words.
-static const char *fsdpi_place_of(const fsdpi_point *at) {
+static const char *fsdpi_place_of(const fsdpi_unit_position *at) {
     static const char *const idle[2][2] = {
         // [inside of backward][a forward is due]
         {"is idle, and no forward of it waits for a backward",
@@ -187,8 +187,8 @@ static const char *fsdpi_place_of(const fsdpi_point *at) {
 // The text of a call in a wrong state asks the table what is missing. The first one of a step is
 // logged: in a loop over layers and microbatches the others say no more.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
-    const fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
-                            u->state.storage == FSDP_STORAGE_UNSHARDED};
+    const fsdpi_unit_position at = {u->state.training, u->model->backward, u->state.forwards,
+                                    u->state.storage == FSDP_STORAGE_UNSHARDED};
     int first = -1, is_new = !(u->reported_calls >> call & 1);
     u->reported_calls |= 1u << call;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
