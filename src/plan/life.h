@@ -38,7 +38,7 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
 
 // Orders the places of a kind: COMPUTE waits for earlier users of their memory, and later users
 // wait for COMPUTE.
-static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_variant *k) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < k->listing.num_slots && !status; i++) {
         fsdp_op op;
@@ -66,7 +66,7 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
 // Binds a kind whose arena has been replaced since. If that fails on a rank, the step goes by calls
 // on all ranks.
 static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
-    fsdpi_plan_kind *k = p->kind;
+    fsdpi_plan_variant *k = p->kind;
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
     k->unbound = status != FSDP_OK;
     if (!status) return FSDP_OK;
@@ -206,7 +206,7 @@ static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
 
 // Makes a kind of the recorded step, at its end. finalized: what finalize returned.
 static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
-    fsdpi_plan_kind *k = NULL;
+    fsdpi_plan_variant *k = NULL;
     size_t begin = (size_t)p->num_units * sizeof *k->begin,
            calls = (size_t)p->num_calls * sizeof *k->calls;
     fsdp_status status = finalized ? finalized : p->lost ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
@@ -229,7 +229,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
         snprintf(p->why, sizeof p->why, "%s",
                  "it failed on a rank, or began with gradients or parameters of another step");
-        fsdpi_plan_kind_free(p, k);
+        fsdpi_plan_variant_free(p, k);
         return FSDP_OK;
     }
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
@@ -238,7 +238,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         p->mode = FSDP_PLAN_REPLAYING; // the next step, if it is like this one
         return FSDP_OK;
     }
-    fsdpi_plan_kind_free(p, k);
+    fsdpi_plan_variant_free(p, k);
     if (!fsdp_world_status(p->world))
         fsdpi_plan_drop_all(p); // steps by calls have slots of their own
     return status;
@@ -246,7 +246,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
 
 // The end of a step.
 static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
-    fsdpi_plan_kind *k = p->kind;
+    fsdpi_plan_variant *k = p->kind;
     p->open = 0;
     p->next = NULL;
     p->steps++;
@@ -531,9 +531,10 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
 }
 
 // Lists the program by calls, with the slots that pools would give.
-static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
+static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_variant *k,
+                                         fsdpi_plan_listing *l) {
     fsdpi_plan_tape tape;
-    fsdpi_plan_kind plain = *k;
+    fsdpi_plan_variant plain = *k;
     memset(l, 0, sizeof *l);
     memset(&tape, 0, sizeof tape);
     fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, 0, &tape);
@@ -616,7 +617,7 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
 }
 
 // Counts parameters whose slots are held when backward begins, and units gathered at a time.
-static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
+static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_variant *k,
                                   fsdp_plan_report *out) {
     const fsdpi_plan_tape *t = &k->tape;
     int backward = t->ops_at[k->listing.forward_calls], now = 0;
@@ -641,7 +642,7 @@ FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp
                          "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
                          "the number of plans, which is %d",
                          index, fsdp_plan_count(plan));
-    const fsdpi_plan_kind *k = plan->kinds[index];
+    const fsdpi_plan_variant *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;
     memset(out, 0, sizeof *out);
     out->calls = l->num_calls;

@@ -255,8 +255,8 @@ static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp
     return mesh;
 }
 
-static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
-                                   fsdpi_plan_listing *l) {
+static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_variant *k,
+                                   const fsdpi_plan_tape *t, fsdpi_plan_listing *l) {
     const fsdp_unit *stranger;
     const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &stranger);
     int group = 0;

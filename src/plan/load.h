@@ -76,7 +76,7 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
     return status;
 }
 
-static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_variant *k) {
     fsdpi_plan_tape raw;
     fsdpi_plan_lowering show;
     fsdpi_plan_lowering_new(&show, p, &raw, k, NULL, NULL, 0);
@@ -195,7 +195,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
 }
 
 // The kind's tape and listing from the acts of `given`.
-static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
+static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_variant *k,
                                          const fsdpi_plan_listing *given, const char *text,
                                          size_t length, int ops) {
     fsdpi_plan_tape by_calls;
@@ -256,8 +256,8 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
 }
 
 static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *given,
-                                        fsdpi_plan_kind **out) {
-    fsdpi_plan_kind *k;
+                                        fsdpi_plan_variant **out) {
+    fsdpi_plan_variant *k;
     fsdp_status status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)out);
     if (status) return status;
     k = *out;
@@ -292,7 +292,7 @@ static fsdp_status fsdpi_plan_may_load(const fsdp_plan *p, const char *text) {
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_plan_load_fits(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_load_fits(const fsdp_plan *p, const fsdpi_plan_variant *k) {
     int64_t bytes = k->listing.bytes, most = p->desc.most_bytes;
     if (!most || bytes <= most) return FSDP_OK;
     return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
@@ -303,7 +303,7 @@ static fsdp_status fsdpi_plan_load_fits(const fsdp_plan *p, const fsdpi_plan_kin
 
 FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length) {
     fsdpi_plan_listing given;
-    fsdpi_plan_kind *k = NULL;
+    fsdpi_plan_variant *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
     fsdp_status status = fsdpi_plan_may_load(plan, text);
@@ -326,7 +326,7 @@ FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t le
         plan->kinds[plan->num_kinds++] = k;
         return FSDP_OK;
     }
-    fsdpi_plan_kind_free(plan, k);
+    fsdpi_plan_variant_free(plan, k);
     if (binds && !fsdp_world_status(plan->world)) { // the other kinds may have lost their places
         fsdpi_plan_drop_all(plan);
         if (plan->mode == FSDP_PLAN_REPLAYING) plan->mode = FSDP_PLAN_RECORDING;

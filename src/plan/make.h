@@ -22,7 +22,7 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdpi_plan_kind. A plan is made in fsdp_finalize_backward of the recorded step, while every
+// Owns: fsdpi_plan_variant. A plan is made in fsdp_finalize_backward of the recorded step, while every
 // unit is idle. If a rank has failed, it still takes part in each agreement, as the others wait.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
@@ -72,7 +72,7 @@ static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
 
 // Frees the slots of a kind. lasting: also those that outlast a step. If a unit still holds a slot,
 // it becomes a stray.
-static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
+static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
@@ -83,7 +83,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) 
     }
 }
 
-static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
+static void fsdpi_plan_variant_free(fsdp_plan *p, fsdpi_plan_variant *k) {
     if (!k) return;
     (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
     if (p->last == k) p->last = NULL;
@@ -100,12 +100,12 @@ static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
 // Slots that units hold when a step begins.
 
 // The i-th of the slots that units may hold when a step of this kind begins; NULL: it is not held.
-static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_kind *k, int i) {
+static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_variant *k, int i) {
     return k->begin[i / FSDPI_PLAN_HELD_COUNT]
         .state.slot[FSDP_POOL_GATHER + i % FSDPI_PLAN_HELD_COUNT];
 }
 
-static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
+static int fsdpi_plan_variant_has(const fsdpi_plan_variant *k, const fsdp_buf *buf) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
         if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
     return 0;
@@ -119,7 +119,7 @@ static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
 /* Will a slot that a unit holds when a step of this kind begins be gone? If it is a pool's, and no
    unit holds it now, fsdp_pools_trim frees it. If it is a part of the arena, the next replay writes
    there. If it is of a dropped plan, fsdpi_plan_sweep frees it; a fleeting kind is dropped next. */
-static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_variant *k) {
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
         const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
         int owner = 0;
@@ -127,7 +127,7 @@ static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) 
         if (fsdpi_plan_is_part(p, slot)) return 1;
         for (int n = 0; n < p->num_strays; n++)
             if (p->strays[n] == slot) return 1;
-        while (owner < p->num_kinds && !fsdpi_plan_kind_has(p->kinds[owner], slot)) owner++;
+        while (owner < p->num_kinds && !fsdpi_plan_variant_has(p->kinds[owner], slot)) owner++;
         if (owner < p->num_kinds ? p->kinds[owner]->fleeting : !slot->held) return 1;
     }
     return 0;
@@ -141,7 +141,7 @@ static void fsdpi_plan_find_fleeting(fsdp_plan *p) {
 }
 
 // The tables of a plan.
-static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
+static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_variant *k) {
     const fsdpi_plan_tape *t = &k->tape;
     const fsdpi_plan_listing *l = &k->listing;
     size_t bytes = (size_t)t->cap_ops * sizeof *t->ops + (size_t)t->cap_pairs * sizeof *t->pairs +
@@ -161,7 +161,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
 }
 
 // Makes the tape of a kind's program. bufs NULL: without memory.
-static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
+static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_variant *k,
                                         const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         int num_bufs, fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
@@ -175,7 +175,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
     return status;
 }
 
-static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
+static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_tape *raw) {
     fsdpi_plan_lowering show;
     fsdpi_plan_lowering_new(&show, p, raw, k, NULL, NULL, 0);
     fsdp_status status = fsdpi_plan_lower(&show);
@@ -183,7 +183,7 @@ static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_p
     return status;
 }
 
-static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, int call,
+static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_variant *k, int call,
                                         int64_t bytes, int64_t most) {
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
@@ -195,7 +195,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
 }
 
 // Makes the decisions, a tape without memory, and places.
-static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_facts *f,
                                   uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
     int decides = (passes & ~(1u << FSDP_PASS_ARENA)) != 0;
@@ -211,7 +211,7 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
 /* Finds what fits into `most` bytes. It tries all of these passes, each time with fewer units kept.
    If that does not fit, it leaves out the passes that take memory; at last it takes the calls as
    they are. */
-static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_facts *f,
                                   uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
     const uint32_t sets[3] = {all, all & (keep | arena), all & arena};
@@ -231,7 +231,7 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
 
 /* Chooses the passes. Without costs all are taken. With costs they are tried one after the other,
    and a pass is taken if the step is no slower with it. At equal times fewer collectives win. */
-static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_facts *f,
                                     int64_t most) {
     const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
     uint32_t all = fsdpi_plan_passes(p), taken = all;
@@ -254,7 +254,7 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan
 }
 
 // Makes buffers for the places of a kind, and its tape with their addresses.
-static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape;
     fsdp_buf **bufs = NULL;
@@ -299,21 +299,21 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
 
 // Drops a kind, and the kinds whose steps begin with a slot of it.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    fsdpi_plan_kind *k = p->kinds[index];
+    fsdpi_plan_variant *k = p->kinds[index];
     if (p->kind == k) p->kind = NULL;
     p->num_kinds--;
     for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
     for (int i = p->num_kinds - 1; i >= 0; i--)
         for (int n = 0; i < p->num_kinds && n < p->num_units * FSDPI_PLAN_HELD_COUNT; n++) {
             const fsdp_buf *slot = fsdpi_plan_begins_with(p->kinds[i], n);
-            if (!slot || !fsdpi_plan_kind_has(k, slot)) continue;
+            if (!slot || !fsdpi_plan_variant_has(k, slot)) continue;
             fsdpi_plan_drop(p, i);
             n = -1; // another kind is in its place, or none
         }
-    fsdpi_plan_kind_free(p, k);
+    fsdpi_plan_variant_free(p, k);
 }
 
-static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_kind *k) {
+static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_variant *k) {
     for (int i = 0; i < p->num_kinds; i++)
         if (p->kinds[i] == k) {
             fsdpi_plan_drop(p, i);
@@ -333,7 +333,7 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
 
 // Makes memory for all kinds: the arena is as large as the largest kind needs. A rehearsal follows
 // the options of now, so that a kind of other options is bound when its next step begins.
-static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_variant *k) {
     int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     fsdpi_plan_find_fleeting(p);
     for (int i = p->num_kinds - 1; i >= 0; i--)
@@ -363,7 +363,7 @@ static fsdp_status fsdpi_plan_least(const fsdp_plan *p, int64_t *values, int cou
 
 /* The first call at which a rank differs from rank 0 of the mesh, with both sides. It allocates
    nothing, so that no rank can drop out. */
-static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
+static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_variant *k) {
     enum { WORDS = 160, HASHES = 64 };
     union {
         char text[WORDS];
@@ -411,7 +411,7 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
 }
 
 // The same; and if `hash` is not 0, it has to be the same on all ranks.
-static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
+static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
     status = fsdpi_plan_together(p->world, p->mesh, status, values, 3);
@@ -441,7 +441,7 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
 }
 
 // The listing of a kind that has a tape and places.
-static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
+static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k,
                                              const fsdpi_plan_tape *by_calls,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
@@ -469,7 +469,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
 }
 
 // Makes what this rank can make alone: a plan without memory, and its proof.
-static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64_t most) {
+static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, int64_t most) {
     fsdpi_plan_tape by_calls;
     fsdpi_plan_facts f;
     memset(&by_calls, 0, sizeof by_calls);
@@ -500,7 +500,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
    in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
    failure only if the step has failed: ranks that differ, a collective. */
-static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
+static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_variant *k, int *made) {
     int64_t model = (int64_t)fsdpi_plan_model_hash(p);
     fsdpi_plan_find_fleeting(p);
     int64_t values[4] = {fsdpi_plan_pool_bytes(p), *made && (!k || !fsdpi_plan_is_fleeting(p, k)),

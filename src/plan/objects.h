@@ -212,7 +212,7 @@ typedef struct fsdpi_plan_tape {
 } fsdpi_plan_tape;
 
 // A kind of step: the same options, the same state at the begin.
-typedef struct fsdpi_plan_kind {
+typedef struct fsdpi_plan_variant {
     fsdp_plan *plan;
     uint64_t options, used_at; // fsdpi_plan_options; number of the step that used it last
     fsdpi_plan_saved *begin;   // [num_units] states
@@ -225,7 +225,7 @@ typedef struct fsdpi_plan_kind {
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
     fsdp_buf **bufs; // by slot of the listing
-} fsdpi_plan_kind;
+} fsdpi_plan_variant;
 
 struct fsdp_plan {
     fsdp_model *model;
@@ -248,9 +248,9 @@ struct fsdp_plan {
     int32_t differ;              // recordings in a row of which no plan came that was used
     uint64_t settings, options;  // fsdpi_plan_settings now, fsdpi_plan_options at its begin
     uint64_t steps, replayed, left, recorded;
-    fsdpi_plan_kind *kind; // that is replayed
-    fsdpi_plan_kind *last; // that used the arena last; NULL: none of its records is under way
-    fsdpi_plan_kind **kinds;
+    fsdpi_plan_variant *kind; // that is replayed
+    fsdpi_plan_variant *last; // that used the arena last; NULL: none of its records is under way
+    fsdpi_plan_variant **kinds;
     int32_t num_kinds, cap_kinds;
     fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;

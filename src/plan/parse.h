@@ -174,7 +174,7 @@ static int fsdpi_plan_label_in(fsdpi_plan_in *in) {
     for (int i = 0; i < FSDP_LABEL_COUNT; i++) names[i] = fsdpi_plan_label(i);
     return fsdpi_plan_choose(in, names, FSDP_LABEL_COUNT, "the name of a label");
 }
-static int fsdpi_plan_kind_in(fsdpi_plan_in *in) {
+static int fsdpi_plan_variant_in(fsdpi_plan_in *in) {
     const char *names[FSDP_OP_COUNT];
     for (int i = 0; i < FSDP_OP_COUNT; i++) names[i] = fsdp_op_name(i);
     return fsdpi_plan_choose(in, names, FSDP_OP_COUNT, "the name of an op");
@@ -317,7 +317,7 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
     fsdpi_plan_listing *l = in->l;
     if (fsdpi_plan_int(in) != l->num_lines) fsdpi_plan_expect(in, "ops numbered in order");
     fsdpi_plan_need(in, " ");
-    line->kind = (uint8_t)fsdpi_plan_kind_in(in);
+    line->kind = (uint8_t)fsdpi_plan_variant_in(in);
     fsdpi_plan_need(in, " ");
     line->label = (uint8_t)fsdpi_plan_label_in(in);
     do {

@@ -27,7 +27,7 @@ typedef struct fsdpi_plan_span {
 } fsdpi_plan_span;
 
 typedef struct fsdpi_plan_facts {
-    const fsdpi_plan_kind *kind;
+    const fsdpi_plan_variant *kind;
     int32_t num_units, num_calls;
     uint8_t *managed;       // [units] acts may gather and free
     fsdpi_plan_span *spans; // of units, by begin
@@ -52,7 +52,7 @@ static void fsdpi_plan_facts_end(fsdp_plan *p, fsdpi_plan_facts *f) {
     memset(f, 0, sizeof *f);
 }
 
-static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_kind *k,
+static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_variant *k,
                                         fsdpi_plan_facts *f) {
     int32_t **const numbers[] = {&f->posts, &f->post, &f->item, &f->order, &f->last_call};
     int64_t **const sizes[] = {&f->bytes, &f->item_bytes};

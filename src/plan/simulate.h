@@ -197,7 +197,7 @@ static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost
 }
 
 // Time and number of collectives of a kind that has a tape and places, under the plan's costs.
-static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_kind *k, int64_t *takes,
+static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_variant *k, int64_t *takes,
                                         int64_t *collectives) {
     fsdpi_plan_listing l;
     fsdp_plan_times times;

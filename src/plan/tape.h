@@ -99,7 +99,7 @@ static void fsdpi_plan_restore_all(const fsdp_plan *p, const fsdpi_plan_saved *s
 typedef struct fsdpi_plan_lowering {
     fsdp_plan *plan;
     fsdpi_plan_tape *tape;
-    const fsdpi_plan_kind *kind;
+    const fsdpi_plan_variant *kind;
     const fsdpi_plan_choice *choice; // NULL: by calls
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     int num_bufs;
@@ -251,7 +251,7 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_lowering *s) {
 static fsdp_status fsdpi_plan_lower_calls(void *user) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
-    const fsdpi_plan_kind *k = s->kind;
+    const fsdpi_plan_variant *k = s->kind;
     fsdpi_plan_tape *t = s->tape;
     fsdp_status status = FSDP_OK;
     int at = 0;
@@ -312,7 +312,7 @@ static fsdp_status fsdpi_plan_lower_all(void *user) {
 
 // choice NULL: by calls. bufs NULL: without memory.
 static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_plan_tape *tape,
-                                    const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
+                                    const fsdpi_plan_variant *kind, const fsdpi_plan_choice *choice,
                                     fsdp_buf *const *bufs, int num_bufs) {
     memset(s, 0, sizeof *s);
     memset(tape, 0, sizeof *tape);

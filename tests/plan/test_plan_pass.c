@@ -18,7 +18,7 @@ static int cases(int most) { return W_SLOW ? most / 20 : most; }
 
 typedef struct spans { /* facts without a model */
     fsdp_plan plan;
-    fsdpi_plan_kind kind;
+    fsdpi_plan_variant kind;
     fsdpi_plan_facts f;
     uint8_t managed[MOST_UNITS];
     fsdpi_plan_span of_units[MOST_SPANS];
@@ -688,7 +688,7 @@ typedef struct planned { /* a plan of a program that has been replayed */
     fsdp_unit *unit[MODEL_UNITS];
     fsdp_plan *plan;
     fsdp_plan_report report;
-    const fsdpi_plan_kind *kind;
+    const fsdpi_plan_variant *kind;
     lab_log log;   /* if the program is watched */
     int last_step; /* its first record */
 } planned;
