@@ -198,7 +198,7 @@ static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b
 // one group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_lowering *s, fsdpi_plan_tape *t,
                                            int call, int *at, int late) {
-    const fsdpi_plan_choice *c = s->choice;
+    const fsdpi_plan_decisions *c = s->choice;
     fsdp_status status = FSDP_OK;
     while (*at < c->num_acts && c->acts[*at].call == call && !status &&
            fsdpi_plan_is_late(&c->acts[*at]) == late) {

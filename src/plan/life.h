@@ -134,7 +134,7 @@ static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
 static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
-    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    const fsdpi_plan_decisions *c = &p->kind->listing.choice;
     p->left++;
     p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
@@ -155,7 +155,7 @@ static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
 static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     int owes = 0;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
-    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    const fsdpi_plan_decisions *c = &p->kind->listing.choice;
     for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
     if (!owes) return FSDP_OK;
     snprintf(p->why, sizeof p->why,

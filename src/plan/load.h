@@ -104,7 +104,7 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_variant *k) {
 }
 
 // What follows from acts: who waits for a later call, and from which pre_backward on there is sync.
-static void fsdpi_plan_derive_choice(const fsdpi_plan_facts *f, fsdpi_plan_choice *c) {
+static void fsdpi_plan_derive_choice(const fsdpi_plan_facts *f, fsdpi_plan_decisions *c) {
     for (int i = 0; i < c->num_acts; i++) {
         fsdpi_plan_act *act = &c->acts[i];
         if (act->what != FSDPI_PLAN_REDUCE) continue;
@@ -135,7 +135,7 @@ static fsdp_status fsdpi_plan_act_refused(const fsdp_plan *p, const fsdpi_plan_a
                      why);
 }
 
-static int fsdpi_plan_has_act(const fsdpi_plan_choice *c, int what, int unit, int call) {
+static int fsdpi_plan_has_act(const fsdpi_plan_decisions *c, int what, int unit, int call) {
     for (int i = 0; i < c->num_acts; i++)
         if (c->acts[i].what == what && c->acts[i].unit == unit &&
             (call < 0 || c->acts[i].call == call))
@@ -146,7 +146,7 @@ static int fsdpi_plan_has_act(const fsdpi_plan_choice *c, int what, int unit, in
 /* What the tape alone does not show: gradients that wait are reduced in this step, and what is kept
    is there. */
 static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_facts *f,
-                                         const fsdpi_plan_choice *c) {
+                                         const fsdpi_plan_decisions *c) {
     for (int i = 0; i < c->num_acts; i++) {
         const fsdpi_plan_act *act = &c->acts[i];
         int u = act->unit, reduced = 0, ends = 0;
@@ -207,7 +207,7 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_variant *k,
     if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
     if (!status) status = fsdpi_plan_facts_new(p, k, &f);
     if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
-    if (!status) status = fsdpi_plan_choice_new(p, &l->choice, k->num_calls);
+    if (!status) status = fsdpi_plan_decisions_new(p, &l->choice, k->num_calls);
     for (int i = 0; i < given->choice.num_acts && !status; i++) {
         const fsdpi_plan_act *act = &given->choice.acts[i];
         status = fsdpi_plan_act_add(p, &l->choice, act->call, act->what, act->late, act->unit,

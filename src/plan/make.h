@@ -162,7 +162,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
 
 // Makes the tape of a kind's program. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_variant *k,
-                                        const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
+                                        const fsdpi_plan_decisions *choice, fsdp_buf *const *bufs,
                                         int num_bufs, fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_lowering show;
@@ -199,7 +199,7 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_pla
                                   uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
     int decides = (passes & ~(1u << FSDP_PASS_ARENA)) != 0;
-    fsdpi_plan_choice_end(p, &l->choice);
+    fsdpi_plan_decisions_end(p, &l->choice);
     fsdpi_plan_tape_free(p, &k->tape);
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;

@@ -66,13 +66,13 @@ typedef struct fsdpi_plan_act {
 } fsdpi_plan_act;
 
 // The decisions of a plan.
-typedef struct fsdpi_plan_choice {
+typedef struct fsdpi_plan_decisions {
     fsdpi_plan_act *acts; // by call: before its own work, then after it
     int32_t num_acts, cap_acts;
     uint8_t *managed; // [units] whose parameters are gathered and freed by acts alone
     uint8_t *waits;   // [units] whose reduction waits for a later call
     int8_t *sync;     // [calls] of a pre_backward: gradient sync from there on; -1: as it is
-} fsdpi_plan_choice;
+} fsdpi_plan_decisions;
 
 // Where a line of a listing reads from or writes to, if it is no slot.
 enum {
@@ -133,7 +133,7 @@ typedef struct fsdpi_plan_listing {
     uint64_t gather_bytes[2], reduce_bytes[2];
     fsdpi_plan_unit *units; // [num_units]
     fsdpi_plan_call *calls; // [num_calls]; of a text unit is NULL
-    fsdpi_plan_choice choice;
+    fsdpi_plan_decisions choice;
     fsdpi_plan_slot *slots;
     int32_t num_slots, cap_slots;
     fsdpi_plan_line *lines; // by call, in the order of issue

@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_choice. A pass is a function of what happens by calls; no pass looks at a clock.
+// Owns: fsdpi_plan_decisions. A pass is a function of what happens by calls; no pass looks at a clock.
 // A span is the time in which a unit needs its parameters: from the pre_* that gathers by calls to
 // the call that frees by calls. An item is what is gathered at once: a unit, or several that are
 // always used one after the other.
@@ -303,7 +303,7 @@ static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t m
 /* -------------------------------------------------------------------------------------------- */
 // From spans to acts.
 
-static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_choice *c, int call, int what,
+static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_decisions *c, int call, int what,
                                       int late, int unit, int group, int why, int at) {
     fsdpi_plan_act act;
     fsdp_status status = fsdpi_plan_grow(p->model, (void **)&c->acts, c->num_acts, &c->cap_acts,
@@ -328,7 +328,7 @@ static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
 // Issues gathers in order: each after the own work of the call that needs the gather `ahead` before
 // it, or the first gather.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
-                                         fsdpi_plan_choice *c) {
+                                         fsdpi_plan_decisions *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
     fsdp_status status = FSDP_OK;
     ahead = fsdpi_plan_most_ahead(f, ahead);
@@ -362,7 +362,7 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
 
 // What is freed, and what is not though by calls it is.
 static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
-                                        fsdpi_plan_choice *c) {
+                                        fsdpi_plan_decisions *c) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < f->num_item_spans && !status; i++) {
         const fsdpi_plan_span *span = &f->item_spans[i];
@@ -384,7 +384,7 @@ static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
 /* The pass `bucket` for reductions: of units that follow one another, each of which has one
    post_backward and no later call. Their reductions wait for that of the last unit. */
 static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_plan_facts *f,
-                                                     fsdpi_plan_choice *c) {
+                                                     fsdpi_plan_decisions *c) {
     int32_t *bucket = f->order, num = 0, first_bucket = 1;
     int64_t bytes = 0;
     fsdp_status status = FSDP_OK;
@@ -420,7 +420,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
 
 // The pass `once`: all but the last post_backward of a unit collect.
 static fsdp_status fsdpi_plan_pass_once(fsdp_plan *p, const fsdpi_plan_facts *f,
-                                        fsdpi_plan_choice *c) {
+                                        fsdpi_plan_decisions *c) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
@@ -441,7 +441,7 @@ static int fsdpi_plan_act_order(const fsdpi_plan_act *a) { // within a call
     return a->what == FSDPI_PLAN_GATHER ? (a->late ? 5 : 0) : a->what;
 }
 
-static void fsdpi_plan_sort_acts(fsdpi_plan_choice *c) { // stable: insertion, nearly sorted
+static void fsdpi_plan_sort_acts(fsdpi_plan_decisions *c) { // stable: insertion, nearly sorted
     for (int i = 1; i < c->num_acts; i++) {
         fsdpi_plan_act act = c->acts[i];
         int k = i;
@@ -457,7 +457,7 @@ static void fsdpi_plan_sort_acts(fsdpi_plan_choice *c) { // stable: insertion, n
     }
 }
 
-static void fsdpi_plan_choice_end(fsdp_plan *p, fsdpi_plan_choice *c) {
+static void fsdpi_plan_decisions_end(fsdp_plan *p, fsdpi_plan_decisions *c) {
     fsdpi_plan_free(p->model, c->acts);
     fsdpi_plan_free(p->model, c->managed);
     fsdpi_plan_free(p->model, c->waits);
@@ -465,7 +465,7 @@ static void fsdpi_plan_choice_end(fsdp_plan *p, fsdpi_plan_choice *c) {
     memset(c, 0, sizeof *c);
 }
 
-static fsdp_status fsdpi_plan_choice_new(fsdp_plan *p, fsdpi_plan_choice *c, int num_calls) {
+static fsdp_status fsdpi_plan_decisions_new(fsdp_plan *p, fsdpi_plan_decisions *c, int num_calls) {
     memset(c, 0, sizeof *c);
     fsdp_status status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&c->managed);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&c->waits);
@@ -476,11 +476,11 @@ static fsdp_status fsdpi_plan_choice_new(fsdp_plan *p, fsdpi_plan_choice *c, int
 
 // All decisions, so that slots need at most `most` bytes. *worst: the call that needs most.
 static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t passes,
-                                     int64_t most, fsdpi_plan_choice *c, int *worst) {
+                                     int64_t most, fsdpi_plan_decisions *c, int *worst) {
     int buckets = passes & 1u << FSDP_PASS_BUCKET && p->desc.bucket_bytes > 0;
     int ahead = passes & 1u << FSDP_PASS_AHEAD ? p->desc.ahead : 0;
     int64_t largest = 0;
-    fsdp_status status = fsdpi_plan_choice_new(p, c, f->num_calls);
+    fsdp_status status = fsdpi_plan_decisions_new(p, c, f->num_calls);
     if (status) return status;
     if (p->mode_of_world != FSDP_RUN_INLINE) passes &= ~(1u << FSDP_PASS_ARENA);
     memcpy(c->managed, f->managed, (size_t)p->num_units);

@@ -100,7 +100,7 @@ typedef struct fsdpi_plan_lowering {
     fsdp_plan *plan;
     fsdpi_plan_tape *tape;
     const fsdpi_plan_variant *kind;
-    const fsdpi_plan_choice *choice; // NULL: by calls
+    const fsdpi_plan_decisions *choice; // NULL: by calls
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     int num_bufs;
     fsdp_status status;
@@ -212,7 +212,7 @@ static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
 
 // Does the acts of a call: those before its own work, or those after it (late).
 static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_lowering *s, int call, int *at, int late) {
-    const fsdpi_plan_choice *c = s->choice;
+    const fsdpi_plan_decisions *c = s->choice;
     fsdp_status status = FSDP_OK;
     for (; *at < c->num_acts && c->acts[*at].call == call && !status; ++*at) {
         const fsdpi_plan_act *act = &c->acts[*at];
@@ -312,8 +312,9 @@ static fsdp_status fsdpi_plan_lower_all(void *user) {
 
 // choice NULL: by calls. bufs NULL: without memory.
 static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_plan_tape *tape,
-                                    const fsdpi_plan_variant *kind, const fsdpi_plan_choice *choice,
-                                    fsdp_buf *const *bufs, int num_bufs) {
+                                    const fsdpi_plan_variant *kind,
+                                    const fsdpi_plan_decisions *choice, fsdp_buf *const *bufs,
+                                    int num_bufs) {
     memset(s, 0, sizeof *s);
     memset(tape, 0, sizeof *tape);
     s->plan = p;

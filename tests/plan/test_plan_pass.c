@@ -325,7 +325,7 @@ static void simple_overlap(const spans *s, const int *span, int num, int *issued
 
 /* Where each gather is issued; how many there are. */
 static int issue(spans *s, int ahead, int *span, int *issued, int *late) {
-    fsdpi_plan_choice c;
+    fsdpi_plan_decisions c;
     int num = 0;
     memset(&c, 0, sizeof c);
     CHECK_OK(fsdpi_plan_pass_ahead(&s->plan, &s->f, ahead, &c));
@@ -1076,7 +1076,7 @@ TEST_P(plan_pass, not_joined, singles) {
     d.without = ALL_PASSES & ~(1u << FSDP_PASS_AHEAD);
     d.ahead = 1;
     plan_program(&example, &g, &d);
-    const fsdpi_plan_choice *c = &example.kind->listing.choice;
+    const fsdpi_plan_decisions *c = &example.kind->listing.choice;
     int late = 0;
     for (int i = 0; i < c->num_acts; i++)
         late += c->acts[i].what == FSDPI_PLAN_GATHER && c->acts[i].unit == 1 && c->acts[i].late;
@@ -1161,7 +1161,7 @@ TEST(plan_pass, reordering) {
     g.async = 1;
     for (d.ahead = 1; d.ahead < 4; d.ahead++) {
         plan_program(&example, &g, &d);
-        const fsdpi_plan_choice *c = &example.kind->listing.choice;
+        const fsdpi_plan_decisions *c = &example.kind->listing.choice;
         int last = 0, early = 0, call = 0;
         for (int i = 0; i < c->num_acts; i++) {
             if (c->acts[i].what != FSDPI_PLAN_GATHER) continue;
