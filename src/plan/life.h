@@ -124,7 +124,7 @@ static int fsdpi_plan_same_options(fsdp_plan *p) {
 }
 
 // Is a unit's reduction waiting for a later call?
-static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
+static int fsdpi_plan_has_deferred(const fsdp_plan *p, const fsdpi_plan_act *act) {
     return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
            act->call < p->at && act->at >= p->at;
 }
@@ -139,7 +139,7 @@ static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     for (int i = 0; i < c->num_acts && !status; i++)
-        if (fsdpi_plan_owes(p, &c->acts[i]))
+        if (fsdpi_plan_has_deferred(p, &c->acts[i]))
             status = fsdpi_plan_reduce_waiting(p->units[c->acts[i].unit]);
     return status;
 }
@@ -156,7 +156,7 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     int owes = 0;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
     const fsdpi_plan_decisions *c = &p->kind->listing.choice;
-    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
+    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_has_deferred(p, &c->acts[i]);
     if (!owes) return FSDP_OK;
     snprintf(p->why, sizeof p->why,
              "options changed before call %d, while gradients waited for a later one", p->at);

@@ -268,7 +268,8 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
         if (k->bufs[i]) continue;
         for (int u = 0; u < old.num_uses && slot->older; u++)
             if (old.uses[u].slot == i)
-                k->bufs[i] = fsdpi_plan_older(&old, p->units[old.uses[u].unit], &old.uses[u]);
+                k->bufs[i] = fsdpi_plan_carried_slot(&old, p->units[old.uses[u].unit],
+                                                     &old.uses[u]);
         if (k->bufs[i]) continue;
         status = slot->offset < 0
                      ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, slot->bytes,

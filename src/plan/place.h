@@ -189,8 +189,8 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
 /* The slot that a unit held when the step began, and gave back before it took one that it holds at
    the end: it gets the same again. So a step leaves units as it found them, and the next one is of
    the same kind. NULL: there is none. */
-static fsdp_buf *fsdpi_plan_older(const fsdpi_plan_tape *t, const fsdp_unit *unit,
-                                  const fsdpi_plan_use *use) {
+static fsdp_buf *fsdpi_plan_carried_slot(const fsdpi_plan_tape *t, const fsdp_unit *unit,
+                                         const fsdpi_plan_use *use) {
     for (int i = 0; i < use->from && i < t->num_ops; i++)
         if (t->ops[i].kind == FSDP_OP_RELEASE && t->pairs[i].src < 0 && t->ops[i].unit == unit &&
             t->ops[i].pool == use->pool && fsdp_buf_nbytes(t->ops[i].src) >= use->bytes)
@@ -216,8 +216,8 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
             if (!status)
-                l->slots[t->uses[i].slot].older = fsdpi_plan_older(t, p->units[t->uses[i].unit],
-                                                                   &t->uses[i]) != NULL;
+                l->slots[t->uses[i].slot].older =
+                    fsdpi_plan_carried_slot(t, p->units[t->uses[i].unit], &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
             pl.pieces[pl.num++] = piece;
