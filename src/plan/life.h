@@ -365,7 +365,7 @@ static void fsdpi_plan_end(void *user) {
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
     fsdpi_plan_sweep(p, 1);
     fsdp_buf_destroy(m, p->arena);
-    fsdpi_plan_free(m, p->strays);
+    fsdpi_plan_free(m, p->retired_bufs);
     fsdpi_plan_free(m, p->kinds);
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
@@ -578,7 +578,8 @@ FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
     (void)fsdpi_plan_stop_replay(plan);
     if (fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
-    if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
+    if (!plan->num_retired_bufs)
+        (void)fsdp_detach(plan->model, &plan->memory); // else with the model
 }
 
 FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {

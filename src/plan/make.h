@@ -45,13 +45,13 @@ static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const cha
 
 // Makes room for all slots of the kinds, and `more`, so that a slot can become a stray without
 // memory.
-static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
-    int room = p->num_strays + more;
+static fsdp_status fsdpi_plan_retired_room(fsdp_plan *p, int more) {
+    int room = p->num_retired_bufs + more;
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < p->num_kinds; i++) room += p->kinds[i]->listing.num_slots;
-    while (!status && p->cap_strays < room) // it grows when it is full
-        status = fsdpi_plan_grow(p->model, (void **)&p->strays, p->cap_strays, &p->cap_strays,
-                                 sizeof *p->strays);
+    while (!status && p->cap_retired_bufs < room) // it grows when it is full
+        status = fsdpi_plan_grow(p->model, (void **)&p->retired_bufs, p->cap_retired_bufs,
+                                 &p->cap_retired_bufs, sizeof *p->retired_bufs);
     return status;
 }
 
@@ -59,15 +59,15 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
    it those that a unit holds. */
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
-    for (int i = 0; i < p->num_strays; i++) {
-        if (p->strays[i]->held && !all) {
-            p->strays[kept++] = p->strays[i];
+    for (int i = 0; i < p->num_retired_bufs; i++) {
+        if (p->retired_bufs[i]->held && !all) {
+            p->retired_bufs[kept++] = p->retired_bufs[i];
             continue;
         }
-        p->strays[i]->held = 0;
-        fsdp_buf_destroy(p->model, p->strays[i]);
+        p->retired_bufs[i]->held = 0;
+        fsdp_buf_destroy(p->model, p->retired_bufs[i]);
     }
-    p->num_strays = kept;
+    p->num_retired_bufs = kept;
 }
 
 // Frees the slots of a kind. lasting: also those that outlast a step. If a unit still holds a slot,
@@ -78,7 +78,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lastin
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
         if (slot->older) k->bufs[i] = NULL; // not the plan's
         else if (!k->bufs[i]->held) fsdp_buf_destroy(p->model, k->bufs[i]);
-        else p->strays[p->num_strays++] = k->bufs[i];
+        else p->retired_bufs[p->num_retired_bufs++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
 }
@@ -125,8 +125,8 @@ static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_variant *
         int owner = 0;
         if (!slot) continue;
         if (fsdpi_plan_is_part(p, slot)) return 1;
-        for (int n = 0; n < p->num_strays; n++)
-            if (p->strays[n] == slot) return 1;
+        for (int n = 0; n < p->num_retired_bufs; n++)
+            if (p->retired_bufs[n] == slot) return 1;
         while (owner < p->num_kinds && !fsdpi_plan_variant_has(p->kinds[owner], slot)) owner++;
         if (owner < p->num_kinds ? p->kinds[owner]->fleeting : !slot->held) return 1;
     }
@@ -258,7 +258,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape;
     fsdp_buf **bufs = NULL;
-    fsdp_status status = fsdpi_plan_strays_room(p, l->num_slots);
+    fsdp_status status = fsdpi_plan_retired_room(p, l->num_slots);
     if (!k->bufs && !status)
         status = fsdpi_plan_alloc(p->model, (size_t)(l->num_slots + 1) * sizeof *k->bufs,
                                   (void **)&k->bufs);
@@ -326,8 +326,8 @@ static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_variant *k) {
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     fsdpi_plan_sweep(p, 0);
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
-    for (int i = 0; i < p->num_strays; i++)
-        if (fsdpi_plan_is_part(p, p->strays[i])) return;
+    for (int i = 0; i < p->num_retired_bufs; i++)
+        if (fsdpi_plan_is_part(p, p->retired_bufs[i])) return;
     fsdp_buf_destroy(p->model, p->arena);
     p->arena = NULL;
 }

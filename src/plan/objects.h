@@ -255,8 +255,8 @@ struct fsdp_plan {
     fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
     fsdpi_plan_saved *begin; // [num_units] states at the begin of the step
-    fsdp_buf **strays;       // slots of dropped plans that a unit still held then
-    int32_t num_strays, cap_strays;
+    fsdp_buf **retired_bufs; // slots of dropped plans that a unit still held then
+    int32_t num_retired_bufs, cap_retired_bufs;
     fsdp_buf *arena;
     int32_t pool; // of the arena
     char why[FSDPI_PLAN_TEXT];
