@@ -82,7 +82,7 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
 }
 
 /* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_glue puts side by
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_make_adjacent puts side by
    side. */
 static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
                                    const fsdp_op *const *parts, int num) {
@@ -225,13 +225,13 @@ static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
 }
 
 // Ranges of a joined all_reduce have to lie side by side.
-static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
+static void fsdpi_plan_make_adjacent(fsdpi_plan_tape *t) {
     for (int g = 0; g < t->num_groups; g++) {
         const fsdpi_plan_member *member = &t->members[t->groups[g].members];
         if (t->ops[t->groups[g].op].kind != FSDP_OP_ALL_REDUCE) continue;
         for (int i = 0; i + 1 < t->groups[g].num_members; i++) {
             t->uses[member[i].dst].glue = member[i + 1].dst;
-            t->uses[member[i + 1].dst].glued = 1;
+            t->uses[member[i + 1].dst].is_adjacent = 1;
         }
     }
 }
@@ -277,7 +277,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_lowering *s, fsdpi_plan_t
         if (step->num_joined) step->joined = t->groups + first;
     }
     fsdpi_plan_measure(t);
-    fsdpi_plan_glue(t);
+    fsdpi_plan_make_adjacent(t);
     return status;
 }
 

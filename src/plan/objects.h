@@ -152,7 +152,7 @@ typedef struct fsdpi_plan_use {
     int32_t from, to; // records; to: num_ops if it is held at the end
     int32_t slot;     // where it lies, in the listing
     int32_t glue;     // the use whose memory has to follow at once; -1
-    int32_t glued;    // its memory follows that of another use
+    int32_t is_adjacent; // its memory follows that of another use
 } fsdpi_plan_use;
 
 // What a unit is after a call: its states, the state of its gradients, and its slots.

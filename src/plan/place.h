@@ -212,7 +212,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
     if (!status) status = fsdpi_plan_alloc(p->model, room * 4, (void **)&pl.alike);
     for (int i = 0; i < t->num_uses && !status; i++) {
         fsdpi_plan_piece piece = fsdpi_plan_piece_of(t, i);
-        if (t->uses[i].glued) continue;
+        if (t->uses[i].is_adjacent) continue;
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
             if (!status)

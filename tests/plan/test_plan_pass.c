@@ -549,7 +549,7 @@ static void random_uses(fsdpi_plan_tape *t, uint64_t *seed, int glues) {
     }
     for (int i = 0; i + 1 < t->num_uses && glues; i++)
         if (lab_pick(seed, 4) == 0 && t->uses[i].to < t->num_ops - 12)
-            t->uses[i].glue = i + 1, t->uses[i + 1].glued = 1;
+            t->uses[i].glue = i + 1, t->uses[i + 1].is_adjacent = 1;
 }
 static void places(int programs) {
     uint64_t seed = h_seed() + 5;
