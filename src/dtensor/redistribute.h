@@ -612,8 +612,8 @@ static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t 
 }
 
 // The smallest of each number, over the ranks that should hold the same bytes.
-static fsdp_status fsdpi_dt_least(const fsdp_dmesh *dm, const fsdp_spec *spec, int64_t *values,
-                                  int count) {
+static fsdp_status fsdpi_dt_min_over_ranks(const fsdp_dmesh *dm, const fsdp_spec *spec,
+                                           int64_t *values, int count) {
     fsdp_status status = FSDP_OK;
     for (int m = 0; m < dm->ndim && !status; m++)
         if (spec->place[m].kind == FSDP_REPLICATE && dm->shape[m] > 1)
@@ -642,10 +642,10 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
         status = fsdpi_dt_hash_part(dm, data, part.numel * fsdpi_dt_bytes_of(spec->dtype), &hash);
     if (status) return status;
     int64_t mine = (int64_t)hash, ends[2] = {mine, ~mine}, rank = fsdp_rank(dm->world);
-    status = fsdpi_dt_least(dm, spec, ends, 2);
+    status = fsdpi_dt_min_over_ranks(dm, spec, ends, 2);
     if (status || ends[0] == ~ends[1]) return status;
     int64_t ranks[2] = {mine == ends[0] ? rank : INT64_MAX, mine == ~ends[1] ? rank : INT64_MAX};
-    status = fsdpi_dt_least(dm, spec, ranks, 2);
+    status = fsdpi_dt_min_over_ranks(dm, spec, ranks, 2);
     if (status) return status;
     return fsdp_fail(dm->world, FSDP_ERR_CORRUPT,
                      "[E024] dtensor_check: '%s': ranks %lld and %lld should hold the same bytes "

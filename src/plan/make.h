@@ -358,7 +358,7 @@ static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_variant *k) {
 // Agreement of the ranks.
 
 // The smallest of each number over all ranks of the model's mesh.
-static fsdp_status fsdpi_plan_least(const fsdp_plan *p, int64_t *values, int count) {
+static fsdp_status fsdpi_plan_min_over_ranks(const fsdp_plan *p, int64_t *values, int count) {
     return fsdp_all_reduce(p->world, p->mesh, values, count, FSDP_I64, FSDP_MIN);
 }
 
@@ -382,7 +382,7 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_variant *k)
         if (c % HASHES == 0) status = fsdp_broadcast(p->world, p->mesh, hashes, sizeof hashes, 0);
         if (hashes[c % HASHES] != mine && least == INT64_MAX) least = c << 32 | fsdp_rank(p->world);
     }
-    if (!status) status = fsdpi_plan_least(p, &least, 1);
+    if (!status) status = fsdpi_plan_min_over_ranks(p, &least, 1);
     int call = least == INT64_MAX ? -1 : (int)(least >> 32), rank = (int)(least & 0x7FFFFFFF);
     if (call >= 0) fsdpi_plan_call_words(l, call, theirs.text, WORDS);
     else rank = -1;
@@ -506,7 +506,7 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_variant *k, int *mad
     fsdpi_plan_find_fleeting(p);
     int64_t values[4] = {fsdpi_plan_pool_bytes(p), *made && (!k || !fsdpi_plan_is_fleeting(p, k)),
                          model, ~model};
-    fsdp_status status = fsdpi_plan_least(p, values, 4), own;
+    fsdp_status status = fsdpi_plan_min_over_ranks(p, values, 4), own;
     *made = (int)values[1];
     if (status || !*made) return status;
     if (values[2] != ~values[3]) { // alike on all ranks

@@ -73,7 +73,7 @@ static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_variant *
 }
 
 // What a collective has to share with those that it is joined with.
-static uint64_t fsdpi_plan_sort_of(const fsdp_op *op, const fsdpi_plan_pair *pair) {
+static uint64_t fsdpi_plan_join_key(const fsdp_op *op, const fsdpi_plan_pair *pair) {
     uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)(uintptr_t)op->comm), scale, factor;
     memcpy(&scale, &op->scale, sizeof scale);
     memcpy(&factor, &op->factor, sizeof factor);
@@ -95,7 +95,7 @@ static void fsdpi_plan_find_gathers(fsdpi_plan_facts *f, const fsdpi_plan_tape *
             (op->custom && op->label == FSDP_LABEL_GATHER))
             f->gathers[u] = 1; // equal to none
         if (op->kind != FSDP_OP_ALL_GATHER || op->label != FSDP_LABEL_GATHER) continue;
-        uint64_t sort = fsdpi_plan_sort_of(op, &t->pairs[i]);
+        uint64_t sort = fsdpi_plan_join_key(op, &t->pairs[i]);
         if (!f->gathers[u]) f->gathers[u] = sort;
         else if (f->gathers[u] != sort) f->gathers[u] = 1;
     }
@@ -118,7 +118,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
             if (op->kind == FSDP_OP_CALL || op->custom) joins = 0;
             if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // lies elsewhere
             if (fsdpi_plan_is_collective(op->kind) && op->label != FSDP_LABEL_GATHER)
-                sort = fsdpi_plan_mix(sort, fsdpi_plan_sort_of(op, &t->pairs[i]));
+                sort = fsdpi_plan_mix(sort, fsdpi_plan_join_key(op, &t->pairs[i]));
         }
         f->reduces[call->index] = joins && !t->holds[k] ? sort : 0;
     }
