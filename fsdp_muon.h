@@ -209,8 +209,8 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
 }
 
 // Follows the model's layout: the optimizer's table, owners, flights and buffers.
-static fsdp_status fsdpi_muon_follow(fsdp_muon *o, const char *what) {
-    fsdp_status status = fsdpi_optim_follow(&o->base, what);
+static fsdp_status fsdpi_muon_apply_layout(fsdp_muon *o, const char *what) {
+    fsdp_status status = fsdpi_optim_apply_layout(&o->base, what);
     if (status || o->laid == o->base.laid) return status;
     int64_t before = fsdpi_optim_host_bytes(o->base.model);
     fsdpi_muon_free_buffers(o);
@@ -467,7 +467,7 @@ FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
     static const char *const name = "muon_step";
     if (!muon) return fsdpi_optim_null(NULL, name, "the optimizer");
     fsdp_status status = fsdpi_optim_begin(&muon->base, lr, name);
-    if (!status) status = fsdpi_muon_follow(muon, name);
+    if (!status) status = fsdpi_muon_apply_layout(muon, name);
     if (!status) status = fsdp_agree(muon->base.model, &lr, sizeof lr);
     // While a flight is computed, the next one travels there, and the last one back.
     const int lag = muon->travels, num = status ? 0 : muon->num_flights;
@@ -581,7 +581,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     o->dtype = o->desc.gemm == fsdp_host_gemm ? FSDP_F32 : d.dtype;
     o->base.user = &o->desc;
     o->label = fsdp_label_register(model, "muon"); // now, as ranks compare it
-    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_muon_follow(o, name);
+    status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_muon_apply_layout(o, name);
     // Last, when nothing fails any more: a rank that had no memory and calls again agrees once.
     if (!status) status = fsdpi_optim_agree(base, given, sizeof given);
     if (status) fsdp_muon_destroy(o);

@@ -654,7 +654,7 @@ static void fsdpi_rep_destroy(void *user) {
 }
 
 // The trainable members of each bucket, and where they lie in its message: as their shards do.
-static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
+static fsdp_status fsdpi_rep_apply_layout(fsdp_replicate *rep) {
     int at = 0, last = 0;
     if (!rep->moved) return FSDP_OK;
     for (int k = 0; k < rep->num_buckets; k++) {
@@ -959,7 +959,7 @@ static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
 FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
     fsdp_status status = rep ? fsdp_model_commit(rep->model) : FSDP_OK;
     if (rep && !rep->began) rep->failed = FSDP_OK;
-    if (rep && !status) status = fsdpi_rep_follow(rep);
+    if (rep && !status) status = fsdpi_rep_apply_layout(rep);
     if (rep && !status) status = fsdpi_rep_find_hooks(rep);
     return status ? status : fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
 }

@@ -65,7 +65,7 @@ static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double
 static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
     fsdpi_optim *o = &e->base;
     fsdp_status status = fsdp_params_writable(o->model); // a reduction may still write them
-    if (!status) status = fsdpi_optim_follow(o, what);
+    if (!status) status = fsdpi_optim_apply_layout(o, what);
     if (status || e->swapped) return status;
     status = fsdpi_ema_emit(e, what, FSDP_EMA_COPY, 1);
     for (int i = 0; i < o->num_params && !status; i++)

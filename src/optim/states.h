@@ -304,7 +304,7 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
 }
 
 // Makes table and states for the model's present layout. After a failure the old ones stay.
-static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
+static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
     fsdp_model *m = o->model;
     if (!o->moved) return FSDP_OK;
     fsdpi_optim old = *o, next = *o;
@@ -347,7 +347,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     if (!item) return FSDP_OK;
     // Averages stay as they are. Other states begin as zeros, whoever asks.
     fsdp_status status = item->sizes_only && o->keeps_bits ? FSDP_OK
-                                                           : fsdpi_optim_follow(o, o->name);
+                                                           : fsdpi_optim_apply_layout(o, o->name);
     const int items = o->num_states + (o->step_name != NULL); // of a parameter
     const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;
@@ -453,7 +453,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     if (!o->extension.state) o->extension.state = fsdpi_optim_item;
     o->extension.hold = fsdpi_optim_hold;
     if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
-    status = fsdpi_optim_follow(o, o->name);
+    status = fsdpi_optim_apply_layout(o, o->name);
     if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // an average may have all
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
@@ -564,7 +564,7 @@ static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                                     fsdpi_optim_fn fill) {
     fsdp_status status = fsdpi_optim_begin(o, lr, what);
-    if (!status) status = fsdpi_optim_follow(o, what);
+    if (!status) status = fsdpi_optim_apply_layout(o, what);
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
     fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
@@ -595,7 +595,7 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
     fsdp_status status = FSDP_OK;
     if (!fsdp_world_status(w)) { // if the world has failed, the table stays
         status = fsdp_model_commit(o->model);
-        if (!status) status = fsdpi_optim_follow(o, what);
+        if (!status) status = fsdpi_optim_apply_layout(o, what);
     }
     memset(out, 0, sizeof *out);
     out->group = -1;
