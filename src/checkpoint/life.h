@@ -201,7 +201,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     s->layout = layout;
     memset(s->crcs.ptr, 0, (size_t)(s->num_crcs * 4));
     if (ck->rank == 0) status = fsdpi_ck_run(ck, call, fsdpi_ck_make_dirs, ck);
-    status = fsdpi_ck_follow(ck, call, status);
+    status = fsdpi_ck_finish_phase(ck, call, status);
     if (status) return status;
     int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
     // If the stage has room for everything, the worker writes only after the copies.
@@ -209,7 +209,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     if (!mine) mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
     if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
     if (!mine && ck->stuck) mine = fsdpi_ck_told(ck, call);
-    status = fsdpi_ck_gather_in(ck, mine, &any_failed);
+    status = fsdpi_ck_wait_for_ranks(ck, mine, &any_failed);
     if (status) return status;
     if (any_failed) return fsdpi_ck_give_up(ck, call, mine);
     s->stage_of = FSDPI_CK_WRITING;
@@ -334,7 +334,7 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     if (status) return status;
     fsdpi_ck_io_of(ck, call);
     if (ck->rank == 0) mine = fsdpi_ck_find_here(ck, dir, max_step, found, &newest);
-    status = fsdpi_ck_follow(ck, call, mine);
+    status = fsdpi_ck_finish_phase(ck, call, mine);
     if (!status) status = fsdp_broadcast(ck->world, NULL, &newest, 8, 0);
     path[0] = 0;
     *step = -1;

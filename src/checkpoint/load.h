@@ -412,7 +412,7 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
 static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     fsdp_checkpoint *ck = l->ck;
     fsdp_status mine = ck->rank == 0 ? fsdpi_ck_fetch(l->io, path, &l->opened.bulk) : FSDP_OK;
-    fsdp_status status = fsdpi_ck_follow(ck, l->io->call, mine);
+    fsdp_status status = fsdpi_ck_finish_phase(ck, l->io->call, mine);
     if (status) return status;
     status = fsdp_broadcast(ck->world, NULL, &l->opened.bulk.used, 8, 0);
     if (status) return status;
@@ -440,7 +440,7 @@ static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
 static fsdp_status fsdpi_ck_verify_as(fsdpi_ck_load *l, fsdpi_ck_job job) {
     l->verify.r = &l->reader;
     l->verify.mine = l->ck->rank, l->verify.of = l->ck->size;
-    return fsdpi_ck_follow(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
+    return fsdpi_ck_finish_phase(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
 }
 
 // Sets states that the checkpoint lacks to zero, and copies numbers to their places.
@@ -522,7 +522,7 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
         status = fsdpi_ck_verify_as(l, fsdpi_ck_compare_twins);
     if (!status && l->desc.verify == FSDP_VERIFY_ALL)
         status = fsdpi_ck_verify_as(l, fsdpi_ck_verify_blocks);
-    if (!status) status = fsdpi_ck_follow(ck, call, fsdpi_ck_read_model(l));
+    if (!status) status = fsdpi_ck_finish_phase(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
     status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;
     if (!status) status = fsdp_tell_values(ck->model, FSDP_VALUES_REPLACED, -1);

@@ -155,16 +155,16 @@ static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_
 }
 
 /* This rank's part of a phase has ended with `mine`: rounds until those of all ranks have ended. */
-static fsdp_status fsdpi_ck_gather_in(fsdp_checkpoint *ck, fsdp_status mine, int *any_failed) {
+static fsdp_status fsdpi_ck_wait_for_ranks(fsdp_checkpoint *ck, fsdp_status mine, int *any_failed) {
     int any_busy = 1;
     fsdp_status status = FSDP_OK;
     while (!status && any_busy) status = fsdpi_ck_round(ck, 0, mine != 0, &any_busy, any_failed);
     return status;
 }
 /* The same. All ranks return OK, or the failure of the lowest rank that failed. */
-static fsdp_status fsdpi_ck_follow(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
+static fsdp_status fsdpi_ck_finish_phase(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed = 0;
-    fsdp_status status = fsdpi_ck_gather_in(ck, mine, &any_failed);
+    fsdp_status status = fsdpi_ck_wait_for_ranks(ck, mine, &any_failed);
     return status ? status : any_failed ? fsdpi_ck_agree(ck->world, call, mine) : FSDP_OK;
 }
 

@@ -443,13 +443,13 @@ static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_
     FSDPI_CK_PUT(&ck->save.given_up, 1);
     fsdpi_ck_ring(&ck->worker.to_worker);
     fsdp_status status = fsdpi_ck_await(ck);
-    if (!status) status = fsdpi_ck_gather_in(ck, FSDP_OK, &any_failed);
+    if (!status) status = fsdpi_ck_wait_for_ranks(ck, FSDP_OK, &any_failed);
     if (!status && ck->rank == 0 && !ck->stuck && ck->worker.started) {
         fsdpi_ck_forget(&ck->disk);
         fsdpi_ck_give(&ck->worker, fsdpi_ck_clean, ck);
         status = fsdpi_ck_await(ck);
     }
-    if (!status) status = fsdpi_ck_gather_in(ck, FSDP_OK, &any_failed);
+    if (!status) status = fsdpi_ck_wait_for_ranks(ck, FSDP_OK, &any_failed);
     return status ? status : fsdpi_ck_agree(ck->world, call, mine);
 }
 
