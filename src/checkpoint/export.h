@@ -232,13 +232,13 @@ static fsdp_status fsdpi_ck_create_file(fsdpi_ck_export *x, const char *leaf) {
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_join(x->path, x->tmp, leaf); // `out` is short enough
     (void)fsdpi_ck_open(&x->in->disk, x->path, 1, &x->file, &ignored);
-    return fsdpi_ck_told_alone(&x->in->io);
+    return fsdpi_ck_disk_status(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, int64_t nbytes,
                                         int64_t at) {
     fsdpi_ck_forget(&x->in->disk);
     (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
-    return fsdpi_ck_told_alone(&x->in->io);
+    return fsdpi_ck_disk_status(&x->in->io);
 }
 // Closes the file. If `status` is a failure, returns that.
 static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
@@ -246,7 +246,7 @@ static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) 
     if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
     (void)fsdpi_ck_close(&x->in->disk, x->file, x->path);
     x->file = NULL;
-    return status ? status : fsdpi_ck_told_alone(&x->in->io);
+    return status ? status : fsdpi_ck_disk_status(&x->in->io);
 }
 static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int64_t nbytes) {
     fsdp_status status = fsdpi_ck_create_file(x, leaf);
@@ -442,7 +442,7 @@ static fsdp_status fsdpi_ck_make_export(fsdpi_ck_export *x) {
     if (error != ENOENT) (void)fsdpi_ck_end(d, error, x->out);
     if (!fsdpi_ck_begin(d, "mkdir", x->tmp))
         (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, x->tmp), x->tmp);
-    return fsdpi_ck_told_alone(&x->in->io);
+    return fsdpi_ck_disk_status(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
@@ -451,7 +451,7 @@ static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
     (void)fsdpi_ck_sync_dir(d, x->tmp);
     (void)fsdpi_ck_rename(d, x->tmp, x->out);
     (void)fsdpi_ck_sync_dir(d, x->parent);
-    return fsdpi_ck_told_alone(&x->in->io);
+    return fsdpi_ck_disk_status(&x->in->io);
 }
 
 static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {

@@ -206,9 +206,9 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     int any_failed, copies_first = s->stage_bytes && s->stage_bytes == s->data_bytes;
     // If the stage has room for everything, the worker writes only after the copies.
     fsdp_status mine = copies_first ? fsdpi_ck_copy(ck) : FSDP_OK;
-    if (!mine) mine = fsdpi_ck_hand(ck, call, fsdpi_ck_write_file, ck);
+    if (!mine) mine = fsdpi_ck_submit(ck, call, fsdpi_ck_write_file, ck);
     if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
-    if (!mine && ck->stuck) mine = fsdpi_ck_told(ck, call);
+    if (!mine && ck->stuck) mine = fsdpi_ck_worker_status(ck, call);
     status = fsdpi_ck_wait_for_ranks(ck, mine, &any_failed);
     if (status) return status;
     if (any_failed) return fsdpi_ck_give_up(ck, call, mine);
@@ -323,7 +323,7 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
-    if (ck->stuck) mine = fsdpi_ck_told(ck, call);
+    if (ck->stuck) mine = fsdpi_ck_worker_status(ck, call);
     else if (!dir || !path || !step || !cap)
         mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
     else if (strlen(dir) + FSDPI_CK_LEAF > cap || strlen(dir) + FSDPI_CK_LEAF > sizeof found)
@@ -367,7 +367,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                          "a .safetensors file",
                          call);
     if (!mine)
-        mine = ck->stuck ? fsdpi_ck_told(ck, call)
+        mine = ck->stuck ? fsdpi_ck_worker_status(ck, call)
                          : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
     fsdpi_ck_load_args(l, path, &args);
     first = args;

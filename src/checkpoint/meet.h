@@ -92,7 +92,7 @@ static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
 
 /* The worker's failure becomes that of this call. If a file call has not moved for stall_ms, the
    worker is given up, and its memory stays. */
-static fsdp_status fsdpi_ck_told(fsdp_checkpoint *ck, const char *call) {
+static fsdp_status fsdpi_ck_worker_status(fsdp_checkpoint *ck, const char *call) {
     if (ck->stuck)
         return fsdp_fail(ck->world, FSDP_ERR_IO,
                          "[E422] %s: no progress for %d ms in %s of %s: the file system hangs; "
@@ -117,8 +117,8 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
 }
 
 /* Begins a job of the worker. */
-static fsdp_status fsdpi_ck_hand(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
-                                 void *arg) {
+static fsdp_status fsdpi_ck_submit(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
+                                   void *arg) {
     int error = fsdpi_ck_start(&ck->worker);
     if (error)
         return fsdp_fail(ck->world, FSDP_ERR_OUT_OF_MEMORY,
@@ -149,9 +149,9 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
 /* Runs one job of the worker: a step of a phase. */
 static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
                                 void *arg) {
-    fsdp_status status = fsdpi_ck_hand(ck, call, job, arg);
+    fsdp_status status = fsdpi_ck_submit(ck, call, job, arg);
     if (!status) status = fsdpi_ck_await(ck);
-    return status ? status : fsdpi_ck_told(ck, call);
+    return status ? status : fsdpi_ck_worker_status(ck, call);
 }
 
 /* This rank's part of a phase has ended with `mine`: rounds until those of all ranks have ended. */

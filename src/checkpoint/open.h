@@ -98,7 +98,7 @@ static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char
     return status;
 }
 // A failure of the disk becomes that of a call without a worker.
-static fsdp_status fsdpi_ck_told_alone(fsdpi_ck_io *io) {
+static fsdp_status fsdpi_ck_disk_status(fsdpi_ck_io *io) {
     return io->disk->status
                ? fsdpi_ck_fail(io, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
                : FSDP_OK;
@@ -107,7 +107,7 @@ static fsdp_status fsdpi_ck_do(fsdpi_ck_io *io, fsdpi_ck_job job, void *arg) {
     if (io->ck) return fsdpi_ck_run(io->ck, io->call, job, arg);
     fsdpi_ck_forget(io->disk);
     job(arg);
-    return fsdpi_ck_told_alone(io);
+    return fsdpi_ck_disk_status(io);
 }
 static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const char *name,
                                    const char *why) {

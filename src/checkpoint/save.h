@@ -519,7 +519,7 @@ static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
                          "[E432] %s: dir is empty or step is %lld: pass a directory and a step of "
                          "0 to 2^62",
                          call, (long long)args->step);
-    fsdp_status status = ck->stuck ? fsdpi_ck_told(ck, call)
+    fsdp_status status = ck->stuck ? fsdpi_ck_worker_status(ck, call)
                                    : fsdpi_ck_same_args(ck, call, args, first);
     if (!status) status = fsdpi_ck_check_units(ck, call);
     if (!status) status = fsdpi_ck_set_paths(ck, call, args->path, args->step, first->nonce);
@@ -639,10 +639,10 @@ static void fsdpi_ck_report_save(fsdp_checkpoint *ck) {
 static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, int any_failed) {
     fsdpi_ck_save *s = &ck->save;
     if (any_failed)
-        return fsdpi_ck_give_up(ck, call, s->warned ? FSDP_OK : fsdpi_ck_told(ck, call));
+        return fsdpi_ck_give_up(ck, call, s->warned ? FSDP_OK : fsdpi_ck_worker_status(ck, call));
     if (s->stage_of == FSDPI_CK_WRITING) {
         fsdp_status status = fsdpi_ck_share_crcs(ck);
-        if (!status && ck->rank == 0) status = fsdpi_ck_hand(ck, call, fsdpi_ck_commit, ck);
+        if (!status && ck->rank == 0) status = fsdpi_ck_submit(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
         memset(&s->watch, 0, sizeof s->watch); // stall_ms counts anew for the commit
         return status;
