@@ -31,7 +31,7 @@ struct fsdp_checkpoint_reader {
     fsdpi_ck_opened opened;
     fsdpi_ck_reader reader;
     fsdpi_ck_verify_job verify;
-    fsdpi_ck_room tensors;
+    fsdpi_ck_buffer tensors;
     int64_t num_tensors;
     char path[FSDP_CHECKPOINT_PATH];
 };
@@ -133,7 +133,7 @@ FSDP_API fsdp_status fsdp_checkpoint_open(const char *path, const fsdp_file_ops 
 }
 
 FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *r) {
-    fsdpi_ck_room self = {r, 0};
+    fsdpi_ck_buffer self = {r, 0};
     if (!r) return;
     fsdpi_ck_opened_end(&r->io, &r->opened);
     if (r->reader.io) fsdpi_ck_reader_end(&r->reader);

@@ -41,7 +41,7 @@ typedef struct fsdpi_ck_export {
     fsdp_checkpoint_reader *in;
     fsdp_checkpoint_export_desc desc;
     const char *call;
-    fsdpi_ck_room outs, names, entries, header, data, sizes, crcs, text;
+    fsdpi_ck_buffer outs, names, entries, header, data, sizes, crcs, text;
     int64_t num_outs, num_averages, num_crcs, total_bytes, step;
     int32_t num_files;
     int sharded; // 1: boxes, a manifest
@@ -506,8 +506,8 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
     x->sharded = own.num_ranks > 0;
     status = fsdpi_ck_open_alone(call, path, own.files, own.files_user, &x->in, text, cap);
     if (!status) status = fsdpi_ck_no_memory(fsdpi_ck_export_all(x, out), text, cap);
-    fsdpi_ck_room *rooms[] = {&x->outs, &x->names, &x->entries, &x->header,
-                              &x->data, &x->sizes, &x->crcs,    &x->text};
+    fsdpi_ck_buffer *rooms[] = {&x->outs, &x->names, &x->entries, &x->header,
+                                &x->data, &x->sizes, &x->crcs,    &x->text};
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(NULL, rooms[i]);
     fsdp_checkpoint_close(x->in);
     free(room);

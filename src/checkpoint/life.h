@@ -73,7 +73,7 @@ static fsdp_status fsdpi_ck_copy_blobs(fsdp_checkpoint *ck, const char *call) {
 
 static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
-    fsdpi_ck_room *rooms[] = {
+    fsdpi_ck_buffer *rooms[] = {
         &ck->blobs,      &ck->steps,  &ck->table.tensors, &ck->table.text, &ck->table.order,
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
@@ -348,7 +348,7 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
 FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                                           const fsdp_checkpoint_load_desc *desc) {
     static const char *const call = "checkpoint_load";
-    fsdpi_ck_room room = {NULL, 0};
+    fsdpi_ck_buffer room = {NULL, 0};
     fsdpi_ck_args args, first;
     int64_t begin = fsdpi_ck_now();
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");

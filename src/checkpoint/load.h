@@ -28,8 +28,8 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_io *io;
     fsdpi_ck_opened opened;
     fsdpi_ck_reader reader;
-    fsdpi_ck_room numbers; // numbers of extensions as the files have them: f64 or i64
-    fsdpi_ck_room flags;   // FSDPI_CK_* for each tensor of the table
+    fsdpi_ck_buffer numbers; // numbers of extensions as the files have them: f64 or i64
+    fsdpi_ck_buffer flags;   // FSDPI_CK_* for each tensor of the table
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
     char tied[320]; // a hint about a missing matrix, or ""

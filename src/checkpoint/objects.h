@@ -14,10 +14,10 @@
 #include <string.h>
 
 // Memory from the model's allocator, or from calloc if there is no model. A room only grows.
-typedef struct fsdpi_ck_room {
+typedef struct fsdpi_ck_buffer {
     void *ptr;
     int64_t cap;
-} fsdpi_ck_room;
+} fsdpi_ck_buffer;
 
 static fsdp_status fsdpi_ck_alloc(fsdp_model *m, int64_t bytes, void **out) {
     if (m) return fsdp_alloc(m, FSDP_MEMORY_HOST, bytes, "checkpoint: no memory", out);
@@ -26,15 +26,15 @@ static fsdp_status fsdpi_ck_alloc(fsdp_model *m, int64_t bytes, void **out) {
                 : fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY,
                             "[E420] checkpoint: no memory for %lld bytes", (long long)bytes);
 }
-static void fsdpi_ck_free(fsdp_model *m, fsdpi_ck_room *room) {
+static void fsdpi_ck_free(fsdp_model *m, fsdpi_ck_buffer *room) {
     if (m) fsdp_free(m, FSDP_MEMORY_HOST, room->ptr, room->cap);
     else free(room->ptr);
     room->ptr = NULL, room->cap = 0;
 }
 // Makes room for `bytes`. The first `used` bytes stay.
-static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_room *room, int64_t bytes,
+static fsdp_status fsdpi_ck_reserve(fsdp_model *m, fsdpi_ck_buffer *room, int64_t bytes,
                                     int64_t used) {
-    fsdpi_ck_room larger = {NULL, bytes};
+    fsdpi_ck_buffer larger = {NULL, bytes};
     if (bytes <= room->cap) return FSDP_OK;
     if (used && larger.cap < 2 * room->cap) larger.cap = 2 * room->cap;
     fsdp_status status = fsdpi_ck_alloc(m, larger.cap, &larger.ptr);
@@ -67,7 +67,7 @@ typedef struct fsdpi_ck_tensor {
 
 // All tensors of a rank: what a save writes and a load fills.
 typedef struct fsdpi_ck_table {
-    fsdpi_ck_room tensors, text, order, base; // order: by name; base: each parameter's tensor
+    fsdpi_ck_buffer tensors, text, order, base; // order: by name; base: each parameter's tensor
     int32_t num;
     int64_t text_used;
 } fsdpi_ck_table;
@@ -132,16 +132,16 @@ enum { FSDPI_CK_IDLE = 0, FSDPI_CK_WRITING, FSDPI_CK_COMMITTING }; // the next p
 typedef struct fsdpi_ck_save {
     int stage_of; // FSDPI_CK_*
     int64_t step, begin_ns;
-    fsdpi_ck_room entries, names, header, spans, numbers;
+    fsdpi_ck_buffer entries, names, header, spans, numbers;
     int32_t num_entries, num_spans;
     int64_t header_bytes, data_bytes; // of this rank's file: 8 + N, and the rest
     uint32_t header_crc;
     uint64_t layout;     // hash of the layout that has been checked; 0: none yet
-    fsdpi_ck_room sizes; // [3 ranks]: of each rank header bytes, data bytes, header CRC
-    fsdpi_ck_room crcs;  // of all blocks of all files; a rank fills in its own
+    fsdpi_ck_buffer sizes; // [3 ranks]: of each rank header bytes, data bytes, header CRC
+    fsdpi_ck_buffer crcs;  // of all blocks of all files; a rank fills in its own
     int64_t num_crcs, first_crc;
-    fsdpi_ck_room manifest;     // rank 0's
-    fsdpi_ck_room stage;        // a ring of copies; none: the worker writes from the tensors
+    fsdpi_ck_buffer manifest;   // rank 0's
+    fsdpi_ck_buffer stage;      // a ring of copies; none: the worker writes from the tensors
     int64_t stage_bytes;        // bytes of the stage that this save uses
     int64_t produced, consumed; // bytes into the stage and out of it
     uint32_t given_up;          // 1: the producer has failed
@@ -158,14 +158,14 @@ struct fsdp_checkpoint {
     fsdp_world *world;
     int32_t rank, size;
     fsdp_checkpoint_desc desc;
-    fsdpi_ck_room blobs; // copies of desc.blobs, and their names
+    fsdpi_ck_buffer blobs; // copies of desc.blobs, and their names
     fsdpi_ck_disk disk;
     fsdpi_ck_worker worker;
     int stuck; // 1: the worker hangs, and its memory stays
     fsdpi_ck_table table;
     fsdpi_ck_save save;
     fsdpi_ck_io io;      // for find and load
-    fsdpi_ck_room steps; // for keep and find
+    fsdpi_ck_buffer steps; // for keep and find
     fsdpi_ck_listing found;
     fsdp_checkpoint_report report;
 };

@@ -115,7 +115,7 @@ static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const ch
 }
 
 // If the worker hangs, it may still use this memory: the memory stays until the process ends.
-static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_room *room) {
+static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_buffer *room) {
     if (!io->ck || !io->ck->stuck) fsdpi_ck_free(io->model, room);
 }
 
@@ -147,7 +147,7 @@ static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
 // before it.
 
 typedef struct fsdpi_ck_bulk {
-    fsdpi_ck_room room;
+    fsdpi_ck_buffer room;
     int64_t used;
 } fsdpi_ck_bulk;
 
@@ -225,7 +225,7 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_bulk *b, cons
 
 // Names of data files, each once and sorted, one after another in `text`.
 typedef struct fsdpi_ck_leaves {
-    fsdpi_ck_room text, list;
+    fsdpi_ck_buffer text, list;
     int64_t num;
     const char *index[2]; // the first two names of indices in a directory
     int num_indices;
@@ -268,7 +268,7 @@ static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsd
 
 // Reads the manifest or the index in the piece `text`: one pass measures, a second one reads.
 static fsdp_status fsdpi_ck_get_manifest(fsdpi_ck_io *io, const char *text, int64_t nbytes,
-                                         fsdpi_ck_manifest *m, fsdpi_ck_room *room) {
+                                         fsdpi_ck_manifest *m, fsdpi_ck_buffer *room) {
     char why[256] = "";
     memset(m, 0, sizeof *m);
     fsdp_status status = fsdpi_ck_parse_manifest(m, text, nbytes, why, sizeof why);
@@ -284,7 +284,7 @@ static fsdp_status fsdpi_ck_get_manifest(fsdpi_ck_io *io, const char *text, int6
     return status ? fsdpi_ck_broken(io, status, "manifest.json", why) : FSDP_OK;
 }
 static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *name, const char *text,
-                                      int64_t nbytes, fsdpi_ck_index *x, fsdpi_ck_room *room) {
+                                      int64_t nbytes, fsdpi_ck_index *x, fsdpi_ck_buffer *room) {
     char why[256] = "";
     memset(x, 0, sizeof *x);
     fsdp_status status = fsdpi_ck_parse_index(x, text, nbytes, why, sizeof why);
@@ -374,7 +374,7 @@ static int fsdpi_ck_by_shard(const void *a, const void *b) {
 // If names say how many files belong together, all of these have to be there.
 static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
                                          const fsdpi_ck_leaves *l) {
-    fsdpi_ck_room room = {NULL, 0};
+    fsdpi_ck_buffer room = {NULL, 0};
     char why[700];
     int64_t num = 0, first = 0, next = 0;
     int last = 1;
@@ -563,7 +563,7 @@ typedef struct fsdpi_ck_data_file { // a data file
 
 typedef struct fsdpi_ck_opened {
     fsdpi_ck_bulk bulk;
-    fsdpi_ck_room told, work; // of manifest or index; entries, boxes, parts, names
+    fsdpi_ck_buffer told, work; // of manifest or index; entries, boxes, parts, names
     int64_t step;             // -1: there is no manifest
     int64_t world;            // ranks that saved it; 0: unknown
     int64_t num_parts, num_boxes, total_bytes;
@@ -713,7 +713,7 @@ static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     if (!status && index_bytes >= 0)
         status = fsdpi_ck_match_index(io, o, index_name, index, index_bytes);
     if (status) return status;
-    fsdpi_ck_room names = {NULL, 0};
+    fsdpi_ck_buffer names = {NULL, 0};
     status = fsdpi_ck_reserve(io->model, &names, (o->num_parts + 1) * (int64_t)sizeof(char *), 0);
     if (status) return status;
     for (int64_t i = 0; i < o->num_parts; i++) ((const char **)names.ptr)[i] = o->parts[i].name;

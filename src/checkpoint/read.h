@@ -58,7 +58,7 @@ typedef struct fsdpi_ck_copy_op { // a copy after the reads
 typedef struct fsdpi_ck_reader {
     fsdpi_ck_io *io;
     const fsdpi_ck_opened *o;
-    fsdpi_ck_room wants, items, scratch, block, turn; // turn: elements in the order of `to`
+    fsdpi_ck_buffer wants, items, scratch, block, turn; // turn: elements in the order of `to`
     int32_t num_wants;
     int64_t num_items;
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
@@ -349,7 +349,7 @@ static fsdp_status fsdpi_ck_reader_init(fsdpi_ck_reader *r, fsdpi_ck_io *io,
     return status ? status : fsdpi_ck_reserve(io->model, &r->block, FSDPI_CK_BLOCK, 0);
 }
 static void fsdpi_ck_reader_end(fsdpi_ck_reader *r) {
-    fsdpi_ck_room *rooms[] = {&r->wants, &r->items, &r->scratch, &r->block, &r->turn};
+    fsdpi_ck_buffer *rooms[] = {&r->wants, &r->items, &r->scratch, &r->block, &r->turn};
     for (int i = 0; i < 5; i++) fsdpi_ck_drop(r->io, rooms[i]);
 }
 

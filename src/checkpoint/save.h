@@ -130,9 +130,9 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
 
 /* All headers come to rank 0, one after another. */
 static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call,
-                                           fsdpi_ck_room *text, int64_t *at) {
+                                           fsdpi_ck_buffer *text, int64_t *at) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;
-    fsdpi_ck_room mine = {NULL, 0};
+    fsdpi_ck_buffer mine = {NULL, 0};
     int64_t total = 0, most = 0;
     for (int r = 0; r < ck->size; r++) {
         total += sizes[3 * r];
@@ -154,7 +154,7 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
 
 // Rank 0 parses the headers of all ranks, and checks that their boxes tile every tensor.
 static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call, const char *text,
-                                          const int64_t *at, fsdpi_ck_room *work) {
+                                          const int64_t *at, fsdpi_ck_buffer *work) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;
     int64_t num = 0, chars = 0, files = ck->size;
     fsdp_safetensors_info info;
@@ -222,7 +222,7 @@ static fsdp_status fsdpi_ck_share_sizes(fsdp_checkpoint *ck, const char *call) {
 }
 
 static fsdp_status fsdpi_ck_new_layout(fsdp_checkpoint *ck, const char *call) {
-    fsdpi_ck_room text = {NULL, 0}, work = {NULL, 0}, at = {NULL, 0};
+    fsdpi_ck_buffer text = {NULL, 0}, work = {NULL, 0}, at = {NULL, 0};
     fsdp_status status = fsdpi_ck_share_sizes(ck, call);
     if (status) return status;
     status = fsdpi_ck_agree(
