@@ -112,7 +112,7 @@ static fsdp_status fsdpi_ck_open_alone(const char *call, const char *path,
     snprintf(r->path, sizeof r->path, "%s", path);
     r->opened.dir = r->path;
     status = fsdpi_ck_fetch(&r->io, path, &r->opened.bulk);
-    if (!status) status = fsdpi_ck_understand(&r->io, &r->opened);
+    if (!status) status = fsdpi_ck_parse_headers(&r->io, &r->opened);
     if (!status) status = fsdpi_ck_list_tensors(r);
     if (!status) status = fsdpi_ck_reader_init(&r->reader, &r->io, &r->opened, 1);
     r->verify.r = &r->reader;

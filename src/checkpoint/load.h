@@ -424,10 +424,10 @@ static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     return status;
 }
 
-static fsdp_status fsdpi_ck_understand_and_plan(fsdpi_ck_load *l) {
+static fsdp_status fsdpi_ck_parse_and_plan(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     int check = l->desc.verify != FSDP_VERIFY_NONE;
-    fsdp_status status = fsdpi_ck_understand(l->io, &l->opened);
+    fsdp_status status = fsdpi_ck_parse_headers(l->io, &l->opened);
     if (!status) status = fsdpi_ck_tabulate(ck, l->io->call, !fsdpi_ck_wants_states(l));
     if (!status && fsdpi_ck_wants_states(l)) status = fsdpi_ck_hold_states(l);
     if (!status) status = fsdpi_ck_reader_init(&l->reader, l->io, &l->opened, check);
@@ -517,7 +517,7 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
     fsdp_status status = fsdpi_ck_share_bulk(l, path);
     if (status) return status;
     l->opened.dir = path;
-    status = fsdpi_ck_agree(ck->world, call, fsdpi_ck_understand_and_plan(l));
+    status = fsdpi_ck_agree(ck->world, call, fsdpi_ck_parse_and_plan(l));
     if (!status && fsdpi_ck_num_twins(&l->opened))
         status = fsdpi_ck_verify_as(l, fsdpi_ck_compare_twins);
     if (!status && l->desc.verify == FSDP_VERIFY_ALL)

@@ -146,14 +146,14 @@ static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
 // name; then of each data file its name, its size as 8 bytes, and its header with the 8 bytes
 // before it.
 
-typedef struct fsdpi_ck_bulk {
+typedef struct fsdpi_ck_headers {
     fsdpi_ck_buffer room;
     int64_t used;
-} fsdpi_ck_bulk;
+} fsdpi_ck_headers;
 
 // A new piece. data NULL: its bytes come later. *where: their place.
-static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const void *data, int64_t nbytes,
-                                char **where) {
+static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_headers *b, const void *data,
+                                int64_t nbytes, char **where) {
     int64_t padded = nbytes < 0 ? 0 : (nbytes + 7) / 8 * 8;
     fsdp_status status = fsdpi_ck_reserve(io->model, &b->room, b->used + 8 + padded, b->used);
     if (status) return status;
@@ -166,7 +166,7 @@ static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const void *d
     return FSDP_OK;
 }
 // The next piece. Returns its number of bytes.
-static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **where) {
+static int64_t fsdpi_ck_take(const fsdpi_ck_headers *b, int64_t *at, const char **where) {
     int64_t nbytes = 0;
     if (*at + 8 > b->used) return -1;
     memcpy(&nbytes, (const char *)b->room.ptr + *at, 8);
@@ -177,7 +177,7 @@ static int64_t fsdpi_ck_take(const fsdpi_ck_bulk *b, int64_t *at, const char **w
 
 // A whole file as a piece. *there: 0: there is no such file, and the piece says so. If the name is
 // that of something else than a file, it fails: a checkpoint must not seem to lack a manifest.
-static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const char *dir,
+static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_headers *b, const char *dir,
                                        const char *leaf, int *there) {
     char path[FSDP_CHECKPOINT_PATH], *to = NULL;
     *there = 0;
@@ -199,7 +199,7 @@ static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const 
 }
 
 // The header of a data file: three pieces.
-static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_bulk *b, const char *path,
+static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_headers *b, const char *path,
                                          const char *leaf) {
     char why[256] = "", *to = NULL;
     int64_t n = 0;
@@ -438,7 +438,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
 }
 
 // There is no data file and no manifest: the text says what there is.
-static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
+static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b) {
     char why[400];
     int pickled = 0;
     int64_t used = b->used;
@@ -469,7 +469,7 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
 
 // A directory of another program: index and name of the index as pieces, and the data files in
 // `told`.
-static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
+static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b,
                                          fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
     char single[256] = "";
     const char *text = NULL;
@@ -504,7 +504,7 @@ static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdp
     return status;
 }
 
-static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b,
+static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b,
                                       fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
     char file[FSDP_CHECKPOINT_PATH];
     const char *text = NULL;
@@ -529,7 +529,7 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
 }
 
 /* On rank 0, or without a world: reads all headers of what is at path. */
-static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_bulk *b) {
+static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b) {
     fsdpi_ck_leaves l[2]; // names in the directory, and those that are read
     memset(l, 0, sizeof l);
     b->used = 0;
@@ -562,7 +562,7 @@ typedef struct fsdpi_ck_data_file { // a data file
 } fsdpi_ck_data_file;
 
 typedef struct fsdpi_ck_opened {
-    fsdpi_ck_bulk bulk;
+    fsdpi_ck_headers bulk;
     fsdpi_ck_buffer told, work; // of manifest or index; entries, boxes, parts, names
     int64_t step;             // -1: there is no manifest
     int64_t world;            // ranks that saved it; 0: unknown
@@ -678,7 +678,7 @@ static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, con
 }
 
 /* On all ranks: makes and checks files, entries and boxes. */
-static fsdp_status fsdpi_ck_understand(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
+static fsdp_status fsdpi_ck_parse_headers(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     const char *manifest = NULL, *index = NULL, *index_name = NULL, *form = NULL;
     int64_t at = 0, chars = 0;
     o->step = -1, o->world = 0, o->untold = 0;
