@@ -369,5 +369,5 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED)
 #define FSDP_CHECKPOINT_IMPLEMENTED
 #include "src/checkpoint/export.h"
-#include "src/checkpoint/life.h"
+#include "src/checkpoint/api.h"
 #endif // FSDP_IMPLEMENTATION

@@ -227,7 +227,7 @@ FSDP_API const char *fsdp_pass_name(int pass);
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED)
 #define FSDP_PLAN_IMPLEMENTED
-#include "src/plan/life.h"
+#include "src/plan/api.h"
 #include "src/plan/load.h"
 #include "src/plan/ranks.h"
 #endif // FSDP_IMPLEMENTATION

@@ -94,5 +94,5 @@ FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap);
 
 #if defined(FSDPI_TRACE_RECORD_H) && !defined(FSDP_TRACE_IMPLEMENTED)
 #define FSDP_TRACE_IMPLEMENTED
-#include "src/trace/why.h"
+#include "src/trace/breakdown.h"
 #endif

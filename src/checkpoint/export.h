@@ -7,9 +7,9 @@
 #ifndef FSDPI_CHECKPOINT_EXPORT_H
 #define FSDPI_CHECKPOINT_EXPORT_H
 
-#include "alone.h"
+#include "reader.h"
 #include "files.h"
-#include "keep.h"
+#include "retention.h"
 #include "manifest.h"
 #include "objects.h"
 #include "open.h"

@@ -8,7 +8,7 @@
 #define FSDPI_CHECKPOINT_LOAD_H
 
 #include "files.h"
-#include "meet.h"
+#include "rounds.h"
 #include "objects.h"
 #include "open.h"
 #include "read.h"

@@ -9,7 +9,7 @@
 
 #include "files.h"
 #include "manifest.h"
-#include "meet.h"
+#include "rounds.h"
 #include "objects.h"
 #include "tile.h"
 #include "worker.h"

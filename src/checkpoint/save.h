@@ -8,9 +8,9 @@
 #define FSDPI_CHECKPOINT_SAVE_H
 
 #include "files.h"
-#include "keep.h"
+#include "retention.h"
 #include "manifest.h"
-#include "meet.h"
+#include "rounds.h"
 #include "objects.h"
 #include "table.h"
 #include "tile.h"

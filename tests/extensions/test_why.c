@@ -1,4 +1,4 @@
-/* test_why.c - where the time of a traced step went (src/trace/why.h): each nanosecond beside a model
+/* test_why.c - where the time of a traced step went (src/trace/breakdown.h): each nanosecond beside a model
    that asks for every nanosecond by itself; the simulated device's clock; texts of small traces.
 
    SPDX-License-Identifier: MIT */

@@ -1,17 +1,17 @@
-/* checkpoint/life.h - the public functions of a model's checkpoints
+/* checkpoint/api.h - the public functions of a model's checkpoints
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
 #endif
-#ifndef FSDPI_CHECKPOINT_LIFE_H
-#define FSDPI_CHECKPOINT_LIFE_H
+#ifndef FSDPI_CHECKPOINT_API_H
+#define FSDPI_CHECKPOINT_API_H
 
 #include "files.h"
-#include "keep.h"
+#include "retention.h"
 #include "load.h"
 #include "manifest.h"
-#include "meet.h"
+#include "rounds.h"
 #include "objects.h"
 #include "open.h"
 #include "read.h"
@@ -405,4 +405,4 @@ FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck) {
     return fsdpi_ck_stage_for(ck, 1);
 }
 
-#endif // FSDPI_CHECKPOINT_LIFE_H
+#endif // FSDPI_CHECKPOINT_API_H

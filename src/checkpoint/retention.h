@@ -1,11 +1,11 @@
-/* checkpoint/keep.h - which directories are checkpoints, and the end of old ones
+/* checkpoint/retention.h - which directories are checkpoints, and the end of old ones
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
 #endif
-#ifndef FSDPI_CHECKPOINT_KEEP_H
-#define FSDPI_CHECKPOINT_KEEP_H
+#ifndef FSDPI_CHECKPOINT_RETENTION_H
+#define FSDPI_CHECKPOINT_RETENTION_H
 
 #include "files.h"
 #include "manifest.h"
@@ -149,4 +149,4 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     return failed ? failed : left.error ? left.error : error;
 }
 
-#endif // FSDPI_CHECKPOINT_KEEP_H
+#endif // FSDPI_CHECKPOINT_RETENTION_H

@@ -1,11 +1,11 @@
-/* trace/why.h - where the time of a step went, who came last, what held memory
+/* trace/breakdown.h - where the time of a step went, who came last, what held memory
 
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H
 #include "../../fsdp_trace.h"
 #endif
-#ifndef FSDPI_TRACE_WHY_H
-#define FSDPI_TRACE_WHY_H
+#ifndef FSDPI_TRACE_BREAKDOWN_H
+#define FSDPI_TRACE_BREAKDOWN_H
 
 #include "format.h"
 #include "read.h"
@@ -40,9 +40,9 @@ enum {
 };
 
 typedef struct fsdpi_why_span {
-    int64_t begin, end, own;           // own: what nothing covers
-    const fsdpi_tr_event *op, *waits;  // because of which record; waits: the one that waits for it
-    uint8_t part, late;                // late: for members that came later
+    int64_t begin, end, own;          // own: what nothing covers
+    const fsdpi_tr_event *op, *waits; // because of which record; waits: the one that waits for it
+    uint8_t part, late;               // late: for members that came later
 } fsdpi_why_span;
 
 typedef struct fsdpi_why_step { // of one rank
@@ -203,7 +203,7 @@ static const fsdpi_tr_event *fsdpi_why_awaited(const fsdpi_why_step *step,
         const fsdpi_tr_event *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
         const int alike = !fsdpi_tr_is_world(o) && !fsdpi_tr_is_world(r); // numbers, that is
-        if (o->begin_ns > r->begin_ns) break; // they are in this order
+        if (o->begin_ns > r->begin_ns) break;                             // they are in this order
         if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns ||
             (alike && (int32_t)(o->seq - r->seq) > 0))
             continue;
@@ -260,8 +260,8 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
     if (fsdpi_why_is_comm(r))
         fsdpi_why_expose(all, fsdpi_why_part_of(all->step, r), r->begin_ns, r->end_ns, r, r);
     else if (r->kind != FSDP_OP_USE)
-        fsdpi_why_add(all, fsdpi_why_is_update(all->step, r) ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY,
-                      0, r->begin_ns, r->end_ns, r, NULL);
+        fsdpi_why_add(all, fsdpi_why_is_update(all->step, r) ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY, 0,
+                      r->begin_ns, r->end_ns, r, NULL);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -591,8 +591,9 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
                 worst = longest, most = ns, most_late = late;
         }
         if (!worst || most * 10 < step->part[part]) return;
-        fsdpi_why_say(t, "%s %s %.*f", turn ? "," : "   worst:",
-                      fsdpi_tr_name(step->rank, fsdpi_why_what(worst)), FSDPI_WHY_MS(t, most));
+        fsdpi_why_say(t, "%s %s %.*f",
+                      turn ? "," : "   worst:", fsdpi_tr_name(step->rank, fsdpi_why_what(worst)),
+                      FSDPI_WHY_MS(t, most));
         fsdpi_why_reason(y, worst, most_late * 2 > most, t);
         said = worst;
     }
@@ -622,10 +623,9 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
                   FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
     // More: COMPUTE went on later than the communication ended.
-    fsdpi_why_say(t, "  exposed  %10.*f   %s %.*f ms of communication",
-                  FSDPI_WHY_MS(t, fsdpi_why_exposed(s)),
-                  fsdpi_why_exposed(s) > s->comm ? "more than the" : "of",
-                  FSDPI_WHY_MS(t, s->comm));
+    fsdpi_why_say(
+        t, "  exposed  %10.*f   %s %.*f ms of communication", FSDPI_WHY_MS(t, fsdpi_why_exposed(s)),
+        fsdpi_why_exposed(s) > s->comm ? "more than the" : "of", FSDPI_WHY_MS(t, s->comm));
     if (s->rank->head.run == FSDP_RUN_INLINE) fsdpi_why_say(t, " (inline: nothing is hidden)");
     else if (s->comm)
         fsdpi_why_say(t, " (%.0f %% hidden)", 100.0 * (double)s->hidden / (double)s->comm);
@@ -818,4 +818,4 @@ FSDP_API fsdp_status fsdp_trace_report(const char *dir, char *buf, size_t cap) {
     return made > 0 ? FSDP_OK : made ? FSDP_ERR_OUT_OF_MEMORY : FSDP_ERR_INVALID_STATE;
 }
 
-#endif // FSDPI_TRACE_WHY_H
+#endif // FSDPI_TRACE_BREAKDOWN_H

@@ -1,11 +1,11 @@
-/* checkpoint/alone.h - a checkpoint read by one process, without a world
+/* checkpoint/reader.h - a checkpoint read by one process, without a world
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
 #endif
-#ifndef FSDPI_CHECKPOINT_ALONE_H
-#define FSDPI_CHECKPOINT_ALONE_H
+#ifndef FSDPI_CHECKPOINT_READER_H
+#define FSDPI_CHECKPOINT_READER_H
 
 #include "files.h"
 #include "objects.h"
@@ -260,4 +260,4 @@ FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_op
     return status;
 }
 
-#endif // FSDPI_CHECKPOINT_ALONE_H
+#endif // FSDPI_CHECKPOINT_READER_H

@@ -1,11 +1,11 @@
-/* checkpoint/meet.h - ranks that wait for files meet every 100 ms, and fail together
+/* checkpoint/rounds.h - ranks that wait for files meet every 100 ms, and fail together
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
 #endif
-#ifndef FSDPI_CHECKPOINT_MEET_H
-#define FSDPI_CHECKPOINT_MEET_H
+#ifndef FSDPI_CHECKPOINT_ROUNDS_H
+#define FSDPI_CHECKPOINT_ROUNDS_H
 
 #include "files.h"
 #include "objects.h"
@@ -168,4 +168,4 @@ static fsdp_status fsdpi_ck_finish_phase(fsdp_checkpoint *ck, const char *call, 
     return status ? status : any_failed ? fsdpi_ck_agree(ck->world, call, mine) : FSDP_OK;
 }
 
-#endif // FSDPI_CHECKPOINT_MEET_H
+#endif // FSDPI_CHECKPOINT_ROUNDS_H

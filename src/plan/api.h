@@ -1,11 +1,11 @@
-/* plan/life.h - steps recorded, replayed and left; the public functions
+/* plan/api.h - steps recorded, replayed and left; the public functions
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
 #endif
-#ifndef FSDPI_PLAN_LIFE_H
-#define FSDPI_PLAN_LIFE_H
+#ifndef FSDPI_PLAN_API_H
+#define FSDPI_PLAN_API_H
 
 #include "../core/step.h"
 #include "listing.h"
@@ -670,4 +670,4 @@ FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp
     return FSDP_OK;
 }
 
-#endif // FSDPI_PLAN_LIFE_H
+#endif // FSDPI_PLAN_API_H
