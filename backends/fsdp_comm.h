@@ -80,7 +80,7 @@ typedef struct fsdpi_transport {
        and ends all waits. verdict reads it; 0: there is none. ask returns 1, and what is known of a
        rank of the world; 0: nobody answers. Any thread may call them. */
     void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
-    int (*verdict)(fsdpi_comm_world *w, fsdpi_verdict *out);
+    int (*verdict)(fsdpi_comm_world *w, fsdpi_failure *out);
     int (*ask)(fsdpi_comm *c, int rank, fsdpi_peer *out);
 
     /* Memory that peers may read, zero-filled. take is given chunk.size and fills the rest; after a
@@ -150,7 +150,7 @@ static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
 
 // The status and text of a failed world for this rank: its number, its call, and what happened.
 static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
         (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,

@@ -113,7 +113,7 @@ typedef struct fsdpi_fake_world {
     fsdpi_comm_world base;
     fsdp_fake *fake, none; // the user's, or our own
     uint32_t failed, lock; // of the verdict
-    fsdpi_verdict why;
+    fsdpi_failure why;
     uintptr_t next; // with addresses: of the next allocation
 } fsdpi_fake_world;
 
@@ -170,7 +170,7 @@ static void fsdpi_fake_tell(fsdpi_comm *c, fsdp_status status, const char *subje
     fsdpi_unlock(&w->lock);
 }
 
-static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
     fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
     fsdpi_lock(&w->lock); // a thread that sets the verdict has ended
     *out = w->why;

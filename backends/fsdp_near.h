@@ -85,7 +85,7 @@ static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subje
                             const char *reason) {
     fsdpi_store *store = fsdpi_near_outer(c->world)->store;
     const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
-    fsdpi_verdict first;
+    fsdpi_failure first;
     fsdpi_shm_tell(c, status, subject, reason);
     (void)fsdpi_shm_verdict(c->world, &first); // there is one now
     int is_first = first.rank == c->boot->rank;
@@ -95,7 +95,7 @@ static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subje
     fsdpi_store_abort(store, status, subject, reason);
 }
 
-static int fsdpi_near_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
+static int fsdpi_near_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
     return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
 }
 
@@ -119,7 +119,7 @@ static const fsdpi_transport fsdpi_near_transport = {
     {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
-    fsdpi_near_tell, fsdpi_near_verdict, fsdpi_near_ask,
+    fsdpi_near_tell, fsdpi_near_failure, fsdpi_near_ask,
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 

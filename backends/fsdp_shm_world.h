@@ -96,7 +96,7 @@ typedef struct fsdpi_shm_control {
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 1: a rank is writing the verdict, 2: it is written
-    fsdpi_verdict verdict;
+    fsdpi_failure verdict;
     // threads
     fsdpi_shm_block *blocks;
     fsdp_allocator allocator;
@@ -168,7 +168,7 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
                            const char *reason) {
     const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    fsdpi_verdict *verdict = &w->control->verdict;
+    fsdpi_failure *verdict = &w->control->verdict;
     uint32_t none = 0;
     if (__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
                                     __ATOMIC_ACQUIRE)) {
@@ -185,7 +185,7 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
     if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
     const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
     for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
     uint32_t failed = FSDPI_LOAD(&control->failed);

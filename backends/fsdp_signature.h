@@ -79,11 +79,11 @@ typedef struct fsdpi_peer {
 } fsdpi_peer;
 
 // Why a world has ended. The first verdict counts, on all ranks.
-typedef struct fsdpi_verdict {
+typedef struct fsdpi_failure {
     int32_t status, rank;                    // rank: the one that says it; -1: the store
     int32_t lost;                            // the rank that was lost, or -1
     char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
-} fsdpi_verdict;
+} fsdpi_failure;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>record_text
@@ -140,7 +140,7 @@ static FSDPI_UNUSED void fsdpi_say_peer(fsdpi_text *t, const fsdpi_peer *p) {
 }
 
 // A verdict, for a rank that was in no operation of the world yet.
-static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
+static FSDPI_UNUSED void fsdpi_say_failure(fsdpi_text *t, const fsdpi_failure *v) {
     if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
     else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);

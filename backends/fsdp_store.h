@@ -72,7 +72,7 @@
 #ifndef FSDPI_BACKENDS_STORE_H
 #define FSDPI_BACKENDS_STORE_H
 
-#include "fsdp_signature.h" // fsdpi_verdict
+#include "fsdp_signature.h" // fsdpi_failure
 #include "../src/core/alloc.h"
 #include "../src/core/launch.h"
 #include "../src/core/macros.h"
@@ -495,9 +495,9 @@ static size_t fsdpi_frame_text(char *out, size_t cap, const char *from, size_t s
     return zero ? length + 1 : length;
 }
 
-#define FSDPI_VERDICT_BYTES (12 + sizeof(fsdpi_verdict))
+#define FSDPI_VERDICT_BYTES (12 + sizeof(fsdpi_failure))
 
-static size_t fsdpi_verdict_put(char *to, const fsdpi_verdict *v) {
+static size_t fsdpi_failure_put(char *to, const fsdpi_failure *v) {
     char *at = fsdpi_le_put(to, (uint32_t)v->status, 4);
     at = fsdpi_le_put(at, (uint32_t)v->rank, 4);
     at = fsdpi_le_put(at, (uint32_t)v->lost, 4);
@@ -507,7 +507,7 @@ static size_t fsdpi_verdict_put(char *to, const fsdpi_verdict *v) {
     return (size_t)(at - to) + strlen(v->reason);
 }
 
-static int fsdpi_verdict_get(const fsdpi_frame *f, fsdpi_verdict *v) {
+static int fsdpi_failure_get(const fsdpi_frame *f, fsdpi_failure *v) {
     if (f->value_size < 12) return 0;
     v->status = fsdpi_le_i32(f->value);
     v->rank = fsdpi_le_i32(f->value + 4);
@@ -580,7 +580,7 @@ typedef struct fsdpi_store_core {
     int num_refused, num_old;         // refused for their token, and for their version
     int64_t join_ns, join_timeout_ns; // when ranks must have joined; how long that is
     size_t total;
-    fsdpi_verdict verdict; // status FSDP_OK: none
+    fsdpi_failure verdict; // status FSDP_OK: none
     fsdpi_store_rank *ranks;
     fsdpi_conn *conns;
     fsdpi_store_wait *waits;
@@ -645,16 +645,16 @@ static void fsdpi_store_core_clear(fsdpi_store_core *core) {
 }
 
 // Sets the verdict, unless there is one.
-static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_verdict *v) {
+static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_failure *v) {
     char value[FSDPI_VERDICT_BYTES];
     if (core->verdict.status || core->closing) return;
     core->verdict = *v;
-    fsdpi_store_core_push(core, FSDPI_STORE_VERDICT, value, fsdpi_verdict_put(value, v));
+    fsdpi_store_core_push(core, FSDPI_STORE_VERDICT, value, fsdpi_failure_put(value, v));
 }
 
 static FSDP_PRINTF(4, 5) void fsdpi_store_core_fail(fsdpi_store_core *core, fsdp_status status,
                                                     int lost, const char *format, ...) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     va_list args;
     memset(&v, 0, sizeof v);
     v.status = (int32_t)status;
@@ -776,7 +776,7 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     } else if (core->verdict.status) {
         char value[FSDPI_VERDICT_BYTES];
         fsdpi_store_core_send(core, conn, FSDPI_STORE_VERDICT, 0, 0, value,
-                              fsdpi_verdict_put(value, &core->verdict));
+                              fsdpi_failure_put(value, &core->verdict));
         fsdpi_conn_end(conn, now);
         fsdpi_store_core_leave(core, (int)rank);
     } else {
@@ -910,7 +910,7 @@ static size_t fsdpi_store_core_least(int op) {
 static void fsdpi_store_core_frame(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
                                    int64_t now) {
     char key[FSDPI_STORE_KEY_MAX + 1];
-    fsdpi_verdict v;
+    fsdpi_failure v;
     int32_t status = FSDP_OK;
     fsdpi_store_rank *r = &core->ranks[conn->rank];
     if (f->value_size < fsdpi_store_core_least(f->op) ||
@@ -935,7 +935,7 @@ static void fsdpi_store_core_frame(fsdpi_store_core *core, fsdpi_conn *conn, con
         return;
     case FSDPI_STORE_ASK: fsdpi_store_core_ask(core, conn, f, now); return;
     case FSDPI_STORE_ABORT:
-        (void)fsdpi_verdict_get(f, &v);
+        (void)fsdpi_failure_get(f, &v);
         v.rank = conn->rank;
         fsdpi_store_core_judge(core, &v);
         return;
@@ -1822,7 +1822,7 @@ struct fsdpi_store {
     uint32_t lock, next_id, changed; // changed: counts events; callers sleep on it
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
-    fsdpi_verdict verdict;   // valid if judged
+    fsdpi_failure verdict;   // valid if judged
     const char *why;         // the connection has broken, and its server may live; or NULL
     uint8_t *left;           // [size]
     fsdpi_store_place local; // of the connection
@@ -1916,16 +1916,16 @@ typedef struct fsdpi_store_try {
 // Handles the server's answer to HELLO.
 static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const char *name,
                                  fsdpi_store_try *t) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     if (f->op == FSDPI_STORE_REPLY && f->value_size == 4) {
         s->server_rank = fsdpi_le_i32(f->value);
         t->decided = 1;
         t->status = FSDP_OK;
-    } else if (f->op == FSDPI_STORE_VERDICT && fsdpi_verdict_get(f, &v)) {
+    } else if (f->op == FSDPI_STORE_VERDICT && fsdpi_failure_get(f, &v)) {
         t->decided = 1;
         t->status = (fsdp_status)v.status;
         t->said.used = 0;
-        fsdpi_say_verdict(&t->said, &v);
+        fsdpi_say_failure(&t->said, &v);
     } else if (f->op == FSDPI_STORE_REFUSED) {
         char text[400];
         (void)fsdpi_frame_text(text, sizeof text, f->value, f->value_size);
@@ -2174,7 +2174,7 @@ static void fsdpi_store_finish_all(fsdpi_store *s) {
 }
 
 // Sets the verdict, unless there is one.
-static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_verdict *v) {
+static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_failure *v) {
     fsdpi_lock(&s->lock);
     int first = !s->judged;
     if (first) {
@@ -2192,10 +2192,10 @@ static const char *fsdpi_store_who(const fsdpi_store *s) {
 }
 
 // Gives the server the reason why this rank leaves, if that direction works: else it seems dead.
-static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_verdict *v) {
+static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_failure *v) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
     char value[FSDPI_VERDICT_BYTES];
-    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_verdict_put(value, v), NULL, value};
+    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_failure_put(value, v), NULL, value};
     fsdpi_lock(&s->lock);
     if (fsdpi_frame_put(a, &s->out, &f, &s->seal_out)) (void)fsdpi_store_flush(a, s->fd, &s->out);
     fsdpi_unlock(&s->lock);
@@ -2205,7 +2205,7 @@ static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_verdict *v) {
    changed (IO), or this rank has no memory. */
 static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
     if (status && !FSDPI_LOAD(&s->leaving)) {
-        fsdpi_verdict v;
+        fsdpi_failure v;
         memset(&v, 0, sizeof v);
         v.status = (int32_t)status;
         v.rank = status == FSDP_ERR_PEER_LOST ? -1 : s->desc.boot.rank; // all see that alike
@@ -2264,7 +2264,7 @@ static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
 
 // Handles one frame of the server. 0: the connection has ended.
 static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     int32_t rank;
     switch (f->op) {
     case FSDPI_STORE_REPLY: fsdpi_store_reply(s, f); return 1;
@@ -2279,7 +2279,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
         __atomic_store_n(&s->left[rank], (uint8_t)1, __ATOMIC_RELEASE);
         break;
     case FSDPI_STORE_VERDICT:
-        if (fsdpi_verdict_get(f, &v)) fsdpi_store_judge(s, &v);
+        if (fsdpi_failure_get(f, &v)) fsdpi_store_judge(s, &v);
         return 1;
     case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, FSDP_OK); return 0;
     default: return 1;
@@ -2474,7 +2474,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_
 }
 
 // 1: there is a verdict, and *out has it unless out is NULL.
-static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_verdict *out) {
+static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) {
     if (!FSDPI_LOAD(&s->judged)) return 0;
     if (out) *out = s->verdict; // written once
     return 1;
@@ -2484,7 +2484,7 @@ static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_verdict *out) 
    within FSDPI_STORE_ABORT_NS, this one. Any thread may call it. */
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     char value[FSDPI_VERDICT_BYTES];
     memset(&v, 0, sizeof v);
     v.status = (int32_t)status;
@@ -2492,7 +2492,7 @@ static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, c
     v.lost = -1;
     (void)snprintf(v.subject, sizeof v.subject, "%s", subject);
     (void)snprintf(v.reason, sizeof v.reason, "%s", reason);
-    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_verdict_put(value, &v), NULL, value};
+    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_failure_put(value, &v), NULL, value};
     int64_t left, until = fsdpi_store_now(s) + FSDPI_STORE_ABORT_NS;
     int told = !fsdpi_store_post(s, &f, NULL);
     while (told && (left = until - fsdpi_store_now(s)) > 0) {
@@ -2541,7 +2541,7 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
         left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
         if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
     }
-    if (FSDPI_LOAD(&s->judged)) fsdpi_say_verdict(error, &s->verdict);
+    if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->verdict);
     else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
         fsdpi_say(error,

@@ -66,7 +66,7 @@ static void fsdpi_store_world_tell(fsdpi_comm *c, fsdp_status status, const char
     fsdpi_store_abort(fsdpi_store_world_of(c)->store, status, subject, reason);
 }
 
-static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
+static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_failure *out) {
     return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
 }
 

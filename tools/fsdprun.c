@@ -704,7 +704,7 @@ static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
 
 // Has the fsdprun of another node ended, or one of its ranks failed? Then this start is over.
 static void look_at_nodes(job *j) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     char text[sizeof v.reason + 120];
     if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
     j->status = 1;
@@ -762,7 +762,7 @@ static int join_nodes(job *j, char *error, size_t cap) {
    loss of any node that has begun. Returns 0 after a failure. */
 static int agree_on_count(job *j, char *error, size_t cap) {
     char key[32], value[COUNT_BYTES + sizeof j->first];
-    fsdpi_verdict v;
+    fsdpi_failure v;
     size_t bytes;
     snprintf(key, sizeof key, "count.%d", j->node);
     snprintf(value, sizeof value, "%d %s", j->count, j->first);

@@ -25,7 +25,7 @@ typedef struct {
     fsdp_allocator allocator;
     int pids[RANKS], flags[FLAGS];
     int64_t when; /* ms: what others are measured from */
-    fsdpi_verdict verdicts[RANKS];
+    fsdpi_failure verdicts[RANKS];
     int up, down, squatter, served_at; /* of a process aside */
     int num_joined, *joined;           /* how many the store has let in; copies count there too */
     const void *extra;
@@ -208,8 +208,8 @@ H_FN void within(int64_t start_ms, int limit_ms) {
               slack(limit_ms));
 }
 
-H_FN fsdpi_verdict await_verdict(client *c, int limit_ms) {
-    fsdpi_verdict v;
+H_FN fsdpi_failure await_verdict(client *c, int limit_ms) {
+    fsdpi_failure v;
     int64_t start = h_calm_ms();
     memset(&v, 0, sizeof v);
     while (!fsdpi_store_verdict(c->store, &v)) {
@@ -220,7 +220,7 @@ H_FN fsdpi_verdict await_verdict(client *c, int limit_ms) {
 }
 
 H_FN void no_verdict(client *c) {
-    fsdpi_verdict v;
+    fsdpi_failure v;
     memset(&v, 0, sizeof v);
     CHECK_MSG(!fsdpi_store_verdict(c->store, &v), "status %d, '%s'", (int)v.status, v.reason);
 }

@@ -104,9 +104,9 @@ static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     else if (culprit < 0) snprintf(text, sizeof text, "[sim] the store does not answer");
     else snprintf(text, sizeof text, "[sim] rank %d does not come", culprit);
     if (status != FSDP_ERR_PEER_LOST) fsdpi_store_abort(a->store, status, "round", text);
-    fsdpi_verdict v;
+    fsdpi_failure v;
     fsdpi_text t = {a->text, sizeof a->text, 0};
-    if (fsdpi_store_verdict(a->store, &v)) fsdpi_say_verdict(&t, &v);
+    if (fsdpi_store_verdict(a->store, &v)) fsdpi_say_failure(&t, &v);
     else fsdpi_say(&t, "%s", text);
     return status;
 }

@@ -899,9 +899,9 @@ static void await_beat(client *c, int rank, const char *text) {
 }
 
 static void same_verdicts(const setup *s, int but) {
-    const fsdpi_verdict *first = NULL;
+    const fsdpi_failure *first = NULL;
     for (int r = 0; r < s->world; r++) {
-        const fsdpi_verdict *v = &s->verdicts[r];
+        const fsdpi_failure *v = &s->verdicts[r];
         if (r == but) continue;
         if (!first) first = v;
         CHECK_MSG(v->status && v->status == first->status && v->rank == first->rank &&
@@ -970,7 +970,7 @@ static void one_dies(const death *row) {
     s->extra = row;
     run(s, loses_one);
     same_verdicts(s, row->victim);
-    const fsdpi_verdict *v = &s->verdicts[row->victim ? 0 : 1];
+    const fsdpi_failure *v = &s->verdicts[row->victim ? 0 : 1];
     snprintf(who, sizeof who, "rank %d", row->victim);
     CHECK_EQ_INT(v->status, FSDP_ERR_PEER_LOST);
     CHECK_EQ_INT(v->rank, -1);
@@ -1099,7 +1099,7 @@ static void abort_without_server(int rank, int world, void *arg) {
     int64_t start = h_calm_ms();
     fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "step 3", "enough");
     within(start, 300);
-    fsdpi_verdict v = await_verdict(&c, 0);
+    fsdpi_failure v = await_verdict(&c, 0);
     CHECK_EQ_INT(v.status, FSDP_ERR_ABORTED);
     CHECK_EQ_INT(v.rank, rank);
     CHECK_EQ_STR(v.reason, "enough");

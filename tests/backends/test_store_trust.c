@@ -236,7 +236,7 @@ static void through_relay(int rank, int world, void *arg) {
         leave(&c, s, world);
         return;
     }
-    fsdpi_verdict v = await_verdict(&c, 5000);
+    fsdpi_failure v = await_verdict(&c, 5000);
     says(v.reason, r->says);
     CHECK_EQ_INT(v.status, FSDP_ERR_IO);
     gather_at(s, 1);

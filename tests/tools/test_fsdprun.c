@@ -1195,7 +1195,7 @@ static void close_all(served *s) {
 /* When the ranks of node 0 have ended well, those of other nodes go on without a store. */
 TEST(fsdprun, node_0_serves_until_its_ranks_end) {
     served s;
-    fsdpi_verdict verdict;
+    fsdpi_failure verdict;
     start_node_0(&s, h_free_port());
     h_ranks_thread(JOB_SIZE, join_rank, &s);
     end_node_0(&s);
@@ -1263,7 +1263,7 @@ TEST(fsdprun, two_jobs_on_one_port) {
 
 TEST(fsdprun, the_launchers_death_is_told) {
     served s;
-    fsdpi_verdict verdict;
+    fsdpi_failure verdict;
     start_node_0(&s, h_free_port());
     h_ranks_thread(JOB_SIZE, join_rank, &s);
     kill(s.launcher, SIGKILL);
