@@ -96,7 +96,7 @@ struct fsdpi_comm_world {
     const fsdpi_transport *transport;
     fsdp_caps caps;
     const uint32_t *failed; // not 0: a verdict is there, or comes; NULL: not connected
-    fsdpi_trace *trace;     // what this rank does, for other ranks; NULL: the backend knows it
+    fsdpi_activity *trace;  // what this rank does, for other ranks; NULL: the backend knows it
     int64_t open_ns;        // when the world began to open: one deadline is for all of it
     int is_trusting;        // 1: ranks do not compare their calls
     fsdpi_chunks chunks;
@@ -645,13 +645,13 @@ static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsd
 // From fsdpi_comm_begin to fsdpi_comm_end the rank is in an operation.
 static void fsdpi_comm_begin(fsdpi_comm *c) {
     c->now.since_ns = fsdpi_boot_now(c->boot);
-    if (c->world->trace) fsdpi_trace_begin(c->world->trace, &c->now);
+    if (c->world->trace) fsdpi_activity_begin(c->world->trace, &c->now);
 }
 
 static fsdp_status fsdpi_comm_end(fsdpi_comm *c, fsdp_status status) {
     const fsdpi_transport *transport = c->world->transport;
     if (transport->settle) status = transport->settle(c, status);
-    if (c->world->trace) fsdpi_trace_end(c->world->trace);
+    if (c->world->trace) fsdpi_activity_end(c->world->trace);
     return status;
 }
 

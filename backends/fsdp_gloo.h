@@ -128,7 +128,7 @@ typedef struct fsdpi_gloo_world {
     fsdp_gloo_device *device; // NULL: all ranks are near
     fsdpi_near_hosts hosts;
     fsdpi_comm *near;    // the ranks of this host; NULL: there are no others
-    fsdpi_trace trace;   // until near has one
+    fsdpi_activity trace; // until near has one
     int64_t patience_ns; // the time left for goodbyes of all groups together
     uint32_t lock;       // guards the list
     fsdpi_gloo_comm *comms;
@@ -312,7 +312,7 @@ static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buff
    counts: if the operation has succeeded for others, it succeeds here, too. */
 static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
                                    int64_t timeout_ns) {
-    fsdpi_trace *trace = FSDPI_LOAD(&c->base.world->trace);
+    fsdpi_activity *trace = FSDPI_LOAD(&c->base.world->trace);
     fsdpi_trace_wait(trace, (int)c->base.ranks[k]);
     int result = fsdpi_gloo_await_abortable(c, buffer, is_send, (timeout_ns + 999999) / 1000000);
     int more = result;
@@ -340,8 +340,8 @@ static void fsdpi_gloo_wake(void *user) {
 static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     int64_t since_ns;
-    out->busy = fsdpi_trace_read(FSDPI_LOAD(&w->base.base.trace), out->text, sizeof out->text,
-                                 &since_ns);
+    out->busy = fsdpi_activity_read(FSDPI_LOAD(&w->base.base.trace), out->text, sizeof out->text,
+                                    &since_ns);
     out->since_ns = fsdpi_boot_now(&w->base.base.boot) - since_ns;
 }
 
@@ -1540,7 +1540,7 @@ static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
     if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;
     if (status || !w->near) return status;
-    fsdpi_trace_begin(w->near->world->trace, &c->base.now);
+    fsdpi_activity_begin(w->near->world->trace, &c->base.now);
     FSDPI_STORE(&w->base.base.trace, w->near->world->trace);
     return FSDP_OK;
 }

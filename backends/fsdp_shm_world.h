@@ -71,7 +71,7 @@ typedef struct fsdpi_shm_group {
 
 // One rank in the world.
 typedef struct fsdpi_shm_peer {
-    fsdpi_trace trace;
+    fsdpi_activity trace;
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
@@ -159,7 +159,7 @@ static int fsdpi_shm_ask(fsdpi_comm *base, int rank, fsdpi_peer *out) {
     out->silent_ns = -1;
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) return 1;
     out->state = FSDPI_PEER_JOINED; // also if it has left: then its last operation counts
-    out->busy = fsdpi_trace_read(&peer->trace, out->text, sizeof out->text, &since_ns);
+    out->busy = fsdpi_activity_read(&peer->trace, out->text, sizeof out->text, &since_ns);
     out->since_ns = fsdpi_boot_now(base->boot) - since_ns;
     return 1;
 }

@@ -59,11 +59,11 @@ typedef struct fsdpi_signature {
 #define FSDPI_REASON       800
 
 // What a rank does: other ranks ask why it has not come.
-typedef struct fsdpi_trace {
+typedef struct fsdpi_activity {
     uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
     uint32_t busy, writing;            // operations it is in; 1: `last` is being written
     uint32_t waits;                    // 1 + the rank that it waits for; 0: not known
-} fsdpi_trace;
+} fsdpi_activity;
 
 enum { FSDPI_PEER_ABSENT, FSDPI_PEER_JOINED, FSDPI_PEER_LEFT, FSDPI_PEER_LOST };
 
@@ -200,7 +200,8 @@ static fsdpi_signature fsdpi_signature_get(const uint64_t *from) {
     return record;
 }
 
-static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_signature *record) {
+static FSDPI_UNUSED void fsdpi_activity_begin(fsdpi_activity *trace,
+                                              const fsdpi_signature *record) {
     __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
     // Two threads of one rank may be here at once: the trace then has one of the operations.
     if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
@@ -208,13 +209,13 @@ static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_signa
     FSDPI_STORE(&trace->writing, 0u);
 }
 
-static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
+static FSDPI_UNUSED void fsdpi_activity_end(fsdpi_activity *trace) {
     __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
 }
 
 // Returns fsdpi_peer.busy, and the last operation as text, and when it began.
-static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
-                                         int64_t *since_ns) {
+static FSDPI_UNUSED int fsdpi_activity_read(const fsdpi_activity *trace, char *text, size_t cap,
+                                            int64_t *since_ns) {
     fsdpi_signature last = fsdpi_signature_get(trace->last);
     fsdpi_text t = {text, cap, 0};
     fsdpi_say_op(&t, &last);
@@ -223,7 +224,7 @@ static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, s
 }
 
 // Notes the rank that this one waits for; -1: it has come. trace may be NULL.
-static FSDPI_UNUSED void fsdpi_trace_wait(fsdpi_trace *trace, int rank) {
+static FSDPI_UNUSED void fsdpi_trace_wait(fsdpi_activity *trace, int rank) {
     if (trace) FSDPI_STORE(&trace->waits, (uint32_t)(rank + 1));
 }
 
