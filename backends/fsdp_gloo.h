@@ -10,7 +10,7 @@
    - The Gloo library is the transport: connections between all members of a comm, and a thread that
      serves them. The library makes the collectives: each rank sends every member what that member
      needs, once, straight from buffer to buffer: (W-1)/W of a buffer.
-   - That is for members on other hosts, the far ones. The near ones share memory (fsdp_near.h):
+   - That is for members on other hosts, the far ones. The near ones share memory (fsdp_local.h):
      they show each other their records there, and read each other's buffers while data come from
      far ones. If all members of a comm are near, it does not use Gloo.
    - A collective begins with a message to each member: the record of what the rank is about to do,
@@ -82,7 +82,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include "fsdp_comm.h"      // the base: what all backends do in the same way
 #include "fsdp_gloo_shim.h" // the transport
 #include "fsdp_memory.h"
-#include "fsdp_near.h" // ranks of one host
+#include "fsdp_local.h" // ranks of one host
 #include "fsdp_signature.h"
 #include "fsdp_shm_world.h"
 #include "fsdp_store.h"
@@ -126,7 +126,7 @@ typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
 typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
     fsdp_gloo_device *device; // NULL: all ranks are near
-    fsdpi_near_hosts hosts;
+    fsdpi_local_hosts hosts;
     fsdpi_comm *near;    // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
     int64_t patience_ns; // the time left for goodbyes of all groups together
@@ -193,7 +193,7 @@ static fsdpi_store *fsdpi_gloo_store(const fsdpi_gloo_comm *c) {
 static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_failed(&c->base); }
 
 // Are all members near? Then Gloo is not used.
-static int fsdpi_gloo_is_near(const fsdpi_gloo_comm *c) {
+static int fsdpi_gloo_is_local(const fsdpi_gloo_comm *c) {
     return c->near && c->near->size == c->base.size;
 }
 
@@ -202,14 +202,14 @@ static int fsdpi_gloo_is_far(const fsdpi_gloo_comm *c, int k) {
     return c->at[k] < 0 && k != c->base.index;
 }
 
-static fsdp_status fsdpi_gloo_near_result(fsdpi_gloo_comm *c, fsdp_status status) {
-    return fsdpi_near_result(&c->base, c->near, status);
+static fsdp_status fsdpi_gloo_local_result(fsdpi_gloo_comm *c, fsdp_status status) {
+    return fsdpi_local_result(&c->base, c->near, status);
 }
 
 // A barrier of the near members. It fails if one of them has ended.
-static fsdp_status fsdpi_gloo_near_barrier(fsdpi_gloo_comm *c) {
+static fsdp_status fsdpi_gloo_local_barrier(fsdpi_gloo_comm *c) {
     if (!c->near) return FSDP_OK;
-    return fsdpi_gloo_near_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
+    return fsdpi_gloo_local_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
 }
 
 // Member k cannot come any more, because of `how`. Its last operation may say why.
@@ -238,7 +238,7 @@ static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
     int first = fsdp_gloo_context_first_lost(c->context);
-    int gone = c->near ? fsdpi_near_gone(c->near) : -1;
+    int gone = c->near ? fsdpi_local_gone(c->near) : -1;
     if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
     for (int j = 0; j < c->base.size && gone >= 0 && !fsdpi_is_pair(c->base.now.kind); j++)
         if (c->at[j] == gone) k = j, how = "it has ended";
@@ -268,7 +268,7 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
         if (fsdpi_gloo_is_far(c, j))
             missing[j] |= !c->peers[j].arrived &&
                           fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
-        else if (j != c->base.index) missing[j] = !fsdpi_near_has_come(c->near, c->at[j]);
+        else if (j != c->base.index) missing[j] = !fsdpi_local_has_come(c->near, c->at[j]);
     }
     return fsdpi_store_world_late(&c->base, missing, verb);
 }
@@ -332,7 +332,7 @@ static void fsdpi_gloo_wake(void *user) {
         fsdpi_lock(&c->lock);
         if (c->waiting) fsdp_gloo_abort(c->waiting);
         fsdpi_unlock(&c->lock);
-        if (c->near) fsdpi_near_wake(c->near);
+        if (c->near) fsdpi_local_wake(c->near);
     }
     fsdpi_unlock(&w->lock);
 }
@@ -401,7 +401,7 @@ static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeou
 }
 
 // The same call for the near members. The other rank of a pair has another index among them.
-static fsdp_coll fsdpi_gloo_near_call(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
+static fsdp_coll fsdpi_gloo_local_call(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdp_coll call = *op;
     call.root = c->at[op->root];
     return call;
@@ -418,10 +418,10 @@ static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
 }
 
 // Waits for the records of the near members. The deadline began with the operation.
-static fsdp_status fsdpi_gloo_hear_near(fsdpi_gloo_comm *c) {
+static fsdp_status fsdpi_gloo_hear_local(fsdpi_gloo_comm *c) {
     fsdpi_shm_comm *near = fsdpi_shm_comm_of(c->near);
     near->since = &c->base.now.since_ns;
-    fsdp_status status = fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, NULL));
+    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, NULL));
     near->since = NULL;
     for (int k = 0; k < c->base.size && !status; k++)
         if (c->at[k] >= 0 && k != c->base.index) fsdpi_gloo_take_record(c, k);
@@ -431,8 +431,8 @@ static fsdp_status fsdpi_gloo_hear_near(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_hear_pair(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     int k = (int)op->root;
     if (fsdpi_gloo_is_far(c, k)) return fsdpi_gloo_hear_one(c, k, c->base.boot->timeout_ns);
-    fsdp_coll call = fsdpi_gloo_near_call(c, op);
-    fsdp_status status = fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, &call));
+    fsdp_coll call = fsdpi_gloo_local_call(c, op);
+    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, &call));
     if (!status) fsdpi_gloo_take_record(c, k);
     return status;
 }
@@ -441,14 +441,14 @@ static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
-    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_near_result(c, fsdpi_shm_hear(c->near, op));
+    if (fsdpi_gloo_is_local(c)) return fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, op));
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_hear_pair(c, op);
     for (int i = 1; i < base->size && !status; i++) {
         int k = (base->index + i) % base->size;
         if (fsdpi_gloo_is_far(c, k))
             status = fsdpi_gloo_hear_one(c, k, deadline - fsdpi_boot_now(base->boot));
     }
-    return status || !c->near ? status : fsdpi_gloo_hear_near(c);
+    return status || !c->near ? status : fsdpi_gloo_hear_local(c);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -513,8 +513,8 @@ static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
 // Does member k get all of a broadcast from the root? It does if it is on the root's host.
 static int fsdpi_gloo_has_all(const fsdpi_gloo_comm *c, const fsdp_coll *op, int k) {
     return op->kind == FSDP_OP_BROADCAST &&
-           (k == op->root || fsdpi_near_is(&fsdpi_gloo_world_of(c)->hosts, (int)c->base.ranks[k],
-                                           (int)c->base.ranks[op->root]));
+           (k == op->root || fsdpi_local_is(&fsdpi_gloo_world_of(c)->hosts, (int)c->base.ranks[k],
+                                            (int)c->base.ranks[op->root]));
 }
 
 // Sends each far member k the data at src_at + k * step, and receives theirs. step 0: all get the
@@ -659,8 +659,8 @@ static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
 }
 
 // The data of strip s in a near member's buffer that this rank needs, except for large reductions.
-static const char *fsdpi_gloo_near_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                          const fsdpi_gloo_strip *s, int k) {
+static const char *fsdpi_gloo_local_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                           const fsdpi_gloo_strip *s, int k) {
     size_t size = fsdp_dtype_size(op->dtype);
     switch (op->kind) {
     case FSDP_OP_ALL_GATHER:
@@ -685,7 +685,7 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     char *dst = (char *)op->dst;
     for (int k = 0; k < c->base.size; k++)
         if (k != c->base.index)
-            srcs[k] = c->at[k] >= 0 ? fsdpi_gloo_near_source(c, op, s, k)
+            srcs[k] = c->at[k] >= 0 ? fsdpi_gloo_local_source(c, op, s, k)
                                     : fsdpi_gloo_message(c, k, c->turn) + FSDPI_GLOO_HEAD + at;
     srcs[c->base.index] = fsdpi_gloo_source(c, op, s, c->base.index, &bytes);
     if (op->kind == FSDP_OP_BROADCAST) {
@@ -889,10 +889,10 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
 }
 
 // Shows the near members the record; their copy also has this rank's buffer.
-static fsdp_status fsdpi_gloo_show_near(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                        const fsdpi_span *span) {
+static fsdp_status fsdpi_gloo_show_local(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                         const fsdpi_span *span) {
     c->near->now = c->base.now;
-    return fsdpi_gloo_near_result(c, fsdpi_shm_show(c->near, op, span));
+    return fsdpi_gloo_local_result(c, fsdpi_shm_show(c->near, op, span));
 }
 
 /* Should Gloo's thread move messages? Yes, if there is much to reduce or to copy. It has to if this
@@ -908,26 +908,26 @@ static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     fsdp_status status = FSDP_OK;
-    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_show_near(c, op, span);
+    if (fsdpi_gloo_is_local(c)) return fsdpi_gloo_show_local(c, op, span);
     if (fsdpi_gloo_is_near_pair(c, op)) {
-        fsdp_coll call = fsdpi_gloo_near_call(c, op);
-        return fsdpi_gloo_show_near(c, &call, span);
+        fsdp_coll call = fsdpi_gloo_local_call(c, op);
+        return fsdpi_gloo_show_local(c, &call, span);
     }
     c->overlaps = c->context && fsdpi_gloo_overlaps(c, op);
     if (c->overlaps) fsdp_gloo_context_overlap(c->context, 1);
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
-    if (c->near) status = fsdpi_gloo_show_near(c, op, span);
+    if (c->near) status = fsdpi_gloo_show_local(c, op, span);
     if (!status) status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
 
 // All agree: finds the buffers that the near members have shown.
-static fsdp_status fsdpi_gloo_find_near(fsdpi_gloo_comm *c, const fsdpi_span *span) {
+static fsdp_status fsdpi_gloo_find_local(fsdpi_gloo_comm *c, const fsdpi_span *span) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < c->base.size && !status; k++) {
         c->of[k] = (const char *)span->shared;
         if (c->at[k] >= 0 && k != c->base.index && span->chunk.base)
-            status = fsdpi_gloo_near_result(
+            status = fsdpi_gloo_local_result(
                 c, fsdpi_shm_find(fsdpi_shm_comm_of(c->near), &span->chunk, c->at[k], &c->of[k]));
     }
     return status;
@@ -943,7 +943,7 @@ static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
         size_t begin = fsdpi_gloo_begin_of(s, k) * size;
         if (c->at[k] >= 0)
             fsdpi_gloo_copy((char *)op->dst + begin,
-                            is_own ? fsdpi_gloo_near_source(c, op, s, k) : c->of[k] + begin,
+                            is_own ? fsdpi_gloo_local_source(c, op, s, k) : c->of[k] + begin,
                             fsdpi_gloo_count_of(s, k) * size);
     }
 }
@@ -953,7 +953,7 @@ static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
 static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s) {
     fsdp_status status = fsdpi_gloo_finish(c, FSDP_OK);
-    if (!status) status = fsdpi_gloo_near_barrier(c);
+    if (!status) status = fsdpi_gloo_local_barrier(c);
     if (status) return status;
     int has_all = fsdpi_gloo_has_all(c, op, c->base.index);
     if (has_all && op->root != c->base.index)
@@ -983,7 +983,7 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
         else fsdpi_gloo_collect(c, op, &s);
     }
     // After this the buffer may be overwritten: peers have read it.
-    if (!status) status = fsdpi_gloo_near_barrier(c);
+    if (!status) status = fsdpi_gloo_local_barrier(c);
     if (!status && c->near && is_sum && !is_parted)
         fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
                         (size_t)op->count * fsdp_dtype_size(op->dtype));
@@ -992,13 +992,14 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
 
 static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
-    if (fsdpi_gloo_is_near(c)) return fsdpi_gloo_near_result(c, fsdpi_shm_move(c->near, op, span));
+    if (fsdpi_gloo_is_local(c))
+        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->near, op, span));
     if (fsdpi_gloo_is_near_pair(c, op)) {
-        fsdp_coll call = fsdpi_gloo_near_call(c, op);
-        return fsdpi_gloo_near_result(c, fsdpi_shm_move(c->near, &call, span));
+        fsdp_coll call = fsdpi_gloo_local_call(c, op);
+        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->near, &call, span));
     }
     if (!fsdpi_is_pair(op->kind)) {
-        fsdp_status status = fsdpi_gloo_find_near(c, span);
+        fsdp_status status = fsdpi_gloo_find_local(c, span);
         return status ? status : fsdpi_gloo_complete(c, op);
     }
     int is_send = op->kind == FSDP_OP_SEND;
@@ -1431,7 +1432,7 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
     fsdp_status status = fsdpi_comm_meet(&c->base, NULL, NULL);
-    if (!status) status = fsdpi_gloo_near_barrier(c);
+    if (!status) status = fsdpi_gloo_local_barrier(c);
     if (!status) status = fsdpi_gloo_settle(&c->base, FSDP_OK);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
     if (!status) (void)fsdpi_store_delete(fsdpi_gloo_store(c), key); // if it fails: no harm
@@ -1442,15 +1443,15 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     for (int k = 0, near = 0; k < c->base.size; k++) {
-        int is_near = fsdpi_near_is(&w->hosts, (int)c->base.ranks[k], c->base.boot->rank);
+        int is_near = fsdpi_local_is(&w->hosts, (int)c->base.ranks[k], c->base.boot->rank);
         c->at[k] = is_near && c->near ? near++ : -1;
     }
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
     fsdpi_unlock(&w->lock);
-    if (fsdpi_gloo_is_near(c)) c->base.shown = c->near->shown, c->base.step = c->near->step;
-    if (c->base.size == 1 || fsdpi_gloo_is_near(c)) return FSDP_OK;
+    if (fsdpi_gloo_is_local(c)) c->base.shown = c->near->shown, c->base.step = c->near->step;
+    if (c->base.size == 1 || fsdpi_gloo_is_local(c)) return FSDP_OK;
     if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
                                "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
@@ -1520,24 +1521,25 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
     fsdpi_gloo_comm *p = fsdpi_gloo_of(parent), *c = fsdpi_gloo_of(child);
     fsdpi_comm *near = NULL;
     fsdp_status status = FSDP_OK;
-    if (p->near) status = fsdpi_gloo_near_barrier(p); // all have compared what they showed there
+    if (p->near) status = fsdpi_gloo_local_barrier(p); // all have compared what they showed there
     if (p->near && !status)
-        status = fsdpi_near_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g, &near);
+        status = fsdpi_local_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g,
+                                   &near);
     if (child) c->near = near;
     return child && !status ? fsdpi_gloo_connect_members(c) : status;
 }
 
 // Opens the world of the ranks of this host. This rank's trace lies there then, for the store, too.
-static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
+static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    fsdp_status status = fsdpi_near_find(&c->base, &w->hosts);
+    fsdp_status status = fsdpi_local_find(&c->base, &w->hosts);
     if (!status && w->hosts.lanes) {
         w->base.base.caps.default_lanes = w->hosts.lanes;
         w->base.base.caps.because = w->hosts.lanes == 1
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
-    if (!status) status = fsdpi_near_open(&c->base, &w->hosts, &w->near);
+    if (!status) status = fsdpi_local_open(&c->base, &w->hosts, &w->near);
     c->near = w->near;
     if (status || !w->near) return status;
     fsdpi_activity_begin(w->near->world->trace, &c->base.now);
@@ -1548,16 +1550,16 @@ static fsdp_status fsdpi_gloo_connect_near(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_store_world_open(&c->base, fsdpi_gloo_beat, fsdpi_gloo_wake);
-    if (!status) status = fsdpi_gloo_connect_near(c);
+    if (!status) status = fsdpi_gloo_connect_local(c);
     if (status) return status;
-    if (c->base.size > 1 && !fsdpi_gloo_is_near(c)) {
+    if (c->base.size > 1 && !fsdpi_gloo_is_local(c)) {
         fsdpi_plug(); // Gloo makes its descriptors itself, at any time
         if (fsdp_gloo_device_create(&w->device))
             return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot start: %s",
                                    fsdp_gloo_error());
     }
     status = fsdpi_gloo_connect_members(c);
-    if (!status) fsdpi_near_forget(&c->base);
+    if (!status) fsdpi_local_forget(&c->base);
     return status;
 }
 
@@ -1587,7 +1589,7 @@ static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
 static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
     fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)c->world)->near;
-    if (near) fsdpi_near_tell(near, status, subject, reason);
+    if (near) fsdpi_local_tell(near, status, subject, reason);
     else fsdpi_store_world_tell(c, status, subject, reason);
 }
 

@@ -1,6 +1,6 @@
 /* fsdp_shm_world.h - ranks of one host: common memory, barriers, collectives, and how they meet
 
-   How it works: fsdp_shm.h, whose backend this is. fsdp_near.h uses it for the ranks of a host.
+   How it works: fsdp_shm.h, whose backend this is. fsdp_local.h uses it for the ranks of a host.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -104,7 +104,7 @@ typedef struct fsdpi_shm_control {
     int32_t first;                  // the first world rank of the block
 } fsdpi_shm_control;
 
-/* If the world is a part of another one (fsdp_near.h), it has only some ranks of it: boot has rank
+/* If the world is a part of another one (fsdp_local.h), it has only some ranks of it: boot has rank
    and size of the whole, and the world's comm has the ranks that are here. */
 typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;

@@ -211,14 +211,14 @@ static const struct {
               {"not_known", {"a", "", "a"}, {8, 8, 8}, 2},
               {"all_not_known", {"", "", ""}, {4, 4, 4}, 1}};
 TEST_P(gloo, lanes_by_hosts, clusters) {
-    fsdpi_near_shown all[4];
+    fsdpi_local_shown all[4];
     int size = 0;
     memset(all, 0, sizeof all);
     for (; size < 4 && row->hosts[size]; size++) {
         snprintf(all[size].host, sizeof all[size].host, "%s", row->hosts[size]);
         all[size].cores = row->cores[size];
     }
-    CHECK_EQ_INT(fsdpi_near_lanes(all, size), row->lanes);
+    CHECK_EQ_INT(fsdpi_local_lanes(all, size), row->lanes);
 }
 
 typedef struct member member;

@@ -1,4 +1,4 @@
-/* fsdp_near.h - shared memory between the ranks of one host, within a world of several hosts
+/* fsdp_local.h - shared memory between the ranks of one host, within a world of several hosts
 
    A backend whose ranks meet at a store opens a world of shared memory for the ranks of one host:
    the near ranks. That world has the rank numbers of the whole one, but only the near ranks are in
@@ -31,44 +31,44 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FSDPI_NEAR_TICKET 16
+#define FSDPI_LOCAL_TICKET 16
 
-typedef struct fsdpi_near_world {
+typedef struct fsdpi_local_world {
     fsdpi_shm_world shm;
     fsdpi_store_world *outer;
     char job[64];
-} fsdpi_near_world;
+} fsdpi_local_world;
 
 // Which ranks of a world share a host.
-typedef struct fsdpi_near_hosts {
-    uint8_t ticket[FSDPI_NEAR_TICKET]; // a secret name of the worlds of shared memory
-    int32_t first[FSDPI_MAX_SRCS];     // by rank: the first rank that is near it
-    int32_t lanes;                     // if the caller gives no number
-} fsdpi_near_hosts;
+typedef struct fsdpi_local_hosts {
+    uint8_t ticket[FSDPI_LOCAL_TICKET]; // a secret name of the worlds of shared memory
+    int32_t first[FSDPI_MAX_SRCS];      // by rank: the first rank that is near it
+    int32_t lanes;                      // if the caller gives no number
+} fsdpi_local_hosts;
 
 // What a rank shows at the store.
-typedef struct fsdpi_near_shown {
+typedef struct fsdpi_local_shown {
     char host[96], user[48]; // "": not known
     int32_t most;            // ranks of the world that may share memory; 0: this rank cannot
     int32_t cores;           // cores that this rank may use
-} fsdpi_near_shown;
+} fsdpi_local_shown;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>near_fail
 // Owns: failures. All of them go to the store.
 
-static fsdpi_store_world *fsdpi_near_outer(const fsdpi_comm_world *w) {
-    return ((const fsdpi_near_world *)(const void *)w)->outer;
+static fsdpi_store_world *fsdpi_local_outer(const fsdpi_comm_world *w) {
+    return ((const fsdpi_local_world *)(const void *)w)->outer;
 }
 
-static int fsdpi_near_has(const fsdpi_comm *base, int rank) {
+static int fsdpi_local_has(const fsdpi_comm *base, int rank) {
     int has = 0;
     for (int k = 0; k < base->size; k++) has |= base->ranks[k] == rank;
     return has;
 }
 
 // A member that has ended; -1: none.
-static int fsdpi_near_gone(const fsdpi_comm *base) {
+static int fsdpi_local_gone(const fsdpi_comm *base) {
     const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
     for (int k = 0; k < base->size; k++) {
         int rank = (int)base->ranks[k];
@@ -81,9 +81,9 @@ static int fsdpi_near_gone(const fsdpi_comm *base) {
 
 /* Gives a failure to the store, and to the near ranks. If the store has ended or does not answer,
    the near ranks agree on the first failure: else each would name the peer that it has seen end. */
-static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
-                            const char *reason) {
-    fsdpi_store *store = fsdpi_near_outer(c->world)->store;
+static void fsdpi_local_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                             const char *reason) {
+    fsdpi_store *store = fsdpi_local_outer(c->world)->store;
     const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
     fsdpi_failure first;
     fsdpi_shm_tell(c, status, subject, reason);
@@ -95,18 +95,18 @@ static void fsdpi_near_tell(fsdpi_comm *c, fsdp_status status, const char *subje
     fsdpi_store_abort(store, status, subject, reason);
 }
 
-static int fsdpi_near_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
-    return fsdpi_store_world_verdict(&fsdpi_near_outer(w)->base, out);
+static int fsdpi_local_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
+    return fsdpi_store_world_verdict(&fsdpi_local_outer(w)->base, out);
 }
 
 // The store also knows when a rank was heard of. If it does not answer, common memory does.
-static int fsdpi_near_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
-    return fsdpi_store_world_ask_of(fsdpi_near_outer(c->world), rank, out) ||
-           (fsdpi_near_has(c, rank) && fsdpi_shm_ask(c, rank, out));
+static int fsdpi_local_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
+    return fsdpi_store_world_ask_of(fsdpi_local_outer(c->world), rank, out) ||
+           (fsdpi_local_has(c, rank) && fsdpi_shm_ask(c, rank, out));
 }
 
 // Wakes threads that sleep in the comm: they see that the world has failed. Any thread may call it.
-static void fsdpi_near_wake(fsdpi_comm *base) {
+static void fsdpi_local_wake(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     int shared = fsdpi_shm_world_of(c)->fd >= 0;
     fsdpi_futex_wake_all(&c->group->generation, shared);
@@ -114,12 +114,12 @@ static void fsdpi_near_wake(fsdpi_comm *base) {
 }
 
 // clang-format off
-static const fsdpi_transport fsdpi_near_transport = {
-    sizeof(fsdpi_shm_comm), sizeof(fsdpi_near_world), FSDPI_MAX_SRCS,
+static const fsdpi_transport fsdpi_local_transport = {
+    sizeof(fsdpi_shm_comm), sizeof(fsdpi_local_world), FSDPI_MAX_SRCS,
     {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
-    fsdpi_near_tell, fsdpi_near_failure, fsdpi_near_ask,
+    fsdpi_local_tell, fsdpi_local_failure, fsdpi_local_ask,
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 
@@ -128,7 +128,7 @@ static const fsdpi_transport fsdpi_near_transport = {
 // Owns: which ranks are near. Invariant: all ranks have the answer that rank 0 has made.
 
 // Can this process map a common file with others?
-static int fsdpi_near_can_share(void) {
+static int fsdpi_local_can_share(void) {
     int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
     if (fd >= 0) (void)close(fd);
     return fd >= 0 && !fsdpi_shm_files_are_limited();
@@ -136,7 +136,7 @@ static int fsdpi_near_can_share(void) {
 
 /* The host: its kernel, and the network namespace, in which ranks see each other's abstract
    sockets. The user: only ranks of one user share memory. */
-static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_shown *shown) {
+static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_shown *shown) {
     char id[64] = "";
     struct stat net, user;
     fsdpi_text host = {shown->host, sizeof shown->host, 0};
@@ -151,7 +151,7 @@ static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_show
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
     int known = file && fgets(id, sizeof id, file) && *id;
     if (file) (void)fclose(file);
-    if (!fsdpi_near_can_share()) shown->most = 0;
+    if (!fsdpi_local_can_share()) shown->most = 0;
     if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user)) return;
     id[strcspn(id, "\n")] = 0;
     fsdpi_say(&host, "%s %llu", id, (unsigned long long)net.st_ino);
@@ -159,19 +159,19 @@ static void fsdpi_near_say_host(const fsdp_boot *boot, int most, fsdpi_near_show
 }
 
 // May ranks j <= k share memory, by what they show?
-static int fsdpi_near_share(const fsdpi_near_shown *all, int j, int k) {
+static int fsdpi_local_share(const fsdpi_local_shown *all, int j, int k) {
     int most = all[k].most;
     return j == k ||
            (all[k].host[0] && most && !strcmp(all[j].host, all[k].host) &&
             !strcmp(all[j].user, all[k].user) && all[j].most == most && j / most == k / most);
 }
 
-static void fsdpi_near_key(char *key, size_t cap, int rank) {
+static void fsdpi_local_key(char *key, size_t cap, int rank) {
     (void)snprintf(key, cap, "near/%d", rank);
 }
 
 // The deadline has passed before another rank has shown its facts.
-static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
+static fsdp_status fsdpi_local_late(fsdpi_comm *c, int rank) {
     uint8_t missing[FSDPI_MAX_SRCS];
     memset(missing, 0, sizeof missing);
     missing[rank] = 1;
@@ -180,7 +180,7 @@ static fsdp_status fsdpi_near_late(fsdpi_comm *c, int rank) {
 
 /* While bytes go over a wire, the caller can compute: there is one lane, and a second one if a core
    is free for it. Within a host there are no lanes, since no call waits for a wire. */
-static int fsdpi_near_lanes(const fsdpi_near_shown *all, int size) {
+static int fsdpi_local_lanes(const fsdpi_local_shown *all, int size) {
     int are_several = 0, have_cores = 1;
     for (int k = 0; k < size; k++) {
         int ranks = 0;
@@ -192,24 +192,24 @@ static int fsdpi_near_lanes(const fsdpi_near_shown *all, int size) {
 }
 
 // Rank 0 reads the facts of all ranks, and writes which ranks are near each other.
-static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
+static fsdp_status fsdpi_local_sort(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
-    const size_t room = (size_t)c->size * sizeof(fsdpi_near_shown);
-    fsdpi_near_shown *all = (fsdpi_near_shown *)fsdpi_alloc(&c->boot->allocator, room);
+    const size_t room = (size_t)c->size * sizeof(fsdpi_local_shown);
+    fsdpi_local_shown *all = (fsdpi_local_shown *)fsdpi_alloc(&c->boot->allocator, room);
     fsdp_status status = FSDP_OK;
     char key[32];
     if (!all) return fsdpi_comm_no_memory(c, "names of hosts", room);
     for (int k = 0; k < c->size && !status; k++) {
         size_t bytes;
-        fsdpi_near_key(key, sizeof key, k);
+        fsdpi_local_key(key, sizeof key, k);
         status = fsdpi_store_get(store, key, &all[k], sizeof *all, &bytes,
                                  fsdpi_comm_left_to_open(c->world));
-        if (status == FSDP_ERR_TIMEOUT) status = fsdpi_near_late(c, k);
+        if (status == FSDP_ERR_TIMEOUT) status = fsdpi_local_late(c, k);
         if (!status && bytes != sizeof *all) status = FSDP_ERR_INTERNAL;
-        for (hosts->first[k] = 0; !status && !fsdpi_near_share(all, hosts->first[k], k);)
+        for (hosts->first[k] = 0; !status && !fsdpi_local_share(all, hosts->first[k], k);)
             hosts->first[k]++;
     }
-    if (!status) hosts->lanes = fsdpi_near_lanes(all, c->size);
+    if (!status) hosts->lanes = fsdpi_local_lanes(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
     if (!fsdpi_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;
@@ -217,10 +217,10 @@ static fsdp_status fsdpi_near_sort(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
 }
 
 // All ranks of the world learn which ranks are near each other.
-static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
+static fsdp_status fsdpi_local_find(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char text[FSDPI_REASON], key[32];
-    fsdpi_near_shown shown;
+    fsdpi_local_shown shown;
     fsdpi_text error = {text, sizeof text, 0};
     int most = FSDPI_MAX_SRCS;
     size_t bytes;
@@ -228,15 +228,15 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
     fsdp_status status = fsdpi_env_int("FSDP_GLOO_NEAR", 1, FSDPI_MAX_SRCS, &most, &error);
     if (status) return fsdpi_comm_fail(c, status, "%s", text);
     if (c->size == 1) return FSDP_OK;
-    fsdpi_near_say_host(c->boot, most, &shown);
-    fsdpi_near_key(key, sizeof key, c->index);
+    fsdpi_local_say_host(c->boot, most, &shown);
+    fsdpi_local_key(key, sizeof key, c->index);
     status = fsdpi_store_set(store, key, &shown, sizeof shown);
     if (!status) status = fsdpi_store_world_show_host(c);
-    if (!status && c->index == 0) status = fsdpi_near_sort(c, hosts);
+    if (!status && c->index == 0) status = fsdpi_local_sort(c, hosts);
     if (!status && c->index != 0)
         status = fsdpi_store_get(store, "near", hosts, sizeof *hosts, &bytes,
                                  fsdpi_comm_left_to_open(c->world));
-    if (status == FSDP_ERR_TIMEOUT && c->index != 0) return fsdpi_near_late(c, 0);
+    if (status == FSDP_ERR_TIMEOUT && c->index != 0) return fsdpi_local_late(c, 0);
     if (!status && c->index != 0 && bytes != sizeof *hosts) status = FSDP_ERR_INTERNAL;
     if (fsdpi_comm_failed(c)) return fsdpi_comm_report(c);
     if (!status) return FSDP_OK;
@@ -246,10 +246,10 @@ static fsdp_status fsdpi_near_find(fsdpi_comm *c, fsdpi_near_hosts *hosts) {
 }
 
 // Removes the keys: all ranks have read them.
-static void fsdpi_near_forget(fsdpi_comm *c) {
+static void fsdpi_local_forget(fsdpi_comm *c) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char key[32];
-    fsdpi_near_key(key, sizeof key, c->index);
+    fsdpi_local_key(key, sizeof key, c->index);
     if (c->size > 1) (void)fsdpi_store_delete(store, key); // if it stays, no harm
     if (c->size > 1 && c->index == 0) (void)fsdpi_store_delete(store, "near");
 }
@@ -258,28 +258,28 @@ static void fsdpi_near_forget(fsdpi_comm *c) {
 // >>near_open
 // Owns: the world of the near ranks, and its groups.
 
-static int fsdpi_near_is(const fsdpi_near_hosts *hosts, int a, int b) {
+static int fsdpi_local_is(const fsdpi_local_hosts *hosts, int a, int b) {
     return hosts->first[a] == hosts->first[b];
 }
 
 // Has a member come to the barrier at which this rank waits, or will it come at once?
-static int fsdpi_near_has_come(fsdpi_comm *base, int k) {
+static int fsdpi_local_has_come(fsdpi_comm *base, int k) {
     const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     return (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) >= 0;
 }
 
 // A failure in `near` becomes a failure of c.
-static fsdp_status fsdpi_near_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
+static fsdp_status fsdpi_local_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
     if (status) fsdpi_copy_name(c->error, sizeof c->error, near->error);
     return status;
 }
 
 // The near members of a comm, in its order; their number, and this rank's place among them.
-static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c, int32_t *ranks,
-                              int *index) {
+static int fsdpi_local_members(const fsdpi_local_hosts *hosts, const fsdpi_comm *c, int32_t *ranks,
+                               int *index) {
     int count = 0;
     for (int k = 0; k < c->size; k++) {
-        if (!fsdpi_near_is(hosts, (int)c->ranks[k], c->boot->rank)) continue;
+        if (!fsdpi_local_is(hosts, (int)c->ranks[k], c->boot->rank)) continue;
         if (k == c->index) *index = count;
         ranks[count++] = c->ranks[k];
     }
@@ -287,17 +287,18 @@ static int fsdpi_near_members(const fsdpi_near_hosts *hosts, const fsdpi_comm *c
 }
 
 // Opens the world of the ranks that are near this one. *out is NULL if there are none.
-static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts, fsdpi_comm **out) {
+static fsdp_status fsdpi_local_open(fsdpi_comm *c, const fsdpi_local_hosts *hosts,
+                                    fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
-    int index = 0, count = fsdpi_near_members(hosts, c, ranks, &index);
+    int index = 0, count = fsdpi_local_members(hosts, c, ranks, &index);
     if (count < 2) return FSDP_OK;
-    fsdpi_comm *near = fsdpi_comm_make(&fsdpi_near_transport, c->boot, count);
+    fsdpi_comm *near = fsdpi_comm_make(&fsdpi_local_transport, c->boot, count);
     if (!near)
         return fsdpi_comm_no_memory(c, "ranks of this host",
-                                    sizeof(fsdpi_shm_comm) + sizeof(fsdpi_near_world));
-    fsdpi_near_world *w = (fsdpi_near_world *)near->world;
+                                    sizeof(fsdpi_shm_comm) + sizeof(fsdpi_local_world));
+    fsdpi_local_world *w = (fsdpi_local_world *)near->world;
     fsdpi_text job = {w->job, sizeof w->job, 0};
-    for (int i = 0; i < FSDPI_NEAR_TICKET; i++) fsdpi_say(&job, "%02x", hosts->ticket[i]);
+    for (int i = 0; i < FSDPI_LOCAL_TICKET; i++) fsdpi_say(&job, "%02x", hosts->ticket[i]);
     fsdpi_say(&job, "-%d", (int)hosts->first[c->index]);
     near->world->boot.job = w->job;
     near->world->failed = c->world->failed;
@@ -307,7 +308,7 @@ static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
     near->size = count;
     memcpy(near->ranks, ranks, (size_t)count * sizeof *ranks);
     near->now = c->now;
-    fsdp_status status = fsdpi_near_result(c, near, fsdpi_shm_open_world(near));
+    fsdp_status status = fsdpi_local_result(c, near, fsdpi_shm_open_world(near));
     if (!status) *out = near;
     if (!status) return FSDP_OK;
     // Only this rank has the failure: all ranks get it.
@@ -319,18 +320,18 @@ static fsdp_status fsdpi_near_open(fsdpi_comm *c, const fsdpi_near_hosts *hosts,
 
 /* Makes the comm of a group's near members, if there are several. All members of the parent that
    are near each other call this. child NULL: this rank is in no group. */
-static fsdp_status fsdpi_near_split(fsdpi_comm *parent, fsdpi_comm *near,
-                                    const fsdpi_near_hosts *hosts, const fsdpi_comm *child,
-                                    const fsdp_group *group, fsdpi_comm **out) {
+static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *near,
+                                     const fsdpi_local_hosts *hosts, const fsdpi_comm *child,
+                                     const fsdp_group *group, fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
     fsdp_group g = *group;
     fsdp_comm *made = NULL;
-    int index = 0, count = child ? fsdpi_near_members(hosts, child, ranks, &index) : 0;
+    int index = 0, count = child ? fsdpi_local_members(hosts, child, ranks, &index) : 0;
     g.ranks = ranks, g.index = index, g.size = count;
     if (count < 2) g.color = -1;
     fsdp_status status = fsdpi_comm_split((fsdp_comm *)(void *)near, &g, &made);
     *out = (fsdpi_comm *)(void *)made;
-    return fsdpi_near_result(parent, near, status);
+    return fsdpi_local_result(parent, near, status);
 }
 
 #endif // FSDPI_BACKENDS_NEAR_H
