@@ -1033,10 +1033,10 @@ static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
    HMAC-SHA256(token, "L", comm, listener, HELLO, nonce) ANSWER    caller    HMAC-SHA256(token, "C",
    the same) WELCOME   listener  one byte  Until WELCOME either may hang up, and the caller calls
    again. */
-typedef struct fsdpi_gloo_door {
+typedef struct fsdpi_gloo_endpoint {
     uint8_t ticket[16];
     fsdpi_store_place place;
-} fsdpi_gloo_door;
+} fsdpi_gloo_endpoint;
 
 enum { FSDPI_GLOO_HELLO = 16 + 4 + 32, FSDPI_GLOO_PROOF = 32 + 32, FSDPI_GLOO_ANSWER = 32 };
 enum {
@@ -1056,26 +1056,28 @@ typedef struct fsdpi_gloo_link {
     uint8_t hello[FSDPI_GLOO_HELLO], nonce[32], in[FSDPI_GLOO_PROOF];
 } fsdpi_gloo_link;
 
-typedef struct fsdpi_gloo_gate {
+typedef struct fsdpi_gloo_connector {
     fsdpi_gloo_comm *c;
     int listener, num_links, missing; // members that are not connected yet
     int64_t deadline;
-    fsdpi_gloo_door *doors; // of the members that are called, and of this one
+    fsdpi_gloo_endpoint *doors; // of the members that are called, and of this one
     fsdpi_gloo_link *links; // one for each member that is called; then those that have called
     struct pollfd *polls;
     int fds[FSDPI_MAX_SRCS]; // members' connections; -1: none yet
-} fsdpi_gloo_gate;
+} fsdpi_gloo_connector;
 
 // Is the connection to member k still missing?
-static int fsdpi_gloo_lacks(const fsdpi_gloo_gate *g, int k) {
+static int fsdpi_gloo_lacks(const fsdpi_gloo_connector *g, int k) {
     return fsdpi_gloo_is_far(g->c, k) && g->fds[k] < 0;
 }
 
-static int64_t fsdpi_gloo_now(const fsdpi_gloo_gate *g) { return fsdpi_boot_now(g->c->base.boot); }
+static int64_t fsdpi_gloo_now(const fsdpi_gloo_connector *g) {
+    return fsdpi_boot_now(g->c->base.boot);
+}
 
 // The proof that a side knows the job's token. side: 'L' or 'C'.
-static void fsdpi_gloo_prove(const fsdpi_gloo_gate *g, const fsdpi_gloo_link *l, char side, int to,
-                             uint8_t out[32]) {
+static void fsdpi_gloo_prove(const fsdpi_gloo_connector *g, const fsdpi_gloo_link *l, char side,
+                             int to, uint8_t out[32]) {
     uint8_t token[32];
     char text[1 + 8 + 4 + FSDPI_GLOO_HELLO + 32], *at = text;
     *at++ = side;
@@ -1094,7 +1096,7 @@ static int fsdpi_gloo_differ(const uint8_t *a, const uint8_t *b, size_t bytes) {
     return differ;
 }
 
-static void fsdpi_gloo_drop(const fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static void fsdpi_gloo_drop(const fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     if (l->fd >= 0) (void)close(l->fd);
     l->fd = -1;
     l->since_ns = fsdpi_gloo_now(g) + FSDPI_GLOO_AGAIN_NS;
@@ -1107,7 +1109,7 @@ static int fsdpi_gloo_say(fsdpi_gloo_link *l, int next, const void *data, size_t
     return send(l->fd, data, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
 }
 
-static int fsdpi_gloo_admit(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static int fsdpi_gloo_admit(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     g->fds[l->member] = l->fd;
     l->fd = -1;
     g->missing--;
@@ -1115,7 +1117,7 @@ static int fsdpi_gloo_admit(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
 }
 
 // A caller has said HELLO. 0: it is a stranger.
-static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static int fsdpi_gloo_greet(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int me = g->c->base.index;
     uint8_t proof[FSDPI_GLOO_PROOF];
     memcpy(l->hello, l->in, sizeof l->hello);
@@ -1133,7 +1135,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
 }
 
 // Handles the bytes for which the link has waited. 0: they are wrong.
-static int fsdpi_gloo_take(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static int fsdpi_gloo_take(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int me = g->c->base.index;
     uint8_t expected[32], answer[32];
     if (l->step == FSDPI_GLOO_WANTS_HELLO) return fsdpi_gloo_greet(g, l);
@@ -1158,7 +1160,7 @@ static size_t fsdpi_gloo_wants(const fsdpi_gloo_link *l) {
 }
 
 // Reads the bytes that have come, but none after WELCOME. 0: the link has to be closed.
-static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static int fsdpi_gloo_listen(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     while (l->fd >= 0) {
         ssize_t got = recv(l->fd, l->in + l->used, fsdpi_gloo_wants(l) - l->used, 0);
         if (got < 0 && errno == EINTR) continue;
@@ -1172,7 +1174,7 @@ static int fsdpi_gloo_listen(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
 
 /* Closes the caller that has been silent for the longest time. of_all: also one that has shown the
    ticket, which another listener may know. 0: there is none. */
-static int fsdpi_gloo_evict(fsdpi_gloo_gate *g, int of_all) {
+static int fsdpi_gloo_evict(fsdpi_gloo_connector *g, int of_all) {
     fsdpi_gloo_link *oldest = NULL;
     for (int i = g->c->base.index; i < g->num_links; i++) {
         fsdpi_gloo_link *l = &g->links[i];
@@ -1184,7 +1186,7 @@ static int fsdpi_gloo_evict(fsdpi_gloo_gate *g, int of_all) {
 }
 
 // A place for a caller.
-static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
+static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_connector *g) {
     for (int turn = 0; turn < 2; turn++) {
         for (int i = g->c->base.index; i < g->num_links; i++)
             if (g->links[i].fd < 0) return &g->links[i];
@@ -1194,13 +1196,13 @@ static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_gate *g) {
 }
 
 // Is there a caller? The system says that no descriptor is left even if there is none.
-static int fsdpi_gloo_is_called(const fsdpi_gloo_gate *g) {
+static int fsdpi_gloo_is_called(const fsdpi_gloo_connector *g) {
     struct pollfd p = {g->listener, POLLIN, 0};
     return poll(&p, 1, 0) > 0;
 }
 
 // Accepts a limited number of callers at a time: members must not wait for strangers.
-static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
+static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_connector *g) {
     for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
         int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
                                     SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -1225,7 +1227,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_gate *g) {
 }
 
 // Begins to talk on a connection to a member. 0: there is no connection.
-static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static int fsdpi_gloo_introduce(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int why = 0;
     socklen_t size = sizeof why;
     if (getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &why, &size) || why) return 0;
@@ -1235,7 +1237,7 @@ static int fsdpi_gloo_introduce(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
            fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_PROOF, l->hello, sizeof l->hello);
 }
 
-static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
+static fsdp_status fsdpi_gloo_call(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     const fsdpi_store_place *place = &g->doors[l->member].place;
     l->fd = fsdpi_store_socket(place);
     if (l->fd < 0 && (errno == EMFILE || errno == ENFILE) && !fsdpi_gloo_evict(g, 0))
@@ -1249,7 +1251,7 @@ static fsdp_status fsdpi_gloo_call(fsdpi_gloo_gate *g, fsdpi_gloo_link *l) {
 
 // Lists the sockets to poll; the listener is the last one. It lists only open ones: poll refuses
 // more sockets than the process may open.
-static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
+static int fsdpi_gloo_list(fsdpi_gloo_connector *g) {
     int count = 0;
     for (int i = 0; i < g->num_links; i++) {
         struct pollfd p = {g->links[i].fd, POLLIN, 0};
@@ -1263,7 +1265,7 @@ static int fsdpi_gloo_list(fsdpi_gloo_gate *g) {
 }
 
 // Polls all connections once, and waits for a moment. A verdict ends this.
-static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_gate *g) {
+static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_connector *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.index && !status; k++)
         if (fsdpi_gloo_lacks(g, k) && g->links[k].fd < 0 &&
@@ -1286,8 +1288,8 @@ static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int 
 }
 
 // Listens where peers can reach this host.
-static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
-    fsdpi_gloo_door *own = &g->doors[g->c->base.index];
+static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_connector *g) {
+    fsdpi_gloo_endpoint *own = &g->doors[g->c->base.index];
     const char *address = fsdpi_store_address(fsdpi_gloo_store(g->c));
     char said[FSDPI_REASON];
     fsdpi_text t = {said, sizeof said, 0};
@@ -1306,22 +1308,22 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_gate *g) {
 }
 
 // Shows this rank's door, and reads those of the members before it.
-static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
+static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_connector *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdpi_store *store = fsdpi_gloo_store(c);
     size_t bytes;
     char key[64];
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
     fsdp_status status = fsdpi_store_set(store, key, &g->doors[c->base.index],
-                                         sizeof(fsdpi_gloo_door));
+                                         sizeof(fsdpi_gloo_endpoint));
     for (int k = 0; k < c->base.index && !status; k++) {
         int64_t left = g->deadline - fsdpi_gloo_now(g);
         if (!fsdpi_gloo_is_far(c, k)) continue;
         fsdpi_gloo_key(key, sizeof key, c, k);
-        status = fsdpi_store_get(store, key, &g->doors[k], sizeof(fsdpi_gloo_door), &bytes,
+        status = fsdpi_store_get(store, key, &g->doors[k], sizeof(fsdpi_gloo_endpoint), &bytes,
                                  left > 0 ? left : 1);
         if (status == FSDP_ERR_TIMEOUT) return fsdpi_gloo_late(c, k);
-        if (!status && bytes != sizeof(fsdpi_gloo_door)) status = FSDP_ERR_INTERNAL;
+        if (!status && bytes != sizeof(fsdpi_gloo_endpoint)) status = FSDP_ERR_INTERNAL;
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
     if (!status) return FSDP_OK;
@@ -1332,7 +1334,7 @@ static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_gate *g) {
 }
 
 // Runs until all members are connected.
-static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
+static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_connector *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdp_status status = FSDP_OK;
     while (g->missing > 0 && !status) {
@@ -1347,7 +1349,7 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_gate *g) {
 }
 
 // Hands the connections over to Gloo.
-static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_gate *g) {
+static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_connector *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.size && !status; k++) {
         if (!fsdpi_gloo_is_far(g->c, k)) continue;
@@ -1358,7 +1360,7 @@ static fsdp_status fsdpi_gloo_hand_over(fsdpi_gloo_gate *g) {
     return status;
 }
 
-static void fsdpi_gloo_close_gate(fsdpi_gloo_gate *g) {
+static void fsdpi_gloo_close_gate(fsdpi_gloo_connector *g) {
     const fsdp_allocator *a = &g->c->base.boot->allocator;
     if (g->listener >= 0) (void)close(g->listener);
     for (int i = 0; i < g->num_links && g->links; i++)
@@ -1370,7 +1372,7 @@ static void fsdpi_gloo_close_gate(fsdpi_gloo_gate *g) {
     fsdpi_free(a, g->polls);
 }
 
-static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) {
+static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_connector *g, fsdpi_gloo_comm *c) {
     const fsdp_allocator *a = &c->base.boot->allocator;
     size_t links = (size_t)c->base.size + FSDPI_GLOO_CALLERS;
     memset(g, 0, sizeof *g);
@@ -1380,7 +1382,7 @@ static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) 
     for (int k = 0; k < c->base.size; k++) g->missing += fsdpi_gloo_is_far(c, k);
     g->deadline = c->base.now.since_ns + c->base.boot->timeout_ns;
     g->num_links = (int)links;
-    g->doors = (fsdpi_gloo_door *)fsdpi_alloc(a, (size_t)c->base.size * sizeof *g->doors);
+    g->doors = (fsdpi_gloo_endpoint *)fsdpi_alloc(a, (size_t)c->base.size * sizeof *g->doors);
     g->links = (fsdpi_gloo_link *)fsdpi_alloc(a, links * sizeof *g->links);
     g->polls = (struct pollfd *)fsdpi_alloc(a, (links + 1) * sizeof *g->polls);
     for (int i = 0; g->links && i < g->num_links; i++) {
@@ -1394,7 +1396,7 @@ static fsdp_status fsdpi_gloo_open_gate(fsdpi_gloo_gate *g, fsdpi_gloo_comm *c) 
 
 // Connects all members with each other, and hands the connections over.
 static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c) {
-    fsdpi_gloo_gate gate;
+    fsdpi_gloo_connector gate;
     fsdp_status status = fsdpi_gloo_open_gate(&gate, c);
     if (!status) status = fsdpi_gloo_find_doors(&gate);
     if (!status) status = fsdpi_gloo_gather(&gate);

@@ -1017,7 +1017,7 @@ typedef struct {
     fsdpi_store store;
     fsdpi_gloo_world world;
     fsdpi_gloo_comm comm[2];
-    fsdpi_gloo_gate gate[2]; /* 0 listens, 1 calls */
+    fsdpi_gloo_connector gate[2]; /* 0 listens, 1 calls */
 } gates;
 
 static gates *make_gates(void) {
