@@ -84,7 +84,7 @@ static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
 // Has the last record of those that gave the slot back run? A lane runs records later than they are
 // issued.
 static inline int fsdpi_is_given_back(const fsdp_model *m, const fsdp_buf *buf) {
-    const fsdpi_lane *lane = m->world->lanes[buf->avail.stream];
+    const fsdpi_worker *lane = m->world->lanes[buf->avail.stream];
     return !buf->avail.seq || !lane ||
            (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) >= 0;
 }

@@ -12,7 +12,7 @@
 
 #define FSDPI_TEXT 1024
 
-typedef struct fsdpi_lane fsdpi_lane;
+typedef struct fsdpi_worker fsdpi_worker;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
 typedef struct fsdpi_flight_record fsdpi_flight_record;
@@ -54,7 +54,7 @@ struct fsdp_world {
     fsdpi_device_event points[FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS];
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
-    fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDP_RUN_LANES; COMPUTE has none; may be the same one
+    fsdpi_worker *lanes[FSDP_STREAM_COUNT]; // FSDP_RUN_LANES; COMPUTE has none; may be the same one
     fsdpi_timeline *timeline;      // FSDP_RUN_STREAMS: records whose times are awaited, or NULL
     fsdpi_flight_record *flight;   // the flight record, or NULL
     int32_t num_comms, num_models; // numbers given to communicators and models so far

@@ -119,7 +119,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_o
 
 #define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
 
-struct fsdpi_lane {
+struct fsdpi_worker {
     fsdp_world *world;
     pthread_t thread;
     uint64_t issued;             // records so far, from the caller's thread
@@ -205,7 +205,7 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
 }
 
 // Waits until the lane has finished `seq` records: it spins for a short time, then sleeps.
-static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
+static void fsdpi_worker_wait(fsdpi_worker *lane, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
         fsdpi_pause();
@@ -219,18 +219,18 @@ static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
 }
 
 // Before a record of the lane `own` (NULL: of COMPUTE) runs: other lanes finish what it waits for.
-static void fsdpi_lane_await(fsdp_world *w, const fsdpi_lane *own, fsdp_op *op) {
+static void fsdpi_worker_await(fsdp_world *w, const fsdpi_worker *own, fsdp_op *op) {
     const int timed = op->timed && op->num_waits;
     const int64_t reached = timed ? fsdpi_now(w) : 0;
     for (int i = 0; i < op->num_waits; i++) {
-        fsdpi_lane *other = w->lanes[op->wait[i].stream];
-        if (other && other != own) fsdpi_lane_wait(other, op->wait[i].seq);
+        fsdpi_worker *other = w->lanes[op->wait[i].stream];
+        if (other && other != own) fsdpi_worker_wait(other, op->wait[i].seq);
     }
     if (timed) op->waited_ns = fsdpi_now(w) - reached;
 }
 
-static void *fsdpi_lane_main(void *arg) {
-    fsdpi_lane *lane = (fsdpi_lane *)arg;
+static void *fsdpi_worker_main(void *arg) {
+    fsdpi_worker *lane = (fsdpi_worker *)arg;
     fsdp_world *w = lane->world;
     uint32_t next = 0;
     fsdpi_stay();
@@ -245,7 +245,7 @@ static void *fsdpi_lane_main(void *arg) {
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
         fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        fsdpi_lane_await(w, lane, op);
+        fsdpi_worker_await(w, lane, op);
         if (!fsdpi_failed(w))
             (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
@@ -255,11 +255,11 @@ static void *fsdpi_lane_main(void *arg) {
     }
 }
 
-static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
-    fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
+static fsdp_status fsdpi_worker_start(fsdp_world *w, int stream) {
+    fsdpi_worker *lane = (fsdpi_worker *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
     if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
     lane->world = w;
-    int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
+    int rc = pthread_create(&lane->thread, NULL, fsdpi_worker_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
         return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
@@ -280,14 +280,14 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
         return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
     if (w->mode != FSDP_RUN_LANES || w->lanes[s]) return FSDP_OK;
-    if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
+    if (w->size == 1 || w->caps.lanes > 1) return fsdpi_worker_start(w, s);
     w->lanes[s] = w->lanes[FSDP_STREAM_GATHER];
     return FSDP_OK;
 }
 
-static void fsdpi_lanes_stop(fsdp_world *w) {
+static void fsdpi_workers_stop(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++) {
-        fsdpi_lane *lane = w->lanes[s];
+        fsdpi_worker *lane = w->lanes[s];
         if (!lane) continue;
         for (int t = s; t < FSDP_STREAM_COUNT; t++)
             if (w->lanes[t] == lane) w->lanes[t] = NULL;
@@ -392,7 +392,7 @@ static int fsdpi_waits_for_itself(fsdp_world *w) {
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (fsdpi_is_child(w) || fsdpi_waits_for_itself(w)) return fsdpi_failed(w);
-    if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
+    if (w->lanes[stream]) fsdpi_worker_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
     if (!status) status = fsdpi_await_fence(w);
@@ -419,16 +419,16 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
             FSDPI_TRY(fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]));
         return fsdpi_run_op(w, op, w->streams[op->stream]);
     }
-    fsdpi_lane *own = w->lanes[op->stream];
+    fsdpi_worker *own = w->lanes[op->stream];
     if (own) {
-        if (own->issued >= FSDPI_LANE_OPS) fsdpi_lane_wait(own, own->issued - FSDPI_LANE_OPS + 1);
+        if (own->issued >= FSDPI_LANE_OPS) fsdpi_worker_wait(own, own->issued - FSDPI_LANE_OPS + 1);
         own->ring[own->issued % FSDPI_LANE_OPS] = *op;
         own->issued++;
         __atomic_store_n(&own->head, (uint32_t)own->issued, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);
         return FSDP_OK;
     }
-    fsdpi_lane_await(w, NULL, op);
+    fsdpi_worker_await(w, NULL, op);
     FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
     return fsdpi_run_op(w, op, NULL);
 }

@@ -197,8 +197,8 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     } else if (lanes > 0) {
         w->mode = FSDP_RUN_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
-        status = fsdpi_lane_start(w, FSDP_STREAM_GATHER);
-        if (!status && two) status = fsdpi_lane_start(w, FSDP_STREAM_REDUCE);
+        status = fsdpi_worker_start(w, FSDP_STREAM_GATHER);
+        if (!status && two) status = fsdpi_worker_start(w, FSDP_STREAM_REDUCE);
         if (!status && !two) w->lanes[FSDP_STREAM_REDUCE] = w->lanes[FSDP_STREAM_GATHER];
         w->lanes[FSDP_STREAM_ALLREDUCE] = w->lanes[FSDP_STREAM_REDUCE];
         if (status) return fsdpi_fail_together(w, status);
@@ -217,7 +217,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
 }
 
 static void fsdpi_world_close(fsdp_world *w) {
-    fsdpi_lanes_stop(w);
+    fsdpi_workers_stop(w);
     fsdpi_timeline_close(w);
     w->streams[FSDP_STREAM_COMPUTE] = w->own_stream;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
