@@ -52,7 +52,8 @@ static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
             const fsdp_buf *slot = m->units[i]->state.slot[pool];
-            const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
+            const fsdpi_slot_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]]
+                                             : NULL;
             int own = !slot;
             for (int k = 0; !own && k < c->count; k++) own = c->slots[k] == slot;
             if (!own) return m->units[i];

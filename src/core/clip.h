@@ -42,7 +42,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
 // Sum (or maximum) of m->scalar over one group.
 static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *comm, int size) {
     fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
-    fsdpi_work one = {NULL, NULL, 0, 1};
+    fsdpi_op_list one = {NULL, NULL, 0, 1};
     int is_max = !fsdpi_is_finite(m->norm_type);
     fsdp_dtype dtype = is_max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
     if (size == 1) return FSDP_OK;
@@ -94,7 +94,7 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     fsdp_block *blocks = m->norm_blocks + m->num_params; // a plan keeps norm and clip of a step
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
         if (!m->flats[d].grad) continue;
-        fsdpi_work work = {blocks, NULL, fsdpi_grad_blocks(m, d, 0, blocks), 0};
+        fsdpi_op_list work = {blocks, NULL, fsdpi_grad_blocks(m, d, 0, blocks), 0};
         fsdpi_count(&work);
         blocks += work.num;
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);

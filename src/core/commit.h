@@ -33,8 +33,8 @@ static void fsdpi_place_units(fsdp_model *m) {
             fsdp_unit *u = m->units[i];
             for (int k = 0; k < u->layout.num_parts; k++) {
                 fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[k]);
-                fsdpi_list *list = trainable ? &u->layout.parts[k].train
-                                             : &u->layout.parts[k].frozen;
+                fsdpi_param_list *list = trainable ? &u->layout.parts[k].train
+                                                   : &u->layout.parts[k].frozen;
                 list->base = flat->numel;
                 int64_t align = fsdpi_align_numel(m, u->layout.parts[k].dtype);
                 flat->numel += fsdpi_align_up(list->shard_numel, align);
@@ -58,22 +58,22 @@ enum { FSDPI_SEG_WORKS = 6, FSDPI_PART_WORKS = 7 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts,
            bytes = 0;
-    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {
+    fsdpi_op_list *with_segs[FSDPI_SEG_WORKS] = {
         &u->layout.all_gather,        &u->layout.slice_gather, &u->layout.reduce_scatter[0],
         &u->layout.reduce_scatter[1], &u->layout.to_out[0],    &u->layout.to_out[1]};
     for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
     for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
         if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
-    fsdpi_work *whole[2] = {&u->layout.slice_copy, &u->layout.whole_out};
+    fsdpi_op_list *whole[2] = {&u->layout.slice_copy, &u->layout.whole_out};
     for (int i = 0; i < 2; i++, bytes += (params + 1) * sizeof(fsdp_block))
         if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_dtype_group *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
         size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, cat + params, 1, 1};
-        fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
-                                               &part->divide,  &part->to_in,    &part->to_shard,
-                                               &part->rescale};
+        fsdpi_op_list *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
+                                                  &part->divide,  &part->to_in,    &part->to_shard,
+                                                  &part->rescale};
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
@@ -115,7 +115,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
 
 // What a unit is before fsdpi_unit_build: sizes measured, no lists.
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
-    static const fsdpi_work none = {NULL, NULL, 0, 0};
+    static const fsdpi_op_list none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_dtype_group *part = &u->layout.parts[k];
         part->copy_in = part->divide = part->to_in = part->to_shard = part->rescale = none;
@@ -194,7 +194,7 @@ static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *
     fsdp_block *block = &u->model->norm_blocks[p->ordinal];
     // One rank pads by the dtype.
     int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
-    fsdpi_work work = {block, NULL, 1, (uint64_t)numel};
+    fsdpi_op_list work = {block, NULL, 1, (uint64_t)numel};
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
     *block = fsdpi_row_block(p->old_offset, p->lay.shard_offset, numel);
     return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);

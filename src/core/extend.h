@@ -220,7 +220,7 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     FSDPI_TRY(fsdpi_refuse_in_dry_run(model, "pools_trim"));
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
-        fsdpi_class *c = &model->classes[i];
+        fsdpi_slot_class *c = &model->classes[i];
         int kept = 0;
         for (int k = 0; k < c->count; k++) {
             if (c->slots[k]->held) c->slots[kept++] = c->slots[k];

@@ -43,9 +43,9 @@ static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
 
 /* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
    unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
-static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_dtype_group *part,
-                                     int trainable, fsdp_layout *lay, fsdp_layout_param *tmp,
-                                     fsdp_seg *segs, fsdp_block *blocks) {
+static fsdp_status fsdpi_param_list_layout(const fsdp_unit *u, const fsdpi_dtype_group *part,
+                                           int trainable, fsdp_layout *lay, fsdp_layout_param *tmp,
+                                           fsdp_seg *segs, fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
     for (int i = 0; i < u->desc.num_params; i++)
@@ -59,8 +59,8 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_dtype_group
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
-static void fsdpi_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, int trainable,
-                             const fsdp_layout_param *tmp, int gradients) {
+static void fsdpi_param_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, int trainable,
+                                   const fsdp_layout_param *tmp, int gradients) {
     for (int i = 0, k = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (fsdpi_dtype_group_of(u, p) != part || p->requires_grad != trainable) continue;
@@ -73,7 +73,7 @@ static void fsdpi_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, int tr
    that is made of them. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_dtype_group *part) {
     fsdpi_param *p = part->extended;
-    fsdpi_work *gather = &u->layout.all_gather;
+    fsdpi_op_list *gather = &u->layout.all_gather;
     int64_t at = u->layout.slot_bytes;
     for (int i = 0; i < p->num_strings; i++) {
         fsdp_seg seg = {0, at, p->string_bytes[i]};
@@ -94,7 +94,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t align = fsdpi_align_numel(u->model, part->param_dtype);
-    fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
+    fsdpi_op_list *gather = &u->layout.all_gather, *out = &part->copy_out;
     part->slot = u->layout.slot_bytes / size;
     part->num_gather = 0;
     int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel, align);
@@ -107,10 +107,10 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
         lay.full_base = trainable ? part->slot : frozen_full;
         lay.final_base = end;
         int lists = gather->segs && !part->extended;
-        (void)fsdpi_list_layout(u, part, trainable, &lay, tmp,
-                                lists ? gather->segs + gather->num : NULL,
-                                lists && out->blocks ? out->blocks + out->num : NULL);
-        fsdpi_list_store(u, part, trainable, tmp, 0);
+        (void)fsdpi_param_list_layout(u, part, trainable, &lay, tmp,
+                                      lists ? gather->segs + gather->num : NULL,
+                                      lists && out->blocks ? out->blocks + out->num : NULL);
+        fsdpi_param_list_store(u, part, trainable, tmp, 0);
         end += lay.final_numel;
         if (part->extended) continue; // its strings are gathered in place of its shard
         gather->num += lay.num_segs;
@@ -126,7 +126,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout_param *tmp) {
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
-    fsdpi_work *scatter = &u->layout.reduce_scatter[0];
+    fsdpi_op_list *scatter = &u->layout.reduce_scatter[0];
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
@@ -135,10 +135,10 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
     lay.full_base = part->grad;
     lay.final_base = fsdpi_align_up(part->grad + reduce,
                                     fsdpi_align_numel(u->model, part->param_dtype));
-    (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
-                            scatter->segs ? scatter->segs + scatter->num : NULL,
-                            part->chunk_cat.blocks);
-    fsdpi_list_store(u, part, 1, tmp, 1);
+    (void)fsdpi_param_list_layout(u, part, 1, &lay, tmp,
+                                  scatter->segs ? scatter->segs + scatter->num : NULL,
+                                  part->chunk_cat.blocks);
+    fsdpi_param_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
     for (int i = 0; scatter->segs && i < lay.num_segs; i++) // its place in the reduce input
         scatter->segs[scatter->num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
@@ -162,9 +162,9 @@ static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
         for (int trainable = 1; trainable >= 0; trainable--) {
             fsdp_layout lay;
             memset(&lay, 0, sizeof lay);
-            fsdp_status status = fsdpi_list_layout(u, part, trainable, &lay, tmp, NULL, NULL);
+            fsdp_status status = fsdpi_param_list_layout(u, part, trainable, &lay, tmp, NULL, NULL);
             if (status) return status;
-            fsdpi_list *list = trainable ? &part->train : &part->frozen;
+            fsdpi_param_list *list = trainable ? &part->train : &part->frozen;
             list->shard_numel = lay.shard_numel;
             list->packed_numel = lay.packed_numel;
             total += lay.shard_numel;
@@ -197,13 +197,13 @@ static fsdp_block fsdpi_reversed(fsdp_block b) {
     return r;
 }
 
-static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
+static void fsdpi_add_block(fsdpi_op_list *work, fsdp_block block) {
     work->blocks[work->num++] = block;
     work->count += (uint64_t)(block.width * block.height);
 }
 
 // Of lists that the layout has made.
-static void fsdpi_count(fsdpi_work *work) {
+static void fsdpi_count(fsdpi_op_list *work) {
     work->count = 0;
     for (int i = 0; i < work->num; i++)
         work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
@@ -241,7 +241,7 @@ static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const
    segment if their counts are multiples of 16 bytes, which copies and networks are fast with: so a
    reduction has few segments. If a reduction may read either slot, both have the same segments,
    since those of all ranks have to be equal. */
-static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_work *to, const fsdpi_work *from) {
+static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_op_list *to, const fsdpi_op_list *from) {
     int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
     int joins = !u->layout.grads_ahead; // what was written is always copied
     to->num = 0;

@@ -118,13 +118,13 @@ struct fsdp_buf {
     int32_t number;         // in the order of making
 };
 
-typedef struct fsdpi_class { // slots of one pool and size
+typedef struct fsdpi_slot_class { // slots of one pool and size
     int pool;
     size_t bytes;
     int units, ahead; // ahead: filled while another is in use, so two, unless everything is inline
     fsdp_buf **slots;
     int count, cap;
-} fsdpi_class;
+} fsdpi_slot_class;
 
 // Marks of a parameter, a set in a byte of fsdp_unit.use. EACH times a mark: the mark of eight.
 #define FSDPI_USE_EACH 0x0101010101010101u
@@ -152,19 +152,19 @@ typedef struct fsdpi_param {
 } fsdpi_param;
 
 // What an op carries: the blocks of a copy, or the segments of a collective.
-typedef struct fsdpi_work {
+typedef struct fsdpi_op_list {
     fsdp_block *blocks;
     fsdp_seg *segs;
     int num;
     uint64_t count; // elements
-} fsdpi_work;
+} fsdpi_op_list;
 
 // Trainables or frozen parameters of a part, in the flat block and in the slots.
-typedef struct fsdpi_list {
+typedef struct fsdpi_param_list {
     int64_t shard_numel;  // S
     int64_t packed_numel; // K
     int64_t base;         // in the flat block
-} fsdpi_list;
+} fsdpi_param_list;
 
 /* The parameters of a unit that are stored in one dtype and gathered in one dtype; a parameter with
    an extension is a part of its own. Offsets are in elements of param_dtype. Most units have one
@@ -173,11 +173,11 @@ typedef struct fsdpi_dtype_group {
     fsdp_dtype dtype, param_dtype;
     fsdpi_param *extended; // its only parameter, or NULL
     int num_train;
-    fsdpi_list train, frozen;
+    fsdpi_param_list train, frozen;
     int64_t slot, grad; // where it begins in GATHER and GRAD
     int64_t reduce;     // where its shards begin in one rank's part of the reduction
     int num_gather;     // segments of it in the unit's all_gather
-    fsdpi_work copy_in, copy_out, chunk_cat, divide, to_in, to_shard, rescale; // blocks
+    fsdpi_op_list copy_in, copy_out, chunk_cat, divide, to_in, to_shard, rescale; // blocks
 } fsdpi_dtype_group;
 
 // What fully_shard was told.
@@ -222,7 +222,7 @@ typedef struct fsdpi_options {
 typedef struct fsdpi_template {
     fsdp_op op;
     const fsdpi_dtype_group *part;     // NULL: of the whole unit
-    const fsdpi_work *work;            // blocks or segments; NULL: none
+    const fsdpi_op_list *work;         // blocks or segments; NULL: none
     fsdp_buf *const *src, *const *dst; // where the pointers to what it reads and writes stand
     int64_t begin;                     // of what is read, in bytes of its buffer
     uint8_t from, to;                  // the places that are set
@@ -246,10 +246,10 @@ typedef struct fsdpi_unit_layout {
     int pad_in;                   // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
     int64_t gather_begin; // of the unit's shards in their block: from there all_gather counts
-    fsdpi_work all_gather, slice_gather;             // segments
-    fsdpi_work reduce_scatter[2], to_out[2];         // segments of GRAD, and of REDUCE_IN
-    fsdpi_work slice_copy, whole_out;                // blocks
-    fsdpi_work whole_grad, padded_in;                // bytes: counts alone
+    fsdpi_op_list all_gather, slice_gather;          // segments
+    fsdpi_op_list reduce_scatter[2], to_out[2];      // segments of GRAD, and of REDUCE_IN
+    fsdpi_op_list slice_copy, whole_out;             // blocks
+    fsdpi_op_list whole_grad, padded_in;             // bytes: counts alone
     fsdpi_template *templates[FSDPI_STEP_COUNT + 1]; // where each kind begins, the last one ends
 } fsdpi_unit_layout;
 
@@ -331,7 +331,7 @@ struct fsdp_model {
     fsdp_unit **units;
     int num_units, cap_units, num_params, number; // number: in the world
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
-    fsdpi_class *classes;
+    fsdpi_slot_class *classes;
     int num_classes, cap_classes;
     int laid_out;  // there is a layout
     int committed; // and the extensions have been told of it

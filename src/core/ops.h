@@ -77,7 +77,7 @@ static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
 
 // The record's work: blocks of a copy, segments of a collective, or a number of elements.
 static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
-                          const fsdpi_work *work) {
+                          const fsdpi_op_list *work) {
     op->count = work->count;
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
@@ -90,7 +90,7 @@ static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
    src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
    in_place) and a collective's group. An empty one is not issued. */
 static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
-                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_op_list *work) {
     if (work->count == 0) return FSDP_OK;
     fsdpi_op_work(op, dtype, out_dtype, work);
     op->src = src;

@@ -88,8 +88,8 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
                                         u->desc.info.shard_mesh_rank * num, num);
         fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
-        fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},
-                   all = {NULL, &m->full_seg, 1, (uint64_t)num};
+        fsdpi_op_list own = {&m->full_block, NULL, 1, (uint64_t)num},
+                      all = {NULL, &m->full_seg, 1, (uint64_t)num};
         op.in_place = 1; // peers may not be able to read the shards
         op.comm = u->desc.info.shard_comm;
         op.group_size = world;

@@ -118,7 +118,7 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     return fsdpi_buf_make(m, pool, bytes, offloaded, out);
 }
 
-static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
+static fsdp_status fsdpi_slot_class_add(fsdp_model *m, fsdpi_slot_class *c) {
     fsdp_status status = fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots,
                                     "a list of", fsdp_pool_name(c->pool));
     if (!status) status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
@@ -129,18 +129,19 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
 }
 
 // A free slot of a class: the least recently released one, or a new one.
-static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
+static inline fsdp_status fsdpi_slot_class_take(fsdp_model *m, fsdpi_slot_class *c,
+                                                fsdp_buf **out) {
     fsdp_buf *best = NULL;
     if (c->count == 0) { // the class is filled
         const int depth = c->ahead && m->world->mode != FSDP_RUN_INLINE ? 2 : 1;
-        while (c->count < depth) FSDPI_TRY(fsdpi_class_add(m, c));
+        while (c->count < depth) FSDPI_TRY(fsdpi_slot_class_add(m, c));
     }
     for (int i = 0; i < c->count; i++) {
         fsdp_buf *buf = c->slots[i];
         if (!buf->held && (!best || buf->released < best->released)) best = buf;
     }
     if (!best) {
-        FSDPI_TRY(fsdpi_class_add(m, c));
+        FSDPI_TRY(fsdpi_slot_class_add(m, c));
         best = c->slots[c->count - 1];
     }
     *out = best;
@@ -162,14 +163,14 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
 /* -------------------------------------------------------------------------------------------- */
 // Classes of slots, and units that take and give back.
 
-static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
+static int fsdpi_slot_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
     if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
                    "list of pools", ""))
         return -1;
-    fsdpi_class *c = &m->classes[m->num_classes];
+    fsdpi_slot_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;
     c->bytes = bytes;
@@ -190,7 +191,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
         u->layout.classes[pool] = -1;
         if (bytes[pool] < 0) continue;
-        int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
+        int at = fsdpi_slot_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->layout.classes[pool] = at;
         m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
@@ -224,10 +225,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t 
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_model *m = u->model;
-    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+    fsdpi_slot_class *c = &m->classes[u->layout.classes[pool]];
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_ext_slot(u, pool, c->bytes, &buf) : FSDP_OK;
-    if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
+    if (!status && !buf) status = fsdpi_slot_class_take(m, c, &buf);
     if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));

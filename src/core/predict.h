@@ -208,11 +208,11 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     FSDPI_TRY(fsdpi_commit(model));
     fsdp_status status = fsdpi_predict_copy(model, NULL, NULL, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) {
-        const fsdpi_class *wanted = &dry->classes[i];
-        int at = fsdpi_class_find(model, wanted->pool, wanted->bytes);
+        const fsdpi_slot_class *wanted = &dry->classes[i];
+        int at = fsdpi_slot_class_find(model, wanted->pool, wanted->bytes);
         if (at < 0) status = FSDP_ERR_OUT_OF_MEMORY;
         while (!status && model->classes[at].count < wanted->count)
-            status = fsdpi_class_add(model, &model->classes[at]);
+            status = fsdpi_slot_class_add(model, &model->classes[at]);
     }
     fsdpi_predict_free(dry);
     return fsdpi_fail_together(model->world, status);

@@ -142,7 +142,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_d
         t->op.call = row->call;
         t->op.root = part ? (int32_t)(part->extended - u->params) : -1;
     } else if (row->work) {
-        t->work = (const fsdpi_work *)(const void *)(owner + row->work);
+        t->work = (const fsdpi_op_list *)(const void *)(owner + row->work);
         if (t->work->count == 0) return t;
     }
     return t + 1;
