@@ -136,9 +136,9 @@ static FSDP_PRINTF(3, 4) fsdp_status
     (void)vsnprintf(reason, sizeof reason, format, args);
     va_end(args);
     fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    fsdpi_text_add(&t, "rank %d: ", c->boot->rank);
     fsdpi_say_op(&t, &c->now);
-    fsdpi_say(&t, ": %s", reason);
+    fsdpi_text_add(&t, ": %s", reason);
     return status;
 }
 
@@ -180,8 +180,8 @@ static FSDP_PRINTF(3, 4) fsdp_status
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
     const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // after the id
-    if (strncmp(said, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
-    fsdpi_say(&t, "%s", text);
+    if (strncmp(said, "rank", 4) != 0) fsdpi_text_add(&t, "rank %d: ", c->boot->rank);
+    fsdpi_text_add(&t, "%s", text);
     fsdpi_comm_subject(c, subject, sizeof subject);
     c->world->transport->tell(c, status, subject, reason);
     return fsdpi_comm_report(c);
@@ -200,8 +200,8 @@ static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *wh
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
     if (!why || strncmp(why, "rank ", 5) != 0)
-        fsdpi_say(&t, "[E409] aborted by rank %d: ", c->boot->rank);
-    fsdpi_say(&t, "%s", why ? why : "no reason given");
+        fsdpi_text_add(&t, "[E409] aborted by rank %d: ", c->boot->rank);
+    fsdpi_text_add(&t, "%s", why ? why : "no reason given");
     c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
 }
 
@@ -218,10 +218,10 @@ static const char *fsdpi_comm_error_text(fsdp_comm *comm) {
 static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, const uint8_t *marked) {
     int total = 0, said = 0;
     for (int k = 0; k < count; k++) total += marked[k] != 0;
-    fsdpi_say(t, total > 1 ? "ranks" : "rank");
+    fsdpi_text_add(t, total > 1 ? "ranks" : "rank");
     for (int k = 0; k < count && said < 16; k++)
-        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", ranks ? (int)ranks[k] : k);
-    if (total > said) fsdpi_say(t, " and %d more", total - said);
+        if (marked[k]) fsdpi_text_add(t, "%s %d", said++ ? "," : "", ranks ? (int)ranks[k] : k);
+    if (total > said) fsdpi_text_add(t, " and %d more", total - said);
 }
 
 #define FSDPI_MUTE "the store does not answer: it is stopped, or this host is cut off from it"
@@ -230,7 +230,7 @@ static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, cons
 static FSDPI_UNUSED void fsdpi_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
     fsdpi_peer peer;
     if (c->world->transport->ask(c, rank, &peer)) fsdpi_say_peer(t, &peer);
-    else fsdpi_say(t, FSDPI_MUTE);
+    else fsdpi_text_add(t, FSDPI_MUTE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -314,31 +314,31 @@ static void fsdpi_find_blame(fsdpi_comm *c, const uint8_t *missing, fsdpi_blame 
 }
 
 static void fsdpi_say_host(fsdpi_text *t, const fsdpi_peer *peer) {
-    if (peer->host[0]) fsdpi_say(t, " (%s)", peer->host);
+    if (peer->host[0]) fsdpi_text_add(t, " (%s)", peer->host);
 }
 
 // "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...; rank 0 waits for it".
 static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, const char *verb) {
     fsdpi_peer peer;
-    fsdpi_say(t, "[E403] ");
+    fsdpi_text_add(t, "[E403] ");
     fsdpi_say_ranks(t, NULL, c->boot->size, b->named);
-    fsdpi_say(t, " %s not %s within %.1f s", b->total > 1 ? "have" : "has", verb,
-              (double)c->boot->timeout_ns * 1e-9);
+    fsdpi_text_add(t, " %s not %s within %.1f s", b->total > 1 ? "have" : "has", verb,
+                   (double)c->boot->timeout_ns * 1e-9);
     for (int r = 0, said = 0; r < c->boot->size && said < 3; r++) {
         if (!b->named[r]) continue;
         said++;
-        fsdpi_say(t, "; ");
+        fsdpi_text_add(t, "; ");
         const int is_known = c->world->transport->ask(c, r, &peer);
-        if (b->total > 1 && is_known) fsdpi_say(t, "rank %d: ", r);
+        if (b->total > 1 && is_known) fsdpi_text_add(t, "rank %d: ", r);
         if (is_known) fsdpi_say_peer(t, &peer);
-        else fsdpi_say(t, FSDPI_MUTE);
+        else fsdpi_text_add(t, FSDPI_MUTE);
         if (!is_known) break; // nobody answers for the others
         if (peer.silent_ns <= fsdpi_quiet_ns(c->boot)) continue;
-        fsdpi_say(t, ": it is stopped, or its host");
+        fsdpi_text_add(t, ": it is stopped, or its host");
         fsdpi_say_host(t, &peer);
-        fsdpi_say(t, " is cut off");
+        fsdpi_text_add(t, " is cut off");
     }
-    if (b->excused >= 0) fsdpi_say(t, "; rank %d waits for rank %d", b->excused, b->waits_for);
+    if (b->excused >= 0) fsdpi_text_add(t, "; rank %d waits for rank %d", b->excused, b->waits_for);
 }
 
 // "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0: ...".
@@ -348,22 +348,23 @@ static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
     fsdpi_text names = {who, sizeof who, 0};
     if (!first) (void)c->world->transport->ask(c, c->boot->rank, &ring->peers[0]);
     for (int i = first; i < most; i++) {
-        fsdpi_say(&names, "%srank %d",
-                  i == first       ? ""
-                  : i == first + 1 ? " waits for "
-                                   : ", which waits for ",
-                  (int)ring->ranks[i]);
+        fsdpi_text_add(&names, "%srank %d",
+                       i == first       ? ""
+                       : i == first + 1 ? " waits for "
+                                        : ", which waits for ",
+                       (int)ring->ranks[i]);
         fsdpi_say_host(&names, &ring->peers[i]);
     }
-    fsdpi_say(t,
-              "[E487] %s, which waits for %srank %d, for %.1f s, and the store hears all of them: "
-              "data between them do not arrive. Look at the link between their hosts (a firewall "
-              "or a route that drops one direction; an MTU: large frames are lost, try ping -M do "
-              "-s 1472), and whether they use their groups in the same order",
-              who, most < ring->count ? "others, and they for " : "", (int)ring->ranks[first],
-              (double)c->boot->timeout_ns * 1e-9);
+    fsdpi_text_add(
+        t,
+        "[E487] %s, which waits for %srank %d, for %.1f s, and the store hears all of them: "
+        "data between them do not arrive. Look at the link between their hosts (a firewall "
+        "or a route that drops one direction; an MTU: large frames are lost, try ping -M do "
+        "-s 1472), and whether they use their groups in the same order",
+        who, most < ring->count ? "others, and they for " : "", (int)ring->ranks[first],
+        (double)c->boot->timeout_ns * 1e-9);
     for (int i = first; i < most; i++) {
-        fsdpi_say(t, "; rank %d: ", (int)ring->ranks[i]);
+        fsdpi_text_add(t, "; rank %d: ", (int)ring->ranks[i]);
         fsdpi_say_peer(t, &ring->peers[i]);
     }
 }
@@ -569,18 +570,18 @@ static fsdpi_signature fsdpi_signature_of(const fsdpi_comm *c, int k) {
 static void fsdpi_say_call(fsdpi_text *t, const fsdpi_signature *r) {
     fsdpi_say_op(t, r);
     if (r->kind < FSDP_OP_COUNT)
-        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
-                  fsdp_dtype_name(r->dtype));
+        fsdpi_text_add(t, ", %llu elements of %s", (unsigned long long)r->count,
+                       fsdp_dtype_name(r->dtype));
     const size_t at = strlen(r->what) + 1;
     if (at < sizeof r->what && r->what[at])
-        fsdpi_say(t, ", without a gradient of '%s'", r->what + at);
+        fsdpi_text_add(t, ", without a gradient of '%s'", r->what + at);
 }
 
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_signature first = fsdpi_signature_of(c, 0);
     int kinds = 0; // they differ
-    fsdpi_say(t, "[E404] ranks disagree");
+    fsdpi_text_add(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_signature record = fsdpi_signature_of(c, k);
         uint8_t equal[FSDPI_MAX_RANKS];
@@ -590,17 +591,18 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
             is_first &= !(equal[j] && j < k);
         }
         if (!is_first) continue;
-        fsdpi_say(t, k ? "; " : ": ");
+        fsdpi_text_add(t, k ? "; " : ": ");
         fsdpi_say_ranks(t, c->ranks, c->size, equal);
-        fsdpi_say(t, ": ");
+        fsdpi_text_add(t, ": ");
         fsdpi_say_call(t, &record);
         fsdpi_say_differences(t, &first, &record);
         kinds |= record.kind != first.kind;
     }
-    fsdpi_say(t,
-              ". All ranks have to make the same calls in the same order: does one of them alone "
-              "evaluate, save or stop%s?",
-              kinds ? ", or not use a unit (fsdp_set_reduce_scatter_unused_params)" : "");
+    fsdpi_text_add(
+        t,
+        ". All ranks have to make the same calls in the same order: does one of them alone "
+        "evaluate, save or stop%s?",
+        kinds ? ", or not use a unit (fsdp_set_reduce_scatter_unused_params)" : "");
 }
 
 // The calls of two ranks. In a pair, one has to send and the other to receive.
@@ -609,9 +611,9 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_signat
     fsdpi_signature like = *theirs;
     if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
         like.kind = mine->kind, like.root = mine->root;
-    fsdpi_say(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_text_add(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
     fsdpi_say_call(t, mine);
-    fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
+    fsdpi_text_add(t, "; rank %d: ", (int)c->ranks[k]);
     fsdpi_say_call(t, theirs);
     fsdpi_say_differences(t, mine, &like);
 }
@@ -870,9 +872,9 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
 static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     const char *whose;
     int64_t left = fsdpi_memory_left(&whose);
-    fsdpi_say(t,
-              "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
-              whose, (double)left / 1048576);
+    fsdpi_text_add(
+        t, "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
+        whose, (double)left / 1048576);
 }
 
 // Memory of the world's allocator, for backends that read no memory of other processes.
@@ -910,8 +912,9 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
         return FSDP_OK;
     }
     fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: [E308] alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s",
-              c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    fsdpi_text_add(&t, "rank %d: [E308] alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s",
+                   c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size,
+                   why);
     if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
     return status;
 }

@@ -216,8 +216,8 @@ static fsdp_status fsdpi_gloo_local_barrier(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, say_last ? "[E752] rank %d %s; " : "[E751] rank %d %s", (int)c->base.ranks[k],
-              how);
+    fsdpi_text_add(&t, say_last ? "[E752] rank %d %s; " : "[E751] rank %d %s",
+                   (int)c->base.ranks[k], how);
     if (say_last) fsdpi_say_last(&t, &c->base, (int)c->base.ranks[k]);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
 }

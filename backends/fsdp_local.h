@@ -145,7 +145,7 @@ static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_sh
     shown->most = most;
     shown->cores = fsdpi_shm_cores();
     if (boot->threads) {
-        fsdpi_say(&host, "one process");
+        fsdpi_text_add(&host, "one process");
         return;
     }
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
@@ -154,8 +154,8 @@ static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_sh
     if (!fsdpi_local_can_share()) shown->most = 0;
     if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user)) return;
     id[strcspn(id, "\n")] = 0;
-    fsdpi_say(&host, "%s %llu", id, (unsigned long long)net.st_ino);
-    fsdpi_say(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
+    fsdpi_text_add(&host, "%s %llu", id, (unsigned long long)net.st_ino);
+    fsdpi_text_add(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
 }
 
 // May ranks j <= k share memory, by what they show?
@@ -298,8 +298,8 @@ static fsdp_status fsdpi_local_open(fsdpi_comm *c, const fsdpi_local_hosts *host
                                     sizeof(fsdpi_shm_comm) + sizeof(fsdpi_local_world));
     fsdpi_local_world *w = (fsdpi_local_world *)near->world;
     fsdpi_text job = {w->job, sizeof w->job, 0};
-    for (int i = 0; i < FSDPI_LOCAL_TICKET; i++) fsdpi_say(&job, "%02x", hosts->ticket[i]);
-    fsdpi_say(&job, "-%d", (int)hosts->first[c->index]);
+    for (int i = 0; i < FSDPI_LOCAL_TICKET; i++) fsdpi_text_add(&job, "%02x", hosts->ticket[i]);
+    fsdpi_text_add(&job, "-%d", (int)hosts->first[c->index]);
     near->world->boot.job = w->job;
     near->world->failed = c->world->failed;
     near->world->open_ns = c->world->open_ns;

@@ -247,9 +247,10 @@ static int fsdpi_nccl_failed(const fsdpi_nccl_world *w) {
 // A failed call of NCCL. Its last line of warning says more than its code.
 static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what) {
     const char *more = ncclGetLastError(NULL);
-    fsdpi_say(t, "[E820] %s: NCCL error %d (%s)", what, (int)result, ncclGetErrorString(result));
-    if (more && *more) fsdpi_say(t, "; its last warning: %s", more);
-    fsdpi_say(t, "; set NCCL_DEBUG=WARN to see more");
+    fsdpi_text_add(t, "[E820] %s: NCCL error %d (%s)", what, (int)result,
+                   ncclGetErrorString(result));
+    if (more && *more) fsdpi_text_add(t, "; its last warning: %s", more);
+    fsdpi_text_add(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
 // Of a connection that broke NCCL says no more than that: it may be a rank that has died or left.
@@ -258,7 +259,7 @@ static int fsdpi_nccl_is_anonymous(ncclResult_t result) {
 }
 
 static void fsdpi_nccl_say_left(fsdpi_text *t, const fsdpi_nccl_comm *c, int k) {
-    fsdpi_say(t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
+    fsdpi_text_add(t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
 }
 
 static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, const char *what) {
@@ -274,7 +275,7 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", text);
     }
     if (result == ncclInProgress)
-        fsdpi_say(
+        fsdpi_text_add(
             &t,
             "[E821] %s is in progress and not done within %.1f s: set NCCL_DEBUG=INFO to see more",
             what, (double)c->base.boot->timeout_ns * 1e-9);
@@ -674,24 +675,25 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     else if (late.num_absent > 0) {
         if (!fsdpi_say_late(&t, &c->base, late.absent, "come")) return; // another rank was first
     } else if (late.num_busy > 0) {
-        fsdpi_say(&t, "[E825] ");
+        fsdpi_text_add(&t, "[E825] ");
         fsdpi_say_ranks(&t, c->base.ranks, c->base.size, late.busy);
-        fsdpi_say(
+        fsdpi_text_add(
             &t,
             " %s enqueued it, but work before it on the device is not done within %.1f s: find a "
             "kernel that does not end, or raise FSDP_TIMEOUT_MS if a step takes longer",
             late.num_busy > 1 ? "have" : "has", seconds);
     } else {
-        fsdpi_say(&t,
-                  "[E826] all ranks have begun it, and it is not done within %.1f s: find out "
-                  "whether the network hangs (NCCL_DEBUG=INFO), or whether two communicators have "
-                  "no room beside your kernels (FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)",
-                  seconds);
+        fsdpi_text_add(
+            &t,
+            "[E826] all ranks have begun it, and it is not done within %.1f s: find out "
+            "whether the network hangs (NCCL_DEBUG=INFO), or whether two communicators have "
+            "no room beside your kernels (FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)",
+            seconds);
     }
     if (FSDPI_LOAD(&c->is_cold))
-        fsdpi_say(&t,
-                  "; it is a first operation, in which NCCL connects the ranks: find out whether "
-                  "they reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)");
+        fsdpi_text_add(
+            &t, "; it is a first operation, in which NCCL connects the ranks: find out whether "
+                "they reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)");
     fsdpi_store_world_tell(&c->base, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT, subject,
                            reason);
 }
@@ -777,7 +779,7 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
         fsdpi_nccl_tell_left(c, cause, &record);
     }
     if (cause != FSDPI_CAUSE_UNKNOWN) return;
-    fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
+    fsdpi_text_add(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
     fsdpi_nccl_say(&t, result, "NCCL reports");
     fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
 }
@@ -810,29 +812,29 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
     if (!is_asking && (!inside || now - inside <= limit)) return;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t,
-              is_asking
-                  ? "rank %d: [E828] CUDA has not returned within %.1f s: find out whether a "
+    fsdpi_text_add(
+        &t,
+        is_asking ? "rank %d: [E828] CUDA has not returned within %.1f s: find out whether a "
                     "thread waits for the device (cudaFree, cudaMalloc, cudaDeviceSynchronize), "
                     "which waits for a peer"
                   : "rank %d: [E829] a call of NCCL has not returned within %.1f s: find out "
                     "whether the ranks reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
-              fsdpi_nccl_boot(w)->rank, (double)limit * 1e-9);
+        fsdpi_nccl_boot(w)->rank, (double)limit * 1e-9);
     if (!is_asking && fsdpi_cuda_is_one("CUDA_LAUNCH_BLOCKING"))
-        fsdpi_say(&t, ", or unset CUDA_LAUNCH_BLOCKING, with which it waits for all ranks");
+        fsdpi_text_add(&t, ", or unset CUDA_LAUNCH_BLOCKING, with which it waits for all ranks");
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
 static void fsdpi_nccl_say_work(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
     // Two comms of one mesh have one name; ids are equal on all ranks.
-    fsdpi_say(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
-              (unsigned long long)f->comm_seq);
+    fsdpi_text_add(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
+                   (unsigned long long)f->comm_seq);
     fsdpi_say_op(t, &f->record);
     if (f->record.kind < FSDP_OP_COUNT)
-        fsdpi_say(t, ", %llu elements of %s in %u segments, key %016llx",
-                  (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
-                  f->record.num_segs, (unsigned long long)f->record.key);
-    fsdpi_say(t, ", for %.3f s", (double)(now - f->record.since_ns) * 1e-9);
+        fsdpi_text_add(t, ", %llu elements of %s in %u segments, key %016llx",
+                       (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
+                       f->record.num_segs, (unsigned long long)f->record.key);
+    fsdpi_text_add(t, ", for %.3f s", (double)(now - f->record.since_ns) * 1e-9);
 }
 
 // The world has failed: logs operations that are not done.
@@ -847,7 +849,7 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
         const fsdpi_flight *f = fsdpi_nccl_work(w, i);
         if (FSDPI_LOAD(&f->state) != FSDPI_NCCL_WORK_ISSUED || said++ >= FSDPI_NCCL_SHOWN) continue;
         fsdpi_text t = {text, sizeof text, 0};
-        fsdpi_say(&t, "under way: ");
+        fsdpi_text_add(&t, "under way: ");
         fsdpi_nccl_say_work(&t, f, now);
         fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_INFO, text);
     }
@@ -1806,8 +1808,8 @@ static fsdp_status fsdpi_nccl_take_memory(fsdpi_comm_world *base, fsdpi_chunk *c
 }
 
 static void fsdpi_nccl_advise(fsdpi_text *t) {
-    fsdpi_say(t, ". Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
-                 "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
+    fsdpi_text_add(t, ". Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
+                      "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
 }
 
 // Wakes the watchdog and the monitor.

@@ -300,9 +300,9 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
-        else if (has_closed) fsdpi_say(&t, "[E622] rank %d has closed this group; ", rank);
-        else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
+        if (left) fsdpi_text_add(&t, "[E601] rank %d has shut down; ", rank);
+        else if (has_closed) fsdpi_text_add(&t, "[E622] rank %d has closed this group; ", rank);
+        else fsdpi_text_add(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
@@ -1015,21 +1015,23 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t,
-                  "[E610] rank %d and rank %d were built with different versions of fsdp.h: build "
-                  "both alike",
-                  w->base.boot.rank, (int)hello.rank);
+        fsdpi_text_add(
+            &t,
+            "[E610] rank %d and rank %d were built with different versions of fsdp.h: build "
+            "both alike",
+            w->base.boot.rank, (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t,
-                  "[E611] rank %d has a world size of %d, rank %d has %d: give all ranks the same",
-                  w->base.boot.rank, w->base.boot.size, (int)hello.rank, (int)hello.size);
+        fsdpi_text_add(
+            &t, "[E611] rank %d has a world size of %d, rank %d has %d: give all ranks the same",
+            w->base.boot.rank, w->base.boot.size, (int)hello.rank, (int)hello.size);
     } else if ((k = fsdpi_index_of(&c->base, hello.rank)) == c->base.size || admitted[k]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(&t,
-                  "[E612] rank %d has joined already: give each process its own rank, and each job "
-                  "on this host its own FSDP_JOB_ID",
-                  (int)hello.rank);
+        fsdpi_text_add(
+            &t,
+            "[E612] rank %d has joined already: give each process its own rank, and each job "
+            "on this host its own FSDP_JOB_ID",
+            (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[k] = 1;

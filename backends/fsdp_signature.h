@@ -109,41 +109,42 @@ static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP
 static void fsdpi_say_op(fsdpi_text *t, const fsdpi_signature *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
                                                          "post_backward, "};
-    if (r->kind == FSDPI_OPEN) fsdpi_say(t, "open of job '%s'", r->what);
-    else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
-    else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
-    else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
+    if (r->kind == FSDPI_OPEN) fsdpi_text_add(t, "open of job '%s'", r->what);
+    else if (r->kind == FSDPI_SPLIT) fsdpi_text_add(t, "split into '%s'", r->what);
+    else if (r->kind == FSDPI_CLOSE) fsdpi_text_add(t, "close");
+    else fsdpi_text_add(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
     if (fsdpi_is_pair(r->kind) && r->root >= 0)
-        fsdpi_say(t, " %s rank %d", r->kind == FSDP_OP_SEND ? "to" : "from", (int)r->root);
-    if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
+        fsdpi_text_add(t, " %s rank %d", r->kind == FSDP_OP_SEND ? "to" : "from", (int)r->root);
+    if (r->comm[0]) fsdpi_text_add(t, " on '%s'", r->comm);
     if (r->kind < FSDP_OP_COUNT)
-        fsdpi_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
-                  (unsigned long long)r->seq);
+        fsdpi_text_add(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
+                       (unsigned long long)r->seq);
 }
 
 // "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: the rank has ended.
 static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
                                         int64_t since_ns) {
     double since = (double)since_ns * 1e-9;
-    if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
-    else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
+    if (busy) fsdpi_text_add(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
+    else fsdpi_text_add(t, "its last operation was %s, %.1f s ago", operation, since);
 }
 
 // "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
 static FSDPI_UNUSED void fsdpi_say_peer(fsdpi_text *t, const fsdpi_peer *p) {
-    if (p->state == FSDPI_PEER_ABSENT) fsdpi_say(t, "it has not joined the job");
-    if (p->state == FSDPI_PEER_LEFT) fsdpi_say(t, "it has shut down");
+    if (p->state == FSDPI_PEER_ABSENT) fsdpi_text_add(t, "it has not joined the job");
+    if (p->state == FSDPI_PEER_LEFT) fsdpi_text_add(t, "it has shut down");
     if (p->state == FSDPI_PEER_ABSENT || p->state == FSDPI_PEER_LEFT) return;
-    if (!p->text[0]) fsdpi_say(t, "it has not begun an operation");
+    if (!p->text[0]) fsdpi_text_add(t, "it has not begun an operation");
     else fsdpi_say_done(t, p->busy, p->state == FSDPI_PEER_LOST, p->text, p->since_ns);
-    if (p->silent_ns >= 0) fsdpi_say(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
+    if (p->silent_ns >= 0)
+        fsdpi_text_add(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
 }
 
 // A verdict, for a rank that was in no operation of the world yet.
 static FSDPI_UNUSED void fsdpi_say_failure(fsdpi_text *t, const fsdpi_failure *v) {
-    if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
-    if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
-    else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);
+    if (v->subject[0]) fsdpi_text_add(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
+    if (v->reason[0]) fsdpi_text_add(t, "%s", v->reason);
+    else fsdpi_text_add(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
 // The fields in which two calls differ. If the operations differ, it names nothing else.
@@ -168,16 +169,16 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
     const size_t most = a->kind == b->kind ? sizeof fields / sizeof *fields : 2;
     for (size_t i = 0; i < most; i++) {
         if (!fields[i].differs) continue;
-        fsdpi_say(t, "%s%s", comma, fields[i].name);
+        fsdpi_text_add(t, "%s%s", comma, fields[i].name);
         comma = ", ";
     }
     for (size_t i = 0; i < FSDP_AGREE_COUNT && a->fingerprint != b->fingerprint; i++) {
         if (a->kind != b->kind || a->agree[i] == b->agree[i]) continue;
-        fsdpi_say(t, "%s%s", comma, parts[i]);
+        fsdpi_text_add(t, "%s%s", comma, parts[i]);
         comma = ", ";
     }
-    if (comma[0] == ',') fsdpi_say(t, ")");
-    else if (a->fingerprint != b->fingerprint) fsdpi_say(t, " (differs in its settings)");
+    if (comma[0] == ',') fsdpi_text_add(t, ")");
+    else if (a->fingerprint != b->fingerprint) fsdpi_text_add(t, " (differs in its settings)");
 }
 
 /* Writes word by word: another rank may read for an error text meanwhile, and its text may mix two

@@ -1045,10 +1045,11 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
     int missing = 0, said = 0;
     for (int r = 0; r < core->size; r++) missing += core->ranks[r].state == FSDPI_PEER_ABSENT;
     core->join_ns = INT64_MAX;
-    fsdpi_say(&t, missing > 1 ? "ranks" : "rank");
+    fsdpi_text_add(&t, missing > 1 ? "ranks" : "rank");
     for (int r = 0; r < core->size && said < 16; r++)
-        if (core->ranks[r].state == FSDPI_PEER_ABSENT) fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
-    if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
+        if (core->ranks[r].state == FSDPI_PEER_ABSENT)
+            fsdpi_text_add(&t, "%s %d", said++ ? "," : "", r);
+    if (missing > said) fsdpi_text_add(&t, " and %d more", missing - said);
     fsdpi_store_core_fail(
         core, FSDP_ERR_TIMEOUT, -1,
         "[E707] %s %s not joined within %.1f s. The store is at %s: find out what %s there "
@@ -1318,8 +1319,8 @@ static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, in
     int rc = fsdpi_getaddrinfo(host, NULL, &hints, &list);
     if (rc) list = fsdpi_store_ask_resolver(clock, host, deadline, &rc);
     if (!list) {
-        fsdpi_say(why, "[E728] host '%s': %s", host,
-                  rc ? fsdpi_gai_strerror(rc) : "the resolver has not answered in time");
+        fsdpi_text_add(why, "[E728] host '%s': %s", host,
+                       rc ? fsdpi_gai_strerror(rc) : "the resolver has not answered in time");
         return 0;
     }
     for (int v6 = 0; v6 < 2; v6++) // all hosts have the same order
@@ -1330,7 +1331,7 @@ static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, in
             out[count++].size = i->ai_addrlen;
         }
     fsdpi_freeaddrinfo(list);
-    if (!count) fsdpi_say(why, "[E729] host '%s' has no address", host);
+    if (!count) fsdpi_text_add(why, "[E729] host '%s' has no address", host);
     return count;
 }
 
@@ -1369,8 +1370,8 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     if (!list) return FSDP_OK;
     int excludes = *list == '^';
     if (getifaddrs(&all)) {
-        fsdpi_say(error, "[E708] the system cannot list the interfaces for %s: %s", name,
-                  strerror(errno));
+        fsdpi_text_add(error, "[E708] the system cannot list the interfaces for %s: %s", name,
+                       strerror(errno));
         return FSDP_ERR_IO;
     }
     char seen[320];
@@ -1386,13 +1387,14 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
         int listed = fsdpi_store_listed(list + excludes, i->ifa_name);
         if (excludes ? !listed && !fsdpi_store_is_loopback(&p) : listed) *out = p;
         fsdpi_store_host_text(&p, host, sizeof host);
-        fsdpi_say(&t, "%s %s (%s)", t.used ? "," : "", i->ifa_name, host);
+        fsdpi_text_add(&t, "%s %s (%s)", t.used ? "," : "", i->ifa_name, host);
     }
     if (!out->size)
-        fsdpi_say(error,
-                  "[E709] environment variable %s is '%s', but no such interface is up with an "
-                  "IPv%d address. Interfaces that have one:%s",
-                  name, list, family == AF_INET6 ? 6 : 4, t.used ? seen : " none");
+        fsdpi_text_add(
+            error,
+            "[E709] environment variable %s is '%s', but no such interface is up with an "
+            "IPv%d address. Interfaces that have one:%s",
+            name, list, family == AF_INET6 ? 6 : 4, t.used ? seen : " none");
     freeifaddrs(all);
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
@@ -1674,9 +1676,9 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     fsdpi_store_server *server = (fsdpi_store_server *)fsdpi_alloc(a, sizeof *server);
     if (!server) {
         (void)close(listener);
-        fsdpi_say(error,
-                  "[E710] the allocator has returned NULL for %u bytes of memory for the store",
-                  (unsigned)sizeof *server);
+        fsdpi_text_add(
+            error, "[E710] the allocator has returned NULL for %u bytes of memory for the store",
+            (unsigned)sizeof *server);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     server->allocator = *a;
@@ -1693,8 +1695,9 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!fsdpi_store_core_open(&server->core, a, d->boot.size, server_rank, token) ||
         !server->polls) {
         status = FSDP_ERR_OUT_OF_MEMORY;
-        fsdpi_say(error, "[E711] the allocator has returned NULL for memory of a store of %d ranks",
-                  d->boot.size);
+        fsdpi_text_add(error,
+                       "[E711] the allocator has returned NULL for memory of a store of %d ranks",
+                       d->boot.size);
     } else {
         char text[128];
         fsdpi_store_place_text(place, text, sizeof text);
@@ -1705,17 +1708,18 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!status && where->kind == FSDPI_STORE_FILE &&
         !fsdpi_store_write_file(server, where->path)) {
         status = FSDP_ERR_IO;
-        fsdpi_say(error,
-                  "[E712] this rank cannot write file '%s' (FSDP_STORE), where ranks look for the "
-                  "store: %s",
-                  where->path, strerror(errno));
+        fsdpi_text_add(
+            error,
+            "[E712] this rank cannot write file '%s' (FSDP_STORE), where ranks look for the "
+            "store: %s",
+            where->path, strerror(errno));
     }
     if (!status &&
         (server->wake < 0 || (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main,
                                                       server, FSDPI_STORE_STACK)))) {
         status = FSDP_ERR_BACKEND;
-        fsdpi_say(error, "[E713] the system refused to start the store's thread: %s",
-                  strerror(server->wake < 0 ? errno : rc));
+        fsdpi_text_add(error, "[E713] the system refused to start the store's thread: %s",
+                       strerror(server->wake < 0 ? errno : rc));
     }
     if (status) fsdpi_store_server_free(server);
     else *out = server;
@@ -1752,7 +1756,7 @@ static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi
     fsdpi_store_set_port(out, 0);
     *fd = fsdpi_store_listen(out);
     if (*fd >= 0) return FSDP_OK;
-    fsdpi_say(error, "[E714] this rank cannot listen on any port: %s", strerror(errno));
+    fsdpi_text_add(error, "[E714] this rank cannot listen on any port: %s", strerror(errno));
     return FSDP_ERR_IO;
 }
 
@@ -1767,7 +1771,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
     int fd = -1, count = 1;
     *out = NULL;
     if (!fsdpi_store_parse(d->boot.store, &where)) {
-        fsdpi_say(
+        fsdpi_text_add(
             &t,
             "[E715] the store's address is '%s', expected tcp://HOST:PORT with a port up to 65535, "
             "file:///PATH or host:",
@@ -1791,8 +1795,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
         if (fd < 0 && errno != EADDRINUSE) break;
     }
     if (fd >= 0) return fsdpi_store_start(d, &where, -1, fd, &place, out, &t);
-    fsdpi_say(&t, "[E716] the launcher cannot serve a store at '%s' (FSDP_STORE): %s",
-              d->boot.store ? d->boot.store : "host:", strerror(errno));
+    fsdpi_text_add(&t, "[E716] the launcher cannot serve a store at '%s' (FSDP_STORE): %s",
+                   d->boot.store ? d->boot.store : "host:", strerror(errno));
     return FSDP_ERR_IO;
 }
 
@@ -1933,10 +1937,10 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         t->later = f->flags == FSDPI_STORE_LATER;
         t->status = (fsdp_status)f->flags;
         if (t->decided) t->said.used = 0;
-        if (t->decided) fsdpi_say(&t->said, "%s", text);
-        else fsdpi_say(&t->said, "; %s %s", name, text);
+        if (t->decided) fsdpi_text_add(&t->said, "%s", text);
+        else fsdpi_text_add(&t->said, "; %s %s", name, text);
     } else {
-        fsdpi_say(&t->said, "; %s is this job's store, and has given no answer", name);
+        fsdpi_text_add(&t->said, "; %s is this job's store, and has given no answer", name);
     }
 }
 
@@ -1951,28 +1955,29 @@ static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t
     fsdpi_frame f;
     int whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
     if (whole <= 0 || f.op != FSDPI_STORE_CHALLENGE || f.value_size != FSDPI_STORE_NONCE) {
-        fsdpi_say(&t->said, "; %s is not served by fsdp, or does not answer", name);
+        fsdpi_text_add(&t->said, "; %s is not served by fsdp, or does not answer", name);
         return 0;
     }
     unsigned version = f.id ? (unsigned)f.id : 1;
     if (version != FSDPI_STORE_VERSION) {
-        fsdpi_say(&t->said, "; %s ", name);
-        fsdpi_say(&t->said, FSDPI_STORE_OTHER_VERSION, version, (unsigned)FSDPI_STORE_VERSION);
+        fsdpi_text_add(&t->said, "; %s ", name);
+        fsdpi_text_add(&t->said, FSDPI_STORE_OTHER_VERSION, version, (unsigned)FSDPI_STORE_VERSION);
         return 0;
     }
     whole = fsdpi_store_say_prove(s, f.value);
     fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
     if (whole) whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
     if (whole == 0)
-        fsdpi_say(&t->said,
-                  "; %s sends a challenge, but does not answer what is said to it: it is "
-                  "no store, or is stopped",
-                  name);
-    else if (whole < 0) fsdpi_say(&t->said, "; %s has closed the connection", name);
+        fsdpi_text_add(&t->said,
+                       "; %s sends a challenge, but does not answer what is said to it: it is "
+                       "no store, or is stopped",
+                       name);
+    else if (whole < 0) fsdpi_text_add(&t->said, "; %s has closed the connection", name);
     else if (f.op == FSDPI_STORE_REFUSED)
-        fsdpi_say(&t->said, "; %s %s", name, FSDPI_STORE_OTHER_JOB);
+        fsdpi_text_add(&t->said, "; %s %s", name, FSDPI_STORE_OTHER_JOB);
     else if (f.op != FSDPI_STORE_PROVEN || !fsdpi_seal_open(&s->seal_in, &f))
-        fsdpi_say(&t->said, "; %s speaks as a store, but does not know this job's token", name);
+        fsdpi_text_add(&t->said, "; %s speaks as a store, but does not know this job's token",
+                       name);
     else {
         fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
         return 1;
@@ -1990,9 +1995,9 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     if (t->why) {
         // Most ports refuse, or are silent as the one before: the text does not name them.
         int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
-        if (is_news || !t->said.used) fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
+        if (is_news || !t->said.used) fsdpi_text_add(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
-        fsdpi_say(&t->said, "; %s is served by another user", name);
+        fsdpi_text_add(&t->said, "; %s is served by another user", name);
     } else if (fsdpi_store_know(s, name, t)) {
         int whole = fsdpi_store_say_hello(s, t->deadline) ? fsdpi_store_await(s, t->deadline, &f)
                                                           : -1;
@@ -2000,9 +2005,10 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
             fsdpi_store_answered(s, &f, name, t);
             fsdpi_frame_drop(&s->desc.boot.allocator, &s->in);
         } else if (whole == 0) {
-            fsdpi_say(&t->said, "; %s is this job's store, and is stopped or cut off", name);
+            fsdpi_text_add(&t->said, "; %s is this job's store, and is stopped or cut off", name);
         } else {
-            fsdpi_say(&t->said, "; %s is this job's store, and has closed the connection", name);
+            fsdpi_text_add(&t->said, "; %s is this job's store, and has closed the connection",
+                           name);
         }
     }
     if (!t->decided || t->status) fsdpi_store_hang_up(s);
@@ -2025,7 +2031,7 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     // With O_NONBLOCK it does not wait if the path is a pipe.
     int fd = fsdpi_fd(open(path, O_RDONLY | O_NONBLOCK | FSDPI_STORE_CLOEXEC));
     if (fd < 0) {
-        fsdpi_say(why, "; file '%s': %s", path, strerror(errno));
+        fsdpi_text_add(why, "; file '%s': %s", path, strerror(errno));
         return 0;
     }
     int is_file = !fstat(fd, &info) && S_ISREG(info.st_mode);
@@ -2034,7 +2040,7 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     line[got > 0 ? got : 0] = 0;
     line[strcspn(line, "\n")] = 0;
     if (fsdpi_store_parse(line, out) && out->kind == FSDPI_STORE_TCP) return 1;
-    fsdpi_say(why, "; file '%s' does not contain a store's address", path);
+    fsdpi_text_add(why, "; file '%s' does not contain a store's address", path);
     return 0;
 }
 
@@ -2082,7 +2088,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
             fd = fsdpi_store_claim(&where, list, count, port, 0, &p);
             not_here = fd < 0 && fsdpi_store_not_here(errno);
             if (fd < 0 && !not_here && errno != EADDRINUSE)
-                fsdpi_say(&t->said, "; cannot listen on port %d: %s", port, strerror(errno));
+                fsdpi_text_add(&t->said, "; cannot listen on port %d: %s", port, strerror(errno));
         }
         for (int i = 0; i < count && fd < 0 && !t->decided && !t->later; i++) {
             fsdpi_store_place at = list[i];
@@ -2116,7 +2122,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         now_said[0] = 0;
         fsdpi_store_round(s, &t);
         if (t.decided) {
-            if (t.status) fsdpi_say(error, "%s", now_said);
+            if (t.status) fsdpi_text_add(error, "%s", now_said);
             return t.status;
         }
         int64_t left = deadline - fsdpi_store_now(s);
@@ -2129,7 +2135,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         pause = 2 * pause < most ? 2 * pause : most;
     }
     if (s->is_served)
-        fsdpi_say(
+        fsdpi_text_add(
             error,
             "[E791] the launcher serves the store of job '%s' at %s, and has not let this "
             "rank in within %.1f s: %s. Look whether it runs (fsdprun of node 0), and whether "
@@ -2137,7 +2143,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
             boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
             said[0] == ';' ? said + 2 : said);
     else
-        fsdpi_say(
+        fsdpi_text_add(
             error,
             "[E717] no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run "
             "there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
@@ -2544,13 +2550,13 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
     if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->verdict);
     else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
-        fsdpi_say(error,
-                  "[E720] %s, which serves the store, has closed it before all ranks had joined",
-                  fsdpi_store_who(s));
+        fsdpi_text_add(
+            error, "[E720] %s, which serves the store, has closed it before all ranks had joined",
+            fsdpi_store_who(s));
     else
-        fsdpi_say(error,
-                  "[E721] the store does not answer: %s, which serves it, is stopped or cut off",
-                  fsdpi_store_who(s));
+        fsdpi_text_add(
+            error, "[E721] the store does not answer: %s, which serves it, is stopped or cut off",
+            fsdpi_store_who(s));
     fsdp_status status = fsdpi_store_ended(s);
     return status ? status : FSDP_ERR_TIMEOUT;
 }
@@ -2591,23 +2597,24 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     s->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
-        if (s->left) fsdpi_say(error, "[E722] no file descriptor is left: raise ulimit -n");
+        if (s->left) fsdpi_text_add(error, "[E722] no file descriptor is left: raise ulimit -n");
         else
-            fsdpi_say(error, "[E723] the allocator has returned NULL for %d bytes of memory",
-                      boot->size);
+            fsdpi_text_add(error, "[E723] the allocator has returned NULL for %d bytes of memory",
+                           boot->size);
         return s->left ? FSDP_ERR_IO : FSDP_ERR_OUT_OF_MEMORY;
     }
     if (boot->store && !*boot->store) {
-        fsdpi_say(error, FSDPI_NO_STORE);
+        fsdpi_text_add(error, FSDPI_NO_STORE);
         return FSDP_ERR_INVALID_ARG;
     }
     if (!fsdpi_store_parse(boot->store, &s->where) ||
         (s->where.kind == FSDPI_STORE_TCP && !s->where.port)) {
-        fsdpi_say(error,
-                  "[E725] the store's address (FSDP_STORE, or MASTER_ADDR and MASTER_PORT) is "
-                  "'%s', expected tcp://HOST:PORT with a port from 1 to 65535, file:///PATH or "
-                  "host:",
-                  boot->store);
+        fsdpi_text_add(
+            error,
+            "[E725] the store's address (FSDP_STORE, or MASTER_ADDR and MASTER_PORT) is "
+            "'%s', expected tcp://HOST:PORT with a port from 1 to 65535, file:///PATH or "
+            "host:",
+            boot->store);
         return FSDP_ERR_INVALID_ARG;
     }
     fsdpi_store_learn_served(s);
@@ -2620,7 +2627,8 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     fsdpi_store_unmap(&s->local);
     int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s, FSDPI_STORE_STACK);
     if (rc) {
-        fsdpi_say(error, "[E726] the system refused to start the store's thread: %s", strerror(rc));
+        fsdpi_text_add(error, "[E726] the system refused to start the store's thread: %s",
+                       strerror(rc));
         return FSDP_ERR_BACKEND;
     }
     s->running = 1;
@@ -2636,8 +2644,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, f
     fsdpi_store *s = (fsdpi_store *)fsdpi_alloc(&desc->boot.allocator, sizeof *s);
     *out = NULL;
     if (!s) {
-        fsdpi_say(&t, "[E727] the allocator has returned NULL for %u bytes of memory",
-                  (unsigned)sizeof *s);
+        fsdpi_text_add(&t, "[E727] the allocator has returned NULL for %u bytes of memory",
+                       (unsigned)sizeof *s);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     s->desc = *desc;

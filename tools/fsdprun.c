@@ -321,7 +321,7 @@ static void check_master(const job *j) {
         memcpy(&place.at, i->ifa_addr, place.size);
         if (fsdpi_store_is_loopback(&place)) continue;
         fsdpi_store_host_text(&place, host, sizeof host);
-        fsdpi_say(&t, "%s%s", t.used ? ", " : "", host);
+        fsdpi_text_add(&t, "%s%s", t.used ? ", " : "", host);
     }
     freeifaddrs(all);
     complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks "

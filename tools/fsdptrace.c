@@ -74,12 +74,13 @@ static const char *ranges(const set *s, char *out, size_t cap) {
         for (next = i + 1; next < s->num && s->ranks[next] - s->ranks[next - 1] == by;) next++;
         if (by > 1 && next - i < 4) next = i + 1;
         if (said == 8 && next < s->num) {
-            fsdpi_say(&t, " and %d more", s->num - i);
+            fsdpi_text_add(&t, " and %d more", s->num - i);
             break;
         }
-        fsdpi_say(&t, "%s%d", said++ ? ", " : "", s->ranks[i]);
-        if (next - i > 1) fsdpi_say(&t, "%s%d", next - i == 2 ? ", " : "-", s->ranks[next - 1]);
-        if (next - i > 2 && by > 1) fsdpi_say(&t, " in steps of %d", by);
+        fsdpi_text_add(&t, "%s%d", said++ ? ", " : "", s->ranks[i]);
+        if (next - i > 1)
+            fsdpi_text_add(&t, "%s%d", next - i == 2 ? ", " : "-", s->ranks[next - 1]);
+        if (next - i > 2 && by > 1) fsdpi_text_add(&t, " in steps of %d", by);
     }
     return out;
 }
@@ -422,19 +423,20 @@ static double seconds(const record *r, int64_t ns) {
 // "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)"
 static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op *o) {
     const char *what = *o->what ? o->what : "?";
-    if (o->kind == FSDPI_OPEN) fsdpi_say(t, "fsdp_init");
-    else if (o->kind == FSDPI_SPLIT) fsdpi_say(t, "the making of group '%s'", what);
-    else fsdpi_say(t, "%s of '%s'", fsdp_op_name(o->kind), what);
+    if (o->kind == FSDPI_OPEN) fsdpi_text_add(t, "fsdp_init");
+    else if (o->kind == FSDPI_SPLIT) fsdpi_text_add(t, "the making of group '%s'", what);
+    else fsdpi_text_add(t, "%s of '%s'", fsdp_op_name(o->kind), what);
     if (o->kind == FSDP_OP_SEND || o->kind == FSDP_OP_RECV)
-        fsdpi_say(t, " %s member %d", o->kind == FSDP_OP_SEND ? "to" : "from", (int)o->root);
+        fsdpi_text_add(t, " %s member %d", o->kind == FSDP_OP_SEND ? "to" : "from", (int)o->root);
     if (o->kind >= FSDP_OP_COUNT) return;
     if (o->comm > 0 && r->f->comm[o->comm].number > 2)
-        fsdpi_say(t, " in '%s'", r->f->comm[o->comm].name);
+        fsdpi_text_add(t, " in '%s'", r->f->comm[o->comm].name);
     const int has_state = o->state && o->state < FSDP_STATE_COUNT;
-    if (o->label == FSDP_LABEL_WORLD) fsdpi_say(t, " (op %u of the world)", o->seq); // of no step
+    if (o->label == FSDP_LABEL_WORLD)
+        fsdpi_text_add(t, " (op %u of the world)", o->seq); // of no step
     else
-        fsdpi_say(t, " (%s%sstep %u, op %u)", has_state ? json_states[o->state] : "",
-                  has_state ? ", " : "", o->step, o->seq);
+        fsdpi_text_add(t, " (%s%sstep %u, op %u)", has_state ? json_states[o->state] : "",
+                       has_state ? ", " : "", o->step, o->seq);
 }
 
 static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
@@ -455,14 +457,13 @@ static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
 static void say_call(fsdpi_text *t, const record *r) {
     const fsdpi_flight_record *f = r->f;
     const int has_what = f->call_what[0] != 0;
-    if (!f->calls) fsdpi_say(t, "it has made no call of a model yet");
+    if (!f->calls) fsdpi_text_add(t, "it has made no call of a model yet");
     else if (f->call == FSDP_CALL_EXTENSION && has_what)
-        fsdpi_say(t, "its last call was %s", f->call_what);
+        fsdpi_text_add(t, "its last call was %s", f->call_what);
     else
-        fsdpi_say(t, "its last call was %s%s%s%s",
-                  fsdpi_tr_call_name((int)f->call), has_what ? " of '" : "",
-                  has_what ? f->call_what : "", has_what ? "'" : "");
-    fsdpi_say(t, ", %.1f s ago", seconds(r, f->call_ns));
+        fsdpi_text_add(t, "its last call was %s%s%s%s", fsdpi_tr_call_name((int)f->call),
+                       has_what ? " of '" : "", has_what ? f->call_what : "", has_what ? "'" : "");
+    fsdpi_text_add(t, ", %.1f s ago", seconds(r, f->call_ns));
 }
 
 // The rank that failed first, of those whose clocks are known if there are any.
@@ -494,21 +495,21 @@ static int has_died(const record *r) {
 static void say_situation(fsdpi_text *t, int rank) {
     const record *r = &job.of[rank];
     if (!r->f) {
-        fsdpi_say(t, "there is no record of it in the directory");
+        fsdpi_text_add(t, "there is no record of it in the directory");
         return;
     }
     if (r->f->state == FSDPI_FLIGHT_SHUT_DOWN) {
-        fsdpi_say(t, "it has called fsdp_shutdown, %.1f s ago", seconds(r, r->f->ended_ns));
+        fsdpi_text_add(t, "it has called fsdp_shutdown, %.1f s ago", seconds(r, r->f->ended_ns));
         return;
     }
     if (r->num) {
-        fsdpi_say(t, "it %s in ", r->process == ENDED ? "was" : "is");
+        fsdpi_text_add(t, "it %s in ", r->process == ENDED ? "was" : "is");
         say_operation(t, r, &r->op[0]);
-        fsdpi_say(t, ", for %.1f s", seconds(r, r->op[0].begin_ns));
+        fsdpi_text_add(t, ", for %.1f s", seconds(r, r->op[0].begin_ns));
     } else say_call(t, r);
     static const char *const states[] = {"runs", "is stopped (SIGSTOP)", "has died"};
     if (r->process < ELSEWHERE && (r->process != ENDED || has_died(r)))
-        fsdpi_say(t, "; process %d %s", (int)r->f->pid, states[r->process]);
+        fsdpi_text_add(t, "; process %d %s", (int)r->f->pid, states[r->process]);
 }
 
 /* ---- findings -------------------------------------------------------------------------------- */
@@ -654,16 +655,16 @@ static void find_parting(int g) {
     finding *p = find_more(&parts);
     fsdpi_text t = {p->text, sizeof p->text, 0};
     char ranks[160], count[64];
-    fsdpi_say(&t, "first difference in group '%s': ", job.groups[g - 1].name);
+    fsdpi_text_add(&t, "first difference in group '%s': ", job.groups[g - 1].name);
     for (int side = 0; side < 2; side++) {
         const fsdpi_flight_op *x = side ? &b : &a;
-        fsdpi_say(&t, "%srank%s %s: ", side ? "; " : "", sides[side].num > 1 ? "s" : "",
-                  ranges(&sides[side], ranks, sizeof ranks));
+        fsdpi_text_add(&t, "%srank%s %s: ", side ? "; " : "", sides[side].num > 1 ? "s" : "",
+                       ranges(&sides[side], ranks, sizeof ranks));
         say_operation(&t, side ? rb : ra, x);
-        fsdpi_say(&t, ", %s", count_of(x, count, sizeof count));
+        fsdpi_text_add(&t, ", %s", count_of(x, count, sizeof count));
     }
     if (first > 1 && turn_of(ra, g, first - 1, &o)) {
-        fsdpi_say(&t, ". Before it: ");
+        fsdpi_text_add(&t, ". Before it: ");
         say_operation(&t, ra, &o);
     }
     p->ranks = sides[sides[1].num <= sides[0].num]; // the smaller side

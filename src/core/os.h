@@ -208,7 +208,7 @@ typedef struct fsdpi_text {
     size_t cap, used;
 } fsdpi_text;
 
-static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) {
+static FSDP_PRINTF(2, 3) void fsdpi_text_add(fsdpi_text *t, const char *format, ...) {
     size_t room = t->used < t->cap ? t->cap - t->used : 0;
     va_list args;
     va_start(args, format);
@@ -238,8 +238,8 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name, text,
-              min, max);
+    fsdpi_text_add(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
+                   text, min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 

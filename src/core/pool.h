@@ -53,7 +53,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status,
                                               const char *reason) {
     char text[FSDPI_TEXT];
     fsdpi_text t = {text, 390, 0};
-    fsdpi_say(&t, "%s", what);
+    fsdpi_text_add(&t, "%s", what);
     if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
     const size_t used = strlen(text);
     snprintf(text + used, sizeof text - used, "; %s", reason);

@@ -267,14 +267,14 @@ static fsdpi_change fsdpi_find_change(const fsdp_model *m, int which, int64_t mo
         if (m->units[i]->options.reshard_after_forward != FSDP_RESHARD_ALWAYS)
             open = m->units[i], opens++;
     change.reshards = which == 0, change.offloads = which == 1;
-    if (which == 0 && open) fsdpi_say(t, "with reshard_after_forward");
-    if (which == 0 && opens == 1) fsdpi_say(t, " on '%.32s'", open->desc.name);
+    if (which == 0 && open) fsdpi_text_add(t, "with reshard_after_forward");
+    if (which == 0 && opens == 1) fsdpi_text_add(t, " on '%.32s'", open->desc.name);
     if (which == 1 && !fsdpi_is_host(m->world) && !m->desc.cpu_offload)
-        fsdpi_say(t, "with cpu_offload");
+        fsdpi_text_add(t, "with cpu_offload");
     if (which < 2 || m->world->size == 1 || m->mixed) return change;
     do change.shards += change.shards ? (now + 7) / 8 : now + (now + 7) / 8;
     while (change.shards < 2 * now && fsdpi_need(m, &change) > most);
-    fsdpi_say(t, "with %d ranks in place of %d", change.shards * replicas, now * replicas);
+    fsdpi_text_add(t, "with %d ranks in place of %d", change.shards * replicas, now * replicas);
     return change;
 }
 
@@ -290,15 +290,15 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
     double unit = 1;
     int k = 0; // of all numbers of the text
     for (; k < 4 && (double)need >= 1024 * unit; k++) unit *= 1024;
-    if (!status) fsdpi_say(t, ": the model needs %.4g %s", (double)need / unit, units[k]);
+    if (!status) fsdpi_text_add(t, ": the model needs %.4g %s", (double)need / unit, units[k]);
     for (int pool = m->desc.cpu_offload ? FSDP_POOL_GATHER : 0, said = 0;
          pool < FSDP_POOL_SCRATCH && !status; pool++)
         if (dry->pool_bytes[pool])
-            fsdpi_say(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
-                      (double)dry->pool_bytes[pool] / unit);
+            fsdpi_text_add(t, "%s%s %.4g", said++ ? ", " : " (", fsdp_pool_name(pool),
+                           (double)dry->pool_bytes[pool] / unit);
     fsdpi_predict_free(dry);
     if (status) return;
-    fsdpi_say(t, ") and has %.4g", (double)held / unit);
+    fsdpi_text_add(t, ") and has %.4g", (double)held / unit);
     char what[3][80];
     int64_t less[3];
     for (int which = 0; which < 3; which++) {
@@ -310,8 +310,8 @@ static void fsdpi_explain(const fsdp_model *m, int64_t extra, fsdpi_text *t) {
         for (int which = 0, said = 0; which < 3; which++) {
             if (less[which] <= 0 || (less[which] >= need - held + extra) != fits) continue;
             const char *begin = fits ? ". It would fit " : ". It needs less ";
-            fsdpi_say(t, "%s%s (-%.4g)", said++ ? ", " : begin, what[which],
-                      (double)less[which] / unit);
+            fsdpi_text_add(t, "%s%s (-%.4g)", said++ ? ", " : begin, what[which],
+                           (double)less[which] / unit);
         }
 }
 

@@ -21,8 +21,8 @@ static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
     int lanes = w->mode != FSDP_RUN_INLINE;
     lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
-    if (w->mode == FSDP_RUN_STREAMS) fsdpi_say(t, "on streams of %s", w->device_ops->name);
-    else fsdpi_say(t, "%s, %s", texts[lanes], w->because);
+    if (w->mode == FSDP_RUN_STREAMS) fsdpi_text_add(t, "on streams of %s", w->device_ops->name);
+    else fsdpi_text_add(t, "%s, %s", texts[lanes], w->because);
 }
 
 // Bytes of the full parameters of a unit and of their gradients.
@@ -77,17 +77,17 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
 }
 
 static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_param *p) {
-    fsdpi_say(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
+    fsdpi_text_add(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
     for (int d = 0; d < p->lay.ndim; d++)
-        fsdpi_say(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
-    fsdpi_say(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
-              (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
-              (long long)p->lay.chunk,
-              p->num_strings  ? "extension"
-              : p->lay.direct ? "direct"
-                              : "packed",
-              p->requires_grad ? "" : ", frozen",
-              fsdpi_dtype_group_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
+        fsdpi_text_add(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
+    fsdpi_text_add(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
+                   (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
+                   (long long)p->lay.chunk,
+                   p->num_strings  ? "extension"
+                   : p->lay.direct ? "direct"
+                                   : "packed",
+                   p->requires_grad ? "" : ", frozen",
+                   fsdpi_dtype_group_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
 // The steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".
@@ -101,21 +101,21 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
 #undef FSDP_X
     };
     int held = fsdpi_held(u);
-    fsdpi_say(t, "    gathered: %s\n", gathers[u->layout.gather]);
+    fsdpi_text_add(t, "    gathered: %s\n", gathers[u->layout.gather]);
     if (u->layout.num_train == 0) return;
     if (fsdpi_facts_write_shard(&u->facts, held)) {
-        fsdpi_say(t, "    gradients: written into the shard gradient\n");
+        fsdpi_text_add(t, "    gradients: written into the shard gradient\n");
         return;
     }
     fsdpi_grad_path r = fsdpi_grad_path_of(&u->facts, held | FSDPI_HELD_GRAD);
-    fsdpi_say(t, "    gradients:%s", r.num ? "" : " kept in the slot");
+    fsdpi_text_add(t, "    gradients:%s", r.num ? "" : " kept in the slot");
     const char *comma = " ";
     for (int i = 0; i < r.num; i++) {
         if (r.steps[i].kind == FSDPI_STEP_ZERO_IN && !u->layout.pad_in) continue;
-        fsdpi_say(t, "%s%s", comma, texts[r.steps[i].kind]);
+        fsdpi_text_add(t, "%s%s", comma, texts[r.steps[i].kind]);
         comma = ", ";
     }
-    fsdpi_say(t, "%s\n", r.done ? "" : "; the reduction waits");
+    fsdpi_text_add(t, "%s\n", r.done ? "" : "; the reduction waits");
 }
 
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
@@ -124,34 +124,35 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;
     fsdpi_memory(model, &mem);
-    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d; collectives run ",
-              model->num_units, model->num_params, model->world->rank, model->world->size);
+    fsdpi_text_add(&t, "model: %d units, %d parameters, rank %d of %d; collectives run ",
+                   model->num_units, model->num_params, model->world->rank, model->world->size);
     fsdpi_say_mode(&t, model->world);
-    fsdpi_say(&t, "\n");
+    fsdpi_text_add(&t, "\n");
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         fsdp_memory own;
         (void)fsdp_unit_memory(u, &own);
-        fsdpi_say(&t,
-                  "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
-                  "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
-                  "unsharded %lld\n",
-                  i, u->desc.name, fsdpi_shards(u), fsdpi_replicas(u),
-                  fsdp_dtype_name(u->layout.gather_dtype), fsdp_dtype_name(u->layout.reduce_dtype),
-                  u->options.reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
-                  (long long)own.pool_bytes[FSDP_POOL_SHARD_GRAD],
-                  (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
+        fsdpi_text_add(&t,
+                       "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
+                       "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
+                       "unsharded %lld\n",
+                       i, u->desc.name, fsdpi_shards(u), fsdpi_replicas(u),
+                       fsdp_dtype_name(u->layout.gather_dtype),
+                       fsdp_dtype_name(u->layout.reduce_dtype), u->options.reshard_after_forward,
+                       (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                       (long long)own.pool_bytes[FSDP_POOL_SHARD_GRAD],
+                       (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
         fsdpi_describe_route(&t, u);
         for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
-    fsdpi_say(&t, "  memory:");
+    fsdpi_text_add(&t, "  memory:");
     for (int pool = 0; pool < FSDP_POOL_MAX; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
-                      (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
-    fsdpi_say(&t, " total %lld bytes", (long long)mem.total_bytes);
-    if (mem.comm_bytes) fsdpi_say(&t, "; communicators %lld", (long long)mem.comm_bytes);
-    fsdpi_say(&t, "\n");
+            fsdpi_text_add(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
+                           (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
+    fsdpi_text_add(&t, " total %lld bytes", (long long)mem.total_bytes);
+    if (mem.comm_bytes) fsdpi_text_add(&t, "; communicators %lld", (long long)mem.comm_bytes);
+    fsdpi_text_add(&t, "\n");
     return t.used;
 }
 

@@ -88,7 +88,7 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     if (is_missing) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
-        for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
+        for (b = fsdpi_backends; b->name; b++) fsdpi_text_add(&compiled, " %s", b->name);
         return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
                          "[E520] backend '%s'%s is not compiled in: this program has%s. For gloo, "
                          "build with -DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl: docs/gpu.md",
@@ -291,7 +291,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     }
     char text[160];
     fsdpi_text t = {text, sizeof text, 0};
-    fsdpi_say(&t, "collectives run ");
+    fsdpi_text_add(&t, "collectives run ");
     fsdpi_say_mode(&t, w);
     if (w->rank == 0 && w->size > 1) fsdpi_log(w, FSDP_LOG_INFO, FSDP_OK, text);
     *out = w;

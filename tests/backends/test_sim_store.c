@@ -107,7 +107,7 @@ static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     fsdpi_failure v;
     fsdpi_text t = {a->text, sizeof a->text, 0};
     if (fsdpi_store_verdict(a->store, &v)) fsdpi_say_failure(&t, &v);
-    else fsdpi_say(&t, "%s", text);
+    else fsdpi_text_add(&t, "%s", text);
     return status;
 }
 

@@ -601,7 +601,7 @@ def test_one_gpu():
 FAILS = """static int fsdpi_fails(int x) {
     if (x) return fsdp_fail(w, FSDP_ERR_IO, "[E101] x is %d: "
                             "give 0", x); // "[E103] a comment"
-    fsdpi_say(error, "[E102] rank %d: no y", (int)boot->rank);
+    fsdpi_text_add(error, "[E102] rank %d: no y", (int)boot->rank);
     return fsdpi_world_fail(w, FSDP_OK, "%s", error);
 }
 """
@@ -643,7 +643,7 @@ def test_errors():
     for code, listed, wanted in [
             (fails('"no z"'), LIST, 'without an id: "no z"'),
             (fails('x ? "[E103] z" : "y"'), LIST + z, ': "y"'),
-            (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'int i = fsdpi_text_add(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
             (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
