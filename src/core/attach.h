@@ -80,8 +80,9 @@ static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *give
     if (!e.name) e.name = "extension";
     for (*out = &m->attached; **out; *out = &(**out)->next)
         if (memcmp(&(**out)->e, &e, sizeof e) == 0) return FSDP_OK;
-    return fsdpi_bad(m->world, "[E903] %s: '%s' with these contents is not attached to this model",
-                     what, e.name);
+    return fsdpi_invalid_arg(m->world,
+                             "[E903] %s: '%s' with these contents is not attached to this model",
+                             what, e.name);
 }
 
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
@@ -161,8 +162,8 @@ FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal)
     fsdp_param_view v;
     if (!model) return fsdpi_null(NULL, "tell_values", "model");
     if (event < FSDP_VALUES_MOVED || event > FSDP_VALUES_WRITTEN)
-        return fsdpi_bad(model->world, "[E9030] tell_values: event is %d, expected FSDP_VALUES_*",
-                         event);
+        return fsdpi_invalid_arg(model->world,
+                                 "[E9030] tell_values: event is %d, expected FSDP_VALUES_*", event);
     FSDPI_TRY(fsdpi_commit(model));
     if (event == FSDP_VALUES_REPLACE || event == FSDP_VALUES_WRITTEN)
         FSDPI_TRY(fsdp_param_at(model, ordinal, &v));

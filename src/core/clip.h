@@ -117,8 +117,9 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
-                         d.max_norm, d.norm_type);
+        return fsdpi_invalid_arg(
+            w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0", d.max_norm,
+            d.norm_type);
     const int numel = fsdpi_mesh_numel(model->info.mesh);
     const int root_numel = model->info.mesh->root_numel;
     if (numel < root_numel)

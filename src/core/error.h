@@ -142,7 +142,7 @@ static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_fir
 
 // An argument, a field of a desc or an environment variable is wrong.
 FSDP_PRINTF(2, 3)
-static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
+static fsdp_status fsdpi_invalid_arg(fsdp_world *w, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
     fsdp_status status = fsdpi_fail_text(w, FSDP_ERR_INVALID_ARG, 1, fmt, args);
@@ -152,7 +152,7 @@ static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
 
 // `which`: the names of the arguments that must not be NULL.
 static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
-    return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
+    return fsdpi_invalid_arg(w, "[E101] %s: %s is NULL", call, which);
 }
 static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const char *which) {
     return fsdpi_null(m ? m->world : NULL, call, which);
@@ -194,13 +194,15 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdpi_bad(w,
-                         "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
-                         "fill it, and build with the library's header",
-                         what, given, (unsigned)size);
+        return fsdpi_invalid_arg(
+            w,
+            "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
+            "fill it, and build with the library's header",
+            what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before use", what);
+        return fsdpi_invalid_arg(w, "[E103] %s: a canary is not 0: zero the struct before use",
+                                 what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }

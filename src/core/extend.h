@@ -37,8 +37,9 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdpi_bad(m->world, "[E904] %s_register: name '%s', expected 1..%d bytes and <= %d names",
-                    what, name ? name : "", FSDPI_NAME - 1, most);
+    (void)fsdpi_invalid_arg(m->world,
+                            "[E904] %s_register: name '%s', expected 1..%d bytes and <= %d names",
+                            what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
 
@@ -136,8 +137,8 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
-                         fsdp_op_label(op), op->what ? op->what : "", fault);
+        return fsdpi_invalid_arg(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
+                                 fsdp_op_label(op), op->what ? op->what : "", fault);
     const int is_marker = op->kind >= FSDP_OP_HOOK;
     if (is_marker) fsdpi_do_marker(model, op);
     if (is_marker) return fsdpi_show(model, op);
@@ -167,10 +168,11 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     FSDPI_TRY(fsdpi_failed(model->world));
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdpi_bad(model->world,
-                         "[E908] buf_create: pool %d, memory %d, nbytes %lld: expected FSDP_POOL_* "
-                         "or a registered one, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
-                         pool, memory, (long long)nbytes);
+        return fsdpi_invalid_arg(
+            model->world,
+            "[E908] buf_create: pool %d, memory %d, nbytes %lld: expected FSDP_POOL_* "
+            "or a registered one, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
+            pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -192,8 +194,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         offset + nbytes > fsdp_buf_nbytes(whole))
-        return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
-                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdpi_invalid_arg(
+            model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
+            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     FSDPI_TRY(fsdpi_buf_place(model, whole ? whole->ptr + offset : NULL, nbytes, buf));
     if (!whole) return FSDP_OK;
     (*buf)->pool = (*buf)->as = whole->pool;
@@ -251,10 +254,11 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdpi_bad(w,
-                         "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST, _DEVICE "
-                         "or _PINNED, >= 0",
-                         what, memory, (long long)nbytes);
+        return fsdpi_invalid_arg(
+            w,
+            "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST, _DEVICE "
+            "or _PINNED, >= 0",
+            what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
@@ -264,9 +268,9 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     char text[160];
     snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
              device ? " on device " : "", device ? w->device_ops->name : "");
-    return fsdpi_short(model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes,
-                       nbytes, text,
-                       device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
+    return fsdpi_alloc_failed(
+        model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes, nbytes, text,
+        device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -283,8 +287,8 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
     if (!model || (nbytes > 0 && (!dst || !src)))
         return fsdpi_null_of(model, "transfer", "model, dst or src");
     if (nbytes < 0)
-        return fsdpi_bad(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
-                         (long long)nbytes);
+        return fsdpi_invalid_arg(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
+                                 (long long)nbytes);
     FSDPI_TRY(fsdpi_failed(model->world));
     return fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -302,8 +306,8 @@ FSDP_API const char *fsdp_lent(const fsdp_model *model) { return model ? model->
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     if (!model) return fsdpi_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdpi_bad(model->world,
-                         "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdpi_invalid_arg(
+            model->world, "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);

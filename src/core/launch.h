@@ -129,11 +129,12 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const char *name = fsdpi_launcher_knows(l, l->local, NULL)->local;
     FSDPI_TRY(fsdpi_world_env_int(w, name, 0, 0x7FFFFFFF, &local));
     if (has_rank != has_size)
-        return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
-                         has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
+        return fsdpi_invalid_arg(
+            w, "[E502] environment variable %s is set and %s is not: set both or none",
+            has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
-                         rank, l->size, size);
+        return fsdpi_invalid_arg(w, "[E503] variable %s is %d, expected less than %s, which is %d",
+                                 l->rank, rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -187,8 +188,9 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     if (!job && !parts) *out = 0;
     else if (!job || !fsdpi_is_fsdpruns(job)) used = fsdpi_add_restarts(out, cap, used);
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
-                         (unsigned)cap - 1);
+        return fsdpi_invalid_arg(
+            w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
+            (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -213,30 +215,33 @@ static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
     const char *inner = fsdpi_launcher_within(w->job);
     fsdp_world_desc told = *d;
     if (!*w->job)
-        return fsdpi_bad(w,
-                         "[E504] %d ranks need a common job name, and %s%s gives none: set "
-                         "FSDP_JOB_ID to a name that no other job on these hosts has, as in "
-                         "'mpiexec -genv FSDP_JOB_ID NAME ...' of MPICH and Intel MPI. If ranks "
-                         "are on several hosts, set MASTER_ADDR (the host of rank 0) and "
-                         "MASTER_PORT instead. fsdprun, torchrun, Open MPI's mpirun and srun give "
-                         "a name",
-                         w->size, fsdpi_env(l->rank) ? "the launcher that sets " : "",
-                         fsdpi_env(l->rank) ? l->rank : "the environment");
+        return fsdpi_invalid_arg(
+            w,
+            "[E504] %d ranks need a common job name, and %s%s gives none: set "
+            "FSDP_JOB_ID to a name that no other job on these hosts has, as in "
+            "'mpiexec -genv FSDP_JOB_ID NAME ...' of MPICH and Intel MPI. If ranks "
+            "are on several hosts, set MASTER_ADDR (the host of rank 0) and "
+            "MASTER_PORT instead. fsdprun, torchrun, Open MPI's mpirun and srun give "
+            "a name",
+            w->size, fsdpi_env(l->rank) ? "the launcher that sets " : "",
+            fsdpi_env(l->rank) ? l->rank : "the environment");
     if (d->job || d->threads || !fsdpi_env(l->rank) || !fsdpi_env(l->size)) return FSDP_OK;
     if (inner)
-        return fsdpi_bad(w,
-                         "[E524] FSDP_JOB_ID is '%s', of an fsdprun, and %s is set, by a launcher "
-                         "that it has started: start the ranks by one of the two alone, or unset "
-                         "RANK, WORLD_SIZE, FSDP_JOB_ID and FSDP_STORE between them",
-                         w->job, inner);
+        return fsdpi_invalid_arg(
+            w,
+            "[E524] FSDP_JOB_ID is '%s', of an fsdprun, and %s is set, by a launcher "
+            "that it has started: start the ranks by one of the two alone, or unset "
+            "RANK, WORLD_SIZE, FSDP_JOB_ID and FSDP_STORE between them",
+            w->job, inner);
     fsdp_status status = fsdpi_env_ranks(w, &told);
     if (status || (told.rank == d->rank && told.world_size == d->world_size)) return status;
-    return fsdpi_bad(w,
-                     "[E523] fsdp_world_desc says rank %d of %d, the launcher says rank %d of %d "
-                     "(%s, %s): set fsdp_world_desc.job to a name that all ranks of this world "
-                     "share and no other world has. Over Gloo or NCCL set fsdp_world_desc.store, "
-                     "too, if this world's rank 0 is not on the host of MASTER_ADDR",
-                     d->rank, d->world_size, told.rank, told.world_size, l->rank, l->size);
+    return fsdpi_invalid_arg(
+        w,
+        "[E523] fsdp_world_desc says rank %d of %d, the launcher says rank %d of %d "
+        "(%s, %s): set fsdp_world_desc.job to a name that all ranks of this world "
+        "share and no other world has. Over Gloo or NCCL set fsdp_world_desc.store, "
+        "too, if this world's rank 0 is not on the host of MASTER_ADDR",
+        d->rank, d->world_size, told.rank, told.world_size, l->rank, l->size);
 }
 
 // *out: does the launcher say that some of `size` ranks are on other hosts?
@@ -354,10 +359,11 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_bad(w,
-                         "[E506] the address where ranks meet is longer than %u bytes: give a "
-                         "shorter fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
-                         (unsigned)cap - 1);
+        return fsdpi_invalid_arg(
+            w,
+            "[E506] the address where ranks meet is longer than %u bytes: give a "
+            "shorter fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+            (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -381,7 +387,7 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdpi_bad(
+    return fsdpi_invalid_arg(
         w, "[E507] variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
 

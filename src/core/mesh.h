@@ -53,7 +53,8 @@ static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, i
     int increasing = 1;
     for (int64_t i = 0; i < numel; i++) {
         if (ranks[i] < 0 || ranks[i] >= w->size)
-            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", ranks[i], w->size - 1);
+            return fsdpi_invalid_arg(w, "[E113] mesh: ranks has %d, expected 0..%d", ranks[i],
+                                     w->size - 1);
         increasing &= i == 0 || ranks[i] > ranks[i - 1];
     }
     if (increasing) return FSDP_OK;
@@ -64,7 +65,7 @@ static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, i
         seen[ranks[i] / 8] = (uint8_t)(seen[ranks[i] / 8] | 1u << ranks[i] % 8);
     fsdpi_free(&w->boot.allocator, seen);
     if (i == numel) return FSDP_OK;
-    return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
+    return fsdpi_invalid_arg(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
 }
 
 // Does a mesh have all the ranks of `part`? Ranks in the same order are found at once.
@@ -284,16 +285,17 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     FSDPI_TRY(fsdpi_failed(world));
     FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc"));
     if (d.ndim < 1 || d.ndim > FSDP_MAX_DIMS)
-        return fsdpi_bad(world, "[E110] mesh: ndim is %d, expected 1..%d", d.ndim, FSDP_MAX_DIMS);
+        return fsdpi_invalid_arg(world, "[E110] mesh: ndim is %d, expected 1..%d", d.ndim,
+                                 FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d.ndim; i++) {
         if (d.shape[i] < 1)
-            return fsdpi_bad(world, "[E111] mesh: size of dim %d is %d, expected >= 1", i,
-                             d.shape[i]);
+            return fsdpi_invalid_arg(world, "[E111] mesh: size of dim %d is %d, expected >= 1", i,
+                                     d.shape[i]);
         numel *= d.shape[i];
         if (numel > world->size)
-            return fsdpi_bad(world, "[E112] mesh: the product of the sizes exceeds %d ranks",
-                             world->size);
+            return fsdpi_invalid_arg(
+                world, "[E112] mesh: the product of the sizes exceeds %d ranks", world->size);
     }
     if (d.ranks) FSDPI_TRY(fsdpi_mesh_check_ranks(world, d.ranks, numel));
     return fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
@@ -322,14 +324,15 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdpi_bad(w, "[E115] mesh_slice: dims[%d] is %d, expected increasing dims of %d",
-                             i, dims ? dims[i] : -1, mesh->ndim);
+            return fsdpi_invalid_arg(
+                w, "[E115] mesh_slice: dims[%d] is %d, expected increasing dims of %d", i,
+                dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdpi_bad(w, "[E116] mesh_slice: num_dims is %d, expected >= 1", num_dims);
+        return fsdpi_invalid_arg(w, "[E116] mesh_slice: num_dims is %d, expected >= 1", num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
     if (!ranks) return fsdpi_no_memory(w, "mesh_slice", "", (size_t)numel * sizeof *ranks);
@@ -357,10 +360,11 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_unflatten", out));
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdpi_bad(mesh->world,
-                         "[E117] mesh_unflatten: dim is %d and outer is %d: expected a dim of the "
-                         "%d-D mesh, a divisor of its size %d, and at most %d dims afterwards",
-                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdpi_invalid_arg(
+            mesh->world,
+            "[E117] mesh_unflatten: dim is %d and outer is %d: expected a dim of the "
+            "%d-D mesh, a divisor of its size %d, and at most %d dims afterwards",
+            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -417,21 +421,25 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
         return fsdpi_null(mesh ? mesh->world : NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdpi_bad(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
+        return fsdpi_invalid_arg(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*",
+                                 kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_bad(w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
+        return fsdpi_invalid_arg(
+            w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdpi_bad(w, "[E120] mesh_info_init: shard_dim %d, replicate_dim %d: %s needs %s",
-                         shard_dim, replicate_dim, names[kind], needs[kind]);
+        return fsdpi_invalid_arg(
+            w, "[E120] mesh_info_init: shard_dim %d, replicate_dim %d: %s needs %s", shard_dim,
+            replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdpi_bad(w,
-                         "[E121] mesh_info_init: shard_dim %d, replicate_dim %d: expected two "
-                         "different dims of a %d-D mesh",
-                         shard_dim, replicate_dim, mesh->ndim);
+        return fsdpi_invalid_arg(
+            w,
+            "[E121] mesh_info_init: shard_dim %d, replicate_dim %d: expected two "
+            "different dims of a %d-D mesh",
+            shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdpi_bad(w, "[E122] mesh_info_init: this rank is outside the mesh");
+        return fsdpi_invalid_arg(w, "[E122] mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;
@@ -453,10 +461,11 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     FSDPI_TRY(fsdpi_failed(w));
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdpi_bad(w,
-                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
-                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
-                         dim, mesh->ndim, stream);
+        return fsdpi_invalid_arg(
+            w,
+            "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
+            "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
+            dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
     if (own && w->mode != FSDP_RUN_INLINE && w->caps.lanes > 1)

@@ -45,20 +45,21 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     FSDPI_TRY(fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                  d->output_dtype));
     if (d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        return fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
-                         d->grad_dtype);
+        return fsdpi_invalid_arg(
+            w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP", d->grad_dtype);
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdpi_bad(w,
-                         "[E131] model_create: reshard_after_forward is %d, implicit_prefetch %d: "
-                         "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
-                         d->reshard_after_forward, d->implicit_prefetch);
+        return fsdpi_invalid_arg(
+            w,
+            "[E131] model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+            "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
+            d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdpi_bad(w,
-                         "[E132] model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes "
-                         "%lld: expected numbers >= 0",
-                         (long long)d->direct_min, (long long)d->fill_bytes,
-                         (long long)d->prefetch_bytes);
+        return fsdpi_invalid_arg(
+            w,
+            "[E132] model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes "
+            "%lld: expected numbers >= 0",
+            (long long)d->direct_min, (long long)d->fill_bytes, (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
     if (d->direct_min == 0) d->direct_min = 65536;

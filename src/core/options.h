@@ -33,7 +33,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdpi_bad(m->world, "[E161] %s: the unit belongs to another model", what);
+        return fsdpi_invalid_arg(m->world, "[E161] %s: the unit belongs to another model", what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
@@ -110,10 +110,11 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdpi_bad(model->world,
-                         "[E162] set_reshard_after_forward: mode is %d, expected "
-                         "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
-                         mode);
+        return fsdpi_invalid_arg(
+            model->world,
+            "[E162] set_reshard_after_forward: mode is %d, expected "
+            "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
+            mode);
     for (; !status && i < end; i++) {
         model->units[i]->options.reshard_after_forward = mode;
         fsdpi_option_changed(model->units[i]);
@@ -126,7 +127,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
-        return fsdpi_bad(
+        return fsdpi_invalid_arg(
             model->world,
             "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
@@ -144,11 +145,13 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
-            return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
-    if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
+            return fsdpi_invalid_arg(m->world, "[E164] %s: target %d is not a unit of this model",
+                                     what, i);
+    if (count < 0)
+        return fsdpi_invalid_arg(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
     if (count && m->dry_run)
-        return fsdpi_bad(m->world, "[E173] %s: a rehearsal can only take lists away: count is %d",
-                         what, count);
+        return fsdpi_invalid_arg(
+            m->world, "[E173] %s: a rehearsal can only take lists away: count is %d", what, count);
     int32_t **at = &u->options.prefetch[backward];
     int32_t *num = &u->options.num_prefetch[backward];
     int32_t *list = count ? (int32_t *)fsdpi_model_alloc(m, (size_t)count * sizeof *list) : NULL;
@@ -183,10 +186,11 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
-        return fsdpi_bad(m->world,
-                         "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
-                         "floating parameters can require a gradient",
-                         p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
+        return fsdpi_invalid_arg(
+            m->world,
+            "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
+            "floating parameters can require a gradient",
+            p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (requires_grad) FSDPI_TRY(fsdpi_trainable_check(unit, p));
     if (m->laid_out) FSDPI_TRY(fsdpi_request_commit(m));
@@ -203,8 +207,8 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     static const char *const what = "model_cast";
     if (!model) return fsdpi_null(NULL, what, "model");
     if (!fsdp_dtype_is_float(dtype))
-        return fsdpi_bad(model->world, "[E171] %s: dtype is %d, expected a floating dtype", what,
-                         dtype);
+        return fsdpi_invalid_arg(model->world, "[E171] %s: dtype is %d, expected a floating dtype",
+                                 what, dtype);
     FSDPI_TRY(fsdpi_may_move(model, what));
     for (int i = 0; i < model->num_units; i++)
         for (int k = 0; k < model->units[i]->desc.num_params; k++)

@@ -127,9 +127,10 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
         return fsdpi_null_of(unit ? unit->model : NULL, "param_view_get", "unit or out");
     FSDPI_TRY(fsdpi_shards_readable(unit->model));
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdpi_bad(unit->model->world,
-                         "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d",
-                         unit->desc.name, index, unit->desc.num_params - 1);
+        return fsdpi_invalid_arg(
+            unit->model->world,
+            "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d", unit->desc.name,
+            index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -143,8 +144,9 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdpi_bad(model->world, "[E168] param_at: the model has no parameter %d, expected 0..%d",
-                     ordinal, model->num_params - 1);
+    return fsdpi_invalid_arg(model->world,
+                             "[E168] param_at: the model has no parameter %d, expected 0..%d",
+                             ordinal, model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -263,7 +265,8 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
     if (out) memset(out, 0, sizeof *out);
     if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
     if (!fsdp_dtype_size(dtype))
-        return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
+        return fsdpi_invalid_arg(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*",
+                                 dtype);
     FSDPI_TRY(fsdpi_shards_readable(model));
     const fsdpi_flat_block *flat = &model->flats[dtype];
     out->dtype = dtype;
@@ -362,13 +365,15 @@ FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, in
     int begin = unit ? unit->desc.index : 0;
     FSDPI_TRY(fsdpi_failed(model->world));
     if (unit && unit->model != model)
-        return fsdpi_bad(model->world, "[E109] %s: the unit belongs to another model", what);
+        return fsdpi_invalid_arg(model->world, "[E109] %s: the unit belongs to another model",
+                                 what);
     int end = unit ? begin + 1 : model->num_units;
     for (int i = begin; i < end; i++) {
         const fsdp_unit *u = model->units[i];
         if (root < 0 || (root >= fsdpi_replicas(u) && (unit || fsdpi_is_replicated(u))))
-            return fsdpi_bad(model->world, "[E100] %s: root is %d, expected 0..%d of unit '%s'",
-                             what, root, fsdpi_replicas(u) - 1, u->desc.name);
+            return fsdpi_invalid_arg(model->world,
+                                     "[E100] %s: root is %d, expected 0..%d of unit '%s'", what,
+                                     root, fsdpi_replicas(u) - 1, u->desc.name);
     }
     FSDPI_TRY(fsdp_call_begin(model, FSDP_CALL_PARAMS_CHANGED, what));
     FSDPI_TRY(fsdp_params_writable(model));

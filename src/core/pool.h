@@ -48,9 +48,9 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
 // A failure to get memory, with what holds it and what would help, in 400 characters with the rank,
 // and the reason of who did not give it. is_host: the host's allocator has failed. A
 // prediction takes tables from it, so it is made only if these are smaller than what was wanted.
-static FSDPI_NOINLINE fsdp_status fsdpi_short(fsdp_model *m, fsdp_status status, int is_host,
-                                              int64_t wanted, int64_t extra, const char *what,
-                                              const char *reason) {
+static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status, int is_host,
+                                                     int64_t wanted, int64_t extra,
+                                                     const char *what, const char *reason) {
     char text[FSDPI_TEXT];
     fsdpi_text t = {text, 390, 0};
     fsdpi_text_add(&t, "%s", what);
@@ -75,7 +75,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
         char what[100];
         snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
                  (long long)bytes, fsdp_model_pool_name(m, buf->pool));
-        return fsdpi_short(
+        return fsdpi_alloc_failed(
             m, status, !shared && fsdpi_is_host(w), bytes, buf->pool < FSDP_POOL_COUNT ? 0 : bytes,
             what, shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     }
@@ -217,7 +217,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t 
     *out = buf;
     if (buf) buf->as = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->dry_run) return FSDP_OK;
-    return fsdpi_bad(
+    return fsdpi_invalid_arg(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
         u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
         fsdp_pool_name(pool), (unsigned long long)bytes);

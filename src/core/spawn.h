@@ -236,10 +236,11 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc"));
     FSDPI_TRY(fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc"));
     if (!fn || d.num_ranks < 1 || d.num_ranks > FSDPI_MAX_SRCS || d.grace_ms < 0)
-        return fsdpi_bad(NULL,
-                         "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
-                         "num_ranks from 1 to %d, grace_ms >= 0 and a function",
-                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
+        return fsdpi_invalid_arg(
+            NULL,
+            "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
+            "num_ranks from 1 to %d, grace_ms >= 0 and a function",
+            d.num_ranks, d.grace_ms, fn ? "given" : "NULL", FSDPI_MAX_SRCS);
     // Two threads may make this call at once: the address of `s` tells them apart.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);

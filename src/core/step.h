@@ -386,9 +386,9 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     if (index < 0 || index >= u->desc.num_params)
-        return fsdpi_bad(u->model->world,
-                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
-                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
+        return fsdpi_invalid_arg(
+            u->model->world, "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+            fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }
 
@@ -617,7 +617,8 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
     FSDPI_TRY(fsdpi_commit(model));
     if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdpi_invalid_arg(model->world,
+                                 "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     FSDPI_TRY(fsdpi_check_units(model, call, what));
     return fsdpi_announce(model, FSDP_CALL_EXTENSION, what);

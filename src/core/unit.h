@@ -52,30 +52,32 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdpi_bad(
+        return fsdpi_invalid_arg(
             w, "[E140] unit '%s', parameter '%s' is a scalar: make it a vector of one element",
             unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_bad(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d", unit,
-                         name, d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_invalid_arg(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d",
+                                 unit, name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdpi_bad(w, "[E142] unit '%s', parameter '%s': shard_dim is %d, expected %d..%d",
-                         unit, name, d->shard_dim, -d->ndim, d->ndim - 1);
+        return fsdpi_invalid_arg(
+            w, "[E142] unit '%s', parameter '%s': shard_dim is %d, expected %d..%d", unit, name,
+            d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdpi_bad(
+            return fsdpi_invalid_arg(
                 w, "[E143] unit '%s', parameter '%s': size of dim %d is %lld, expected >= 0", unit,
                 name, i, (long long)d->shape[i]);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdpi_bad(w, "[E144] unit '%s', parameter '%s': dtype is %d, expected FSDP_F32, ...",
-                         unit, name, d->dtype);
+        return fsdpi_invalid_arg(
+            w, "[E144] unit '%s', parameter '%s': dtype is %d, expected FSDP_F32, ...", unit, name,
+            d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdpi_bad(w,
-                         "[E145] unit '%s', parameter '%s': dtype is %s and it requires a "
-                         "gradient: only floating parameters can: set frozen to 1",
-                         unit, name, fsdp_dtype_name(d->dtype));
+        return fsdpi_invalid_arg(w,
+                                 "[E145] unit '%s', parameter '%s': dtype is %s and it requires a "
+                                 "gradient: only floating parameters can: set frozen to 1",
+                                 unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
 
@@ -86,10 +88,11 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdpi_bad(w,
-                         "[E917] unit '%s', parameter '%s': its extension lacks a function: give "
-                         "sizes, pre_all_gather and post_all_gather",
-                         u->desc.name, p->name);
+        return fsdpi_invalid_arg(
+            w,
+            "[E917] unit '%s', parameter '%s': its extension lacks a function: give "
+            "sizes, pre_all_gather and post_all_gather",
+            u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
     p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
@@ -100,10 +103,11 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdpi_bad(w,
-                            "[E918] unit '%s', parameter '%s': its extension returned %d strings: "
-                            "expected 1..%d, of sizes >= 0",
-                            u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+                : fsdpi_invalid_arg(
+                      w,
+                      "[E918] unit '%s', parameter '%s': its extension returned %d strings: "
+                      "expected 1..%d, of sizes >= 0",
+                      u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
 /* Can p require a gradient? All trainables of a unit are stored in one dtype.
@@ -112,11 +116,12 @@ static fsdp_status fsdpi_trainable_check(const fsdp_unit *u, const fsdpi_param *
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *other = &u->params[i];
         if (other->requires_grad && other->dtype != p->dtype)
-            return fsdpi_bad(u->model->world,
-                             "[E1000] unit '%s': trainable parameters '%s' and '%s' are stored as "
-                             "%s and %s, expected one dtype: put them into two units",
-                             u->desc.name, other->name, p->name, fsdp_dtype_name(other->dtype),
-                             fsdp_dtype_name(p->dtype));
+            return fsdpi_invalid_arg(
+                u->model->world,
+                "[E1000] unit '%s': trainable parameters '%s' and '%s' are stored as "
+                "%s and %s, expected one dtype: put them into two units",
+                u->desc.name, other->name, p->name, fsdp_dtype_name(other->dtype),
+                fsdp_dtype_name(p->dtype));
     }
     return FSDP_OK;
 }
@@ -143,10 +148,11 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         for (int k = 0; k < i; k++)
             if (strcmp(u->params[k].name, p->name) == 0)
-                return fsdpi_bad(m->world,
-                                 "[E146] unit '%s': parameters %d and %d are both named '%s': give "
-                                 "each a name of its own",
-                                 u->desc.name, k, i, p->name);
+                return fsdpi_invalid_arg(
+                    m->world,
+                    "[E146] unit '%s': parameters %d and %d are both named '%s': give "
+                    "each a name of its own",
+                    u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
         if (!pd.frozen) FSDPI_TRY(fsdpi_trainable_check(u, p));
@@ -184,12 +190,13 @@ static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
             for (int j = 0; j < other->desc.num_params; j++)
                 if (fsdpi_same_param(u->desc.own_name, u->params[i].name, other->desc.own_name,
                                      other->params[j].name))
-                    return fsdpi_bad(m->world,
-                                     "[E193] unit '%s', parameter '%s': unit '%s' %s it already, "
-                                     "and a parameter is sharded or replicated, not both: leave "
-                                     "it out of one of the two units",
-                                     u->desc.name, u->params[i].name, other->desc.name,
-                                     replicates ? "shards" : "replicates");
+                    return fsdpi_invalid_arg(
+                        m->world,
+                        "[E193] unit '%s', parameter '%s': unit '%s' %s it already, "
+                        "and a parameter is sharded or replicated, not both: leave "
+                        "it out of one of the two units",
+                        u->desc.name, u->params[i].name, other->desc.name,
+                        replicates ? "shards" : "replicates");
     }
     return FSDP_OK;
 }
@@ -312,10 +319,11 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdpi_bad(w,
-                     "[E148] %s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: "
-                     "expected floating dtypes or KEEP",
-                     what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
+    return fsdpi_invalid_arg(
+        w,
+        "[E148] %s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: "
+        "expected floating dtypes or KEEP",
+        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -334,17 +342,20 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdpi_bad(w, "[E123] the desc's mesh is of another world, or its mesh_info has no "
-                            "mesh: make it in this world");
+        return fsdpi_invalid_arg(
+            w, "[E123] the desc's mesh is of another world, or its mesh_info has no "
+               "mesh: make it in this world");
     if (!info && mesh->ndim > 2)
-        return fsdpi_bad(w,
-                         "[E124] the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice "
-                         "it, or give a mesh_info with the dims that shard and replicate",
-                         mesh->ndim);
+        return fsdpi_invalid_arg(
+            w,
+            "[E124] the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice "
+            "it, or give a mesh_info with the dims that shard and replicate",
+            mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdpi_bad(w, "[E125] the desc's mesh is 2-D and its dims have no names: name "
-                                "them (dim 0 replicates, dim 1 shards), or give mesh_info");
+            return fsdpi_invalid_arg(
+                w, "[E125] the desc's mesh is 2-D and its dims have no names: name "
+                   "them (dim 0 replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -362,10 +373,10 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdpi_bad(m->world,
-                         "[E149] unit '%s': reshard_after_forward is %d, expected "
-                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of %d shards",
-                         u->desc.name, n, fsdpi_shards(u));
+        return fsdpi_invalid_arg(m->world,
+                                 "[E149] unit '%s': reshard_after_forward is %d, expected "
+                                 "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of %d shards",
+                                 u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
     u->desc.slices = n > 1 ? n : 0;
@@ -421,7 +432,7 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
                          "[E207] fully_shard: the model is committed: add units before the first "
                          "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdpi_bad(
+        return fsdpi_invalid_arg(
             w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
             d.name ? fsdpi_shown_name(d.name) : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);

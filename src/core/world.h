@@ -44,16 +44,18 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     }
     if (d->log_level == FSDP_LOG_DEFAULT) FSDPI_TRY(fsdpi_env_log_level(w, &d->log_level));
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
-                         d->rank, d->world_size);
+        return fsdpi_invalid_arg(
+            w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size", d->rank,
+            d->world_size);
     if (d->timeout_ms < 0 || d->lanes < -1 || d->lanes > 2 || d->local_rank < 0 ||
         d->log_level < 0 || d->log_level > FSDP_LOG_NONE)
-        return fsdpi_bad(w,
-                         "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
-                         "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
-                         d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
+        return fsdpi_invalid_arg(w,
+                                 "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
+                                 "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
+                                 d->timeout_ms, d->lanes, d->local_rank, d->log_level,
+                                 FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdpi_bad(
+        return fsdpi_invalid_arg(
             w, "[E152] fsdp_world_desc.allocator: alloc or free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
@@ -67,7 +69,7 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdpi_bad(
+    return fsdpi_invalid_arg(
         w, "[E153] %s table has version %u and size %u, expected %u and %u: use the same fsdp.h",
         what, version, size, want_version, (unsigned)want_size);
 }
@@ -414,11 +416,12 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     if (!w) return fsdpi_null(mesh ? mesh->world : NULL, what, "world");
     FSDPI_TRY(fsdpi_failed(w));
     if (count < 0 || count > INT64_MAX / 8 || (count > 0 && !data))
-        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected 0..2^60 and data",
-                         what, (long long)count, data ? "given" : "NULL");
+        return fsdpi_invalid_arg(
+            w, "[E104] %s: count is %lld and data is %s, expected 0..2^60 and data", what,
+            (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdpi_bad(w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh",
-                         what);
+        return fsdpi_invalid_arg(
+            w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh", what);
     return FSDP_OK;
 }
 
@@ -443,10 +446,11 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     FSDPI_TRY(fsdpi_host_call(world, mesh, data, count, "all_reduce"));
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdpi_bad(world,
-                         "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
-                         "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
-                         fsdp_dtype_name(dtype), op);
+        return fsdpi_invalid_arg(
+            world,
+            "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
+            "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+            fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -457,7 +461,8 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     FSDPI_TRY(fsdpi_host_call(world, mesh, data, nbytes, "broadcast"));
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdpi_bad(world, "[E107] broadcast: root is %d, expected 0..%d", root, size - 1);
+        return fsdpi_invalid_arg(world, "[E107] broadcast: root is %d, expected 0..%d", root,
+                                 size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }
