@@ -28,7 +28,8 @@ static void fsdpi_option_changed(fsdp_unit *u) {
 
 // The checks of a setter for one unit, or for all (NULL); *first and *end: the units that it sets.
 // No such unit may be between a pre hook and its post hook.
-static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
+static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *what, int *first,
+                                      int *end) {
     if (!m) return fsdpi_null_of(u ? u->model : NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -71,7 +72,7 @@ FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
 static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *what, size_t field,
                                     int value) {
     int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(m, u, what, &i, &end);
+    fsdp_status status = fsdpi_setter_begin(m, u, what, &i, &end);
     for (; !status && i < end; i++) {
         *((uint8_t *)&m->units[i]->options + field) = value != 0;
         fsdpi_option_changed(m->units[i]);
@@ -108,7 +109,7 @@ FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fs
 }
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
     int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
+    fsdp_status status = fsdpi_setter_begin(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
         return fsdpi_invalid_arg(
             model->world,
@@ -125,7 +126,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
 FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_unit *unit,
                                                      double factor) {
     int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
+    fsdp_status status = fsdpi_setter_begin(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
         return fsdpi_invalid_arg(
             model->world,
@@ -141,7 +142,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
 static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
                                       int count, const char *what) {
     int first, end;
-    FSDPI_TRY(fsdpi_set(u ? u->model : NULL, u, what, &first, &end));
+    FSDPI_TRY(fsdpi_setter_begin(u ? u->model : NULL, u, what, &first, &end));
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
@@ -231,7 +232,7 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
 // The same for a hook. Records under way may read the old hook: wait for them.
 static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
-    FSDPI_TRY(fsdpi_set(u ? u->model : NULL, u, what, &first, &end));
+    FSDPI_TRY(fsdpi_setter_begin(u ? u->model : NULL, u, what, &first, &end));
     fsdpi_drain(u->model->world);
     return FSDP_OK;
 }
