@@ -65,8 +65,8 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
 
 /* Gathers one parameter, or its gradient, in its own dtype. Piece after piece of all shards comes
    to the scratch buffer, and from there to its places in `full`. */
-static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
-                              char *full) {
+static fsdp_status fsdpi_gather_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block,
+                                     fsdp_dtype dtype, char *full) {
     fsdp_model *m = u->model;
     int world = fsdpi_shards(u);
     size_t size = fsdp_dtype_size(dtype);
@@ -302,8 +302,8 @@ FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
     FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_FULL));
     FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     const fsdpi_param *p = &unit->params[index];
-    return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->shard, p->dtype,
-                      (char *)full);
+    return fsdpi_gather_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->shard,
+                             p->dtype, (char *)full);
 }
 
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full) {
@@ -317,8 +317,8 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
                          p->name, unit->desc.name);
     FSDPI_TRY(fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0));
     if (unit->state.shard_grad == FSDPI_SHARD_GRAD_REDUCED)
-        return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->grad, dtype,
-                          (char *)full);
+        return fsdpi_gather_full(unit, p, fsdpi_flat_of(unit, fsdpi_dtype_group_of(unit, p))->grad,
+                                 dtype, (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
     return FSDP_OK;
 }

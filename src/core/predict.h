@@ -226,7 +226,7 @@ FSDP_API fsdp_status fsdp_model_predict_step(const fsdp_model *model, const fsdp
     FSDPI_TRY(fsdp_desc_read(model->world, &step, desc, sizeof step, "fsdp_predict_desc"));
     fsdp_status status = fsdpi_predict_copy(model, NULL, &step, &dry);
     if (!status) {
-        fsdpi_memory(dry, out);
+        fsdpi_fill_memory(dry, out);
         out->host_bytes = model->host_bytes;
     }
     fsdpi_predict_free(dry);

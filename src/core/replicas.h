@@ -72,7 +72,7 @@ static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
 
 // Adds all rows of a unit to the hash *h. If the host cannot read them, they are copied to `room`
 // of `most` bytes, piece by piece.
-static fsdp_status fsdpi_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
+static fsdp_status fsdpi_hash_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
     for (int i = 0; i < u->desc.num_params; i++) {
         size_t nbytes;
         const char *rows = fsdpi_own_rows(u, &u->params[i], &nbytes);
@@ -103,7 +103,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
             room = (char *)fsdpi_model_alloc(m, ROOM);
             if (!room) status = fsdpi_no_memory(m->world, "finalize_backward", "", ROOM);
         }
-        if (!status) status = fsdpi_values(u, room, ROOM, &number);
+        if (!status) status = fsdpi_hash_values(u, room, ROOM, &number);
         status = fsdpi_fail_together(m->world, status);
         if (!status)
             status = fsdpi_replicas_compare(u, "finalize_backward: replicas", number, &different);

@@ -37,7 +37,7 @@ static int64_t fsdpi_unsharded(const fsdp_unit *u) {
     return bytes;
 }
 
-static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
+static void fsdpi_fill_memory(const fsdp_model *m, fsdp_memory *out) {
     memset(out, 0, sizeof *out);
     for (int pool = 0; pool < FSDP_POOL_MAX; pool++) {
         out->pool_bytes[pool] = m->pool_bytes[pool];
@@ -51,7 +51,7 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
     if (!model || !out) return fsdpi_null_of(model, "model_memory", "model or out");
-    fsdpi_memory(model, out);
+    fsdpi_fill_memory(model, out);
     return FSDP_OK;
 }
 
@@ -123,7 +123,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     fsdp_memory mem;
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;
-    fsdpi_memory(model, &mem);
+    fsdpi_fill_memory(model, &mem);
     fsdpi_text_add(&t, "model: %d units, %d parameters, rank %d of %d; collectives run ",
                    model->num_units, model->num_params, model->world->rank, model->world->size);
     fsdpi_say_mode(&t, model->world);
