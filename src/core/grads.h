@@ -207,7 +207,7 @@ static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
 }
 
 // After reset nothing of a step is left. The streams have been drained.
-static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
+static fsdp_status fsdpi_do_reset(fsdp_unit *u) {
     fsdp_status status = fsdpi_do_reshard(u);
     for (int place = FSDP_POOL_GRAD; place < FSDPI_PLACES; place++) {
         fsdp_status released = fsdpi_release(u, &u->state.slot[place], FSDP_STREAM_COMPUTE);

@@ -53,7 +53,7 @@ static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
+static fsdp_status fsdpi_do_begin_backward(fsdp_unit *u) {
     u->state.forwards -= u->model->is_last_backward; // else another backward of it may come
     u->model->backward = 1;
     return FSDP_OK;
@@ -94,7 +94,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     { // pre_backward
         {{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_PRE_BACKWARD,
             {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
-             fsdpi_do_prefetch_backward, fsdpi_do_enter}},
+             fsdpi_do_prefetch_backward, fsdpi_do_begin_backward}},
         {{0, FSDPI_P}, 0, FSDPI_KEEP, {NULL}},
     },
     { // post_backward
@@ -117,7 +117,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     {{{FSDPI_I, 0}, FSDPI_TELL, FSDPI_KEEP, {NULL}}}, // clip
     {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {NULL}}}, // set
-    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDP_STATE_IDLE, {fsdpi_do_reset}}}, // reset
     {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // of an extension
 };
 // clang-format on
@@ -149,7 +149,7 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
 // The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
 // copy of the state: pre_forward opens the parameters, post_forward outside of backward makes one
 // forward due, pre_backward uses one and begins backward, finalize ends it.
-static int fsdpi_missing(const fsdpi_unit_position *from, int call, int depth) {
+static int fsdpi_next_hook(const fsdpi_unit_position *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                 FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
                                 FSDP_CALL_FINALIZE};
@@ -164,13 +164,13 @@ static int fsdpi_missing(const fsdpi_unit_position *from, int call, int depth) {
         at.forwards -= begins && (row->asks & FSDPI_DUE);
         at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
         if (fsdpi_row_at(&at, call) && (call != FSDP_CALL_DATA || at.open)) return hook;
-        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hook;
+        if (depth > 1 && fsdpi_next_hook(&at, call, depth - 1) >= 0) return hook;
     }
     return -1; // equivalent +1: any negative number
 }
 
 // Where in a step a unit is, in words.
-static const char *fsdpi_place_of(const fsdpi_unit_position *at) {
+static const char *fsdpi_position_text(const fsdpi_unit_position *at) {
     static const char *const idle[2][2] = {
         // [inside of backward][a forward is due]
         {"is idle, and no forward of it waits for a backward",
@@ -193,14 +193,14 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->reported_calls |= 1u << call;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
         first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
-    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
+    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_next_hook(&at, call, depth);
     int is_off = !u->model->grad_enabled && at.forwards == 0;
     const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
                        : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
                                               : "";
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
                            "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
-                           fsdpi_place_of(&at), also,
+                           fsdpi_position_text(&at), also,
                            first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
