@@ -48,7 +48,7 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_WARM_UP = 0, // steps by calls, not recorded
     FSDP_PLAN_RECORDING,   // by calls, recorded
     FSDP_PLAN_REPLAYING,   // from the tape
-    FSDP_PLAN_BY_CALLS,    // this step goes on by calls: it was another one, or has left
+    FSDP_PLAN_EAGER,    // this step goes on by calls: it was another one, or has left
     FSDP_PLAN_PAUSED,
     FSDP_PLAN_REFUSED,     // by calls for good: see fsdp_plan_why
     FSDP_PLAN_MODE_COUNT

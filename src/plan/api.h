@@ -72,7 +72,7 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     if (!status) return FSDP_OK;
     fsdpi_plan_drop_kind(p, k);
     p->kind = NULL;
-    p->mode = FSDP_PLAN_BY_CALLS;
+    p->mode = FSDP_PLAN_EAGER;
     snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
     return fsdp_world_status(p->world);
 }
@@ -137,7 +137,7 @@ static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     const fsdpi_plan_decisions *c = &p->kind->listing.choice;
     p->left++;
     p->next = NULL;
-    p->mode = FSDP_PLAN_BY_CALLS;
+    p->mode = FSDP_PLAN_EAGER;
     for (int i = 0; i < c->num_acts && !status; i++)
         if (fsdpi_plan_has_deferred(p, &c->acts[i]))
             status = fsdpi_plan_reduce_waiting(p->units[c->acts[i].unit]);
@@ -172,7 +172,7 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
              "%s inside of a step, before call %d: make it between finalize and the next forward",
              fsdpi_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
     if (p->mode == FSDP_PLAN_REPLAYING) return fsdpi_plan_leave(p);
-    p->mode = FSDP_PLAN_BY_CALLS;
+    p->mode = FSDP_PLAN_EAGER;
     p->differ++;
     return FSDP_OK;
 }
@@ -193,7 +193,7 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, fsdpi_plan_index(unit)};
     if (!fsdpi_plan_same_options(p)) {
-        p->mode = FSDP_PLAN_BY_CALLS;
+        p->mode = FSDP_PLAN_EAGER;
         p->differ++;
         snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
@@ -261,7 +261,7 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         k->left = 0;
         p->differ = 0;
     }
-    if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
+    if (p->mode == FSDP_PLAN_EAGER && k && k->left >= FSDPI_PLAN_PATIENCE) {
         fsdpi_plan_drop_kind(p, k);
         p->differ++;
     }
@@ -297,7 +297,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !model->grad_enabled) return 0; // an evaluation is no step
     if (!p->open && model->uneven) {                // nor has it one program
-        p->mode = FSDP_PLAN_BY_CALLS;
+        p->mode = FSDP_PLAN_EAGER;
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
     }
@@ -341,7 +341,7 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
 
 // What the rest of a step that is under way does, or else the next step.
 static int fsdpi_plan_mode_now(const fsdp_plan *p) {
-    return p->open        ? FSDP_PLAN_BY_CALLS
+    return p->open        ? FSDP_PLAN_EAGER
            : p->num_kinds ? FSDP_PLAN_REPLAYING
            : p->warm      ? FSDP_PLAN_WARM_UP
                           : FSDP_PLAN_RECORDING;

@@ -2248,7 +2248,7 @@ static void joined(job *j) {
     for (int i = 0; i < 6; i++) { /* in the last one nobody has a batch */
         joined_step(j, row->batches, i, row->divide);
         if (i == 4 && plan) { /* on all ranks, also on those that have a batch */
-            CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_BY_CALLS);
+            CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_EAGER);
             CHECK_MSG(strstr(fsdp_plan_why(plan), "uneven"), "%s", fsdp_plan_why(plan));
         }
     }

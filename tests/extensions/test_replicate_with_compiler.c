@@ -762,7 +762,7 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
         CALL(n->w, fsdp_model_counters(n->m, &was));
         const int64_t allocated = allocations(n);
         forward(n); /* in a step the state is that of this step, behind it that of the next one */
-        const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_BY_CALLS;
+        const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_EAGER;
         backward(n);
         replayed += mode == FSDP_PLAN_REPLAYING;
         W_CHECK(mode != FSDP_PLAN_REPLAYING || allocations(n) == allocated, "a replay allocates");

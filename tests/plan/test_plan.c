@@ -631,7 +631,7 @@ static void step_aside(plan_bed *b, const ljob *j, int at, int planned, plan_res
     attempt(b, fsdp_finalize_backward(b->model));
     int inside = at > 0 && at + 1 < b->net->num_calls;
     if (planned && j->why && inside)
-        W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_BY_CALLS &&
+        W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_EAGER &&
                     strstr(fsdp_plan_why(b->plan), j->why),
                 "call %d: mode %d: %s", at, (int)fsdp_plan_state(b->plan), fsdp_plan_why(b->plan));
     if (j->what == SET_FACTOR) attempt(b, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
@@ -1016,7 +1016,7 @@ static void written_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *ou
                 lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) / 2);
         if (between == 2) CALL(b->w, fsdp_params_changed(b->model));
         if (planned)
-            W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_BY_CALLS &&
+            W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_EAGER &&
                         strstr(fsdp_plan_why(b->plan), "inside of a step"),
                     "mode %d: %s", (int)fsdp_plan_state(b->plan), fsdp_plan_why(b->plan));
         plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
@@ -1405,7 +1405,7 @@ static void evaluation_in_a_pause(plan_bed *b, const fsdp_plan_desc *d, plan_res
     attempt_forward(b, 0);
     CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
     if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
-    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_EAGER);
     plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
     CALL(b->w, fsdp_finalize_backward(b->model));
     plan_step_end(b, out);
@@ -1601,7 +1601,7 @@ static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out
             CALL(b->w, fsdp_set_gradient_divide_factor(b->model, b->unit[last], 5));
         plan_calls(b, at, b->net->num_calls);
         CALL(b->w, fsdp_finalize_backward(b->model));
-        if (d && at > half + 1) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_BY_CALLS);
+        if (d && at > half + 1) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_EAGER);
         CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
         plan_step_end(b, out);
     }
@@ -2091,7 +2091,7 @@ static void strict_setter(lab_rank *r) {
     plan_bed b;
     strict_open(&b, &net, r->w, out, net.num_calls - 2); /* gradients are joined: others' wait */
     CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 3));
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_BY_CALLS);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_EAGER);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_backward(b.unit[0]),
                "while gradients waited");
     strict_close(&b, out, net.num_calls - 2);
@@ -2266,7 +2266,7 @@ static void bind_starved(lab_rank *r) {
         w_fail(r->heap, -1);
         int32_t failed = r->heap->failures > failures;
         CALL(r->w, fsdp_all_reduce(r->w, NULL, &failed, 1, FSDP_I32, FSDP_MAX));
-        CHECK_EQ_INT(fsdp_plan_state(b.plan), failed ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_REPLAYING);
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), failed ? FSDP_PLAN_EAGER : FSDP_PLAN_REPLAYING);
         CHECK_EQ_INT(fsdp_plan_count(b.plan), failed ? 1 : 2);
         if (failed) CHECK(strstr(fsdp_plan_why(b.plan), "new arena"));
         CHECK(n > 0 || failed);
