@@ -1018,7 +1018,7 @@ static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
 
 // A getter fails: as those of fsdp.h do.
 static void *fsdpi_rep_undefined(fsdp_replicate *rep, fsdp_status status) {
-    return rep ? fsdp_undefined(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
+    return rep ? fsdp_fallback_ptr(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
 }
 
 // The getters. dtype KEEP: whatever it has.

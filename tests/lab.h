@@ -147,7 +147,7 @@ H_FN int64_t lab_numel(int ndim, const int64_t *shape) {
 }
 /* What getters give that fail: memory, and no parameter's. */
 H_FN int lab_undefined(fsdp_model *m, const void *got) {
-    return got && got == fsdp_undefined(m, FSDP_OK);
+    return got && got == fsdp_fallback_ptr(m, FSDP_OK);
 }
 /* Of the whole parameter of a view. */
 H_FN int64_t lab_full_numel(const fsdp_param_view *v) { return lab_numel(v->ndim, v->shape); }

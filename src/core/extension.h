@@ -310,13 +310,13 @@ FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook);
    Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
-/* fsdp_undefined - memory for a getter of an extension that fails, as fsdp_data gives it: room for
+/* fsdp_fallback_ptr - memory for a getter of an extension that fails, as fsdp_data gives it: room for
    the largest parameter of the model in any dtype, which the host and kernels may touch, of
    undefined contents, the same until a later unit needs more room
    status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
    Result      NULL: model is NULL, or there is no memory
    Allocates   at its first use */
-FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status);
+FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status);
 
 /* fsdp_update_place - the memory of the shards, and with it what updates them
    memory      out: FSDP_MEMORY_HOST: the host updates them (`call` of an UPDATE record).

@@ -468,7 +468,7 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
    before: one block of this rank alone for all, in which the host and kernels may write the largest
    parameter in any dtype, as one that asks for the wrong dtype does. Finalize reports the failure
    again. NULL only where there is no memory either. */
-FSDP_API void *fsdp_undefined(fsdp_model *model, fsdp_status status) {
+FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status) {
     fsdp_world *w = model ? model->world : NULL;
     int64_t bytes = 8;
     if (!w) return NULL;
@@ -508,7 +508,7 @@ static inline fsdp_status fsdpi_getter_check(fsdp_unit *u, int index, int call) 
 
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_DATA);
-    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
+    if (status) return fsdp_fallback_ptr(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
     if (unit->layout.gather == FSDPI_GATHER_ALIAS)
         return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
@@ -520,7 +520,7 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (fsdpi_has_param(unit, index) && !unit->params[index].requires_grad) return NULL;
     fsdp_status status = fsdpi_getter_check(unit, index, FSDP_CALL_GRAD);
-    if (status) return fsdp_undefined(unit ? unit->model : NULL, status);
+    if (status) return fsdp_fallback_ptr(unit ? unit->model : NULL, status);
     const fsdpi_param *p = &unit->params[index];
     *fsdpi_use(unit, index) |= FSDPI_USE_USED;
     if (!unit->state.slot[FSDP_POOL_GRAD]) // one rank
@@ -543,7 +543,7 @@ static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call,
         "tells, and compute in it or convert by fsdp_convert; or set %s",
         what, u->params[index].name, u->desc.name, is, fsdp_dtype_name(has), fsdp_dtype_name(asked),
         fsdp_dtype_name(has), tells, set);
-    return fsdp_undefined(u->model, status);
+    return fsdp_fallback_ptr(u->model, status);
 }
 
 // The getter, unless the caller expects another dtype.
