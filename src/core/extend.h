@@ -293,7 +293,7 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
     return fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
 
-FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why) {
+FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why) {
     if (!model) return fsdpi_null(NULL, "lend", "model");
     if (why && model->lent)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lend: %s", model->lent);

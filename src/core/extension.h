@@ -214,15 +214,15 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
    Blocks      yes, at most timeout_ms */
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
 
-/* fsdp_lend - say that shards hold something else than the parameters. From now on calls that write
+/* fsdp_lock_params - say that shards hold something else than the parameters. From now on calls that write
    shards, move them or scale gradients fail with INVALID_STATE: a step of an optimizer,
    fsdp_params_changed, clipping, a load, fsdp_set_requires_grad, fsdp_model_cast
    why         end of their text, what to do. Not copied. NULL: shards are parameters again
    Result      FSDP_OK; INVALID_ARG; INVALID_STATE (they are lent already)
    Collective  no, but every rank has to do the same */
-FSDP_API fsdp_status fsdp_lend(fsdp_model *model, const char *why);
+FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why);
 
-/* fsdp_lent - `why` of fsdp_lend; NULL: shards are parameters. Who reads them as parameters asks */
+/* fsdp_lent - `why` of fsdp_lock_params; NULL: shards are parameters. Who reads them as parameters asks */
 FSDP_API const char *fsdp_lent(const fsdp_model *model);
 
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams

@@ -254,7 +254,7 @@ FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
     if (!ema) return fsdpi_optim_null(NULL, name, "ema");
     fsdp_model *m = ema->base.model;
     const double given = ema->swapped;
-    fsdp_status status = ema->swapped ? fsdp_lend(m, NULL) : FSDP_OK;
+    fsdp_status status = ema->swapped ? fsdp_lock_params(m, NULL) : FSDP_OK;
     if (!status) status = fsdp_call_begin(m, FSDP_CALL_PARAMS_CHANGED, name);
     if (!status) status = fsdpi_ema_begin(ema, name);
     if (!status) status = fsdp_agree(m, &given, sizeof given);
@@ -262,7 +262,7 @@ FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
         status = fsdpi_ema_emit(ema, name, ema->swapped ? FSDP_EMA_SWAP_BACK : FSDP_EMA_SWAP, 0);
     if (!status) status = fsdp_params_changed(m);
     if (!status) ema->swapped = !ema->swapped;
-    if (ema->swapped) (void)fsdp_lend(m, ema->why);
+    if (ema->swapped) (void)fsdp_lock_params(m, ema->why);
     return status;
 }
 
@@ -274,7 +274,7 @@ FSDP_API void fsdp_ema_destroy(fsdp_ema *ema) {
     if (!ema) return;
     fsdp_model *m = ema->base.model;
     if (ema->swapped && fsdp_ema_swap(ema)) { // between calls of a step, or the world has failed
-        (void)fsdp_lend(m, NULL);
+        (void)fsdp_lock_params(m, NULL);
         fsdp_warn(fsdp_model_world(m), "[E233] ema_destroy: the weights could not be swapped back, "
                                        "and are lost: the model has their average");
     }

@@ -1785,10 +1785,10 @@ TEST(extension, shards_are_lent) {
     static const int reads[] = {FSDP_CALL_FULL, FSDP_CALL_ZERO_GRAD, FSDP_CALL_EXTENSION};
     bed b;
     bed_open(&b, &settings[0]);
-    CHECK_STATUS(fsdp_lend(NULL, "x"), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_lend(b.model, NULL));
-    CHECK_OK(fsdp_lend(b.model, "give them back"));
-    CHECK_STATUS(fsdp_lend(b.model, "twice"), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_lock_params(NULL, "x"), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_lock_params(b.model, NULL));
+    CHECK_OK(fsdp_lock_params(b.model, "give them back"));
+    CHECK_STATUS(fsdp_lock_params(b.model, "twice"), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(b.s.world), "[E232] lend: give them back"));
     for (int i = 0; i < 4; i++) {
         CHECK_STATUS(fsdp_call_begin(b.model, writes[i], "mine"), FSDP_ERR_INVALID_STATE);
@@ -1797,7 +1797,7 @@ TEST(extension, shards_are_lent) {
     }
     CHECK_STATUS(fsdp_params_changed(b.model), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(b.s.world), "[E231] params_changed: give them back"));
-    CHECK_OK(fsdp_lend(b.model, NULL));
+    CHECK_OK(fsdp_lock_params(b.model, NULL));
     for (int i = 0; i < 4; i++) CHECK_OK(fsdp_call_begin(b.model, writes[i], "mine"));
     CHECK_OK(fsdp_model_reset(b.model)); /* of the failure that finalize would tell again */
     bed_close(&b);
