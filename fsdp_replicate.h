@@ -1171,7 +1171,8 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
         status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_set_gradient_divide_factor(m, rep->buckets[k].unit, divide ? ranks : 0);
-    if (!status) status = fsdp_set_uneven(m, ranks > 0 && ranks < fsdp_mesh_size(rep->mesh, 0));
+    if (!status)
+        status = fsdp_set_uneven_inputs(m, ranks > 0 && ranks < fsdp_mesh_size(rep->mesh, 0));
     if (!status) *active = ranks;
     return status;
 }

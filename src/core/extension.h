@@ -259,15 +259,15 @@ enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run(const fsdp_model *model);
 
-/* fsdp_set_uneven - 1: in steps from now on ranks make other hooks than each other, which end in
+/* fsdp_set_uneven_inputs - 1: in steps from now on ranks make other hooks than each other, which end in
                the same reductions, as where a rank has no batch. Such steps are not planned. 0: the
                default
-   fsdp_is_uneven  - what was set
+   fsdp_has_uneven_inputs  - what was set
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no, but every rank has to do the same
    Source      torch: Join (uneven inputs) */
-FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven);
-FSDP_API int fsdp_is_uneven(const fsdp_model *model);
+FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *model, int uneven);
+FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model);
 
 /* fsdp_now          - nanoseconds on the world's clock, as `ran` gets them
    fsdp_world_job    - the name of the job, or ""; valid until fsdp_shutdown

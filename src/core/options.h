@@ -51,14 +51,14 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     return fsdpi_failed(model->world);
 }
 
-FSDP_API fsdp_status fsdp_set_uneven(fsdp_model *model, int uneven) {
+FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *model, int uneven) {
     if (!model) return fsdpi_null(NULL, "set_uneven", "model");
     model->uneven = uneven != 0;
     model->settings = 0;
     return fsdpi_failed(model->world);
 }
 
-FSDP_API int fsdp_is_uneven(const fsdp_model *model) { return model && model->uneven; }
+FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model) { return model && model->uneven; }
 
 FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
 

@@ -1972,17 +1972,17 @@ static void set_one(const bed *b, int n, int on) {
     case 16: CHECK_OK(fsdp_set_custom_all_gather(u, on ? no_comm : NULL, NULL)); break;
     case 17: CHECK_OK(fsdp_set_custom_reduce_scatter(u, on ? no_comm : NULL, NULL)); break;
     case 18: CHECK_OK(fsdp_set_custom_all_reduce(u, on ? no_comm : NULL, NULL)); break;
-    case 19: CHECK_OK(fsdp_set_uneven(m, on)); break;
+    case 19: CHECK_OK(fsdp_set_uneven_inputs(m, on)); break;
     default: CHECK_OK(fsdp_set_requires_grad(v, 2, !on)); break;
     }
-    if (n == 19) CHECK_EQ_INT(fsdp_is_uneven(m), on);
+    if (n == 19) CHECK_EQ_INT(fsdp_has_uneven_inputs(m), on);
 }
 TEST(extension, settings_tell_options) {
     bed b;
     uint64_t at[SETTERS][SETTERS];
     bed_open(&b, &settings[2]);
-    CHECK_EQ_INT(fsdp_is_uneven(NULL), 0);
-    CHECK_STATUS(fsdp_set_uneven(NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(fsdp_has_uneven_inputs(NULL), 0);
+    CHECK_STATUS(fsdp_set_uneven_inputs(NULL, 1), FSDP_ERR_INVALID_ARG);
     const uint64_t first = fsdpi_plan_settings(b.model);
     for (int i = 0; i < SETTERS; i++)
         for (int k = 0; k < SETTERS; k++) {

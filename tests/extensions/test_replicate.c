@@ -2217,7 +2217,7 @@ static void joined_step(job *j, const int *batches, int step, int divide) {
     for (int r = 0; r < j->r->size; r++) wanted += batches[r] > step;
     CALL(j->w, fsdp_replicate_join(j->rep, has_batch, divide, &active));
     CHECK_EQ_INT(active, wanted);
-    CHECK_EQ_INT(fsdp_is_uneven(j->m.model), active > 0 && active < j->r->size);
+    CHECK_EQ_INT(fsdp_has_uneven_inputs(j->m.model), active > 0 && active < j->r->size);
     if (!active) return;
     if (has_batch) {
         forward(j);
