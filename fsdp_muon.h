@@ -535,7 +535,7 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const 
     if (status) return status;
     if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
         why = "the backend has no all_to_all";
-    if (memory == FSDP_MEMORY_HOST && fsdp_model_run(model) == FSDP_RUN_STREAMS)
+    if (memory == FSDP_MEMORY_HOST && fsdp_model_run_mode(model) == FSDP_RUN_STREAMS)
         why = "the shards are in host memory, and matrices travel in the device's: do not set "
               "cpu_offload";
     if (memory == FSDP_MEMORY_DEVICE && (!d->gemm || d->gemm == fsdp_host_gemm))

@@ -102,8 +102,8 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     if (status) return status;
     x->dtype = x->file_dtype = v->dtype;
     x->ndim = v->ndim;
-    x->memory = fsdp_model_run(ck->model) == FSDP_RUN_STREAMS ? FSDP_MEMORY_DEVICE
-                                                              : FSDP_MEMORY_HOST;
+    x->memory = fsdp_model_run_mode(ck->model) == FSDP_RUN_STREAMS ? FSDP_MEMORY_DEVICE
+                                                                   : FSDP_MEMORY_HOST;
     x->ordinal = v->ordinal;
     int replicas = info.replicate_mesh_size > 1 ? info.replicate_mesh_size : 1;
     x->holder = p.replica * replicas + (replicas > 1 ? info.replicate_mesh_rank : 0);

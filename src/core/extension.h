@@ -254,10 +254,10 @@ FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 
 /* fsdp_model_world - the world of a model; NULL for NULL
-   fsdp_model_run   - how the model's records run: FSDP_RUN_*
+   fsdp_model_run_mode   - how the model's records run: FSDP_RUN_*
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
-FSDP_API int fsdp_model_run(const fsdp_model *model);
+FSDP_API int fsdp_model_run_mode(const fsdp_model *model);
 
 /* fsdp_set_uneven_inputs - 1: in steps from now on ranks make other hooks than each other, which end in
                the same reductions, as where a rank has no batch. Such steps are not planned. 0: the

@@ -482,7 +482,7 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->mesh = mesh;
     p->units = model->units; // a committed model gets no further ones
     p->num_units = model->num_units;
-    p->mode_of_world = fsdp_model_run(model);
+    p->mode_of_world = fsdp_model_run_mode(model);
     p->pool = fsdp_pool_register(model, "arena");
     p->extension.name = "plan";
     p->extension.user = p;

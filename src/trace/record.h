@@ -463,7 +463,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     h->dropped = t->next_record > t->room ? t->next_record - t->room : 0;
     h->real_ns = fsdpi_tr_time(0 /* CLOCK_REALTIME */), h->clock_ns = fsdp_now(t->world);
     h->rank = fsdp_rank(t->world), h->size = fsdp_world_size(t->world);
-    h->run = fsdp_model_run(t->model), h->numbers = FSDPI_TR_NUMBERS;
+    h->run = fsdp_model_run_mode(t->model), h->numbers = FSDPI_TR_NUMBERS;
     h->param_dtype = d.param_dtype, h->reduce_dtype = d.reduce_dtype;
     h->grad_dtype = d.grad_dtype;
     h->reshard_after_forward = d.reshard_after_forward, h->cpu_offload = d.cpu_offload;
@@ -636,7 +636,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     t->bytes = bytes, t->room = (uint64_t)room, t->num_keys = (uint64_t)keys;
     t->model = model, t->world = w;
     t->first_step = d->first_step, t->last_step = d->last_step, t->is_between = 1;
-    int run = fsdp_model_run(model);
+    int run = fsdp_model_run_mode(model);
     t->streams = run == FSDP_RUN_INLINE  ? (1 << FSDP_STREAM_COUNT) - 1
                  : run == FSDP_RUN_LANES ? 1 << FSDP_STREAM_COMPUTE
                                          : 0;

@@ -543,12 +543,12 @@ TEST_P(fake, memory_that_is_addresses, of_addresses) {
     fake.addresses = 1, fake.plain = row->streams;
     d.device_ops = fsdp_fake_device_ops(row->streams);
     CALL(NULL, fsdp_init(&d, &w));
-    CHECK_EQ_INT(fsdp_model_run(NULL), 0);
+    CHECK_EQ_INT(fsdp_model_run_mode(NULL), 0);
     const int64_t world = fake.given[FSDP_MEMORY_DEVICE];
     CHECK((world > 0) == (row->size > 1));
     md.cpu_offload = row->streams;
     fsdp_model *m = lab_model(w, &md);
-    CHECK_EQ_INT(fsdp_model_run(m), row->streams ? FSDP_RUN_STREAMS : FSDP_RUN_INLINE);
+    CHECK_EQ_INT(fsdp_model_run_mode(m), row->streams ? FSDP_RUN_STREAMS : FSDP_RUN_INLINE);
     for (int u = 0; u < 4; u++) {
         fsdp_param_desc p = fsdp_mat("w", 1 << 22, 1 << 20); /* 16 TiB */
         units[u] = lab_unit(w, m, NULL, &p, 1);

@@ -799,7 +799,7 @@ H_FN void nets_numbers(nets_bed *b, nets_result *out, char *text) {
         if (mem.pool_bytes[FSDP_POOL_GATHER] > out->gather_bytes)
             out->gather_bytes = mem.pool_bytes[FSDP_POOL_GATHER];
     }
-    out->run = fsdp_model_run(b->m);
+    out->run = fsdp_model_run_mode(b->m);
     out->in_place = b->in_place;
     out->count = fsdp_plan_count(b->plan);
     if (!out->count) return;
