@@ -101,7 +101,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_retire(fsdp_model *model, fsdp_extension *extension) {
+FSDP_API fsdp_status fsdp_extension_mute(fsdp_model *model, fsdp_extension *extension) {
     fsdpi_attached **at = NULL;
     fsdp_status status = fsdpi_find_attached(model, extension, "retire", &at);
     if (status || !at) return status;

@@ -101,14 +101,14 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
    Blocks      for operations under way */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
-/* fsdp_retire - an extension has seen what it wanted: its call, returned, op and ran are not called
+/* fsdp_extension_mute - an extension has seen what it wanted: its call, returned, op and ran are not called
                any more, and what the library does for them alone, as reading the clock, ends
    extension   with the contents with which it was attached; these functions become NULL. Detach it
                with what it has then
    Result      FSDP_OK; INVALID_ARG (it is not attached)
    Thread      the one that uses the world, also in a function of the extension
    Blocks      if an extension of the model has `ran`: for operations under way */
-FSDP_API fsdp_status fsdp_retire(fsdp_model *model, fsdp_extension *extension);
+FSDP_API fsdp_status fsdp_extension_mute(fsdp_model *model, fsdp_extension *extension);
 
 /* fsdp_find_extension - `user` of the first attached extension with this name; NULL: none has it */
 FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);

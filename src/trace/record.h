@@ -540,7 +540,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
 static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
     // What has been issued is told before. At the end of the model nobody tells any more.
-    if (meets) (void)fsdp_retire(t->model, &t->extension);
+    if (meets) (void)fsdp_extension_mute(t->model, &t->extension);
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
     if (t->num_steps) t->step[t->num_steps - 1].end_ns = t->host_ns;

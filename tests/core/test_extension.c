@@ -3052,8 +3052,8 @@ static void retire_one(lab_rank *r) {
     a.op = first_sees, b.op = second_sees, stranger.name = "stranger";
     CALL(r->w, fsdp_attach(model, &a));
     CALL(r->w, fsdp_attach(model, &b));
-    REFUSED(r->w, fsdp_retire(model, &stranger), "[E903] retire: 'stranger'");
-    CALL(r->w, fsdp_retire(model, &b));
+    REFUSED(r->w, fsdp_extension_mute(model, &stranger), "[E903] retire: 'stranger'");
+    CALL(r->w, fsdp_extension_mute(model, &b));
     seen_by[0] = seen_by[1] = 0;
     CALL(r->w, fsdp_pre_forward(two[0]));
     CALL(r->w, fsdp_post_forward(two[0]));

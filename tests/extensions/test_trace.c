@@ -1149,9 +1149,9 @@ static void groups(lab_rank *r) {
     CHECK(*fsdp_world_job(r->w));
     CHECK_EQ_INT(fsdp_now(NULL), 0);
     fsdp_extension none = FSDP_ZERO; /* nobody has attached it */
-    CHECK_STATUS(fsdp_retire(NULL, &none), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_retire(m.model, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_retire(m.model, &none), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_extension_mute(NULL, &none), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_extension_mute(m.model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_extension_mute(m.model, &none), FSDP_ERR_INVALID_ARG);
 }
 TEST(trace, groups) {
     lab_how how = FSDP_ZERO;
