@@ -188,7 +188,7 @@ static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsd
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
+FSDP_API fsdp_status fsdp_buf_view(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
     if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
     *buf = NULL;

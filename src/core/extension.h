@@ -180,7 +180,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 /* fsdp_buf_create - zeroed memory for records, with the two events that order them
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
-   fsdp_buf_part - a part of another buffer: own events, no own memory, not counted. whole NULL: of
+   fsdp_buf_view - a part of another buffer: own events, no own memory, not counted. whole NULL: of
                no bytes, for its events alone
    buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
@@ -188,7 +188,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    Allocates   yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory,
                                                      int64_t nbytes, fsdp_buf **buf);
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole,
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_view(fsdp_model *model, const fsdp_buf *whole,
                                                    int64_t offset, int64_t nbytes, fsdp_buf **buf);
 
 /* fsdp_buf_destroy - free a buffer; NULL is allowed. If a unit holds it, the library logs that and

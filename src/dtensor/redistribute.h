@@ -221,7 +221,7 @@ static fsdp_status fsdpi_dt_prepare(fsdp_redistribution *r) {
         status = fsdpi_dt_staging(dm, r->route.most_bytes / size * (comm > size ? comm : size),
                                   r->name);
     if (!status && r->route.num_collectives && dm->overlap)
-        status = fsdp_buf_part(dm->model, dm->staging[1][0], 0, 0, &r->ticket);
+        status = fsdp_buf_view(dm->model, dm->staging[1][0], 0, 0, &r->ticket);
     return status;
 }
 

@@ -274,7 +274,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
         status = slot->offset < 0
                      ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, slot->bytes,
                                        &k->bufs[i])
-                     : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes, &k->bufs[i]);
+                     : fsdp_buf_view(p->model, p->arena, slot->offset, slot->bytes, &k->bufs[i]);
     }
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)(old.num_uses + 1) * sizeof *bufs,

@@ -575,8 +575,8 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_EQ_INT(fsdp_pool_register(b.model, "arena"), pool);
     CHECK_EQ_STR(fsdp_model_pool_name(b.model, pool), "arena");
     CHECK_OK(fsdp_buf_create(b.model, pool, FSDP_MEMORY_DEVICE, 65536, &l.arena));
-    CHECK_STATUS(fsdp_buf_part(b.model, NULL, 0, 64, &l.part), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_buf_part(b.model, l.arena, 4096, 32768, &l.part));
+    CHECK_STATUS(fsdp_buf_view(b.model, NULL, 0, 64, &l.part), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_buf_view(b.model, l.arena, 4096, 32768, &l.part));
     CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
     CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
     fsdp_extension e = FSDP_ZERO;
@@ -612,7 +612,7 @@ TEST(extension, slots_from_elsewhere) {
     step(&b);
     fsdp_buf_destroy(b.model, l.part);
     /* too small: refused, and the other ranks hear of it */
-    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 64, &l.part));
+    CHECK_OK(fsdp_buf_view(b.model, l.arena, 0, 64, &l.part));
     l.pool = FSDP_POOL_GATHER;
     CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit1' a slot of 64 bytes"));
@@ -632,7 +632,7 @@ TEST(extension, slot_in_use) {
     l.careless = 1;
     b.s.checks = 0;
     CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.arena));
-    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 65536, &l.part));
+    CHECK_OK(fsdp_buf_view(b.model, l.arena, 0, 65536, &l.part));
     fsdp_extension e = FSDP_ZERO;
     e.buffer = landlord_buffer;
     e.user = &l;
@@ -2982,7 +2982,7 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     fsdp_status status = fsdp_attach(m, &e);
     int attached = !status;
     if (!status) status = fsdp_buf_create(m, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &whole);
-    if (!status) status = fsdp_buf_part(m, whole, 64, 64, &part);
+    if (!status) status = fsdp_buf_view(m, whole, 64, 64, &part);
     if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
     if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
     if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
