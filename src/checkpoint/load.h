@@ -334,7 +334,7 @@ static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
         const fsdpi_ck_tensor *p = fsdpi_ck_find_tensor(&ck->table, name)
                                        ? NULL
                                        : fsdpi_ck_owner(&ck->table, name);
-        if (p && !status) status = fsdp_state_hold(ck->model, p->ordinal);
+        if (p && !status) status = fsdp_state_reserve(ck->model, p->ordinal);
         held += p != NULL;
     }
     return status || !held ? status : fsdpi_ck_tabulate(ck, l->io->call, 0);
@@ -524,7 +524,7 @@ static fsdp_status fsdpi_ck_load_all(fsdpi_ck_load *l, const char *path) {
         status = fsdpi_ck_verify_as(l, fsdpi_ck_verify_blocks);
     if (!status) status = fsdpi_ck_finish_phase(ck, call, fsdpi_ck_read_model(l));
     if (status) return status;
-    status = fsdpi_ck_wants_states(l) ? fsdp_state_written(ck->model) : FSDP_OK;
+    status = fsdpi_ck_wants_states(l) ? fsdp_state_loaded(ck->model) : FSDP_OK;
     if (!status) status = fsdp_tell_values(ck->model, FSDP_VALUES_REPLACED, -1);
     if (!status) status = fsdp_params_changed(ck->model);
     status = fsdpi_ck_agree(ck->world, call, status);

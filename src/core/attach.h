@@ -149,7 +149,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     return status;
 }
 
-FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal) {
+FSDP_API fsdp_status fsdp_state_reserve(fsdp_model *model, int ordinal) {
     fsdp_param_view v;
     if (!model) return fsdpi_null(NULL, "state_hold", "model");
     fsdp_status status = fsdp_param_at(model, ordinal, &v);
@@ -170,7 +170,7 @@ FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal)
     return fsdpi_tell_values(model, event, ordinal);
 }
 
-FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
+FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)

@@ -78,7 +78,7 @@ typedef struct fsdp_extension {
     // fsdp_model_broadcast copies your items that have an ordinal, and then calls `state`.
     fsdp_status (*values)(void *user, fsdp_model *model, int event, int ordinal);
     // Fill in item `index`, 0, 1, ...; leave its name NULL if there is none. item NULL: a load
-    // wrote items; read them. fsdp_next_state or fsdp_state_written returns your failure.
+    // wrote items; read them. fsdp_next_state or fsdp_state_loaded returns your failure.
     fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
     // Somebody has states of this parameter for you, from a checkpoint: if you keep states for
     // parameters, have items for it from now on, also while it is frozen.
@@ -115,20 +115,20 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with an item that is
                zero, but for sizes_only; at the end its name is NULL
-   fsdp_state_hold    - ask the extensions to have items of a parameter that they left out, because
+   fsdp_state_reserve    - ask the extensions to have items of a parameter that they left out, because
                it is frozen. They may leave it out again: look at the items
-   fsdp_state_written - say that you have written items: the extensions read them
+   fsdp_state_loaded - say that you have written items: the extensions read them
    Result      FSDP_OK; INVALID_ARG; what an extension returned
    Note        pointers are valid until the layout changes or an extension is detached
    Collective  as fsdp_model_commit at the first use, then no. hold, written: every rank has to do
                the same      Blocks no, but an extension may      Allocates as commit
    Source      torch: Optimizer.state_dict, load_state_dict */
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
-FSDP_API fsdp_status fsdp_state_hold(fsdp_model *model, int ordinal);
-FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
+FSDP_API fsdp_status fsdp_state_reserve(fsdp_model *model, int ordinal);
+FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model);
 
 /* fsdp_tell_values - tell the extensions of an event, FSDP_VALUES_*: a load of your own tells
-               REPLACE of each parameter, writes parameters and items, calls fsdp_state_written, and
+               REPLACE of each parameter, writes parameters and items, calls fsdp_state_loaded, and
                tells REPLACED
    ordinal     of the parameter; -1 for REPLACED
    Result      FSDP_OK; INVALID_ARG; what an extension returned

@@ -349,7 +349,7 @@ static fsdp_status fsdpi_broadcast_states(fsdp_model *m, int begin, int end, con
     fsdp_param_view v;
     for (;;) {
         FSDPI_TRY(fsdp_next_state(m, &item));
-        if (!item.name) return fsdp_state_written(m);
+        if (!item.name) return fsdp_state_loaded(m);
         if (item.ordinal < 0) continue;
         FSDPI_TRY(fsdp_param_at(m, item.ordinal, &v));
         if (v.unit->desc.index < begin || v.unit->desc.index >= end || !fsdpi_is_replicated(v.unit))

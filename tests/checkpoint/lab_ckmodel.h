@@ -365,7 +365,7 @@ H_FN void ck_fill(ck_model *m, uint64_t seed) {
     ck_visit_params(m, &t);
     ck_visit_states(m, &t);
     ck_visit_blobs(m, &t, 1);
-    CALL(m->w, fsdp_state_written(m->model));
+    CALL(m->w, fsdp_state_loaded(m->model));
     CALL(m->w, fsdp_params_changed(m->model));
 }
 H_FN void ck_check_params(const ck_model *m, uint64_t seed) {

@@ -63,7 +63,7 @@ static int visit_all(fsdp_model *model, int write, int *found) {
         if (*at != want && *at) fprintf(stderr, "%s is %lld\n", name, (long long)*at);
         bad |= *at != want && *at;
     }
-    return bad || (write && (fsdp_state_written(model) || fsdp_params_changed(model)));
+    return bad || (write && (fsdp_state_loaded(model) || fsdp_params_changed(model)));
 }
 
 static int run(fsdp_world *w, void *arg) {

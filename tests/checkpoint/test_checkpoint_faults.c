@@ -164,7 +164,7 @@ static int64_t values(bed *b, int64_t seed, int write, int other_world) {
     if (write || !other_world)
         wrong += bytes(b->own, OWN, lab_hash(s, 8, (uint64_t)b->rank, 8), write);
     if (!write) return wrong;
-    CALL(b->w, fsdp_state_written(b->model));
+    CALL(b->w, fsdp_state_loaded(b->model));
     CALL(b->w, fsdp_params_changed(b->model));
     return 0;
 }

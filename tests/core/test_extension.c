@@ -1570,7 +1570,7 @@ static void load_all(fsdp_model *m, const saved_item *from, int num) {
         at++;
     }
     CHECK_EQ_INT(at, num);
-    CHECK_OK(fsdp_state_written(m));
+    CHECK_OK(fsdp_state_loaded(m));
 }
 
 static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
@@ -1637,17 +1637,17 @@ TEST_P(extension, states_round_trip, keepers) {
     fsdp_state_item item = FSDP_ZERO;
     while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
         if (!strcmp(item.extension, "grad_scaler")) memcpy(item.data, again[num - 1].data, 40);
-    CHECK_STATUS(fsdp_state_written(b.model), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
     CHECK_EQ_INT(state.growth_tracker, 2);
     fsdp_param_view v = FSDP_ZERO; /* room for states of the frozen ones, while updates may run */
-    CHECK_STATUS(fsdp_state_hold(NULL, 0), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_state_hold(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_state_reserve(NULL, 0), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_state_reserve(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
     states_step(&b, adamw, sgd, scaler);
     CHECK_EQ_INT(save_all(b.model, again, 64), num);
     while (fsdp_next_param(b.model, &v)) {
-        CHECK_OK(fsdp_state_hold(b.model, v.ordinal));
-        CHECK_OK(fsdp_state_hold(b.model, v.ordinal));
+        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
+        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
     }
     CHECK_EQ_INT(save_all(b.model, then, 64), 10 * (row->sgd ? 2 : 3) + 1);
     for (int i = 0, k; i < num; i++) { /* and the others kept theirs */

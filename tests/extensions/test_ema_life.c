@@ -342,7 +342,7 @@ static void broadcast_rank(lab_rank *r) {
                 if (!item.name) break;
                 if (!strncmp(item.name, "ema_step", 8)) *(int64_t *)item.data = 4 + ours;
             }
-            CALL(r->w, fsdp_state_written(m.model));
+            CALL(r->w, fsdp_state_loaded(m.model));
             distances(m.model, r->w, apart);
             W_CHECK(apart[0] > 0 && apart[1] > 0, "%g, %g", apart[0], apart[1]);
             CALL(r->w, fsdp_model_broadcast(m.model, m.unit[1], 1));
@@ -584,7 +584,7 @@ static void own_load_rank(lab_rank *r) {
         if (!item.name) break;
         if (!strcmp(item.name, "ema_step") && item.ordinal == 0) *(int64_t *)item.data = 6;
     }
-    CALL(r->w, fsdp_state_written(m));
+    CALL(r->w, fsdp_state_loaded(m));
     CALL(r->w, fsdp_ema_update(ema));
     CHECK_EQ_INT(seen, 6);
     CALL(r->w, fsdp_checkpoint_create(m, NULL, &ck));
@@ -610,7 +610,7 @@ static void hold_rank(lab_rank *r) {
     make_averages(r->w, m.model, ema);
     write_all(&m, 11), weights_are(&l->t, 11, NUM);
     CALL(r->w, fsdp_ema_swap(ema[0]));
-    for (int p = 1; p < NUM; p += 3) CALL(r->w, fsdp_state_hold(m.model, p));
+    for (int p = 1; p < NUM; p += 3) CALL(r->w, fsdp_state_reserve(m.model, p));
     CALL(r->w, fsdp_ema_swap(ema[0]));
     l->r = r, l->m = m;
     check(l, &l->t, -1);

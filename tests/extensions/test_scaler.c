@@ -663,7 +663,7 @@ static void sizes(lab_rank *r) {
     item.sizes_only = 1;
     CALL(r->w, fsdp_next_state(m, &item));
     CHECK(strcmp(item.name, "state") == 0 && item.numel == 5);
-    CALL(r->w, fsdp_state_written(m));
+    CALL(r->w, fsdp_state_loaded(m));
     CHECK(lab_same(fsdp_grad_scaler_scale(scaler), 65536));
 }
 TEST(scaler, sizes_only) { lab_run(1, NULL, sizes, NULL); }
