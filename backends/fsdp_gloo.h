@@ -1555,7 +1555,7 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     if (!status) status = fsdpi_gloo_connect_local(c);
     if (status) return status;
     if (c->base.size > 1 && !fsdpi_gloo_is_local(c)) {
-        fsdpi_plug(); // Gloo makes its descriptors itself, at any time
+        fsdpi_fill_std_fds(); // Gloo makes its descriptors itself, at any time
         if (fsdp_gloo_device_create(&w->device))
             return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot start: %s",
                                    fsdp_gloo_error());

@@ -365,7 +365,7 @@ typedef struct fsdpi_nccl_tail {
 // Aborts the first of a list, and the others in a further thread. It returns when all have ended.
 static void *fsdpi_nccl_abort_main(void *arg) {
     const fsdpi_nccl_tail *t = (const fsdpi_nccl_tail *)arg;
-    fsdpi_stay();
+    fsdpi_pin_library();
     if (t->size == 0) return NULL;
     fsdpi_nccl_tail rest = {t->list + 1, t->size - 1};
     pthread_t thread;
@@ -403,7 +403,7 @@ static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free
 
 static void *fsdpi_nccl_call_main(void *arg) {
     fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
-    fsdpi_stay();
+    fsdpi_pin_library();
     (void)cudaSetDevice(call->ordinal);
     switch (fsdpi_nccl_call_take(call) ? call->kind : FSDPI_NCCL_NONE) {
     case FSDPI_NCCL_MAKE:
@@ -897,7 +897,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
 
 static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
-    fsdpi_stay();
+    fsdpi_pin_library();
     (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode); // to poll an event must not end a capture
@@ -916,7 +916,7 @@ static void *fsdpi_nccl_watchdog(void *arg) {
 
 static void *fsdpi_nccl_monitor(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
-    fsdpi_stay();
+    fsdpi_pin_library();
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         if (!fsdpi_nccl_failed(w)) fsdpi_nccl_look_inside(w);
@@ -1843,7 +1843,7 @@ static void fsdpi_nccl_order_launches(void) {
 
 static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdpi_nccl_order_launches();
-    fsdpi_plug(); // NCCL and CUDA make their descriptors themselves, at any time
+    fsdpi_fill_std_fds(); // NCCL and CUDA make their descriptors themselves, at any time
     return fsdpi_comm_open(&fsdpi_nccl_transport, boot, caps, out);
 }
 

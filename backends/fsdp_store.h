@@ -1267,7 +1267,7 @@ static void fsdpi_store_forget_question(fsdpi_store_question *q) {
 static void *fsdpi_store_resolve(void *arg) {
     fsdpi_store_question *q = (fsdpi_store_question *)arg;
     uint32_t *state = &q->state;
-    fsdpi_stay();
+    fsdpi_pin_library();
     q->rc = fsdpi_getaddrinfo(q->host, NULL, &q->hints, &q->list);
     if (q->rc) q->list = NULL;
     uint32_t before = __atomic_exchange_n(state, (uint32_t)FSDPI_STORE_ANSWERED, __ATOMIC_ACQ_REL);
@@ -1585,7 +1585,7 @@ static int fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
 
 static void *fsdpi_store_server_main(void *arg) {
     fsdpi_store_server *server = (fsdpi_store_server *)arg;
-    fsdpi_stay();
+    fsdpi_pin_library();
     while (!FSDPI_LOAD(&server->stop)) (void)fsdpi_store_server_round(server, 1000000000);
     int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_LINGER;
     // The launcher may stop because a rank has ended, which this thread has not seen yet.
@@ -2363,7 +2363,7 @@ static void *fsdpi_store_main(void *arg) {
     fsdpi_store *s = (fsdpi_store *)arg;
     int64_t interval = fsdpi_store_beat_ns(s->desc.boot.size);
     int64_t beat_ns = 0, leave_ns = INT64_MAX;
-    fsdpi_stay();
+    fsdpi_pin_library();
     uint32_t told = 0;
     int events = POLLIN, wake = s->wake;
     (void)fsdpi_store_take_all(s); // frames that came with the answer to HELLO

@@ -37,7 +37,7 @@ struct fsdp_world {
     int rank, size;
     int log_level;
     uint32_t stuck;           // work on the device did not end in time
-    uint32_t *state;          // 1 + fsdp_status of the first failure; 0: see fsdpi_own_word
+    uint32_t *state;          // 1 + fsdp_status of the first failure; 0: see fsdpi_fork_word
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed

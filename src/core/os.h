@@ -119,7 +119,7 @@ static int fsdpi_fd(int fd) {
 }
 
 // Opens the null device on closed descriptors 0 to 2, so that other code gets none of these.
-static void fsdpi_plug(void) {
+static void fsdpi_fill_std_fds(void) {
     int fd = 0;
     while (fd >= 0 && fd < 3) fd = open("/dev/null", O_RDWR);
     if (fd >= 3) (void)close(fd);
@@ -130,12 +130,12 @@ extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
     __attribute__((weak)); // glibc's
 
 // Until this thread ends, dlclose does not unload the library that has this code.
-static void fsdpi_stay(void) {
+static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
 // A word that is `value` in this process and 0 in every child that it forks; NULL: no memory.
-static uint32_t *fsdpi_own_word(uint32_t value) {
+static uint32_t *fsdpi_fork_word(uint32_t value) {
     void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (word == MAP_FAILED) return NULL;
     (void)fsdpi_syscall(SYS_madvise, word, sizeof value, 18L /* MADV_WIPEONFORK */);

@@ -233,7 +233,7 @@ static void *fsdpi_worker_main(void *arg) {
     fsdpi_worker *lane = (fsdpi_worker *)arg;
     fsdp_world *w = lane->world;
     uint32_t next = 0;
-    fsdpi_stay();
+    fsdpi_pin_library();
     FSDPI_STORE(&lane->is_here, 1u);
     for (;;) {
         for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();

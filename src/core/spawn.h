@@ -138,7 +138,7 @@ static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
     // A rank does not outlive its parent; the parent may have died before this call.
     (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
     if (getppid() != parent) _exit(1);
-    fsdpi_plug(); // else a print to a closed 0, 1 or 2 could reach a file of the rank
+    fsdpi_fill_std_fds(); // else a print to a closed 0, 1 or 2 could reach a file of the rank
     fsdp_status status = fsdpi_spawn_run(me);
     (void)fflush(NULL);
     _exit((int)status);

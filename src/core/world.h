@@ -253,7 +253,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     FSDPI_TRY(fsdpi_job_name(early, d, early->job, sizeof early->job));
     FSDPI_TRY(fsdpi_store_name(early, d, early->store, sizeof early->store));
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (w) w->state = fsdpi_own_word(1);
+    if (w) w->state = fsdpi_fork_word(1);
     if (!w || !w->state) {
         fsdpi_free(&d->allocator, w);
         return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
