@@ -31,7 +31,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (status) return fsdpi_keep_status(model, status);
     e.size = 0;
     if (!e.name) e.name = "extension";
-    if (e.ran || (model->watch & FSDPI_LISTEN_TIMES))
+    if (e.ran || (model->listeners & FSDPI_LISTEN_TIMES))
         fsdpi_drain(w); // worker threads read the list
     if (e.ran && w->mode == FSDP_RUN_STREAMS) status = fsdpi_timeline_open(w);
     if (status)
@@ -63,7 +63,7 @@ static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
 
 // Worker threads and events have nothing more to tell to extensions.
 static void fsdpi_end_times(const fsdp_model *m) {
-    if (!(m->watch & FSDPI_LISTEN_TIMES)) return;
+    if (!(m->listeners & FSDPI_LISTEN_TIMES)) return;
     fsdpi_drain(m->world);
     fsdpi_timeline_end_all(m->world);
 }
@@ -91,7 +91,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (status || !at) return status;
     const fsdp_extension *e = &(*at)->e;
     const fsdp_unit *unit = e->buffer ? fsdpi_unit_with_foreign_slot(model) : NULL;
-    if (model->asking || unit)
+    if (model->ext_depth || unit)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
                          "[E902] detach: '%s' %s%s: detach it between steps, not in an extension",
                          e->name, unit ? "may own a slot of unit " : "is in use",

@@ -140,7 +140,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     uint64_t given = 1, bits[3];
     memcpy(bits, settings, sizeof bits);
     for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);
-    model->given = fsdpi_hash(model->given, given);
+    model->agreed_hash = fsdpi_hash(model->agreed_hash, given);
     model->norm_type = d.norm_type;
     fsdp_status status = fsdpi_norm(model, given);
     if (status) model->norm_type = 0;

@@ -252,10 +252,10 @@ static fsdp_status fsdpi_lay_out(fsdp_model *m) {
         return fsdpi_fail_together(m->world, status);
     }
     m->laid_out = m->committed = 1;
-    m->layout++;
+    m->num_commits++;
     for (const fsdpi_attached *a = m->attached; a; a = a->next)
         if (a->e.relayout) a->e.relayout(a->e.user, m);
-    int is_first = m->layout == 1 && m->world->models; // the world of a prediction lists none
+    int is_first = m->num_commits == 1 && m->world->models; // the world of a prediction lists none
     for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
     return FSDP_OK;
 }
@@ -296,10 +296,10 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
 }
 
 static void fsdpi_undefined_free(fsdp_model *m) {
-    if (m->undefined)
-        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, m->undefined,
-                                   m->undefined_bytes);
-    m->undefined_bytes = 0;
+    if (m->fallback)
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, m->fallback,
+                                   m->fallback_bytes);
+    m->fallback_bytes = 0;
 }
 
 // Free everything of a model. For a prediction's copy: what the dry run has counted.

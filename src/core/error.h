@@ -112,7 +112,7 @@ static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, 
     vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
     fsdpi_set_error(w, text);
     if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_end(w, status, 0, text) : status;
+    return w && FSDPI_LOAD(&w->hung) ? fsdpi_world_end(w, status, 0, text) : status;
 }
 FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     va_list args;

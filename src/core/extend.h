@@ -180,10 +180,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
 static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsdp_buf **buf) {
     *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof **buf);
     if (!*buf) return fsdpi_no_memory(m->world, "buf_part", "", sizeof **buf);
-    (*buf)->part = 1;
+    (*buf)->is_view = 1;
     (*buf)->bytes = (size_t)nbytes;
     (*buf)->number = ++m->num_bufs;
-    (*buf)->pool = (*buf)->as = FSDP_POOL_SCRATCH;
+    (*buf)->pool = (*buf)->acquired_pool = FSDP_POOL_SCRATCH;
     (*buf)->ptr = ptr;
     return FSDP_OK;
 }
@@ -199,7 +199,7 @@ FSDP_API fsdp_status fsdp_buf_view(fsdp_model *model, const fsdp_buf *whole, int
             (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     FSDPI_TRY(fsdpi_buf_place(model, whole ? whole->ptr + offset : NULL, nbytes, buf));
     if (!whole) return FSDP_OK;
-    (*buf)->pool = (*buf)->as = whole->pool;
+    (*buf)->pool = (*buf)->acquired_pool = whole->pool;
     (*buf)->pinned = whole->pinned;
     return FSDP_OK;
 }
@@ -295,13 +295,16 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
 
 FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why) {
     if (!model) return fsdpi_null(NULL, "lend", "model");
-    if (why && model->lent)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lend: %s", model->lent);
-    model->lent = why;
+    if (why && model->write_lock_text)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lend: %s",
+                         model->write_lock_text);
+    model->write_lock_text = why;
     return FSDP_OK;
 }
 
-FSDP_API const char *fsdp_lent(const fsdp_model *model) { return model ? model->lent : NULL; }
+FSDP_API const char *fsdp_lent(const fsdp_model *model) {
+    return model ? model->write_lock_text : NULL;
+}
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     if (!model) return fsdpi_null(NULL, "wait_stream", "model");
@@ -319,7 +322,7 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
     for (int64_t i = 0; i < nbytes; i += 8) {
         uint64_t word = 0;
         memcpy(&word, (const char *)data + i, (size_t)(nbytes - i < 8 ? nbytes - i : 8));
-        model->given = fsdpi_hash(model->given, word);
+        model->agreed_hash = fsdpi_hash(model->agreed_hash, word);
     }
     return fsdpi_failed(model->world);
 }

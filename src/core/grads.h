@@ -93,7 +93,7 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     FSDPI_HOLDS(!out || (f->shards > 1 && f->replicas > 1));
     FSDPI_HOLDS(writes || !used || (held & FSDPI_HELD_SLOTS));
     // A plan keeps and reduces as if every parameter were used.
-    FSDPI_HOLDS(writes || used || !(held & FSDPI_HELD_SLOTS) || u->model->watch);
+    FSDPI_HOLDS(writes || used || !(held & FSDPI_HELD_SLOTS) || u->model->listeners);
     // A rehearsal begins with the marks of the step before.
     FSDPI_HOLDS(!fsdpi_usage_any(u, FSDPI_USE_REDUCED) || (held & FSDPI_HELD_SHARD) ||
                 u->model->dry_run);
@@ -170,7 +170,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     }
     if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written
         fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot[FSDP_POOL_GRAD]->ready, NULL);
-        if (u->model->watch & FSDPI_LISTEN_OPS)
+        if (u->model->listeners & FSDPI_LISTEN_OPS)
             FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE,
                                      slot[FSDP_POOL_GRAD]));
     } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:

@@ -68,7 +68,7 @@ static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
 // A slot moves to its next spot. If an extension listens, the slot stays: the extension may emit
 // records again that have the present address.
 static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int spot) {
-    if (!fsdpi_guards(m, buf) || m->watch) return;
+    if (!fsdpi_guards(m, buf) || m->listeners) return;
     buf->ptr = fsdpi_spot(buf, spot);
     buf->spot = (uint8_t)spot;
 }

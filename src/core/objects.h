@@ -22,11 +22,11 @@ typedef struct fsdpi_flight_record fsdpi_flight_record;
 #define FSDPI_DEVICE_EVENTS 16u
 typedef struct fsdpi_device_event {
     void *event;
-    uint64_t behind[FSDP_STREAM_COUNT];
+    uint64_t clock[FSDP_STREAM_COUNT];
 } fsdpi_device_event;
 
 typedef struct fsdpi_stream_clock {
-    uint64_t behind[FSDP_STREAM_COUNT]; // of the stream as it is now
+    uint64_t clock[FSDP_STREAM_COUNT];  // of the stream as it is now
     uint64_t recorded;                  // points so far: the newest are kept
     uint64_t due;                       // marks that are to be recorded before more work comes
     const fsdp_buf *due_buf;            // the buffer of the only one, or NULL
@@ -36,7 +36,7 @@ struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
     int log_level;
-    uint32_t stuck;           // work on the device did not end in time
+    uint32_t hung;            // work on the device did not end in time
     uint32_t *state;          // 1 + fsdp_status of the first failure; 0: see fsdpi_fork_word
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
@@ -48,7 +48,7 @@ struct fsdp_world {
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
     int mode;                             // FSDP_RUN_*
-    const char *because;                  // why: a part of a text
+    const char *mode_reason;              // why: a part of a text
     void *streams[FSDP_STREAM_COUNT];     // FSDP_RUN_STREAMS; COMPUTE may be the caller's
     fsdpi_stream_clock order[FSDP_STREAM_COUNT]; // likewise
     fsdpi_device_event points[FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS];
@@ -111,9 +111,10 @@ struct fsdp_buf {
     fsdp_event ready; // last write
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
-    uint8_t held, pool, as; // pool: which counts its bytes; as: for which a unit takes it
+    uint8_t held, pool,
+        acquired_pool;      // pool: which counts its bytes; as: for which a unit takes it
     uint8_t pinned;         // host memory of the device, which peers cannot read
-    uint8_t part;           // it lies inside of another buffer, which owns the memory
+    uint8_t is_view;        // it lies inside of another buffer, which owns the memory
     uint8_t guard, spot;    // FSDPI_UNGUARDED, ...; which of its spots in memory it is at
     int32_t number;         // in the order of making
 };
@@ -339,8 +340,8 @@ struct fsdp_model {
     int grad_enabled, is_last_backward, uneven;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
-    uint64_t given;      // hash of what fsdp_agree was given
-    uint64_t layout;     // commits so far: extensions see by it that everything has moved
+    uint64_t agreed_hash; // hash of what fsdp_agree was given
+    uint64_t num_commits; // commits so far: extensions see by it that everything has moved
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
     int num_order, cap_order;
@@ -353,17 +354,18 @@ struct fsdp_model {
     char *full_copy;        // of full_scratch, where the host cannot read that
     fsdp_seg full_seg;      // of the current step
     fsdp_block full_block;
-    void *undefined; // what getters give that fail
-    size_t undefined_bytes;
+    void *fallback; // what getters give that fail
+    size_t fallback_bytes;
     fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
     fsdpi_attached *attached;    // extensions, in the order in which they are asked
-    const fsdpi_attached *asked; // whose function `call` is at work, or NULL
+    const fsdpi_attached *offered_to; // whose function `call` is at work, or NULL
     void (*explain)(const fsdp_model *m, int64_t extra, fsdpi_text *t); // see predict.h
-    uint8_t watch; // FSDPI_LISTEN_CALLS, ...: what any of them listens to
+    uint8_t listeners; // FSDPI_LISTEN_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // plans keep here: all options as a number; 0: one has changed since
-    const char *lent;  // why shards are not to be written now, for texts; NULL: they may be
-    int asking;        // calls of functions of extensions that have not returned
+    const char
+        *write_lock_text; // why shards are not to be written now, for texts; NULL: they may be
+    int ext_depth;        // calls of functions of extensions that have not returned
     int dry_run;       // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;

@@ -32,7 +32,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
     if (u) memcpy(op.agree, u->layout.agree, sizeof op.agree);
     op.step = m->step;
-    op.given = m->given;
+    op.given = m->agreed_hash;
     return op;
 }
 
@@ -42,14 +42,14 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit 
     fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
     if (kind == FSDP_OP_RELEASE) op.src = buf;
     else op.dst = buf;
-    op.pool = buf->as;
+    op.pool = buf->acquired_pool;
     op.slot = buf->number;
     return fsdpi_show(m, &op);
 }
 
 static inline fsdp_status fsdpi_marker(fsdp_unit *u, int kind, int stream, fsdp_buf *buf) {
-    return u->model->watch & FSDPI_LISTEN_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf)
-                                              : FSDP_OK;
+    return u->model->listeners & FSDPI_LISTEN_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf)
+                                                  : FSDP_OK;
 }
 
 // Fill elements [from, from + count) of a buffer with a byte.

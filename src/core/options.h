@@ -40,7 +40,7 @@ static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *w
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_hook_failed(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    if (m->watch & FSDPI_LISTEN_CALLS) (void)fsdpi_ext_offer_call(m, u, FSDP_CALL_SET, &status);
+    if (m->listeners & FSDPI_LISTEN_CALLS) (void)fsdpi_ext_offer_call(m, u, FSDP_CALL_SET, &status);
     return status;
 }
 

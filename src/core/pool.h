@@ -31,12 +31,12 @@
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf || fsdpi_is_child(w)) return;
-    if (!buf->part) {
+    if (!buf->is_view) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     }
     size_t room = buf->bytes;
-    char *ptr = buf->part ? NULL : buf->ptr;
+    char *ptr = buf->is_view ? NULL : buf->ptr;
     if (ptr) FSDPI_GUARD((room = fsdpi_room(w, buf), ptr = fsdpi_open_room(w, buf)));
     if (ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, ptr, room);
     else if (ptr)
@@ -97,7 +97,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     if (!buf)
         return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
-    buf->pool = buf->as = (uint8_t)pool;
+    buf->pool = buf->acquired_pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;
     fsdp_status status = fsdpi_buf_alloc(m, buf);
@@ -204,7 +204,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
 // `stream` is a slot's last consumer. The event is due at once, unless the same stream writes the
 // slot next, and needs none: so does REDUCE with REDUCE_IN and REDUCE_OUT.
 static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
-    int due = stream != FSDP_STREAM_REDUCE || buf->as == FSDP_POOL_GRAD;
+    int due = stream != FSDP_STREAM_REDUCE || buf->acquired_pool == FSDP_POOL_GRAD;
     if (buf->avail.seq == 0) // else no record has written it since the last release
         fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
 }
@@ -213,9 +213,9 @@ static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
 static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
     fsdp_model *m = u->model;
-    fsdp_buf *buf = m->watch & FSDPI_LISTEN_SLOTS ? fsdpi_ext_offer_slot(u, pool, NULL) : NULL;
+    fsdp_buf *buf = m->listeners & FSDPI_LISTEN_SLOTS ? fsdpi_ext_offer_slot(u, pool, NULL) : NULL;
     *out = buf;
-    if (buf) buf->as = (uint8_t)pool;
+    if (buf) buf->acquired_pool = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->dry_run) return FSDP_OK;
     return fsdpi_invalid_arg(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
@@ -227,19 +227,20 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_model *m = u->model;
     fsdpi_slot_class *c = &m->classes[u->layout.classes[pool]];
     fsdp_buf *buf = NULL;
-    fsdp_status status = m->watch ? fsdpi_ext_slot(u, pool, c->bytes, &buf) : FSDP_OK;
+    fsdp_status status = m->listeners ? fsdpi_ext_slot(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_slot_class_take(m, c, &buf);
     if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
     FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
     *out = buf;
-    return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
+    return m->listeners ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
 }
 
 static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
     fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
-    if (u->model->watch & FSDPI_LISTEN_SLOTS) (void)fsdpi_ext_offer_slot(u, buf->as, buf);
+    if (u->model->listeners & FSDPI_LISTEN_SLOTS)
+        (void)fsdpi_ext_offer_slot(u, buf->acquired_pool, buf);
     return status;
 }
 
@@ -257,7 +258,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;
-    if (m->watch && !status) status = fsdpi_released(u, buf, stream);
+    if (m->listeners && !status) status = fsdpi_released(u, buf, stream);
     FSDPI_GUARD(fsdpi_close_free(m));
     return status;
 }

@@ -162,7 +162,7 @@ static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
     r->taker.e.op = fsdpi_take_all;
     r->model.world = &r->world;
     r->model.attached = &r->taker;
-    r->model.watch = FSDPI_LISTEN_OPS;
+    r->model.listeners = FSDPI_LISTEN_OPS;
 }
 
 // A copy of the model that has run a step and counted the memory. change: NULL: none, and failures

@@ -22,7 +22,7 @@ static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     int lanes = w->mode != FSDP_RUN_INLINE;
     lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
     if (w->mode == FSDP_RUN_STREAMS) fsdpi_text_add(t, "on streams of %s", w->device_ops->name);
-    else fsdpi_text_add(t, "%s, %s", texts[lanes], w->because);
+    else fsdpi_text_add(t, "%s, %s", texts[lanes], w->mode_reason);
 }
 
 // Bytes of the full parameters of a unit and of their gradients.

@@ -328,7 +328,7 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
         fsdp_status status = w->device_ops->sync(w->device, w->fence, slice > 0 ? slice : 0);
         if (status != FSDP_ERR_TIMEOUT) return status;
         waited = w->boot.clock.now_ns(w->boot.clock.user) - start;
-        if (waited >= limit) FSDPI_STORE(&w->stuck, 1u);
+        if (waited >= limit) FSDPI_STORE(&w->hung, 1u);
         if (waited >= limit) return status;
         (void)fsdpi_backend_poll(w);
     }
@@ -340,7 +340,7 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
 static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
     fsdpi_stream_clock *o = &w->order[stream];
     event->stream = stream;
-    if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->behind[stream];
+    if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->clock[stream];
     else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
     if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a rehearsal ptr may be NULL
         o->due_buf = o->due++ ? NULL : due;
@@ -351,7 +351,7 @@ static fsdp_status fsdpi_record_event(fsdp_world *w, int stream) {
     fsdpi_stream_clock *o = &w->order[stream];
     fsdpi_device_event *p =
         &w->points[(unsigned)stream * FSDPI_DEVICE_EVENTS + o->recorded++ % FSDPI_DEVICE_EVENTS];
-    memcpy(p->behind, o->behind, sizeof p->behind);
+    memcpy(p->clock, o->clock, sizeof p->clock);
     o->due = 0;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], p->event);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
@@ -363,13 +363,13 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     fsdpi_stream_clock *o = &w->order[stream], *other = &w->order[mark->stream];
     const fsdpi_device_event *p = &w->points[(unsigned)mark->stream * FSDPI_DEVICE_EVENTS];
     uint64_t at = other->recorded;
-    if (o->behind[mark->stream] >= mark->seq) return FSDP_OK;
+    if (o->clock[mark->stream] >= mark->seq) return FSDP_OK;
     for (; at > 0 && other->recorded - at < FSDPI_DEVICE_EVENTS; at--)
-        if (p[(at - 1) % FSDPI_DEVICE_EVENTS].behind[mark->stream] < mark->seq) break;
+        if (p[(at - 1) % FSDPI_DEVICE_EVENTS].clock[mark->stream] < mark->seq) break;
     if (at == other->recorded) FSDPI_TRY(fsdpi_record_event(w, mark->stream));
     p += at % FSDPI_DEVICE_EVENTS;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
-        if (o->behind[s] < p->behind[s]) o->behind[s] = p->behind[s];
+        if (o->clock[s] < p->clock[s]) o->clock[s] = p->clock[s];
     fsdp_status status = w->device_ops->wait(w->device, w->streams[stream], p->event);
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
@@ -451,7 +451,7 @@ static FSDPI_NOINLINE fsdp_op *fsdpi_ext_show_op(fsdp_model *m, const fsdp_op *o
     int32_t size;
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
-    seen->timed = op->kind < FSDP_OP_HOOK && (m->watch & FSDPI_LISTEN_TIMES);
+    seen->timed = op->kind < FSDP_OP_HOOK && (m->listeners & FSDPI_LISTEN_TIMES);
     void *user;
     seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
     return fsdpi_ext_offer_op(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
@@ -462,7 +462,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_status status = FSDP_OK;
     if (w->mode != FSDP_RUN_INLINE) fsdpi_derive_waits(op);
     fsdp_op seen;
-    fsdp_op *runs = m->watch & FSDPI_LISTEN_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
+    fsdp_op *runs = m->listeners & FSDPI_LISTEN_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
     if (op->dst) op->dst->avail.seq = 0;
@@ -478,7 +478,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (m->world->mode == FSDP_RUN_INLINE && !(m->watch & FSDPI_LISTEN_RECORDS))
+    if (m->world->mode == FSDP_RUN_INLINE && !(m->listeners & FSDPI_LISTEN_RECORDS))
         return fsdpi_execute(m->world, op, NULL); // no order to keep
     return fsdpi_emit_ordered(m, op);
 }
@@ -486,7 +486,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
 static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     fsdp_status status = fsdpi_failed(m->world);
-    if (status || !(m->watch & FSDPI_LISTEN_OPS)) return status;
+    if (status || !(m->listeners & FSDPI_LISTEN_OPS)) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     fsdp_op seen;
@@ -502,8 +502,8 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     op->seq = seen.seq = ++w->seq;
     seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
     for (fsdp_model *m = w->models; m; m = m->next) {
-        if (m->watch & FSDPI_LISTEN_TIMES) seen.timed = 1;
-        if ((m->watch & FSDPI_LISTEN_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;
+        if (m->listeners & FSDPI_LISTEN_TIMES) seen.timed = 1;
+        if ((m->listeners & FSDPI_LISTEN_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;
     }
     if (seen.timed && stream) fsdpi_timeline_reach(w, &seen, stream);
     if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);

@@ -257,8 +257,9 @@ static const uint32_t fsdpi_wants_shards = 1u << FSDP_CALL_PARAMS_CHANGED | 1u <
 
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
-    if (m->lent && fsdpi_wants_shards >> call & 1)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE, "[E231] %s: %s", what, m->lent);
+    if (m->write_lock_text && fsdpi_wants_shards >> call & 1)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE, "[E231] %s: %s", what,
+                         m->write_lock_text);
     for (int i = 0; i < m->num_units; i++)
         if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
     for (int i = 0; fsdpi_rows[call][0].asks && i < m->num_units; i++)
@@ -293,7 +294,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
 // The records of a call of the model are labelled IDLE.
 static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
     m->call_state = FSDP_STATE_IDLE;
-    return m->watch & FSDPI_LISTEN_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
+    return m->listeners & FSDPI_LISTEN_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
@@ -303,7 +304,7 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     fsdp_status status = fsdpi_commit(m);
     if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
-    if (!status && run && (m->watch & FSDPI_LISTEN_CALLS))
+    if (!status && run && (m->listeners & FSDPI_LISTEN_CALLS))
         (void)fsdpi_ext_offer_call(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
     if (!status) status = fsdpi_announce(m, call, what);
@@ -328,7 +329,7 @@ static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
 static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsdp_status status) {
     if (!m) return status;
     status = fsdpi_keep_status(m, status);
-    if (m->watch & FSDPI_LISTEN_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
+    if (m->listeners & FSDPI_LISTEN_RETURNS) fsdpi_tell_returned(m, u, call, NULL);
     return status;
 }
 
@@ -336,7 +337,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->watch & FSDPI_LISTEN_OPS) { // equivalent condition: it saves work alone
+    if (m->listeners & FSDPI_LISTEN_OPS) { // equivalent condition: it saves work alone
         m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
     }
@@ -360,8 +361,8 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
-    if (m->watch & FSDPI_LISTEN_CALLS) {
-        if (m->watch & FSDPI_LISTEN_RETURNS) return fsdpi_timed_call(u, call);
+    if (m->listeners & FSDPI_LISTEN_CALLS) {
+        if (m->listeners & FSDPI_LISTEN_RETURNS) return fsdpi_timed_call(u, call);
         if (fsdpi_ext_offer_call(m, u, call, &status)) return fsdpi_keep_status(m, status);
     }
     return fsdpi_keep_status(m, fsdpi_run_call(u, call));
@@ -455,10 +456,10 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     const fsdpi_attached *answered = NULL;
-    if (model->watch & FSDPI_LISTEN_CALLS)
+    if (model->listeners & FSDPI_LISTEN_CALLS)
         answered = fsdpi_ext_offer_call(model, NULL, FSDP_CALL_FINALIZE, &status);
     if (!answered) status = fsdpi_finalize_call(model);
-    if (model->watch & FSDPI_LISTEN_RETURNS)
+    if (model->listeners & FSDPI_LISTEN_RETURNS)
         fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
     if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
     return status;
@@ -478,12 +479,12 @@ FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status) {
             const int64_t numel = model->units[i]->params[k].lay.numel;
             if (8 * numel > bytes) bytes = 8 * numel;
         }
-    if ((int64_t)model->undefined_bytes >= bytes) return model->undefined;
+    if ((int64_t)model->fallback_bytes >= bytes) return model->fallback;
     fsdpi_undefined_free(model);
-    status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, (size_t)bytes, &model->undefined);
-    if (!status) model->undefined_bytes = (size_t)bytes;
-    if (!status) return model->undefined;
-    model->undefined = NULL;
+    status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, (size_t)bytes, &model->fallback);
+    if (!status) model->fallback_bytes = (size_t)bytes;
+    if (!status) return model->fallback;
+    model->fallback = NULL;
     (void)fsdp_fail(w, status,
                     "[E310] no %lld bytes for a getter that has failed, which gives NULL: %s",
                     (long long)bytes, fsdpi_device_text(w, status));
@@ -602,7 +603,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (status) return status;
     if (fsdpi_ext_offer_call(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
-    if (model->layout == 0) return FSDP_OK; // no unit has begun anything; an extension may have
+    if (model->num_commits == 0)
+        return FSDP_OK; // no unit has begun anything; an extension may have
     status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);

@@ -239,7 +239,7 @@ static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s) {
         if (op->dst) op->dst_ptr = op->dst->ptr;
         op->state = m->call_state;
         op->step = m->step;
-        op->given = m->given;
+        op->given = m->agreed_hash;
         if (s->kind >= FSDPI_STEP_ZERO_GRAD) {
             const double factor = u->facts.divide_factor;
             const int divides = s->how & FSDPI_DIVIDES;

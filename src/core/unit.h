@@ -427,7 +427,7 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     fsdp_world *w = model->world;
     FSDPI_TRY(fsdpi_failed(w));
     FSDPI_TRY(fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc"));
-    if (model->layout > 0)
+    if (model->num_commits > 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E207] fully_shard: the model is committed: add units before the first "
                          "hook, init or load");

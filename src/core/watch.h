@@ -20,16 +20,16 @@
    are asked about these. */
 static FSDPI_NOINLINE const fsdpi_attached *fsdpi_ext_offer_call(fsdp_model *m, fsdp_unit *u,
                                                                  int call, fsdp_status *status) {
-    const fsdpi_attached *asker = m->asked, *answered = NULL;
+    const fsdpi_attached *asker = m->offered_to, *answered = NULL;
     if (m->world->flight) fsdpi_flight_call(m->world, call, u ? u->desc.name : NULL);
-    m->asking++;
+    m->ext_depth++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
         if (!a->e.call) continue;
-        m->asked = a;
+        m->offered_to = a;
         if (a->e.call(a->e.user, m, u, call, status)) answered = a;
     }
-    m->asked = asker;
-    m->asking--;
+    m->offered_to = asker;
+    m->ext_depth--;
     return answered;
 }
 
@@ -37,10 +37,11 @@ static FSDPI_NOINLINE const fsdpi_attached *fsdpi_ext_offer_call(fsdp_model *m, 
 static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int call,
                                                const fsdpi_attached *answered) {
     const fsdpi_attached *end = answered ? answered->next : NULL;
-    m->asking++;
-    for (const fsdpi_attached *a = m->asked ? m->asked->next : m->attached; a != end; a = a->next)
+    m->ext_depth++;
+    for (const fsdpi_attached *a = m->offered_to ? m->offered_to->next : m->attached; a != end;
+         a = a->next)
         if (a->e.returned) a->e.returned(a->e.user, m, u, call);
-    m->asking--;
+    m->ext_depth--;
 }
 
 /* Has an extension taken a record? Each may change the copy of a record, except its kind, its order
@@ -48,7 +49,7 @@ static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int 
 static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
     const fsdp_op was = *op;
     int taken = 0;
-    m->asking++;
+    m->ext_depth++;
     for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next) {
         if (!a->e.op) continue;
         taken = a->e.op(a->e.user, m, op);
@@ -58,19 +59,19 @@ static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
         memcpy(op->wait, was.wait, sizeof op->wait);
         if (!op->call) op->call = was.call;
     }
-    m->asking--;
+    m->ext_depth--;
     return taken | m->dry_run;
 }
 
 // A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
 static FSDPI_NOINLINE fsdp_buf *fsdpi_ext_offer_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
-    u->model->asking++;
+    u->model->ext_depth++;
     for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
         fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
         if (!released) slot = answer;
     }
-    u->model->asking--;
+    u->model->ext_depth--;
     return slot;
 }
 
@@ -106,7 +107,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.ran) watch |= FSDPI_LISTEN_TIMES;
     }
     if (m->dry_run) watch |= FSDPI_LISTEN_OPS | FSDPI_LISTEN_SLOTS; // whichever functions it has
-    m->watch = (uint8_t)watch;
+    m->listeners = (uint8_t)watch;
 }
 
 // The number of a communicator in the order in which they are made, and *size, its ranks. 1: the

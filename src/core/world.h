@@ -183,9 +183,9 @@ static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
 // second communicator.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
-    w->because = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
-                 : w->caps.because ? w->caps.because
-                                   : "by default";
+    w->mode_reason = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
+                     : w->caps.because ? w->caps.because
+                                       : "by default";
     if (!lanes) lanes = w->caps.default_lanes;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDP_RUN_STREAMS;
@@ -264,7 +264,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
-    w->boot.stuck = &w->stuck;
+    w->boot.stuck = &w->hung;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
     w->boot.clock = d->clock;

@@ -111,7 +111,7 @@ static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int 
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
     if (!buf) return FSDPI_PLAN_NONE;
-    int pool = buf->as, held = pool - FSDP_POOL_GATHER;
+    int pool = buf->acquired_pool, held = pool - FSDP_POOL_GATHER;
     return pool == FSDP_POOL_SHARD                     ? FSDPI_PLAN_SHARDS
            : pool == FSDP_POOL_SHARD_GRAD              ? FSDPI_PLAN_GRADS
            : held >= 0 && held < FSDPI_PLAN_HELD_COUNT ? FSDPI_PLAN_HELD - held

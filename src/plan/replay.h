@@ -24,7 +24,7 @@
 static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->timed = 0;
     op->step = m->step;
-    op->given = m->given;
+    op->given = m->agreed_hash;
     if (!fsdpi_plan_bits(op->factor)) return; // most have none
     op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
@@ -78,10 +78,10 @@ static fsdp_status fsdpi_plan_emit_alone(fsdp_model *m, fsdp_op *ops, int count)
 /* Emits records of a tape. They take the same door as those of hooks (fsdpi_emit), and nothing is
    checked again. They must not change until they have run: lanes read their lists. */
 static fsdp_status fsdpi_plan_emit(fsdp_model *m, fsdp_op *ops, int count) {
-    if (m->world->mode == FSDP_RUN_INLINE && !(m->watch & FSDPI_LISTEN_RECORDS))
+    if (m->world->mode == FSDP_RUN_INLINE && !(m->listeners & FSDPI_LISTEN_RECORDS))
         return fsdpi_plan_emit_alone(m, ops, count);
     fsdp_status status = fsdpi_failed(m->world);
-    const int shown = m->watch & FSDPI_LISTEN_OPS;
+    const int shown = m->listeners & FSDPI_LISTEN_OPS;
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
         if (fsdpi_plan_is_unused_hook(op)) continue;
         fsdpi_plan_renew(m, op);

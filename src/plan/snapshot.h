@@ -69,7 +69,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->call_state, sizeof m->call_state);
     fsdpi_walk_bytes(w, &m->seq, sizeof m->seq);
     fsdpi_walk_bytes(w, &m->step, sizeof m->step);
-    fsdpi_walk_bytes(w, &m->given, sizeof m->given);
+    fsdpi_walk_bytes(w, &m->agreed_hash, sizeof m->agreed_hash);
     fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
@@ -121,7 +121,7 @@ static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
 static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *extension,
                                       fsdp_status (*run)(void *user), void *user) {
     fsdpi_attached only = {*extension, NULL}, *others = m->attached;
-    const fsdpi_attached *asked = m->asked;
+    const fsdpi_attached *asked = m->offered_to;
     FSDPI_TRY(fsdpi_commit(m));
     FSDPI_TRY(fsdpi_check_units(m, FSDP_CALL_FULL, "rehearse"));
     size_t size = fsdpi_model_save(m, NULL, 0);
@@ -130,13 +130,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     (void)fsdpi_model_save(m, saved, size);
     fsdpi_drain(m->world); // so that the others are told of records under way
     m->attached = &only;
-    m->asked = NULL;
+    m->offered_to = NULL;
     m->dry_run++;
     fsdpi_watch(m);
     fsdp_status status = run(user);
     fsdpi_model_load(m, saved, size);
     m->attached = others;
-    m->asked = asked;
+    m->offered_to = asked;
     m->dry_run--;
     fsdpi_watch(m);
     fsdpi_model_free(m, saved);

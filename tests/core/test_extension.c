@@ -814,8 +814,8 @@ static fsdp_status rehearse_without_end(void *user) {
 
 /* An address of a record, or its place in a slot. */
 static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
-    int slot = buf &&
-               (buf->part || (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT));
+    int slot = buf && (buf->is_view ||
+                       (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT));
     return ptr && slot ? (const char *)ptr - buf->ptr : (int64_t)(intptr_t)ptr;
 }
 
@@ -2287,7 +2287,7 @@ TEST(extension, rehearsal_status) {
     CHECK_OK(
         fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
     CHECK_EQ_INT(r.runs, 1);
-    CHECK_EQ_INT((long long)b.model->layout, 1);
+    CHECK_EQ_INT((long long)b.model->num_commits, 1);
     r.result = FSDP_ERR_CORRUPT;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
     r.result = FSDP_OK;
@@ -2352,7 +2352,7 @@ static fsdp_status emits(const bed *b, tape *t, int again) {
     if (again) return fsdpi_plan_emit(b->model, t->ops, t->num_ops);
     for (int i = 0; i < t->num_ops && !status; i++) {
         t->ops[i].step = b->model->step;
-        t->ops[i].given = b->model->given;
+        t->ops[i].given = b->model->agreed_hash;
         t->ops[i].timed = 0;
         status = fsdp_emit(b->model, &t->ops[i]);
     }
@@ -2406,7 +2406,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
         fsdp_op x = seen[0].ops[i], y = seen[1].ops[i];
         CHECK_EQ_INT(y.seq - x.seq, seq[1] - seq[0]);
         CHECK_EQ_INT(y.step, x.step + 1);
-        CHECK(y.given != x.given && y.given == b.model->given);
+        CHECK(y.given != x.given && y.given == b.model->agreed_hash);
         CHECK_EQ_INT(x.num_waits, y.num_waits);
         for (int n = 0; n < x.num_waits; n++) CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
         x.seq = y.seq, x.step = y.step, x.given = y.given;
@@ -2684,7 +2684,7 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_EQ_STR(diary, "gach");
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
-    CHECK(b.model->asked == NULL);
+    CHECK(b.model->offered_to == NULL);
     /* others after that begin at the first one, and its second one at c again */
     diary[0] = 0;
     CHECK_OK(fsdp_post_forward(b.units[0]));
@@ -2697,7 +2697,7 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     c.on = FSDP_CALL_WAIT, c.makes = fsdp_post_backward; /* a failure goes all the way back */
     CHECK_STATUS(fsdp_unshard(b.units[1]), FSDP_ERR_INVALID_STATE);
     CHECK_EQ_STR(diary, "gach");
-    CHECK(b.model->asked == NULL && b.model->asking == 0);
+    CHECK(b.model->offered_to == NULL && b.model->ext_depth == 0);
     diary[0] = 0;
     c.on = a.on = -1;
     CHECK_OK(fsdp_model_reset(b.model));

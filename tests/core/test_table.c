@@ -681,7 +681,7 @@ TEST(table, broken_states_are_found) {
         memset(&u, 0, sizeof u);
         memset(buf, 0, sizeof buf);
         u.model = &m, u.use = &use, u.use_words = 1;
-        m.watch = marks & WATCHED ? FSDPI_LISTEN_OPS : 0, m.dry_run = (marks & REHEARSES) != 0;
+        m.listeners = marks & WATCHED ? FSDPI_LISTEN_OPS : 0, m.dry_run = (marks & REHEARSES) != 0;
         u.layout.gather = marks & ALIAS ? FSDPI_GATHER_ALIAS : FSDPI_GATHER_SHARDS;
         u.layout.num_train = states[k].trains;
         u.facts.shards = states[k].shards, u.facts.replicas = states[k].replicas;
