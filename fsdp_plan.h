@@ -48,11 +48,12 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_WARM_UP = 0, // steps by calls, not recorded
     FSDP_PLAN_RECORDING,   // by calls, recorded
     FSDP_PLAN_REPLAYING,   // from the tape
-    FSDP_PLAN_EAGER,    // this step goes on by calls: it was another one, or has left
+    FSDP_PLAN_EAGER,       // this step runs eagerly: it differs from the plan, or has left it
     FSDP_PLAN_PAUSED,
     FSDP_PLAN_REFUSED,     // by calls for good: see fsdp_plan_why
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
+#define FSDP_PLAN_BY_CALLS FSDP_PLAN_EAGER // its name in version 0.1, until 0.3
 
 // What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing
 // is measured by the library: no decision looks at a clock.

@@ -6,9 +6,9 @@
 
 fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; extensions still include
 fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
-than the default one, which src/core/backends.h defines, stays an include: those files are written into
-FOLDER/backends, where they find what they use of src/core/ in the one header, or, if they are compiled
-alone (.cu), in their own text. All is taken from the headers; no name of a part stands here.
+than the default one, which src/core/backends.h defines, stays an include: those files are written
+into FOLDER/backends, where they find what they use of src/core/ in the one header, or, if they are
+compiled alone (.cu), in their own text. All is taken from the headers; no name of a part stands here.
 """
 import argparse
 import glob
@@ -21,8 +21,8 @@ NOTE = "// Written by tools/amalgamate.py from %s: change those files.\n"
 LONG = 20  # lines behind a part, from which on a heading tells that the file around it goes on
 CONTENTS = """CONTENTS
     This file is the manual, the declarations and the implementation, in parts of one subject each.
-    A part begins with a line of signs around its name: search for "== src/core/dtype.h ==". All that a
-    program calls is declared above the first one. Each part stands below those that it uses.
+    A part begins with a line of signs around its name: search for "== src/core/dtype.h ==". All
+    that a program calls is declared above the first one. Each part stands below those that it uses.
 """
 END_OF_CONTENTS = """\
     Further backends are in the folder backends/ beside this file.
@@ -150,7 +150,7 @@ class Amalgamation:
 
 
 def of_backend(root, path, done):
-    """A file of backends/ beside the one header. What it includes of src/core/ is in that one; a file
+    """A file of backends/ next to the one header, which has what it includes of src/core/; a file
     that is compiled alone gets the text, once."""
     with open(os.path.join(root, path), encoding="utf-8") as f:
         text = f.read()

@@ -330,7 +330,8 @@ def check_layers():
 
 
 def check_backends_named():
-    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("src/core/backends.h"))) | {"CUDA"})
+    named = re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("src/core/backends.h"))
+    names = sorted(set(named) | {"CUDA"})
     lower, upper = "|".join(names).lower(), "|".join(names)
     backend = rf"\b(?:fsdpi?_(?:{lower})_\w+|FSDP_BACKEND_(?:{upper}))\b"
     for path in sorted(set(PARTS) - {"src/core/backends.h", "src/core/backend.h"}):

@@ -101,8 +101,8 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
    Blocks      for operations under way */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
-/* fsdp_extension_mute - an extension has seen what it wanted: its call, returned, op and ran are not called
-               any more, and what the library does for them alone, as reading the clock, ends
+/* fsdp_extension_mute - end the calls of an extension's call, returned, op and ran, and what the
+               library does for them only, such as reading the clock
    extension   with the contents with which it was attached; these functions become NULL. Detach it
                with what it has then
    Result      FSDP_OK; INVALID_ARG (it is not attached)
@@ -115,8 +115,8 @@ FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with an item that is
                zero, but for sizes_only; at the end its name is NULL
-   fsdp_state_reserve    - ask the extensions to have items of a parameter that they left out, because
-               it is frozen. They may leave it out again: look at the items
+   fsdp_state_reserve - ask the extensions to have items of a parameter that they left out,
+               because it is frozen. They may leave it out again: look at the items
    fsdp_state_loaded - say that you have written items: the extensions read them
    Result      FSDP_OK; INVALID_ARG; what an extension returned
    Note        pointers are valid until the layout changes or an extension is detached
@@ -214,15 +214,16 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
    Blocks      yes, at most timeout_ms */
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
 
-/* fsdp_lock_params - say that shards hold something else than the parameters. From now on calls that write
-   shards, move them or scale gradients fail with INVALID_STATE: a step of an optimizer,
+/* fsdp_lock_params - say that shards hold something else than the parameters. From now on calls
+   that write shards, move them or scale gradients fail with INVALID_STATE: a step of an optimizer,
    fsdp_params_changed, clipping, a load, fsdp_set_requires_grad, fsdp_model_cast
    why         end of their text, what to do. Not copied. NULL: shards are parameters again
    Result      FSDP_OK; INVALID_ARG; INVALID_STATE (they are lent already)
    Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why);
 
-/* fsdp_lent - `why` of fsdp_lock_params; NULL: shards are parameters. Who reads them as parameters asks */
+/* fsdp_lent - `why` of fsdp_lock_params; NULL: shards hold the parameters. Call it before you read
+   them as parameters */
 FSDP_API const char *fsdp_lent(const fsdp_model *model);
 
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
@@ -259,9 +260,9 @@ enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run_mode(const fsdp_model *model);
 
-/* fsdp_set_uneven_inputs - 1: in steps from now on ranks make other hooks than each other, which end in
-               the same reductions, as where a rank has no batch. Such steps are not planned. 0: the
-               default
+/* fsdp_set_uneven_inputs - 1: in steps from now on ranks make other hooks than each other, which
+               end in the same reductions, as where a rank has no batch. Such steps are not
+               planned. 0: the default
    fsdp_has_uneven_inputs  - what was set
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no, but every rank has to do the same
@@ -310,8 +311,8 @@ FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook);
    Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
-/* fsdp_fallback_ptr - memory for a getter of an extension that fails, as fsdp_data gives it: room for
-   the largest parameter of the model in any dtype, which the host and kernels may touch, of
+/* fsdp_fallback_ptr - memory for a getter of an extension that fails, as fsdp_data gives it: room
+   for the largest parameter of the model in any dtype, which the host and kernels may touch, of
    undefined contents, the same until a later unit needs more room
    status      the failure, whose text has been logged: fsdp_finalize_backward reports it again
    Result      NULL: model is NULL, or there is no memory
@@ -353,6 +354,17 @@ FSDP_API void fsdp_warn(const fsdp_world *world, const char *format, ...) FSDP_P
    Result      FSDP_OK; INVALID_ARG (size or canaries; the text names the desc by `what`) */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
                                     const char *what);
+
+// Names of version 0.1, until 0.3.
+#define fsdp_buf_part       fsdp_buf_view
+#define fsdp_is_uneven      fsdp_has_uneven_inputs
+#define fsdp_lend           fsdp_lock_params
+#define fsdp_model_run      fsdp_model_run_mode
+#define fsdp_retire         fsdp_extension_mute
+#define fsdp_set_uneven     fsdp_set_uneven_inputs
+#define fsdp_state_hold     fsdp_state_reserve
+#define fsdp_state_written  fsdp_state_loaded
+#define fsdp_undefined      fsdp_fallback_ptr
 
 // clang-format on
 #endif

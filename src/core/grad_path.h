@@ -1,4 +1,4 @@
-/* core/grad_path.h - what is done with a unit's memory: a list of steps, and the function that chooses
+/* core/grad_path.h - the steps of a reduction, and the function that chooses them
 
    The functions here are pure: they know no unit and no memory. Facts go in, steps come out. Which
    steps a reduction takes is decided here alone; whether a unit is reduced at all, by

@@ -21,8 +21,8 @@
 #include "unit.h"
 
 /* Owns: the slots GRAD, REDUCE_IN and REDUCE_OUT, what the shard gradient holds, and which
-   parameters have a gradient. The unit's route says what happens at the end of a backward; grad_path.h
-   draws the states.
+   parameters have a gradient. The unit's gradient path says what happens at the end of a backward;
+   grad_path.h draws the states.
    A parameter is USED when the caller asks where its gradient is written. It is REDUCED when the
    unit's reduction is on its way. Ranks compare in each reduction which parameters are USED.
    Invariant: outside of backward a parameter is USED only if the unit holds gradients that wait.

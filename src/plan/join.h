@@ -82,8 +82,8 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
 }
 
 /* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_make_adjacent puts side by
-   side. */
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_make_adjacent puts
+   side by side. */
 static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
                                    const fsdp_op *const *parts, int num) {
     int64_t span = 0;

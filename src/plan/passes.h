@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_decisions. A pass is a function of what happens by calls; no pass looks at a clock.
+// Owns: fsdpi_plan_decisions. A pass is a function of the eager step; no pass looks at a clock.
 // A span is the time in which a unit needs its parameters: from the pre_* that gathers by calls to
 // the call that frees by calls. An item is what is gathered at once: a unit, or several that are
 // always used one after the other.
